@@ -1,0 +1,43 @@
+"""Training-free structured pruning of large language models.
+
+`prune` and `perplexity` work on checkpoints, `compensate` on plain tensors; `plan` looks ahead.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from coec.errors import CoecError
+from coec.types import Compensation, Gram, KeptSet
+
+if TYPE_CHECKING:
+    from coec.compensation import compensate
+    from coec.evaluation.perplexity import perplexity
+    from coec.pruning import plan, prune
+
+__all__ = [
+    "CoecError",
+    "Compensation",
+    "Gram",
+    "KeptSet",
+    "compensate",
+    "perplexity",
+    "plan",
+    "prune",
+]
+__version__ = "0.1.0"
+
+_LAZY = {
+    "compensate": "coec.compensation",
+    "perplexity": "coec.evaluation.perplexity",
+    "plan": "coec.pruning",
+    "prune": "coec.pruning",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports transformers only when a function that needs it is used."""
+    if name in _LAZY:
+        value = getattr(import_module(_LAZY[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'coec' has no attribute '{name}'")

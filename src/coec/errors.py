@@ -1,0 +1,29 @@
+"""The errors a user can mend.
+
+Every message says what must hold, what was found, and what to change, on one line: the command
+prints it as it is, without a traceback, and exits with status 1.
+"""
+
+
+class CoecError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class OptionError(CoecError):
+    """An option is unknown, out of range, or contradicts another."""
+
+
+class ModelError(CoecError):
+    """The model folder is missing, damaged, or of a kind that cannot be pruned."""
+
+
+class CalibrationError(CoecError):
+    """The calibration or evaluation text cannot be used."""
+
+
+class OutputError(CoecError):
+    """The output folder cannot be written as asked."""
+
+
+class NumericalError(CoecError):
+    """Numbers that must be finite are not, and no safeguard could help."""

@@ -1,0 +1,162 @@
+"""The nouns of the package: frozen, validated when made.
+
+Letters follow the paper: d input columns of a consumer, m its output rows, k kept columns,
+N calibration tokens.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from coec.errors import NumericalError, OptionError
+
+
+@dataclass(frozen=True, eq=False)
+class Gram:
+    """Second-order statistics of one site's inputs, additive over batches and workers (METHOD §2).
+
+    Attributes:
+        xx: `Σ x xᵀ`, the raw (not centred) second moment, float64 as accumulated.
+        x: `Σ x`, the channel sums.
+        tokens: N, how many token positions were summed.
+    """
+
+    xx: Float[Tensor, "d d"]
+    x: Float[Tensor, " d"]
+    tokens: int
+
+    def __post_init__(self) -> None:
+        d = self.x.shape[0] if self.x.ndim == 1 else -1
+        if self.x.ndim != 1 or self.xx.shape != (d, d):
+            raise OptionError(
+                f"Gram needs xx of shape (d, d) and x of shape (d,), "
+                f"got {tuple(self.xx.shape)} and {tuple(self.x.shape)}"
+            )
+        if self.tokens < 1:
+            raise OptionError(f"Gram needs at least one token, got tokens={self.tokens}")
+
+
+    def __add__(self, other: "Gram") -> "Gram":
+        return Gram(self.xx + other.xx, self.x + other.x, self.tokens + other.tokens)
+
+    @property
+    def mean(self) -> Float[Tensor, " d"]:
+        """`μ = Σ x / N`."""
+        return self.x / self.tokens
+
+    @property
+    def energy(self) -> Float[Tensor, " d"]:
+        """`‖X_j‖² = Σ x_j²` of every channel, never below 0."""
+        return self.xx.diagonal().clamp_min(0)
+
+    @property
+    def variance(self) -> Float[Tensor, " d"]:
+        """The unbiased variance of every channel, never below 0; 0 where N = 1."""
+        centred = self.energy - self.x.square() / self.tokens
+        return centred.clamp_min(0) / max(self.tokens - 1, 1)
+
+    def check_finite(self) -> None:
+        """Raises NumericalError naming the first channel whose statistics are NaN or infinite."""
+        bad = ~(torch.isfinite(self.xx).all(dim=1) & torch.isfinite(self.x))
+        if bad.any():
+            raise NumericalError(
+                f"calibration statistics hold NaN or Inf in {int(bad.sum())} of {len(bad)} "
+                f"channels (first: {int(bad.nonzero()[0])}): the dense model overflows on the "
+                "calibration text; run it in float32 or bfloat16 (--forward-dtype)"
+            )
+
+
+class GramSum:
+    """Accumulates a Gram: batch products in float32 (float64 for float64 inputs), float64 sums."""
+
+    def __init__(self, d: int, device: torch.device | str = "cpu") -> None:
+        self.xx = torch.zeros(d, d, dtype=torch.float64, device=device)
+        self.x = torch.zeros(d, dtype=torch.float64, device=device)
+        self.tokens = 0
+
+    def update(self, inputs: Float[Tensor, "... d"]) -> None:
+        """Adds every row of `inputs` (any leading shape)."""
+        rows = inputs.detach().reshape(-1, inputs.shape[-1])
+        # bfloat16 and float16 products are exact in float32; a float64 model keeps its digits.
+        rows = rows.to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
+        self.xx += rows.T @ rows
+        self.x += rows.sum(dim=0, dtype=torch.float64)
+        self.tokens += rows.shape[0]
+
+    def gram(self) -> Gram:
+        """The sums so far, exactly symmetric."""
+        return Gram((self.xx + self.xx.T) / 2, self.x, self.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class KeptSet:
+    """Which of `size` units stay: sorted, distinct, at least one."""
+
+    kept: Int[Tensor, " k"]
+    size: int
+
+    def __post_init__(self) -> None:
+        kept = self.kept
+        if kept.ndim != 1 or kept.dtype not in (torch.int64, torch.int32) or len(kept) == 0:
+            raise OptionError(
+                f"a kept set is a non-empty 1-D integer tensor, got {kept.dtype} of shape "
+                f"{tuple(kept.shape)}"
+            )
+        if int(kept.min()) < 0 or int(kept.max()) >= self.size:
+            raise OptionError(
+                f"kept indices must lie in 0..{self.size - 1}, "
+                f"got {int(kept.min())}..{int(kept.max())}"
+            )
+        if len(kept) > 1 and not bool((kept[1:] > kept[:-1]).all()):
+            raise OptionError("kept indices must be sorted and distinct; sort them first")
+
+    @property
+    def everything(self) -> bool:
+        """True when nothing is removed."""
+        return len(self.kept) == self.size
+
+    def columns(self, width: int) -> "KeptSet":
+        """The kept columns when every unit owns `width` consecutive columns."""
+        offsets = torch.arange(width, device=self.kept.device)
+        return KeptSet((self.kept[:, None] * width + offsets).flatten(), self.size * width)
+
+    def dropped(self) -> Int[Tensor, " d-k"]:
+        """The indices that do not stay, sorted."""
+        mask = torch.ones(self.size, dtype=torch.bool, device=self.kept.device)
+        mask[self.kept] = False
+        return mask.nonzero().flatten()
+
+
+@dataclass(frozen=True)
+class Convergence:
+    """How an iteration ended.
+
+    Attributes:
+        converged: whether its own stopping rule was met (not the iteration limit).
+        iterations: steps taken.
+        reason: the rule that ended it, in words.
+        history: the objective before the first step and after every step.
+    """
+
+    converged: bool
+    iterations: int
+    reason: str
+    history: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Compensation:
+    """What replaces the kept columns of one consumer.
+
+    Attributes:
+        weight: `W̃`, m×k, in the dtype of the statistics.
+        bias: an amount to add to the consumer's bias, or None.
+        diagnostics: numbers and words for the report; JSON-ready.
+    """
+
+    weight: Float[Tensor, "m k"]
+    bias: Float[Tensor, " m"] | None = None
+    diagnostics: dict[str, Any] = field(default_factory=dict)
