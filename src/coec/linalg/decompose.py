@@ -1,0 +1,124 @@
+"""Eigenvalue and singular value decompositions that survive a failing or hanging routine.
+
+Each function tries a chain of routines and takes the first finite answer; when it was not the
+first routine's, an event says so. Calls on a CUDA device run under a time limit, since cuSOLVER
+has been seen to hang on degenerate matrices (METHOD §5.7).
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from coec.errors import NumericalError
+from coec.events import record
+
+Routine = Callable[[Tensor], tuple[Tensor, ...]]
+
+GPU_TIME_LIMIT = 600.0
+"""Seconds a decomposition on a CUDA device may take before the next routine is tried."""
+
+
+def eigh(A: Float[Tensor, "n n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, "n n"]]:
+    """Eigenvalues (ascending) and eigenvectors (columns) of a symmetric matrix.
+
+    Raises:
+        NumericalError: A is not finite, or every routine failed.
+    """
+    routines: list[tuple[str, Routine]] = [
+        ("eigh", torch.linalg.eigh),
+        ("eigh on the CPU in float64", _on_cpu(torch.linalg.eigh)),
+        ("numpy eigh", _on_cpu(_numpy_eigh)),
+    ]
+    mu, Q = _first_success(routines, A, _limit(A))
+    return mu, Q
+
+
+def svd(
+    A: Float[Tensor, "m n"],
+) -> tuple[Float[Tensor, "m r"], Float[Tensor, " r"], Float[Tensor, "r n"]]:
+    """The thin singular value decomposition `A = U diag(s) Vᵀ`, s descending.
+
+    Raises:
+        NumericalError: A is not finite, or every routine failed.
+    """
+    routines: list[tuple[str, Routine]] = [("gesdd", _thin_svd)]
+    if A.is_cuda:
+        routines.append(("gesvd", _gesvd))
+    routines.append(("gesdd on the CPU in float64", _on_cpu(_thin_svd)))
+    routines.append(("numpy svd of the transpose", _on_cpu(_numpy_svd_of_transpose)))
+    U, s, Vt = _first_success(routines, A, _limit(A))
+    return U, s, Vt
+
+
+def _thin_svd(A: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.linalg.svd(A, full_matrices=False))
+
+
+def _gesvd(A: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.linalg.svd(A, full_matrices=False, driver="gesvd"))
+
+
+def _numpy_eigh(A: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.from_numpy(part) for part in np.linalg.eigh(A.numpy()))
+
+
+def _numpy_svd_of_transpose(A: Tensor) -> tuple[Tensor, ...]:
+    V, s, Ut = np.linalg.svd(A.numpy().T, full_matrices=False)
+    return tuple(torch.from_numpy(np.ascontiguousarray(part)) for part in (Ut.T, s, V.T))
+
+
+def _on_cpu(routine: Callable[[Tensor], Sequence[Tensor]]) -> Routine:
+    def run(A: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part.to(A) for part in routine(A.double().cpu()))
+
+    return run
+
+
+def _limit(A: Tensor) -> float | None:
+    return GPU_TIME_LIMIT if A.is_cuda else None
+
+
+def _first_success(
+    routines: Sequence[tuple[str, Routine]], A: Tensor, time_limit: float | None
+) -> tuple[Tensor, ...]:
+    if not torch.isfinite(A).all():
+        raise NumericalError("a matrix to decompose holds NaN or Inf")
+    failures: list[str] = []
+    for name, routine in routines:
+        try:
+            parts = _run_within(time_limit, routine, A)
+        except (RuntimeError, TimeoutError, np.linalg.LinAlgError) as error:
+            failures.append(f"{name} failed ({str(error).splitlines()[0]})")
+            continue
+        if all(bool(torch.isfinite(part).all()) for part in parts):
+            if failures:
+                record(f"{'; '.join(failures)}; used {name} instead")
+            return parts
+        failures.append(f"{name} returned NaN or Inf")
+    raise NumericalError(f"no decomposition of a {tuple(A.shape)} matrix: {'; '.join(failures)}")
+
+
+def _run_within(time_limit: float | None, routine: Routine, A: Tensor) -> tuple[Tensor, ...]:
+    """Calls `routine(A)`; past `time_limit` seconds it is abandoned and TimeoutError raised."""
+    if time_limit is None:
+        return routine(A)
+    outcome: list[tuple[Tensor, ...] | BaseException] = []
+
+    def work() -> None:
+        try:
+            outcome.append(routine(A))
+        except BaseException as error:  # handed over to the waiting thread, which raises it
+            outcome.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(time_limit)
+    if not outcome:
+        raise TimeoutError(f"no answer in {time_limit:g} s")
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]

@@ -1,0 +1,66 @@
+"""The source's right solver: projected gradient with an orthogonal retraction (METHOD §5.4.1)."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from coec.errors import NumericalError
+from coec.events import record
+from coec.linalg.polar import newton_schulz_polar
+from coec.linalg.right import RightProblem
+from coec.linalg.stiefel import retract_cayley, tangent
+from coec.types import Convergence
+
+
+def gradient(
+    problem: RightProblem,
+    R: Float[Tensor, "b k"],
+    *,
+    delta: float = 7e-4,
+    iterations: int = 200,
+) -> tuple[Float[Tensor, "b k"], Convergence]:
+    """Projected gradient from R with step `η/t²`, `η = 1/(2 s_max² λ_max(Gxx))`.
+
+    Retraction: Newton-Schulz polar for rectangular frames, Cayley with a Newton-Schulz inverse for
+    square ones. The step is shortened so that `‖step · gradient‖_F ≤ 1`.
+
+    Args:
+        problem: what to minimise, in the eigenbasis of Gxx.
+        R: the start, orthonormal rows.
+        delta: stop when `‖R⁺ − R‖_F / √b` falls below it.
+        iterations: at most this many steps.
+
+    Returns:
+        The last R, or the start when the objective rose over the whole solve (recorded as an
+        event), and how it ended.
+    """
+    b, k = R.shape
+    curvature = 2 * float(problem.s.max()) ** 2 * float(problem.mu.max()) / problem.yy
+    if not curvature > 0:
+        return R, Convergence(True, 0, "nothing to rotate: no energy in the kept inputs")
+    start, history = R, [problem.objective(R)]
+    reason, converged = f"iteration limit {iterations}", False
+    for _ in range(iterations):
+        t = problem.scale(R)
+        xi = tangent(R, problem.gradient(R, t))
+        step = -xi / (curvature * t * t)
+        norm = float(step.norm())
+        if norm > 1:
+            record("right rotation: step capped at norm 1")
+            step = step / norm
+        try:
+            R_next = retract_cayley(R, step) if b == k else newton_schulz_polar(R + step)
+        except NumericalError as error:
+            record(f"right rotation stopped: {error}")
+            reason = str(error)
+            break
+        change = float((R_next - R).norm()) / b**0.5
+        R = R_next
+        history.append(problem.objective(R))
+        if change < delta:
+            reason, converged = f"rotation changed by less than delta = {delta:g}", True
+            break
+    if not history[-1] <= history[0]:
+        record("right rotation rejected: the gradient solver raised its objective")
+        R, reason, converged = start, "objective rose", False
+    return R, Convergence(converged, len(history) - 1, reason, tuple(history))

@@ -1,0 +1,63 @@
+"""The orthogonal polar factor: the orthogonal Procrustes solution."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from coec.errors import NumericalError
+from coec.events import record
+from coec.linalg.decompose import svd
+
+
+def polar(
+    A: Float[Tensor, "m b"], nearest: Float[Tensor, "m b"] | None = None
+) -> Float[Tensor, "m b"]:
+    """`argmax ⟨U, A⟩ s.t. UᵀU = I`, which is `P Qᵀ` of the thin SVD `A = P Σ Qᵀ` (m ≥ b).
+
+    Where A is rank-deficient the maximiser is not unique: among all of them the one closest to
+    `nearest` is returned, so that directions without information do not turn.
+
+    Args:
+        nearest: orthonormal columns; None leaves the choice to the SVD.
+    """
+    P, sigma, Qt = svd(A)
+    informative = sigma > max(A.shape) * torch.finfo(A.dtype).eps * sigma[0]
+    rank = int(informative.sum())
+    if nearest is None or rank == len(sigma):
+        return P @ Qt
+    record("polar factor of a singular matrix: directions without information kept as they were")
+    P, Q = P[:, :rank], Qt[:rank].T
+    null = Qt[rank:].T
+    remainder = nearest @ null
+    # Twice is enough (Kahan): the columns end orthogonal to P to rounding.
+    for _ in range(2):
+        remainder = remainder - P @ (P.T @ remainder)
+    completion = polar(remainder)
+    completion = completion - P @ (P.T @ completion)
+    return P @ Q.T + completion @ null.T
+
+
+def newton_schulz_polar(
+    A: Float[Tensor, "b k"], iterations: int = 30
+) -> Float[Tensor, "b k"]:
+    """The polar factor of a full-rank wide matrix by `X ← 1.5 X − 0.5 X Xᵀ X`: products only.
+
+    Converges quadratically for singular values in (0, √3), which a retraction's argument meets:
+    a tangent step of norm at most 1 from orthonormal rows leaves them in [1, √2].
+
+    Raises:
+        NumericalError: no convergence in `iterations` steps (A is rank-deficient or far from
+            orthonormal).
+    """
+    b = A.shape[0]
+    eye = torch.eye(b, dtype=A.dtype, device=A.device)
+    tolerance = 10 * b * torch.finfo(A.dtype).eps
+    X = A
+    for _ in range(iterations):
+        gap = eye - X @ X.T
+        if float(gap.norm()) <= tolerance:
+            return X
+        X = X + 0.5 * (gap @ X)
+    if float((eye - X @ X.T).norm()) <= tolerance:
+        return X
+    raise NumericalError("Newton-Schulz polar iteration did not converge")

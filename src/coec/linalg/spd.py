@@ -1,0 +1,61 @@
+"""Symmetric positive semidefinite matrices: powers and solves."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from coec.events import record
+from coec.linalg.decompose import eigh
+
+
+def power(G: Float[Tensor, "d d"], alpha: float) -> Float[Tensor, "d d"]:
+    """Gram tempering: `G^α = E diag(max(μ, 0)^α) Eᵀ` over the full spectrum (METHOD §5.1).
+
+    Negative eigenvalues (an indefinite Gram) are clamped at 0. `α = 1` returns G itself.
+
+    Args:
+        G: symmetric.
+        alpha: the exponent, in (0, 1].
+    """
+    if alpha == 1:
+        return G
+    mu, E = eigh(G)
+    floor = rounding_level(mu)
+    if float(mu[0]) < -floor:
+        record(f"indefinite Gram: smallest eigenvalue {float(mu[0]) / float(mu[-1]):.1e} of the "
+               "largest, clamped at 0")
+    # An eigenvalue at rounding level is noise, and a power below 1 would magnify it.
+    mu = torch.where(mu > floor, mu, 0.0)
+    return (E * mu.pow(alpha)) @ E.T
+
+
+def rounding_level(values: Float[Tensor, " n"]) -> float:
+    """The size below which entries of a spectrum cannot be told from rounding: n · eps · max."""
+    if len(values) == 0:
+        return 0.0
+    largest = float(values.abs().max())
+    return len(values) * torch.finfo(values.dtype).eps * largest
+
+
+def solve_right(
+    B: Float[Tensor, "m k"], A: Float[Tensor, "k k"], ridge: float
+) -> Float[Tensor, "m k"]:
+    """`B (A + λ I)⁻¹` with `λ = ridge · mean(diag A)`.
+
+    With `ridge = 0`, or where Cholesky finds A + λ I not positive definite, the answer is the
+    minimum-norm one, `B (A + λ I)⁺`: directions at rounding level are left out.
+
+    Args:
+        ridge: relative to the mean diagonal, at least 0.
+    """
+    shift = ridge * float(A.diagonal().mean())
+    if shift > 0:
+        shifted = A + shift * torch.eye(len(A), dtype=A.dtype, device=A.device)
+        L, info = torch.linalg.cholesky_ex(shifted)
+        if int(info) == 0:
+            return torch.cholesky_solve(B.T, L).T
+        record("the regularised Gram is not positive definite: solved through its eigenvectors")
+    mu, Q = eigh(A)
+    mu = mu + max(shift, 0.0)
+    inverse = torch.where(mu > rounding_level(mu), 1 / mu, 0.0)
+    return (B @ Q * inverse) @ Q.T

@@ -1,0 +1,66 @@
+"""The Stiefel manifold St(b, k) of b×k matrices with orthonormal rows: tangents and retractions."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from coec.errors import NumericalError
+
+
+def tangent(R: Float[Tensor, "b k"], Z: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
+    """The orthogonal projection of Z on the tangent space at R: `Z − sym(Z Rᵀ) R`."""
+    S = Z @ R.T
+    return Z - 0.5 * (S + S.T) @ R
+
+
+def retract_cholesky(R: Float[Tensor, "b k"], step: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
+    """The LQ retraction `L⁻¹ (R + ξ)`, `L Lᵀ = (R + ξ)(R + ξ)ᵀ`, by Cholesky.
+
+    For a tangent ξ the Gram matrix is `I + ξ ξᵀ`, so the factorisation cannot break down and rows
+    are orthonormal to rounding whenever ‖ξ‖ is moderate.
+
+    Raises:
+        NumericalError: the step is so large, or not finite, that the factorisation fails.
+    """
+    A = R + step
+    L, info = torch.linalg.cholesky_ex(A @ A.T)
+    if int(info) != 0:
+        raise NumericalError("retraction of a step that is not finite")
+    return torch.linalg.solve_triangular(L, A, upper=False)
+
+
+def retract_cayley(R: Float[Tensor, "k k"], step: Float[Tensor, "k k"]) -> Float[Tensor, "k k"]:
+    """The Cayley retraction of a square frame: `(I + W/2)⁻¹ (I − W/2) R`, `W = −skew(ξ Rᵀ)`.
+
+    The inverse is Newton-Schulz iterated from I, which converges quadratically while ‖W‖ < 2
+    (the source's retraction for attention output projections).
+
+    Raises:
+        NumericalError: the iteration does not converge (a step of norm 2 or more).
+    """
+    S = step @ R.T
+    half = 0.25 * (S.T - S)
+    eye = torch.eye(len(R), dtype=R.dtype, device=R.device)
+    return newton_schulz_inverse(eye + half) @ (R - half @ R)
+
+
+def newton_schulz_inverse(
+    A: Float[Tensor, "n n"], iterations: int = 30
+) -> Float[Tensor, "n n"]:
+    """`A⁻¹` by `X ← X (2 I − A X)` from `X = I`; converges when `‖I − A‖₂ < 1`.
+
+    Raises:
+        NumericalError: no convergence in `iterations` steps.
+    """
+    n = len(A)
+    eye = torch.eye(n, dtype=A.dtype, device=A.device)
+    tolerance = 10 * n * torch.finfo(A.dtype).eps
+    X = eye
+    for _ in range(iterations):
+        gap = eye - A @ X
+        if float(gap.norm()) <= tolerance:
+            return X
+        X = X + X @ gap
+    if float((eye - A @ X).norm()) <= tolerance:
+        return X
+    raise NumericalError("Newton-Schulz inverse did not converge")
