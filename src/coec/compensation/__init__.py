@@ -1,0 +1,130 @@
+"""Compensations: what replaces the kept columns of a consumer, as pure functions.
+
+A compensation is any callable `(weight, gram, kept, *, options) -> Compensation`. Add one by
+writing the function and listing it here; nothing else knows their names.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from coec.compensation.closed_form import bias, least_squares, none, ridge_to_slice
+from coec.compensation.coec import coec
+from coec.compensation.objective import Reconstruction, kept_columns
+from coec.compensation.rcpu import rcpu
+from coec.errors import NumericalError, OptionError
+from coec.events import recording
+from coec.types import Compensation, Gram, KeptSet
+
+COMPENSATIONS: dict[str, Callable[..., Compensation]] = {
+    "coec": coec,
+    "rcpu": rcpu,
+    "bias": bias,
+    "least-squares": least_squares,
+    "ridge-to-slice": ridge_to_slice,
+    "none": none,
+}
+
+SITE_ARGUMENTS = frozenset({"value_weight"})
+"""Keyword arguments that describe the site, filled in by the caller, not options of the user."""
+
+
+def adds_bias(method: Callable[..., Compensation]) -> bool:
+    """Whether results carry a bias, which decides the output format before any work.
+
+    A function of your own that returns one says so with an attribute: `f.adds_bias = True`.
+    """
+    return bool(getattr(method, "adds_bias", method is bias))
+
+
+def options_of(method: Callable[..., Compensation]) -> dict[str, inspect.Parameter]:
+    """The options a compensation takes: its keyword-only parameters."""
+    parameters = inspect.signature(method).parameters.values()
+    return {
+        p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in SITE_ARGUMENTS
+    }
+
+
+def resolve(method: str) -> Callable[..., Compensation]:
+    """The compensation of that name; raises OptionError with the known names."""
+    if method not in COMPENSATIONS:
+        raise OptionError(f"unknown compensation '{method}'; known: {', '.join(COMPENSATIONS)}")
+    return COMPENSATIONS[method]
+
+
+def check_options(method: str, options: dict[str, Any]) -> None:
+    """Raises OptionError unless the compensation takes every one of the options."""
+    known = options_of(resolve(method))
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        takes = ", ".join(known) or "none"
+        raise OptionError(
+            f"compensation '{method}' has no option '{unknown[0]}'; its options: {takes}"
+        )
+
+
+def compensate(
+    weight: Float[Tensor, "m d"],
+    gram: Gram,
+    kept: KeptSet | Int[Tensor, " k"],
+    *,
+    method: str | Callable[..., Compensation] = "coec",
+    value_weight: Float[Tensor, "k h"] | None = None,
+    **options: Any,
+) -> Compensation:
+    """Replaces the kept columns of one weight from second-order statistics (METHOD §§4, 5).
+
+    Args:
+        weight: `W₀`, the dense consumer (`down_proj` or `o_proj`), outputs × inputs.
+        gram: statistics of its inputs in the dense model; their dtype is the working precision.
+        kept: indices of the columns that stay, sorted; or a KeptSet.
+        method: a name in COMPENSATIONS or a function of the same form.
+        value_weight: for an attention output projection: the pruned value projection's rows, one
+            per kept column; used by methods that take it.
+        options: of the method; unknown ones are errors.
+
+    Returns:
+        Compensation: weight m×k, bias (or None), diagnostics with the untempered relative error
+        before and after and every safeguard that fired.
+
+    Raises:
+        OptionError: an unknown method or option, one out of range, or shapes that do not fit.
+        NumericalError: an input holds NaN or Inf.
+
+    Example:
+        >>> result = compensate(W, Gram(xx=G, x=x, tokens=n), torch.arange(48), alpha=0.9)
+        >>> result.weight.shape, result.diagnostics["error_after"]
+    """
+    if isinstance(method, str):
+        check_options(method, options)
+        method = resolve(method)
+    kept = kept if isinstance(kept, KeptSet) else KeptSet(kept, weight.shape[-1])
+    if weight.ndim != 2 or weight.shape[1] != len(gram.x) or kept.size != len(gram.x):
+        raise OptionError(
+            f"weight {tuple(weight.shape)}, statistics of {len(gram.x)} channels and a kept set "
+            f"out of {kept.size} do not fit: the weight's columns are the channels"
+        )
+    gram.check_finite()
+    if not torch.isfinite(weight).all():
+        raise NumericalError("the weight holds NaN or Inf")
+    weight = weight.to(gram.xx)
+    if value_weight is not None and "value_weight" in inspect.signature(method).parameters:
+        options["value_weight"] = value_weight.to(gram.xx)
+
+    problem = Reconstruction.of(weight, gram.xx, kept)
+    W_K = kept_columns(weight, kept)
+    with recording() as events:
+        result = Compensation(W_K) if kept.everything else method(weight, gram, kept, **options)
+    if not torch.isfinite(result.weight).all():
+        raise NumericalError("the compensated weight holds NaN or Inf")
+    diagnostics = {
+        "error_before": problem.error(W_K),
+        "error_after": problem.error(result.weight),
+        **result.diagnostics,
+        "events": events,
+    }
+    return Compensation(result.weight, result.bias, diagnostics)

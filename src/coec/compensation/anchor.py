@@ -1,0 +1,66 @@
+"""The fixed part of the alignment penalty: what the value projection writes (METHOD §5.6)."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from coec.compensation.frame import Frame, Target
+from coec.errors import OptionError
+from coec.linalg.decompose import svd
+from coec.linalg.right import Alignment
+from coec.linalg.spd import rounding_level
+from coec.types import KeptSet
+
+
+@dataclass(frozen=True, eq=False)
+class Anchor:
+    """The writer's frame and the anchor seen through it, in the channels' own basis.
+
+    Attributes:
+        writer: `U_v`, the leading left singular vectors of the pruned value projection.
+        target: `U_vᵀ Π_anchor U_v`, `Π_anchor = V Vᵀ`, `V = orth(V_full[K, :r_p])` with `V_full`
+            the right singular vectors of the unpruned consumer.
+        weight: `λ_a`.
+        r_p: how many leading rows of the frame are aligned.
+    """
+
+    writer: Float[Tensor, "k r"]
+    target: Float[Tensor, "r r"]
+    weight: float
+    r_p: int
+
+    @classmethod
+    def of(
+        cls,
+        weight: Float[Tensor, "m d"],
+        value_weight: Float[Tensor, "k h"],
+        kept: KeptSet,
+        *,
+        lambda_a: float,
+        r_p: int,
+    ) -> "Anchor":
+        """Builds the anchor from the unpruned consumer and the pruned value projection."""
+        k = len(kept.kept)
+        if value_weight.shape[0] != k:
+            raise OptionError(
+                f"value_weight needs one row per kept column ({k}), got {value_weight.shape[0]}: "
+                "repeat its rows per query head, in the consumer's column order"
+            )
+        U_v = svd(value_weight)[0][:, :r_p]
+        V_full = svd(weight)[2].T
+        V = _orth(V_full[kept.kept, :r_p])
+        seen = U_v.T @ V
+        return cls(U_v, seen @ seen.T, lambda_a, r_p)
+
+    def alignment(self, frame: Frame, target: Target) -> Alignment:
+        """The penalty on the rows of the frame with the r_p largest current singular values."""
+        rows = torch.topk(frame.s, min(self.r_p, len(frame.s))).indices
+        return Alignment(target.basis.T @ self.writer, self.target, rows, self.weight)
+
+
+def _orth(A: Float[Tensor, "n r"]) -> Float[Tensor, "n q"]:
+    """An orthonormal basis of the column space."""
+    U, s, _ = svd(A)
+    return U[:, s > rounding_level(s)]

@@ -1,0 +1,197 @@
+"""COEC: Calibrated Orthogonal-Equivalence Compensation of one matrix (METHOD §5).
+
+Block-coordinate descent on the factors of `Ŵ = U diag(s) R`: left rotation (closed form), per-mode
+rescale (closed form under GCV), right rotation (iterative, on the Stiefel manifold).
+"""
+
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from coec.compensation.anchor import Anchor
+from coec.compensation.descent import (
+    Descended,
+    Descent,
+    Parameterization,
+    RightSolver,
+    Side,
+    Solver,
+    Start,
+)
+from coec.compensation.frame import Frame, Shrinkage, Target
+from coec.compensation.objective import Reconstruction, kept_columns
+from coec.compensation.rcpu import rcpu
+from coec.errors import NumericalError, OptionError
+from coec.events import record
+from coec.linalg.gcv import Rescale
+from coec.linalg.spd import power
+from coec.types import Compensation, Gram, KeptSet
+
+Rotation = Literal["two-sided", "left", "right", "better"]
+
+
+def coec(
+    weight: Float[Tensor, "m d"],
+    gram: Gram,
+    kept: KeptSet,
+    *,
+    value_weight: Float[Tensor, "k h"] | None = None,
+    alpha: float = 0.9,
+    rotation: Rotation = "two-sided",
+    parameterization: Parameterization = "stiefel",
+    start: Start = "identity",
+    slices: int = 1,
+    rescale: Rescale = "gcv",
+    rescale_ridge: float = 1.0,
+    kappa: float = 10.0,
+    solver: Solver = "conjugate",
+    delta: float = 7e-4,
+    precision: float = 1e-6,
+    iterations: int = 200,
+    rounds: int = 50,
+    tol: float = 1e-4,
+    lambda_a: float = 50.0,
+    r_p: int = 16,
+) -> Compensation:
+    """`min 𝓛(Ŵ) + λ_a 𝒜(R)` over two-sided rotations and shrunk singular values of `W₀[:, K]`.
+
+    Args:
+        value_weight: the pruned value projection as the consumer sees it (one row per kept
+            column); switches the alignment penalty on. None for an MLP.
+        alpha: Gram tempering exponent in [0, 1]; 1 is off, 0 returns the slice.
+        rotation: which side turns; `better` runs left and right alone and keeps the lower error.
+        parameterization: `stiefel` turns the b×k frame, `full` the whole of O(k).
+        start: of every right solve: where the frame is, or the one-sided Procrustes solution.
+        slices: contiguous groups of output rows, each compensated on its own.
+        rescale: `gcv`, `fixed` (λ = rescale_ridge × median mode energy) or `uniform` (one scale).
+        rescale_ridge: for `rescale = "fixed"`.
+        kappa: the band of a mode around the global scale, at least 1.
+        solver: `conjugate` (ours) or `gradient` (the source's).
+        delta: `gradient` stops when the rotation changes by less.
+        precision: `conjugate` stops when a step lowers the objective by a smaller fraction.
+        iterations: at most so many steps in one right solve.
+        rounds: at most so many rounds.
+        tol: stop when a round changes the relative error by less.
+        lambda_a: weight of the alignment penalty.
+        r_p: rank of the aligned subspaces, capped at the frame's.
+
+    Returns:
+        The weight; diagnostics hold the error after every round, λ, iterations and the reasons
+        for stopping. If rounding or a failed routine leaves a candidate that is not finite or
+        worse than RCPU's or the slice, the best of those is returned and an event says so.
+
+    Raises:
+        OptionError: an option is out of its range.
+        NumericalError: an input holds NaN or Inf.
+    """
+    _check_choice("rotation", rotation, Rotation)
+    _check_choice("parameterization", parameterization, Parameterization)
+    _check_choice("start", start, Start)
+    _check_choice("rescale", rescale, Rescale)
+    _check_choice("solver", solver, Solver)
+    _check_range("alpha", alpha, 0, 1)
+    _check_range("kappa", kappa, 1)
+    _check_range("rescale_ridge", rescale_ridge, 0)
+    _check_range("lambda_a", lambda_a, 0)
+    for name, value in {"r_p": r_p, "iterations": iterations, "slices": slices}.items():
+        _check_range(name, value, 1)
+    for name, value in {"rounds": rounds, "tol": tol, "delta": delta, "precision": precision}.items():
+        _check_range(name, value, 0)
+    W_K = kept_columns(weight, kept)
+    # G^0 = I: the data-blind limit, whose best weight is the slice itself.
+    if alpha == 0 or kept.everything:
+        return Compensation(W_K, diagnostics={"reason": "nothing to compensate"})
+
+    tempered = Gram(power(gram.xx / _unit(gram.energy), alpha), gram.x, gram.tokens)
+    unit = _unit(weight)
+    anchor = None
+    if value_weight is not None and lambda_a > 0:
+        anchor = Anchor.of(weight / unit, value_weight, kept, lambda_a=lambda_a, r_p=r_p)
+    right = RightSolver(solver, parameterization, start, delta, precision, iterations)
+    shrinkage = Shrinkage(rescale, rescale_ridge, kappa)
+    sides: tuple[Side, ...] = ("left", "right") if rotation == "better" else (rotation,)
+    descents = [Descent(side, shrinkage, right, rounds, tol) for side in sides]
+
+    parts, summaries = [], []
+    for rows in (weight / unit).chunk(slices):
+        W, summary = _solve(rows, tempered, kept, descents, anchor)
+        parts.append(W * unit)
+        summaries.append(summary)
+    diagnostics = summaries[0] if len(summaries) == 1 else {"slices": summaries}
+    return Compensation(torch.cat(parts), diagnostics=diagnostics)
+
+
+def _solve(
+    weight: Float[Tensor, "m d"],
+    tempered: Gram,
+    kept: KeptSet,
+    descents: list[Descent],
+    anchor: Anchor | None,
+) -> tuple[Float[Tensor, "m k"], dict[str, Any]]:
+    """The best of the descents on one group of rows, or the fallback when none is sound."""
+    problem = Reconstruction.of(weight, tempered.xx, kept)
+    W_K = kept_columns(weight, kept)
+    if not problem.yy > 0:
+        record("the dense output is 0 on the calibration data: slice kept")
+        return W_K, {"reason": "no output to reconstruct"}
+    target = Target.of(problem)
+    frame = Frame.of(W_K, target)
+    if not float(frame.s[0]) > 0:
+        record("every kept column is 0: slice kept")
+        return W_K, {"reason": "nothing to rotate"}
+    try:
+        results = [descent(frame, target, anchor) for descent in descents]
+    except NumericalError as error:
+        record(f"descent abandoned: {error}")
+        return _fallback(weight, tempered, kept, problem)
+    best = min(results, key=lambda result: result.errors[-1])
+    W = best.frame.weight(target)
+    if not (torch.isfinite(W).all() and best.errors[-1] <= best.errors[0] * (1 + 1e-6)):
+        record("the descent did not improve on the slice")
+        return _fallback(weight, tempered, kept, problem)
+    return W, _summary(best, frame, target, anchor)
+
+
+def _summary(
+    result: Descended, before: Frame, target: Target, anchor: Anchor | None
+) -> dict[str, Any]:
+    summary = result.summary()
+    if anchor is not None:
+        for name, frame in (("alignment_before", before), ("alignment_after", result.frame)):
+            summary[name] = anchor.alignment(frame, target).penalty(frame.R)
+    return summary
+
+
+def _fallback(
+    weight: Float[Tensor, "m d"], tempered: Gram, kept: KeptSet, problem: Reconstruction
+) -> tuple[Float[Tensor, "m k"], dict[str, Any]]:
+    """RCPU's weight or the slice, whichever is finite and has the lower error."""
+    W_K = kept_columns(weight, kept)
+    try:
+        W = rcpu(weight, tempered, kept).weight
+    except NumericalError:
+        W = W_K
+    chosen = "rcpu"
+    if not (torch.isfinite(W).all() and problem.error(W) <= problem.error(W_K)):
+        W, chosen = W_K, "none"
+    record(f"fell back to {chosen}")
+    return W, {"reason": f"fell back to {chosen}"}
+
+
+def _unit(values: Float[Tensor, "..."]) -> float:
+    """The largest magnitude, to divide by; 1 for zeros."""
+    largest = float(values.abs().max())
+    return largest if largest > 0 else 1.0
+
+
+def _check_choice(name: str, value: str, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise OptionError(f"{name} must be one of {', '.join(get_args(choices))}, got {value!r}")
+
+
+def _check_range(name: str, value: float, low: float, high: float = float("inf")) -> None:
+    if not low <= value <= high:
+        bound = f"at least {low:g}" if high == float("inf") else f"in [{low:g}, {high:g}]"
+        raise OptionError(f"{name} must be {bound}, got {value}")

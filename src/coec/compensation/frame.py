@@ -1,0 +1,123 @@
+"""The factored weight `Ŵ = U diag(s) R`, on which rotations and rescaling act (METHOD §5.2)."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from coec.compensation.objective import Reconstruction
+from coec.linalg.decompose import eigh, svd
+from coec.linalg.gcv import Rescale, Rescaled, rescale
+from coec.linalg.polar import polar
+from coec.linalg.right import Alignment, RightProblem
+
+
+@dataclass(frozen=True)
+class Shrinkage:
+    """How singular values are rescaled; see `coec.linalg.gcv.rescale`."""
+
+    rule: Rescale
+    ridge: float
+    kappa: float
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """The reconstruction problem in the eigenbasis of `Gxx = E diag(μ) Eᵀ`.
+
+    Attributes:
+        mu: eigenvalues, ascending.
+        basis: E.
+        Gyx: `Gyx E`.
+        yy: `‖Y‖_F²`, positive.
+    """
+
+    mu: Float[Tensor, " k"]
+    basis: Float[Tensor, "k k"]
+    Gyx: Float[Tensor, "m k"]
+    yy: float
+
+    @classmethod
+    def of(cls, problem: Reconstruction) -> "Target":
+        """Diagonalises Gxx once; every later step is elementwise in it."""
+        mu, E = eigh(problem.Gxx)
+        return cls(mu, E, problem.Gyx @ E, problem.yy)
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """A thin singular value decomposition in the eigenbasis of Gxx.
+
+    Attributes:
+        U: orthonormal columns.
+        s: singular values, at least 0, in no particular order once rescaled.
+        R: orthonormal rows, times the basis E.
+    """
+
+    U: Float[Tensor, "m b"]
+    s: Float[Tensor, " b"]
+    R: Float[Tensor, "b k"]
+
+    @classmethod
+    def of(cls, W: Float[Tensor, "m k"], target: Target) -> "Frame":
+        """The one decomposition of the whole method."""
+        U, s, R = svd(W)
+        return cls(U, s, R @ target.basis)
+
+    def weight(self, target: Target) -> Float[Tensor, "m k"]:
+        """`Ŵ`, back in the channels' own basis."""
+        return (self.U * self.s) @ (self.R @ target.basis.T)
+
+    def completed(self) -> "Frame":
+        """R completed to a square orthogonal frame, s padded with zeros: the full `O(k)` family."""
+        b, k = self.R.shape
+        if b == k:
+            return self
+        Q, _ = torch.linalg.qr(self.R.T, mode="complete")
+        U = torch.cat([self.U, self.U.new_zeros(self.U.shape[0], k - b)], dim=1)
+        return Frame(U, torch.cat([self.s, self.s.new_zeros(k - b)]), torch.cat([self.R, Q[:, b:].T]))
+
+    def cut(self, b: int) -> "Frame":
+        """The first b modes: undoes `completed`."""
+        return Frame(self.U[:, :b], self.s[:b], self.R[:b])
+
+    def response(self, target: Target) -> Float[Tensor, " b"]:
+        """`ρ_i = u_iᵀ Gyx r_i`."""
+        return ((self.U.T @ target.Gyx) * self.R).sum(dim=1)
+
+    def energy(self, target: Target) -> Float[Tensor, " b"]:
+        """`e_i = r_iᵀ Gxx r_i`."""
+        return (self.R.square() * target.mu).sum(dim=1)
+
+    def error(self, target: Target) -> float:
+        """The relative reconstruction error `𝓛(Ŵ)`."""
+        return _error(self.s, self.response(target), self.energy(target), target.yy)
+
+    def rotated_left(self, target: Target) -> "Frame":
+        """`U ← polar(Gyx Rᵀ diag(s))`: the best left rotation in closed form."""
+        return replace(self, U=polar(target.Gyx @ (self.s[:, None] * self.R).T, nearest=self.U))
+
+    def rescaled(self, target: Target, shrinkage: Shrinkage) -> tuple["Frame", Rescaled, float]:
+        """New singular values (METHOD §5.3), what chose them, and the relative error with them."""
+        response, energy = self.response(target), self.energy(target)
+        out = rescale(
+            self.s,
+            response,
+            energy,
+            rule=shrinkage.rule,
+            ridge=shrinkage.ridge,
+            kappa=shrinkage.kappa,
+        )
+        return replace(self, s=out.s), out, _error(out.s, response, energy, target.yy)
+
+    def right_problem(self, target: Target, alignment: Alignment | None) -> RightProblem:
+        """What the right rotation minimises, U and s held."""
+        cross = self.s[:, None] * (self.U.T @ target.Gyx)
+        return RightProblem(self.s, target.mu, cross, target.yy, alignment)
+
+
+def _error(
+    s: Float[Tensor, " b"], response: Float[Tensor, " b"], energy: Float[Tensor, " b"], yy: float
+) -> float:
+    return (float((s.square() * energy).sum()) - 2 * float((s * response).sum()) + yy) / yy

@@ -1,0 +1,24 @@
+"""RCPU: one left rotation and one scale (METHOD §4)."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from coec.compensation.objective import Reconstruction, kept_columns
+from coec.linalg.decompose import svd
+from coec.linalg.polar import polar
+from coec.types import Compensation, Gram, KeptSet
+
+
+def rcpu(weight: Float[Tensor, "m d"], gram: Gram, kept: KeptSet) -> Compensation:
+    """`W̃ = s* Q W_K`, `Q = polar(Gyx W_Kᵀ)`, `s* = ⟨Gyx, Q W_K⟩ / ⟨Q W_K, Q W_K Gxx⟩`.
+
+    Solves `min ‖Y − s Q W_K X_K‖_F  s.t.  QᵀQ = I`. Computed on the thin SVD `W_K = U diag(s) R`:
+    `Q U = polar(Gyx Rᵀ diag(s))`, which needs no m×m factor. The scale is applied only when it is
+    positive.
+    """
+    problem = Reconstruction.of(weight, gram.xx, kept)
+    U, s, R = svd(kept_columns(weight, kept))
+    W = (polar(problem.Gyx @ (s[:, None] * R).T, nearest=U) * s) @ R
+    linear, quadratic = float((problem.Gyx * W).sum()), float((W @ problem.Gxx * W).sum())
+    scale = linear / quadratic if linear > 0 and quadratic > 0 else 1.0
+    return Compensation(W * scale, diagnostics={"scale": scale})

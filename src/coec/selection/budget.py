@@ -1,0 +1,41 @@
+"""How many units stay, and which: uniform allocation (METHOD §§1, 3)."""
+
+import math
+from fractions import Fraction
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from coec.errors import NumericalError, OptionError
+from coec.types import KeptSet
+
+
+def check_sparsity(sparsity: float) -> None:
+    """Raises OptionError unless the fraction removed lies strictly between 0 and 1."""
+    if not 0 < sparsity < 1:
+        raise OptionError(
+            f"sparsity is the fraction of units removed, strictly between 0 and 1, got {sparsity:g}"
+            + (f" (did you mean {sparsity / 100:g}?)" if 1 < sparsity < 100 else "")
+        )
+
+
+def kept_count(units: int, sparsity: float) -> int:
+    """`⌈(1 − ρ) n⌉` in exact arithmetic on the decimal number written, at least 1.
+
+    Binary arithmetic would make ⌈(1 − 0.3) · 10⌉ = 8; it is 7.
+    """
+    check_sparsity(sparsity)
+    return max(1, math.ceil((1 - Fraction(repr(float(sparsity)))) * units))
+
+
+def keep_highest(scores: Float[Tensor, " u"], count: int) -> KeptSet:
+    """The `count` units of highest score; ties break toward the lower index.
+
+    Raises:
+        NumericalError: a score is NaN.
+    """
+    if torch.isnan(scores).any():
+        raise NumericalError("a selection score is NaN")
+    order = torch.argsort(scores, descending=True, stable=True)
+    return KeptSet(order[:count].sort().values, len(scores))
