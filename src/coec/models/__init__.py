@@ -1,0 +1,1 @@
+"""Models: which modules are pruned, how checkpoints are read, cut and written."""
