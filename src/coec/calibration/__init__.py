@@ -1,0 +1,1 @@
+"""Calibration: token windows, and dense activations streamed one block at a time."""

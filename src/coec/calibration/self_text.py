@@ -1,0 +1,67 @@
+"""Token windows sampled from the dense model itself, for users without data."""
+
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from coec.calibration.tokens import Windows, digest
+
+Progress = Callable[[str, int, int], None]
+BATCH = 32
+
+
+def sample_from_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    samples: int,
+    seq_len: int,
+    seed: int,
+    progress: Progress | None = None,
+) -> Windows:
+    """`samples` windows of `seq_len` tokens drawn from the model at temperature 1.
+
+    Every window starts with what the tokenizer puts before an empty text (a BOS token), or, where
+    that is nothing, with one token drawn uniformly from the vocabulary; the end token is never
+    drawn. The global random state is left as it was.
+
+    Args:
+        model: the dense model, in memory.
+        tokenizer: for the start token; None for a uniform one.
+        seed: the same seed gives the same windows on one machine; use different ones for
+            calibration and evaluation.
+        progress: called with ("sampling text", done, samples).
+    """
+    start = list(tokenizer("")["input_ids"]) if tokenizer is not None else []
+    vocabulary = model.get_input_embeddings().num_embeddings
+    eos = model.config.eos_token_id
+    banned = [] if eos is None else ([eos] if isinstance(eos, int) else list(eos))
+    rows = []
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        torch.manual_seed(seed)
+        for first in range(0, samples, BATCH):
+            count = min(BATCH, samples - first)
+            if start:
+                prompt = torch.tensor([start]).expand(count, -1)
+            else:
+                prompt = torch.randint(vocabulary, (count, 1))
+            prompt = prompt.to(model.device)
+            rows.append(
+                model.generate(
+                    prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    do_sample=True,
+                    temperature=1.0,
+                    top_k=0,
+                    top_p=1.0,
+                    max_new_tokens=seq_len - prompt.shape[1],
+                    suppress_tokens=banned or None,
+                    pad_token_id=banned[0] if banned else 0,
+                ).cpu()
+            )
+            if progress:
+                progress("sampling text", first + count, samples)
+    ids = torch.cat(rows)
+    return Windows(ids, f"self (seed {seed})", ids.numel(), digest(ids), len(start))

@@ -1,0 +1,150 @@
+"""Dense hidden states carried through one block at a time, statistics gathered on the way.
+
+Only the embedding, one block and the hidden states are ever in memory. Blocks are the model's own
+decoder layers, called with the keyword arguments that the model itself passed them: those are
+recorded, never rebuilt.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from coec.models.architectures import SITES
+from coec.models.checkpoint import Checkpoint, skeleton
+from coec.types import Gram, GramSum
+
+TOKENS_PER_BATCH = 8192
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One block of the dense model after its calibration pass.
+
+    Attributes:
+        index: which block.
+        tensors: its weights as stored, names relative to the block.
+        grams: statistics of every site's inputs, by site name.
+    """
+
+    index: int
+    tensors: dict[str, Tensor]
+    grams: dict[str, Gram]
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """How the model calls one of its layers: everything but the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Recorder(nn.Module):
+    """Stands in for a decoder layer, notes how it is called, and passes hidden states through."""
+
+    def __init__(self, layer: nn.Module, calls: list[_Call]) -> None:
+        super().__init__()
+        self._calls = calls
+        # Some models read attributes of a layer, such as its attention type, before the call.
+        for name, value in vars(layer).items():
+            if not name.startswith("_") and not hasattr(self, name):
+                setattr(self, name, value)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self._calls.append(_Call(args, kwargs))
+        return hidden_states
+
+
+class DenseStream:
+    """The dense model over fixed token windows, block by block.
+
+    Args:
+        checkpoint: the dense model.
+        windows: token ids, n × length.
+        device: where blocks run; hidden states wait on the CPU.
+        dtype: of the forward pass.
+        progress: called with ("calibrating", finished batches over all blocks, total).
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        windows: Int[Tensor, "n length"],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: Progress | None = None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._device, self._dtype, self._progress = device, dtype, progress
+        self._model = skeleton(checkpoint.config, dtype)
+        self._batches = windows.split(max(1, TOKENS_PER_BATCH // windows.shape[1]))
+        self._layers = list(self._model.base_model.layers)
+
+    @torch.no_grad()
+    def blocks(self) -> Iterator[Block]:
+        """Yields every block in order, its statistics complete."""
+        states, calls = self._embed()
+        done, total = 0, len(self._batches) * len(self._layers)
+        for index, layer in enumerate(self._layers):
+            tensors = self._checkpoint.tensors(f"model.layers.{index}.")
+            layer.load_state_dict(
+                {k: v.to(self._device, self._dtype) for k, v in tensors.items()
+                 if k in layer.state_dict()},
+                assign=True,
+            )
+            sums: dict[str, GramSum] = {}
+            hooks = [
+                layer.get_submodule(site.consumer).register_forward_pre_hook(
+                    _accumulate(sums, site.name)
+                )
+                for site in SITES
+            ]
+            for number, state in enumerate(states):
+                call = calls[len(state)][index]
+                out = layer(state.to(self._device), *call.args, **call.kwargs)
+                states[number] = (out[0] if isinstance(out, tuple) else out).cpu()
+                done += 1
+                if self._progress:
+                    self._progress("calibrating", done, total)
+            for hook in hooks:
+                hook.remove()
+            layer.to("meta")
+            yield Block(index, tensors, {name: total_.gram() for name, total_ in sums.items()})
+
+    def _embed(self) -> tuple[list[Float[Tensor, "batch length hidden"]], dict[int, list[_Call]]]:
+        """The first hidden states, and the calls of all layers for every batch size."""
+        base = self._model.base_model
+        embedding = self._checkpoint.tensor("model.embed_tokens.weight")
+        base.embed_tokens.weight = nn.Parameter(
+            embedding.to(self._device, self._dtype), requires_grad=False
+        )
+        # Rotary frequencies are no weights: the model's own class computes them.
+        base.rotary_emb = type(base.rotary_emb)(config=self._model.config).to(self._device)
+        base.norm = nn.Identity()
+        states, calls = [], {}
+        for batch in self._batches:
+            recorded: list[_Call] = []
+            base.layers = nn.ModuleList(_Recorder(layer, recorded) for layer in self._layers)
+            out = base(input_ids=batch.to(self._device), use_cache=False)
+            states.append(out.last_hidden_state.cpu())
+            calls[len(batch)] = recorded
+        base.embed_tokens.to("meta")
+        return states, calls
+
+
+def _accumulate(sums: dict[str, GramSum], name: str) -> Callable[..., None]:
+    """A forward pre-hook that adds a module's input to the sums."""
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        inputs = args[0]
+        if name not in sums:
+            sums[name] = GramSum(inputs.shape[-1], inputs.device)
+        sums[name].update(inputs)
+
+    return hook

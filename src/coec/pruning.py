@@ -1,0 +1,285 @@
+"""The story: a dense checkpoint in, a smaller dense checkpoint out, one block in memory at a time."""
+
+import functools
+import inspect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from coec.calibration.self_text import sample_from_model
+from coec.calibration.stream import Block, DenseStream
+from coec.calibration.tokens import (
+    Stream,
+    Windows,
+    is_token_file,
+    load_tokenizer,
+    read_stream,
+    sample_windows,
+)
+from coec.compensation import compensate
+from coec.errors import CalibrationError, NumericalError
+from coec.models.architectures import ATTENTION, SITES, Site
+from coec.models.checkpoint import (
+    CARRIED_FILES,
+    Checkpoint,
+    ShardWriter,
+    atomic_folder,
+    check_output,
+    check_space,
+    find_model,
+    read_config,
+    write_json,
+)
+from coec.models.surgery import Cut, cut_block, value_rows
+from coec.planning import Plan, choose_device, choose_forward_dtype, stored_dtype
+from coec.recipe import DTYPES, Recipe
+from coec.report import KEPT, Report, environment
+from coec.selection import keep_highest, unit_scores
+from coec.types import Compensation, Gram
+
+Progress = Callable[[str, int, int], None]
+
+
+def plan(model: str | Path, recipe: Recipe | None = None, **settings: Any) -> Plan:
+    """What `prune` would do, from the configuration alone: no weights are read.
+
+    Args:
+        model: a model folder, a config.json, or a hub name.
+        recipe: or its settings, as in `prune`.
+
+    Raises:
+        CoecError: the model or a setting cannot be used.
+    """
+    recipe = recipe or Recipe.of(**settings)
+    return Plan.of(read_config(find_model(model, weights=False)), recipe)
+
+
+def prune(
+    model: str | Path,
+    out: str | Path,
+    recipe: Recipe | None = None,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Report:
+    """Prunes a dense causal language model and writes a smaller dense checkpoint.
+
+    Every check comes before any work; the output appears by one rename at the end, and on any
+    error nothing of it is left.
+
+    Args:
+        model: a folder with config.json and safetensors, or a hub name.
+        out: the folder to make.
+        recipe: what to do; or give its fields and the compensation's options as `settings`
+            (`sparsity=0.3, compensation="coec", alpha=0.8`).
+        force: replace an existing model in `out`.
+        progress: called with (phase, done, total).
+
+    Returns:
+        Report: also written to `out/coec.json`.
+
+    Raises:
+        CoecError: with one line that says what to change.
+
+    Example:
+        >>> report = coec.prune("llama", "llama-70", sparsity=0.3, calibration="wiki.txt")
+        >>> report.plan["parameters"]
+    """
+    recipe = recipe or Recipe.of(**settings)
+    seconds = _Stopwatch()
+    folder, out = find_model(model), Path(out)
+    check_output(out, folder, force)
+    checkpoint = Checkpoint.open(folder)
+    todo = Plan.of(checkpoint.config, recipe)
+    device = choose_device(recipe.device)
+    windows_from = _calibration_source(recipe, folder, todo)
+    stored = checkpoint.check(todo.dense_shapes)
+    dtype = DTYPES[recipe.dtype] if recipe.dtype else stored
+    check_space(out, int(todo.parameters_after * dtype.itemsize * 1.01) + 2**24)
+    forward = choose_forward_dtype(recipe.forward_dtype, stored, device)
+    seconds.lap("checking")
+
+    windows = windows_from(device, forward, progress)
+    seconds.lap("reading text")
+    stream = DenseStream(checkpoint, windows.ids, device=device, dtype=forward, progress=progress)
+    with atomic_folder(out) as temporary:
+        writer = ShardWriter(temporary, todo.pruned_shapes, dtype)
+        sites, kept = [], {}
+        for block in stream.blocks():
+            seconds.lap("calibrating")
+            cuts, rows = _solve_block(block, todo, device)
+            tensors = _fill_biases(cut_block(block.tensors, cuts, dtype), todo, block.index, dtype)
+            writer.add({f"model.layers.{block.index}.{name}": t for name, t in tensors.items()})
+            kept |= {f"layers.{block.index}.{c.site.name}": c.units.kept.cpu() for c in cuts}
+            sites += rows
+            seconds.lap("solving")
+        outside = [name for name in todo.pruned_shapes if not name.startswith("model.layers.")]
+        writer.add({name: checkpoint.tensor(name).to(dtype) for name in outside})
+        writer.finish()
+        save_file(kept, temporary / KEPT, metadata={"format": "pt"})
+        _write_side_files(temporary, checkpoint, todo, dtype)
+        seconds.lap("writing")
+        report = Report(
+            model=str(model),
+            out=str(out),
+            recipe={**recipe.record(), "seq_len": todo.seq_len, "dtype": _dtype_name(dtype),
+                    "forward_dtype": _dtype_name(forward)},
+            plan=todo.record(),
+            calibration=windows.record(),
+            sites=sites,
+            seconds=seconds.laps,
+            environment=environment(str(device)),
+        )
+        report.write(temporary)
+    return report
+
+
+def _solve_block(
+    block: Block, todo: Plan, device: torch.device
+) -> tuple[list[Cut], list[dict[str, Any]]]:
+    """Selects and compensates every site of one block."""
+    cuts, rows = [], []
+    for site in SITES:
+        began = time.perf_counter()
+        module = f"model.layers.{block.index}.{site.consumer}"
+        try:
+            cut = _solve_site(block, site, todo, device)
+        except NumericalError as error:
+            raise NumericalError(f"{module}: {error}") from error
+        cuts.append(cut)
+        rows.append(
+            {
+                "module": module,
+                "site": site.name,
+                "units_before": cut.units.size,
+                "units_after": len(cut.units.kept),
+                **{"error_before": None, "error_after": None, "events": []},
+                **cut.compensation.diagnostics,
+                "seconds": time.perf_counter() - began,
+            }
+        )
+    return cuts, rows
+
+
+def _solve_site(block: Block, site: Site, todo: Plan, device: torch.device) -> Cut:
+    recipe, dtype = todo.recipe, DTYPES[todo.recipe.solve_dtype]
+    weight = block.tensors[f"{site.consumer}.weight"].to(device, dtype)
+    sums = block.grams[site.name]
+    sums.check_finite()
+    gram = Gram(sums.xx.to(device, dtype), sums.x.to(device, dtype), sums.tokens)
+    scores = _seeded(recipe.score, recipe.seed, block.index)(weight, gram)
+    units = keep_highest(unit_scores(scores, todo.dense.units(site)), todo.pruned.units(site))
+    if units.everything:
+        return Cut(site, units, Compensation(weight))
+    value = value_rows(block.tensors, todo.dense, units) if site is ATTENTION else None
+    result = compensate(
+        weight,
+        gram,
+        units.columns(todo.dense.columns_per_unit(site)),
+        method=recipe.compensation,
+        value_weight=value,
+        **recipe.options,
+    )
+    return Cut(site, units, result)
+
+
+def _seeded(score: Callable[..., Tensor], seed: int, block: int) -> Callable[..., Tensor]:
+    """A score that takes a seed gets one of its own in every block."""
+    if "seed" in inspect.signature(score).parameters:
+        return functools.partial(score, seed=seed * 1_000_003 + block)
+    return score
+
+
+def _fill_biases(
+    tensors: dict[str, Tensor], todo: Plan, block: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Exactly the tensors of the output format: biases it demands and nobody computed are 0."""
+    prefix = f"model.layers.{block}."
+    wanted = {
+        name.removeprefix(prefix): shape
+        for name, shape in todo.pruned_shapes.items()
+        if name.startswith(prefix)
+    }
+    zeros = {
+        name: torch.zeros(shape, dtype=dtype)
+        for name, shape in wanted.items()
+        if name.endswith(".bias") and name not in tensors
+    }
+    return {name: tensor for name, tensor in (tensors | zeros).items() if name in wanted}
+
+
+def _calibration_source(
+    recipe: Recipe, folder: Path, todo: Plan
+) -> Callable[[torch.device, torch.dtype, Progress | None], Windows]:
+    """Checks the calibration text now, and returns a function that makes the windows."""
+    sizes = {"samples": recipe.samples, "seq_len": todo.seq_len, "seed": recipe.seed}
+    if recipe.calibration == "self" and isinstance(recipe.calibration, str):
+        tokenizer = load_tokenizer(folder)
+
+        def from_model(
+            device: torch.device, dtype: torch.dtype, progress: Progress | None
+        ) -> Windows:
+            dense = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+            return sample_from_model(dense, tokenizer, **sizes, progress=progress)
+
+        return from_model
+    if isinstance(recipe.calibration, Tensor):
+        ids = recipe.calibration
+        if ids.ndim not in (1, 2) or ids.is_floating_point():
+            raise CalibrationError(
+                "a calibration tensor holds integer token ids of shape (n,) or (rows, length)"
+            )
+        stream = Stream(ids.long().cpu(), "tensor", "")
+    else:
+        source = str(recipe.calibration)
+        if not is_token_file(source):
+            load_tokenizer(folder)
+        stream = read_stream(
+            source,
+            lambda: load_tokenizer(folder),
+            split="train",
+            text_column=recipe.text_column,
+        )
+    windows = sample_windows(stream, **sizes, vocabulary=todo.vocabulary)
+    return lambda device, dtype, progress: windows
+
+
+def _write_side_files(
+    folder: Path, checkpoint: Checkpoint, todo: Plan, dtype: torch.dtype
+) -> None:
+    """config.json with the dtype written, and the files that travel unchanged."""
+    config = dict(todo.output.config)
+    key = "dtype" if "dtype" in config or "torch_dtype" not in config else "torch_dtype"
+    config[key] = _dtype_name(dtype)
+    write_json(folder / "config.json", config)
+    for name in CARRIED_FILES:
+        source = checkpoint.folder / name
+        if source.is_file():
+            (folder / name).write_bytes(source.read_bytes())
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass
+class _Stopwatch:
+    """Wall-clock seconds by phase."""
+
+    def __post_init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Adds the time since the last lap to `phase`."""
+        now = time.perf_counter()
+        self.laps[phase] = self.laps.get(phase, 0.0) + now - self._last
+        self._last = now

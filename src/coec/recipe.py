@@ -1,0 +1,177 @@
+"""The recipe: everything that determines a pruned model, besides the dense one."""
+
+import dataclasses
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coec import compensation as compensations
+from coec import selection as selections
+from coec.errors import OptionError
+from coec.selection.budget import check_sparsity
+from coec.types import Compensation, Gram, KeptSet
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+SOLVE_DTYPES = ("float64", "float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Validated when made: no model is touched before every option is known to be good.
+
+    Attributes:
+        sparsity: the fraction of units removed from every block, strictly between 0 and 1.
+        selection: a name in `SELECTIONS` or a function `(weight, gram) -> scores`.
+        compensation: a name in `COMPENSATIONS` or a function
+            `(weight, gram, kept, *, options) -> Compensation`.
+        options: of the compensation, by name.
+        calibration: `wikitext2`, `self`, a path, or a tensor of token windows (n × length).
+        samples: calibration windows.
+        seq_len: tokens per window; None for 2048, or the model's maximum if that is less.
+        seed: draws the windows, and the scores of `random`.
+        text_column: of a jsonl or parquet file.
+        device: `auto` (CUDA where there is one), or a torch device.
+        dtype: of the written weights; None keeps the dense model's.
+        forward_dtype: of the dense forward pass; None for the weights' own on CUDA, float32 on
+            the CPU (float64 where the weights are).
+        solve_dtype: of the compensation, float64 or float32.
+    """
+
+    sparsity: float = 0.3
+    selection: str | Callable[..., Tensor] = "rcpu"
+    compensation: str | Callable[..., Compensation] = "coec"
+    options: dict[str, Any] = field(default_factory=dict)
+    calibration: str | Tensor = "wikitext2"
+    samples: int = 128
+    seq_len: int | None = None
+    seed: int = 0
+    text_column: str = "text"
+    device: str = "auto"
+    dtype: str | None = None
+    forward_dtype: str | None = None
+    solve_dtype: str = "float64"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.sparsity, int | float) or isinstance(self.sparsity, bool):
+            raise OptionError(f"sparsity must be a number, got {self.sparsity!r}")
+        check_sparsity(self.sparsity)
+        for name in ("samples", "seq_len"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise OptionError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.seq_len == 1:
+            raise OptionError("seq_len must be at least 2")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise OptionError(f"seed must be a whole number of at least 0, got {self.seed!r}")
+        for name in ("dtype", "forward_dtype"):
+            value = getattr(self, name)
+            if value is not None and value not in DTYPES:
+                raise OptionError(f"{name} must be one of {', '.join(DTYPES)}, got {value!r}")
+        if self.solve_dtype not in SOLVE_DTYPES:
+            raise OptionError(
+                f"solve_dtype must be one of {', '.join(SOLVE_DTYPES)}, got {self.solve_dtype!r}"
+            )
+        if isinstance(self.selection, str):
+            selections.resolve(self.selection)
+        if isinstance(self.compensation, str):
+            compensations.check_options(self.compensation, self.options)
+        _rehearse(self)
+
+    @classmethod
+    def of(cls, **settings: Any) -> "Recipe":
+        """A recipe from flat settings: its own fields, and options of the compensation.
+
+        Raises:
+            OptionError: an unknown setting or a bad value.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        own = {name: value for name, value in settings.items() if name in known}
+        options = {name: value for name, value in settings.items() if name not in known}
+        return cls(**{**own, "options": {**own.get("options", {}), **options}})
+
+    @property
+    def method(self) -> Callable[..., Compensation]:
+        """The compensation as a function."""
+        if isinstance(self.compensation, str):
+            return compensations.resolve(self.compensation)
+        return self.compensation
+
+    @property
+    def score(self) -> Callable[..., Tensor]:
+        """The selection as a function."""
+        if isinstance(self.selection, str):
+            return selections.resolve(self.selection)
+        return self.selection
+
+    def record(self) -> dict[str, Any]:
+        """The resolved recipe for the report, defaults of the compensation included."""
+        defaults = {
+            name: parameter.default
+            for name, parameter in compensations.options_of(self.method).items()
+        }
+        return {
+            "sparsity": self.sparsity,
+            "selection": _name(self.selection),
+            "compensation": _name(self.compensation),
+            "options": {**defaults, **self.options},
+            "calibration": self.calibration if isinstance(self.calibration, str) else "tensor",
+            "samples": self.samples,
+            "seq_len": self.seq_len,
+            "seed": self.seed,
+            "dtype": self.dtype,
+            "forward_dtype": self.forward_dtype,
+            "solve_dtype": self.solve_dtype,
+        }
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Flat settings from a TOML file, keys as in `Recipe.of` (dashes and underscores alike).
+
+    Raises:
+        OptionError: the file is missing, not TOML, or holds a table.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise OptionError(f"no configuration file '{path}'") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise OptionError(f"'{path}' is not valid TOML: {error}") from error
+    for key, value in content.items():
+        if isinstance(value, dict):
+            raise OptionError(f"'{path}' has a table [{key}]; write its keys at the top level")
+    return {key.replace("-", "_"): value for key, value in content.items()}
+
+
+def _name(choice: str | Callable[..., Any]) -> str:
+    return choice if isinstance(choice, str) else getattr(choice, "__name__", repr(choice))
+
+
+def _rehearse(recipe: Recipe) -> None:
+    """Runs score and compensation on a 6×8 problem: a bad option fails here, not after hours."""
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(8, 32, generator=generator, dtype=torch.float64)
+    W = torch.randn(6, 8, generator=generator, dtype=torch.float64)
+    gram = Gram(X @ X.T, X.sum(dim=1), X.shape[1])
+    kept = KeptSet(torch.tensor([0, 2, 3, 5, 6]), 8)
+    try:
+        scores = recipe.score(W, gram)
+        compensations.compensate(
+            W, gram, kept, method=recipe.compensation, value_weight=W[:5, :4], **recipe.options
+        )
+    except TypeError as error:
+        raise OptionError(f"an option has the wrong type: {error}") from error
+    if scores.shape != (8,):
+        raise OptionError(
+            f"a selection returns one score per column: expected shape (8,), got "
+            f"{tuple(scores.shape)}"
+        )

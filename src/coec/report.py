@@ -1,0 +1,152 @@
+"""What happened in a pruning run: one object, written as coec.json and as the model card."""
+
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from coec import __version__
+from coec.models.checkpoint import write_json
+
+REPORT = "coec.json"
+KEPT = "kept.safetensors"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The account of one pruning run; JSON-ready.
+
+    Attributes:
+        model: the dense model as it was named.
+        out: the folder written.
+        recipe: resolved options.
+        plan: widths, parameters, output format, loaders.
+        calibration: where the windows came from, with digests.
+        sites: one entry per block and site.
+        seconds: wall-clock time by phase.
+        environment: versions and device.
+    """
+
+    model: str
+    out: str
+    recipe: dict[str, Any]
+    plan: dict[str, Any]
+    calibration: dict[str, Any]
+    sites: list[dict[str, Any]]
+    seconds: dict[str, float]
+    environment: dict[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the output folder's place, which the file itself shows."""
+        return {
+            "coec": __version__,
+            "model": self.model,
+            "recipe": self.recipe,
+            "plan": self.plan,
+            "calibration": self.calibration,
+            "sites": self.sites,
+            "seconds": self.seconds,
+            "environment": self.environment,
+        }
+
+    @property
+    def events(self) -> list[str]:
+        """Every safeguard that fired, with the module it fired in."""
+        return [f"{site['module']}: {event}" for site in self.sites for event in site["events"]]
+
+    def mean_errors(self, site: str) -> tuple[float, float]:
+        """The mean relative error before and after compensation over a site's blocks."""
+        rows = [row for row in self.sites if row["site"] == site and row["error_before"] is not None]
+        if not rows:
+            return 0.0, 0.0
+        return (
+            sum(row["error_before"] for row in rows) / len(rows),
+            sum(row["error_after"] for row in rows) / len(rows),
+        )
+
+    def write(self, folder: Path) -> None:
+        """Writes coec.json and README.md."""
+        write_json(folder / REPORT, self.as_dict())
+        (folder / "README.md").write_text(self.card(), encoding="utf-8")
+
+    def card(self) -> str:
+        """The model card. Holds no times, so that the same run writes the same card."""
+        widths, parameters = self.plan["widths"], self.plan["parameters"]
+        before, after = parameters["before"], parameters["after"]
+        name = Path(self.model).name
+        rows = "\n".join(
+            f"| {what.replace('_', ' ')} per block | {w['before']:,} | {w['after']:,} |"
+            for what, w in widths.items()
+        )
+        errors = "\n".join(
+            "| mean relative output error, {} | {:.4f} | {:.4f} |".format(
+                site, *self.mean_errors(site)
+            )
+            for site in ("attention", "mlp")
+        )
+        loaders = "\n".join(f"- {loader}: {how}" for loader, how in self.plan["loads_in"].items())
+        options = ", ".join(f"{k} = {v}" for k, v in self.recipe["options"].items()) or "none"
+        relabelled = self.plan["relabelled"]
+        note = (
+            f"\nThe weights are stored as `{self.plan['output_model_type']}` "
+            f"({relabelled}); the function computed is the same.\n"
+            if relabelled
+            else ""
+        )
+        calibration = self.calibration
+        return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [coec, pruned]
+---
+
+# {name}, {self.recipe["sparsity"]:.0%} of units removed
+
+Made from `{name}` by [coec](https://pypi.org/project/coec/) {__version__}: training-free
+structured pruning of MLP channels and KV groups.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+```
+{note}
+| | dense | pruned |
+|---|---|---|
+| parameters | {before:,} | {after:,} ({after / before:.1%}) |
+{rows}
+
+| | slice only | compensated |
+|---|---|---|
+{errors}
+
+Errors are on the calibration data; they say nothing about other text. Evaluate before use:
+`coec eval THIS_FOLDER --baseline DENSE`.
+
+## Recipe
+
+- selection: {self.recipe["selection"]}; compensation: {self.recipe["compensation"]}
+- options: {options}
+- calibration: {calibration["windows"]} windows of {calibration["seq_len"]} tokens from
+  `{calibration["source"]}`, seed {self.recipe["seed"]}
+- details: `{REPORT}`; kept units: `{KEPT}`
+
+## Loads in
+
+{loaders}
+
+The licence of the dense model applies.
+"""
+
+
+def environment(device: str) -> dict[str, str]:
+    """Versions and device, for the record."""
+    names = ("torch", "transformers", "safetensors", "tokenizers")
+    return {
+        "python": platform.python_version(),
+        **{name: version(name) for name in names},
+        "device": device,
+        "machine": platform.machine(),
+    }
