@@ -1,0 +1,1 @@
+"""Evaluation of a checkpoint, dense or pruned."""

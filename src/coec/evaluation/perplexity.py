@@ -1,0 +1,218 @@
+"""Token perplexity, and the divergence from a baseline (METHOD §7)."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from coec.calibration.self_text import sample_from_model
+from coec.calibration.tokens import Stream, Windows, all_windows, load_tokenizer, read_stream
+from coec.errors import CalibrationError, ModelError, NumericalError, OptionError
+from coec.models.architectures import architecture_of
+from coec.models.checkpoint import Checkpoint, find_model, parameter_shapes, read_config, skeleton
+from coec.planning import choose_device, choose_forward_dtype, resolve_seq_len, stored_dtype
+from coec.recipe import DTYPES
+
+DEFAULT_SEQ_LEN = 4096
+LOGITS_PER_BATCH = 2**26
+"""Logits held at once: windows are batched so that batch · length · vocabulary stays below."""
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """The result of an evaluation; JSON-ready by `as_dict`.
+
+    Attributes:
+        perplexity: `exp(mean cross-entropy)` over predicted tokens.
+        tokens: predicted tokens (length − 1 per window).
+        windows, seq_len: how the text was cut.
+        text, text_sha256: which text, and its digest.
+        special_tokens: how many the tokenizer added.
+        parameters: of the model.
+        seconds: wall-clock, both models where there is a baseline.
+        baseline_perplexity, ratio, kl: with a baseline: its perplexity, perplexity over it, and
+            the mean of KL(baseline ‖ model) in nats per token.
+    """
+
+    perplexity: float
+    tokens: int
+    windows: int
+    seq_len: int
+    text: str
+    text_sha256: str
+    special_tokens: int
+    parameters: int
+    seconds: float
+    baseline_perplexity: float | None = None
+    ratio: float | None = None
+    kl: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field by name."""
+        return asdict(self)
+
+
+def perplexity(
+    model: str | Path,
+    text: str | Tensor = "wikitext2",
+    *,
+    seq_len: int | None = None,
+    baseline: str | Path | None = None,
+    split: str = "test",
+    text_column: str = "text",
+    samples: int = 64,
+    seed: int = 1,
+    device: str = "auto",
+    dtype: str | None = None,
+    progress: Progress | None = None,
+) -> Perplexity:
+    """Token perplexity on non-overlapping windows of one text, the tail dropped.
+
+    The text is tokenised once; `exp` of the mean cross-entropy over the `seq_len − 1` predicted
+    tokens of every window. This is not the word perplexity of lm-evaluation-harness.
+
+    Args:
+        model: a model folder or hub name.
+        text: `wikitext2`, a file as in `coec prune`, a tensor of token ids, or `self`: text
+            sampled from the baseline (`samples` windows under `seed`).
+        seq_len: None for 4096, or the model's maximum if that is less.
+        baseline: the dense model, for the ratio and the KL divergence.
+        split: of `wikitext2`.
+        dtype: of the forward pass; None as in `Recipe.forward_dtype`.
+
+    Raises:
+        CoecError: with one line that says what to change.
+    """
+    began = time.perf_counter()
+    chosen = choose_device(device)
+    if dtype is not None and dtype not in DTYPES:
+        raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    folder = _checked(find_model(model))
+    base_folder = _checked(find_model(baseline)) if baseline is not None else None
+    positions, vocabulary = _sizes(folder)
+    length = resolve_seq_len(seq_len, positions, DEFAULT_SEQ_LEN)
+    if base_folder is not None and _sizes(base_folder)[1] != vocabulary:
+        raise ModelError(
+            f"model and baseline have different vocabularies ({vocabulary} and "
+            f"{_sizes(base_folder)[1]}): the baseline must be the dense model it was pruned from"
+        )
+    if isinstance(text, str) and text == "self":
+        if base_folder is None:
+            raise OptionError("--text self samples from the baseline: give --baseline DENSE")
+        windows = None
+    else:
+        windows = all_windows(
+            _stream(text, folder, split, text_column), seq_len=length, vocabulary=vocabulary
+        )
+    network = _load(folder, chosen, dtype)
+    base = _load(base_folder, chosen, dtype) if base_folder is not None else None
+    if windows is None:
+        assert base is not None and base_folder is not None
+        windows = sample_from_model(
+            base,
+            load_tokenizer(base_folder),
+            samples=samples,
+            seq_len=length,
+            seed=seed,
+            progress=progress,
+        )
+    ce, base_ce, kl = _measure(network, base, windows.ids, progress)
+    if not ce < float("inf"):
+        raise NumericalError(
+            "the model's cross-entropy is not finite: its logits overflow; "
+            "try --dtype float32, and check the checkpoint"
+        )
+    ppl, base_ppl = _exp(ce), None if base_ce is None else _exp(base_ce)
+    return Perplexity(
+        perplexity=ppl,
+        tokens=windows.ids.shape[0] * (length - 1),
+        windows=windows.ids.shape[0],
+        seq_len=length,
+        text=windows.source,
+        text_sha256=windows.text_sha256,
+        special_tokens=windows.special_tokens,
+        parameters=network.num_parameters(),
+        seconds=time.perf_counter() - began,
+        baseline_perplexity=base_ppl,
+        ratio=None if base_ppl is None else ppl / base_ppl,
+        kl=kl,
+    )
+
+
+@torch.no_grad()
+def _measure(
+    model: PreTrainedModel,
+    baseline: PreTrainedModel | None,
+    windows: Int[Tensor, "n length"],
+    progress: Progress | None,
+) -> tuple[float, float | None, float | None]:
+    """Mean cross-entropy of both models, and the mean KL(baseline ‖ model), nats per token."""
+    length = windows.shape[1]
+    batch = max(1, LOGITS_PER_BATCH // (length * model.config.vocab_size))
+    ce = base_ce = kl = 0.0
+    for first in range(0, len(windows), batch):
+        ids = windows[first : first + batch].to(model.device)
+        log_p = _log_probabilities(model, ids)
+        ce += float(-_picked(log_p, ids).double().sum())
+        if baseline is not None:
+            log_q = _log_probabilities(baseline, ids)
+            base_ce += float(-_picked(log_q, ids).double().sum())
+            kl += float(F.kl_div(log_p, log_q, log_target=True, reduction="none").double().sum())
+        if progress:
+            progress("evaluating", min(first + batch, len(windows)), len(windows))
+    count = windows.shape[0] * (length - 1)
+    if baseline is None:
+        return ce / count, None, None
+    return ce / count, base_ce / count, kl / count
+
+
+def _log_probabilities(
+    model: PreTrainedModel, ids: Int[Tensor, "n length"]
+) -> Float[Tensor, "n length-1 vocabulary"]:
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return F.log_softmax(logits.to(wide), dim=-1)
+
+
+def _picked(log_p: Tensor, ids: Int[Tensor, "n length"]) -> Tensor:
+    return log_p.gather(-1, ids[:, 1:, None])
+
+
+def _stream(text: str | Tensor, folder: Path, split: str, text_column: str) -> Stream:
+    if isinstance(text, Tensor):
+        if text.is_floating_point() or text.ndim not in (1, 2):
+            raise CalibrationError("a text tensor holds integer ids of shape (n,) or (rows, length)")
+        return Stream(text.long().cpu(), "tensor", "")
+    return read_stream(
+        text, lambda: load_tokenizer(folder), split=split, text_column=text_column
+    )
+
+
+def _checked(folder: Path) -> Path:
+    """The folder, once its files are known to be whole (their headers; values are not read)."""
+    checkpoint = Checkpoint.open(folder)
+    architecture_of(checkpoint.config)
+    return folder
+
+
+def _sizes(folder: Path) -> tuple[int, int]:
+    config = skeleton(read_config(folder)).config
+    return int(config.max_position_embeddings), int(config.vocab_size)
+
+
+def _load(folder: Path, device: torch.device, dtype: str | None) -> PreTrainedModel:
+    forward = choose_forward_dtype(dtype, stored_dtype(read_config(folder)), device)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=forward).to(device).eval()
+
+
+def _exp(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float64).exp())
