@@ -1,4 +1,4 @@
-"""The story: a dense checkpoint in, a smaller dense checkpoint out, one block in memory at a time."""
+"""The story: a dense checkpoint in, a smaller dense one out, one block in memory at a time."""
 
 import functools
 import inspect
@@ -38,7 +38,7 @@ from coec.models.checkpoint import (
     write_json,
 )
 from coec.models.surgery import Cut, cut_block, value_rows
-from coec.planning import Plan, choose_device, choose_forward_dtype, stored_dtype
+from coec.planning import Plan, choose_device, choose_forward_dtype
 from coec.recipe import DTYPES, Recipe
 from coec.report import KEPT, Report, environment
 from coec.selection import keep_highest, unit_scores
@@ -112,7 +112,8 @@ def prune(
     stream = DenseStream(checkpoint, windows.ids, device=device, dtype=forward, progress=progress)
     with atomic_folder(out) as temporary:
         writer = ShardWriter(temporary, todo.pruned_shapes, dtype)
-        sites, kept = [], {}
+        sites: list[dict[str, Any]] = []
+        kept: dict[str, Tensor] = {}
         for block in stream.blocks():
             seconds.lap("calibrating")
             cuts, rows = _solve_block(block, todo, device)
@@ -130,8 +131,12 @@ def prune(
         report = Report(
             model=str(model),
             out=str(out),
-            recipe={**recipe.record(), "seq_len": todo.seq_len, "dtype": _dtype_name(dtype),
-                    "forward_dtype": _dtype_name(forward)},
+            recipe={
+                **recipe.record(),
+                "seq_len": todo.seq_len,
+                "dtype": _dtype_name(dtype),
+                "forward_dtype": _dtype_name(forward),
+            },
             plan=todo.record(),
             calibration=windows.record(),
             sites=sites,
@@ -227,7 +232,8 @@ def _calibration_source(
         def from_model(
             device: torch.device, dtype: torch.dtype, progress: Progress | None
         ) -> Windows:
-            dense = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+            dense: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            dense = dense.to(device).eval()
             return sample_from_model(dense, tokenizer, **sizes, progress=progress)
 
         return from_model
@@ -252,9 +258,7 @@ def _calibration_source(
     return lambda device, dtype, progress: windows
 
 
-def _write_side_files(
-    folder: Path, checkpoint: Checkpoint, todo: Plan, dtype: torch.dtype
-) -> None:
+def _write_side_files(folder: Path, checkpoint: Checkpoint, todo: Plan, dtype: torch.dtype) -> None:
     """config.json with the dtype written, and the files that travel unchanged."""
     config = dict(todo.output.config)
     key = "dtype" if "dtype" in config or "torch_dtype" not in config else "torch_dtype"

@@ -1,6 +1,7 @@
 """The recipe: everything that determines a pruned model, besides the dense one."""
 
 import dataclasses
+import difflib
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -81,6 +82,10 @@ class Recipe:
             raise OptionError(
                 f"solve_dtype must be one of {', '.join(SOLVE_DTYPES)}, got {self.solve_dtype!r}"
             )
+        for name in ("selection", "compensation", "calibration", "device", "text_column"):
+            value = getattr(self, name)
+            if isinstance(value, int | float | list | bool | None):
+                raise OptionError(f"{name} must be text, got {value!r}")
         if isinstance(self.selection, str):
             selections.resolve(self.selection)
         if isinstance(self.compensation, str):
@@ -96,6 +101,11 @@ class Recipe:
         """
         known = {f.name for f in dataclasses.fields(cls)}
         own = {name: value for name, value in settings.items() if name in known}
+        for name in settings:
+            if name not in known | compensations.OPTIONS and not callable(own.get("compensation")):
+                close = difflib.get_close_matches(name, known | compensations.OPTIONS, 1)
+                hint = f"; did you mean '{close[0]}'?" if close else ""
+                raise OptionError(f"unknown setting '{name}'{hint}")
         options = {name: value for name, value in settings.items() if name not in known}
         return cls(**{**own, "options": {**own.get("options", {}), **options}})
 

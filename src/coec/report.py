@@ -57,7 +57,9 @@ class Report:
 
     def mean_errors(self, site: str) -> tuple[float, float]:
         """The mean relative error before and after compensation over a site's blocks."""
-        rows = [row for row in self.sites if row["site"] == site and row["error_before"] is not None]
+        rows = [
+            row for row in self.sites if row["site"] == site and row["error_before"] is not None
+        ]
         if not rows:
             return 0.0, 0.0
         return (

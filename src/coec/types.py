@@ -16,7 +16,7 @@ from coec.errors import NumericalError, OptionError
 
 @dataclass(frozen=True, eq=False)
 class Gram:
-    """Second-order statistics of one site's inputs, additive over batches and workers (METHOD §2).
+    """Second-order statistics of one site's inputs, additive over batches and workers (METHODS §2).
 
     Attributes:
         xx: `Σ x xᵀ`, the raw (not centred) second moment, float64 as accumulated.
@@ -37,7 +37,6 @@ class Gram:
             )
         if self.tokens < 1:
             raise OptionError(f"Gram needs at least one token, got tokens={self.tokens}")
-
 
     def __add__(self, other: "Gram") -> "Gram":
         return Gram(self.xx + other.xx, self.x + other.x, self.tokens + other.tokens)

@@ -1,9 +1,10 @@
 """Token windows sampled from the dense model itself, for users without data."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from coec.calibration.tokens import Windows, digest
 
@@ -12,7 +13,7 @@ BATCH = 32
 
 
 def sample_from_model(
-    model: PreTrainedModel,
+    model: Any,
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     samples: int,
@@ -34,7 +35,7 @@ def sample_from_model(
         progress: called with ("sampling text", done, samples).
     """
     start = list(tokenizer("")["input_ids"]) if tokenizer is not None else []
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = int(model.config.vocab_size)
     eos = model.config.eos_token_id
     banned = [] if eos is None else ([eos] if isinstance(eos, int) else list(eos))
     rows = []

@@ -82,9 +82,10 @@ class DenseStream:
     ) -> None:
         self._checkpoint = checkpoint
         self._device, self._dtype, self._progress = device, dtype, progress
-        self._model = skeleton(checkpoint.config, dtype)
+        self._model: Any = skeleton(checkpoint.config, dtype)
         self._batches = windows.split(max(1, TOKENS_PER_BATCH // windows.shape[1]))
-        self._layers = list(self._model.base_model.layers)
+        self._base: Any = self._model.base_model
+        self._layers: list[nn.Module] = [*self._base.layers]
 
     @torch.no_grad()
     def blocks(self) -> Iterator[Block]:
@@ -94,8 +95,11 @@ class DenseStream:
         for index, layer in enumerate(self._layers):
             tensors = self._checkpoint.tensors(f"model.layers.{index}.")
             layer.load_state_dict(
-                {k: v.to(self._device, self._dtype) for k, v in tensors.items()
-                 if k in layer.state_dict()},
+                {
+                    k: v.to(self._device, self._dtype)
+                    for k, v in tensors.items()
+                    if k in layer.state_dict()
+                },
                 assign=True,
             )
             sums: dict[str, GramSum] = {}
@@ -119,7 +123,7 @@ class DenseStream:
 
     def _embed(self) -> tuple[list[Float[Tensor, "batch length hidden"]], dict[int, list[_Call]]]:
         """The first hidden states, and the calls of all layers for every batch size."""
-        base = self._model.base_model
+        base = self._base
         embedding = self._checkpoint.tensor("model.embed_tokens.weight")
         base.embed_tokens.weight = nn.Parameter(
             embedding.to(self._device, self._dtype), requires_grad=False

@@ -23,7 +23,7 @@ from coec.models.checkpoint import TOKENIZER_FILES
 
 WIKITEXT2 = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 SEPARATOR = "\n\n"
-"""Joins the documents of a data set, as the evaluation protocol does (METHOD §7)."""
+"""Joins the documents of a data set, as the evaluation protocol does (METHODS §7)."""
 
 TOKEN_SUFFIXES = (".npy", ".safetensors")
 Split = Literal["train", "validation", "test"]
@@ -153,7 +153,7 @@ def sample_windows(
 
 
 def all_windows(stream: Stream, *, seq_len: int, vocabulary: int) -> Windows:
-    """Every full window in order, the tail dropped: the evaluation protocol (METHOD §7).
+    """Every full window in order, the tail dropped: the evaluation protocol (METHODS §7).
 
     Raises:
         CalibrationError: less than one window, or ids outside the vocabulary.
@@ -231,9 +231,7 @@ def _parquet_column(path: Path, column: str) -> list[str]:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise CalibrationError(
-            "reading parquet needs pyarrow: pip install 'coec[data]'"
-        ) from error
+        raise CalibrationError("reading parquet needs pyarrow: pip install 'coec[data]'") from error
     try:
         names = parquet.read_schema(path).names
         if column not in names:
@@ -241,7 +239,9 @@ def _parquet_column(path: Path, column: str) -> list[str]:
                 f"'{path}' has no column '{column}' (it has: {', '.join(names)}); "
                 "name it with --text-column"
             )
-        return [str(text) for text in parquet.read_table(path, columns=[column])[column].to_pylist()]
+        return [
+            str(text) for text in parquet.read_table(path, columns=[column])[column].to_pylist()
+        ]
     except arrow.ArrowInvalid as error:
         raise CalibrationError(f"'{path}' is not a parquet file: {error}") from error
 
@@ -251,7 +251,9 @@ def _read_token_file(path: Path) -> Tensor:
         raise CalibrationError(f"no token file at '{path}'")
     try:
         if path.suffix == ".npy":
-            ids = torch.from_numpy(np.load(path, allow_pickle=False).astype(np.int64, casting="safe"))
+            ids = torch.from_numpy(
+                np.load(path, allow_pickle=False).astype(np.int64, casting="safe")
+            )
         else:
             ids = load_file(path)["input_ids"].long()
     except (ValueError, TypeError, KeyError, OSError, SafetensorError) as error:

@@ -49,6 +49,10 @@ def options_of(method: Callable[..., Compensation]) -> dict[str, inspect.Paramet
     }
 
 
+OPTIONS = frozenset(name for method in COMPENSATIONS.values() for name in options_of(method))
+"""Names of all options of all compensations."""
+
+
 def resolve(method: str) -> Callable[..., Compensation]:
     """The compensation of that name; raises OptionError with the known names."""
     if method not in COMPENSATIONS:
@@ -76,7 +80,7 @@ def compensate(
     value_weight: Float[Tensor, "k h"] | None = None,
     **options: Any,
 ) -> Compensation:
-    """Replaces the kept columns of one weight from second-order statistics (METHOD §§4, 5).
+    """Replaces the kept columns of one weight from second-order statistics (METHODS §§4, 5).
 
     Args:
         weight: `W₀`, the dense consumer (`down_proj` or `o_proj`), outputs × inputs.
@@ -123,8 +127,19 @@ def compensate(
         raise NumericalError("the compensated weight holds NaN or Inf")
     diagnostics = {
         "error_before": problem.error(W_K),
-        "error_after": problem.error(result.weight),
+        "error_after": problem.error(result.weight)
+        + _bias_change(result, weight, gram, kept, problem.yy),
         **result.diagnostics,
         "events": events,
     }
     return Compensation(result.weight, result.bias, diagnostics)
+
+
+def _bias_change(
+    result: Compensation, weight: Float[Tensor, "m d"], gram: Gram, kept: KeptSet, yy: float
+) -> float:
+    """What the bias adds to the relative error: `(N ‖b‖² − 2 ⟨b, Σ (y − W̃ x_K)⟩) / yy`."""
+    if result.bias is None or not yy > 0:
+        return 0.0
+    residual = weight @ gram.x - result.weight @ gram.x[kept.kept]
+    return float(result.bias @ (gram.tokens * result.bias - 2 * residual)) / yy

@@ -1,4 +1,4 @@
-"""The fixed part of the alignment penalty: what the value projection writes (METHOD §5.6)."""
+"""The fixed part of the alignment penalty: what the value projection writes (METHODS §5.6)."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The compensations with a closed form (METHOD §4)."""
+"""The compensations with a closed form (METHODS §4)."""
 
 from jaxtyping import Float
 from torch import Tensor
@@ -10,12 +10,18 @@ from coec.types import Compensation, Gram, KeptSet
 
 
 def none(weight: Float[Tensor, "m d"], gram: Gram, kept: KeptSet) -> Compensation:
-    """Prune only: `W̃ = W₀[:, K]`."""
+    """Prune only: `W̃ = W₀[:, K]`.
+
+    Source: Wanda-sp; the baseline of every comparison.
+    """
     return Compensation(kept_columns(weight, kept))
 
 
 def bias(weight: Float[Tensor, "m d"], gram: Gram, kept: KeptSet) -> Compensation:
-    """FLAP's bias: `W̃ = W_K`, plus the mean output of what is removed, `W₀[:, dropped] μ_dropped`."""
+    """The slice, plus the mean output of what is removed as a bias: `W₀[:, dropped] μ_dropped`.
+
+    Source: FLAP (An et al. 2024).
+    """
     dropped = kept.dropped()
     return Compensation(
         kept_columns(weight, kept), bias=weight[:, dropped] @ gram.mean[dropped].to(weight.dtype)
@@ -26,6 +32,8 @@ def least_squares(
     weight: Float[Tensor, "m d"], gram: Gram, kept: KeptSet, *, ridge: float = 1e-2
 ) -> Compensation:
     """Ridge regression of the dense output on the kept inputs: `W̃ = Gyx (Gxx + λ I)⁻¹`.
+
+    Source: ordinary ridge regression; the unconstrained refit the rotations are compared with.
 
     Args:
         ridge: λ relative to the mean diagonal of Gxx, at least 0; 0 gives the minimum-norm
@@ -43,6 +51,8 @@ def ridge_to_slice(
 
     The penalty is on the distance to the slice, so on the calibration data it is never worse than
     no compensation, for any λ.
+
+    Source: this project.
 
     Args:
         ridge: λ relative to the mean diagonal of Gxx, at least 0.

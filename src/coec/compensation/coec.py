@@ -1,4 +1,4 @@
-"""COEC: Calibrated Orthogonal-Equivalence Compensation of one matrix (METHOD §5).
+"""COEC: Calibrated Orthogonal-Equivalence Compensation of one matrix (METHODS §5).
 
 Block-coordinate descent on the factors of `Ŵ = U diag(s) R`: left rotation (closed form), per-mode
 rescale (closed form under GCV), right rotation (iterative, on the Stiefel manifold).
@@ -55,7 +55,11 @@ def coec(
     lambda_a: float = 50.0,
     r_p: int = 16,
 ) -> Compensation:
-    """`min 𝓛(Ŵ) + λ_a 𝒜(R)` over two-sided rotations and shrunk singular values of `W₀[:, K]`.
+    """Rotations on both sides and shrunk singular values of the slice: `Ŵ = U diag(s) R`.
+
+    Solves `min 𝓛(Ŵ) + λ_a 𝒜(R)  s.t.  UᵀU = I, R Rᵀ = I` under the tempered Gram `G^α`.
+
+    Source: COEC, docs/METHODS.md §5.
 
     Args:
         value_weight: the pruned value projection as the consumer sees it (one row per kept
@@ -95,9 +99,14 @@ def coec(
     _check_range("kappa", kappa, 1)
     _check_range("rescale_ridge", rescale_ridge, 0)
     _check_range("lambda_a", lambda_a, 0)
-    for name, value in {"r_p": r_p, "iterations": iterations, "slices": slices}.items():
-        _check_range(name, value, 1)
-    for name, value in {"rounds": rounds, "tol": tol, "delta": delta, "precision": precision}.items():
+    for name, count in {"r_p": r_p, "iterations": iterations, "slices": slices}.items():
+        _check_range(name, count, 1)
+    for name, value in {
+        "rounds": rounds,
+        "tol": tol,
+        "delta": delta,
+        "precision": precision,
+    }.items():
         _check_range(name, value, 0)
     W_K = kept_columns(weight, kept)
     # G^0 = I: the data-blind limit, whose best weight is the slice itself.

@@ -1,4 +1,4 @@
-"""The alternation of COEC: left rotation, rescale, right rotation, rescale (METHOD §5.5)."""
+"""The alternation of COEC: left rotation, rescale, right rotation, rescale (METHODS §5.5)."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from coec.compensation.anchor import Anchor
 from coec.compensation.frame import Frame, Shrinkage, Target
-from coec.errors import OptionError
 from coec.events import record
 from coec.linalg.conjugate import conjugate
 from coec.linalg.gcv import Rescaled

@@ -1,4 +1,4 @@
-"""The factored weight `Ŵ = U diag(s) R`, on which rotations and rescaling act (METHOD §5.2)."""
+"""The factored weight `Ŵ = U diag(s) R`, on which rotations and rescaling act (METHODS §5.2)."""
 
 from dataclasses import dataclass, replace
 
@@ -76,7 +76,9 @@ class Frame:
             return self
         Q, _ = torch.linalg.qr(self.R.T, mode="complete")
         U = torch.cat([self.U, self.U.new_zeros(self.U.shape[0], k - b)], dim=1)
-        return Frame(U, torch.cat([self.s, self.s.new_zeros(k - b)]), torch.cat([self.R, Q[:, b:].T]))
+        return Frame(
+            U, torch.cat([self.s, self.s.new_zeros(k - b)]), torch.cat([self.R, Q[:, b:].T])
+        )
 
     def cut(self, b: int) -> "Frame":
         """The first b modes: undoes `completed`."""
@@ -99,7 +101,7 @@ class Frame:
         return replace(self, U=polar(target.Gyx @ (self.s[:, None] * self.R).T, nearest=self.U))
 
     def rescaled(self, target: Target, shrinkage: Shrinkage) -> tuple["Frame", Rescaled, float]:
-        """New singular values (METHOD §5.3), what chose them, and the relative error with them."""
+        """New singular values (METHODS §5.3), what chose them, and the relative error with them."""
         response, energy = self.response(target), self.energy(target)
         out = rescale(
             self.s,

@@ -11,7 +11,7 @@ from coec.types import KeptSet
 
 @dataclass(frozen=True, eq=False)
 class Reconstruction:
-    """`𝓛(W) = (⟨W, W Gxx⟩ − 2 ⟨W, Gyx⟩ + yy) / yy` (METHOD §4).
+    """`𝓛(W) = (⟨W, W Gxx⟩ − 2 ⟨W, Gyx⟩ + yy) / yy` (METHODS §4).
 
     Attributes:
         Gxx: `G[K, K]`.

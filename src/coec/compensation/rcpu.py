@@ -1,4 +1,4 @@
-"""RCPU: one left rotation and one scale (METHOD §4)."""
+"""RCPU: one left rotation and one scale (METHODS §4)."""
 
 from jaxtyping import Float
 from torch import Tensor
@@ -10,11 +10,14 @@ from coec.types import Compensation, Gram, KeptSet
 
 
 def rcpu(weight: Float[Tensor, "m d"], gram: Gram, kept: KeptSet) -> Compensation:
-    """`W̃ = s* Q W_K`, `Q = polar(Gyx W_Kᵀ)`, `s* = ⟨Gyx, Q W_K⟩ / ⟨Q W_K, Q W_K Gxx⟩`.
+    """One left rotation and one scale: `W̃ = s* Q W_K`, `Q = polar(Gyx W_Kᵀ)`.
 
-    Solves `min ‖Y − s Q W_K X_K‖_F  s.t.  QᵀQ = I`. Computed on the thin SVD `W_K = U diag(s) R`:
+    Solves `min ‖Y − s Q W_K X_K‖_F  s.t.  QᵀQ = I`; `s* = ⟨Gyx, Q W_K⟩ / ⟨Q W_K, Q W_K Gxx⟩`.
+    Computed on the thin SVD `W_K = U diag(s) R`:
     `Q U = polar(Gyx Rᵀ diag(s))`, which needs no m×m factor. The scale is applied only when it is
     positive.
+
+    Source: RCPU.
     """
     problem = Reconstruction.of(weight, gram.xx, kept)
     U, s, R = svd(kept_columns(weight, kept))

@@ -1,4 +1,4 @@
-"""Token perplexity, and the divergence from a baseline (METHOD §7)."""
+"""Token perplexity, and the divergence from a baseline (METHODS §7)."""
 
 import time
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from coec.calibration.self_text import sample_from_model
-from coec.calibration.tokens import Stream, Windows, all_windows, load_tokenizer, read_stream
+from coec.calibration.tokens import Split, Stream, all_windows, load_tokenizer, read_stream
 from coec.errors import CalibrationError, ModelError, NumericalError, OptionError
 from coec.models.architectures import architecture_of
-from coec.models.checkpoint import Checkpoint, find_model, parameter_shapes, read_config, skeleton
+from coec.models.checkpoint import Checkpoint, find_model, read_config, skeleton
 from coec.planning import choose_device, choose_forward_dtype, resolve_seq_len, stored_dtype
 from coec.recipe import DTYPES
 
@@ -67,7 +67,7 @@ def perplexity(
     *,
     seq_len: int | None = None,
     baseline: str | Path | None = None,
-    split: str = "test",
+    split: Split = "test",
     text_column: str = "text",
     samples: int = 64,
     seed: int = 1,
@@ -116,7 +116,8 @@ def perplexity(
     network = _load(folder, chosen, dtype)
     base = _load(base_folder, chosen, dtype) if base_folder is not None else None
     if windows is None:
-        assert base is not None and base_folder is not None
+        assert base is not None
+        assert base_folder is not None
         windows = sample_from_model(
             base,
             load_tokenizer(base_folder),
@@ -187,14 +188,14 @@ def _picked(log_p: Tensor, ids: Int[Tensor, "n length"]) -> Tensor:
     return log_p.gather(-1, ids[:, 1:, None])
 
 
-def _stream(text: str | Tensor, folder: Path, split: str, text_column: str) -> Stream:
+def _stream(text: str | Tensor, folder: Path, split: Split, text_column: str) -> Stream:
     if isinstance(text, Tensor):
         if text.is_floating_point() or text.ndim not in (1, 2):
-            raise CalibrationError("a text tensor holds integer ids of shape (n,) or (rows, length)")
+            raise CalibrationError(
+                "a text tensor holds integer ids of shape (n,) or (rows, length)"
+            )
         return Stream(text.long().cpu(), "tensor", "")
-    return read_stream(
-        text, lambda: load_tokenizer(folder), split=split, text_column=text_column
-    )
+    return read_stream(text, lambda: load_tokenizer(folder), split=split, text_column=text_column)
 
 
 def _checked(folder: Path) -> Path:
@@ -211,7 +212,8 @@ def _sizes(folder: Path) -> tuple[int, int]:
 
 def _load(folder: Path, device: torch.device, dtype: str | None) -> PreTrainedModel:
     forward = choose_forward_dtype(dtype, stored_dtype(read_config(folder)), device)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=forward).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=forward)
+    return model.to(device).eval()
 
 
 def _exp(value: float) -> float:

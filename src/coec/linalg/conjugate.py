@@ -1,6 +1,5 @@
-"""Preconditioned Riemannian conjugate gradient on St(b, k) (METHOD §5.4.2)."""
+"""Preconditioned Riemannian conjugate gradient on St(b, k) (METHODS §5.4.2)."""
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -48,7 +47,9 @@ def conjugate(
         if not slope < -1e-16 * abs(value):
             return R, _ended(True, history, "gradient vanished")
         curvature = float((H * d.square()).sum())
-        moved = _line_search(problem, R, d, value, slope, -slope / curvature if curvature > 0 else 1.0)
+        moved = _line_search(
+            problem, R, d, value, slope, -slope / curvature if curvature > 0 else 1.0
+        )
         if moved is None:
             return R, _ended(True, history, "no descent at rounding level")
         R, new = moved

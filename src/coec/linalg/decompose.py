@@ -2,7 +2,7 @@
 
 Each function tries a chain of routines and takes the first finite answer; when it was not the
 first routine's, an event says so. Calls on a CUDA device run under a time limit, since cuSOLVER
-has been seen to hang on degenerate matrices (METHOD §5.7).
+has been seen to hang on degenerate matrices (METHODS §5.7).
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""Per-mode shrinkage under generalized cross-validation (METHOD §5.3)."""
+"""Per-mode shrinkage under generalized cross-validation (METHODS §5.3)."""
 
 from dataclasses import dataclass
 from typing import Literal

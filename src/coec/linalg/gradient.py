@@ -1,6 +1,5 @@
-"""The source's right solver: projected gradient with an orthogonal retraction (METHOD §5.4.1)."""
+"""The source's right solver: projected gradient with an orthogonal retraction (METHODS §5.4.1)."""
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 

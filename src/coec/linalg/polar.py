@@ -37,9 +37,7 @@ def polar(
     return P @ Q.T + completion @ null.T
 
 
-def newton_schulz_polar(
-    A: Float[Tensor, "b k"], iterations: int = 30
-) -> Float[Tensor, "b k"]:
+def newton_schulz_polar(A: Float[Tensor, "b k"], iterations: int = 30) -> Float[Tensor, "b k"]:
     """The polar factor of a full-rank wide matrix by `X ← 1.5 X − 0.5 X Xᵀ X`: products only.
 
     Converges quadratically for singular values in (0, √3), which a retraction's argument meets:

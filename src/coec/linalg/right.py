@@ -1,4 +1,4 @@
-"""The right rotation's problem on the Stiefel manifold, in the eigenbasis of Gxx (METHOD §5.4).
+"""The right rotation's problem on the Stiefel manifold, in the eigenbasis of Gxx (METHODS §5.4).
 
 With `Gxx = E diag(μ) Eᵀ`, the change of variable `R → R E`, `C → C E` makes every product with
 Gxx elementwise. Both solvers work there and are equivariant under it, so nothing else changes.
@@ -6,14 +6,13 @@ Gxx elementwise. Both solvers work there and are equivariant under it, so nothin
 
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Alignment:
-    """The anchored penalty `𝒜(R) = ‖U_vᵀ (R_rᵀ R_r − Π_anchor) U_v‖_F² / r_p²` (METHOD §5.6).
+    """The anchored penalty `𝒜(R) = ‖U_vᵀ (R_rᵀ R_r − Π_anchor) U_v‖_F² / r_p²` (METHODS §5.6).
 
     Attributes:
         writer: `U_v`, orthonormal columns, in the same basis as R.

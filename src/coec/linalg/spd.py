@@ -9,7 +9,7 @@ from coec.linalg.decompose import eigh
 
 
 def power(G: Float[Tensor, "d d"], alpha: float) -> Float[Tensor, "d d"]:
-    """Gram tempering: `G^α = E diag(max(μ, 0)^α) Eᵀ` over the full spectrum (METHOD §5.1).
+    """Gram tempering: `G^α = E diag(max(μ, 0)^α) Eᵀ` over the full spectrum (METHODS §5.1).
 
     Negative eigenvalues (an indefinite Gram) are clamped at 0. `α = 1` returns G itself.
 
@@ -22,8 +22,10 @@ def power(G: Float[Tensor, "d d"], alpha: float) -> Float[Tensor, "d d"]:
     mu, E = eigh(G)
     floor = rounding_level(mu)
     if float(mu[0]) < -floor:
-        record(f"indefinite Gram: smallest eigenvalue {float(mu[0]) / float(mu[-1]):.1e} of the "
-               "largest, clamped at 0")
+        record(
+            f"indefinite Gram: smallest eigenvalue {float(mu[0]) / float(mu[-1]):.1e} of the "
+            "largest, clamped at 0"
+        )
     # An eigenvalue at rounding level is noise, and a power below 1 would magnify it.
     mu = torch.where(mu > floor, mu, 0.0)
     return (E * mu.pow(alpha)) @ E.T

@@ -44,9 +44,7 @@ def retract_cayley(R: Float[Tensor, "k k"], step: Float[Tensor, "k k"]) -> Float
     return newton_schulz_inverse(eye + half) @ (R - half @ R)
 
 
-def newton_schulz_inverse(
-    A: Float[Tensor, "n n"], iterations: int = 30
-) -> Float[Tensor, "n n"]:
+def newton_schulz_inverse(A: Float[Tensor, "n n"], iterations: int = 30) -> Float[Tensor, "n n"]:
     """`A⁻¹` by `X ← X (2 I − A X)` from `X = I`; converges when `‖I − A‖₂ < 1`.
 
     Raises:

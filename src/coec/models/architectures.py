@@ -1,4 +1,4 @@
-"""Supported architectures, as data (METHOD §1).
+"""Supported architectures, as data (METHODS §1).
 
 All share one block: grouped-query attention with q/k/v/o projections and a gated MLP. What differs
 is which biases a configuration can express, and so which format a pruned model can be written in.

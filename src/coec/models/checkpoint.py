@@ -41,8 +41,12 @@ CARRIED_FILES = (
 """Files copied unchanged from the dense model when it has them."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16,
-                "F16": torch.float16}
+FLOAT_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
 
 
 def find_model(model: str | Path, *, weights: bool = True) -> Path:
@@ -64,9 +68,7 @@ def find_model(model: str | Path, *, weights: bool = True) -> Path:
         )
     patterns = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "LICENSE*", "NOTICE*"]
     try:
-        return Path(
-            snapshot_download(name, allow_patterns=patterns + ["*.safetensors"] * weights)
-        )
+        return Path(snapshot_download(name, allow_patterns=patterns + ["*.safetensors"] * weights))
     except Exception as error:  # the hub's client raises many kinds; one line is enough
         reason = str(error).strip().splitlines()[0]
         raise ModelError(
@@ -252,8 +254,10 @@ class ShardWriter:
         """Takes finished tensors; a shard whose last tensor came is written and forgotten."""
         for name, tensor in tensors.items():
             if tensor.shape != self.shapes[name] or tensor.dtype != self.dtype:
-                raise AssertionError(f"{name}: planned {self.shapes[name]} {self.dtype}, "
-                                     f"got {tensor.shape} {tensor.dtype}")
+                raise AssertionError(
+                    f"{name}: planned {self.shapes[name]} {self.dtype}, "
+                    f"got {tensor.shape} {tensor.dtype}"
+                )
             file_name = self._split.tensor_to_filename[name]
             self._pending.setdefault(file_name, {})[name] = tensor.contiguous()
             self._left[file_name].remove(name)

@@ -71,7 +71,7 @@ def choose_format(
     Raises:
         OptionError: no stock format can hold the result.
     """
-    refusals = []
+    refusals: list[str] = []
     for model_type in CANDIDATES[config["model_type"]]:
         target = ARCHITECTURES[model_type]
         refusal = _refusal(config, target, shape, o_proj_bias, down_proj_bias)

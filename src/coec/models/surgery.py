@@ -1,4 +1,4 @@
-"""Cutting one block: rows of the producers, columns of the consumer (METHOD §1)."""
+"""Cutting one block: rows of the producers, columns of the consumer (METHODS §1)."""
 
 from dataclasses import dataclass
 
@@ -20,9 +20,7 @@ class Cut:
     compensation: Compensation
 
 
-def cut_block(
-    tensors: dict[str, Tensor], cuts: list[Cut], dtype: torch.dtype
-) -> dict[str, Tensor]:
+def cut_block(tensors: dict[str, Tensor], cuts: list[Cut], dtype: torch.dtype) -> dict[str, Tensor]:
     """The block's tensors after the cuts, cast to `dtype`; names relative to the block.
 
     A site that keeps everything keeps its tensors as they are, bit for bit.

@@ -1,4 +1,4 @@
-"""How many units stay, and which: uniform allocation (METHOD §§1, 3)."""
+"""How many units stay, and which: uniform allocation (METHODS §§1, 3)."""
 
 import math
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""Column scores: higher means keep (METHOD §3).
+"""Column scores: higher means keep (METHODS §3).
 
 A score is any callable `(weight, gram) -> scores`, one number per input column of the consumer.
 Add one by writing the function and listing it here.
@@ -17,27 +17,42 @@ Score = Callable[[Tensor, Gram], Tensor]
 
 
 def rcpu(weight: Float[Tensor, "m d"], gram: Gram) -> Float[Tensor, " d"]:
-    """RCPU's variance-aware score: `‖W₀[:, j]‖₂ · ‖X_j‖₂ · Var(X_j)`."""
+    """Variance-aware: `‖W₀[:, j]‖₂ · ‖X_j‖₂ · Var(X_j)`.
+
+    Source: RCPU.
+    """
     return weight.norm(dim=0) * gram.energy.sqrt() * gram.variance
 
 
 def wanda_sp(weight: Float[Tensor, "m d"], gram: Gram) -> Float[Tensor, " d"]:
-    """Wanda-sp: `‖W₀[:, j]‖₂ · ‖X_j‖₂`."""
+    """Weight norm times input norm: `‖W₀[:, j]‖₂ · ‖X_j‖₂`.
+
+    Source: Wanda (Sun et al. 2024) on whole columns, as in FLAP's comparison.
+    """
     return weight.norm(dim=0) * gram.energy.sqrt()
 
 
 def flap(weight: Float[Tensor, "m d"], gram: Gram) -> Float[Tensor, " d"]:
-    """FLAP's weighted input feature variance: `‖W₀[:, j]‖₂² · Var(X_j)`."""
+    """Weighted input feature variance: `‖W₀[:, j]‖₂² · Var(X_j)`.
+
+    Source: FLAP (An et al. 2024).
+    """
     return weight.square().sum(dim=0) * gram.variance
 
 
 def magnitude(weight: Float[Tensor, "m d"], gram: Gram) -> Float[Tensor, " d"]:
-    """The column norm alone, a control: `‖W₀[:, j]‖₂`."""
+    """The column norm alone, without data: `‖W₀[:, j]‖₂`.
+
+    Source: a control.
+    """
     return weight.norm(dim=0)
 
 
 def random(weight: Float[Tensor, "m d"], gram: Gram, *, seed: int = 0) -> Float[Tensor, " d"]:
-    """Uniform random numbers, a control; the same seed gives the same columns."""
+    """Uniform random numbers; the same seed gives the same columns.
+
+    Source: a control.
+    """
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(weight.shape[1], generator=generator, dtype=torch.float64)
     return scores.to(weight)

@@ -1,0 +1,5 @@
+"""`python -m coec` is the command."""
+
+from coec.cli import main
+
+main()
