@@ -7,7 +7,7 @@ recorded, never rebuilt.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -82,10 +82,10 @@ class DenseStream:
     ) -> None:
         self._checkpoint = checkpoint
         self._device, self._dtype, self._progress = device, dtype, progress
-        self._model: Any = skeleton(checkpoint.config, dtype)
+        self._model = skeleton(checkpoint.config, dtype)
         self._batches = windows.split(max(1, TOKENS_PER_BATCH // windows.shape[1]))
-        self._base: Any = self._model.base_model
-        self._layers: list[nn.Module] = [*self._base.layers]
+        self._base = cast(Any, self._model.base_model)
+        self._layers: list[nn.Module] = list(self._base.layers)
 
     @torch.no_grad()
     def blocks(self) -> Iterator[Block]:
