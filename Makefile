@@ -1,0 +1,43 @@
+# Everything runs in .venv, made on first use. Needs only make and Python 3.11 or later.
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
+	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& echo $$p && break; done)
+BIN := .venv/bin
+CODE := src tests tools benchmarks
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format bench clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.venv/ready: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "coec needs Python 3.11 or later: install it, or pass PYTHON=/path/to/python"; exit 1; }
+	@echo "setting up .venv with $(PYTHON) (a few minutes, once)"
+	@$(PYTHON) -m venv --clear .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: .venv/ready  ## prune a bundled model five ways, compare, plot (under 3 minutes)
+	@$(BIN)/python -m coec.demo
+
+test: .venv/ready  ## the test suite
+	@$(BIN)/python -m pytest
+
+check: .venv/ready  ## format, lint, types, import contracts, tests
+	@$(BIN)/ruff format --check $(CODE)
+	@$(BIN)/ruff check $(CODE)
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/python -m pytest
+
+format: .venv/ready  ## mend format and what lint can mend
+	@$(BIN)/ruff format $(CODE)
+	@$(BIN)/ruff check --fix $(CODE)
+
+bench: .venv/ready  ## quality of every repair on small trained models (needs ../shared)
+	@$(BIN)/python benchmarks/quality.py
+
+clean:  ## remove the environment and what the demo wrote
+	@rm -rf .venv demo-output

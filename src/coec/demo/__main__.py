@@ -1,0 +1,117 @@
+"""Prunes the bundled model with every repair on the same kept units, and compares the results.
+
+There is no data here: calibration and evaluation text are sampled from the dense model itself,
+under different seeds, so perplexities compare methods and are no WikiText numbers.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from coec import CoecError
+from coec.demo.plot import draw
+from coec.evaluation.perplexity import Perplexity, perplexity
+from coec.pruning import prune
+from coec.report import KEPT, Report
+
+MODEL = Path(__file__).parent / "model"
+METHODS = ("none", "bias", "least-squares", "rcpu", "coec")
+SPARSITY = 0.3
+WINDOWS, SEQ_LEN = 64, 256
+CALIBRATION_SEED, EVALUATION_SEED = 0, 1
+PROMPT = "The film was released in"
+console = Console(highlight=False, soft_wrap=True)
+
+
+def run(
+    out: Annotated[Path, typer.Option(help="Folder for the checkpoints and the plot.")] = Path(
+        "demo-output"
+    ),
+) -> None:
+    """Runs the whole demo: five repairs, a table, a checkpoint, a continuation and a plot."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    console.print(
+        f"A trained Llama of 3 M parameters; {SPARSITY:.0%} of its MLP channels and KV groups go.\n"
+        "Calibration and evaluation text: sampled from the dense model itself (two seeds).\n"
+    )
+    reports, scores = {}, {}
+    with _bars() as bars:
+        overall = bars.add_task("repairs", total=len(METHODS))
+        for method in METHODS:
+            reports[method] = prune(
+                MODEL, out / method, force=True, sparsity=SPARSITY, compensation=method,
+                calibration="self", samples=WINDOWS, seq_len=SEQ_LEN, seed=CALIBRATION_SEED,
+            )  # fmt: skip
+            scores[method] = perplexity(
+                out / method, "self", baseline=MODEL, samples=WINDOWS, seq_len=SEQ_LEN,
+                seed=EVALUATION_SEED,
+            )  # fmt: skip
+            bars.advance(overall)
+    _check_same_kept(out)
+    console.print(_table(reports, scores))
+    _continue_text(out / "coec")
+    picture = draw(reports, scores, out / "demo.png")
+    console.print(f"\ncheckpoint  {out / 'coec'}  (stock transformers loads it; see its README.md)")
+    console.print(f"plot        {picture}")
+
+
+def _bars() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=console,
+    )  # fmt: skip
+
+
+def _check_same_kept(out: Path) -> None:
+    """The comparison is of repairs only if all of them kept the same units."""
+    first = load_file(out / METHODS[0] / KEPT)
+    for method in METHODS[1:]:
+        other = load_file(out / method / KEPT)
+        if first.keys() != other.keys() or not all(torch.equal(first[n], other[n]) for n in first):
+            raise AssertionError(f"{method} kept other units than {METHODS[0]}")
+
+
+def _table(reports: dict[str, Report], scores: dict[str, Perplexity]) -> Table:
+    table = Table(title="same kept units, five repairs", title_justify="left")
+    for name in ("repair", "perplexity", "KL to dense", "parameters", "seconds"):
+        table.add_column(name, justify="left" if name == "repair" else "right")
+    before = next(iter(reports.values())).plan["parameters"]["before"]
+    dense = next(iter(scores.values())).baseline_perplexity or float("nan")
+    table.add_row("(dense)", f"{dense:.2f}", "0", f"{before:,}", "")
+    for method, score in scores.items():
+        style = "bold" if method == "coec" else ""
+        table.add_row(
+            method, f"{score.perplexity:.2f}", f"{score.kl:.4f}", f"{score.parameters:,}",
+            f"{sum(reports[method].seconds.values()):.1f}", style=style,
+        )  # fmt: skip
+    return table
+
+
+def _continue_text(folder: Path) -> None:
+    """Loads the written checkpoint as any user would, and lets it write."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    torch.manual_seed(0)
+    ids = model.generate(**prompt, max_new_tokens=40, do_sample=True, top_k=20, pad_token_id=0)
+    console.print("\nthe COEC checkpoint, reloaded with AutoModelForCausalLM, continues:")
+    text = tokenizer.decode(ids[0], skip_special_tokens=True)
+    console.print(f"  {' '.join(text.split())}", markup=False)
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(run)
+    except CoecError as error:
+        print(f"coec: {error}", file=sys.stderr)
+        sys.exit(1)
