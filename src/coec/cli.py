@@ -338,8 +338,9 @@ def _show_report(report: Report) -> None:
     lines.append(f"seconds          {sum(report.seconds.values()):.1f}")
     for line in lines:
         results.print(line, markup=False)
-    for event in report.events:
-        notes.print(f"note: {event}", markup=False)
+    for event, modules in report.events.items():
+        where = modules[0] if len(modules) == 1 else f"{modules[0]} and {len(modules) - 1} more"
+        notes.print(f"note: {where}: {event}", markup=False)
     results.print(f"measure it: coec eval {report.out} --baseline {report.model}", markup=False)
 
 

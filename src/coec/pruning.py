@@ -122,6 +122,8 @@ def prune(
             kept |= {f"layers.{block.index}.{c.site.name}": c.units.kept.cpu() for c in cuts}
             sites += rows
             seconds.lap("solving")
+            if progress:
+                progress("solving", block.index + 1, todo.dense.layers)
         outside = [name for name in todo.pruned_shapes if not name.startswith("model.layers.")]
         writer.add({name: checkpoint.tensor(name).to(dtype) for name in outside})
         writer.finish()

@@ -51,9 +51,13 @@ class Report:
         }
 
     @property
-    def events(self) -> list[str]:
-        """Every safeguard that fired, with the module it fired in."""
-        return [f"{site['module']}: {event}" for site in self.sites for event in site["events"]]
+    def events(self) -> dict[str, list[str]]:
+        """Every safeguard that fired, and the modules it fired in."""
+        modules: dict[str, list[str]] = {}
+        for site in self.sites:
+            for event in site["events"]:
+                modules.setdefault(event, []).append(site["module"])
+        return modules
 
     def mean_errors(self, site: str) -> tuple[float, float]:
         """The mean relative error before and after compensation over a site's blocks."""
