@@ -122,7 +122,7 @@ class KeptSet:
         offsets = torch.arange(width, device=self.kept.device)
         return KeptSet((self.kept[:, None] * width + offsets).flatten(), self.size * width)
 
-    def dropped(self) -> Int[Tensor, " d-k"]:
+    def dropped(self) -> Int[Tensor, " dropped"]:
         """The indices that do not stay, sorted."""
         mask = torch.ones(self.size, dtype=torch.bool, device=self.kept.device)
         mask[self.kept] = False

@@ -105,7 +105,7 @@ def _continue_text(folder: Path) -> None:
     torch.manual_seed(0)
     ids = model.generate(**prompt, max_new_tokens=40, do_sample=True, top_k=20, pad_token_id=0)
     console.print("\nthe COEC checkpoint, reloaded with AutoModelForCausalLM, continues:")
-    text = tokenizer.decode(ids[0], skip_special_tokens=True)
+    text = str(tokenizer.decode(ids[0], skip_special_tokens=True))
     console.print(f"  {' '.join(text.split())}", markup=False)
 
 

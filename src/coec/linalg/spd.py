@@ -7,7 +7,6 @@ from torch import Tensor
 from coec.events import record
 from coec.linalg.decompose import eigh
 
-
 PRODUCT_ROUNDING = 1e-6
 """Statistics sum float32 products: eigenvalues this far below 0, relative to the largest, are 0."""
 

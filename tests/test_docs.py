@@ -1,0 +1,76 @@
+"""What the documents say must be what the code does."""
+
+import inspect
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import coec
+from coec.cli import app
+from coec.compensation import COMPENSATIONS, OPTIONS
+from coec.models.architectures import ARCHITECTURES
+from coec.models.formats import CANDIDATES
+from coec.recipe import Recipe
+from coec.selection import SELECTIONS
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+METHODS = (ROOT / "docs/METHODS.md").read_text(encoding="utf-8")
+DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")]
+DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+
+
+def fenced(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_every_command_is_in_the_readme_and_has_help():
+    for command in app.registered_commands:
+        assert f"coec {command.name}" in README
+        assert command.callback.__doc__
+
+
+def test_every_flag_named_in_a_document_exists():
+    known = {"version", "help", "model-impl", "shared"}
+    for command in app.registered_commands:
+        names = inspect.signature(command.callback).parameters
+        known |= {name.replace("_", "-") for name in names} | {"json"}
+    for document in DOCUMENTS:
+        named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", document.read_text(encoding="utf-8")))
+        assert named <= known, document.name
+
+
+@pytest.mark.parametrize("toml", fenced("toml"))
+def test_the_recipe_in_the_readme_is_one(toml):
+    Recipe.of(**tomllib.loads(toml))
+
+
+def test_the_mathematics_example_in_the_readme_runs():
+    code = fenced("python")[-1]
+    exec(
+        code[code.index("# the mathematics alone") :], {"coec": coec, "torch": __import__("torch")}
+    )
+
+
+def test_every_method_is_described():
+    for name in [*SELECTIONS, *COMPENSATIONS]:
+        assert f"`{name}`" in METHODS
+    for option in OPTIONS:
+        assert f"`{option}`" in METHODS, option
+
+
+def test_every_architecture_has_a_format():
+    assert set(CANDIDATES) == set(ARCHITECTURES)
+
+
+def test_links_between_documents_lead_somewhere():
+    for document in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_the_changelog_names_the_version():
+    assert f"## {coec.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
