@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import torch
 import typer
+from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -130,6 +131,7 @@ def _root(
         raise typer.Exit
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    hub_logging.set_verbosity_error()
 
 
 def _setting(text: str, **more: Any) -> Any:
@@ -351,12 +353,17 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(),
         TimeElapsedColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=notes) as bar:
-        tasks: dict[str, Any] = {}
+    bar = Progress(*columns, console=notes)
+    tasks: dict[str, Any] = {}
 
-        def advance(phase: str, done: int, total: int) -> None:
-            if phase not in tasks:
-                tasks[phase] = bar.add_task(phase, total=total)
-            bar.update(tasks[phase], completed=done, total=total)
+    def advance(phase: str, done: int, total: int) -> None:
+        bar.start()  # only now: an error in the checks leaves no empty line
+        if phase not in tasks:
+            tasks[phase] = bar.add_task(phase, total=total)
+        bar.update(tasks[phase], completed=done, total=total)
 
+    try:
         yield advance
+    finally:
+        if tasks:
+            bar.stop()

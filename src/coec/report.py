@@ -109,7 +109,7 @@ tags: [coec, pruned]
 
 # {name}, {self.recipe["sparsity"]:.0%} of units removed
 
-Made from `{name}` by [coec](https://pypi.org/project/coec/) {__version__}: training-free
+Made from `{name}` by coec {__version__}: training-free
 structured pruning of MLP channels and KV groups.
 
 ```python

@@ -61,7 +61,7 @@ def resolve(method: str) -> Callable[..., Compensation]:
 
 
 def check_options(method: str, options: dict[str, Any]) -> None:
-    """Raises OptionError unless the compensation takes every one of the options."""
+    """Raises OptionError unless the compensation takes every option, and its kind of value."""
     known = options_of(resolve(method))
     unknown = sorted(set(options) - set(known))
     if unknown:
@@ -69,6 +69,12 @@ def check_options(method: str, options: dict[str, Any]) -> None:
         raise OptionError(
             f"compensation '{method}' has no option '{unknown[0]}'; its options: {takes}"
         )
+    for name, value in options.items():
+        expected = known[name].annotation
+        if expected is float and (not isinstance(value, int | float) or isinstance(value, bool)):
+            raise OptionError(f"{name} must be a number, got {value!r}")
+        if expected is int and (not isinstance(value, int) or isinstance(value, bool)):
+            raise OptionError(f"{name} must be a whole number, got {value!r}")
 
 
 def compensate(
