@@ -1,0 +1,127 @@
+"""Random models of two blocks, and what goes with them; no network."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+HIDDEN, FFN, VOCABULARY, POSITIONS = 32, 40, 300, 64
+BASE = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": FFN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": POSITIONS,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+VARIANTS = {
+    "llama": {"model_type": "llama"},
+    "llama tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "llama biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama wide heads": {"model_type": "llama", "head_dim": 6},
+    "llama rope": {
+        "model_type": "llama",
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "mistral sliding": {"model_type": "mistral", "sliding_window": 8},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3"},
+    "granite": {
+        "model_type": "granite",
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 1.5,
+    },
+    "seed_oss": {"model_type": "seed_oss", "attention_bias": True, "attention_out_bias": False},
+}
+
+
+def raw_config(variant: str = "llama", **changes) -> dict:
+    """A configuration as config.json has it."""
+    return {**BASE, **VARIANTS[variant], **changes}
+
+
+def tiny(variant: str = "llama", dtype: torch.dtype = torch.float64, **changes):
+    """A random model; biases and norms are random too, since zeros and ones hide mistakes."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**raw_config(variant, **changes))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(std=0.3)
+    return model.to(dtype)
+
+
+def save(model, folder: Path, *, tokenizer: bool = True) -> Path:
+    """The model as a folder, with a byte-level tokenizer unless told otherwise."""
+    model.save_pretrained(folder)
+    if tokenizer:
+        write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One token per byte, ids from 2; 0 and 1 are the start and end."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<s>": 0, "</s>": 1} | {symbol: i + 2 for i, symbol in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "model_max_length": POSITIONS,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def token_file(path: Path, rows: int = 24, length: int = 32) -> str:
+    """Random token ids as .npy, rows of one length."""
+    ids = np.random.default_rng(0).integers(2, VOCABULARY, size=(rows, length))
+    np.save(path, ids)
+    return str(path)
+
+
+def text_file(path: Path, characters: int = 4000) -> str:
+    """Some text with as many byte tokens as characters."""
+    words = "the cat sat on a mat and looked at the moon for a long while. "
+    path.write_text((words * (characters // len(words) + 1))[:characters])
+    return str(path)
+
+
+@torch.no_grad()
+def logits(model, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits on fixed random tokens, or on those given."""
+    if ids is None:
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(2, VOCABULARY, (3, 24), generator=generator)
+    return model(input_ids=ids, use_cache=False).logits
+
+
+def load(folder: Path, dtype: torch.dtype | None = None):
+    """What a user does with a written checkpoint."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto").eval()
