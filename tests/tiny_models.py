@@ -1,6 +1,7 @@
 """Random models of two blocks, and what goes with them; no network."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -125,3 +126,13 @@ def logits(model, ids: torch.Tensor | None = None) -> torch.Tensor:
 def load(folder: Path, dtype: torch.dtype | None = None):
     """What a user does with a written checkpoint."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto").eval()
+
+
+def readable(folder: Path, copy: Path) -> Path:
+    """A copy whose tokenizer class both transformers 4.57 and 5 know; the weights are the same."""
+    shutil.copytree(folder, copy, copy_function=shutil.copyfile)
+    copy.chmod(0o755)
+    path = copy / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return copy

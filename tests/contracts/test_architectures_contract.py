@@ -1,12 +1,12 @@
 """Every architecture keeps the same promises, on random models in float64."""
 
 import pytest
-import tiny_models as tm
 import torch
 import transformers
 from safetensors.torch import load_file
 
 import coec
+import tiny_models as tm
 from coec.calibration.stream import DenseStream
 from coec.compensation import COMPENSATIONS
 from coec.errors import OptionError

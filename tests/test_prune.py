@@ -1,0 +1,254 @@
+"""What a run writes, on tiny random models."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import coec
+import tiny_models as tm
+from coec.models import checkpoint as checkpoint_module
+from coec.models.checkpoint import Checkpoint
+from coec.types import Compensation
+
+SETTINGS = {"samples": 24, "seq_len": 32}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return tm.token_file(tmp_path_factory.mktemp("tokens") / "tokens.npy")
+
+
+def weights(folder):
+    checkpoint = Checkpoint.open(folder)
+    return {name: checkpoint.tensor(name) for name in checkpoint.files}
+
+
+def without_seconds(record):
+    if isinstance(record, dict):
+        return {k: without_seconds(v) for k, v in record.items() if k != "seconds"}
+    if isinstance(record, list):
+        return [without_seconds(entry) for entry in record]
+    return record
+
+
+def test_the_same_run_writes_the_same_bytes(dense, tmp_path):
+    text = tm.text_file(tmp_path / "text.txt")
+    for out in ("one", "two"):
+        coec.prune(dense, tmp_path / out, calibration=text, rounds=2, seed=3, samples=20,
+                   seq_len=32)  # fmt: skip
+    first, second = tmp_path / "one", tmp_path / "two"
+    assert sorted(p.name for p in first.iterdir()) == sorted(p.name for p in second.iterdir())
+    for path in first.iterdir():
+        if path.name == "coec.json":
+            one, two = (json.loads((f / path.name).read_text()) for f in (first, second))
+            assert without_seconds(one) == without_seconds(two)
+        else:
+            assert path.read_bytes() == (second / path.name).read_bytes(), path.name
+
+
+def test_another_seed_draws_other_windows(dense, tmp_path):
+    text = tm.text_file(tmp_path / "text.txt")
+    digests = {
+        coec.prune(
+            dense, tmp_path / f"s{seed}", calibration=text, samples=20, seq_len=32, seed=seed,
+            compensation="none",
+        ).calibration["windows_sha256"]
+        for seed in (0, 1)
+    }  # fmt: skip
+    assert len(digests) == 2
+
+
+def test_a_sparsity_that_keeps_everything_changes_nothing(dense, tokens, tmp_path):
+    report = coec.prune(dense, tmp_path / "out", sparsity=1e-6, calibration=tokens, **SETTINGS)
+    before, after = weights(dense), weights(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert report.plan["parameters"]["before"] == report.plan["parameters"]["after"]
+
+
+def test_alpha_zero_writes_the_slice(dense, tokens, tmp_path):
+    for out, options in {"a": {"alpha": 0.0}, "b": {"compensation": "none"}}.items():
+        coec.prune(dense, tmp_path / out, calibration=tokens, **SETTINGS, **options)
+    first, second = weights(tmp_path / "a"), weights(tmp_path / "b")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_what_is_not_compensated_keeps_its_values(dense, tokens, tmp_path):
+    coec.prune(dense, tmp_path / "out", calibration=tokens, rounds=1, **SETTINGS)
+    before, after = weights(dense), weights(tmp_path / "out")
+    kept = load_file(tmp_path / "out/kept.safetensors")["layers.0.mlp"]
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
+        assert torch.equal(before[name], after[name])
+    gate = "model.layers.0.mlp.gate_proj.weight"
+    assert torch.equal(before[gate][kept], after[gate])
+
+
+def test_the_record_holds_everything_needed_to_repeat_the_run(dense, tmp_path):
+    text = tm.text_file(tmp_path / "text.txt")
+    coec.prune(dense, tmp_path / "out", calibration=text, samples=9, seq_len=16, seed=5, kappa=7)
+    record = json.loads((tmp_path / "out/coec.json").read_text())
+    assert record["coec"] == coec.__version__
+    recipe = record["recipe"]
+    assert recipe["options"]["kappa"] == 7
+    assert recipe["options"]["alpha"] == 0.9
+    assert (recipe["seed"], recipe["samples"], recipe["seq_len"]) == (5, 9, 16)
+    assert record["environment"]["torch"] == torch.__version__
+    assert len(record["calibration"]["text_sha256"]) == 64
+    assert record["calibration"]["special_tokens"] == 0
+    assert record["plan"]["widths"]["mlp"] == {"before": 40, "after": 28}
+    assert len(record["sites"]) == 4
+    for site in record["sites"]:
+        assert 0 <= site["error_after"] < site["error_before"] < 1
+        assert site["rounds"] == len(site["errors_per_round"]) - 2 == len(site["right_iterations"])
+        assert site["gcv_lambda"] > 0
+        assert site["reason"]
+        assert site["right_reason"]
+        assert site["seconds"] > 0
+    assert set(record["seconds"]) == {
+        "checking", "reading text", "calibrating", "solving", "writing",
+    }  # fmt: skip
+
+
+def test_the_card_has_the_loading_lines_and_the_recipe(dense, tokens, tmp_path):
+    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation="rcpu", **SETTINGS)
+    card = (tmp_path / "out/README.md").read_text()
+    assert "AutoModelForCausalLM.from_pretrained" in card
+    assert "compensation: rcpu" in card
+    assert "30% of units removed" in card
+
+
+def test_kept_units_are_those_of_highest_score(dense, tokens, tmp_path):
+    coec.prune(dense, tmp_path / "out", calibration=tokens, selection="magnitude", **SETTINGS)
+    kept = load_file(tmp_path / "out/kept.safetensors")["layers.1.mlp"]
+    scores = weights(dense)["model.layers.1.mlp.down_proj.weight"].norm(dim=0)
+    assert kept.tolist() == scores.topk(28).indices.sort().values.tolist()
+
+
+def test_the_plan_foretells_the_result(dense, tokens, tmp_path):
+    plan = coec.plan(dense, sparsity=0.5)
+    report = coec.prune(dense, tmp_path / "out", sparsity=0.5, compensation="none",
+                        calibration=tokens, **SETTINGS)  # fmt: skip
+    shapes = {name: tensor.shape for name, tensor in weights(tmp_path / "out").items()}
+    assert shapes == plan.pruned_shapes
+    assert report.plan["parameters"]["after"] == plan.parameters_after
+
+
+def test_tied_embeddings_stay_tied(tokens, tmp_path):
+    dense = tm.save(tm.tiny("llama tied", torch.float32), tmp_path / "dense")
+    coec.prune(dense, tmp_path / "out", calibration=tokens, rounds=1, **SETTINGS)
+    loaded = tm.load(tmp_path / "out")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert "lm_head.weight" not in weights(tmp_path / "out")
+
+
+@pytest.mark.parametrize("compensation", ["none", "bias"])
+def test_a_pruned_model_can_be_pruned_again(compensation, dense, tokens, tmp_path):
+    """Its type is one that we write: mistral or granite for a llama of uneven heads."""
+    for source, out in ((dense, tmp_path / "one"), (tmp_path / "one", tmp_path / "two")):
+        coec.prune(source, out, calibration=tokens, compensation=compensation, **SETTINGS)
+    loaded = tm.load(tmp_path / "two")
+    assert loaded.config.num_key_value_heads == 3  # 70 % of 3, rounded up
+    assert loaded.config.intermediate_size == 20
+    assert torch.isfinite(tm.logits(loaded)).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_dtype_is_kept_unless_asked(dtype, tokens, tmp_path):
+    stored = tm.save(tm.tiny("llama", torch.bfloat16), tmp_path / "dense")
+    kept = coec.prune(stored, tmp_path / "kept", calibration=tokens, compensation="none",
+                      **SETTINGS)  # fmt: skip
+    asked = coec.prune(stored, tmp_path / "asked", calibration=tokens, compensation="none",
+                       dtype=dtype, **SETTINGS)  # fmt: skip
+    assert kept.recipe["dtype"] == "bfloat16"
+    assert asked.recipe["dtype"] == dtype
+    assert {t.dtype for t in weights(tmp_path / "kept").values()} == {torch.bfloat16}
+    assert {t.dtype for t in weights(tmp_path / "asked").values()} == {getattr(torch, dtype)}
+    assert tm.load(tmp_path / "asked").dtype == getattr(torch, dtype)
+
+
+def test_many_shards_are_written_and_read(dense, tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_module, "MAX_SHARD", "20KB")
+    coec.prune(dense, tmp_path / "many", calibration=tokens, compensation="none", **SETTINGS)
+    monkeypatch.undo()
+    coec.prune(dense, tmp_path / "one", calibration=tokens, compensation="none", **SETTINGS)
+    assert len(list((tmp_path / "many").glob("model-*.safetensors"))) > 3
+    assert torch.equal(tm.logits(tm.load(tmp_path / "many")), tm.logits(tm.load(tmp_path / "one")))
+    again = coec.prune(tmp_path / "many", tmp_path / "again", calibration=tokens, **SETTINGS)
+    assert again.plan["widths"]["mlp"]["before"] == 28
+
+
+def test_force_replaces_a_model_and_leaves_nothing_of_it(dense, tokens, tmp_path):
+    out = tmp_path / "out"
+    coec.prune(dense, out, calibration=tokens, compensation="none", **SETTINGS)
+    (out / "old.txt").write_text("old")
+    coec.prune(dense, out, calibration=tokens, compensation="none", force=True, **SETTINGS)
+    assert not (out / "old.txt").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_functions_of_the_user_need_no_registration(dense, tokens, tmp_path):
+    def first(weight, gram):
+        return -torch.arange(weight.shape[1], dtype=weight.dtype)
+
+    def half(weight, gram, kept, *, factor: float = 0.5):
+        return Compensation(factor * weight[:, kept.kept])
+
+    report = coec.prune(dense, tmp_path / "out", calibration=tokens, selection=first,
+                        compensation=half, factor=0.25, **SETTINGS)  # fmt: skip
+    before, after = weights(dense), weights(tmp_path / "out")
+    name = "model.layers.0.mlp.down_proj.weight"
+    torch.testing.assert_close(after[name], 0.25 * before[name][:, :28])
+    assert report.recipe["selection"] == "first"
+    assert report.recipe["options"] == {"factor": 0.25}
+
+
+def test_a_tensor_of_ids_is_calibration_text(dense, tokens, tmp_path):
+    ids = torch.from_numpy(np.load(tokens))
+    from_tensor = coec.prune(dense, tmp_path / "a", calibration=ids, compensation="rcpu",
+                             **SETTINGS)  # fmt: skip
+    from_file = coec.prune(dense, tmp_path / "b", calibration=tokens, compensation="rcpu",
+                           **SETTINGS)  # fmt: skip
+    assert from_tensor.calibration["windows_sha256"] == from_file.calibration["windows_sha256"]
+    assert torch.equal(tm.logits(tm.load(tmp_path / "a")), tm.logits(tm.load(tmp_path / "b")))
+
+
+def test_self_calibration_needs_no_text(dense, tmp_path):
+    report = coec.prune(dense, tmp_path / "out", calibration="self", samples=20, seq_len=16,
+                        compensation="rcpu", seed=4)  # fmt: skip
+    assert report.calibration["source"] == "self (seed 4)"
+    assert report.calibration["windows"] == 20
+    assert tm.load(tmp_path / "out").config.intermediate_size == 28
+
+
+def test_progress_tells_every_phase(dense, tokens, tmp_path):
+    seen = {}
+    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation="none",
+               progress=lambda phase, done, total: seen.update({phase: (done, total)}),
+               **SETTINGS)  # fmt: skip
+    assert seen.keys() == {"calibrating", "solving"}
+    assert all(done == total for done, total in seen.values())
+
+
+def test_a_real_model_on_real_text_reloads_and_writes(shared, tmp_path):
+    """Trained weights, its own tokenizer, a relabelled format: 6 heads do not divide 64."""
+    from transformers import AutoTokenizer
+
+    story_model = tm.readable(shared / "models/stories260K", tmp_path / "dense")
+    report = coec.prune(
+        story_model, tmp_path / "out", calibration=str(shared / "data/tinystories/train.txt"),
+        samples=16, seq_len=128, rounds=3,
+    )  # fmt: skip
+    assert report.plan["output_model_type"] == "mistral"
+    assert all(site["error_after"] < site["error_before"] for site in report.sites)
+    tokenizer, model = AutoTokenizer.from_pretrained(tmp_path / "out"), tm.load(tmp_path / "out")
+    prompt = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False)
+    ids = model.generate(**prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    assert tokenizer.decode(ids[0], skip_special_tokens=True).startswith("Once upon a time")
