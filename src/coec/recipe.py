@@ -88,8 +88,7 @@ class Recipe:
                 raise OptionError(f"{name} must be text, got {value!r}")
         if isinstance(self.selection, str):
             selections.resolve(self.selection)
-        if isinstance(self.compensation, str):
-            compensations.check_options(self.compensation, self.options)
+        compensations.check_options(self.compensation, self.options)
         _rehearse(self)
 
     @classmethod

@@ -6,7 +6,7 @@ writing the function and listing it here; nothing else knows their names.
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 from jaxtyping import Float, Int
@@ -60,21 +60,26 @@ def resolve(method: str) -> Callable[..., Compensation]:
     return COMPENSATIONS[method]
 
 
-def check_options(method: str, options: dict[str, Any]) -> None:
+def check_options(method: str | Callable[..., Compensation], options: dict[str, Any]) -> None:
     """Raises OptionError unless the compensation takes every option, and its kind of value."""
-    known = options_of(resolve(method))
+    name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
+    known = options_of(resolve(method) if isinstance(method, str) else method)
     unknown = sorted(set(options) - set(known))
     if unknown:
         takes = ", ".join(known) or "none"
         raise OptionError(
-            f"compensation '{method}' has no option '{unknown[0]}'; its options: {takes}"
+            f"compensation '{name}' has no option '{unknown[0]}'; its options: {takes}"
         )
-    for name, value in options.items():
-        expected = known[name].annotation
-        if expected is float and (not isinstance(value, int | float) or isinstance(value, bool)):
-            raise OptionError(f"{name} must be a number, got {value!r}")
-        if expected is int and (not isinstance(value, int) or isinstance(value, bool)):
-            raise OptionError(f"{name} must be a whole number, got {value!r}")
+    for option, value in options.items():
+        expected = known[option].annotation
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if expected is float and not number:
+            raise OptionError(f"{option} must be a number, got {value!r}")
+        if expected is int and not (number and isinstance(value, int)):
+            raise OptionError(f"{option} must be a whole number, got {value!r}")
+        if get_origin(expected) is Literal and value not in get_args(expected):
+            choices = ", ".join(get_args(expected))
+            raise OptionError(f"{option} must be one of {choices}, got {value!r}")
 
 
 def compensate(
@@ -109,9 +114,8 @@ def compensate(
         >>> result = compensate(W, Gram(xx=G, x=x, tokens=n), torch.arange(48), alpha=0.9)
         >>> result.weight.shape, result.diagnostics["error_after"]
     """
-    if isinstance(method, str):
-        check_options(method, options)
-        method = resolve(method)
+    check_options(method, options)
+    method = resolve(method) if isinstance(method, str) else method
     kept = kept if isinstance(kept, KeptSet) else KeptSet(kept, weight.shape[-1])
     if weight.ndim != 2 or weight.shape[1] != len(gram.x) or kept.size != len(gram.x):
         raise OptionError(

@@ -1,0 +1,341 @@
+"""Everything that users get wrong: one clear line, before any work, nothing left behind."""
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import coec
+import tiny_models as tm
+from coec import pruning
+from coec.cli import main
+from coec.errors import CalibrationError, CoecError, ModelError, OptionError, OutputError
+from coec.models import checkpoint as checkpoint_module
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
+
+
+@pytest.fixture
+def model(original, tmp_path):
+    """A copy to spoil."""
+    return shutil.copytree(original, tmp_path / "model")
+
+
+@pytest.fixture
+def refused(model, tmp_path, monkeypatch):
+    """Runs `coec.prune` and expects a one-line refusal before the first block is streamed."""
+    tokens = tm.token_file(tmp_path / "tokens.npy")
+
+    def run(error: type[CoecError], match: str, **changes) -> None:
+        def streamed(*args, **kwargs):
+            raise AssertionError("work had begun")
+
+        monkeypatch.setattr(pruning, "DenseStream", streamed)
+        before = sorted(tmp_path.rglob("*"))
+        settings = {"model": model, "out": tmp_path / "out", "calibration": tokens,
+                    "samples": 24, "seq_len": 32, **changes}  # fmt: skip
+        with pytest.raises(error, match=match) as caught:
+            coec.prune(settings.pop("model"), settings.pop("out"), **settings)
+        assert "\n" not in str(caught.value)
+        assert sorted(tmp_path.rglob("*")) == before
+
+    return run
+
+
+def edit_config(model, **changes):
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_an_unsupported_model_type(model, refused):
+    edit_config(model, model_type="gpt2", architectures=["GPT2LMHeadModel"])
+    refused(ModelError, "'gpt2' is not supported; supported: llama, mistral, qwen2")
+
+
+def test_an_encoder(model, refused):
+    edit_config(model, model_type="bert", architectures=["BertForMaskedLM"])
+    refused(ModelError, "not a decoder-only language model")
+
+
+def test_an_encoder_with_a_decoder(model, refused):
+    edit_config(model, model_type="t5", is_encoder_decoder=True)
+    refused(ModelError, "not a decoder-only language model")
+
+
+@pytest.mark.parametrize("sparsity", [0, 1, -0.1, 1.5])
+def test_a_sparsity_outside_its_range(sparsity, refused):
+    refused(OptionError, "strictly between 0 and 1", sparsity=sparsity)
+
+
+def test_a_sparsity_in_per_cent(refused):
+    refused(OptionError, r"did you mean 0\.3", sparsity=30)
+
+
+def test_missing_shards(original, model, refused):
+    weights = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    index = {
+        "metadata": {},
+        "weight_map": dict.fromkeys(weights, "model-00001-of-00001.safetensors"),
+    }
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(ModelError, r"model-00001-of-00001\.safetensors' is missing")
+
+
+def test_a_missing_tensor(model, refused):
+    weights = load_file(model / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, model / "model.safetensors")
+    refused(ModelError, r"lacks 1 of 21 tensors \(first: model\.layers\.1\.mlp\.up_proj\.weight\)")
+
+
+def test_a_truncated_shard(model, refused):
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    refused(ModelError, r"model\.safetensors' is truncated or damaged")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_hold_nan(value, model, refused):
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"][3, 4] = value
+    save_file(weights, model / "model.safetensors")
+    refused(ModelError, r"layers\.0\.mlp\.down_proj\.weight.*NaN or Inf")
+
+
+def test_a_tensor_of_another_shape(model, refused):
+    edit_config(model, intermediate_size=44)
+    refused(ModelError, r"has shape .* config.json says")
+
+
+def test_integer_weights(model, refused):
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.int8)
+    save_file(weights, model / "model.safetensors")
+    refused(ModelError, "float")
+
+
+def test_pickled_weights(model, refused):
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    refused(ModelError, "pytorch_model.bin' is a pickle: convert it")
+
+
+def test_a_damaged_index(model, refused):
+    (model / "model.safetensors.index.json").write_text("{}")
+    refused(ModelError, "index.json' is damaged")
+
+
+def test_quantised_weights(model, refused):
+    edit_config(model, quantization_config={"quant_method": "gptq"})
+    refused(ModelError, r"quantised \(gptq\).*prune it, then quantise")
+
+
+def test_a_folder_without_a_tokenizer(model, refused, tmp_path):
+    (model / "tokenizer.json").unlink()
+    refused(ModelError, "has no tokenizer", calibration=tm.text_file(tmp_path / "text.txt"))
+    refused(ModelError, "has no tokenizer", calibration="self")
+
+
+def test_too_little_text(refused, tmp_path):
+    text = tm.text_file(tmp_path / "text.txt", 100)
+    refused(CalibrationError, "has 100 tokens, 24 windows of 32 need 768", calibration=text)
+
+
+def test_no_text_at_all(refused, tmp_path):
+    (tmp_path / "empty.txt").write_text(" \n")
+    refused(CalibrationError, "holds no text", calibration=str(tmp_path / "empty.txt"))
+    refused(CalibrationError, "no text at .*nowhere.txt", calibration=str(tmp_path / "nowhere.txt"))
+
+
+def test_token_ids_of_another_tokenizer(refused, tmp_path):
+    import numpy as np
+
+    np.save(tmp_path / "far.npy", np.full((24, 32), 5000))
+    refused(CalibrationError, r"token ids 5000\.\.5000.*vocabulary has 300",
+            calibration=str(tmp_path / "far.npy"))  # fmt: skip
+
+
+def test_windows_longer_than_the_model(refused):
+    refused(OptionError, "--seq-len 65 is beyond the model's 64 positions", seq_len=65)
+
+
+def test_an_output_inside_the_model(model, refused):
+    refused(OutputError, "lie inside each other", out=model / "pruned")
+    refused(OutputError, "lie inside each other", out=model)
+    refused(OutputError, "lie inside each other", out=model.parent)
+
+
+def test_an_output_that_is_not_empty(refused, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/notes.txt").write_text("mine")
+    refused(OutputError, "is not empty; choose another folder or pass --force")
+    refused(OutputError, "no model .*remove it yourself", force=True)
+    refused(OutputError, "is a file", out=tmp_path / "out/notes.txt")
+    assert (tmp_path / "out/notes.txt").read_text() == "mine"
+
+
+def test_a_disk_known_to_be_full(refused, monkeypatch):
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(checkpoint_module.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    refused(OutputError, "not enough disk space")
+
+
+def test_a_disk_that_fills_up_on_the_way(model, tmp_path, monkeypatch):
+    tokens = tm.token_file(tmp_path / "tokens.npy")
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_module, "save_file", full)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(OutputError, match="No space left on device"):
+        coec.prune(model, tmp_path / "new" / "out", calibration=tokens, samples=24, seq_len=32,
+                   compensation="none")  # fmt: skip
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_failure_leaves_the_replaced_model_as_it_was(model, tmp_path, monkeypatch):
+    tokens = tm.token_file(tmp_path / "tokens.npy")
+    settings = {"calibration": tokens, "samples": 24, "seq_len": 32, "compensation": "none"}
+    coec.prune(model, tmp_path / "out", **settings)
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pruning, "_write_side_files", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        coec.prune(model, tmp_path / "out", force=True, **settings)
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out", "tokens.npy"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "match"),
+    [
+        ({"alhpa": 0.5}, "unknown setting 'alhpa'; did you mean 'alpha'"),
+        ({"alpha": 1.5}, r"alpha must be in \[0, 1\]"),
+        ({"alpha": "high"}, "alpha must be a number, got 'high'"),
+        ({"rounds": 2.5}, "rounds must be a whole number"),
+        ({"ridge": 0.1}, "'coec' has no option 'ridge'; its options: alpha"),
+        ({"compensation": "rcpu", "alpha": 0.9}, "'rcpu' has no option 'alpha'.*none"),
+        ({"rotation": "bleft"}, "rotation must be one of two-sided, left, right, better"),
+        ({"solver": "newton"}, "solver must be one of"),
+        ({"selection": "best"}, "unknown selection 'best'; known: rcpu, wanda-sp"),
+        ({"compensation": "magic"}, "unknown compensation 'magic'; known: coec, rcpu"),
+        ({"samples": 0}, "samples must be a whole number of at least 1"),
+        ({"seq_len": 1}, "seq_len must be at least 2"),
+        ({"seed": -1}, "seed must be"),
+        ({"dtype": "int8"}, "dtype must be one of"),
+        ({"solve_dtype": "bfloat16"}, "solve_dtype must be one of"),
+        ({"device": "tpu9"}, "device 'tpu9' cannot be used"),
+        ({"calibration": torch.rand(4, 32)}, "integer token ids"),
+    ],
+)
+def test_settings_that_cannot_be(setting, match, refused):
+    refused(CoecError, match, **setting)
+
+
+def test_settings_of_the_wrong_type_without_the_type_checker_of_the_tests():
+    code = """
+from coec import CoecError
+from coec.recipe import Recipe
+for settings in ({'sparsity': 'much'}, {'compensation': 3}, {'seed': 1.5}, {'device': []}):
+    try:
+        Recipe.of(**settings)
+    except CoecError as error:
+        print(error)
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.splitlines() == [
+        "sparsity must be a number, got 'much'",
+        "compensation must be text, got 3",
+        "seed must be a whole number of at least 0, got 1.5",
+        "device must be text, got []",
+    ]
+
+
+def test_a_model_that_is_not_there(refused, tmp_path):
+    refused(ModelError, "no model at .*nowhere", model=tmp_path / "nowhere")
+    refused(ModelError, "could not be downloaded", model="someone/something")
+
+
+def test_a_folder_that_is_no_model(refused, tmp_path):
+    (tmp_path / "empty").mkdir()
+    refused(ModelError, "no config.json in", model=tmp_path / "empty")
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\xff\xfe"])
+def test_a_damaged_config(text, model, refused):
+    (model / "config.json").write_bytes(text.encode("latin-1"))
+    refused(ModelError, "is not valid JSON|holds no JSON object")
+
+
+def test_a_config_that_lacks_a_size(model, refused):
+    config = json.loads((model / "config.json").read_text())
+    del config["intermediate_size"]
+    (model / "config.json").write_text(json.dumps(config))
+    refused(ModelError, "config.json lacks 'intermediate_size'")
+
+
+@pytest.mark.parametrize(
+    ("variant", "match"),
+    [("qwen3", "it has no bias on down_proj"), ("mistral sliding", "it has no sliding window")],
+)
+def test_biases_that_no_format_holds(variant, match, refused, tmp_path):
+    dense = tm.save(tm.tiny(variant, torch.float32), tmp_path / "other")
+    refused(OptionError, f"no stock format.*{match}", model=dense, compensation="bias")
+
+
+def test_a_model_that_overflows_names_the_module_and_the_cure(original, model, tmp_path):
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"] *= 1e38
+    save_file(weights, model / "model.safetensors")
+    tokens = tm.token_file(tmp_path / "tokens.npy")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CoecError, match=r"layers\.1\.mlp\.down_proj.*NaN or Inf"):
+        coec.prune(model, tmp_path / "out", calibration=tokens, samples=24, seq_len=32)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_result_that_does_not_fit_its_dtype_says_which_does(original, tmp_path):
+    tokens = tm.token_file(tmp_path / "tokens.npy")
+
+    def huge(weight, gram, kept):
+        return coec.Compensation(weight[:, kept.kept] * 1e6)
+
+    with pytest.raises(CoecError, match=r"does not fit torch\.float16.*--dtype float32"):
+        coec.prune(original, tmp_path / "out", calibration=tokens, samples=24, seq_len=32,
+                   compensation=huge, dtype="float16")  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("toml", "match"),
+    [
+        ("alhpa = 1", "unknown setting 'alhpa'; did you mean 'alpha'?"),
+        ("alpha = ", "is not valid TOML"),
+        ("[coec]\nalpha = 1", "has a table [coec]; write its keys at the top level"),
+    ],
+)
+def test_a_bad_recipe_file_is_one_line_and_status_1(
+    toml, match, model, tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "recipe.toml").write_text(toml)
+    arguments = ["coec", "prune", str(model), "out", "--config", str(tmp_path / "recipe.toml")]
+    monkeypatch.setattr("sys.argv", arguments)
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    shown = capsys.readouterr()
+    assert exit_.value.code == 1
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert match in shown.err
