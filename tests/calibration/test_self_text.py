@@ -1,0 +1,57 @@
+"""Text of the model's own."""
+
+import pytest
+import torch
+
+import tiny_models as tm
+from coec.calibration.self_text import sample_from_model
+from coec.calibration.tokens import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tm.tiny("llama", torch.float32)
+
+
+def draw(model, seed=0, tokenizer=None, samples=40):
+    return sample_from_model(model, tokenizer, samples=samples, seq_len=12, seed=seed)
+
+
+def test_the_seed_decides_the_text(model):
+    assert torch.equal(draw(model).ids, draw(model).ids)
+    assert not torch.equal(draw(model).ids, draw(model, seed=1).ids)
+
+
+def test_every_window_is_full_and_never_ends(model):
+    windows = draw(model)
+    assert windows.ids.shape == (40, 12)
+    assert not (windows.ids == model.config.eos_token_id).any()
+    assert windows.source == "self (seed 0)"
+
+
+def test_the_global_random_state_is_left_alone(model):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    draw(model)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_windows_start_with_what_the_tokenizer_starts_with(shared, tmp_path):
+    folder = tm.readable(shared / "models/stories260K", tmp_path / "model")
+    model, tokenizer = tm.load(folder), load_tokenizer(folder)
+    windows = draw(model, tokenizer=tokenizer, samples=4)
+    assert (windows.ids[:, 0] == tokenizer.bos_token_id).all()
+    assert windows.special_tokens == 1
+
+
+def test_equal_logits_give_every_token_but_the_end():
+    flat = tm.tiny("llama", torch.float32)
+    with torch.no_grad():
+        flat.lm_head.weight.zero_()
+    windows = draw(flat, samples=200)
+    counts = windows.ids[:, 1:].flatten().bincount(minlength=tm.VOCABULARY).float()
+    assert counts[1] == 0
+    others = counts[torch.arange(tm.VOCABULARY) != 1]
+    assert int((others > 0).sum()) > 290  # 2,200 draws: nothing is cut off the distribution
+    assert float(others.max()) < 25

@@ -1,0 +1,183 @@
+"""Windows from every kind of source."""
+
+import json
+import sys
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import tiny_models as tm
+from coec.calibration.tokens import (
+    Stream,
+    all_windows,
+    load_tokenizer,
+    read_stream,
+    sample_windows,
+)
+from coec.errors import CalibrationError, ModelError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tm.write_tokenizer(folder)
+    return load_tokenizer(folder)
+
+
+def stream_of(ids):
+    return Stream(torch.as_tensor(ids), "source", "digest")
+
+
+def read(path, tokenizer, **options):
+    return read_stream(str(path), lambda: tokenizer, split="train", **options)
+
+
+def test_documents_are_joined_by_blank_lines_whatever_the_file(tokenizer, tmp_path):
+    documents = ["one two.", "three", "four\nfive"]
+    text = "\n\n".join(documents)
+    (tmp_path / "a.txt").write_text(text)
+    rows = [json.dumps({"text": document, "id": i}) for i, document in enumerate(documents)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*rows, ""]))
+    pyarrow.parquet.write_table(pyarrow.table({"text": documents}), tmp_path / "a.parquet")
+    streams = [read(tmp_path / name, tokenizer) for name in ("a.txt", "a.jsonl", "a.parquet")]
+    assert tokenizer.decode(streams[0].ids) == text
+    for stream in streams:
+        assert torch.equal(stream.ids, streams[0].ids)
+        assert stream.text_sha256 == streams[0].text_sha256
+
+
+def test_special_tokens_are_added_once_and_counted(shared, tmp_path):
+    folder = tm.readable(shared / "models/stories260K", tmp_path / "model")
+    (tmp_path / "a.txt").write_text("Once upon a time. " * 50)
+    stream = read(tmp_path / "a.txt", load_tokenizer(folder))
+    assert stream.special_tokens == 1
+    assert (stream.ids == stream.ids[0]).sum() == 1
+
+
+@pytest.mark.parametrize("shape", [(12,), (3, 4)])
+def test_token_files_are_read_as_they_are(shape, tokenizer, tmp_path):
+    ids = np.arange(12, dtype=np.int32).reshape(shape)
+    np.save(tmp_path / "ids.npy", ids)
+    save_file({"input_ids": torch.from_numpy(ids)}, tmp_path / "ids.safetensors")
+    for name in ("ids.npy", "ids.safetensors"):
+        assert torch.equal(read(tmp_path / name, None).ids, torch.from_numpy(ids).long())
+
+
+def test_sampled_windows_are_disjoint_pieces_of_the_text():
+    windows = sample_windows(stream_of(range(103)), samples=7, seq_len=10, seed=0, vocabulary=200)
+    assert windows.ids.shape == (7, 10)
+    assert torch.equal(windows.ids - windows.ids[:, :1], torch.arange(10).expand(7, 10))
+    assert len(set(windows.ids.flatten().tolist())) == 70
+    assert windows.available == 103
+
+
+def test_the_seed_decides_which_windows():
+    draws = [
+        sample_windows(
+            stream_of(range(1000)), samples=5, seq_len=10, seed=seed, vocabulary=1000
+        ).ids
+        for seed in (0, 0, 1)
+    ]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+def test_rows_of_a_token_file_are_windows():
+    rows = torch.arange(40).reshape(10, 4)
+    windows = sample_windows(stream_of(rows), samples=3, seq_len=4, seed=0, vocabulary=50)
+    assert all(row.tolist() in rows.tolist() for row in windows.ids)
+    with pytest.raises(CalibrationError, match="rows of 4 tokens; pass --seq-len 4"):
+        sample_windows(stream_of(rows), samples=3, seq_len=5, seed=0, vocabulary=50)
+
+
+def test_evaluation_takes_every_window_and_drops_the_tail():
+    windows = all_windows(stream_of(range(23)), seq_len=5, vocabulary=30)
+    assert torch.equal(windows.ids, torch.arange(20).reshape(4, 5))
+
+
+def test_too_little_text_says_how_much_there_is_and_how_much_is_needed():
+    with pytest.raises(
+        CalibrationError, match="has 45 tokens, 5 windows of 10 need 50; .* 4 at most"
+    ):
+        sample_windows(stream_of(range(45)), samples=5, seq_len=10, seed=0, vocabulary=50)
+    with pytest.raises(CalibrationError, match="after --seq-len 7 or less"):
+        sample_windows(stream_of(range(7)), samples=5, seq_len=10, seed=0, vocabulary=50)
+
+
+def test_ids_outside_the_vocabulary_are_refused():
+    for ids in ([1, 2, 30], [-1, 2, 3]):
+        with pytest.raises(CalibrationError, match="vocabulary has 30.*another tokenizer"):
+            all_windows(stream_of(ids), seq_len=2, vocabulary=30)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("a.jsonl", '{"text": "a"}\n{"text"', "line 2"),
+        ("a.jsonl", '{"story": "a"}', "no .*'text'.*--text-column"),
+        ("a.parquet", "PAR", "not a parquet file"),
+        ("a.npy", "text", "holds no token ids"),
+        ("a.safetensors", "text", "holds no token ids"),
+    ],
+)
+def test_a_file_of_the_wrong_form_is_named(name, content, match, tokenizer, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(CalibrationError, match=match):
+        read(tmp_path / name, tokenizer)
+
+
+def test_a_parquet_column_that_is_not_there_lists_those_that_are(tokenizer, tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"a": ["x"], "b": ["y"]}), tmp_path / "t.parquet")
+    with pytest.raises(CalibrationError, match=r"no column 'text' \(it has: a, b\)"):
+        read(tmp_path / "t.parquet", tokenizer)
+    assert tokenizer.decode(read(tmp_path / "t.parquet", tokenizer, text_column="b").ids) == "y"
+
+
+def test_a_token_file_holds_whole_numbers_in_rows(tmp_path):
+    np.save(tmp_path / "f.npy", np.ones(4, dtype=np.float32))
+    np.save(tmp_path / "c.npy", np.ones((2, 2, 2), dtype=np.int64))
+    with pytest.raises(CalibrationError, match="holds no token ids"):
+        read(tmp_path / "f.npy", None)
+    with pytest.raises(CalibrationError, match=r"shape \(n,\) or \(rows, length\)"):
+        read(tmp_path / "c.npy", None)
+
+
+def test_wikitext_without_datasets_says_what_to_install_or_give(tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(CalibrationError, match=r"pip install 'coec\[data\]'.*--calibration self"):
+        read("wikitext2", tokenizer)
+
+
+def test_wikitext_offline_says_what_to_give_instead(tokenizer, monkeypatch):
+    import datasets
+
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("Couldn't reach the hub\nand more")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(CalibrationError, match=r"Couldn't reach the hub\). Offline, give a local"):
+        read("wikitext2", tokenizer)
+
+
+def test_wikitext_comes_through_datasets_joined_by_blank_lines(tokenizer, monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load(*args, split):
+        asked.append((*args, split))
+        return {"text": ["", " = Title = ", "a line"]}
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert tokenizer.decode(read("wikitext2", tokenizer).ids) == "\n\n = Title = \n\na line"
+    assert asked == [("Salesforce/wikitext", "wikitext-2-raw-v1", "train")]
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match="the tokenizer in .* cannot be loaded"):
+        load_tokenizer(tmp_path)

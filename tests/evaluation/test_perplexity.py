@@ -1,0 +1,115 @@
+"""Perplexity and divergence against the obvious loop."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import coec
+import tiny_models as tm
+from coec.errors import CalibrationError, ModelError, NumericalError, OptionError
+from coec.evaluation import perplexity as module
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    dense = tm.tiny("llama", torch.float32)
+    other = tm.tiny("llama", torch.float32)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(0.9)
+    return tm.save(dense, root / "dense"), tm.save(other, root / "other")
+
+
+IDS = torch.randint(2, tm.VOCABULARY, (70,), generator=torch.Generator().manual_seed(2))
+
+
+@torch.no_grad()
+def naive(folders, length):
+    """Cross-entropies and the divergence, one prediction at a time."""
+    dense, other = (tm.load(folder) for folder in folders)
+    ce, base_ce, kl = [], [], []
+    for first in range(0, len(IDS) - length + 1, length):
+        window = IDS[first : first + length]
+        p = F.log_softmax(tm.logits(other, window[None])[0].double(), -1)
+        q = F.log_softmax(tm.logits(dense, window[None])[0].double(), -1)
+        for position in range(length - 1):
+            ce.append(-p[position, window[position + 1]])
+            base_ce.append(-q[position, window[position + 1]])
+            kl.append((q[position].exp() * (q[position] - p[position])).sum())
+    means = (float(torch.stack(values).mean()) for values in (ce, base_ce, kl))
+    return *means, len(ce)
+
+
+@pytest.mark.parametrize("batch", [2**26, 1])
+def test_perplexity_is_that_of_the_naive_loop(folders, batch, monkeypatch):
+    monkeypatch.setattr(module, "LOGITS_PER_BATCH", batch)
+    dense, other = folders
+    result = coec.perplexity(other, IDS, seq_len=16, baseline=dense)
+    ce, base_ce, kl, count = naive(folders, 16)
+    assert (result.windows, result.tokens, result.seq_len) == (4, count, 16)  # 6 tokens dropped
+    assert result.perplexity == pytest.approx(math.exp(ce), rel=1e-5)
+    assert result.baseline_perplexity == pytest.approx(math.exp(base_ce), rel=1e-5)
+    assert result.ratio == pytest.approx(math.exp(ce - base_ce), rel=1e-5)
+    assert result.kl == pytest.approx(kl, rel=1e-3)
+    assert result.parameters == sum(p.numel() for p in tm.load(other).parameters())
+
+
+def test_a_model_is_as_good_as_itself(folders):
+    result = coec.perplexity(folders[0], IDS, seq_len=16, baseline=folders[0])
+    assert result.kl == 0
+    assert result.ratio == 1
+
+
+def test_windows_are_as_long_as_the_model_allows_unless_told(folders):
+    assert coec.perplexity(folders[0], IDS).seq_len == tm.POSITIONS
+    with pytest.raises(OptionError, match="--seq-len 65 is beyond the model's 64 positions"):
+        coec.perplexity(folders[0], IDS, seq_len=65)
+
+
+def test_text_is_tokenised_and_its_digest_kept(folders, tmp_path):
+    import hashlib
+
+    path = tm.text_file(tmp_path / "text.txt", 200)
+    result = coec.perplexity(folders[0], path, seq_len=32)
+    assert result.windows == 6
+    assert result.text_sha256 == hashlib.sha256((tmp_path / "text.txt").read_bytes()).hexdigest()
+
+
+def test_too_little_text_is_an_error(folders):
+    with pytest.raises(CalibrationError, match="has 20 tokens, less than one window of 32"):
+        coec.perplexity(folders[0], IDS[:20], seq_len=32)
+    with pytest.raises(CalibrationError, match="integer ids"):
+        coec.perplexity(folders[0], torch.rand(40))
+
+
+def test_a_baseline_of_another_vocabulary_is_an_error(folders, tmp_path):
+    other = tm.save(tm.tiny("llama", torch.float32, vocab_size=310), tmp_path / "other")
+    with pytest.raises(ModelError, match=r"different vocabularies \(300 and 310\)"):
+        coec.perplexity(folders[0], IDS, baseline=other)
+
+
+def test_a_model_whose_logits_overflow_is_an_error(tmp_path):
+    model = tm.tiny("llama", torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(3e38)
+    folder = tm.save(model, tmp_path / "model")
+    with pytest.raises(NumericalError, match="cross-entropy is not finite"):
+        coec.perplexity(folder, IDS, seq_len=16)
+
+
+def test_text_of_the_model_needs_the_model(folders):
+    with pytest.raises(OptionError, match="give --baseline DENSE"):
+        coec.perplexity(folders[0], "self")
+    with pytest.raises(OptionError, match="dtype must be one of"):
+        coec.perplexity(folders[0], IDS, dtype="int8")
+
+
+def test_a_trained_model_reads_stories_better_than_noise(shared, tmp_path):
+    folder = tm.readable(shared / "models/stories260K", tmp_path / "model")
+    text = (shared / "data/tinystories/test.txt").read_text(encoding="utf-8")[:20000]
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    result = coec.perplexity(folder, str(tmp_path / "text.txt"), seq_len=256)
+    assert 3 < result.perplexity < 7
+    assert result.special_tokens == 1

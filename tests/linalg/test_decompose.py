@@ -1,0 +1,101 @@
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import problems
+from coec.errors import NumericalError
+from coec.events import recording
+from coec.linalg import decompose
+from coec.linalg.decompose import eigh, svd
+
+
+def test_they_are_torchs_when_nothing_fails():
+    A, G = problems.weight(5, 8), problems.gram("white", 6).xx
+    with recording() as events:
+        for got, expected in zip(svd(A), torch.linalg.svd(A, full_matrices=False)):
+            assert torch.equal(got, expected)
+        for got, expected in zip(eigh(G), torch.linalg.eigh(G)):
+            assert torch.equal(got, expected)
+    assert events == []
+
+
+def fail(*args, **kwargs):
+    raise RuntimeError("the algorithm failed to converge\nmore")
+
+
+def test_when_torch_fails_numpy_answers_and_an_event_says_so(monkeypatch):
+    A, G = problems.weight(5, 8), problems.gram("white", 6).xx
+    monkeypatch.setattr(torch.linalg, "svd", fail)
+    monkeypatch.setattr(torch.linalg, "eigh", fail)
+    with recording() as events:
+        U, s, Vt = svd(A)
+        mu, Q = eigh(G)
+    torch.testing.assert_close((U * s) @ Vt, A)
+    torch.testing.assert_close((Q * mu) @ Q.T, G)
+    assert [event.rpartition("; ")[2] for event in events] == [
+        "used numpy svd of the transpose instead",
+        "used numpy eigh instead",
+    ]
+
+
+def test_float32_is_tried_in_float64_first(monkeypatch):
+    A = problems.weight(5, 8).float()
+    real = torch.linalg.svd
+    monkeypatch.setattr(
+        torch.linalg, "svd", lambda A, **k: fail() if A.dtype == torch.float32 else real(A, **k)
+    )
+    with recording() as events:
+        U, s, Vt = svd(A)
+    assert s.dtype == torch.float32
+    torch.testing.assert_close((U * s) @ Vt, A)
+    assert "used gesdd on the CPU in float64 instead" in events[0]
+
+
+def test_an_answer_with_nan_is_no_answer(monkeypatch):
+    G = problems.gram("white", 4).xx
+    monkeypatch.setattr(torch.linalg, "eigh", lambda A: (A[0] * float("nan"), A))
+    with recording() as events:
+        mu, _ = eigh(G)
+    assert torch.isfinite(mu).all()
+    assert "eigh returned NaN or Inf" in events[0]
+
+
+def test_a_routine_that_hangs_is_left_behind():
+    def hang(A):
+        time.sleep(30)
+        return (A,)
+
+    began = time.perf_counter()
+    with recording() as events:
+        (out,) = decompose._first_success(
+            [("slow", hang), ("fast", lambda A: (A + 1,))], torch.zeros(2), 0.05
+        )
+    assert time.perf_counter() - began < 10
+    assert torch.equal(out, torch.ones(2))
+    assert events == ["slow failed (no answer in 0.05 s); used fast instead"]
+
+
+def test_an_error_under_a_time_limit_is_still_an_error():
+    with recording() as events:
+        (out,) = decompose._first_success(
+            [("bad", fail), ("good", lambda A: (A,))], torch.zeros(2), 5.0
+        )
+    assert torch.equal(out, torch.zeros(2))
+    assert events == ["bad failed (the algorithm failed to converge); used good instead"]
+
+
+def test_when_every_routine_fails_the_error_lists_them(monkeypatch):
+    monkeypatch.setattr(torch.linalg, "eigh", fail)
+    monkeypatch.setattr(np.linalg, "eigh", fail)
+    with pytest.raises(NumericalError, match=r"no decomposition of a \(4, 4\) matrix: eigh failed"):
+        eigh(problems.gram("white", 4).xx)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_refused(value):
+    A = problems.weight(3, 4)
+    A[1, 2] = value
+    with pytest.raises(NumericalError, match="to decompose holds NaN or Inf"):
+        svd(A)

@@ -1,0 +1,98 @@
+import pytest
+import torch
+
+import oracles
+import problems
+from coec.linalg.gcv import choose_ridge, global_scale, rescale
+from tolerances import CLOSED_FORM
+
+
+def modes(seed=0, n=9):
+    """s, ρ, e of a random problem."""
+    generator = torch.Generator().manual_seed(seed)
+    s = torch.rand(n, generator=generator, dtype=torch.float64) + 0.1
+    e = torch.logspace(0, -3, n, dtype=torch.float64)
+    noise = torch.randn(n, generator=generator, dtype=torch.float64)
+    return s, e * (1.3 * s + 0.3 * noise), e
+
+
+def objective(s, rho, e):
+    return float((s.square() * e).sum() - 2 * (s * rho).sum())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_is_the_literal_rule(seed):
+    """Against an SVD, a grid and degrees of freedom written out (n odd: one median only)."""
+    m, k = 7, 9
+    G, W = problems.gram("power law", k, seed=seed).xx, problems.weight(m, k, seed=seed)
+    Gyx = problems.weight(m, k, seed=seed + 50) @ G + W @ G
+    U, s, Vt = torch.linalg.svd(W, full_matrices=False)
+    out = rescale(s, ((U.T @ Gyx) * Vt).sum(1), ((Vt @ G) * Vt).sum(1))
+    expected = oracles.gcv_rescale(W, G, Gyx)
+    torch.testing.assert_close((U * out.s) @ Vt, expected, rtol=0, atol=CLOSED_FORM)
+
+
+@pytest.mark.parametrize("rule", ["gcv", "fixed", "uniform"])
+@pytest.mark.parametrize("seed", range(8))
+def test_no_rule_raises_the_objective(rule, seed):
+    s, rho, e = modes(seed)
+    out = rescale(s, rho, e, rule=rule, ridge=0.3)
+    assert objective(out.s, rho, e) <= objective(s, rho, e) + 1e-14
+
+
+@pytest.mark.parametrize("rule", ["gcv", "fixed", "uniform"])
+def test_the_band_holds_under_every_rule(rule):
+    s, rho, e = modes()
+    rho[2], rho[5] = 1e3, -1e3
+    out = rescale(s, rho, e, rule=rule, ridge=1e-9, kappa=2.0)
+    prior = s * out.scale
+    assert bool((out.s <= 2 * prior * (1 + 1e-12)).all())
+    assert bool((out.s >= prior / 2 * (1 - 1e-12)).all())
+    assert (out.clamped > 0) == (rule != "uniform")
+
+
+def test_the_ends_of_the_path():
+    s, rho, e = modes()
+    own, prior = rho / e, s * global_scale(s, rho, e)
+    free = rescale(s, rho, e, rule="fixed", ridge=1e-12, kappa=1e6)
+    stiff = rescale(s, rho, e, rule="fixed", ridge=1e12, kappa=1e6)
+    torch.testing.assert_close(free.s, own.clamp(min=prior / 1e6), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(stiff.s, prior, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(rescale(s, rho, e, rule="uniform").s, prior)
+
+
+def test_a_mode_without_energy_gets_the_prior_and_no_vote():
+    s, rho, e = modes()
+    e[-1], rho[-1] = 1e-30, 1e3
+    out = rescale(s, rho, e)
+    trimmed = rescale(s[:-1], rho[:-1], e[:-1])
+    assert float(out.s[-1]) == pytest.approx(float(s[-1]) * out.scale)
+    assert out.ridge == trimmed.ridge
+
+
+def test_no_energy_at_all_changes_nothing():
+    s = torch.ones(3, dtype=torch.float64)
+    zero = torch.zeros(3, dtype=torch.float64)
+    out = rescale(s, zero, zero)
+    assert torch.equal(out.s, s)
+    assert (out.scale, out.ridge) == (1.0, None)
+
+
+def test_a_scale_is_applied_only_when_positive():
+    s, _, e = modes()
+    assert global_scale(s, -e, e) == 1.0
+    assert global_scale(s, e, -e) == 1.0
+    assert global_scale(s, 2 * s * e, e) == pytest.approx(2.0)
+
+
+def test_shrinkage_is_total_when_modes_agree():
+    """Where every mode's own optimum is the prior, all λ tie; the most shrinkage is taken."""
+    s, _, e = modes()
+    assert choose_ridge(e, e * s, s, 1.0) == pytest.approx(1e5)
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e30])
+def test_the_size_of_the_statistics_does_not_matter(factor):
+    s, rho, e = modes()
+    plain, scaled = rescale(s, rho, e), rescale(s, rho * factor, e * factor)
+    torch.testing.assert_close(plain.s, scaled.s, rtol=1e-9, atol=0)

@@ -1,0 +1,66 @@
+import pytest
+import torch
+
+import problems
+from coec.events import recording
+from coec.linalg.spd import power, rounding_level, solve_right
+from tolerances import CLOSED_FORM
+
+
+def test_powers_multiply():
+    G = problems.gram("power law", 9).xx
+    torch.testing.assert_close(power(G, 0.5) @ power(G, 0.5), G, rtol=0, atol=1e-11)
+    torch.testing.assert_close(power(power(G, 0.6), 0.5), power(G, 0.3), rtol=0, atol=1e-9)
+    assert power(G, 1) is G
+
+
+def test_a_diagonal_matrix_is_raised_entry_by_entry():
+    entries = torch.tensor([4.0, 0.0, 9.0], dtype=torch.float64)
+    torch.testing.assert_close(power(entries.diag(), 0.5), entries.sqrt().diag())
+
+
+def test_an_indefinite_matrix_is_clamped_and_said_so():
+    G = torch.diag(torch.tensor([1.0, -0.1], dtype=torch.float64))
+    with recording() as events:
+        torch.testing.assert_close(power(G, 0.5), torch.diag(G.diagonal().clamp_min(0)))
+    assert events == ["indefinite Gram: smallest eigenvalue -1.0e-01 of the largest, clamped at 0"]
+
+
+def test_rounding_below_zero_is_no_event():
+    G = torch.diag(torch.tensor([1.0, -1e-8], dtype=torch.float64))
+    with recording() as events:
+        power(G, 0.9)
+    assert events == []
+
+
+def test_noise_is_not_magnified():
+    """A zero eigenvalue that rounding made 1e-17 stays 0, not (1e-17)^0.1 = 0.02."""
+    G = torch.diag(torch.tensor([1.0, 1e-17], dtype=torch.float64))
+    assert float(power(G, 0.1)[1, 1]) == 0
+
+
+def test_rounding_level_of_nothing_is_zero():
+    assert rounding_level(torch.zeros(0)) == 0
+
+
+@pytest.mark.parametrize("ridge", [1e-6, 1e-2, 10.0])
+def test_the_solution_satisfies_its_equation(ridge):
+    A, B = problems.gram("power law", 8).xx, problems.weight(5, 8)
+    X = solve_right(B, A, ridge)
+    shifted = A + ridge * A.diagonal().mean() * torch.eye(8, dtype=A.dtype)
+    torch.testing.assert_close(X @ shifted, B, rtol=0, atol=CLOSED_FORM)
+
+
+def test_without_a_ridge_it_is_the_minimum_norm_solution():
+    A = problems.gram("rank deficient", 8).xx
+    B = problems.weight(5, 8) @ A
+    expected = B @ torch.linalg.pinv(A, hermitian=True)
+    torch.testing.assert_close(solve_right(B, A, 0.0), expected, rtol=0, atol=1e-8)
+
+
+def test_a_ridge_that_is_not_enough_falls_back_and_says_so():
+    A = problems.gram("indefinite", 8).xx
+    with recording() as events:
+        X = solve_right(problems.weight(5, 8), A, 1e-9)
+    assert torch.isfinite(X).all()
+    assert "not positive definite" in events[0]

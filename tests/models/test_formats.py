@@ -1,0 +1,166 @@
+"""Which stock format holds a pruned model, decided from its configuration."""
+
+import pytest
+
+import coec
+import tiny_models as tm
+from coec.errors import ModelError, OptionError
+from coec.models.architectures import Shape, architecture_of
+from coec.models.checkpoint import read_config
+from coec.models.formats import choose_format
+from coec.planning import Plan
+from coec.recipe import Recipe
+
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 28,
+    "vocab_size": 152064,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "sliding_window": 131072,
+}
+LLAMA_70B = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 80,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+
+
+def chosen(variant, kv_heads=3, bias=False, **changes):
+    config = tm.raw_config(variant, **changes)
+    dense = Shape.of(config)
+    pruned = Shape(dense.layers, dense.hidden, dense.head_dim, kv_heads, dense.group, 28)
+    return choose_format(config, pruned, o_proj_bias=bias, down_proj_bias=bias)
+
+
+@pytest.mark.parametrize(
+    ("config", "dense", "pruned", "widths"),
+    [
+        (QWEN_7B, 7.62, 5.70, (13261, 3)),
+        (LLAMA_70B, 70.6, 50.6, (20071, 6)),
+    ],
+)
+def test_parameter_counts_are_the_papers(config, dense, pruned, widths):
+    plan = Plan.of(config, Recipe(sparsity=0.3))
+    digits = 2 if dense < 10 else 1
+    assert round(plan.parameters_before / 1e9, digits) == dense
+    assert round(plan.parameters_after / 1e9, digits) == pruned
+    assert (plan.pruned.ffn, plan.pruned.kv_heads) == widths
+
+
+@pytest.mark.parametrize(
+    ("variant", "kv_heads", "bias", "stored"),
+    [
+        ("llama", 4, False, "llama"),
+        ("llama", 2, False, "llama"),
+        ("llama", 3, False, "mistral"),
+        ("llama", 2, True, "llama"),
+        ("llama", 3, True, "granite"),
+        ("llama biases", 3, False, "granite"),
+        ("mistral", 3, False, "mistral"),
+        ("mistral sliding", 3, False, "mistral"),
+        ("mistral", 2, True, "llama"),
+        ("mistral", 3, True, "granite"),
+        ("qwen2", 3, False, "qwen2"),
+        ("qwen2", 3, True, "seed_oss"),
+        ("qwen3", 3, False, "qwen3"),
+        ("granite", 3, True, "granite"),
+        ("seed_oss", 3, True, "seed_oss"),
+    ],
+)
+def test_the_format_is_the_first_that_holds_the_model(variant, kv_heads, bias, stored):
+    bias = bias or variant == "llama biases"
+    output = chosen(variant, kv_heads, bias)
+    config = output.config
+    assert output.model_type == stored
+    assert (output.relabelled is not None) == (stored != tm.VARIANTS[variant]["model_type"])
+    assert config["head_dim"] == 4
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (
+        2 * kv_heads,
+        kv_heads,
+    )
+    assert config["intermediate_size"] == 28
+
+
+def test_a_llama_stored_as_mistral_has_no_window():
+    config = chosen("llama").config
+    assert config["architectures"] == ["MistralForCausalLM"]
+    assert config["sliding_window"] is None
+
+
+def test_a_llama_stored_as_granite_has_neutral_multipliers():
+    config = chosen("llama", bias=True).config
+    assert config["attention_multiplier"] == 4**-0.5
+    for name in ("embedding_multiplier", "logits_scaling", "residual_multiplier"):
+        assert config[name] == 1.0
+
+
+def test_what_no_format_holds_is_refused_with_every_reason():
+    with pytest.raises(OptionError, match="not qwen3: it has no bias on down_proj"):
+        chosen("qwen3", bias=True)
+    with pytest.raises(OptionError, match="not llama: .*; not granite: it has no sliding window"):
+        chosen("mistral sliding", bias=True)
+
+
+def test_a_format_that_transformers_refuses_is_passed_over(monkeypatch):
+    """The class is asked too: a new rule there means the next candidate, not a late failure."""
+    from coec.models import formats
+
+    real = formats.AutoConfig.for_model
+
+    def fussy(**config):
+        if config["model_type"] == "llama":
+            raise ValueError("Validation:\nno such llama today")
+        return real(**config)
+
+    monkeypatch.setattr(formats.AutoConfig, "for_model", fussy)
+    output = chosen("llama", kv_heads=2)
+    assert output.model_type == "mistral"
+    assert output.relabelled == "not llama: no such llama today"
+
+
+def test_loaders_that_ignore_the_head_size_are_named():
+    assert "head_dim" in chosen("qwen2").loads_in["vLLM"]
+    assert chosen("qwen2").loads_in["llama.cpp"].startswith("no")
+    assert chosen("qwen2", kv_heads=4).loads_in["vLLM"] == "yes"
+    assert "without a word" in chosen("llama", kv_heads=2, bias=True).loads_in["SGLang"]
+
+
+def test_biases_are_planned_only_where_something_goes():
+    recipe = Recipe(sparsity=1e-6, compensation="bias")
+    plan = Plan.of(tm.raw_config("qwen3"), recipe)
+    assert plan.parameters_after == plan.parameters_before
+
+
+def test_sizes_that_do_not_fit_are_named():
+    with pytest.raises(ModelError, match="8 query heads do not divide into 3 KV groups"):
+        Shape.of(tm.raw_config("llama", num_key_value_heads=3))
+    config = tm.raw_config("llama")
+    del config["num_key_value_heads"], config["head_dim"]
+    assert (Shape.of(config).kv_heads, Shape.of(config).head_dim) == (8, 4)  # old Llamas
+
+
+def test_supported_models_are_listed_when_one_is_not():
+    with pytest.raises(ModelError, match="'mamba' is not supported; supported: llama"):
+        architecture_of({"model_type": "mamba"})
+
+
+def test_a_plan_from_a_folder_reads_no_weights(tmp_path):
+    import json
+
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    plan = coec.plan(tmp_path, sparsity=0.3)
+    assert read_config(tmp_path) == LLAMA_70B
+    assert plan.output.model_type == "mistral"  # 48 heads do not divide 8192
+    assert plan.seq_len == 2048

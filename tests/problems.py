@@ -1,0 +1,75 @@
+"""Weights and Grams with a chosen character."""
+
+import torch
+
+from coec.types import Gram
+
+KINDS = (
+    "power law",
+    "white",
+    "rank one",
+    "rank deficient",
+    "dead channels",
+    "duplicated channels",
+    "dependent channels",
+    "constant channel",
+    "indefinite",
+    "zero",
+)
+
+
+def inputs(kind: str, d: int, tokens: int = 60, seed: int = 0) -> torch.Tensor:
+    """X, d × tokens."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    X = normal(d, tokens)
+    if kind == "power law":
+        scales = torch.arange(1, d + 1, dtype=torch.float64) ** -1.0
+        X = torch.linalg.qr(normal(d, d))[0] @ (scales[:, None] * X)
+    elif kind == "rank one":
+        X = normal(d, 1) @ normal(1, tokens)
+    elif kind == "rank deficient":
+        rank = max(1, d // 2)
+        X = normal(d, rank) @ normal(rank, tokens)
+    elif kind == "dead channels":
+        X[: max(1, d // 3)] = 0
+    elif kind == "duplicated channels":
+        X[-1] = X[0]
+    elif kind == "dependent channels" and d > 2:
+        X[-1] = X[:-1].sum(dim=0)
+    elif kind == "constant channel":
+        X[0] = 3
+    elif kind == "zero":
+        X = torch.zeros_like(X)
+    return X
+
+
+def gram(kind: str, d: int, tokens: int = 60, seed: int = 0, scale: float = 1.0) -> Gram:
+    """Its statistics; `indefinite` has a clearly negative eigenvalue, as no true Gram has."""
+    X = inputs(kind, d, tokens, seed) * scale
+    G = X @ X.T
+    if kind == "indefinite":
+        v = torch.linalg.qr(torch.randn(d, 1, dtype=torch.float64))[0]
+        G = G - 1.5 * float(v.T @ G @ v) * (v @ v.T)
+    return Gram((G + G.T) / 2, X.sum(dim=1), tokens)
+
+
+def weight(m: int, d: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    """W₀, m × d."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return scale * torch.randn(m, d, generator=generator, dtype=torch.float64)
+
+
+def kept(d: int, k: int, seed: int = 0) -> torch.Tensor:
+    """k of d columns, sorted."""
+    generator = torch.Generator().manual_seed(2000 + seed)
+    return torch.randperm(d, generator=generator)[:k].sort().values
+
+
+def orthonormal(m: int, b: int, seed: int = 0) -> torch.Tensor:
+    """m × b with orthonormal columns."""
+    generator = torch.Generator().manual_seed(3000 + seed)
+    return torch.linalg.qr(torch.randn(m, b, generator=generator, dtype=torch.float64))[0]

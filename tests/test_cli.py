@@ -1,0 +1,269 @@
+"""The command as users type it."""
+
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import coec
+import tiny_models as tm
+from coec.cli import app, main, prune_command
+from coec.compensation import COMPENSATIONS, OPTIONS
+from coec.models.architectures import ARCHITECTURES
+from coec.selection import SELECTIONS
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs the command in this process: exit status, stdout, stderr."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments):
+        monkeypatch.setattr("sys.argv", ["coec", *map(str, arguments)])
+        try:
+            main()
+            status = 0
+        except SystemExit as exit_:
+            status = exit_.code
+        shown = capsys.readouterr()
+        return status, shown.out, shown.err
+
+    return call
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    return tm.token_file(tmp_path / "tokens.npy")
+
+
+def test_python_dash_m_is_the_command():
+    shown = subprocess.run(
+        [sys.executable, "-m", "coec", "--version"], capture_output=True, text=True
+    )
+    assert shown.returncode == 0
+    assert shown.stdout.strip() == f"coec {coec.__version__}"
+
+
+def test_no_arguments_show_the_help(run):
+    status, out, err = run()
+    assert "prune" in out + err
+    assert status in (0, 2)  # typer's own choice, which has changed
+
+
+@pytest.mark.parametrize("command", [command.name for command in app.registered_commands])
+def test_every_command_has_help(command, run):
+    status, out, _ = run(command, "--help")
+    assert status == 0
+    assert "Usage" in out
+
+
+def test_every_option_of_every_compensation_is_a_flag_with_a_description(run):
+    _, out, _ = run("prune", "--help")
+    for option in OPTIONS:
+        assert f"--{option.replace('_', '-')}" in out
+    flags = inspect.signature(prune_command).parameters
+    assert flags.keys() > OPTIONS
+    assert "Default: 0.9." in out
+
+
+def test_prune_then_eval(dense, tokens, run, tmp_path):
+    status, out, err = run("prune", dense, tmp_path / "out", "--calibration", tokens,
+                           "--samples", 24, "--seq-len", 32, "--rounds", 1)  # fmt: skip
+    assert status == 0, err
+    assert "40 → 28 per block" in out
+    assert "stored as        mistral" in out
+    status, out, _ = run("eval", tmp_path / "out", "--text", tokens, "--seq-len", 32,
+                         "--baseline", dense)  # fmt: skip
+    assert status == 0
+    assert "ratio" in out
+
+
+def test_json_is_one_object_on_stdout(dense, tokens, run, tmp_path):
+    status, out, _ = run("prune", dense, tmp_path / "out", "--calibration", tokens, "--samples", 24,
+                         "--seq-len", 32, "--compensation", "none", "--json")  # fmt: skip
+    assert status == 0
+    assert json.loads(out)["out"] == str(tmp_path / "out")
+    status, out, _ = run("eval", tmp_path / "out", "--text", tokens, "--seq-len", 32, "--json")
+    result = json.loads(out)
+    assert status == 0
+    assert {"perplexity", "tokens", "windows", "seq_len", "text_sha256"} <= result.keys()
+    assert (result["windows"], result["tokens"], result["seq_len"]) == (24, 24 * 31, 32)
+    _, out, _ = run("methods", "--json")
+    listing = json.loads(out)
+    assert listing["selections"].keys() == SELECTIONS.keys()
+    assert listing["compensations"].keys() == COMPENSATIONS.keys()
+    assert listing["architectures"].keys() == ARCHITECTURES.keys()
+
+
+def test_methods_lists_everything_with_its_source(run):
+    status, out, _ = run("methods")
+    assert status == 0
+    for name in [*SELECTIONS, *COMPENSATIONS, *ARCHITECTURES]:
+        lines = [line for line in out.splitlines() if line.startswith(f"  {name} ")]
+        assert lines, name
+        assert all(line.endswith("]") and "[]" not in line for line in lines)
+
+
+def test_a_dry_run_needs_only_the_configuration(run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tm.raw_config("llama")))
+    for target in (tmp_path, tmp_path / "config.json"):
+        status, out, _ = run("prune", target, "--dry-run", "--json")
+        plan = json.loads(out)
+        assert status == 0
+        assert plan["widths"]["mlp"] == {"before": 40, "after": 28}
+        assert plan["output_model_type"] == "mistral"
+        assert plan["memory_bytes"]["total"] > 0
+        assert plan["loads_in"]["transformers"] == "yes"
+    status, out, _ = run("prune", tmp_path, "--dry-run", "--sparsity", 0.5)
+    assert status == 0
+    assert "hidden states" in out
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_flags_win_over_the_recipe_file(dense, tokens, run, tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        f'sparsity = 0.5\nseq-len = 32\nsamples = 24\ncalibration = "{tokens}"\nrounds = 1\n'
+        'selection = "flap"\nalpha = 0.8\n'
+    )
+    status, out, err = run("prune", dense, tmp_path / "out", "--config", recipe, "--alpha", 0.7,
+                           "--json")  # fmt: skip
+    assert status == 0, err
+    chosen = json.loads(out)["recipe"]
+    assert chosen["sparsity"] == 0.5
+    assert chosen["selection"] == "flap"
+    assert chosen["options"]["alpha"] == 0.7
+    assert chosen["options"]["rounds"] == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [
+            "--selection",
+            "wanda-sp",
+            "--rotation",
+            "better",
+            "--kappa",
+            "4",
+            "--start",
+            "procrustes",
+        ],
+        ["--selection", "flap", "--solver", "gradient", "--delta", "1e-3", "--tol", "1e-3"],
+        ["--selection", "magnitude", "--parameterization", "full", "--slices", "2"],
+        ["--selection", "random", "--rescale", "fixed", "--rescale-ridge", "2", "--seed", "7"],
+        ["--compensation", "ridge-to-slice", "--ridge", "0.1", "--dtype", "bfloat16"],
+        ["--compensation", "least-squares", "--ridge", "0", "--forward-dtype", "float64"],
+        ["--compensation", "rcpu", "--solve-dtype", "float32", "--device", "cpu"],
+        [
+            "--lambda-a",
+            "5",
+            "--r-p",
+            "4",
+            "--alpha",
+            "1",
+            "--iterations",
+            "9",
+            "--precision",
+            "1e-4",
+        ],
+        ["--calibration", "self", "--samples", "16", "--seq-len", "16", "--compensation", "none"],
+        ["--sparsity", "0.6", "--compensation", "bias", "--force"],
+        ["--kappa", "4", "--iterations", "9"],
+    ],
+)
+def test_every_flag_does_something(flags, dense, tokens, run, tmp_path):
+    first = ["--calibration", tokens, "--samples", "24", "--seq-len", "32"]
+    coec_runs = "--compensation" not in flags
+    status, out, err = run("prune", dense, tmp_path / "out", *first,
+                           *(["--rounds", "1"] if coec_runs else []), *flags, "--json")  # fmt: skip
+    assert status == 0, err
+    record = json.loads(out)
+    flat = {**record["recipe"], **record["recipe"]["options"]}
+    given = dict(zip(flags[::2], flags[1::2])) if len(flags) % 2 == 0 else {}
+    for flag, value in given.items():
+        recorded = flat.get(flag.removeprefix("--").replace("-", "_"))
+        if flag == "--device":
+            recorded = record["environment"]["device"]
+        assert str(recorded) == value or recorded == float(value), flag
+    assert torch.isfinite(tm.logits(tm.load(tmp_path / "out")).float()).all()
+
+
+def test_a_text_column_can_be_named(dense, run, tmp_path):
+    rows = [{"story": "once upon a time there was a cat. " * 4, "text": ""}] * 20
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = ["--calibration", tmp_path / "rows.jsonl", "--samples", 8, "--seq-len", 32]
+    status, _, err = run("prune", dense, tmp_path / "out", *settings, "--text-column", "story",
+                         "--compensation", "none")  # fmt: skip
+    assert status == 0, err
+    status, out, _ = run("eval", tmp_path / "out", "--text", tmp_path / "rows.jsonl",
+                         "--text-column", "story", "--seq-len", 32, "--device", "cpu",
+                         "--dtype", "float32", "--json")  # fmt: skip
+    assert status == 0
+    assert json.loads(out)["windows"] > 50
+
+
+def test_eval_on_text_of_the_baseline(dense, run):
+    arguments = (
+        "eval",
+        dense,
+        "--text",
+        "self",
+        "--baseline",
+        dense,
+        "--samples",
+        4,
+        "--seq-len",
+        16,
+    )
+    _, out, _ = run(*arguments, "--seed", 3, "--json")
+    result = json.loads(out)
+    assert result["text"] == "self (seed 3)"
+    assert result["kl"] == 0
+    assert result["ratio"] == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("prune",),
+        ("prune", "model"),
+        ("prune", "model", "out", "--nonsense"),
+        ("prune", "model", "out", "--alpha", "x"),
+        ("prune", "model", "out", "--selection", "best"),
+        ("eval",),
+        ("polish",),
+    ],
+)
+def test_wrong_usage_is_status_2(arguments, run):
+    status, out, err = run(*arguments)
+    assert status == 2
+    assert out == ""
+    assert "Usage" in err
+
+
+def test_errors_are_one_line_on_stderr_and_status_1(run, tmp_path):
+    status, out, err = run("eval", tmp_path / "nowhere")
+    assert status == 1
+    assert out == ""
+    assert err.startswith("coec: no model at")
+    assert err.count("\n") == 1
+
+
+def test_memory_that_runs_out_is_one_line(dense, run, monkeypatch):
+    def exhausted(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    monkeypatch.setattr("coec.cli.perplexity", exhausted)
+    status, _, err = run("eval", dense)
+    assert status == 1
+    assert err.count("\n") == 1
+    assert "out of memory" in err
