@@ -244,13 +244,23 @@ def test_settings_that_cannot_be(setting, match, refused):
     refused(CoecError, match, **setting)
 
 
-def test_settings_of_the_wrong_type_without_the_type_checker_of_the_tests():
+def test_wrong_types_and_shapes_without_the_type_checker_of_the_tests():
     code = """
-from coec import CoecError
+import torch
+from coec import CoecError, Gram, compensate
 from coec.recipe import Recipe
-for settings in ({'sparsity': 'much'}, {'compensation': 3}, {'seed': 1.5}, {'device': []}):
+eye, zeros = torch.eye(3), torch.zeros(3)
+for attempt in (
+    lambda: Recipe.of(sparsity='much'),
+    lambda: Recipe.of(compensation=3),
+    lambda: Recipe.of(seed=1.5),
+    lambda: Recipe.of(device=[]),
+    lambda: Gram(torch.zeros(3, 2), zeros, 1),
+    lambda: compensate(eye, Gram(eye, zeros, 1), torch.tensor([1.0, 2.0])),
+    lambda: compensate(zeros, Gram(eye, zeros, 1), torch.tensor([1])),
+):
     try:
-        Recipe.of(**settings)
+        attempt()
     except CoecError as error:
         print(error)
 """
@@ -260,6 +270,10 @@ for settings in ({'sparsity': 'much'}, {'compensation': 3}, {'seed': 1.5}, {'dev
         "compensation must be text, got 3",
         "seed must be a whole number of at least 0, got 1.5",
         "device must be text, got []",
+        "Gram needs xx of shape (d, d) and x of shape (d,), got (3, 2) and (3,)",
+        "a kept set is a non-empty 1-D integer tensor, got torch.float32 of shape (2,)",
+        "weight (3,), statistics of 3 channels and a kept set out of 3 do not fit: the weight's "
+        "columns are the channels",
     ]
 
 

@@ -4,6 +4,7 @@ Block-coordinate descent on the factors of `Ŵ = U diag(s) R`: left rotation (cl
 rescale (closed form under GCV), right rotation (iterative, on the Stiefel manifold).
 """
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -172,22 +173,21 @@ def _fallback(
     weight: Float[Tensor, "m d"], tempered: Gram, kept: KeptSet, problem: Reconstruction
 ) -> tuple[Float[Tensor, "m k"], dict[str, Any]]:
     """RCPU's weight or the slice, whichever is finite and has the lower error."""
-    W_K = kept_columns(weight, kept)
+    W, chosen = kept_columns(weight, kept), "none"
     try:
-        W = rcpu(weight, tempered, kept).weight
-    except NumericalError:
-        W = W_K
-    chosen = "rcpu"
-    if not (torch.isfinite(W).all() and problem.error(W) <= problem.error(W_K)):
-        W, chosen = W_K, "none"
+        rotated = rcpu(weight, tempered, kept).weight
+        if torch.isfinite(rotated).all() and problem.error(rotated) <= problem.error(W):
+            W, chosen = rotated, "rcpu"
+    except NumericalError as error:
+        record(f"rcpu abandoned: {error}")
     record(f"fell back to {chosen}")
     return W, {"reason": f"fell back to {chosen}"}
 
 
 def _unit(values: Float[Tensor, "..."]) -> float:
-    """The largest magnitude, to divide by; 1 for zeros."""
+    """A power of two about the largest magnitude, so that dividing by it is exact; 1 for zeros."""
     largest = float(values.abs().max())
-    return largest if largest > 0 else 1.0
+    return math.ldexp(1.0, math.frexp(largest)[1]) if largest > 0 else 1.0
 
 
 def _check_range(name: str, value: float, low: float, high: float = float("inf")) -> None:

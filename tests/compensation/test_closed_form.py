@@ -1,0 +1,133 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import coec
+import oracles
+import problems
+from coec.errors import NumericalError, OptionError
+from coec.types import Gram
+from tolerances import CLOSED_FORM, EXACT
+
+D, M = 8, 5
+
+
+def case(kind="power law", seed=0, k=5):
+    X = problems.inputs(kind, D, seed=seed)
+    gram = Gram(X @ X.T, X.sum(dim=1), X.shape[1])
+    return problems.weight(M, D, seed), gram, problems.kept(D, k, seed), X
+
+
+def test_none_is_the_slice():
+    W, gram, kept, X = case()
+    result = coec.compensate(W, gram, kept, method="none")
+    assert torch.equal(result.weight, W[:, kept])
+    expected = oracles.relative_error(W, X, kept, W[:, kept])
+    assert result.diagnostics["error_after"] == pytest.approx(expected, rel=CLOSED_FORM)
+
+
+def test_bias_is_the_mean_of_what_is_lost():
+    W, gram, kept, X = case()
+    X += 2  # a mean to lose
+    gram = Gram(X @ X.T, X.sum(dim=1), X.shape[1])
+    result = coec.compensate(W, gram, kept, method="bias")
+    lost = (W @ X - W[:, kept] @ X[kept]).mean(dim=1)
+    torch.testing.assert_close(result.bias, lost, rtol=CLOSED_FORM, atol=CLOSED_FORM)
+    expected = oracles.relative_error(W, X, kept, W[:, kept], lost)
+    assert result.diagnostics["error_after"] == pytest.approx(expected, rel=CLOSED_FORM)
+    assert expected < result.diagnostics["error_before"]
+
+
+def test_least_squares_without_a_ridge_is_torchs():
+    W, gram, kept, X = case("white")
+    result = coec.compensate(W, gram, kept, method="least-squares", ridge=0.0)
+    expected = torch.linalg.lstsq(X[kept].T, (W @ X).T).solution.T
+    torch.testing.assert_close(result.weight, expected, rtol=CLOSED_FORM, atol=CLOSED_FORM)
+
+
+def test_ridge_is_least_squares_on_more_rows():
+    """The penalty as extra data: the textbook augmentation."""
+    W, gram, kept, X = case()
+    ridge = 0.05
+    root = (ridge * gram.xx.diagonal()[kept].mean()).sqrt() * torch.eye(5, dtype=W.dtype)
+    inputs = torch.cat([X[kept], root], dim=1).T
+    for method, pull in {"least-squares": 0 * W[:, kept], "ridge-to-slice": W[:, kept]}.items():
+        outputs = torch.cat([W @ X, pull @ root], dim=1).T
+        expected = torch.linalg.lstsq(inputs, outputs).solution.T
+        result = coec.compensate(W, gram, kept, method=method, ridge=ridge)
+        torch.testing.assert_close(result.weight, expected, rtol=CLOSED_FORM, atol=CLOSED_FORM)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.floats(0, 1e6), st.integers(0, 50), st.sampled_from(problems.KINDS))
+def test_ridge_to_slice_is_never_worse_than_the_slice(ridge, seed, kind):
+    if kind == "indefinite":  # no inputs have such statistics
+        return
+    W, gram, kept, _ = case(kind, seed)
+    diagnostics = coec.compensate(W, gram, kept, method="ridge-to-slice", ridge=ridge).diagnostics
+    assert diagnostics["error_after"] <= diagnostics["error_before"] + 1e-9
+
+
+@pytest.mark.parametrize("kind", ["power law", "white"])
+@pytest.mark.parametrize(("m", "k"), [(5, 5), (5, 7), (7, 4)])
+def test_rcpu_is_the_procrustes_solution_on_the_outputs(kind, m, k):
+    X, W, kept = problems.inputs(kind, D), problems.weight(m, D), problems.kept(D, k)
+    gram = Gram(X @ X.T, X.sum(dim=1), X.shape[1])
+    result = coec.compensate(W, gram, kept, method="rcpu")
+    if m <= k:  # otherwise the rotation is not unique outside the outputs
+        expected = oracles.rcpu(W, X, kept)
+        torch.testing.assert_close(result.weight, expected, rtol=0, atol=CLOSED_FORM)
+    expected = oracles.relative_error(W, X, kept, oracles.rcpu(W, X, kept))
+    assert result.diagnostics["error_after"] == pytest.approx(expected, rel=1e-7)
+
+
+def test_no_rotation_and_scale_beat_rcpu():
+    W, gram, kept, X = case("white")
+    best = coec.compensate(W, gram, kept, method="rcpu").diagnostics["error_after"]
+    for seed in range(20):
+        Q = problems.orthonormal(M, M, seed)
+        for scale in (0.5, 1.0, 1.5):
+            other = oracles.relative_error(W, X, kept, scale * Q @ W[:, kept])
+            assert best <= other + EXACT
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"method": "magic"}, OptionError, "unknown compensation 'magic'"),
+        ({"method": "none", "ridge": 1.0}, OptionError, "'none' has no option 'ridge'"),
+        ({"method": "least-squares", "ridge": -1.0}, OptionError, "at least 0"),
+        ({"method": "least-squares", "ridge": float("nan")}, OptionError, "at least 0"),
+        ({"kept": torch.tensor([3, 1])}, OptionError, "sorted"),
+        ({"kept": torch.tensor([1, 9])}, OptionError, "must lie in"),
+        ({"weight": torch.zeros(5, 7, dtype=torch.float64)}, OptionError, "do not fit"),
+    ],
+)
+def test_what_compensate_refuses(change, error, match):
+    W, gram, kept, _ = case()
+    arguments = {"weight": W, "gram": gram, "kept": kept} | change
+    with pytest.raises(error, match=match):
+        coec.compensate(
+            arguments.pop("weight"), arguments.pop("gram"), arguments.pop("kept"), **arguments
+        )
+
+
+def test_inputs_that_are_not_finite_are_named():
+    W, gram, kept, _ = case()
+    W[0, 0] = float("nan")
+    with pytest.raises(NumericalError, match="the weight holds NaN or Inf"):
+        coec.compensate(W, gram, kept)
+    W, gram, kept, _ = case()
+    gram.xx[3, 3] = float("inf")
+    with pytest.raises(NumericalError, match="calibration statistics hold NaN or Inf"):
+        coec.compensate(W, gram, kept)
+
+
+def test_an_answer_that_is_not_finite_never_leaves():
+    def broken(weight, gram, kept):
+        return coec.Compensation(weight[:, kept.kept] * float("nan"))
+
+    W, gram, kept, _ = case()
+    with pytest.raises(NumericalError, match="the compensated weight holds NaN or Inf"):
+        coec.compensate(W, gram, kept, method=broken)

@@ -1,0 +1,355 @@
+"""The method itself, and each of its safeguards."""
+
+from importlib import import_module
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import coec
+import oracles
+import problems
+from coec.compensation import descent as descent_module
+from coec.compensation.anchor import Anchor
+from coec.compensation.coec import coec as method
+from coec.compensation.frame import Frame, Target
+from coec.compensation.objective import Reconstruction
+from coec.errors import NumericalError, OptionError
+from coec.events import recording
+from coec.linalg.spd import power
+from coec.types import Convergence, Gram, KeptSet
+from tolerances import CLOSED_FORM, EXACT
+
+coec_module = import_module("coec.compensation.coec")
+
+SHAPES = [(6, 10, 7), (10, 10, 7), (5, 9, 3), (1, 6, 4), (4, 5, 1)]
+"""m, d, k: wide and tall slices, one row, one column."""
+
+
+def case(m=6, d=10, k=7, kind="power law", seed=0):
+    return (
+        problems.weight(m, d, seed),
+        problems.gram(kind, d, seed=seed),
+        problems.kept(d, k, seed),
+    )
+
+
+def tempered_error(W0, gram, kept, W, alpha=0.9):
+    """The objective it minimises."""
+    with recording():
+        G = power(gram.xx / gram.xx.diagonal().max().clamp_min(1e-300), alpha)
+    return Reconstruction.of(W0, G, KeptSet(kept, W0.shape[1])).error(W)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_alpha_zero_is_the_slice_to_the_bit(shape):
+    W, gram, kept = case(*shape)
+    assert torch.equal(coec.compensate(W, gram, kept, alpha=0.0).weight, W[:, kept])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_white_inputs_leave_the_slice_without_the_short_cut(shape):
+    """G = I is what α = 0 means: the whole algorithm runs and finds nothing to gain."""
+    W, _, kept = case(*shape)
+    d = W.shape[1]
+    white = Gram(torch.eye(d, dtype=W.dtype), torch.zeros(d, dtype=W.dtype), 100)
+    result = coec.compensate(W, white, kept)
+    torch.testing.assert_close(result.weight, W[:, kept], rtol=0, atol=1e-9)
+    assert result.diagnostics["rounds"] == 1
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("solver", ["conjugate", "gradient"])
+def test_no_round_raises_the_error(shape, solver):
+    diagnostics = coec.compensate(*case(*shape), solver=solver, tol=0.0, rounds=15).diagnostics
+    errors = diagnostics["errors_per_round"]
+    assert all(after <= before * (1 + 1e-9) for before, after in pairwise(errors))
+    assert diagnostics["rounds"] == 15
+    assert diagnostics["reason"] == "round limit 15"
+
+
+@pytest.mark.parametrize("shape", [(6, 10, 7), (5, 5, 3), (7, 9, 7)])
+def test_the_first_steps_are_the_literal_ones(shape):
+    """Left rotation and rescale on factors: the same weight as on decompositions of Ŵ."""
+    W, gram, kept = case(*shape, kind="white")
+    result = coec.compensate(W, gram, kept, alpha=1.0, rounds=0)
+    problem = Reconstruction.of(W, gram.xx, KeptSet(kept, W.shape[1]))
+    expected = oracles.literal_left_then_rescale(W[:, kept], problem.Gxx, problem.Gyx)
+    if min(len(W), len(kept)) % 2:  # an even number of modes has two medians
+        torch.testing.assert_close(result.weight, expected, rtol=0, atol=CLOSED_FORM)
+    assert problem.error(result.weight) == pytest.approx(problem.error(expected), rel=1e-2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_singular_values_stay_in_their_band(shape):
+    W, gram, kept = case(*shape)
+    result = coec.compensate(W, gram, kept, kappa=1.0, rescale="gcv")
+    before = torch.linalg.svdvals(W[:, kept])
+    after = torch.linalg.svdvals(result.weight)
+    torch.testing.assert_close(after / after[0], before / before[0], rtol=0, atol=1e-9)
+
+
+def test_two_sides_are_better_than_either_and_than_rcpu():
+    W, gram, kept = case()
+    errors = {
+        name: tempered_error(W, gram, kept, coec.compensate(W, gram, kept, **options).weight)
+        for name, options in {
+            "both": {},
+            "left": {"rotation": "left"},
+            "right": {"rotation": "right"},
+            "better": {"rotation": "better"},
+            "rcpu": {"method": "rcpu"},
+            "none": {"method": "none"},
+        }.items()
+    }
+    assert errors["both"] < min(errors["left"], errors["right"])
+    assert errors["better"] == min(errors["left"], errors["right"])
+    assert errors["left"] < errors["none"]
+    assert errors["both"] < errors["rcpu"] < errors["none"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"solver": "gradient"},
+        {"parameterization": "full"},
+        {"parameterization": "full", "solver": "gradient"},
+        {"start": "procrustes"},
+        {"slices": 3},
+        {"rescale": "fixed", "rescale_ridge": 0.1},
+        {"rescale": "uniform"},
+        {"alpha": 1.0},
+        {"alpha": 0.5},
+        {"iterations": 3, "rounds": 2, "precision": 1e-3},
+    ],
+)
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_every_option_gives_a_sound_answer(options, shape):
+    W, gram, kept = case(*shape)
+    result = coec.compensate(W, gram, kept, **options)
+    alpha = options.get("alpha", 0.9)
+    assert torch.isfinite(result.weight).all()
+    before = tempered_error(W, gram, kept, W[:, kept], alpha)
+    assert tempered_error(W, gram, kept, result.weight, alpha) <= before + EXACT
+    assert not torch.equal(result.weight, W[:, kept])
+
+
+def test_full_rotations_of_a_wide_frame_do_not_end_higher():
+    """The completed rows carry no singular value: the family is the same, only larger."""
+    W, gram, kept = case()
+    reduced = coec.compensate(W, gram, kept, rounds=1, precision=1e-12, iterations=500)
+    full = coec.compensate(
+        W, gram, kept, rounds=1, precision=1e-12, iterations=500, parameterization="full"
+    )
+    assert full.diagnostics["errors_per_round"][-1] == pytest.approx(
+        reduced.diagnostics["errors_per_round"][-1], rel=1e-2
+    )
+
+
+def test_slices_are_compensated_on_their_own():
+    W, gram, kept = case()
+    whole = coec.compensate(W, gram, kept, slices=2)
+    first = coec.compensate(W[:3], gram, kept).weight
+    torch.testing.assert_close(whole.weight[:3], first, rtol=0, atol=1e-8)
+    assert len(whole.diagnostics["slices"]) == 2
+
+
+SIZES = st.integers(1, 16)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(SIZES, SIZES, SIZES, st.sampled_from(problems.KINDS), st.integers(0, 30),
+       st.sampled_from([1e-30, 1e-6, 1.0, 1e30]), st.sampled_from([1e-20, 1.0, 1e20]))  # fmt: skip
+def test_the_answer_is_finite_and_never_worse_than_the_slice_or_rcpu(
+    m, k, extra, kind, seed, scale, size
+):
+    d = k + extra
+    W, gram = problems.weight(m, d, seed, size), problems.gram(kind, d, seed=seed, scale=scale)
+    kept = problems.kept(d, k, seed)
+    result = coec.compensate(W, gram, kept)
+    assert torch.isfinite(result.weight).all()
+    with recording():
+        G = power(gram.xx / gram.energy.max().clamp_min(1e-300), 0.9)
+    tempered = Gram(G, gram.x, gram.tokens)
+    error = tempered_error(W, gram, kept, result.weight)
+    rcpu = coec.compensate(W, tempered, kept, method="rcpu").weight
+    assert error <= tempered_error(W, gram, kept, W[:, kept]) + 1e-9
+    assert error <= tempered_error(W, gram, kept, rcpu) + 1e-6
+
+
+# alignment
+
+
+def attention(seed=0):
+    W, gram, kept = case(8, 12, 8, seed=seed)
+    return W, gram, kept, problems.weight(8, 5, seed + 70)
+
+
+def test_the_penalty_falls_as_its_weight_grows():
+    W, gram, kept, value = attention()
+    penalties = [
+        coec.compensate(W, gram, kept, value_weight=value, lambda_a=weight, r_p=3).diagnostics
+        for weight in (0.01, 1.0, 100.0)
+    ]
+    after = [diagnostics["alignment_after"] for diagnostics in penalties]
+    assert after[0] > after[1] > after[2]
+    assert after[2] < 0.1 * penalties[2]["alignment_before"]
+
+
+def test_without_weight_there_is_no_alignment():
+    W, gram, kept, value = attention()
+    plain = coec.compensate(W, gram, kept)
+    off = coec.compensate(W, gram, kept, value_weight=value, lambda_a=0.0)
+    assert torch.equal(plain.weight, off.weight)
+    assert "alignment_after" not in off.diagnostics
+
+
+def test_the_penalty_is_the_one_of_the_paper():
+    """Projectors written out, in the channels' own basis."""
+    W, gram, kept, value = attention()
+    units, r = KeptSet(kept, 12), 3
+    target = Target.of(Reconstruction.of(W, gram.xx, units))
+    frame = Frame.of(W[:, kept], target)
+    anchor = Anchor.of(W, value, units, lambda_a=1.0, r_p=r)
+    got = anchor.alignment(frame, target).penalty(frame.R)
+    R = frame.R @ target.basis.T
+    top = R[frame.s.argsort(descending=True)[:r]]
+    U_v = torch.linalg.svd(value)[0][:, :r]
+    V = torch.linalg.qr(torch.linalg.svd(W)[2].T[kept, :r])[0]
+    inner = U_v.T @ (top.T @ top - V @ V.T) @ U_v
+    assert got == pytest.approx(float(inner.square().sum()) / r**2, rel=CLOSED_FORM)
+
+
+def test_value_rows_must_match_the_kept_columns():
+    W, _, kept, value = attention()
+    with pytest.raises(OptionError, match="one row per kept column"):
+        Anchor.of(W, value[:-1], KeptSet(kept, 12), lambda_a=1.0, r_p=3)
+
+
+# safeguards
+
+
+def test_an_indefinite_gram_is_survived_and_said():
+    result = coec.compensate(*case(kind="indefinite"))
+    assert any("indefinite Gram" in event for event in result.diagnostics["events"])
+    assert torch.isfinite(result.weight).all()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["rank one", "rank deficient", "dead channels", "duplicated channels", "constant channel"],
+)
+def test_degenerate_statistics_are_survived(kind):
+    diagnostics = coec.compensate(*case(kind=kind)).diagnostics
+    assert diagnostics["error_after"] <= diagnostics["error_before"] + EXACT
+
+
+def test_a_singular_left_problem_keeps_its_directions_and_says_so():
+    result = coec.compensate(*case(kind="rank one"))
+    assert any("polar factor of a singular matrix" in e for e in result.diagnostics["events"])
+
+
+def test_no_output_at_all_keeps_the_slice_and_says_so():
+    W, gram, kept = case(kind="zero")
+    result = coec.compensate(W, gram, kept)
+    assert torch.equal(result.weight, W[:, kept])
+    assert result.diagnostics["events"] == [
+        "the dense output is 0 on the calibration data: slice kept"
+    ]
+
+
+def test_a_slice_of_zeros_stays_zero_and_says_so():
+    W, gram, kept = case()
+    W[:, kept] = 0
+    result = coec.compensate(W, gram, kept)
+    assert not result.weight.any()
+    assert "every kept column is 0: slice kept" in result.diagnostics["events"]
+
+
+def test_a_descent_that_breaks_down_falls_back_to_rcpu(monkeypatch):
+    def broken(self, frame, target, anchor):
+        raise NumericalError("no decomposition")
+
+    monkeypatch.setattr(coec_module.Descent, "__call__", broken)
+    W, gram, kept = case()
+    result = coec.compensate(W, gram, kept, alpha=1.0)
+    expected = coec.compensate(W, gram, kept, method="rcpu")
+    torch.testing.assert_close(result.weight, expected.weight)
+    assert result.diagnostics["events"] == [
+        "descent abandoned: no decomposition",
+        "fell back to rcpu",
+    ]
+    assert result.diagnostics["reason"] == "fell back to rcpu"
+
+
+def test_when_rcpu_breaks_down_too_the_slice_stays(monkeypatch):
+    def broken(*args, **kwargs):
+        raise NumericalError("no decomposition")
+
+    monkeypatch.setattr(coec_module.Descent, "__call__", broken)
+    monkeypatch.setattr(coec_module, "rcpu", broken)
+    W, gram, kept = case()
+    result = coec.compensate(W, gram, kept)
+    assert torch.equal(result.weight, W[:, kept])
+    assert result.diagnostics["events"][-1] == "fell back to none"
+
+
+def test_a_right_solver_that_goes_astray_is_caught(monkeypatch):
+    """A solver that returns a bad frame: the rounds say so, the answer falls back."""
+
+    def astray(problem, R, **options):
+        return -R, Convergence(True, 1, "astray")
+
+    monkeypatch.setattr(descent_module, "conjugate", astray)
+    W, gram, kept = case()
+    result = coec.compensate(W, gram, kept, rotation="right", rounds=1)
+    events = result.diagnostics["events"]
+    assert "a round raised the relative error" in events
+    assert "the descent did not improve on the slice" in events
+    assert tempered_error(W, gram, kept, result.weight) <= tempered_error(W, gram, kept, W[:, kept])
+
+
+def test_a_decomposition_that_fails_is_replaced(monkeypatch):
+    real, calls = torch.linalg.svd, []
+
+    def flaky(A, **options):
+        calls.append(A)
+        if len(calls) == 1:
+            raise RuntimeError("gesdd did not converge")
+        return real(A, **options)
+
+    W, gram, kept = case()
+    expected = coec.compensate(W, gram, kept)
+    monkeypatch.setattr(torch.linalg, "svd", flaky)
+    result = coec.compensate(W, gram, kept)
+    assert "gesdd failed" in result.diagnostics["events"][0]
+    torch.testing.assert_close(result.weight, expected.weight, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"alpha": -0.1}, r"alpha must be in \[0, 1\]"),
+        ({"kappa": 0.5}, "kappa must be at least 1"),
+        ({"lambda_a": -1.0}, "lambda_a must be at least 0"),
+        ({"r_p": 0}, "r_p must be at least 1"),
+        ({"rounds": -1}, "rounds must be at least 0"),
+        ({"iterations": 0}, "iterations must be at least 1"),
+        ({"slices": 0}, "slices must be at least 1"),
+        ({"tol": float("nan")}, "tol must be at least 0"),
+        ({"rescale": "best"}, "rescale must be one of gcv, fixed, uniform, got 'best'"),
+    ],
+)
+def test_options_out_of_range(options, match):
+    with pytest.raises(OptionError, match=match):
+        coec.compensate(*case(), **options)
+
+
+def test_the_function_is_pure_and_can_be_called_by_itself():
+    W, gram, kept = case()
+    with recording() as events:
+        direct = method(W, gram, KeptSet(kept, W.shape[1]))
+    assert torch.equal(direct.weight, coec.compensate(W, gram, kept).weight)
+    assert events == []

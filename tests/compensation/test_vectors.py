@@ -1,0 +1,133 @@
+"""Reference answers on real statistics, made by an independent implementation."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import coec
+from coec.compensation.frame import Frame, Shrinkage, Target
+from coec.compensation.objective import Reconstruction, kept_columns
+from coec.linalg.conjugate import conjugate
+from coec.linalg.gcv import global_scale
+from coec.linalg.spd import power
+from coec.selection import SELECTIONS
+from coec.types import Gram, KeptSet
+from conftest import SHARED
+from tolerances import CLOSED_FORM, SOLVER
+
+FILES = sorted((SHARED / "vectors").glob("*.safetensors"))
+METHODS = {
+    "rcpu": ("rcpu.W", {}),
+    "least-squares": ("ridge_1e-2.W", {"ridge": 1e-2}),
+    "ridge-to-slice": ("ridge_to_slice_1e-2.W", {"ridge": 1e-2}),
+}
+
+
+class Vector:
+    """One matrix with its statistics and answers."""
+
+    def __init__(self, path: Path):
+        self.data, self.scalars = load_file(path), json.loads(path.with_suffix(".json").read_text())
+        self.W0 = self.data["in.W0"]
+        tokens = int(self.scalars["tokens"])
+        self.gram = Gram(self.data["in.G"], self.data["in.sum_x"], tokens)
+        self.kept = KeptSet(self.data["in.kept"].long(), self.W0.shape[1])
+        self.problem = Reconstruction.of(self.W0, self.gram.xx, self.kept)
+
+    def tempered(self) -> Reconstruction:
+        return Reconstruction.of(self.W0, power(self.gram.xx, 0.9), self.kept)
+
+    def first_frame(self) -> tuple[Frame, Target]:
+        target = Target.of(self.tempered())
+        return Frame.of(kept_columns(self.W0, self.kept), target).rotated_left(target), target
+
+
+@pytest.fixture(scope="module", params=FILES or [None], ids=lambda f: f.stem if f else "absent")
+def vector(request):
+    if request.param is None:
+        pytest.skip("needs the project's reference vectors (../shared), which are not here")
+    return Vector(request.param)
+
+
+def close(got, expected):
+    size = float(expected.abs().max())
+    assert float((got - expected).abs().max()) <= CLOSED_FORM * size
+
+
+def test_there_are_vectors_where_the_shared_data_are(shared):
+    assert len(FILES) >= 5
+
+
+def test_scores(vector):
+    names = [name for name in vector.data if name.startswith("score.")]
+    assert names
+    for name in names:
+        close(SELECTIONS[name.removeprefix("score.")](vector.W0, vector.gram), vector.data[name])
+
+
+def test_bias(vector):
+    result = coec.compensate(vector.W0, vector.gram, vector.kept, method="bias")
+    close(result.bias, vector.data["bias.bias"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_closed_forms(vector, method):
+    key, options = METHODS[method]
+    result = coec.compensate(vector.W0, vector.gram, vector.kept, method=method, **options)
+    close(result.weight, vector.data[key])
+
+
+def test_untempered_losses(vector):
+    known = {k.removeprefix("loss."): v for k, v in vector.scalars.items() if k.startswith("loss.")}
+    assert "none" in known
+    for name, (method, options) in {
+        "none": ("none", {}),
+        "rcpu": ("rcpu", {}),
+        "ridge_1e-2": ("least-squares", {"ridge": 1e-2}),
+        "ridge_to_slice_1e-2": ("ridge-to-slice", {"ridge": 1e-2}),
+    }.items():
+        if name in known:
+            result = coec.compensate(vector.W0, vector.gram, vector.kept, method=method, **options)
+            assert result.diagnostics["error_after"] == pytest.approx(known[name], rel=CLOSED_FORM)
+
+
+def test_tempering(vector):
+    close(power(vector.gram.xx, 0.9), vector.data["temper_0.9.G"])
+
+
+def test_first_left_rotation(vector):
+    frame, target = vector.first_frame()
+    scale = global_scale(frame.s, frame.response(target), frame.energy(target))
+    weight = frame.weight(target)
+    U, R = vector.data["left.U"], torch.linalg.svd(kept_columns(vector.W0, vector.kept))[2]
+    expected_norm = float((vector.tempered().Gyx * weight).sum())
+    assert scale == pytest.approx(vector.scalars["left.scale"], rel=CLOSED_FORM)
+    loss = vector.tempered().error(scale * weight)
+    assert loss == pytest.approx(vector.scalars["left.loss"], rel=CLOSED_FORM)
+    assert expected_norm > 0
+    assert U.shape[1] == min(frame.U.shape[0], R.shape[0])
+
+
+def test_first_rescale(vector):
+    frame, target = vector.first_frame()
+    after, out, loss = frame.rescaled(target, Shrinkage("gcv", 1.0, 10.0))
+    close(after.s.sort().values, vector.data["gcv.s"].sort().values)
+    assert out.ridge == pytest.approx(vector.scalars["gcv.lambda_over_median"], rel=CLOSED_FORM)
+    assert loss == pytest.approx(vector.scalars["gcv.loss"], rel=CLOSED_FORM)
+
+
+def test_the_right_solve_reaches_the_best_known(vector):
+    frame, target = vector.first_frame()
+    frame, _, _ = frame.rescaled(target, Shrinkage("gcv", 1.0, 10.0))
+    problem = frame.right_problem(target, None)
+    R, _ = conjugate(problem, frame.R)
+    assert problem.objective(R) <= vector.scalars["right.best_known_loss"] * (1 + SOLVER)
+
+
+def test_the_whole_method_reaches_the_best_known(vector):
+    result = coec.compensate(vector.W0, vector.gram, vector.kept)
+    loss = vector.tempered().error(result.weight)
+    assert loss <= vector.scalars["coec.best_known_tempered_loss"] * (1 + SOLVER)

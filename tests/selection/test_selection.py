@@ -1,0 +1,96 @@
+import numpy as np
+import pytest
+import torch
+
+import problems
+from coec.errors import NumericalError, OptionError
+from coec.selection import SELECTIONS, keep_highest, kept_count, resolve, unit_scores
+from coec.types import KeptSet
+
+
+def test_scores_are_those_of_numpy_on_the_inputs():
+    X, W = problems.inputs("white", 6), problems.weight(4, 6)
+    X[2] += 5  # a mean, so that variance and second moment differ
+    gram = problems.Gram(X @ X.T, X.sum(dim=1), X.shape[1])
+    w, x = np.linalg.norm(W.numpy(), axis=0), np.linalg.norm(X.numpy(), axis=1)
+    variance = np.var(X.numpy(), axis=1, ddof=1)
+    expected = {
+        "rcpu": w * x * variance,
+        "wanda-sp": w * x,
+        "flap": w**2 * variance,
+        "magnitude": w,
+    }
+    for name, values in expected.items():
+        np.testing.assert_allclose(SELECTIONS[name](W, gram).numpy(), values, rtol=1e-12)
+
+
+def test_random_scores_follow_their_seed():
+    W, gram = problems.weight(4, 6), problems.gram("white", 6)
+    score = SELECTIONS["random"]
+    assert torch.equal(score(W, gram), score(W, gram))
+    assert not torch.equal(score(W, gram), score(W, gram, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("units", "sparsity", "kept"),
+    [
+        (10, 0.3, 7),  # ceil((1 - 0.3) * 10) is 8 in binary arithmetic
+        (4, 0.3, 3),
+        (18944, 0.3, 13261),
+        (28672, 0.3, 20071),
+        (10, 0.1, 9),
+        (10, 0.35, 7),
+        (3, 1e-9, 3),
+        (1, 0.99, 1),
+        (5, 0.999999, 1),
+        (1000, 0.001, 999),
+    ],
+)
+def test_how_many_units_stay(units, sparsity, kept):
+    assert kept_count(units, sparsity) == kept
+
+
+@pytest.mark.parametrize("sparsity", [0, 1, -1, 2, float("nan")])
+def test_a_sparsity_is_strictly_between_0_and_1(sparsity):
+    with pytest.raises(OptionError, match="strictly between 0 and 1"):
+        kept_count(10, sparsity)
+
+
+def test_the_highest_stay_and_ties_go_to_the_lower_index():
+    scores = torch.tensor([1.0, 3.0, 2.0, 2.0, 2.0, 0.0])
+    assert keep_highest(scores, 3).kept.tolist() == [1, 2, 3]
+    assert keep_highest(torch.zeros(5), 2).kept.tolist() == [0, 1]
+    assert keep_highest(scores, 6).everything
+
+
+def test_a_score_that_is_nan_is_an_error():
+    with pytest.raises(NumericalError, match="score is NaN"):
+        keep_highest(torch.tensor([1.0, float("nan")]), 1)
+
+
+def test_a_unit_scores_the_sum_of_its_columns():
+    assert unit_scores(torch.arange(6.0), 2).tolist() == [3.0, 12.0]
+
+
+def test_an_unknown_selection_lists_the_known():
+    with pytest.raises(OptionError, match="unknown selection 'best'; known: rcpu, wanda-sp, flap"):
+        resolve("best")
+
+
+def test_a_kept_set_is_sorted_distinct_and_in_range():
+    for bad, match in (
+        ([], "non-empty"),
+        ([2, 1], "sorted and distinct"),
+        ([1, 1], "sorted and distinct"),
+        ([0, 5], r"must lie in 0\.\.4"),
+        ([-1, 2], r"must lie in 0\.\.4"),
+    ):
+        with pytest.raises(OptionError, match=match):
+            KeptSet(torch.tensor(bad, dtype=torch.int64), 5)
+
+
+def test_units_own_consecutive_columns():
+    units = KeptSet(torch.tensor([0, 2]), 3)
+    assert units.columns(2).kept.tolist() == [0, 1, 4, 5]
+    assert units.dropped().tolist() == [1]
+    assert not units.everything

@@ -1,0 +1,75 @@
+import pytest
+import torch
+
+import coec
+import problems
+from coec.errors import NumericalError, OptionError
+from coec.events import record, recording
+from coec.types import Gram, GramSum
+from tolerances import EXACT
+
+
+def test_statistics_add_up_over_batches_and_workers():
+    X = problems.inputs("white", 5, tokens=30)
+    first, second, whole = GramSum(5), GramSum(5), GramSum(5)
+    whole.update(X.T.reshape(3, 10, 5))
+    first.update(X.T[:12])
+    first.update(X.T[12:20])
+    second.update(X.T[20:])
+    total = first.gram() + second.gram()
+    assert total.tokens == whole.tokens == 30
+    torch.testing.assert_close(total.xx, X @ X.T, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(total.xx, whole.gram().xx, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(total.mean, X.mean(dim=1))
+    torch.testing.assert_close(total.variance, X.var(dim=1))
+    torch.testing.assert_close(total.energy, X.square().sum(dim=1))
+
+
+def test_sums_of_bfloat16_inputs_are_exact_products_in_float64():
+    """Many equal tokens: a float32 sum would lose the small ones."""
+    x = torch.full((2000, 2), 1.0, dtype=torch.bfloat16)
+    sums = GramSum(2)
+    for _ in range(20):
+        sums.update(x * 300)
+    assert sums.xx.dtype == torch.float64
+    assert float(sums.xx[0, 1]) == 20 * 2000 * 300.0**2
+
+
+def test_a_gram_is_symmetric_to_the_bit():
+    sums = GramSum(7)
+    sums.update(torch.randn(100, 7))
+    G = sums.gram().xx
+    assert torch.equal(G, G.T)
+
+
+def test_a_gram_needs_a_token():
+    with pytest.raises(OptionError, match="at least one token"):
+        Gram(torch.zeros(3, 3), torch.zeros(3), 0)
+
+
+def test_statistics_that_are_not_finite_name_channel_and_cure():
+    gram = problems.gram("white", 4)
+    gram.xx[2, 2] = float("inf")
+    with pytest.raises(NumericalError, match=r"in 1 of 4 channels \(first: 2\).*--forward-dtype"):
+        gram.check_finite()
+
+
+def test_one_token_has_no_variance():
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    assert Gram(torch.outer(x, x), x, 1).variance.tolist() == [0, 0]
+
+
+def test_an_event_nobody_records_is_a_warning():
+    with pytest.warns(RuntimeWarning, match="something fell back"):
+        record("something fell back")
+    with recording() as events:
+        record("a")
+        record("a")
+        record("b")
+    assert events == ["a", "b"]
+
+
+def test_the_package_offers_what_it_lists():
+    assert all(hasattr(coec, name) for name in coec.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        coec.nonsense  # noqa: B018
