@@ -132,6 +132,14 @@ def test_kept_units_are_those_of_highest_score(dense, tokens, tmp_path):
     assert kept.tolist() == scores.topk(28).indices.sort().values.tolist()
 
 
+def test_the_working_precision_does_not_choose_the_units(dense, tokens, tmp_path):
+    for dtype in ("float32", "float64"):
+        coec.prune(dense, tmp_path / dtype, calibration=tokens, compensation="rcpu",
+                   solve_dtype=dtype, **SETTINGS)  # fmt: skip
+    first, second = (load_file(tmp_path / d / "kept.safetensors") for d in ("float32", "float64"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 def test_the_plan_foretells_the_result(dense, tokens, tmp_path):
     plan = coec.plan(dense, sparsity=0.5)
     report = coec.prune(dense, tmp_path / "out", sparsity=0.5, compensation="none",

@@ -50,6 +50,12 @@ def test_documents_are_joined_by_blank_lines_whatever_the_file(tokenizer, tmp_pa
         assert stream.text_sha256 == streams[0].text_sha256
 
 
+def test_a_line_of_json_ends_at_a_newline_only(tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one\u2028two\x85three"}\n', encoding="utf-8")
+    stream = read(tmp_path / "a.jsonl", tokenizer)
+    assert tokenizer.decode(stream.ids) == "one\u2028two\x85three"
+
+
 def test_special_tokens_are_added_once_and_counted(shared, tmp_path):
     folder = tm.readable(shared / "models/stories260K", tmp_path / "model")
     (tmp_path / "a.txt").write_text("Once upon a time. " * 50)

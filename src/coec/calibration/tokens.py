@@ -209,7 +209,8 @@ def _read_text(path: Path, column: str) -> str:
 
 def _jsonl_column(path: Path, column: str) -> list[str]:
     texts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    # not splitlines: a JSON string may hold U+2028 and its like unescaped
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:
