@@ -34,7 +34,8 @@ def test_random_scores_follow_their_seed():
 @pytest.mark.parametrize(
     ("units", "sparsity", "kept"),
     [
-        (10, 0.3, 7),  # ceil((1 - 0.3) * 10) is 8 in binary arithmetic
+        (10, 0.3, 7),
+        (10, 0.7, 3),  # math.ceil((1 - 0.7) * 10) is 4
         (4, 0.3, 3),
         (18944, 0.3, 13261),
         (28672, 0.3, 20071),

@@ -23,7 +23,7 @@ def check_sparsity(sparsity: float) -> None:
 def kept_count(units: int, sparsity: float) -> int:
     """`⌈(1 − ρ) n⌉` in exact arithmetic on the decimal number written, at least 1.
 
-    Binary arithmetic would make ⌈(1 − 0.3) · 10⌉ = 8; it is 7.
+    Binary arithmetic makes ⌈(1 − 0.7) · 10⌉ = 4; it is 3.
     """
     check_sparsity(sparsity)
     return max(1, math.ceil((1 - Fraction(repr(float(sparsity)))) * units))
