@@ -42,6 +42,12 @@ VARIANTS = {
     "mistral": {"model_type": "mistral", "sliding_window": None},
     "mistral sliding": {"model_type": "mistral", "sliding_window": 8},
     "qwen2": {"model_type": "qwen2"},
+    "qwen2 mixed": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 1,
+    },
     "qwen3": {"model_type": "qwen3"},
     "granite": {
         "model_type": "granite",

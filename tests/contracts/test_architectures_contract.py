@@ -17,6 +17,7 @@ from coec.types import GramSum
 SETTINGS = {"sparsity": 0.3, "samples": 24, "seq_len": 32, "forward_dtype": "float64"}
 BIASED = {
     "mistral sliding": "sliding window",
+    "qwen2 mixed": "sliding window",
     "qwen3": "bias on down_proj",
 }
 """Variants whose result no stock format can hold with biases, and what the error says."""

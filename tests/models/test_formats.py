@@ -93,6 +93,16 @@ def test_the_format_is_the_first_that_holds_the_model(variant, kv_heads, bias, s
     assert config["intermediate_size"] == 28
 
 
+@pytest.mark.parametrize("variant", ["llama", "qwen2"])
+def test_the_head_size_is_written_where_it_was_implied(variant):
+    """Fewer heads on the same hidden size would imply another."""
+    config = tm.raw_config(variant)
+    del config["head_dim"]
+    plan = Plan.of(config, Recipe(sparsity=0.3))
+    assert plan.output.config["head_dim"] == 4
+    assert plan.pruned_shapes["model.layers.0.self_attn.q_proj.weight"] == (24, 32)
+
+
 def test_a_llama_stored_as_mistral_has_no_window():
     config = chosen("llama").config
     assert config["architectures"] == ["MistralForCausalLM"]
