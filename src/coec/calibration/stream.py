@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from coec.errors import ModelError
 from coec.models.architectures import SITES
 from coec.models.checkpoint import Checkpoint, skeleton
 from coec.types import Gram, GramSum
@@ -47,17 +48,17 @@ class _Call:
 class _Recorder(nn.Module):
     """Stands in for a decoder layer, notes how it is called, and passes hidden states through."""
 
-    def __init__(self, layer: nn.Module, calls: list[_Call]) -> None:
+    def __init__(self, layer: nn.Module, calls: list[_Call], *, in_tuple: bool) -> None:
         super().__init__()
-        self._calls = calls
+        self._calls, self._in_tuple = calls, in_tuple
         # Some models read attributes of a layer, such as its attention type, before the call.
         for name, value in vars(layer).items():
             if not name.startswith("_") and not hasattr(self, name):
                 setattr(self, name, value)
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._calls.append(_Call(args, kwargs))
-        return hidden_states
+        return (hidden_states,) if self._in_tuple else hidden_states
 
 
 class DenseStream:
@@ -133,13 +134,26 @@ class DenseStream:
         base.norm = nn.Identity()
         states, calls = [], {}
         for batch in self._batches:
-            recorded: list[_Call] = []
-            base.layers = nn.ModuleList(_Recorder(layer, recorded) for layer in self._layers)
-            out = base(input_ids=batch.to(self._device), use_cache=False)
-            states.append(out.last_hidden_state.cpu())
-            calls[len(batch)] = recorded
+            state, calls[len(batch)] = self._record(batch)
+            states.append(state)
         base.embed_tokens.to("meta")
         return states, calls
+
+    def _record(
+        self, batch: Int[Tensor, "batch length"]
+    ) -> tuple[Float[Tensor, "batch length hidden"], list[_Call]]:
+        """Embeds a batch and notes how the model calls each of its layers."""
+        # Layers of some releases return a tuple, and their model takes its first element, which
+        # of a tensor would be the first row: the shape that comes out tells which is meant.
+        for in_tuple in (False, True):
+            calls: list[_Call] = []
+            self._base.layers = nn.ModuleList(
+                _Recorder(layer, calls, in_tuple=in_tuple) for layer in self._layers
+            )
+            out = self._base(input_ids=batch.to(self._device), use_cache=False).last_hidden_state
+            if out.shape[:-1] == batch.shape:
+                return out.cpu(), calls
+        raise ModelError("the decoder layers of this transformers release are called in a new way")
 
 
 def _accumulate(sums: dict[str, GramSum], name: str) -> Callable[..., None]:
