@@ -132,6 +132,16 @@ def test_kept_units_are_those_of_highest_score(dense, tokens, tmp_path):
     assert kept.tolist() == scores.topk(28).indices.sort().values.tolist()
 
 
+def test_random_units_follow_the_seed_and_differ_between_blocks(dense, tokens, tmp_path):
+    for out, seed in {"a": 0, "b": 0, "c": 1}.items():
+        coec.prune(dense, tmp_path / out, calibration=tokens, compensation="none",
+                   selection="random", seed=seed, **SETTINGS)  # fmt: skip
+    a, b, c = (load_file(tmp_path / out / "kept.safetensors") for out in "abc")
+    assert torch.equal(a["layers.0.mlp"], b["layers.0.mlp"])
+    assert not torch.equal(a["layers.0.mlp"], c["layers.0.mlp"])
+    assert not torch.equal(a["layers.0.mlp"], a["layers.1.mlp"])
+
+
 def test_the_working_precision_does_not_choose_the_units(dense, tokens, tmp_path):
     for dtype in ("float32", "float64"):
         coec.prune(dense, tmp_path / dtype, calibration=tokens, compensation="rcpu",
