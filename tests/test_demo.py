@@ -1,8 +1,8 @@
 """The demo does what it says, on less text."""
 
 import torch
-from transformers import AutoModelForCausalLM
 
+import tiny_models as tm
 from coec.demo import __main__ as demo
 
 
@@ -17,6 +17,6 @@ def test_the_demo_compares_repairs_and_leaves_a_checkpoint_and_a_plot(
         assert method in shown
     assert "sampled from the dense model" in shown
     assert (tmp_path / "out/demo.png").read_bytes().startswith(b"\x89PNG")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out/coec")
+    model = tm.load(tmp_path / "out/coec")
     assert model.dtype == torch.bfloat16
     assert model.config.intermediate_size == 404

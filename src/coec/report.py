@@ -6,6 +6,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from coec import __version__
 from coec.models.checkpoint import write_json
 
@@ -149,9 +151,10 @@ The licence of the dense model applies.
 
 def environment(device: str) -> dict[str, str]:
     """Versions and device, for the record."""
-    names = ("torch", "transformers", "safetensors", "tokenizers")
+    names = ("transformers", "safetensors", "tokenizers")
     return {
         "python": platform.python_version(),
+        "torch": torch.__version__,
         **{name: version(name) for name in names},
         "device": device,
         "machine": platform.machine(),
