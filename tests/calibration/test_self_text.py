@@ -55,3 +55,22 @@ def test_equal_logits_give_every_token_but_the_end():
     others = counts[torch.arange(tm.VOCABULARY) != 1]
     assert int((others > 0).sum()) > 290  # 2,200 draws: nothing is cut off the distribution
     assert float(others.max()) < 25
+
+
+def test_the_models_generation_settings_do_not_apply():
+    """Chat models end with several tokens and carry penalties; neither belongs in the text."""
+    plain, chatty = tm.tiny("llama", torch.float32), tm.tiny("llama", torch.float32)
+    own = chatty.generation_config
+    own.repetition_penalty, own.min_p, own.no_repeat_ngram_size = 5.0, 0.5, 2
+    own.temperature, own.max_length = 0.1, 4
+    assert torch.equal(draw(chatty).ids, draw(plain).ids)
+    assert chatty.generation_config is own
+
+
+def test_no_end_token_of_the_generation_settings_is_drawn(model):
+    ends = tm.tiny("llama", torch.float32)
+    ends.generation_config.eos_token_id = list(range(1, 150))
+    windows = draw(ends)
+    assert windows.ids.shape == (40, 12)
+    assert (windows.ids[:, 1:] >= 150).logical_or(windows.ids[:, 1:] == 0).all()
+    assert (draw(model).ids[:, 1:] < 150).any()

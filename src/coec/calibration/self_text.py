@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from coec.calibration.tokens import Windows, digest
 
@@ -24,8 +24,9 @@ def sample_from_model(
     """`samples` windows of `seq_len` tokens drawn from the model at temperature 1.
 
     Every window starts with what the tokenizer puts before an empty text (a BOS token), or, where
-    that is nothing, with one token drawn uniformly from the vocabulary; the end token is never
-    drawn. The global random state is left as it was.
+    that is nothing, with one token drawn uniformly from the vocabulary; the end tokens are never
+    drawn. Penalties and cut-offs of the model's generation_config.json do not apply. The global
+    random state is left as it was.
 
     Args:
         model: the dense model, in memory.
@@ -36,33 +37,45 @@ def sample_from_model(
     """
     start = list(tokenizer("")["input_ids"]) if tokenizer is not None else []
     vocabulary = int(model.config.vocab_size)
-    eos = model.config.eos_token_id
-    banned = [] if eos is None else ([eos] if isinstance(eos, int) else list(eos))
+    own = model.generation_config
+    banned = sorted(_ids(model.config.eos_token_id) | _ids(own.eos_token_id))
     rows = []
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         torch.manual_seed(seed)
-        for first in range(0, samples, BATCH):
-            count = min(BATCH, samples - first)
-            if start:
-                prompt = torch.tensor([start]).expand(count, -1)
-            else:
-                prompt = torch.randint(vocabulary, (count, 1))
-            prompt = prompt.to(model.device)
-            rows.append(
-                model.generate(
-                    prompt,
-                    attention_mask=torch.ones_like(prompt),
-                    do_sample=True,
-                    temperature=1.0,
-                    top_k=0,
-                    top_p=1.0,
-                    max_new_tokens=seq_len - prompt.shape[1],
-                    suppress_tokens=banned or None,
-                    pad_token_id=banned[0] if banned else 0,
-                ).cpu()
-            )
-            if progress:
-                progress("sampling text", first + count, samples)
+        # generate() merges the model's generation configuration into every other.
+        model.generation_config = GenerationConfig()
+        try:
+            for first in range(0, samples, BATCH):
+                count = min(BATCH, samples - first)
+                if start:
+                    prompt = torch.tensor([start]).expand(count, -1)
+                else:
+                    prompt = torch.randint(vocabulary, (count, 1))
+                prompt = prompt.to(model.device)
+                rows.append(
+                    model.generate(
+                        prompt,
+                        attention_mask=torch.ones_like(prompt),
+                        do_sample=True,
+                        temperature=1.0,
+                        top_k=0,
+                        top_p=1.0,
+                        max_new_tokens=seq_len - prompt.shape[1],
+                        suppress_tokens=banned or None,
+                        pad_token_id=banned[0] if banned else 0,
+                    ).cpu()
+                )
+                if progress:
+                    progress("sampling text", first + count, samples)
+        finally:
+            model.generation_config = own
     ids = torch.cat(rows)
     return Windows(ids, f"self (seed {seed})", ids.numel(), digest(ids), len(start))
+
+
+def _ids(tokens: int | list[int] | None) -> set[int]:
+    """Token ids, however a configuration writes them."""
+    if tokens is None:
+        return set()
+    return {tokens} if isinstance(tokens, int) else set(tokens)
