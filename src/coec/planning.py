@@ -133,10 +133,12 @@ def resolve_seq_len(asked: int | None, positions: int, default: int) -> int:
     """The window length: as asked, or the default capped at the model's positions.
 
     Raises:
-        OptionError: more was asked than the model has positions.
+        OptionError: more was asked than the model has positions, or too little to predict.
     """
     if asked is None:
         return min(default, positions)
+    if asked < 2:
+        raise OptionError(f"--seq-len must be at least 2, got {asked}")
     if asked > positions:
         raise OptionError(
             f"--seq-len {asked} is beyond the model's {positions} positions; "

@@ -113,3 +113,22 @@ def test_a_trained_model_reads_stories_better_than_noise(shared, tmp_path):
     result = coec.perplexity(folder, str(tmp_path / "text.txt"), seq_len=256)
     assert 3 < result.perplexity < 7
     assert result.special_tokens == 1
+
+
+@pytest.mark.parametrize("length", [1, 0, -3])
+def test_a_window_that_predicts_nothing_is_an_error(length, folders):
+    with pytest.raises(OptionError, match=f"--seq-len must be at least 2, got {length}"):
+        coec.perplexity(folders[0], IDS, seq_len=length)
+
+
+def test_text_of_the_model_is_at_least_one_window(folders):
+    with pytest.raises(OptionError, match="samples must be a whole number of at least 1, got 0"):
+        coec.perplexity(folders[0], "self", baseline=folders[0], seq_len=16, samples=0)
+
+
+def test_text_may_be_named_by_a_path(folders, tmp_path):
+    path = tmp_path / "text.txt"
+    tm.text_file(path, 200)
+    by_path, by_name = (coec.perplexity(folders[0], p, seq_len=32) for p in (path, str(path)))
+    assert by_path.perplexity == by_name.perplexity
+    assert by_path.text == str(path)

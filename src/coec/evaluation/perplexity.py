@@ -63,7 +63,7 @@ class Perplexity:
 
 def perplexity(
     model: str | Path,
-    text: str | Tensor = "wikitext2",
+    text: str | Path | Tensor = "wikitext2",
     *,
     seq_len: int | None = None,
     baseline: str | Path | None = None,
@@ -96,6 +96,8 @@ def perplexity(
     chosen = choose_device(device)
     if dtype is not None and dtype not in DTYPES:
         raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if samples < 1:
+        raise OptionError(f"samples must be a whole number of at least 1, got {samples}")
     folder = _checked(find_model(model))
     base_folder = _checked(find_model(baseline)) if baseline is not None else None
     positions, vocabulary = _sizes(folder)
@@ -188,14 +190,16 @@ def _picked(log_p: Tensor, ids: Int[Tensor, "n length"]) -> Tensor:
     return log_p.gather(-1, ids[:, 1:, None])
 
 
-def _stream(text: str | Tensor, folder: Path, split: Split, text_column: str) -> Stream:
+def _stream(text: str | Path | Tensor, folder: Path, split: Split, text_column: str) -> Stream:
     if isinstance(text, Tensor):
         if text.is_floating_point() or text.ndim not in (1, 2):
             raise CalibrationError(
                 "a text tensor holds integer ids of shape (n,) or (rows, length)"
             )
         return Stream(text.long().cpu(), "tensor", "")
-    return read_stream(text, lambda: load_tokenizer(folder), split=split, text_column=text_column)
+    return read_stream(
+        str(text), lambda: load_tokenizer(folder), split=split, text_column=text_column
+    )
 
 
 def _checked(folder: Path) -> Path:
