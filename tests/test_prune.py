@@ -9,8 +9,10 @@ from safetensors.torch import load_file
 
 import coec
 import tiny_models as tm
+from coec.errors import OptionError
 from coec.models import checkpoint as checkpoint_module
 from coec.models.checkpoint import Checkpoint
+from coec.recipe import Recipe
 from coec.types import Compensation
 
 SETTINGS = {"samples": 24, "seq_len": 32}
@@ -270,3 +272,20 @@ def test_a_real_model_on_real_text_reloads_and_writes(shared, tmp_path):
     prompt = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False)
     ids = model.generate(**prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
     assert tokenizer.decode(ids[0], skip_special_tokens=True).startswith("Once upon a time")
+
+
+def test_calibration_may_be_named_by_a_path(dense, tmp_path):
+    path = tmp_path / "text.txt"
+    tm.text_file(path)
+    report = coec.prune(dense, tmp_path / "out", calibration=path, samples=20, seq_len=32,
+                        compensation="none")  # fmt: skip
+    assert report.recipe["calibration"] == report.calibration["source"] == str(path)
+
+
+def test_a_recipe_and_settings_at_once_are_refused(dense, tokens, tmp_path):
+    recipe = Recipe(calibration=tokens, **SETTINGS)
+    with pytest.raises(OptionError, match="a recipe or settings, not both; got 'sparsity' too"):
+        coec.prune(dense, tmp_path / "out", recipe, sparsity=0.5)
+    with pytest.raises(OptionError, match="a recipe or settings, not both"):
+        coec.plan(dense, recipe, alpha=0.5)
+    assert not (tmp_path / "out").exists()

@@ -24,7 +24,7 @@ from coec.calibration.tokens import (
     sample_windows,
 )
 from coec.compensation import compensate
-from coec.errors import CalibrationError, NumericalError
+from coec.errors import CalibrationError, NumericalError, OptionError
 from coec.models.architectures import ATTENTION, SITES, Site
 from coec.models.checkpoint import (
     CARRIED_FILES,
@@ -57,7 +57,7 @@ def plan(model: str | Path, recipe: Recipe | None = None, **settings: Any) -> Pl
     Raises:
         CoecError: the model or a setting cannot be used.
     """
-    recipe = recipe or Recipe.of(**settings)
+    recipe = _recipe(recipe, settings)
     return Plan.of(read_config(find_model(model, weights=False)), recipe)
 
 
@@ -93,7 +93,7 @@ def prune(
         >>> report = coec.prune("llama", "llama-70", sparsity=0.3, calibration="wiki.txt")
         >>> report.plan["parameters"]
     """
-    recipe = recipe or Recipe.of(**settings)
+    recipe = _recipe(recipe, settings)
     seconds = _Stopwatch()
     folder, out = find_model(model), Path(out)
     check_output(out, folder, force)
@@ -147,6 +147,15 @@ def prune(
         )
         report.write(temporary)
     return report
+
+
+def _recipe(recipe: Recipe | None, settings: dict[str, Any]) -> Recipe:
+    """The recipe given, or made of settings; both at once would leave one unheard."""
+    if recipe is None:
+        return Recipe.of(**settings)
+    if settings:
+        raise OptionError(f"give a recipe or settings, not both; got '{next(iter(settings))}' too")
+    return recipe
 
 
 def _solve_block(

@@ -52,7 +52,7 @@ class Recipe:
     selection: str | Callable[..., Tensor] = "rcpu"
     compensation: str | Callable[..., Compensation] = "coec"
     options: dict[str, Any] = field(default_factory=dict)
-    calibration: str | Tensor = "wikitext2"
+    calibration: str | Path | Tensor = "wikitext2"
     samples: int = 128
     seq_len: int | None = None
     seed: int = 0
@@ -133,7 +133,9 @@ class Recipe:
             "selection": _name(self.selection),
             "compensation": _name(self.compensation),
             "options": {**defaults, **self.options},
-            "calibration": self.calibration if isinstance(self.calibration, str) else "tensor",
+            "calibration": "tensor"
+            if isinstance(self.calibration, Tensor)
+            else str(self.calibration),
             "samples": self.samples,
             "seq_len": self.seq_len,
             "seed": self.seed,
