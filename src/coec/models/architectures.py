@@ -171,6 +171,13 @@ class Shape:
             layers, ffn = int(config["num_hidden_layers"]), int(config["intermediate_size"])
         except KeyError as error:
             raise ModelError(f"config.json lacks {error}") from error
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            raise ModelError(f"a size in config.json is no whole number: {error}") from error
+        if min(layers, hidden, head_dim, heads, kv_heads, ffn) < 1:
+            raise ModelError(
+                f"a size in config.json is below 1 ({layers} layers, hidden size {hidden}, {heads} "
+                f"heads of {head_dim}, {kv_heads} KV groups, {ffn} intermediate channels)"
+            )
         if heads % kv_heads:
             raise ModelError(f"{heads} query heads do not divide into {kv_heads} KV groups")
         return cls(layers, hidden, head_dim, kv_heads, heads // kv_heads, ffn)

@@ -80,11 +80,13 @@ def read_config(model: Path) -> dict[str, Any]:
     """The raw config.json of a model folder (or the file itself)."""
     path = model if model.is_file() else model / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelError(f"no config.json in '{model}': it is not a model folder") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"'{path}' is not valid JSON: {error}") from error
+    except OSError as error:
+        raise ModelError(f"'{path}' cannot be read: {error.strerror}") from error
     if not isinstance(config, dict):
         raise ModelError(f"'{path}' holds no JSON object")
     return config
@@ -140,8 +142,11 @@ class Checkpoint:
         config = read_config(folder)
         if (folder / INDEX).is_file():
             try:
-                names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-            except (json.JSONDecodeError, KeyError, AttributeError) as error:
+                index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+                names = sorted(set(index["weight_map"].values()))
+                if not all(isinstance(name, str) for name in names):
+                    raise TypeError("a file name is no text")
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ModelError(f"'{folder / INDEX}' is damaged: {error!r}") from error
         elif (folder / WEIGHTS).is_file():
             names = [WEIGHTS]
@@ -280,7 +285,7 @@ class ShardWriter:
 
 def write_json(path: Path, content: Any) -> None:
     """Writes JSON as transformers does: indented, keys as given."""
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def check_output(out: Path, model: Path, force: bool) -> None:
@@ -324,16 +329,18 @@ def atomic_folder(out: Path) -> Iterator[Path]:
     """
     out = out.resolve()
     made = [parent for parent in out.parents if not parent.exists()]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
+    temporary = None
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
         yield temporary
         temporary.chmod(0o755)
         _replace(temporary, out)
     except (OSError, SafetensorError) as error:
         raise OutputError(f"could not write '{out}': {error}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
         for parent in made:
             if parent.exists() and not any(parent.iterdir()):
                 parent.rmdir()
