@@ -187,3 +187,16 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="the tokenizer in .* cannot be loaded"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("rows", [["a", None, "c"], [1, 2, 3]])
+def test_a_parquet_row_without_text_is_not_turned_into_words(rows, tokenizer, tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "t.parquet")
+    with pytest.raises(CalibrationError, match=r"row [12], has no text .*--text-column"):
+        read(tmp_path / "t.parquet", tokenizer)
+
+
+def test_fractions_in_a_safetensors_file_are_no_token_ids(tmp_path):
+    save_file({"input_ids": torch.rand(3, 4)}, tmp_path / "f.safetensors")
+    with pytest.raises(CalibrationError, match="holds no token ids.*float32"):
+        read(tmp_path / "f.safetensors", None)

@@ -240,11 +240,16 @@ def _parquet_column(path: Path, column: str) -> list[str]:
                 f"'{path}' has no column '{column}' (it has: {', '.join(names)}); "
                 "name it with --text-column"
             )
-        return [
-            str(text) for text in parquet.read_table(path, columns=[column])[column].to_pylist()
-        ]
+        texts = parquet.read_table(path, columns=[column])[column].to_pylist()
     except arrow.ArrowInvalid as error:
         raise CalibrationError(f"'{path}' is not a parquet file: {error}") from error
+    for number, text in enumerate(texts, 1):
+        if not isinstance(text, str):
+            raise CalibrationError(
+                f"'{path}', row {number}, has no text in column '{column}' (it has: {text!r:.40}); "
+                "leave such rows out, or name another column with --text-column"
+            )
+    return texts
 
 
 def _read_token_file(path: Path) -> Tensor:
@@ -256,7 +261,10 @@ def _read_token_file(path: Path) -> Tensor:
                 np.load(path, allow_pickle=False).astype(np.int64, casting="safe")
             )
         else:
-            ids = load_file(path)["input_ids"].long()
+            ids = load_file(path)["input_ids"]
+            if ids.is_floating_point():
+                raise TypeError(f"its 'input_ids' are {ids.dtype}")
+            ids = ids.long()
     except (ValueError, TypeError, KeyError, OSError, SafetensorError) as error:
         raise CalibrationError(
             f"'{path}' holds no token ids (an integer .npy array, or a safetensors file with "
