@@ -287,3 +287,54 @@ def test_a_hub_name_is_found_in_the_hubs_cache(tmp_path):
     assert shown.returncode == 0, shown.stderr
     assert json.loads(shown.stdout)["model"] == "org/tiny"
     assert tm.load(tmp_path / "out").config.intermediate_size == 28
+
+
+def test_memory_of_the_cpu_that_runs_out_is_one_line(dense, run, monkeypatch):
+    """torch raises a plain RuntimeError there; others are bugs and keep their traceback."""
+    monkeypatch.setattr("coec.cli.perplexity", lambda *args, **kwargs: torch.empty(10**15))
+    status, out, err = run("eval", dense)
+    assert status == 1
+    assert out == ""
+    assert err == "coec: out of memory: lower --samples or --seq-len\n"
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("coec.cli.perplexity", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run("eval", dense)
+
+
+def test_an_interrupted_run_says_that_nothing_was_written(
+    dense, tokens, run, monkeypatch, tmp_path
+):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("coec.pruning._solve_block", interrupted)
+    status, out, err = run("prune", dense, tmp_path / "out", "--calibration", tokens,
+                           "--samples", 24, "--seq-len", 32)  # fmt: skip
+    assert status == 130
+    assert out == ""
+    assert err.rstrip().endswith("coec: interrupted; nothing was written")
+    assert [p.name for p in tmp_path.iterdir()] == ["tokens.npy"]
+
+
+def test_a_recipe_file_that_cannot_be_read_is_one_line(dense, run, tmp_path):
+    for path, match in ((tmp_path, "cannot be read"), (tmp_path / "no.toml", "no configuration")):
+        status, out, err = run("prune", dense, tmp_path / "out", "--config", path)
+        assert status == 1
+        assert out == ""
+        assert err.count("\n") == 1
+        assert match in err
+
+
+def test_eval_with_json_is_one_object_for_a_program(dense, tokens):
+    shown = subprocess.run(
+        [sys.executable, "-m", "coec", "eval", str(dense), "--text", tokens, "--seq-len", "32",
+         "--json"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.count("\n") == 1
+    assert json.loads(shown.stdout)["tokens"] == 24 * 31

@@ -39,6 +39,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+INTERRUPTED = 130
+"""The exit status that typer gives to Ctrl-C."""
+
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
 results = Console(highlight=False, soft_wrap=True)
 
@@ -64,9 +67,14 @@ def main() -> None:
     except (MemoryError, torch.OutOfMemoryError) as error:
         reason = str(error).strip().splitlines()[:1]
         _fail(f"out of memory: lower --samples or --seq-len, or use --device cpu {reason}")
-    except KeyboardInterrupt:
-        print("coec: interrupted; nothing was written", file=sys.stderr)
-        sys.exit(130)
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" not in str(error):  # what torch raises for the CPU's memory
+            raise
+        _fail("out of memory: lower --samples or --seq-len")
+    except SystemExit as error:
+        if error.code == INTERRUPTED:
+            print("coec: interrupted; nothing was written", file=sys.stderr)
+        raise
 
 
 def _fail(message: str) -> None:

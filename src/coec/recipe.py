@@ -155,6 +155,8 @@ def read_settings(path: Path) -> dict[str, Any]:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise OptionError(f"no configuration file '{path}'") from error
+    except OSError as error:
+        raise OptionError(f"'{path}' cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise OptionError(f"'{path}' is not valid TOML: {error}") from error
     for key, value in content.items():
