@@ -6,8 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from coec.models.checkpoint import Checkpoint
 
 HIDDEN, FFN, VOCABULARY, POSITIONS = 32, 40, 300, 64
 BASE = {
@@ -132,6 +135,32 @@ def logits(model, ids: torch.Tensor | None = None) -> torch.Tensor:
 def load(folder: Path, dtype: torch.dtype | None = None):
     """What a user does with a written checkpoint."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto").eval()
+
+
+def masked(dense, out):
+    """The dense model with the written consumers spread back over all columns, zeros elsewhere."""
+    kept, written = load_file(out / "kept.safetensors"), Checkpoint.open(out)
+    width = dense.model.layers[0].self_attn.head_dim
+    width *= dense.config.num_attention_heads // dense.config.num_key_value_heads
+    with torch.no_grad():
+        for index, layer in enumerate(dense.model.layers):
+            consumers = {
+                "attention": (layer.self_attn, "o_proj", width),
+                "mlp": (layer.mlp, "down_proj", 1),
+            }
+            for site, (parent, name, columns) in consumers.items():
+                module = getattr(parent, name)
+                units = kept[f"layers.{index}.{site}"]
+                chosen = (units[:, None] * columns + torch.arange(columns)).flatten()
+                full = torch.zeros_like(module.weight)
+                prefix = "self_attn" if site == "attention" else "mlp"
+                stored = f"model.layers.{index}.{prefix}.{name}"
+                full[:, chosen] = written.tensor(f"{stored}.weight")
+                module.weight.copy_(full)
+                if f"{stored}.bias" in written.files:
+                    bias = written.tensor(f"{stored}.bias")
+                    module.bias = torch.nn.Parameter(bias.to(full))
+    return dense
 
 
 def readable(folder: Path, copy: Path) -> Path:

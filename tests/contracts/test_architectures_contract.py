@@ -31,32 +31,6 @@ def folders(tmp_path_factory):
     return {name: tm.save(tm.tiny(name), root / name) for name in tm.VARIANTS}, tokens
 
 
-def masked(dense, out):
-    """The dense model with the written consumers spread back over all columns, zeros elsewhere."""
-    kept, written = load_file(out / "kept.safetensors"), Checkpoint.open(out)
-    config = dense.config
-    width = config.head_dim * config.num_attention_heads // config.num_key_value_heads
-    with torch.no_grad():
-        for index, layer in enumerate(dense.model.layers):
-            consumers = {
-                "attention": (layer.self_attn, "o_proj", width),
-                "mlp": (layer.mlp, "down_proj", 1),
-            }
-            for site, (parent, name, columns) in consumers.items():
-                module = getattr(parent, name)
-                units = kept[f"layers.{index}.{site}"]
-                chosen = (units[:, None] * columns + torch.arange(columns)).flatten()
-                full = torch.zeros_like(module.weight)
-                prefix = "self_attn" if site == "attention" else "mlp"
-                stored = f"model.layers.{index}.{prefix}.{name}"
-                full[:, chosen] = written.tensor(f"{stored}.weight")
-                module.weight.copy_(full)
-                if f"{stored}.bias" in written.files:
-                    bias = written.tensor(f"{stored}.bias")
-                    module.bias = torch.nn.Parameter(bias)
-    return dense
-
-
 def test_every_architecture_has_a_variant():
     assert {v["model_type"] for v in tm.VARIANTS.values()} == set(ARCHITECTURES)
 
@@ -74,7 +48,7 @@ def test_a_written_checkpoint_computes_the_masked_dense_model(
             coec.prune(models[variant], tmp_path / "out", **settings)
         return
     report = coec.prune(models[variant], tmp_path / "out", **settings)
-    expected = tm.logits(masked(tm.load(models[variant]), tmp_path / "out"))
+    expected = tm.logits(tm.masked(tm.load(models[variant]), tmp_path / "out"))
     loaded = tm.load(tmp_path / "out")
     by_name = getattr(transformers, loaded.config.architectures[0])
     assert loaded.config.intermediate_size == 28
