@@ -1,6 +1,7 @@
 """What a run writes, on tiny random models."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -289,3 +290,68 @@ def test_a_recipe_and_settings_at_once_are_refused(dense, tokens, tmp_path):
     with pytest.raises(OptionError, match="a recipe or settings, not both"):
         coec.plan(dense, recipe, alpha=0.5)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_repair_is_told_what_the_kept_value_heads_write(dense, tokens, tmp_path):
+    """Each kept head's rows once for every query head; nothing at the MLP."""
+    seen = []
+
+    def spy(weight, gram, kept, *, value_weight=None):
+        seen.append((kept.kept.tolist(), value_weight))
+        return Compensation(weight[:, kept.kept])
+
+    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation=spy, **SETTINGS)
+    written = weights(tmp_path / "out")
+    told = [value for columns, value in seen if len(columns) == 24]
+    assert [value for columns, value in seen if len(columns) == 28] == [None, None]
+    for index, value in enumerate(told):
+        rows = written[f"model.layers.{index}.self_attn.v_proj.weight"].double()
+        heads = rows.reshape(3, 1, 4, tm.HIDDEN).expand(3, 2, 4, tm.HIDDEN)
+        assert torch.equal(value, heads.reshape(24, tm.HIDDEN))
+    assert len(told) == 2
+
+
+def test_attention_is_aligned_and_the_mlp_is_not(dense, tokens, tmp_path):
+    report = coec.prune(dense, tmp_path / "out", calibration=tokens, rounds=2, **SETTINGS)
+    for site in report.sites:
+        assert ("alignment_before" in site) == (site["site"] == "attention")
+    without = coec.prune(dense, tmp_path / "w", calibration=tokens, rounds=2, lambda_a=0.0,
+                         **SETTINGS)  # fmt: skip
+    assert not any("alignment_before" in site for site in without.sites)
+
+
+def test_random_units_differ_between_blocks_and_seeds(dense, tokens, tmp_path):
+    kept = {}
+    for out, seed in {"a": 0, "b": 0, "c": 1}.items():
+        coec.prune(dense, tmp_path / out, calibration=tokens, selection="random", seed=seed,
+                   compensation="none", **SETTINGS)  # fmt: skip
+        kept[out] = load_file(tmp_path / out / "kept.safetensors")
+    assert kept["a"].keys() == {
+        f"layers.{i}.{site}" for i in (0, 1) for site in ("attention", "mlp")
+    }
+    assert all(torch.equal(kept["a"][name], kept["b"][name]) for name in kept["a"])
+    assert not torch.equal(kept["a"]["layers.0.mlp"], kept["c"]["layers.0.mlp"])
+    assert not torch.equal(kept["a"]["layers.0.mlp"], kept["a"]["layers.1.mlp"])
+
+
+def test_both_models_of_a_relabelled_card_are_named(dense, tokens, tmp_path):
+    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation="none", **SETTINGS)
+    card = (tmp_path / "out/README.md").read_text()
+    assert "stored as `mistral` (not llama: hidden size 32 is not a multiple of 6 heads)" in card
+    for loader in ("transformers", "vLLM", "SGLang", "llama.cpp"):
+        assert f"- {loader}: " in card
+
+
+def test_what_belongs_to_the_model_travels_and_nothing_else(dense, tokens, tmp_path):
+    source = tmp_path / "dense"
+    shutil.copytree(dense, source)
+    carried = {"LICENSE": "text", "chat_template.jinja": "{{ x }}", "special_tokens_map.json": "{}"}
+    for name, text in {**carried, "training_args.bin": "x", "notes.md": "x"}.items():
+        (source / name).write_text(text)
+    coec.prune(source, tmp_path / "out", calibration=tokens, compensation="none", **SETTINGS)
+    for name, text in carried.items():
+        assert (tmp_path / "out" / name).read_text() == text
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
+        [*carried, "README.md", "coec.json", "config.json", "generation_config.json",
+         "kept.safetensors", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    )  # fmt: skip

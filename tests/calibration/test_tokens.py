@@ -200,3 +200,9 @@ def test_fractions_in_a_safetensors_file_are_no_token_ids(tmp_path):
     save_file({"input_ids": torch.rand(3, 4)}, tmp_path / "f.safetensors")
     with pytest.raises(CalibrationError, match="holds no token ids.*float32"):
         read(tmp_path / "f.safetensors", None)
+
+
+def test_windows_keep_the_order_of_the_text():
+    windows = sample_windows(stream_of(range(500)), samples=20, seq_len=10, seed=0, vocabulary=500)
+    assert windows.ids[:, 0].tolist() == sorted(windows.ids[:, 0].tolist())
+    assert windows.ids[:, 0].tolist() != list(range(0, 200, 10))
