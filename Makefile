@@ -6,6 +6,9 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 BIN := .venv/bin
 CODE := src tests tools benchmarks
 
+# Threads that spin at barriers while another process holds their core cost a factor of ten.
+export OMP_WAIT_POLICY ?= passive
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format bench clean
 
