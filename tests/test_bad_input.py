@@ -65,6 +65,21 @@ def test_an_encoder(model, refused):
     refused(ModelError, "not a decoder-only language model")
 
 
+def test_a_classifier(model, refused):
+    edit_config(model, architectures=["LlamaForSequenceClassification"])
+    refused(ModelError, "not a decoder-only language model")
+
+
+def test_fewer_layers_in_the_configuration_than_on_disk(model, refused):
+    edit_config(model, num_hidden_layers=1)
+    refused(ModelError, r"more layers than the 1 in config\.json \(first: model\.layers\.1\.")
+
+
+def test_a_quantisation_in_words(model, refused):
+    edit_config(model, quantization_config="int4")
+    refused(ModelError, r"quantised \(int4\)")
+
+
 def test_an_encoder_with_a_decoder(model, refused):
     edit_config(model, model_type="t5", is_encoder_decoder=True)
     refused(ModelError, "not a decoder-only language model")

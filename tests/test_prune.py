@@ -195,6 +195,17 @@ def test_the_dtype_is_kept_unless_asked(dtype, tokens, tmp_path):
     assert tm.load(tmp_path / "asked").dtype == getattr(torch, dtype)
 
 
+def test_both_names_of_the_dtype_are_kept_true(dense, tokens, tmp_path):
+    copy = shutil.copytree(dense, tmp_path / "dense")
+    config = json.loads((copy / "config.json").read_text())
+    config |= {"dtype": "float32", "torch_dtype": "float32"}
+    (copy / "config.json").write_text(json.dumps(config))
+    coec.prune(copy, tmp_path / "out", calibration=tokens, compensation="none", dtype="bfloat16",
+               **SETTINGS)  # fmt: skip
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["dtype"] == written["torch_dtype"] == "bfloat16"
+
+
 def test_many_shards_are_written_and_read(dense, tokens, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_module, "MAX_SHARD", "20KB")
     coec.prune(dense, tmp_path / "many", calibration=tokens, compensation="none", **SETTINGS)

@@ -273,8 +273,8 @@ def _calibration_source(
 def _write_side_files(folder: Path, checkpoint: Checkpoint, todo: Plan, dtype: torch.dtype) -> None:
     """config.json with the dtype written, and the files that travel unchanged."""
     config = dict(todo.output.config)
-    key = "dtype" if "dtype" in config or "torch_dtype" not in config else "torch_dtype"
-    config[key] = _dtype_name(dtype)
+    for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
+        config[key] = _dtype_name(dtype)
     write_json(folder / "config.json", config)
     for name in CARRIED_FILES:
         source = checkpoint.folder / name

@@ -24,8 +24,8 @@ def sample_from_model(
     """`samples` windows of `seq_len` tokens drawn from the model at temperature 1.
 
     Every window starts with what the tokenizer puts before an empty text (a BOS token), or, where
-    that is nothing, with one token drawn uniformly from the vocabulary; the end tokens are never
-    drawn. Penalties and cut-offs of the model's generation_config.json do not apply. The global
+    that is nothing, with one token drawn uniformly from the vocabulary; no end token is drawn after
+    that. Penalties and cut-offs of the model's generation_config.json do not apply. The global
     random state is left as it was.
 
     Args:

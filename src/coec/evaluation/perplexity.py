@@ -110,7 +110,7 @@ def perplexity(
     if isinstance(text, str) and text == "self":
         if base_folder is None:
             raise OptionError("--text self samples from the baseline: give --baseline DENSE")
-        windows = None
+        tokenizer, windows = load_tokenizer(base_folder), None
     else:
         windows = all_windows(
             _stream(text, folder, split, text_column), seq_len=length, vocabulary=vocabulary
@@ -119,10 +119,9 @@ def perplexity(
     base = _load(base_folder, chosen, dtype) if base_folder is not None else None
     if windows is None:
         assert base is not None
-        assert base_folder is not None
         windows = sample_from_model(
             base,
-            load_tokenizer(base_folder),
+            tokenizer,
             samples=samples,
             seq_len=length,
             seed=seed,

@@ -121,16 +121,18 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
     Raises:
         ModelError: the model is an encoder, quantised, or of a type not listed.
     """
-    model_type = config.get("model_type")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown method")
+    model_type = str(config.get("model_type"))
+    quantisation = config.get("quantization_config")
+    if quantisation:
+        known = isinstance(quantisation, dict)
+        method = quantisation.get("quant_method", "unknown method") if known else quantisation
         raise ModelError(
             f"the weights are quantised ({method}): pruning needs float weights; "
             "use the original checkpoint, prune it, then quantise the result"
         )
-    if config.get("is_encoder_decoder") or any(
-        name.endswith(("ForMaskedLM", "ForConditionalGeneration"))
-        for name in config.get("architectures") or []
+    classes = config.get("architectures") or ["ForCausalLM"]
+    if config.get("is_encoder_decoder") or not any(
+        str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in classes
     ):
         raise ModelError(
             f"'{model_type}' is not a decoder-only language model; "

@@ -4,6 +4,7 @@ The only module that knows file names.
 """
 
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ CARRIED_FILES = (
 )
 """Files copied unchanged from the dense model when it has them."""
 
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 FLOAT_DTYPES = {
     "F64": torch.float64,
@@ -191,6 +193,13 @@ class Checkpoint:
             raise ModelError(
                 f"'{self.folder}' lacks {len(missing)} of {len(expected)} tensors "
                 f"(first: {missing[0]}); download it again"
+            )
+        layers = 1 + max(int(found[1]) for name in expected if (found := LAYER.match(name)))
+        beyond = [n for n in self.files if (found := LAYER.match(n)) and int(found[1]) >= layers]
+        if beyond:
+            raise ModelError(
+                f"'{self.folder}' holds more layers than the {layers} in config.json "
+                f"(first: {beyond[0]}); mend num_hidden_layers"
             )
         dtypes = set()
         for file_name in sorted(set(self.files.values())):
