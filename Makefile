@@ -6,8 +6,9 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 BIN := .venv/bin
 CODE := src tests tools benchmarks
 
-# Threads that spin at barriers while another process holds their core cost a factor of ten.
-export OMP_WAIT_POLICY ?= passive
+# The matrices here are small: one thread is about as fast as two, and does not spin at barriers
+# while another process holds the core, which costs a factor of ten (docs/LOG.md).
+export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format bench clean

@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from coec import CoecError
+from coec.calibration.self_text import sample_from_model
+from coec.calibration.tokens import load_tokenizer
 from coec.demo.plot import draw
 from coec.evaluation.perplexity import Perplexity, perplexity
 from coec.pruning import prune
@@ -45,6 +47,7 @@ def run(
         "Calibration and evaluation text: sampled from the dense model itself (two seeds).\n"
     )
     reports, scores = {}, {}
+    text = _evaluation_text()
     with _bars() as bars:
         overall = bars.add_task("repairs", total=len(METHODS))
         for method in METHODS:
@@ -52,10 +55,7 @@ def run(
                 MODEL, out / method, force=True, sparsity=SPARSITY, compensation=method,
                 calibration="self", samples=WINDOWS, seq_len=SEQ_LEN, seed=CALIBRATION_SEED,
             )  # fmt: skip
-            scores[method] = perplexity(
-                out / method, "self", baseline=MODEL, samples=WINDOWS, seq_len=SEQ_LEN,
-                seed=EVALUATION_SEED,
-            )  # fmt: skip
+            scores[method] = perplexity(out / method, text, baseline=MODEL, seq_len=SEQ_LEN)
             bars.advance(overall)
     _check_same_kept(out)
     console.print(_table(reports, scores))
@@ -63,6 +63,14 @@ def run(
     picture = draw(reports, scores, out / "demo.png")
     console.print(f"\ncheckpoint  {out / 'coec'}  (stock transformers loads it; see its README.md)")
     console.print(f"plot        {picture}")
+
+
+def _evaluation_text() -> torch.Tensor:
+    """What `coec eval --text self` samples, once for all repairs."""
+    dense: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    return sample_from_model(
+        dense.eval(), load_tokenizer(MODEL), samples=WINDOWS, seq_len=SEQ_LEN, seed=EVALUATION_SEED
+    ).ids
 
 
 def _bars() -> Progress:
