@@ -53,6 +53,34 @@ def test_directions_without_information_stay_where_they_were():
         assert float((U - nearest).norm()) <= float((other - nearest).norm()) + EXACT
 
 
+@pytest.mark.parametrize("m", [2, 3, 4])
+def test_a_frame_is_completed_where_nearest_points_at_what_is_taken(m):
+    """The free column of `nearest` is the one direction that A already fixes."""
+    axes = torch.eye(m, dtype=torch.float64)
+    A = torch.zeros(m, 2, dtype=torch.float64)
+    A[0, 0] = 1
+    with recording():
+        U = polar(A, nearest=axes[:, [1, 0]])
+    torch.testing.assert_close(U.T @ U, torch.eye(2, dtype=A.dtype), rtol=0, atol=EXACT)
+    assert float((U * A).sum()) == pytest.approx(1, rel=EXACT)
+
+
+def test_frames_stay_orthonormal_on_axis_aligned_matrices():
+    """Zeros that are exact: nothing is left to rounding."""
+    for seed in range(60):
+        generator = torch.Generator().manual_seed(seed)
+        m = int(torch.randint(2, 7, (), generator=generator))
+        b = int(torch.randint(1, m + 1, (), generator=generator))
+        axes = torch.eye(m, dtype=torch.float64)
+        nearest = axes[:, torch.randperm(m, generator=generator)[:b]]
+        lit = torch.rand(b, generator=generator) < 0.5
+        A = axes[:, torch.randperm(m, generator=generator)[:b]] * lit
+        with recording():
+            U = polar(A, nearest=nearest)
+        torch.testing.assert_close(U.T @ U, torch.eye(b, dtype=A.dtype), rtol=0, atol=EXACT)
+        assert float((U * A).sum()) == pytest.approx(int(lit.sum()), abs=EXACT)
+
+
 def test_a_zero_matrix_keeps_everything():
     nearest = problems.orthonormal(6, 3)
     with recording():

@@ -28,13 +28,9 @@ def polar(
     record("polar factor of a singular matrix: directions without information kept as they were")
     P, Q = P[:, :rank], Qt[:rank].T
     null = Qt[rank:].T
-    remainder = nearest @ null
-    # Twice is enough (Kahan): the columns end orthogonal to P to rounding.
-    for _ in range(2):
-        remainder = remainder - P @ (P.T @ remainder)
-    completion = polar(remainder)
-    completion = completion - P @ (P.T @ completion)
-    return P @ Q.T + completion @ null.T
+    # In a basis of what P leaves, every factor is orthogonal to P, even where `nearest` lies in P.
+    rest = torch.linalg.qr(P, mode="complete").Q[:, rank:]
+    return P @ Q.T + rest @ polar(rest.T @ nearest @ null) @ null.T
 
 
 def newton_schulz_polar(A: Float[Tensor, "b k"], iterations: int = 30) -> Float[Tensor, "b k"]:
