@@ -246,6 +246,24 @@ def test_degenerate_statistics_are_survived(kind):
     assert diagnostics["error_after"] <= diagnostics["error_before"] + EXACT
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("lost", ["nothing", "something"])
+def test_rounding_is_no_event(dtype, lost):
+    """Where the slice is the optimum, rounding alone decides which error is the larger."""
+    for seed in range(12):
+        W, _, kept = case(kind="white", seed=seed)
+        X = problems.inputs("white", 10, seed=seed)
+        X[[j for j in range(10) if j not in kept]] = 0
+        G = X @ X.T if lost == "nothing" else torch.eye(10, dtype=X.dtype)
+        still = Gram(G.to(dtype), X.sum(dim=1).to(dtype), X.shape[1])
+        result = coec.compensate(W.to(dtype), still, kept)
+        assert result.diagnostics["events"] == []
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(
+            result.weight, W[:, kept].to(dtype), rtol=0, atol=eps**0.5 * float(W.abs().max())
+        )
+
+
 def test_a_singular_left_problem_keeps_its_directions_and_says_so():
     result = coec.compensate(*case(kind="rank one"))
     assert any("polar factor of a singular matrix" in e for e in result.diagnostics["events"])

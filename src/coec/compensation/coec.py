@@ -20,6 +20,7 @@ from coec.compensation.descent import (
     Side,
     Solver,
     Start,
+    rounding,
 )
 from coec.compensation.frame import Frame, Shrinkage, Target
 from coec.compensation.objective import Reconstruction, kept_columns
@@ -153,7 +154,8 @@ def _solve(
         return _fallback(weight, tempered, kept, problem)
     best = min(results, key=lambda result: result.errors[-1])
     W = best.frame.weight(target)
-    if not (torch.isfinite(W).all() and best.errors[-1] <= best.errors[0] * (1 + 1e-6)):
+    bound = best.errors[0] * (1 + 1e-6) + rounding(W.dtype)
+    if not (torch.isfinite(W).all() and best.errors[-1] <= bound):
         record("the descent did not improve on the slice")
         return _fallback(weight, tempered, kept, problem)
     return W, _summary(best, frame, target, anchor)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -23,6 +24,9 @@ Start = Literal["identity", "procrustes"]
 
 RISE = 1e-9
 """A relative rise of the error above this is not rounding and is reported."""
+
+ROUNDING = 16
+"""A relative error is a difference of numbers of size 1: known to so many eps of its dtype."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ class Descent:
             if self.side != "right":
                 frame, out, error = self._left(frame, target, error)
             errors.append(error)
-            if _rose(errors[-2], error) and anchor is None:
+            if _rose(errors[-2], error, frame.s.dtype) and anchor is None:
                 record("a round raised the relative error")
             if abs(errors[-2] - error) < self.tol:
                 reason = f"relative error changed by less than tol = {self.tol:g}"
@@ -126,10 +130,15 @@ class Descent:
         if self.side != "right":
             frame = frame.rotated_left(target)
         frame, out, error = frame.rescaled(target, self.shrinkage)
-        if _rose(before, error):
+        if _rose(before, error, frame.s.dtype):
             record("a left rotation with its rescale raised the relative error")
         return frame, out, error
 
 
-def _rose(before: float, after: float) -> bool:
-    return after > before * (1 + RISE) + 1e-15
+def rounding(dtype: torch.dtype) -> float:
+    """How far a relative error may be off by rounding alone."""
+    return ROUNDING * torch.finfo(dtype).eps
+
+
+def _rose(before: float, after: float, dtype: torch.dtype) -> bool:
+    return after > before * (1 + RISE) + rounding(dtype)
