@@ -122,6 +122,10 @@ def test_inputs_that_are_not_finite_are_named():
     gram.xx[3, 3] = float("inf")
     with pytest.raises(NumericalError, match="calibration statistics hold NaN or Inf"):
         coec.compensate(W, gram, kept)
+    W, gram, kept, _ = case()
+    value = torch.full((len(kept), 3), float("nan"))
+    with pytest.raises(NumericalError, match="the value weight holds NaN or Inf"):
+        coec.compensate(W, gram, kept, value_weight=value)
 
 
 def test_an_answer_that_is_not_finite_never_leaves():

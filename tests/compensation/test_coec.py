@@ -231,10 +231,17 @@ def test_value_rows_must_match_the_kept_columns():
 # safeguards
 
 
-def test_an_indefinite_gram_is_survived_and_said():
-    result = coec.compensate(*case(kind="indefinite"))
-    assert any("indefinite Gram" in event for event in result.diagnostics["events"])
-    assert torch.isfinite(result.weight).all()
+@pytest.mark.parametrize("alpha", [0.5, 0.9, 1.0])
+@pytest.mark.parametrize("solver", ["conjugate", "gradient"])
+def test_an_indefinite_gram_is_survived_and_said(alpha, solver):
+    """Under it the error has no lower bound: a weight that gains from that would be nonsense."""
+    for seed in range(4):
+        W, gram, kept = case(kind="indefinite", seed=seed)
+        result = coec.compensate(W, gram, kept, alpha=alpha, solver=solver)
+        assert any("indefinite Gram" in event for event in result.diagnostics["events"])
+        errors = result.diagnostics["errors_per_round"]
+        assert 0 <= errors[-1] <= errors[0]
+        assert float(result.weight.norm()) < 2 * float(W.norm())
 
 
 @pytest.mark.parametrize(
@@ -356,7 +363,9 @@ def test_a_decomposition_that_fails_is_replaced(monkeypatch):
         ({"rounds": -1}, "rounds must be at least 0"),
         ({"iterations": 0}, "iterations must be at least 1"),
         ({"slices": 0}, "slices must be at least 1"),
-        ({"tol": float("nan")}, "tol must be at least 0"),
+        ({"tol": float("nan")}, "tol must be at least 0 and finite, got nan"),
+        ({"rescale_ridge": float("inf")}, "rescale_ridge must be at least 0 and finite, got inf"),
+        ({"kappa": float("inf")}, "kappa must be at least 1 and finite, got inf"),
         ({"rescale": "best"}, "rescale must be one of gcv, fixed, uniform, got 'best'"),
     ],
 )

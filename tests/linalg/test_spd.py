@@ -26,10 +26,33 @@ def test_an_indefinite_matrix_is_clamped_and_said_so():
     assert events == ["indefinite Gram: smallest eigenvalue -1.0e-01 of the largest, clamped at 0"]
 
 
-def test_rounding_below_zero_is_no_event():
+@pytest.mark.parametrize("alpha", [0.9, 1.0])
+def test_rounding_below_zero_is_no_event(alpha):
     G = torch.diag(torch.tensor([1.0, -1e-8], dtype=torch.float64))
     with recording() as events:
-        power(G, 0.9)
+        power(G, alpha)
+    assert events == []
+
+
+def test_the_first_power_of_an_indefinite_matrix_is_clamped_too():
+    G = torch.diag(torch.tensor([1.0, -0.1], dtype=torch.float64))
+    with recording() as events:
+        torch.testing.assert_close(power(G, 1.0), torch.diag(G.diagonal().clamp_min(0)))
+    assert "indefinite Gram" in events[0]
+
+
+@pytest.mark.parametrize("kind", ["white", "rank one", "rank deficient", "dead channels", "zero"])
+def test_the_first_power_is_the_matrix_itself_wherever_inputs_made_it(kind):
+    for d in (1, 3, 8):
+        G = problems.gram(kind, d).xx
+        assert power(G, 1) is G
+
+
+def test_the_first_power_forgives_what_float32_products_explain():
+    """-3e-6 of the diagonal, -8e-8 of the largest eigenvalue."""
+    G = torch.ones(40, 40, dtype=torch.float64) - 3e-6 * torch.eye(40, dtype=torch.float64)
+    with recording() as events:
+        assert power(G, 1) is G
     assert events == []
 
 

@@ -125,6 +125,8 @@ def compensate(
     gram.check_finite()
     if not torch.isfinite(weight).all():
         raise NumericalError("the weight holds NaN or Inf")
+    if value_weight is not None and not torch.isfinite(value_weight).all():
+        raise NumericalError("the value weight holds NaN or Inf")
     weight = weight.to(gram.xx)
     if value_weight is not None and "value_weight" in inspect.signature(method).parameters:
         options["value_weight"] = value_weight.to(gram.xx)

@@ -193,6 +193,7 @@ def _unit(values: Float[Tensor, "..."]) -> float:
 
 
 def _check_range(name: str, value: float, low: float, high: float = float("inf")) -> None:
-    if not low <= value <= high:
-        bound = f"at least {low:g}" if high == float("inf") else f"in [{low:g}, {high:g}]"
+    if not (low <= value <= high and math.isfinite(value)):
+        unbounded = high == float("inf")
+        bound = f"at least {low:g} and finite" if unbounded else f"in [{low:g}, {high:g}]"
         raise OptionError(f"{name} must be {bound}, got {value}")

@@ -15,17 +15,21 @@ def power(G: Float[Tensor, "d d"], alpha: float) -> Float[Tensor, "d d"]:
     """Gram tempering: `G^α = E diag(max(μ, 0)^α) Eᵀ` over the full spectrum (METHODS §5.1).
 
     Negative eigenvalues are clamped at 0; beyond what float32 products explain, an event says that
-    the Gram is indefinite. `α = 1` returns G itself.
+    the Gram is indefinite. `α = 1` returns G itself, unless it is indefinite: no error is bounded
+    below under such a matrix.
 
     Args:
         G: symmetric.
         alpha: the exponent, in (0, 1].
     """
-    if alpha == 1:
+    if alpha == 1 and _is_semidefinite(G):
         return G
     mu, E = eigh(G)
     floor = rounding_level(mu)
-    if float(mu[0]) < -max(floor, PRODUCT_ROUNDING * float(mu[-1])):
+    indefinite = float(mu[0]) < -max(floor, PRODUCT_ROUNDING * float(mu[-1]))
+    if alpha == 1 and not indefinite:
+        return G
+    if indefinite:
         record(
             f"indefinite Gram: smallest eigenvalue {float(mu[0]) / float(mu[-1]):.1e} of the "
             "largest, clamped at 0"
@@ -33,6 +37,13 @@ def power(G: Float[Tensor, "d d"], alpha: float) -> Float[Tensor, "d d"]:
     # An eigenvalue at rounding level is noise, and a power below 1 would magnify it.
     mu = torch.where(mu > floor, mu, 0.0)
     return (E * mu.pow(alpha)) @ E.T
+
+
+def _is_semidefinite(G: Float[Tensor, "d d"]) -> bool:
+    """Whether Cholesky proves, far cheaper than eigenvalues, that none is clearly negative."""
+    shift = PRODUCT_ROUNDING * float(G.diagonal().max())
+    shifted = G + shift * torch.eye(len(G), dtype=G.dtype, device=G.device)
+    return int(torch.linalg.cholesky_ex(shifted)[1]) == 0
 
 
 def rounding_level(values: Float[Tensor, " n"]) -> float:
