@@ -15,6 +15,7 @@ from torch import Tensor
 
 from coec.errors import NumericalError
 from coec.events import record
+from coec.linalg.qdwh import svd_by_polar
 
 Routine = Callable[[Tensor], tuple[Tensor, ...]]
 
@@ -47,7 +48,7 @@ def svd(
     """
     routines: list[tuple[str, Routine]] = [("gesdd", _thin_svd)]
     if A.is_cuda:
-        routines.append(("gesvd", _gesvd))
+        routines = [("polar and eigh", svd_by_polar), *routines, ("gesvd", _gesvd)]
     routines.append(("gesdd on the CPU in float64", _on_cpu(_thin_svd)))
     routines.append(("numpy svd of the transpose", _on_cpu(_numpy_svd_of_transpose)))
     U, s, Vt = _first_success(routines, A, _limit(A))
@@ -91,7 +92,7 @@ def _first_success(
     for name, routine in routines:
         try:
             parts = _run_within(time_limit, routine, A)
-        except (RuntimeError, TimeoutError, np.linalg.LinAlgError) as error:
+        except (RuntimeError, TimeoutError, np.linalg.LinAlgError, NumericalError) as error:
             failures.append(f"{name} failed ({str(error).splitlines()[0]})")
             continue
         if all(bool(torch.isfinite(part).all()) for part in parts):

@@ -1,0 +1,106 @@
+"""Polar and singular value decompositions by products, which CUDA devices use."""
+
+import pytest
+import torch
+
+import problems
+from coec.errors import NumericalError
+from coec.events import recording
+from coec.linalg import polar as polar_module
+from coec.linalg.polar import polar
+from coec.linalg.qdwh import qdwh, svd_by_polar
+
+SHAPES = [(1, 1), (5, 5), (40, 25), (60, 60)]
+ORTHOGONAL = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def conditioned(m, b, condition, seed=0):
+    """P diag(σ) Qᵀ with σ from 1 to 1/condition, and its polar factor P Qᵀ."""
+    P, Q = problems.orthonormal(m, b, seed), problems.orthonormal(b, b, seed + 1)
+    sigma = torch.logspace(0, -torch.tensor(float(condition)).log10().item(), b)
+    return (P * sigma.double()) @ Q.T, P @ Q.T
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("condition", [1, 1e3, 1e6])
+def test_the_polar_factor_is_the_one_of_the_svd(shape, condition):
+    A, U = conditioned(*shape, condition)
+    torch.testing.assert_close(qdwh(A, 1 / condition), U, rtol=0, atol=1e-9 * condition**0.5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "condition"),
+    [(torch.float32, 1), (torch.float32, 1e4)] + [(torch.float64, 10.0**i) for i in (0, 4, 8, 12)],
+)
+@pytest.mark.parametrize("smallest", [0.0, 1e-4, 1.0])
+def test_columns_are_orthonormal_whatever_the_estimate(dtype, condition, smallest):
+    A, _ = conditioned(60, 40, condition)
+    U = qdwh(A.to(dtype), smallest)
+    gap = U.T @ U - torch.eye(40, dtype=dtype)
+    assert float(gap.norm()) <= ORTHOGONAL[dtype]
+
+
+def test_a_singular_matrix_has_none():
+    A = problems.weight(6, 4)
+    A[:, 3] = 0
+    with pytest.raises(NumericalError, match="did not converge"):
+        qdwh(A / A.norm(), 0.0)
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (40, 25), (25, 40), (1, 7), (7, 1)])
+def test_singular_values_through_the_polar_factor(shape):
+    A = problems.weight(*shape)
+    U, s, Vt = svd_by_polar(A)
+    r = min(shape)
+    assert U.shape == (shape[0], r)
+    assert Vt.shape == (r, shape[1])
+    torch.testing.assert_close((U * s) @ Vt, A, rtol=0, atol=1e-11 * float(A.norm()))
+    torch.testing.assert_close(s, torch.linalg.svdvals(A), rtol=0, atol=1e-11 * float(A.norm()))
+    for frame in (U.T @ U, Vt @ Vt.T):
+        torch.testing.assert_close(frame, torch.eye(r, dtype=A.dtype), rtol=0, atol=1e-11)
+
+
+def test_small_singular_values_keep_their_digits():
+    """Eigenvalues of AᵀA would have lost the small ones altogether."""
+    A, _ = conditioned(30, 20, 1e10)
+    _, s, _ = svd_by_polar(A)
+    exact = torch.logspace(0, -10, 20).double()
+    torch.testing.assert_close(s[-1], exact[-1], rtol=1e-4, atol=0)
+
+
+def test_zero_has_no_polar_factor():
+    with pytest.raises(NumericalError, match="zero matrix"):
+        svd_by_polar(torch.zeros(4, 3))
+
+
+class TestNearPolar:
+    """What `polar` does on a CUDA device."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize("rank", [0, 3, 10])
+    def test_no_worse_than_the_start_and_nearly_the_best(self, dtype, rank):
+        A = (problems.weight(12, rank) @ problems.weight(rank, 10, seed=1)).to(dtype)
+        start = problems.orthonormal(12, 10, seed=2).to(dtype)
+        U = polar_module._near_polar(A, start)
+        assert U is not None
+        gap = U.T @ U - torch.eye(10, dtype=dtype)
+        assert float(gap.norm()) <= ORTHOGONAL[dtype]
+        inner = float((U * A).sum())
+        assert inner >= float((start * A).sum())
+        nuclear = float(torch.linalg.svdvals(A).sum())
+        assert inner == pytest.approx(nuclear, rel=1e-4, abs=1e-12)
+
+    def test_directions_without_information_stay(self):
+        A = torch.zeros(6, 4, dtype=torch.float64)
+        A[0, 0] = 1
+        start = problems.orthonormal(6, 4, seed=2)
+        with recording():
+            exact = polar(A, nearest=start)
+        torch.testing.assert_close(polar_module._near_polar(A, start), exact, rtol=0, atol=1e-6)
+
+    def test_where_the_start_offers_no_free_direction_the_svd_decides(self):
+        axes = torch.eye(3, 2, dtype=torch.float64)
+        A = axes * torch.tensor([1.0, 0.0])
+        with recording() as events:
+            assert polar_module._near_polar(A, axes[:, [1, 0]]) is None
+        assert events == ["the polar iteration did not converge: decomposed instead"]
