@@ -6,6 +6,7 @@ from coec.types import Gram
 
 KINDS = (
     "power law",
+    "steep",
     "white",
     "rank one",
     "rank deficient",
@@ -28,6 +29,9 @@ def inputs(kind: str, d: int, tokens: int = 60, seed: int = 0) -> torch.Tensor:
     X = normal(d, tokens)
     if kind == "power law":
         scales = torch.arange(1, d + 1, dtype=torch.float64) ** -1.0
+        X = torch.linalg.qr(normal(d, d))[0] @ (scales[:, None] * X)
+    elif kind == "steep":
+        scales = torch.logspace(0, -14, d, dtype=torch.float64)
         X = torch.linalg.qr(normal(d, d))[0] @ (scales[:, None] * X)
     elif kind == "rank one":
         X = normal(d, 1) @ normal(1, tokens)
@@ -52,7 +56,9 @@ def gram(kind: str, d: int, tokens: int = 60, seed: int = 0, scale: float = 1.0)
     X = inputs(kind, d, tokens, seed) * scale
     G = X @ X.T
     if kind == "indefinite":
-        v = torch.linalg.qr(torch.randn(d, 1, dtype=torch.float64))[0]
+        generator = torch.Generator().manual_seed(seed)
+        v = torch.randn(d, generator=generator, dtype=torch.float64)
+        v = (v / v.norm())[:, None]
         G = G - 1.5 * float(v.T @ G @ v) * (v @ v.T)
     return Gram((G + G.T) / 2, X.sum(dim=1), tokens)
 

@@ -5,8 +5,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import coec
 import oracles
@@ -26,6 +24,9 @@ coec_module = import_module("coec.compensation.coec")
 
 SHAPES = [(6, 10, 7), (10, 10, 7), (5, 9, 3), (1, 6, 4), (4, 5, 1)]
 """m, d, k: wide and tall slices, one row, one column."""
+
+
+SOLVERS = ["joint", "conjugate", "gradient"]
 
 
 def case(m=6, d=10, k=7, kind="power law", seed=0):
@@ -61,13 +62,18 @@ def test_white_inputs_leave_the_slice_without_the_short_cut(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("solver", ["conjugate", "gradient"])
+@pytest.mark.parametrize("solver", SOLVERS)
 def test_no_round_raises_the_error(shape, solver):
     diagnostics = coec.compensate(*case(*shape), solver=solver, tol=0.0, rounds=15).diagnostics
     errors = diagnostics["errors_per_round"]
     assert all(after <= before * (1 + 1e-9) for before, after in pairwise(errors))
-    assert diagnostics["rounds"] == 15
-    assert diagnostics["reason"] == "round limit 15"
+    assert diagnostics["objectives_per_round"] == errors
+    if diagnostics["rounds"] == 15:
+        assert diagnostics["reason"] == "round limit 15"
+    else:  # only where nothing is left to gain
+        assert solver != "gradient"
+        assert errors[-1] >= errors[-2]
+        assert diagnostics["reason"] == "objective fell by less than tol = 0"
 
 
 @pytest.mark.parametrize("shape", [(6, 10, 7), (5, 5, 3), (7, 9, 7)])
@@ -114,6 +120,8 @@ def test_two_sides_are_better_than_either_and_than_rcpu():
     "options",
     [
         {"solver": "gradient"},
+        {"solver": "conjugate"},
+        {"solver": "conjugate", "parameterization": "full"},
         {"parameterization": "full"},
         {"parameterization": "full", "solver": "gradient"},
         {"start": "procrustes"},
@@ -154,29 +162,6 @@ def test_slices_are_compensated_on_their_own():
     first = coec.compensate(W[:3], gram, kept).weight
     torch.testing.assert_close(whole.weight[:3], first, rtol=0, atol=1e-8)
     assert len(whole.diagnostics["slices"]) == 2
-
-
-SIZES = st.integers(1, 16)
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(SIZES, SIZES, SIZES, st.sampled_from(problems.KINDS), st.integers(0, 30),
-       st.sampled_from([1e-30, 1e-6, 1.0, 1e30]), st.sampled_from([1e-20, 1.0, 1e20]))  # fmt: skip
-def test_the_answer_is_finite_and_never_worse_than_the_slice_or_rcpu(
-    m, k, extra, kind, seed, scale, size
-):
-    d = k + extra
-    W, gram = problems.weight(m, d, seed, size), problems.gram(kind, d, seed=seed, scale=scale)
-    kept = problems.kept(d, k, seed)
-    result = coec.compensate(W, gram, kept)
-    assert torch.isfinite(result.weight).all()
-    with recording():
-        G = power(gram.xx / gram.energy.max().clamp_min(1e-300), 0.9)
-    tempered = Gram(G, gram.x, gram.tokens)
-    error = tempered_error(W, gram, kept, result.weight)
-    rcpu = coec.compensate(W, tempered, kept, method="rcpu").weight
-    assert error <= tempered_error(W, gram, kept, W[:, kept]) + 1e-9
-    assert error <= tempered_error(W, gram, kept, rcpu) + 1e-6
 
 
 # alignment
@@ -232,7 +217,7 @@ def test_value_rows_must_match_the_kept_columns():
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.9, 1.0])
-@pytest.mark.parametrize("solver", ["conjugate", "gradient"])
+@pytest.mark.parametrize("solver", SOLVERS)
 def test_an_indefinite_gram_is_survived_and_said(alpha, solver):
     """Under it the error has no lower bound: a weight that gains from that would be nonsense."""
     for seed in range(4):
@@ -331,8 +316,7 @@ def test_a_right_solver_that_goes_astray_is_caught(monkeypatch):
     W, gram, kept = case()
     result = coec.compensate(W, gram, kept, rotation="right", rounds=1)
     events = result.diagnostics["events"]
-    assert "a round raised the relative error" in events
-    assert "the descent did not improve on the slice" in events
+    assert "a round raised the objective" in events
     assert tempered_error(W, gram, kept, result.weight) <= tempered_error(W, gram, kept, W[:, kept])
 
 

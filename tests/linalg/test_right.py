@@ -9,7 +9,7 @@ from coec.events import recording
 from coec.linalg import gradient as gradient_module
 from coec.linalg.conjugate import conjugate
 from coec.linalg.gradient import gradient
-from coec.linalg.right import Alignment, RightProblem
+from coec.linalg.right import SLACK, Alignment, JointProblem, RightProblem
 from coec.linalg.stiefel import tangent
 from tolerances import CLOSED_FORM, EXACT
 
@@ -153,3 +153,107 @@ def test_a_gradient_solve_that_ends_higher_is_thrown_away(monkeypatch):
     assert torch.equal(R, start)
     assert ended.reason == "objective rose"
     assert "rejected" in events[-1]
+
+
+# the left factor following
+
+
+def joint(m, b, k, *, seed=0, aligned=False):
+    """The same with Gyx itself, b = min(m, k)."""
+    p, start = problem(b, k, seed=seed, aligned=aligned)
+    noise = 0.3 * problems.weight(m, k, seed + 20) * p.mu
+    Gyx = problems.orthonormal(m, b, seed + 1) @ (p.cross / p.s[:, None]) + noise
+    U = problems.orthonormal(m, b, seed + 21)
+    return JointProblem(p.s, p.mu, Gyx, 10 * p.yy, U, p.alignment), start
+
+
+JOINT_SHAPES = [(4, 4, 9), (6, 6, 6), (9, 6, 6), (1, 1, 5), (5, 1, 1)]
+
+
+@pytest.mark.parametrize("shape", JOINT_SHAPES)
+@pytest.mark.parametrize("aligned", [False, True])
+def test_the_joint_objective_is_the_one_of_the_nuclear_norm(shape, aligned):
+    """Value and gradient, by autograd through the singular values of Gyx Rᵀ diag(s)."""
+    p, R = joint(*shape, aligned=aligned)
+    variable = R.clone().requires_grad_()
+    linear = torch.linalg.svdvals((p.Gyx @ variable.T) * p.s).sum()
+    quadratic = (p.s.square()[:, None] * variable.square() * p.mu).sum()
+    value = 1 - linear.square() / (quadratic * p.yy)
+    if p.alignment:
+        D = variable[p.alignment.rows] @ p.alignment.writer
+        inner = D.T @ D - p.alignment.target
+        value = value + p.alignment.weight * inner.square().sum() / len(p.alignment.rows) ** 2
+    value.backward()
+    local = p.at(R)
+    assert local.objective(R) == pytest.approx(value.item(), rel=CLOSED_FORM)
+    torch.testing.assert_close(
+        local.gradient(R, local.scale(R)), variable.grad, rtol=0, atol=CLOSED_FORM
+    )
+
+
+@pytest.mark.parametrize("shape", JOINT_SHAPES)
+def test_the_local_problem_touches_from_above(shape):
+    p, R = joint(*shape)
+    local = p.at(R)
+    for seed in range(5):
+        other = problems.orthonormal(R.shape[1], R.shape[0], seed=seed + 40).T
+        assert p.at(other).objective(other) <= local.objective(other) + EXACT
+
+
+@pytest.mark.parametrize("shape", JOINT_SHAPES)
+@pytest.mark.parametrize("aligned", [False, True])
+def test_joint_steps_go_down_and_end_stationary(shape, aligned):
+    p, start = joint(*shape, aligned=aligned)
+    R, ended = conjugate(p, start, tolerance=1e-14, iterations=3000)
+    assert all(after <= before for before, after in zip(ended.history, ended.history[1:]))
+    gap = R @ R.T - torch.eye(len(R), dtype=R.dtype)
+    assert float(gap.norm()) < 1e-11
+    at, before = p.at(R), p.at(start)
+    last = float(tangent(R, at.gradient(R, at.scale(R))).norm())
+    first = float(tangent(start, before.gradient(start, before.scale(start))).norm())
+    assert last <= 1e-5 * first + 1e-9
+
+
+@pytest.mark.parametrize("shape", JOINT_SHAPES[:3])
+def test_joint_ends_no_higher_than_with_the_left_factor_held(shape):
+    p, start = joint(*shape)
+    turned = conjugate(p, start, tolerance=1e-10, iterations=500)[0]
+    held = conjugate(p.at(start), start, tolerance=1e-10, iterations=500)[0]
+    assert p.at(turned).objective(turned) < p.at(start).objective(held)
+
+
+def test_a_completed_frame_gives_the_same_joint_objective():
+    """Modes without a singular value have no left vector."""
+    p, R = joint(4, 4, 9)
+    rest = torch.linalg.qr(R.T, mode="complete").Q[:, 4:].T
+    full = JointProblem(torch.cat([p.s, p.s.new_zeros(5)]), p.mu, p.Gyx, p.yy, p.U)
+    square = torch.cat([R, rest])
+    assert full.at(square).objective(square) == pytest.approx(p.at(R).objective(R), rel=EXACT)
+    ended = conjugate(full, square)[1]
+    assert ended.history[-1] < ended.history[0]
+
+
+def test_the_slack_makes_up_the_curvature_of_a_plane():
+    """Two modes on eigenvectors, no residual: the curvature along the rotation, by differences."""
+    s = torch.tensor([2.0, 1.5], dtype=torch.float64)
+    mu = torch.tensor([1.0, 0.4], dtype=torch.float64)
+    R, U = torch.eye(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
+    energy = float((s.square() * mu).sum())
+    p = JointProblem(s, mu, torch.diag(s * mu), 4 * energy, U)
+    fixed, held = p.at(R), RightProblem(s, mu, (s.square() * mu).diag(), 4 * energy)
+
+    def curvature(problem, h=1e-3):
+        values = []
+        for w in (torch.tensor(-h), torch.tensor(0.0), torch.tensor(h)):
+            turn = torch.tensor([[w.cos(), w.sin()], [-w.sin(), w.cos()]], dtype=torch.float64)
+            q = float((s.square() * (turn @ R).square().mul(mu).sum(dim=1)).sum())
+            lin = problem.at(turn @ R).cross.mul(turn @ R).sum()
+            values.append((q - 2 * float(lin)) / p.yy)
+        return (values[0] - 2 * values[1] + values[2]) / h**2
+
+    assert fixed.scale(R) == pytest.approx(1.0)
+    # Both entries of a plane count in a preconditioner: half the curvature for each.
+    soft, hard = curvature(p) / 2, curvature(held) / 2
+    expected = 1 / (soft + SLACK * hard) - 1 / (hard + SLACK * hard)
+    assert float(p.slack(R, 1.0)[0, 1]) == pytest.approx(expected, rel=1e-4)
+    assert hard > 5 * soft

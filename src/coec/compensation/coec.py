@@ -48,9 +48,9 @@ def coec(
     rescale: Rescale = "gcv",
     rescale_ridge: float = 1.0,
     kappa: float = 10.0,
-    solver: Solver = "conjugate",
+    solver: Solver = "joint",
     delta: float = 7e-4,
-    precision: float = 1e-6,
+    precision: float = 1e-4,
     iterations: int = 200,
     rounds: int = 50,
     tol: float = 1e-4,
@@ -74,12 +74,13 @@ def coec(
         rescale: `gcv`, `fixed` (λ = rescale_ridge × median mode energy) or `uniform` (one scale).
         rescale_ridge: for `rescale = "fixed"`.
         kappa: the band of a mode around the global scale, at least 1.
-        solver: `conjugate` (ours) or `gradient` (the source's).
+        solver: `joint` (conjugate gradient, the left factor following), `conjugate` (the left
+            factor held) or `gradient` (the source's).
         delta: `gradient` stops when the rotation changes by less.
-        precision: `conjugate` stops when a step lowers the objective by a smaller fraction.
+        precision: the others stop when a step lowers the objective by a smaller fraction.
         iterations: at most so many steps in one right solve.
         rounds: at most so many rounds.
-        tol: stop when a round changes the relative error by less.
+        tol: stop when a round changes the objective, relative to `‖Y‖²`, by less.
         lambda_a: weight of the alignment penalty.
         r_p: rank of the aligned subspaces, capped at the frame's.
 
@@ -152,10 +153,10 @@ def _solve(
     except NumericalError as error:
         record(f"descent abandoned: {error}")
         return _fallback(weight, tempered, kept, problem)
-    best = min(results, key=lambda result: result.errors[-1])
+    best = min(results, key=lambda result: result.objective)
     W = best.frame.weight(target)
-    bound = best.errors[0] * (1 + 1e-6) + rounding(W.dtype)
-    if not (torch.isfinite(W).all() and best.errors[-1] <= bound):
+    bound = best.objectives[0] * (1 + 1e-6) + rounding(W.dtype)
+    if not (torch.isfinite(W).all() and best.objective <= bound):
         record("the descent did not improve on the slice")
         return _fallback(weight, tempered, kept, problem)
     return W, _summary(best, frame, target, anchor)

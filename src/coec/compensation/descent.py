@@ -4,8 +4,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from coec.compensation.anchor import Anchor
 from coec.compensation.frame import Frame, Shrinkage, Target
@@ -14,11 +12,11 @@ from coec.linalg.conjugate import conjugate
 from coec.linalg.gcv import Rescaled
 from coec.linalg.gradient import gradient
 from coec.linalg.polar import polar
-from coec.linalg.right import RightProblem
+from coec.linalg.right import Alignment
 from coec.types import Convergence
 
 Side = Literal["two-sided", "left", "right"]
-Solver = Literal["conjugate", "gradient"]
+Solver = Literal["joint", "conjugate", "gradient"]
 Parameterization = Literal["stiefel", "full"]
 Start = Literal["identity", "procrustes"]
 
@@ -41,24 +39,29 @@ class RightSolver:
     iterations: int
 
     def __call__(
-        self, frame: Frame, target: Target, anchor: Anchor | None
+        self, frame: Frame, target: Target, alignment: Alignment | None, *, left: bool
     ) -> tuple[Frame, Convergence]:
-        """The frame with R turned, and how the solve ended."""
+        """The frame with R turned, and how the solve ended.
+
+        Args:
+            left: whether the left factor turns too, which `joint` takes into account.
+        """
         b = len(frame.s)
         if self.parameterization == "full":
             frame = frame.completed()
-        alignment = anchor.alignment(frame, target) if anchor else None
         problem = frame.right_problem(target, alignment)
         R = polar(problem.cross.T).T if self.start == "procrustes" else frame.R
-        R, convergence = self._solve(problem, R)
-        return replace(frame, R=R).cut(b), convergence
-
-    def _solve(
-        self, problem: RightProblem, R: Float[Tensor, "b k"]
-    ) -> tuple[Float[Tensor, "b k"], Convergence]:
         if self.solver == "gradient":
-            return gradient(problem, R, delta=self.delta, iterations=self.iterations)
-        return conjugate(problem, R, tolerance=self.precision, iterations=self.iterations)
+            R, ended = gradient(problem, R, delta=self.delta, iterations=self.iterations)
+        else:
+            joint = frame.joint_problem(target, alignment, b)
+            R, ended = conjugate(
+                joint if self.solver == "joint" and left else problem,
+                R,
+                tolerance=self.precision,
+                iterations=self.iterations,
+            )
+        return replace(frame, R=R).cut(b), ended
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +71,8 @@ class Descended:
     Attributes:
         errors: the relative error (tempered) of the slice, after the first left step and rescale,
             and after every round.
+        objectives: the same with the alignment penalty, which is what the rounds minimise.
+        objective: of the frame: the lowest.
         right: how every right solve ended.
         ridge: the last λ of the rescale, relative to the median mode energy.
         clamped: modes stopped by the band in the last rescale.
@@ -76,6 +81,8 @@ class Descended:
 
     frame: Frame
     errors: tuple[float, ...]
+    objectives: tuple[float, ...]
+    objective: float
     right: tuple[Convergence, ...]
     ridge: float | None
     clamped: int
@@ -86,6 +93,7 @@ class Descended:
         return {
             "rounds": len(self.errors) - 2,
             "errors_per_round": list(self.errors),
+            "objectives_per_round": list(self.objectives),
             "right_iterations": [c.iterations for c in self.right],
             "right_reason": self.right[-1].reason if self.right else None,
             "gcv_lambda": self.ridge,
@@ -105,34 +113,84 @@ class Descent:
     tol: float
 
     def __call__(self, frame: Frame, target: Target, anchor: Anchor | None) -> Descended:
-        """Alternates until the relative error changes by less than `tol`, or `rounds` rounds."""
+        """Alternates until a round lowers the objective by less than `tol`, or `rounds` rounds.
+
+        The frame of the lowest objective is returned: which rows the alignment penalty is on
+        changes with the singular values, and may raise it from one round to the next. With
+        `gradient` the rule is the source's: the relative error alone, and the last frame.
+        """
+        penalty = _Penalty(anchor, target)
+        faithful = self.right.solver == "gradient"
         errors = [frame.error(target)]
-        frame, out, error = self._left(frame, target, errors[0])
+        objectives = [errors[0] + penalty(frame)]
+        frame = self._rotated_left(frame, target)
+        # RCPU's answer: nothing worse is returned.
+        scaled, out, error = frame.rescaled(target, replace(self.shrinkage, rule="uniform"))
+        best, lowest = (scaled, out), error + penalty(scaled)
+        frame, out, error = frame.rescaled(target, self.shrinkage)
         errors.append(error)
+        objectives.append(error + penalty(frame))
+        if faithful or objectives[-1] <= lowest:
+            best, lowest = (frame, out), objectives[-1]
         solves: list[Convergence] = []
         reason = f"round limit {self.rounds}"
         for _ in range(self.rounds):
-            if self.side != "left":
-                frame, convergence = self.right(frame, target, anchor)
-                solves.append(convergence)
-                frame, out, error = frame.rescaled(target, self.shrinkage)
-            if self.side != "right":
-                frame, out, error = self._left(frame, target, error)
+            frame, out, error, ended = self._round(frame, target, anchor)
+            solves += ended
             errors.append(error)
-            if _rose(errors[-2], error, frame.s.dtype) and anchor is None:
-                record("a round raised the relative error")
-            if abs(errors[-2] - error) < self.tol:
-                reason = f"relative error changed by less than tol = {self.tol:g}"
+            objectives.append(error + penalty(frame))
+            if _rose(objectives[-2], objectives[-1], frame.s.dtype):
+                record("a round raised the objective")
+            gain = abs(errors[-2] - error) if faithful else lowest - objectives[-1]
+            if faithful or objectives[-1] <= lowest:
+                best, lowest = (frame, out), objectives[-1]
+            if gain < self.tol:
+                what = "relative error changed" if faithful else "objective fell"
+                reason = f"{what} by less than tol = {self.tol:g}"
                 break
-        return Descended(frame, tuple(errors), tuple(solves), out.ridge, out.clamped, reason)
+        frame, out = best
+        return Descended(
+            frame,
+            tuple(errors),
+            tuple(objectives),
+            lowest,
+            tuple(solves),
+            out.ridge,
+            out.clamped,
+            reason,
+        )
 
-    def _left(self, frame: Frame, target: Target, before: float) -> tuple[Frame, Rescaled, float]:
-        if self.side != "right":
-            frame = frame.rotated_left(target)
-        frame, out, error = frame.rescaled(target, self.shrinkage)
-        if _rose(before, error, frame.s.dtype):
-            record("a left rotation with its rescale raised the relative error")
-        return frame, out, error
+    def _round(
+        self, frame: Frame, target: Target, anchor: Anchor | None
+    ) -> tuple[Frame, Rescaled, float, list[Convergence]]:
+        """Right rotation, rescale, left rotation, rescale, as far as the sides allow."""
+        solves = []
+        if self.side != "left":
+            alignment = anchor.alignment(frame, target) if anchor else None
+            left = self.side == "two-sided"
+            frame, ended = self.right(frame, target, alignment, left=left)
+            solves.append(ended)
+            # Where U follows R, singular values for the U of before would be out of step.
+            if left and self.right.solver != "joint":
+                frame, _, _ = frame.rescaled(target, self.shrinkage)
+        frame, out, error = self._rotated_left(frame, target).rescaled(target, self.shrinkage)
+        return frame, out, error, solves
+
+    def _rotated_left(self, frame: Frame, target: Target) -> Frame:
+        return frame if self.side == "right" else frame.rotated_left(target)
+
+
+@dataclass(frozen=True, eq=False)
+class _Penalty:
+    """`λ_a 𝒜` of a frame, on the rows that are the leading ones now; 0 without an anchor."""
+
+    anchor: Anchor | None
+    target: Target
+
+    def __call__(self, frame: Frame) -> float:
+        if self.anchor is None:
+            return 0.0
+        return self.anchor.weight * self.anchor.alignment(frame, self.target).penalty(frame.R)
 
 
 def rounding(dtype: torch.dtype) -> float:

@@ -10,7 +10,7 @@ from coec.compensation.objective import Reconstruction
 from coec.linalg.decompose import eigh, svd
 from coec.linalg.gcv import Rescale, Rescaled, rescale
 from coec.linalg.polar import polar
-from coec.linalg.right import Alignment, RightProblem
+from coec.linalg.right import Alignment, JointProblem, RightProblem, energies
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Frame:
 
     def energy(self, target: Target) -> Float[Tensor, " b"]:
         """`e_i = r_iᵀ Gxx r_i`."""
-        return (self.R.square() * target.mu).sum(dim=1)
+        return energies(self.R, target.mu)
 
     def error(self, target: Target) -> float:
         """The relative reconstruction error `𝓛(Ŵ)`."""
@@ -117,6 +117,13 @@ class Frame:
         """What the right rotation minimises, U and s held."""
         cross = self.s[:, None] * (self.U.T @ target.Gyx)
         return RightProblem(self.s, target.mu, cross, target.yy, alignment)
+
+    def joint_problem(
+        self, target: Target, alignment: Alignment | None, modes: int
+    ) -> JointProblem:
+        """What the right rotation minimises when the left factor of the first `modes` follows."""
+        U = self.U[:, :modes]
+        return JointProblem(self.s, target.mu, target.Gyx, target.yy, U, alignment)
 
 
 def _error(

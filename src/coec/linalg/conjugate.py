@@ -1,21 +1,30 @@
 """Preconditioned Riemannian conjugate gradient on St(b, k) (METHODS §5.4.2)."""
 
+from dataclasses import dataclass
+
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from coec.errors import NumericalError
-from coec.linalg.right import RightProblem
-from coec.linalg.stiefel import retract_cholesky, tangent
+from coec.linalg.right import Problem, RightProblem
+from coec.linalg.stiefel import retract_cholesky, symmetric, tangent
 from coec.types import Convergence
 
 ARMIJO = 1e-4
 BACKTRACKS = 30
+TRIALS, AGREE = 5, 0.1
+"""A trial step within 10 % of the parabola's minimum is taken, and so is the best of 6."""
+
+SMALL = 1e-3
+"""Below this fraction of the output's energy an objective is not worth relative precision."""
+
 SHIFT = 0.05
 """The preconditioner's ε, relative to the mean of the Hessian's diagonal (see docs/LOG.md)."""
 
 
 def conjugate(
-    problem: RightProblem,
+    problem: Problem,
     R: Float[Tensor, "b k"],
     *,
     tolerance: float = 1e-6,
@@ -29,76 +38,114 @@ def conjugate(
     Args:
         problem: what to minimise, in the eigenbasis of Gxx.
         R: the start, orthonormal rows.
-        tolerance: stop when a step lowers the objective by less than this fraction of it.
+        tolerance: stop when a step lowers the objective by less than this fraction of it (or of
+            1e-3, where it is smaller than that).
         iterations: at most this many steps.
     """
-    value, t = problem.objective(R), problem.scale(R)
-    H = _hessian(problem, t)
-    if not bool(H.any()):
-        return R, Convergence(True, 0, "nothing to rotate: no energy in the kept inputs")
-    g = tangent(R, problem.gradient(R, t))
-    z = _precondition(R, g, H)
-    d, gz = -z, float((g * z).sum())
+    local = problem.at(R)
+    value, t = local.objective(R), local.scale(R)
     history = [value]
+    if not float(_curvature(local, t).sum()) > 0:
+        return R, Convergence(True, 0, "nothing to rotate: no energy in the kept inputs")
+    g_old, d, gz_old, step = None, None, 0.0, 1.0
     for _ in range(iterations):
+        g = tangent(R, local.gradient(R, t))
+        z = _precondition(problem, local, R, t, g)
+        gz = float((g * z).sum())
+        if d is None or g_old is None:
+            d = -z
+        else:
+            beta = max(0.0, (gz - float((g_old * z).sum())) / gz_old)
+            d = tangent(R, d.mul_(beta)).sub_(z)
         slope = float((g * d).sum())
         if not slope < 0:
             d, slope = -z, -gz
+        del z
         if not slope < -1e-16 * abs(value):
             return R, _ended(True, history, "gradient vanished")
-        curvature = float((H * d.square()).sum())
-        moved = _line_search(
-            problem, R, d, value, slope, -slope / curvature if curvature > 0 else 1.0
-        )
+        moved = _line_search(problem, R, d, value, slope, step)
         if moved is None:
             return R, _ended(True, history, "no descent at rounding level")
-        R, new = moved
-        decrease, value, t = value - new, new, problem.scale(R)
+        R, local, step = moved.R, moved.local, moved.step
+        t = local.scale(R)
+        decrease, value = value - moved.value, moved.value
         history.append(value)
-        if decrease < tolerance * abs(value):
+        if decrease < tolerance * max(abs(value), SMALL):
             return R, _ended(True, history, f"relative decrease below {tolerance:g}")
-        g_old, H = tangent(R, g), _hessian(problem, t)
-        g = tangent(R, problem.gradient(R, t))
-        z = _precondition(R, g, H)
-        gz_old, gz = gz, float((g * z).sum())
-        beta = max(0.0, (gz - float((g_old * z).sum())) / gz_old)
-        d = tangent(R, beta * d) - z
+        g_old, gz_old = g, gz
     return R, _ended(False, history, f"iteration limit {iterations}")
 
 
-def _hessian(problem: RightProblem, t: float) -> Float[Tensor, "b k"]:
+@dataclass(frozen=True, eq=False)
+class _Moved:
+    """A point, its right problem and objective, and the step that led there."""
+
+    R: Float[Tensor, "b k"]
+    local: RightProblem
+    value: float
+    step: float
+
+
+def _curvature(local: RightProblem, t: float) -> Float[Tensor, "b k"]:
     """The diagonal of the Euclidean Hessian, `2 t² s_i² max(μ_j, 0) / yy`."""
-    weight = (2 * t * t / problem.yy) * problem.s.square()
-    return weight[:, None] * problem.mu.clamp_min(0)
+    return torch.outer((2 * t * t / local.yy) * local.s.square(), local.mu.clamp_min(0))
 
 
 def _precondition(
-    R: Float[Tensor, "b k"], g: Float[Tensor, "b k"], H: Float[Tensor, "b k"]
+    problem: Problem,
+    local: RightProblem,
+    R: Float[Tensor, "b k"],
+    t: float,
+    g: Float[Tensor, "b k"],
 ) -> Float[Tensor, "b k"]:
-    """`P (H + ε)⁻¹ g`, positive definite on the tangent space; ε keeps flat directions bounded."""
-    return tangent(R, g / (H + SHIFT * H.mean()))
+    """`P (H + ε)⁻¹ g`, positive definite on the tangent space; ε keeps flat directions bounded.
+
+    Where the left factor follows R, planes of modes are softer than H says: their slack is added.
+    """
+    H = _curvature(local, t)
+    H.add_(SHIFT * float(H.mean()))
+    z = torch.div(g, H, out=H)
+    turn = -symmetric(z @ R.T)
+    slack = problem.slack(R, t)
+    if slack is not None:
+        Omega = g @ R.T
+        turn += 0.5 * (Omega - Omega.T) * slack
+    return z.addmm_(turn, R)
 
 
 def _line_search(
-    problem: RightProblem,
+    problem: Problem,
     R: Float[Tensor, "b k"],
     d: Float[Tensor, "b k"],
     value: float,
     slope: float,
     step: float,
-) -> tuple[Float[Tensor, "b k"], float] | None:
-    """The first point with sufficient decrease on the retraction curve, and its objective."""
-    for _ in range(BACKTRACKS):
+) -> _Moved | None:
+    """The lowest point found on the retraction curve, or None without sufficient decrease.
+
+    The parabola through the value, the slope and a trial's value says where the next trial goes,
+    until it agrees with the trial: nearly exact, which keeps the directions conjugate.
+    """
+    lowest = None
+    for trial in range(BACKTRACKS):
         try:
             candidate = retract_cholesky(R, step * d)
         except NumericalError:
             step *= 0.25
             continue
-        new = problem.objective(candidate)
-        if new <= value + ARMIJO * step * slope:
-            return candidate, new
-        step *= 0.5
-    return None
+        local = problem.at(candidate)
+        new = local.objective(candidate)
+        rise = 2 * (new - value - step * slope)
+        best = -slope * step * step / rise if rise > 0 else 4 * step
+        sufficient = new <= value + ARMIJO * step * slope
+        if sufficient and (lowest is None or new < lowest.value):
+            lowest = _Moved(candidate, local, new, step)
+        elif lowest is not None:
+            break
+        if lowest is not None and (abs(best - step) < AGREE * step or trial >= TRIALS):
+            break
+        step = min(max(best, 0.1 * step), (4 if sufficient else 0.5) * step)
+    return lowest
 
 
 def _ended(converged: bool, history: list[float], reason: str) -> Convergence:

@@ -1,13 +1,16 @@
-"""The right rotation's problem on the Stiefel manifold, in the eigenbasis of Gxx (METHODS §5.4).
+"""The rotations' problems on the Stiefel manifold, in the eigenbasis of Gxx (METHODS §5.4).
 
 With `Gxx = E diag(μ) Eᵀ`, the change of variable `R → R E`, `C → C E` makes every product with
-Gxx elementwise. Both solvers work there and are equivariant under it, so nothing else changes.
+Gxx elementwise. All solvers work there and are equivariant under it, so nothing else changes.
 """
 
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from coec.linalg.polar import polar
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +62,13 @@ class RightProblem:
     yy: float
     alignment: Alignment | None = None
 
+    def at(self, R: Float[Tensor, "b k"]) -> "RightProblem":
+        """The problem that touches the objective at R: itself, the left factor being held."""
+        return self
+
+    def slack(self, R: Float[Tensor, "b k"], t: float) -> None:
+        """What the left factor adds to the inverse curvature of planes of modes: nothing."""
+
     def scale(self, R: Float[Tensor, "b k"]) -> float:
         """`t = ⟨C, R⟩ / ⟨diag(s²) R Gxx, R⟩`; 1 unless both are positive."""
         linear, quadratic = self._inner_products(R)
@@ -75,16 +85,79 @@ class RightProblem:
 
     def gradient(self, R: Float[Tensor, "b k"], t: float) -> Float[Tensor, "b k"]:
         """The Euclidean gradient in R at scale t."""
-        weight = (2 * t * t / self.yy) * self.s.square()
-        grad = weight[:, None] * R * self.mu - (2 * t / self.yy) * self.cross
+        grad = torch.outer((2 * t * t / self.yy) * self.s.square(), self.mu).mul_(R)
+        grad.sub_(self.cross, alpha=2 * t / self.yy)
         if self.alignment is not None:
             rows = self.alignment.rows
             grad[rows] += self.alignment.weight * self.alignment.gradient_rows(R)
         return grad
 
     def _inner_products(self, R: Float[Tensor, "b k"]) -> tuple[float, float]:
-        energy = (R.square() * self.mu).sum(dim=1)
-        return float((self.cross * R).sum()), float((self.s.square() * energy).sum())
+        return float((self.cross * R).sum()), float((self.s.square() * energies(R, self.mu)).sum())
+
+
+@dataclass(frozen=True, eq=False)
+class JointProblem:
+    """The right problem with the left factor eliminated: U is the best one for every R.
+
+    `min_R min_U` of the right problem's objective: `⟨C, R⟩` becomes the nuclear norm
+    `‖Gyx Rᵀ diag(s)‖_*`, at `U = polar(Gyx Rᵀ diag(s))` (variable projection, METHODS §5.4.3).
+
+    Attributes:
+        s: singular values; any after the first b_U, of a completed frame, are 0.
+        mu: eigenvalues of Gxx.
+        Gyx: in the eigenbasis.
+        yy: `‖Y‖_F²`, positive.
+        U: a left factor: where the best one is not unique, the nearest to this is taken.
+        alignment: the penalty, or None.
+    """
+
+    s: Float[Tensor, " b"]
+    mu: Float[Tensor, " k"]
+    Gyx: Float[Tensor, "m k"]
+    yy: float
+    U: Float[Tensor, "m b_U"]
+    alignment: Alignment | None = None
+
+    def at(self, R: Float[Tensor, "b k"]) -> RightProblem:
+        """The right problem at the best left factor for R."""
+        modes = self.U.shape[1]
+        s = self.s[:modes]
+        U = polar((self.Gyx @ R[:modes].T) * s, nearest=self.U)
+        cross = (U.T @ self.Gyx).mul_(s[:, None])
+        if modes < len(R):
+            cross = torch.cat([cross, cross.new_zeros(len(R) - modes, R.shape[1])])
+        return RightProblem(self.s, self.mu, cross, self.yy, self.alignment)
+
+    def slack(self, R: Float[Tensor, "b k"], t: float) -> Float[Tensor, "b b"]:
+        """What to add to the inverse curvature of every plane (i, j) of modes, as U follows R.
+
+        For `R → exp(ω J) R`, J the generator of the plane (i, j), the curvature with U held is
+        `F = (s_i² e_j + s_j² e_i) t²/yy`; with U following it is
+        `J = (s_i² − s_j²)² e_i e_j / (s_i² e_i + s_j² e_j) · t²/yy`, nearly 0 where `s_i ≈ s_j`:
+        turning both factors alike then leaves their product as it is. Returned is
+        `1/(J + ε F) − 1/(F + ε F)`, ε = SLACK.
+        """
+        e, s2 = energies(R, self.mu).clamp_min(0), self.s.square()
+        a = s2 * e
+        fixed = torch.outer(s2, e)
+        fixed = fixed + fixed.T
+        joint = (s2[:, None] - s2).square() * torch.outer(e, e) / (a[:, None] + a)
+        unit = t * t / self.yy
+        slack = 1 / (unit * (joint + SLACK * fixed)) - 1 / (unit * (1 + SLACK) * fixed)
+        return slack.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+Problem = RightProblem | JointProblem
+"""What the conjugate gradient minimises."""
+
+SLACK = 1e-3
+"""How soft a plane may be at most, relative to its curvature with U held (see docs/LOG.md)."""
+
+
+def energies(R: Float[Tensor, "b k"], mu: Float[Tensor, " k"]) -> Float[Tensor, " b"]:
+    """`e_i = r_iᵀ Gxx r_i` in the eigenbasis."""
+    return R.square() @ mu
 
 
 def _ratio(linear: float, quadratic: float) -> float:

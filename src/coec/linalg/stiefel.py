@@ -9,8 +9,12 @@ from coec.errors import NumericalError
 
 def tangent(R: Float[Tensor, "b k"], Z: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
     """The orthogonal projection of Z on the tangent space at R: `Z − sym(Z Rᵀ) R`."""
-    S = Z @ R.T
-    return Z - 0.5 * (S + S.T) @ R
+    return torch.addmm(Z, symmetric(Z @ R.T), R, alpha=-1)
+
+
+def symmetric(S: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+    """The symmetric part, `(S + Sᵀ)/2`."""
+    return 0.5 * (S + S.T)
 
 
 def retract_cholesky(R: Float[Tensor, "b k"], step: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
