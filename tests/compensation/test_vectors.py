@@ -131,7 +131,7 @@ def test_the_default_is_at_or_below_the_best_known(vector):
     result = coec.compensate(vector.W0, vector.gram, vector.kept)
     loss = vector.tempered().error(result.weight)
     assert loss <= vector.scalars["coec.best_known_tempered_loss"]
-    assert result.diagnostics["objectives_per_round"][-1] == pytest.approx(loss, rel=1e-3)
+    assert result.diagnostics["errors_per_round"][-1] == pytest.approx(loss, rel=1e-3)
 
 
 def test_the_alternation_comes_near_the_best_known(vector):

@@ -153,22 +153,22 @@ def _solve(
     except NumericalError as error:
         record(f"descent abandoned: {error}")
         return _fallback(weight, tempered, kept, problem)
-    best = min(results, key=lambda result: result.objective)
+    best = min(results, key=lambda result: result.objectives[-1])
     W = best.frame.weight(target)
     bound = best.objectives[0] * (1 + 1e-6) + rounding(W.dtype)
-    if not (torch.isfinite(W).all() and best.objective <= bound):
+    if not (torch.isfinite(W).all() and best.objectives[-1] <= bound):
         record("the descent did not improve on the slice")
         return _fallback(weight, tempered, kept, problem)
-    return W, _summary(best, frame, target, anchor)
+    return W, _summary(best, anchored=anchor is not None)
 
 
-def _summary(
-    result: Descended, before: Frame, target: Target, anchor: Anchor | None
-) -> dict[str, Any]:
+def _summary(result: Descended, *, anchored: bool) -> dict[str, Any]:
     summary = result.summary()
-    if anchor is not None:
-        for name, frame in (("alignment_before", before), ("alignment_after", result.frame)):
-            summary[name] = anchor.alignment(frame, target).penalty(frame.R)
+    if anchored:
+        summary["alignment_before"] = result.penalties[0]
+        summary["alignment_after"] = result.penalties[-1]
+    else:
+        del summary["penalties_per_round"]
     return summary
 
 

@@ -71,8 +71,8 @@ class Descended:
     Attributes:
         errors: the relative error (tempered) of the slice, after the first left step and rescale,
             and after every round.
-        objectives: the same with the alignment penalty, which is what the rounds minimise.
-        objective: of the frame: the lowest.
+        penalties: `𝒜` at the same moments; 0 without an anchor.
+        objectives: `𝓛 + λ_a 𝒜`, what the rounds minimise.
         right: how every right solve ended.
         ridge: the last λ of the rescale, relative to the median mode energy.
         clamped: modes stopped by the band in the last rescale.
@@ -81,8 +81,8 @@ class Descended:
 
     frame: Frame
     errors: tuple[float, ...]
+    penalties: tuple[float, ...]
     objectives: tuple[float, ...]
-    objective: float
     right: tuple[Convergence, ...]
     ridge: float | None
     clamped: int
@@ -93,7 +93,7 @@ class Descended:
         return {
             "rounds": len(self.errors) - 2,
             "errors_per_round": list(self.errors),
-            "objectives_per_round": list(self.objectives),
+            "penalties_per_round": list(self.penalties),
             "right_iterations": [c.iterations for c in self.right],
             "right_reason": self.right[-1].reason if self.right else None,
             "gcv_lambda": self.ridge,
@@ -115,45 +115,46 @@ class Descent:
     def __call__(self, frame: Frame, target: Target, anchor: Anchor | None) -> Descended:
         """Alternates until a round lowers the objective by less than `tol`, or `rounds` rounds.
 
-        The frame of the lowest objective is returned: which rows the alignment penalty is on
-        changes with the singular values, and may raise it from one round to the next. With
-        `gradient` the rule is the source's: the relative error alone, and the last frame.
+        The leading rows, which the alignment penalty is on, are chosen after the first rescale and
+        keep their part while they turn: chosen anew every round they would change the objective.
+        With `gradient` both rules are the source's: rows chosen anew, the relative error watched.
         """
-        penalty = _Penalty(anchor, target)
         faithful = self.right.solver == "gradient"
-        errors = [frame.error(target)]
-        objectives = [errors[0] + penalty(frame)]
-        frame = self._rotated_left(frame, target)
-        # RCPU's answer: nothing worse is returned.
-        scaled, out, error = frame.rescaled(target, replace(self.shrinkage, rule="uniform"))
-        best, lowest = (scaled, out), error + penalty(scaled)
-        frame, out, error = frame.rescaled(target, self.shrinkage)
+        errors, frames = [frame.error(target)], [frame]
+        frame, out, error = self._rotated_left(frame, target).rescaled(target, self.shrinkage)
+        alignment = anchor.alignment(frame, target) if anchor else None
         errors.append(error)
-        objectives.append(error + penalty(frame))
-        if faithful or objectives[-1] <= lowest:
-            best, lowest = (frame, out), objectives[-1]
+        frames.append(frame)
+        penalties = [alignment.penalty(f.R) if alignment else 0.0 for f in frames]
+        weight = alignment.weight if alignment else 0.0
+        objectives = [e + weight * p for e, p in zip(errors, penalties, strict=True)]
         solves: list[Convergence] = []
         reason = f"round limit {self.rounds}"
         for _ in range(self.rounds):
-            frame, out, error, ended = self._round(frame, target, anchor)
+            if anchor and faithful:
+                alignment = anchor.alignment(frame, target)
+            turned, rescaled, error, ended = self._round(frame, target, alignment)
+            penalty = alignment.penalty(turned.R) if alignment else 0.0
+            objective = error + weight * penalty
             solves += ended
+            if _rose(objectives[-1], objective, frame.s.dtype) and not (anchor and faithful):
+                record("a round raised the objective and was taken back")
+                reason = "objective rose"
+                break
+            frame, out = turned, rescaled
             errors.append(error)
-            objectives.append(error + penalty(frame))
-            if _rose(objectives[-2], objectives[-1], frame.s.dtype):
-                record("a round raised the objective")
-            gain = abs(errors[-2] - error) if faithful else lowest - objectives[-1]
-            if faithful or objectives[-1] <= lowest:
-                best, lowest = (frame, out), objectives[-1]
+            penalties.append(penalty)
+            objectives.append(objective)
+            gain = abs(errors[-2] - error) if faithful else objectives[-2] - objective
             if gain < self.tol:
                 what = "relative error changed" if faithful else "objective fell"
                 reason = f"{what} by less than tol = {self.tol:g}"
                 break
-        frame, out = best
         return Descended(
             frame,
             tuple(errors),
+            tuple(penalties),
             tuple(objectives),
-            lowest,
             tuple(solves),
             out.ridge,
             out.clamped,
@@ -161,12 +162,11 @@ class Descent:
         )
 
     def _round(
-        self, frame: Frame, target: Target, anchor: Anchor | None
+        self, frame: Frame, target: Target, alignment: Alignment | None
     ) -> tuple[Frame, Rescaled, float, list[Convergence]]:
         """Right rotation, rescale, left rotation, rescale, as far as the sides allow."""
         solves = []
         if self.side != "left":
-            alignment = anchor.alignment(frame, target) if anchor else None
             left = self.side == "two-sided"
             frame, ended = self.right(frame, target, alignment, left=left)
             solves.append(ended)
@@ -180,23 +180,11 @@ class Descent:
         return frame if self.side == "right" else frame.rotated_left(target)
 
 
-@dataclass(frozen=True, eq=False)
-class _Penalty:
-    """`λ_a 𝒜` of a frame, on the rows that are the leading ones now; 0 without an anchor."""
-
-    anchor: Anchor | None
-    target: Target
-
-    def __call__(self, frame: Frame) -> float:
-        if self.anchor is None:
-            return 0.0
-        return self.anchor.weight * self.anchor.alignment(frame, self.target).penalty(frame.R)
-
-
 def rounding(dtype: torch.dtype) -> float:
     """How far a relative error may be off by rounding alone."""
     return ROUNDING * torch.finfo(dtype).eps
 
 
 def _rose(before: float, after: float, dtype: torch.dtype) -> bool:
-    return after > before * (1 + RISE) + rounding(dtype)
+    """Whether it rose beyond rounding, or is no number."""
+    return not after <= before * (1 + RISE) + rounding(dtype)
