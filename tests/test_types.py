@@ -5,7 +5,7 @@ import coec
 import problems
 from coec.errors import NumericalError, OptionError
 from coec.events import record, recording
-from coec.types import Gram, GramSum
+from coec.types import Gram, GramSum, _symmetrize
 from tolerances import EXACT
 
 
@@ -33,6 +33,14 @@ def test_sums_of_bfloat16_inputs_are_exact_products_in_float64():
         sums.update(x * 300)
     assert sums.xx.dtype == torch.float64
     assert float(sums.xx[0, 1]) == 20 * 2000 * 300.0**2
+
+
+@pytest.mark.parametrize("block", [1, 3, 7, 100])
+def test_blocks_of_any_size_are_made_symmetric(block):
+    A = torch.randn(7, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = (A + A.T) / 2
+    _symmetrize(A, block)
+    assert torch.equal(A, expected)
 
 
 def test_a_gram_is_symmetric_to_the_bit():

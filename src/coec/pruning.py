@@ -188,11 +188,12 @@ def _solve_block(
 def _solve_site(block: Block, site: Site, todo: Plan, device: torch.device) -> Cut:
     recipe, dtype = todo.recipe, DTYPES[todo.recipe.solve_dtype]
     weight = block.tensors[f"{site.consumer}.weight"].to(device)
-    sums = block.grams[site.name]
+    sums = block.grams.pop(site.name)
     sums.check_finite()
     # Variances are differences of sums: scores want the float64 that these were summed in.
     scores = _seeded(recipe.score, recipe.seed, block.index)(weight.to(sums.xx), sums)
     gram = Gram(sums.xx.to(dtype), sums.x.to(dtype), sums.tokens)
+    del sums  # the largest matrix there is, unless it is the one that is used
     units = keep_highest(unit_scores(scores, todo.dense.units(site)), todo.pruned.units(site))
     if units.everything:
         return Cut(site, units, Compensation(weight))

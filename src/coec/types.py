@@ -86,8 +86,19 @@ class GramSum:
         self.tokens += rows.shape[0]
 
     def gram(self) -> Gram:
-        """The sums so far, exactly symmetric."""
-        return Gram((self.xx + self.xx.T) / 2, self.x, self.tokens)
+        """The sums, made exactly symmetric in place: they are handed over, not copied."""
+        _symmetrize(self.xx)
+        return Gram(self.xx, self.x, self.tokens)
+
+
+def _symmetrize(A: Float[Tensor, "n n"], block: int = 4096) -> None:
+    """`A ← (A + Aᵀ)/2`, a block at a time: a copy may not fit beside a large matrix."""
+    for i in range(0, len(A), block):
+        for j in range(0, i + block, block):
+            here, there = A[i : i + block, j : j + block], A[j : j + block, i : i + block]
+            mean = (here + there.T) / 2
+            here.copy_(mean)
+            there.copy_(mean.T)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coec.compensation.closed_form import bias, least_squares, none, ridge_to_slice
 from coec.compensation.coec import coec
-from coec.compensation.objective import Reconstruction, kept_columns
+from coec.compensation.objective import kept_columns, output_energy, relative_error
 from coec.compensation.rcpu import rcpu
 from coec.errors import NumericalError, OptionError
 from coec.events import recording
@@ -131,16 +131,15 @@ def compensate(
     if value_weight is not None and "value_weight" in inspect.signature(method).parameters:
         options["value_weight"] = value_weight.to(gram.xx)
 
-    problem = Reconstruction.of(weight, gram.xx, kept)
     W_K = kept_columns(weight, kept)
     with recording() as events:
         result = Compensation(W_K) if kept.everything else method(weight, gram, kept, **options)
     if not torch.isfinite(result.weight).all():
         raise NumericalError("the compensated weight holds NaN or Inf")
     diagnostics = {
-        "error_before": problem.error(W_K),
-        "error_after": problem.error(result.weight)
-        + _bias_change(result, weight, gram, kept, problem.yy),
+        "error_before": relative_error(weight, gram.xx, kept, W_K),
+        "error_after": relative_error(weight, gram.xx, kept, result.weight)
+        + _bias_change(result, weight, gram, kept),
         **result.diagnostics,
         "events": events,
     }
@@ -148,10 +147,13 @@ def compensate(
 
 
 def _bias_change(
-    result: Compensation, weight: Float[Tensor, "m d"], gram: Gram, kept: KeptSet, yy: float
+    result: Compensation, weight: Float[Tensor, "m d"], gram: Gram, kept: KeptSet
 ) -> float:
     """What the bias adds to the relative error: `(N ‖b‖² − 2 ⟨b, Σ (y − W̃ x_K)⟩) / yy`."""
-    if result.bias is None or not yy > 0:
+    if result.bias is None:
+        return 0.0
+    yy = output_energy(weight, gram.xx)
+    if not yy > 0:
         return 0.0
     residual = weight @ gram.x - result.weight @ gram.x[kept.kept]
     return float(result.bias @ (gram.tokens * result.bias - 2 * residual)) / yy

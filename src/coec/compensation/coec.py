@@ -23,13 +23,14 @@ from coec.compensation.descent import (
     rounding,
 )
 from coec.compensation.frame import Frame, Shrinkage, Target
-from coec.compensation.objective import Reconstruction, kept_columns
-from coec.compensation.rcpu import rcpu
+from coec.compensation.objective import Reconstruction, kept_columns, power_of_two
 from coec.errors import NumericalError, OptionError
 from coec.events import record
 from coec.linalg.gcv import Rescale
-from coec.linalg.spd import power
 from coec.types import Compensation, Gram, KeptSet
+
+RCPU = Shrinkage("uniform", 0.0, 1.0)
+"""One scale for all modes, which with the left rotation alone is RCPU."""
 
 Rotation = Literal["two-sided", "left", "right", "better"]
 
@@ -106,13 +107,12 @@ def coec(
         "precision": precision,
     }.items():
         _check_range(name, value, 0)
-    W_K = kept_columns(weight, kept)
     # G^0 = I: the data-blind limit, whose best weight is the slice itself.
     if alpha == 0 or kept.everything:
+        W_K = kept_columns(weight, kept)
         return Compensation(W_K, diagnostics={"reason": "nothing to compensate"})
 
-    tempered = Gram(power(gram.xx / _unit(gram.energy), alpha), gram.x, gram.tokens)
-    unit = _unit(weight)
+    unit = power_of_two(weight)
     anchor = None
     if value_weight is not None and lambda_a > 0:
         anchor = Anchor.of(weight / unit, value_weight, kept, lambda_a=lambda_a, r_p=r_p)
@@ -121,9 +121,11 @@ def coec(
     sides: tuple[Side, ...] = ("left", "right") if rotation == "better" else (rotation,)
     descents = [Descent(side, shrinkage, right, rounds, tol) for side in sides]
 
+    target = Target.of(Reconstruction.tempered(weight / unit, gram.xx, kept, alpha))
     parts, summaries = [], []
-    for rows in (weight / unit).chunk(slices):
-        W, summary = _solve(rows, tempered, kept, descents, anchor)
+    for rows in _chunks(len(weight), slices):
+        W_K = kept_columns(weight[rows], kept).div_(unit)
+        W, summary = _solve(W_K, target.rows(rows), descents, anchor)
         parts.append(W * unit)
         summaries.append(summary)
     diagnostics = summaries[0] if len(summaries) == 1 else {"slices": summaries}
@@ -131,34 +133,26 @@ def coec(
 
 
 def _solve(
-    weight: Float[Tensor, "m d"],
-    tempered: Gram,
-    kept: KeptSet,
-    descents: list[Descent],
-    anchor: Anchor | None,
+    W_K: Float[Tensor, "m k"], target: Target, descents: list[Descent], anchor: Anchor | None
 ) -> tuple[Float[Tensor, "m k"], dict[str, Any]]:
     """The best of the descents on one group of rows, or the fallback when none is sound."""
-    problem = Reconstruction.of(weight, tempered.xx, kept)
-    W_K = kept_columns(weight, kept)
-    if not problem.yy > 0:
+    if not target.yy > 0:
         record("the dense output is 0 on the calibration data: slice kept")
         return W_K, {"reason": "no output to reconstruct"}
-    target = Target.of(problem)
-    frame = Frame.of(W_K, target)
-    if not float(frame.s[0]) > 0:
+    if not bool(W_K.any()):
         record("every kept column is 0: slice kept")
         return W_K, {"reason": "nothing to rotate"}
     try:
-        results = [descent(frame, target, anchor) for descent in descents]
+        results = [descent(W_K, target, anchor) for descent in descents]
     except NumericalError as error:
         record(f"descent abandoned: {error}")
-        return _fallback(weight, tempered, kept, problem)
+        return _fallback(W_K, target)
     best = min(results, key=lambda result: result.objectives[-1])
     W = best.frame.weight(target)
     bound = best.objectives[0] * (1 + 1e-6) + rounding(W.dtype)
     if not (torch.isfinite(W).all() and best.objectives[-1] <= bound):
         record("the descent did not improve on the slice")
-        return _fallback(weight, tempered, kept, problem)
+        return _fallback(W_K, target)
     return W, _summary(best, anchored=anchor is not None)
 
 
@@ -173,13 +167,15 @@ def _summary(result: Descended, *, anchored: bool) -> dict[str, Any]:
 
 
 def _fallback(
-    weight: Float[Tensor, "m d"], tempered: Gram, kept: KeptSet, problem: Reconstruction
+    W_K: Float[Tensor, "m k"], target: Target
 ) -> tuple[Float[Tensor, "m k"], dict[str, Any]]:
     """RCPU's weight or the slice, whichever is finite and has the lower error."""
-    W, chosen = kept_columns(weight, kept), "none"
+    W, chosen = W_K, "none"
     try:
-        rotated = rcpu(weight, tempered, kept).weight
-        if torch.isfinite(rotated).all() and problem.error(rotated) <= problem.error(W):
+        frame = Frame.of(W_K, target)
+        scaled, _, error = frame.rotated_left(target).rescaled(target, RCPU)
+        rotated = scaled.weight(target)
+        if torch.isfinite(rotated).all() and error <= frame.error(target):
             W, chosen = rotated, "rcpu"
     except NumericalError as error:
         record(f"rcpu abandoned: {error}")
@@ -187,10 +183,10 @@ def _fallback(
     return W, {"reason": f"fell back to {chosen}"}
 
 
-def _unit(values: Float[Tensor, "..."]) -> float:
-    """A power of two about the largest magnitude, so that dividing by it is exact; 1 for zeros."""
-    largest = float(values.abs().max())
-    return math.ldexp(1.0, math.frexp(largest)[1]) if largest > 0 else 1.0
+def _chunks(rows: int, count: int) -> list[slice]:
+    """Contiguous slices of about equal size, as torch.chunk makes them."""
+    size = math.ceil(rows / count)
+    return [slice(first, first + size) for first in range(0, rows, size)]
 
 
 def _check_range(name: str, value: float, low: float, high: float = float("inf")) -> None:

@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from coec.compensation.anchor import Anchor
 from coec.compensation.frame import Frame, Shrinkage, Target
@@ -112,7 +114,9 @@ class Descent:
     rounds: int
     tol: float
 
-    def __call__(self, frame: Frame, target: Target, anchor: Anchor | None) -> Descended:
+    def __call__(
+        self, W_K: Float[Tensor, "m k"], target: Target, anchor: Anchor | None
+    ) -> Descended:
         """Alternates until a round lowers the objective by less than `tol`, or `rounds` rounds.
 
         The leading rows, which the alignment penalty is on, are chosen after the first rescale and
@@ -120,12 +124,12 @@ class Descent:
         With `gradient` both rules are the source's: rows chosen anew, the relative error watched.
         """
         faithful = self.right.solver == "gradient"
-        errors, frames = [frame.error(target)], [frame]
+        frame = Frame.of(W_K, target)
+        errors = [frame.error(target)]
         frame, out, error = self._rotated_left(frame, target).rescaled(target, self.shrinkage)
         alignment = anchor.alignment(frame, target) if anchor else None
         errors.append(error)
-        frames.append(frame)
-        penalties = [alignment.penalty(f.R) if alignment else 0.0 for f in frames]
+        penalties = [alignment.penalty(frame.R) if alignment else 0.0] * 2  # R has not turned yet
         weight = alignment.weight if alignment else 0.0
         objectives = [e + weight * p for e, p in zip(errors, penalties, strict=True)]
         solves: list[Convergence] = []

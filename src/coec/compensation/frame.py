@@ -30,19 +30,26 @@ class Target:
         mu: eigenvalues, ascending.
         basis: E.
         Gyx: `Gyx E`.
-        yy: `‖Y‖_F²`, positive.
+        energy: of every output.
+        yy: `‖Y‖_F²`.
     """
 
     mu: Float[Tensor, " k"]
     basis: Float[Tensor, "k k"]
     Gyx: Float[Tensor, "m k"]
+    energy: Float[Tensor, " m"]
     yy: float
 
     @classmethod
     def of(cls, problem: Reconstruction) -> "Target":
         """Diagonalises Gxx once; every later step is elementwise in it."""
         mu, E = eigh(problem.Gxx)
-        return cls(mu, E, problem.Gyx @ E, problem.yy)
+        return cls(mu, E, problem.Gyx @ E, problem.energy, problem.yy)
+
+    def rows(self, rows: slice) -> "Target":
+        """The problem of some of the outputs alone."""
+        energy = self.energy[rows]
+        return Target(self.mu, self.basis, self.Gyx[rows], energy, float(energy.sum()))
 
 
 @dataclass(frozen=True, eq=False)

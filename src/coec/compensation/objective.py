@@ -1,11 +1,13 @@
 """What every compensation minimises: the relative reconstruction error over the kept inputs."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from coec.linalg.spd import root
 from coec.types import KeptSet
 
 
@@ -16,12 +18,12 @@ class Reconstruction:
     Attributes:
         Gxx: `G[K, K]`.
         Gyx: `W₀ G[:, K]`.
-        yy: `tr(W₀ G W₀ᵀ) = ‖Y‖_F²`.
+        energy: `diag(W₀ G W₀ᵀ)`, the energy of every output.
     """
 
     Gxx: Float[Tensor, "k k"]
     Gyx: Float[Tensor, "m k"]
-    yy: float
+    energy: Float[Tensor, " m"]
 
     @classmethod
     def of(
@@ -30,16 +32,66 @@ class Reconstruction:
         """The problem of replacing `weight` by its kept columns under the second moment G."""
         K = kept.kept
         WG = weight @ G
-        return cls(G[K][:, K], WG[:, K], float((WG * weight).sum()))
+        return cls(G[K][:, K], WG[:, K], (WG * weight).sum(dim=1))
+
+    @classmethod
+    def tempered(
+        cls, weight: Float[Tensor, "m d"], G: Float[Tensor, "d d"], kept: KeptSet, alpha: float
+    ) -> "Reconstruction":
+        """The same under `(G/u)^α = F Fᵀ`, of which only what is needed is formed.
+
+        The unit u, a power of two about the largest channel energy, keeps every number moderate.
+        """
+        unit = power_of_two(G.diagonal())
+        F = root(G, alpha, unit)
+        if F is None:
+            plain = cls.of(weight, G, kept)
+            return cls(plain.Gxx / unit, plain.Gyx / unit, plain.energy / unit)
+        F_K, WF = F[kept.kept], weight @ F
+        del F
+        return cls(F_K @ F_K.T, WF @ F_K.T, WF.square().sum(dim=1))
+
+    @property
+    def yy(self) -> float:
+        """`tr(W₀ G W₀ᵀ) = ‖Y‖_F²`."""
+        return float(self.energy.sum())
 
     def error(self, W: Float[Tensor, "m k"]) -> float:
         """`𝓛(W)`; 0 when the dense output is itself 0 on the calibration data."""
-        if not self.yy > 0:
+        yy = self.yy
+        if not yy > 0:
             return 0.0
         quadratic = float((W @ self.Gxx * W).sum())
-        return (quadratic - 2 * float((W * self.Gyx).sum()) + self.yy) / self.yy
+        return (quadratic - 2 * float((W * self.Gyx).sum()) + yy) / yy
+
+
+def relative_error(
+    weight: Float[Tensor, "m d"],
+    G: Float[Tensor, "d d"],
+    kept: KeptSet,
+    W: Float[Tensor, "m k"],
+) -> float:
+    """`𝓛(W) = ‖(W₀ − W̃) X‖² / ‖W₀ X‖²`, W̃ holding W at the kept columns and 0 elsewhere.
+
+    A sum of squares: no digits cancel, and nothing of the size of G is formed.
+    """
+    lost = weight.index_add(1, kept.kept, W, alpha=-1)
+    yy = output_energy(weight, G)
+    return output_energy(lost, G) / yy if yy > 0 else 0.0
+
+
+def output_energy(W: Float[Tensor, "m d"], G: Float[Tensor, "d d"]) -> float:
+    """`tr(W G Wᵀ) = ‖W X‖_F²`."""
+    return float((W @ G).mul_(W).sum())
 
 
 def kept_columns(weight: Float[Tensor, "m d"], kept: KeptSet) -> Float[Tensor, "m k"]:
     """`W_K = W₀[:, K]`, the uncompensated slice."""
     return torch.index_select(weight, 1, kept.kept)
+
+
+def power_of_two(values: Float[Tensor, "..."]) -> float:
+    """A power of two about the largest magnitude, so that dividing by it is exact; 1 for zeros."""
+    low, high = values.aminmax()
+    largest = max(-float(low), float(high))
+    return math.ldexp(1.0, math.frexp(largest)[1]) if largest > 0 else 1.0

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coec.errors import NumericalError
 from coec.linalg.right import Problem, RightProblem
-from coec.linalg.stiefel import retract_cholesky, symmetric, tangent
+from coec.linalg.stiefel import project, retract_cholesky, symmetric
 from coec.types import Convergence
 
 ARMIJO = 1e-4
@@ -49,26 +49,28 @@ def conjugate(
         return R, Convergence(True, 0, "nothing to rotate: no energy in the kept inputs")
     g_old, d, gz_old, step = None, None, 0.0, 1.0
     for _ in range(iterations):
-        g = tangent(R, local.gradient(R, t))
+        g = project(R, local.gradient(R, t))
         z = _precondition(problem, local, R, t, g)
         gz = float((g * z).sum())
         if d is None or g_old is None:
             d = -z
         else:
             beta = max(0.0, (gz - float((g_old * z).sum())) / gz_old)
-            d = tangent(R, d.mul_(beta)).sub_(z)
+            del g_old
+            d = project(R, d.mul_(beta)).sub_(z)
         slope = float((g * d).sum())
         if not slope < 0:
             d, slope = -z, -gz
-        del z
+        # Freed before the trial points are made: the matrices may fill a device.
+        del z, local
         if not slope < -1e-16 * abs(value):
             return R, _ended(True, history, "gradient vanished")
         moved = _line_search(problem, R, d, value, slope, step)
         if moved is None:
             return R, _ended(True, history, "no descent at rounding level")
         R, local, step = moved.R, moved.local, moved.step
-        t = local.scale(R)
-        decrease, value = value - moved.value, moved.value
+        t, decrease, value = local.scale(R), value - moved.value, moved.value
+        del moved
         history.append(value)
         if decrease < tolerance * max(abs(value), SMALL):
             return R, _ended(True, history, f"relative decrease below {tolerance:g}")
@@ -129,7 +131,7 @@ def _line_search(
     lowest = None
     for trial in range(BACKTRACKS):
         try:
-            candidate = retract_cholesky(R, step * d)
+            candidate = retract_cholesky(R, d, step)
         except NumericalError:
             step *= 0.25
             continue

@@ -86,7 +86,7 @@ def _limit(A: Tensor) -> float | None:
 def _first_success(
     routines: Sequence[tuple[str, Routine]], A: Tensor, time_limit: float | None
 ) -> tuple[Tensor, ...]:
-    if not torch.isfinite(A).all():
+    if not _is_finite(A):
         raise NumericalError("a matrix to decompose holds NaN or Inf")
     failures: list[str] = []
     for name, routine in routines:
@@ -95,12 +95,17 @@ def _first_success(
         except (RuntimeError, TimeoutError, np.linalg.LinAlgError, NumericalError) as error:
             failures.append(f"{name} failed ({str(error).splitlines()[0]})")
             continue
-        if all(bool(torch.isfinite(part).all()) for part in parts):
+        if all(_is_finite(part) for part in parts):
             if failures:
                 record(f"{'; '.join(failures)}; used {name} instead")
             return parts
         failures.append(f"{name} returned NaN or Inf")
     raise NumericalError(f"no decomposition of a {tuple(A.shape)} matrix: {'; '.join(failures)}")
+
+
+def _is_finite(A: Tensor) -> bool:
+    """Extremes propagate NaN, and need no matrix of flags."""
+    return A.numel() == 0 or all(bool(torch.isfinite(value)) for value in A.aminmax())
 
 
 def _run_within(time_limit: float | None, routine: Routine, A: Tensor) -> tuple[Tensor, ...]:

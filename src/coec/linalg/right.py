@@ -140,11 +140,13 @@ class JointProblem:
         """
         e, s2 = energies(R, self.mu).clamp_min(0), self.s.square()
         a = s2 * e
-        fixed = torch.outer(s2, e)
-        fixed = fixed + fixed.T
-        joint = (s2[:, None] - s2).square() * torch.outer(e, e) / (a[:, None] + a)
         unit = t * t / self.yy
-        slack = 1 / (unit * (joint + SLACK * fixed)) - 1 / (unit * (1 + SLACK) * fixed)
+        fixed = torch.outer(s2, e)
+        fixed = (fixed + fixed.T).mul_(unit)
+        joint = (s2[:, None] - s2).square_().mul_(e).mul_(e[:, None])
+        joint.mul_(unit).div_(a[:, None] + a)
+        soft = joint.add_(fixed, alpha=SLACK).reciprocal_()
+        slack = soft.sub_(fixed.mul_(1 + SLACK).reciprocal_())
         return slack.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 

@@ -14,21 +14,31 @@ PRODUCT_ROUNDING = 1e-6
 def power(G: Float[Tensor, "d d"], alpha: float) -> Float[Tensor, "d d"]:
     """Gram tempering: `G^α = E diag(max(μ, 0)^α) Eᵀ` over the full spectrum (METHODS §5.1).
 
+    `α = 1` returns G itself, unless it is indefinite: no error is bounded below under such a
+    matrix. See `root`.
+    """
+    factor = root(G, alpha)
+    return G if factor is None else factor @ factor.T
+
+
+def root(G: Float[Tensor, "d d"], alpha: float, unit: float = 1.0) -> Float[Tensor, "d d"] | None:
+    """A factor F of `(G/u)^α = F Fᵀ`, `F = E diag(max(μ/u, 0)^(α/2))`; None where it is G/u itself.
+
     Negative eigenvalues are clamped at 0; beyond what float32 products explain, an event says that
-    the Gram is indefinite. `α = 1` returns G itself, unless it is indefinite: no error is bounded
-    below under such a matrix.
+    the Gram is indefinite.
 
     Args:
         G: symmetric.
         alpha: the exponent, in (0, 1].
+        unit: u, what G is measured in; no scaled copy of G is made.
     """
     if alpha == 1 and _is_semidefinite(G):
-        return G
+        return None
     mu, E = eigh(G)
     floor = rounding_level(mu)
     indefinite = float(mu[0]) < -max(floor, PRODUCT_ROUNDING * float(mu[-1]))
     if alpha == 1 and not indefinite:
-        return G
+        return None
     if indefinite:
         record(
             f"indefinite Gram: smallest eigenvalue {float(mu[0]) / float(mu[-1]):.1e} of the "
@@ -36,7 +46,7 @@ def power(G: Float[Tensor, "d d"], alpha: float) -> Float[Tensor, "d d"]:
         )
     # An eigenvalue at rounding level is noise, and a power below 1 would magnify it.
     mu = torch.where(mu > floor, mu, 0.0)
-    return (E * mu.pow(alpha)) @ E.T
+    return E.mul_((mu / unit).pow(alpha / 2))
 
 
 def _is_semidefinite(G: Float[Tensor, "d d"]) -> bool:

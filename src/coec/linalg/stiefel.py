@@ -17,16 +17,23 @@ def symmetric(S: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
     return 0.5 * (S + S.T)
 
 
-def retract_cholesky(R: Float[Tensor, "b k"], step: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
-    """The LQ retraction `L⁻¹ (R + ξ)`, `L Lᵀ = (R + ξ)(R + ξ)ᵀ`, by Cholesky.
+def project(R: Float[Tensor, "b k"], Z: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
+    """`tangent` in place."""
+    return Z.addmm_(symmetric(Z @ R.T), R, alpha=-1)
 
-    For a tangent ξ the Gram matrix is `I + ξ ξᵀ`, so the factorisation cannot break down and rows
-    are orthonormal to rounding whenever ‖ξ‖ is moderate.
+
+def retract_cholesky(
+    R: Float[Tensor, "b k"], xi: Float[Tensor, "b k"], step: float = 1.0
+) -> Float[Tensor, "b k"]:
+    """The LQ retraction `L⁻¹ (R + step ξ)`, `L Lᵀ` its Gram matrix, by Cholesky.
+
+    For a tangent ξ the Gram matrix is `I + step² ξ ξᵀ`, so the factorisation cannot break down and
+    rows are orthonormal to rounding whenever ‖step ξ‖ is moderate.
 
     Raises:
         NumericalError: the step is so large, or not finite, that the factorisation fails.
     """
-    A = R + step
+    A = torch.add(R, xi, alpha=step)
     L, info = torch.linalg.cholesky_ex(A @ A.T)
     if int(info) != 0:
         raise NumericalError("retraction of a step that is not finite")
