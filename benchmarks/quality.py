@@ -81,8 +81,9 @@ def measure(shared: Path, model: str, selection: str, repairs: list[str], sparsi
     for name, (ppl, report) in rows.items():
         ratio = shares[name] / shares["rcpu"] if "rcpu" in shares else float("nan")
         errors = [report.mean_errors(site)[1] for site in ("attention", "mlp")]
+        solving = report.seconds["solving"]
         print(f"| {name} | {ppl:.3f} | {shares[name]:.3f} | {ratio:.2f} "
-              f"| {errors[0]:.4f} | {errors[1]:.4f} | {report.seconds['solving']:.1f} |", flush=True)  # fmt: skip
+              f"| {errors[0]:.4f} | {errors[1]:.4f} | {solving:.1f} |", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
