@@ -6,6 +6,7 @@ import torch
 import oracles
 import problems
 from coec.events import recording
+from coec.linalg import conjugate as conjugate_module
 from coec.linalg import gradient as gradient_module
 from coec.linalg.conjugate import conjugate
 from coec.linalg.gradient import gradient
@@ -153,6 +154,28 @@ def test_a_gradient_solve_that_ends_higher_is_thrown_away(monkeypatch):
     assert torch.equal(R, start)
     assert ended.reason == "objective rose"
     assert "rejected" in events[-1]
+
+
+@pytest.mark.parametrize(("b", "k"), [(4, 9), (6, 6), (1, 5)])
+def test_the_preconditioner_inverts_the_hessian_on_the_tangent_space(monkeypatch, b, k):
+    """P (H + ε) z = g, and z is tangent."""
+    monkeypatch.setattr(conjugate_module, "MULTIPLIER", 1e-14)
+    p, R = problem(b, k)
+    t = p.scale(R)
+    g = tangent(R, p.gradient(R, t))
+    z = conjugate_module._precondition(p, p, R, t, g)
+    torch.testing.assert_close(tangent(R, z), z, rtol=0, atol=1e-10 * float(z.norm()))
+    H = torch.outer(2 * t * t / p.yy * p.s.square(), p.mu)
+    H = H + conjugate_module.SHIFT * H.mean()
+    torch.testing.assert_close(tangent(R, H * z), g, rtol=0, atol=1e-9 * float(g.norm()))
+
+
+def test_a_preconditioner_that_points_nowhere_is_not_followed(monkeypatch):
+    p, start = problem(5, 9)
+    monkeypatch.setattr(conjugate_module, "_precondition", lambda *a: -a[-1])
+    R, ended = conjugate(p, start)
+    assert p.objective(R) < p.objective(start)
+    assert ended.iterations > 1
 
 
 # the left factor following

@@ -19,6 +19,9 @@ TRIALS, AGREE = 5, 0.1
 SMALL = 1e-3
 """Below this fraction of the output's energy an objective is not worth relative precision."""
 
+MULTIPLIER, MULTIPLIER_STEPS = 0.03, 40
+"""How well a preconditioned direction is made tangent before it is projected (see docs/LOG.md)."""
+
 SHIFT = 0.05
 """The preconditioner's ε, relative to the mean of the Hessian's diagonal (see docs/LOG.md)."""
 
@@ -30,10 +33,10 @@ def conjugate(
     tolerance: float = 1e-6,
     iterations: int = 200,
 ) -> tuple[Float[Tensor, "b k"], Convergence]:
-    """Conjugate gradient from R, Polak-Ribière+, with Armijo backtracking on the true objective.
+    """Conjugate gradient from R, Polak-Ribière+, every accepted step lowering the true objective.
 
-    The Euclidean Hessian `2t² diag(s²) ⊗ Gxx / yy` is diagonal in the eigenbasis of Gxx, so the
-    preconditioner is an elementwise division. Every accepted step lowers the objective.
+    The Euclidean Hessian `2t² diag(s²) ⊗ Gxx / yy` is diagonal in the eigenbasis of Gxx, so its
+    inverse on the tangent space, the preconditioner, costs a few elementwise divisions.
 
     Args:
         problem: what to minimise, in the eigenbasis of Gxx.
@@ -52,6 +55,8 @@ def conjugate(
         g = project(R, local.gradient(R, t))
         z = _precondition(problem, local, R, t, g)
         gz = float((g * z).sum())
+        if not gz > 0:  # truncated or rounded away: the gradient itself
+            z, gz = g.clone(), float(g.square().sum())
         if d is None or g_old is None:
             d = -z
         else:
@@ -100,19 +105,49 @@ def _precondition(
     t: float,
     g: Float[Tensor, "b k"],
 ) -> Float[Tensor, "b k"]:
-    """`P (H + ε)⁻¹ g`, positive definite on the tangent space; ε keeps flat directions bounded.
+    """The tangent z with `P (H + ε) z = g`: Newton's step, were the frame flat.
 
-    Where the left factor follows R, planes of modes are softer than H says: their slack is added.
+    `z = (H + ε)⁻¹ (g − M R)`, the symmetric multiplier M such that z is tangent; ε keeps flat
+    directions bounded. Where the left factor follows R, planes of modes are softer than H says:
+    their slack is added. What truncation leaves of M's equation is projected out.
     """
-    H = _curvature(local, t)
-    H.add_(SHIFT * float(H.mean()))
-    z = torch.div(g, H, out=H)
+    inverse = _curvature(local, t)
+    inverse.add_(SHIFT * float(inverse.mean())).reciprocal_()
+    z = g * inverse
+    z.addcmul_(inverse, _multiplier(inverse, R, symmetric(z @ R.T)) @ R, value=-1)
     turn = -symmetric(z @ R.T)
     slack = problem.slack(R, t)
     if slack is not None:
         Omega = g @ R.T
         turn += 0.5 * (Omega - Omega.T) * slack
     return z.addmm_(turn, R)
+
+
+def _multiplier(
+    inverse: Float[Tensor, "b k"], R: Float[Tensor, "b k"], B: Float[Tensor, "b b"]
+) -> Float[Tensor, "b b"]:
+    """The symmetric M of `sym((inverse ∘ (M R)) Rᵀ) = B`, by conjugate gradient.
+
+    The operator is positive definite; its diagonal, `(w_ij + w_ji)/2` with `w = inverse (R∘R)ᵀ`,
+    is the preconditioner. A few steps reach MULTIPLIER.
+    """
+    w = inverse @ R.square().T
+    diagonal = (w + w.T).mul_(0.5)
+    M, residual = torch.zeros_like(B), B.clone()
+    y = residual / diagonal
+    p, inner = y, float((residual * y).sum())
+    size = float(B.norm())
+    for _ in range(MULTIPLIER_STEPS):
+        if float(residual.norm()) <= MULTIPLIER * size:
+            break
+        image = symmetric((p @ R).mul_(inverse) @ R.T)
+        length = inner / float((p * image).sum())
+        M.add_(p, alpha=length)
+        residual.sub_(image, alpha=length)
+        y = residual / diagonal
+        before, inner = inner, float((residual * y).sum())
+        p = torch.add(y, p, alpha=inner / before)
+    return M
 
 
 def _line_search(
