@@ -10,7 +10,6 @@ computes for itself; nothing is computed for the trace's sake.
 """
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks import record
 from coec.linalg.conjugate import SHIFT, conjugate
 from coec.linalg.gradient import gradient
 from coec.linalg.right import RightProblem
@@ -54,7 +54,7 @@ class Trace:
 
     def restart(self) -> None:
         """Time counts from now."""
-        self._began = time.perf_counter()
+        self._began = record.clock()
         self._checked = (0.0, math.inf)
 
     def note(self, value: float) -> None:
@@ -63,7 +63,7 @@ class Trace:
         Raises:
             OutOfTimeError: the limit is reached, or nothing was gained for a tenth of it.
         """
-        now = time.perf_counter() - self._began
+        now = record.clock() - self._began
         self.evaluations += 1
         if not self.values or value < self.values[-1]:
             self.times.append(now)
