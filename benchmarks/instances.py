@@ -79,7 +79,8 @@ def of_right_shape(b: int, k: int, *, seed: int = 0) -> Instance:
 def trained(shared: Path, site: str, *, block: int = 2, sparsity: float = 0.3) -> Instance:
     """A site (`mlp` or `attention`) of the small Llama trained on WikiText-2, with its real Gram.
 
-    Attention without the alignment penalty. Statistics of 64 windows of 256 tokens of the validation text; selection `rcpu`.
+    Statistics of 64 windows of 256 tokens of the validation text; selection `rcpu`; no alignment
+    penalty at attention.
     """
     from coec.calibration.stream import DenseStream
     from coec.calibration.tokens import load_tokenizer, read_stream, sample_windows

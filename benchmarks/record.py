@@ -81,6 +81,12 @@ def save(name: str, command: str, results: Mapping[str, Any]) -> Path:
     return path
 
 
+def load(name: str) -> dict[str, Any]:
+    """What `save` wrote last; nothing where it never did."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
 def header() -> str:
     """One line for the top of a printed table."""
     here, with_ = machine(), versions()

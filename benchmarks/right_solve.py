@@ -34,10 +34,14 @@ def main(arguments: list[str] | None = None) -> None:
         "--limit", nargs=2, type=float, default=[120.0, 400.0],
         help="seconds per solver, on small and on large problems",
     )  # fmt: skip
+    parser.add_argument(
+        "--append", action="store_true", help="keep other problems of the last results"
+    )
     chosen = parser.parse_args(arguments)
     solvers = [OURS, *(name for name in chosen.solvers if name != OURS)]
     print(f"Right solve. {record.header()}\n", flush=True)
-    results = []
+    kept = record.load("right_solve").get("problems", []) if chosen.append else []
+    results: list[dict[str, Any]] = []
     for name in solvers:  # what a library does at its first call is no solver's time
         run(SOLVERS[name], *right_solve(of_right_shape(6, 14)), limit=0.5)
     for instance in _instances(chosen.shared, chosen.sites, chosen.shapes):
@@ -45,9 +49,11 @@ def main(arguments: list[str] | None = None) -> None:
         results.append(result)
         print(f"{describe(result)}\n", flush=True)
         command = f"python -m benchmarks.right_solve {shlex.join(arguments or sys.argv[1:])}"
-        record.save("right_solve", command.strip(), {"gap": GAP, "problems": results})
+        others = [old for old in kept if old["name"] not in {r["name"] for r in results}]
+        problems = [*others, *results]
+        record.save("right_solve", command.strip(), {"gap": GAP, "problems": problems})
     if results:
-        draw(results, record.RESULTS / "right_solve.png")
+        draw(problems, record.RESULTS / "right_solve.png")
 
 
 def _instances(shared: Path, sites: list[str], shapes: list[str]) -> Any:
@@ -78,6 +84,7 @@ def measure(instance: Instance, solvers: list[str], limits: list[float]) -> dict
         "name": instance.name,
         "b": R.shape[0],
         "k": R.shape[1],
+        "commit": record.commit(),
         "limit_seconds": limit,
         "objective_at_start": start,
         "best_objective": best,
