@@ -17,7 +17,6 @@ import gc
 import importlib
 import math
 import resource
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -86,8 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
             for site in (s.scaled(chosen.scale) for s in MODELS[model] if s.name in chosen.sites):
                 rows.append(measure(site, device, getattr(torch, dtype), rate, options))
                 results.append({"model": model, "dtype": dtype, **rows[-1]})
-                command = f"python -m benchmarks.cuda {shlex.join(arguments or sys.argv[1:])}"
-                record.save(name, command.strip(), {"scale": chosen.scale, "sites": results})
+                record.save(name, arguments, {"scale": chosen.scale, "sites": results})
             print(f"{describe(model, dtype, rate, rows)}\n", flush=True)
 
 

@@ -9,8 +9,6 @@ it is timed with and without the output embedding, which pruning does not run.
 """
 
 import argparse
-import shlex
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -54,8 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
                 continue
             results.append(measure(model, folder, calibration, Path(temporary) / "out"))
         print(f"{describe(results[-1])}\n", flush=True)
-        command = f"python -m benchmarks.end_to_end {shlex.join(arguments or sys.argv[1:])}"
-        record.save("end_to_end", command.strip(), {"models": results})
+        record.save("end_to_end", arguments, {"models": results})
     if results:
         draw(results)
 

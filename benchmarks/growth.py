@@ -8,7 +8,6 @@ negligible at small sizes no longer flattens it.
 """
 
 import argparse
-import shlex
 import sys
 from typing import Any
 
@@ -50,8 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
                         "largest": record.slope(sizes[-3:], values[-3:]) if len(rows) > 2
                         else None}  # fmt: skip
     print(describe(rows, slopes), flush=True)
-    command = f"python -m benchmarks.growth {shlex.join(arguments or sys.argv[1:])}"
-    record.save("growth", command.strip(), {"sizes": rows, "slopes": slopes})
+    record.save("growth", arguments, {"sizes": rows, "slopes": slopes})
     draw(rows, slopes)
 
 

@@ -6,7 +6,9 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,12 +65,18 @@ def commit() -> str:
     return head + ("+" if dirty else "")
 
 
-def save(name: str, command: str, results: Mapping[str, Any]) -> Path:
-    """Writes `benchmarks/results/<name>.json` with machine, versions and commit."""
+def save(name: str, arguments: list[str] | None, results: Mapping[str, Any]) -> Path:
+    """Writes `benchmarks/results/<name>.json` with machine, versions and commit.
+
+    Args:
+        name: of the benchmark.
+        arguments: of its command line; None for the process's own.
+        results: JSON-ready, but for infinities.
+    """
     RESULTS.mkdir(parents=True, exist_ok=True)
     content = {
         "benchmark": name,
-        "command": command,
+        "arguments": _public(sys.argv[1:] if arguments is None else arguments),
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
         "machine": machine(),
@@ -141,6 +149,15 @@ def synchronize(device: torch.device) -> None:
 def slope(sizes: Sequence[float], values: Sequence[float]) -> float:
     """The exponent p of `values ∝ sizes^p`, by least squares on logarithms."""
     return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
+
+
+def _public(arguments: Sequence[str]) -> str:
+    """Without the place of the shared data on this machine."""
+    parts = list(arguments)
+    if "--shared" in parts:
+        at = parts.index("--shared")
+        del parts[at : at + 2]
+    return shlex.join(parts)
 
 
 def _finite(value: Any) -> Any:

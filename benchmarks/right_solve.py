@@ -8,7 +8,6 @@ found on that problem in this run. The baseline of the ratios is `coec conjugate
 
 import argparse
 import math
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,10 +47,9 @@ def main(arguments: list[str] | None = None) -> None:
         result = measure(instance, solvers, chosen.limit)
         results.append(result)
         print(f"{describe(result)}\n", flush=True)
-        command = f"python -m benchmarks.right_solve {shlex.join(arguments or sys.argv[1:])}"
         others = [old for old in kept if old["name"] not in {r["name"] for r in results}]
         problems = [*others, *results]
-        record.save("right_solve", command.strip(), {"gap": GAP, "problems": problems})
+        record.save("right_solve", arguments, {"gap": GAP, "problems": problems})
     if results:
         draw(problems, record.RESULTS / "right_solve.png")
 

@@ -8,8 +8,6 @@ it ends at. The baseline of the ratios is the literal form with the source's rig
 
 import argparse
 import math
-import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,8 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     for instance in _instances(chosen.shared, chosen.sites, chosen.synthetic):
         results.append(measure(instance, chosen.rounds))
         print(f"{describe(results[-1])}\n", flush=True)
-        command = f"python -m benchmarks.whole_matrix {shlex.join(arguments or sys.argv[1:])}"
-        record.save("whole_matrix", command.strip(), {"matrices": results})
+        record.save("whole_matrix", arguments, {"matrices": results})
     if results:
         draw(results, record.RESULTS / "whole_matrix.png")
 

@@ -132,11 +132,14 @@ def test_phases_of_a_compensation_add_up():
 
 def test_results_are_json_without_infinities(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    path = record.save("x", "python -m benchmarks.x", {"seconds": float("inf"), "rows": [(1, 2.0)]})
+    path = record.save(
+        "x", ["--shared", "/a", "--limit", "1"], {"seconds": float("inf"), "rows": [(1, 2.0)]}
+    )
     content = json.loads(path.read_text(encoding="utf-8"))
     assert content["seconds"] is None
     assert content["rows"] == [[1, 2.0]]
-    assert {"machine", "versions", "commit", "command"} <= set(content)
+    assert content["arguments"] == "--limit 1"
+    assert {"machine", "versions", "commit"} <= set(content)
 
 
 def test_slope_of_a_power():
