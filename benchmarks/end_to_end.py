@@ -11,6 +11,7 @@ it is timed with and without the output embedding, which pruning does not run.
 import argparse
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,15 @@ def measure(name: str, folder: Path, calibration: Path, out: Path) -> dict[str, 
     for row in report.sites:
         sites[row["site"]] = sites.get(row["site"], 0.0) + row["seconds"]
     layers = len(report.sites) // len(sites)
+    efforts = {
+        site: {
+            "rounds": _mean(row["rounds"] for row in report.sites if row["site"] == site),
+            "right_steps": _mean(
+                sum(row["right_iterations"]) for row in report.sites if row["site"] == site
+            ),
+        }
+        for site in sites
+    }
     result = {
         "model": name,
         "layers": layers,
@@ -97,10 +107,16 @@ def measure(name: str, folder: Path, calibration: Path, out: Path) -> dict[str, 
         "cpu_seconds": {"forward": forward_busy, "forward_without_head": body_busy, "total": busy},
         "phases": report.seconds,
         "solving_by_site": sites,
+        "mean_effort": efforts,
     }
     if name == QWEN and layers < QWEN_LAYERS:
         result["extrapolated"] = _extrapolate(result)
     return result
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
 
 
 def forward_passes(folder: Path, windows: Tensor) -> list[tuple[float, float]]:
@@ -163,6 +179,11 @@ def describe(result: dict[str, Any]) -> str:
         f"### {result['model']}, {result['layers']} layers, {result['tokens']:,} tokens\n\n"
         + record.table(["phase", "s", "÷ forward pass"], rows)
     )
+    for site, effort in result["mean_effort"].items():
+        text += (
+            f"\n\nMean per matrix, {site}: {effort['rounds']:.1f} rounds, "
+            f"{effort['right_steps']:.0f} right-solve steps."
+        )
     if "extrapolated" in result:
         more = result["extrapolated"]
         text += (

@@ -1,6 +1,6 @@
 """How many floating-point operations each phase takes, and the time that would be at peak.
 
-    python -m benchmarks.operations [--rate 49.3] [--steps 40] [--rounds 3]
+    python -m benchmarks.operations [--model Llama-3.1-70B] [--rounds 12] [--steps 300]
 
 A multiplication and an addition are two operations. Decompositions are counted by their
 divide-and-conquer algorithms with full accumulation of vectors, leading order, nothing deflated.
@@ -10,18 +10,19 @@ without doing less.
 """
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 GCV_POINTS = 120
 """Grid of the rescale (METHODS §5.3)."""
 
 DATA_SHEET = {
-    "H100 SXM": {"float64": 67e12, "float32": 67e12, "bfloat16": 989e12},
-    "H200 SXM": {"float64": 67e12, "float32": 67e12, "bfloat16": 989e12},
+    "H100 or H200 SXM, data sheet": {"float64": 67e12, "float32": 67e12, "bfloat16": 989e12}
 }
-"""Operations per second from the makers' data sheets (float64 on tensor cores, float32 off them,
-bfloat16 dense): not measurements."""
+"""Operations per second from the maker's data sheet (float64 on tensor cores, float32 off them,
+bfloat16 without sparsity), the same for both: not measurements."""
+
+BLOCK_PARAMETERS = {"Llama-3.1-8B": 218_103_808, "Llama-3.1-70B": 855_638_016}
+"""Entries of one block's seven weight matrices."""
 
 
 @dataclass(frozen=True)
@@ -157,23 +158,41 @@ def assembly(site: Site) -> float:
     return product(site.b, site.k, site.k) + product(site.m, site.b, site.k)
 
 
-def phases(site: Site, tokens: int, rounds: int, steps: int) -> dict[str, float]:
-    """Operations of every phase of one matrix; `steps` right-solve steps over `rounds` rounds."""
-    return {
-        "Gram accumulation": gram(site, tokens),
-        "tempering": tempering(site),
-        "eigenbasis of Gxx": eigenbasis(site),
-        "SVD of the slice": factors(site),
-        "left rotations": (rounds + 1) * left_rotation(site),
-        "rescales": (2 * rounds + 1) * rescale(site),
-        "right-solve steps": rounds * right_problem(site) + steps * conjugate_step(site),
-        "assembly": assembly(site),
-    }
+@dataclass(frozen=True)
+class Phase:
+    """What one phase of one matrix takes.
+
+    Attributes:
+        name: in tables.
+        operations: of one execution.
+        times: how often it is executed.
+        dtype: whose rate bounds it.
+    """
+
+    name: str
+    operations: float
+    times: int = 1
+    dtype: str = "float64"
+
+    @property
+    def total(self) -> float:
+        """Operations of all executions."""
+        return self.times * self.operations
 
 
-def seconds(operations: float, rate: float) -> float:
-    """At so many operations per second."""
-    return operations / rate
+def phases(site: Site, tokens: int, rounds: int, steps: int) -> list[Phase]:
+    """Every phase of one matrix; `steps` steps of `conjugate` in all, over `rounds` rounds."""
+    return [
+        Phase("Gram accumulation", gram(site, tokens), dtype="float32"),
+        Phase("tempering", tempering(site)),
+        Phase("eigenbasis of Gxx", eigenbasis(site)),
+        Phase("SVD of the slice", factors(site)),
+        Phase("left rotation", left_rotation(site), rounds + 1),
+        Phase("rescale", rescale(site), 2 * rounds + 1),
+        Phase("right problem", right_problem(site), rounds),
+        Phase("right-solve step", conjugate_step(site), steps),
+        Phase("assembly", assembly(site)),
+    ]
 
 
 def readable(duration: float) -> str:
@@ -184,49 +203,59 @@ def readable(duration: float) -> str:
     return f"{duration:.3g} s"
 
 
-def table(model: str, tokens: int, rounds: int, steps: int, rates: dict[str, float]) -> str:
-    """Markdown: operations per block and of the whole model, and the time at every rate."""
-    columns = ["phase", "site", "operations, one block", "whole model", *rates]
+Rates = dict[str, dict[str, float]]
+"""Operations per second by machine and dtype."""
+
+
+def table(model: str, tokens: int, rounds: int, steps: int, rates: Rates) -> str:
+    """Markdown: operations of one block and of the whole model, and the time at every rate."""
+    columns = ["phase", "site", "operations", "times", "dtype", "whole model", *rates]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    total = 0.0
-    for phase, site, count in _rows(model, tokens, rounds, steps):
-        whole = count * site.blocks
-        total += whole
-        lines.append(_line([phase, site.name, f"{count:.2e}", f"{whole:.2e}"], whole, rates))
-    lines.append(_line(["total", "", "", f"{total:.2e}"], total, rates))
+    totals = dict.fromkeys(rates, 0.0)
+    operations = 0.0
+    for site in MODELS[model]:
+        for phase in phases(site, tokens, rounds, steps):
+            whole = phase.total * site.blocks
+            operations += whole
+            times = {name: whole / rate[phase.dtype] for name, rate in rates.items()}
+            totals = {name: totals[name] + times[name] for name in rates}
+            lines.append(_row(
+                [phase.name, site.name, f"{phase.operations:.2e}", str(phase.times), phase.dtype],
+                whole, times,
+            ))  # fmt: skip
+    lines.append(_row(["all", "", "", "", ""], operations, totals))
+    forward = 2.0 * BLOCK_PARAMETERS[model] * tokens
+    whole = forward * MODELS[model][0].blocks
+    passes = {name: whole / rate.get("bfloat16", rate["float32"]) for name, rate in rates.items()}
+    cells = ["dense forward pass, linear layers", "block", f"{forward:.2e}", "1", "stored"]
+    lines.append(_row(cells, whole, passes))
     return "\n".join(lines)
 
 
-def _rows(model: str, tokens: int, rounds: int, steps: int) -> Iterator[tuple[str, Site, float]]:
-    for site in MODELS[model]:
-        for phase, count in phases(site, tokens, rounds, steps).items():
-            yield phase, site, count
-
-
-def _line(cells: list[str], operations: float, rates: dict[str, float]) -> str:
-    times = [readable(seconds(operations, rate)) for rate in rates.values()]
-    return f"| {' | '.join([*cells, *times])} |"
+def _row(cells: list[str], operations: float, times: dict[str, float]) -> str:
+    durations = [readable(time) for time in times.values()]
+    return f"| {' | '.join([*cells, f'{operations:.2e}', *durations])} |"
 
 
 def main() -> None:
     """Prints the floor table of a model."""
-    from benchmarks.record import matmul_rate
+    from benchmarks.record import matmul_rate, one_thread
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", choices=MODELS, default="Llama-3.1-8B")
     parser.add_argument("--tokens", type=int, default=262_144)
-    parser.add_argument("--rounds", type=int, default=3, help="of the alternation, per matrix")
-    parser.add_argument("--steps", type=int, default=60, help="of the right solve, per matrix")
-    parser.add_argument("--rate", type=float, help="measured G operations/s in float64 (here: now)")
+    parser.add_argument("--rounds", type=int, default=12, help="of the alternation, per matrix")
+    parser.add_argument("--steps", type=int, default=300, help="of all right solves, per matrix")
     chosen = parser.parse_args()
-    measured = chosen.rate * 1e9 if chosen.rate else matmul_rate("cpu", "float64")
-    rates = {f"here, float64, {measured / 1e9:.0f} G/s": measured}
-    rates |= {
-        f"{device}, float64, {sheet['float64'] / 1e12:.0f} T/s (data sheet)": sheet["float64"]
-        for device, sheet in DATA_SHEET.items()
-    }
+    here = {dtype: matmul_rate("cpu", dtype) for dtype in ("float64", "float32")}
+    rates: Rates = {"here, one thread" if one_thread() else "here": here, **DATA_SHEET}
     print(f"{chosen.model}, 30 %, {chosen.tokens:,} tokens, {chosen.rounds} rounds and "
-          f"{chosen.steps} right-solve steps per matrix\n")  # fmt: skip
+          f"{chosen.steps} right-solve steps per matrix. Here: "
+          + ", ".join(f"{rate / 1e9:.0f} G/s in {dtype}" for dtype, rate in here.items())
+          + ". Data sheet: "
+          + ", ".join(f"{rate / 1e12:.0f} T/s in {dtype}"
+                      for dtype, rate in next(iter(DATA_SHEET.values())).items())
+          + ".\n")  # fmt: skip
     print(table(chosen.model, chosen.tokens, chosen.rounds, chosen.steps, rates))
 
 

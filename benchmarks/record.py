@@ -30,7 +30,7 @@ def machine() -> dict[str, Any]:
         "processor": _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "clock": "CPU time" if torch.get_num_threads() == 1 else "wall-clock time",
+        "clock": "CPU time" if one_thread() else "wall-clock time",
         "system": platform.system(),
     }
     if torch.cuda.is_available():
@@ -131,13 +131,18 @@ def matmul_rate(
     return 2 * n**3 / best
 
 
+def one_thread() -> bool:
+    """Whether torch computes on one thread."""
+    return torch.get_num_threads() == 1
+
+
 def clock() -> float:
     """CPU seconds of this process where it has one thread, else seconds.
 
     With one thread the two agree on an idle machine; on a busy one only the first is a property of
     the program.
     """
-    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+    return time.process_time() if one_thread() else time.perf_counter()
 
 
 def synchronize(device: torch.device) -> None:

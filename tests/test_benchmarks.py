@@ -35,16 +35,24 @@ def test_counts_of_small_cases_by_hand():
 
 
 def test_phases_of_a_matrix_add_up_over_rounds_and_steps():
-    none, some = (operations.phases(WIDE, 100, rounds, 5 * rounds) for rounds in (0, 2))
-    assert some["right-solve steps"] - none["right-solve steps"] == (
-        2 * operations.right_problem(WIDE) + 10 * operations.conjugate_step(WIDE)
+    none, some = (
+        {phase.name: phase.total for phase in operations.phases(WIDE, 100, rounds, 5 * rounds)}
+        for rounds in (0, 2)
     )
-    assert some["left rotations"] == 3 * none["left rotations"]
+    assert none["right-solve step"] == 0
+    assert some["right-solve step"] == 10 * operations.conjugate_step(WIDE)
+    assert some["right problem"] == 2 * operations.right_problem(WIDE)
+    assert some["left rotation"] == 3 * none["left rotation"]
+    assert some["rescale"] == 5 * none["rescale"]
     assert some["tempering"] == none["tempering"]
 
 
 def test_kept_widths_of_the_large_models():
-    for sites in MODELS.values():
+    for model, sites in MODELS.items():
+        down, out = sites
+        hidden, groups = down.m, 8 * 128
+        attention = 2 * hidden * out.d + 2 * hidden * groups
+        assert operations.BLOCK_PARAMETERS[model] == attention + 3 * hidden * down.d
         for site in sites:
             units = site.d if site.name == "down_proj" else 8
             assert site.k == -(-7 * units // 10) * (site.d // units)
