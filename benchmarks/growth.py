@@ -41,16 +41,22 @@ def main(arguments: list[str] | None = None) -> None:
         rows.append(measure(k))
         print("  " + ", ".join(f"{name} {value:.3g}" for name, value in rows[-1].items()),
               file=sys.stderr, flush=True)  # fmt: skip
-    sizes = [row["k"] for row in rows]
-    slopes = {}
-    for name in SERIES:
-        values = [row[name] for row in rows]
-        slopes[name] = {"all": record.slope(sizes, values) if len(rows) > 1 else None,
-                        "largest": record.slope(sizes[-3:], values[-3:]) if len(rows) > 2
-                        else None}  # fmt: skip
+        slopes = fit(rows)
+        record.save("growth", arguments, {"sizes": rows, "slopes": slopes})
     print(describe(rows, slopes), flush=True)
-    record.save("growth", arguments, {"sizes": rows, "slopes": slopes})
     draw(rows, slopes)
+
+
+def fit(rows: list[dict[str, float]]) -> dict[str, dict[str, float | None]]:
+    """The slope of every series, over all sizes and over the three largest."""
+
+    def over(count: int, name: str) -> float | None:
+        chosen = rows[-count:]
+        if len(chosen) < 2:
+            return None
+        return record.slope([row["k"] for row in chosen], [row[name] for row in chosen])
+
+    return {name: {"all": over(len(rows), name), "largest": over(3, name)} for name in SERIES}
 
 
 def measure(k: int) -> dict[str, float]:
