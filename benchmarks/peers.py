@@ -5,13 +5,16 @@ Peers minimise the objective with the optimal scale t eliminated,
 
     f(R) = 1 − L² / (Q · yy),  L = ⟨C, R⟩,  Q = ⟨diag(s²) R diag(μ), R⟩,
 
-with derivatives written by hand. A `Trace` notes the time of every objective value that a solver
-computes for itself; nothing is computed for the trace's sake.
+with derivatives written by hand. Peers "as stated" get s, Gxx, C and yy with a dense Gxx instead,
+and differentiate f automatically: the eigenbasis, after all, is this package's idea. A `Trace` notes
+the time of every objective value that a solver computes for itself; nothing is computed for its
+sake.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -199,18 +202,48 @@ class Eliminated:
         return L / Q if L > 0 and Q > 0 else 1.0
 
 
-def pymanopt_cg(beta_rule: str = "HestenesStiefel", preconditioned: bool = False) -> Solve:
+class AsStated:
+    """The same problem with a dense Gxx, in a basis of no consequence, for automatic derivatives.
+
+    Attributes:
+        start: the same start, `X = Rᵀ`.
+    """
+
+    def __init__(self, problem: RightProblem, R: Tensor, trace: Trace) -> None:
+        k = R.shape[1]
+        generator = torch.Generator().manual_seed(0)
+        E = torch.linalg.qr(torch.randn(k, k, generator=generator, dtype=R.dtype)).Q
+        self.trace = trace
+        self.s2, self.yy = problem.s.square(), problem.yy
+        self.Gxx = (E * problem.mu) @ E.T
+        self.C = E @ problem.cross.T
+        self.start = E @ R.T
+
+    def cost(self, X: Tensor) -> Tensor:
+        """The objective at X."""
+        L = (self.C * X).sum()
+        Q = ((self.Gxx @ X * X).sum(dim=0) * self.s2).sum()
+        value = 1 - L * L / (Q * self.yy) if L > 0 and Q > 0 else 1 + (Q - 2 * L) / self.yy
+        self.trace.note(float(value.detach()))
+        return value
+
+
+Form = Literal["by hand", "preconditioned", "as stated"]
+
+
+def pymanopt_cg(form: Form = "by hand", beta_rule: str = "HestenesStiefel") -> Solve:
     """The conjugate gradient of pymanopt with its adaptive line search.
 
     Args:
+        form: how the problem is given; `preconditioned` is by hand with this package's
+            preconditioner.
         beta_rule: how directions are combined; Hestenes-Stiefel is pymanopt's default.
-        preconditioned: with this package's preconditioner, which a user would have to know.
     """
 
     def solve(problem: RightProblem, R: Tensor, trace: Trace) -> None:
         from pymanopt.optimizers import ConjugateGradient
 
-        stated, start = _stated(problem, R, trace, preconditioned)
+        stated, start = _stated(problem, R, trace, form)
         optimizer = ConjugateGradient(beta_rule=beta_rule, **_patience(trace))
         trace.restart()
         trace.ended = optimizer.run(stated, initial_point=start).stopping_criterion
@@ -218,13 +251,13 @@ def pymanopt_cg(beta_rule: str = "HestenesStiefel", preconditioned: bool = False
     return solve
 
 
-def pymanopt_tr(preconditioned: bool = False) -> Solve:
+def pymanopt_tr(form: Form = "by hand") -> Solve:
     """The trust regions of pymanopt with the exact Hessian."""
 
     def solve(problem: RightProblem, R: Tensor, trace: Trace) -> None:
         from pymanopt.optimizers import TrustRegions
 
-        stated, start = _stated(problem, R, trace, preconditioned)
+        stated, start = _stated(problem, R, trace, form)
         optimizer = TrustRegions(**_patience(trace))
         trace.restart()
         trace.ended = optimizer.run(stated, initial_point=start).stopping_criterion
@@ -233,12 +266,16 @@ def pymanopt_tr(preconditioned: bool = False) -> Solve:
 
 
 def _stated(
-    problem: RightProblem, R: Tensor, trace: Trace, preconditioned: bool
+    problem: RightProblem, R: Tensor, trace: Trace, form: Form
 ) -> tuple[object, np.ndarray]:
     import pymanopt
 
     b, k = R.shape
     manifold = pymanopt.manifolds.Stiefel(k, b)
+    if form == "as stated":
+        plain = AsStated(problem, R, trace)
+        automatic = pymanopt.function.pytorch(manifold)
+        return pymanopt.Problem(manifold, automatic(plain.cost)), plain.start.numpy()
     f = Eliminated(problem, trace)
     on_manifold = pymanopt.function.numpy(manifold)
     stated = pymanopt.Problem(
@@ -246,7 +283,7 @@ def _stated(
         on_manifold(f.cost),
         euclidean_gradient=on_manifold(f.gradient),
         euclidean_hessian=on_manifold(f.hessian),
-        preconditioner=f.precondition if preconditioned else None,
+        preconditioner=f.precondition if form == "preconditioned" else None,
     )
     return stated, np.ascontiguousarray(R.T.numpy())
 
@@ -274,6 +311,7 @@ class Geoopt:
     """
 
     optimizer: str
+    form: Form = "by hand"
     pilot: float = 0.05
 
     def rates(self) -> tuple[float, ...]:
@@ -298,8 +336,9 @@ class Geoopt:
 
         weight = problem.s.square() * problem.mu[:, None]
         C = problem.cross.T.contiguous()
-        manifold = geoopt.EuclideanStiefel()
-        X = geoopt.ManifoldParameter(R.T.contiguous(), manifold=manifold)
+        plain = AsStated(problem, R, trace) if self.form == "as stated" else None
+        start = plain.start if plain else R.T.contiguous()
+        X = geoopt.ManifoldParameter(start.clone(), manifold=geoopt.EuclideanStiefel())
         optimizer: torch.optim.Optimizer
         if self.optimizer == "sgd":
             t = problem.scale(R)
@@ -308,6 +347,10 @@ class Geoopt:
         else:
             optimizer = geoopt.optim.RiemannianAdam([X], lr=rate * len(R) ** 0.5)
         trace.restart()
+        while plain:
+            optimizer.zero_grad()
+            plain.cost(X).backward()
+            optimizer.step()
         with torch.no_grad():
             while True:
                 MX = weight * X
@@ -323,13 +366,17 @@ SOLVERS: dict[str, Solve] = {
     OURS: ours,
     "coec gradient": source,
     "pymanopt cg": pymanopt_cg(),
-    "pymanopt cg, Polak-Ribière": pymanopt_cg("PolakRibiere"),
+    "pymanopt cg, Polak-Ribière": pymanopt_cg(beta_rule="PolakRibiere"),
     "pymanopt tr": pymanopt_tr(),
     "geoopt sgd": Geoopt("sgd"),
     "geoopt adam": Geoopt("adam"),
-    "pymanopt cg, our preconditioner": pymanopt_cg("PolakRibiere", preconditioned=True),
-    "pymanopt tr, our preconditioner": pymanopt_tr(preconditioned=True),
+    "pymanopt cg, as stated": pymanopt_cg("as stated"),
+    "pymanopt tr, as stated": pymanopt_tr("as stated"),
+    "geoopt sgd, as stated": Geoopt("sgd", "as stated"),
+    "pymanopt cg, our preconditioner": pymanopt_cg("preconditioned", "PolakRibiere"),
+    "pymanopt tr, our preconditioner": pymanopt_tr("preconditioned"),
 }
 PEERS = [name for name in SOLVERS if name.startswith(("pymanopt", "geoopt"))]
 BORROWED = [name for name in PEERS if "our preconditioner" in name]
-"""Peers that are handed this package's idea: listed, but no baseline."""
+"""Peers that are handed this package's preconditioner too: listed, but no baseline."""
+STATED = [name for name in PEERS if "as stated" in name]
