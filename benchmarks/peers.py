@@ -6,7 +6,7 @@ Peers minimise the objective with the optimal scale t eliminated,
     f(R) = 1 − L² / (Q · yy),  L = ⟨C, R⟩,  Q = ⟨diag(s²) R diag(μ), R⟩,
 
 with derivatives written by hand. Peers "as stated" get s, Gxx, C and yy with a dense Gxx instead,
-and differentiate f automatically: the eigenbasis, after all, is this package's idea. A `Trace` notes
+and differentiate f automatically: the eigenbasis is this package's idea. A `Trace` notes
 the time of every objective value that a solver computes for itself; nothing is computed for its
 sake.
 """
