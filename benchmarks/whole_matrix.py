@@ -1,6 +1,6 @@
 """Whole matrices: this package against the literal form with a decomposition in every step.
 
-    python -m benchmarks.whole_matrix [--synthetic 512x1024] [--rounds 50]
+    python -m benchmarks.whole_matrix [--synthetic 256x512] [--rounds 50]
 
 Seconds of one compensation, tempering included, without alignment, and the tempered relative error
 it ends at. The baseline of the ratios is the literal form with the source's right solve.
@@ -8,6 +8,7 @@ it ends at. The baseline of the ratios is the literal form with the source's rig
 
 import argparse
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--shared", type=Path, default=SHARED)
     parser.add_argument("--sites", nargs="*", default=["mlp", "attention"])
-    parser.add_argument("--synthetic", nargs="*", default=["512x1024"], help="m×d")
+    parser.add_argument("--synthetic", nargs="*", default=["256x512"], help="m×d")
     parser.add_argument("--rounds", type=int, default=50, help="limit, of every method")
     chosen = parser.parse_args(arguments)
     print(f"Whole matrices. {record.header()}\n", flush=True)
@@ -73,6 +74,7 @@ def measure(instance: Instance, rounds: int) -> dict[str, Any]:
         "error": problem.error(W),
         "rounds": len(errors) - 2,
     }
+    _progress(instance, "literal form", rows["literal form"])
     goal = rows["literal form"]["error"]
     for name, options in {
         "coec, gradient": {"solver": "gradient"},
@@ -85,6 +87,7 @@ def measure(instance: Instance, rounds: int) -> dict[str, Any]:
             "error": problem.error(result.weight),
             "rounds": result.diagnostics["rounds"],
         }
+        _progress(instance, name, rows[name])
     for limit, iterations in EFFORTS:
         seconds, result = _timed(instance, {"rounds": limit, "iterations": iterations})
         error = problem.error(result.weight)
@@ -103,6 +106,11 @@ def measure(instance: Instance, rounds: int) -> dict[str, Any]:
         "name": instance.name, "m": m, "d": d, "b": b, "k": k,
         "error_of_slice": problem.error(instance.weight[:, instance.kept.kept]), "methods": rows,
     }  # fmt: skip
+
+
+def _progress(instance: Instance, name: str, row: dict[str, Any]) -> None:
+    print(f"  {instance.name} {name}: {row['error']:.6f} in {row['seconds']:.3g} s",
+          file=sys.stderr, flush=True)  # fmt: skip
 
 
 def _parts(instance: Instance) -> tuple[Any, Any, Any]:
