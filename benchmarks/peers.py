@@ -246,7 +246,7 @@ def pymanopt_cg(form: Form = "by hand", beta_rule: str = "HestenesStiefel") -> S
         stated, start = _stated(problem, R, trace, form)
         optimizer = ConjugateGradient(beta_rule=beta_rule, **_patience(trace))
         trace.restart()
-        trace.ended = optimizer.run(stated, initial_point=start).stopping_criterion
+        trace.ended = _reason(optimizer.run(stated, initial_point=start).stopping_criterion)
 
     return solve
 
@@ -260,7 +260,7 @@ def pymanopt_tr(form: Form = "by hand") -> Solve:
         stated, start = _stated(problem, R, trace, form)
         optimizer = TrustRegions(**_patience(trace))
         trace.restart()
-        trace.ended = optimizer.run(stated, initial_point=start).stopping_criterion
+        trace.ended = _reason(optimizer.run(stated, initial_point=start).stopping_criterion)
 
     return solve
 
@@ -286,6 +286,11 @@ def _stated(
         preconditioner=f.precondition if form == "preconditioned" else None,
     )
     return stated, np.ascontiguousarray(R.T.numpy())
+
+
+def _reason(text: str) -> str:
+    """Without elapsed seconds, which are not the trace's."""
+    return text.removeprefix("Terminated - ").split(" iterations,")[0] + " steps"
 
 
 def _patience(trace: Trace) -> dict[str, float]:
@@ -316,7 +321,7 @@ class Geoopt:
 
     def rates(self) -> tuple[float, ...]:
         """What is tried."""
-        return (1.0, 3.0, 10.0, 30.0) if self.optimizer == "sgd" else (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+        return (1.0, 3.0, 10.0, 30.0) if self.optimizer == "sgd" else (3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 
     def __call__(self, problem: RightProblem, R: Tensor, trace: Trace) -> None:
         """Searches, then runs."""
