@@ -152,7 +152,11 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     for axis, result in zip(axes[0], results):
         for name, row in result["methods"].items():
             axis.plot(row["seconds"], row["error"], "o", label=name)
+        times = [row["seconds"] for row in result["methods"].values()]
+        decades = range(math.floor(math.log10(min(times))), math.ceil(math.log10(max(times))) + 1)
         axis.set(title=f"{result['name']}\nk = {result['k']}", xlabel="seconds", xscale="log")
+        axis.set_xticks([10.0**n for n in decades])
+        axis.minorticks_off()
     axes[0][0].set_ylabel("tempered relative error")
     axes[0][0].legend(frameon=False, fontsize=7)
     figure.savefig(path, dpi=150)
