@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.device(chosen.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("cuda.py: no CUDA device here; rehearse with --device cpu --scale 0.02")
-    print(f"One block on {device}, scale {chosen.scale:g}. {record.header()}\n", flush=True)
+    print(f"One block on {device}, scale {chosen.scale:g}. {record.header(device)}\n", flush=True)
     name = "cuda" if device.type == "cuda" else "cuda_rehearsal"
     options = {} if chosen.rounds is None else {"rounds": chosen.rounds}
     results: list[dict[str, Any]] = []
@@ -83,10 +83,15 @@ def main(arguments: list[str] | None = None) -> None:
         for model in chosen.models:
             rows = []
             for site in (s.scaled(chosen.scale) for s in MODELS[model] if s.name in chosen.sites):
-                rows.append(measure(site, device, getattr(torch, dtype), rate, options))
+                try:
+                    rows.append(measure(site, device, getattr(torch, dtype), rate, options))
+                except torch.cuda.OutOfMemoryError:
+                    print(f"{model} {site.name} in {dtype}: more memory than the device has\n")
+                    continue
                 results.append({"model": model, "dtype": dtype, **rows[-1]})
                 record.save(name, arguments, {"scale": chosen.scale, "sites": results})
-            print(f"{describe(model, dtype, rate, rows)}\n", flush=True)
+            if rows:
+                print(f"{describe(model, dtype, rate, rows)}\n", flush=True)
 
 
 @dataclass
@@ -230,13 +235,13 @@ def describe(model: str, dtype: str, rate: float, sites: list[dict[str, Any]]) -
                      f"{100 * floor / site['seconds']:.1f} %"])  # fmt: skip
     columns = ["site", "phase", "s", "operations", "floor, s", "share of peak"]
     whole = sum(site["whole_model_seconds"] for site in sites)
-    blocks = sites[0]["blocks"] if sites else 0
+    blocks, names = sites[0]["blocks"], " and ".join(site["site"] for site in sites)
     memory = [site["device_peak_gib"] for site in sites if site["device_peak_gib"] is not None]
     peak = f"; device memory at most {max(memory):.1f} GiB" if memory else ""
     return (
         f"### {model}, {dtype}, matrix products at {rate / 1e12:.3g} T/s\n\n"
         f"{record.table(columns, rows)}\n\n"
-        f"Solving all {blocks} blocks, extrapolated: {operations.readable(whole)}{peak}."
+        f"{names} of all {blocks} blocks, extrapolated: {operations.readable(whole)}{peak}."
     )
 
 

@@ -95,12 +95,12 @@ def load(name: str) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def header() -> str:
+def header(device: str | torch.device = "cpu") -> str:
     """One line for the top of a printed table."""
     here, with_ = machine(), versions()
-    device = here.get("gpu", here["processor"])
+    on = here["processor"] if torch.device(device).type == "cpu" else here["gpu"]
     names = ", ".join(f"{name} {version}" for name, version in with_.items())
-    return f"{device}, {here['threads']} thread(s), {here['clock']}; {names}; commit {commit()}"
+    return f"{on}, {here['threads']} thread(s), {here['clock']}; {names}; commit {commit()}"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -19,9 +19,10 @@ def main() -> None:
 
 def _origin(found: dict[str, Any]) -> str:
     machine, versions = found["machine"], found["versions"]
+    on = "gpu" if found["benchmark"] == "cuda" else "processor"
     names = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
-        f"{machine.get('gpu', machine['processor'])}, {machine['threads']} thread(s), "
+        f"{machine[on]}, {machine['threads']} thread(s), "
         f"{machine['clock']}; {names}; commit {found['commit']}, {found['date']}"
     )
 
