@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import gc
 import importlib
-import math
 import resource
 import sys
 import time
@@ -26,7 +25,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import coec
 from benchmarks import operations, record
@@ -47,17 +46,37 @@ DECOMPOSITIONS = {
 }
 
 
-def _cholesky_count(shape: Any, *args: Any, **kwargs: Any) -> int:
-    return round(operations.cholesky(shape[-1]))
+class Counter(TorchDispatchMode):
+    """Adds up the operations of products, Cholesky factors and triangular solves as they are run.
+
+    It costs some microseconds per operator, which `torch.utils.flop_counter` exceeds by far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Counts, and runs the operator."""
+        if count := OPERATORS.get(func):
+            self.operations += count(*args)
+        return func(*args, **(kwargs or {}))
 
 
-def _triangular_count(triangle: Any, right: Any, *args: Any, **kwargs: Any) -> int:
-    return round(operations.triangular_solve(triangle[-1], math.prod(right) // triangle[-1]))
+def _product(A: Tensor, B: Tensor) -> float:
+    return operations.product(A.shape[0], A.shape[1], B.shape[1])
 
 
-FACTORISATIONS: dict[Any, Any] = {
-    torch.ops.aten.linalg_cholesky_ex: _cholesky_count,
-    torch.ops.aten.linalg_solve_triangular: _triangular_count,
+OPERATORS: dict[Any, Callable[..., float]] = {
+    torch.ops.aten.mm.default: _product,
+    torch.ops.aten.addmm.default: lambda C, A, B: _product(A, B),
+    torch.ops.aten.mv.default: lambda A, x: 2.0 * A.numel(),
+    torch.ops.aten.linalg_cholesky_ex.default: lambda A, *_: operations.cholesky(len(A)),
+    torch.ops.aten.linalg_solve_triangular.default: lambda A, B, *_: operations.triangular_solve(
+        len(A), B.numel() // len(A)
+    ),
 }
 
 
@@ -99,9 +118,7 @@ class Meter:
     """Seconds and operations by phase of what runs inside `running`."""
 
     device: torch.device
-    counter: FlopCounterMode = field(
-        default_factory=lambda: FlopCounterMode(display=False, custom_mapping=FACTORISATIONS)
-    )
+    counter: Counter = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
     operations: dict[str, float] = field(default_factory=dict)
     decompositions: dict[str, float] = field(default_factory=dict)
@@ -126,17 +143,17 @@ class Meter:
             whole = self._now() - began
         self.seconds["descent"] = whole - sum(self.seconds.values())
         products = sum(self._products.values())
-        self._products["descent"] = self.counter.get_total_flops() - products
+        self._products["descent"] = self.counter.operations - products
         for phase, count in self._products.items():
             self._add(self.operations, phase, count)
 
     def _entering(self, phase: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             outer, self._phase = self._phase, phase
-            began, before = self._now(), self.counter.get_total_flops()
+            began, before = self._now(), self.counter.operations
             out = inner(*args)
             self._add(self.seconds, phase, self._now() - began)
-            self._add(self._products, phase, self.counter.get_total_flops() - before)
+            self._add(self._products, phase, self.counter.operations - before)
             self._phase = outer
             return out
 
