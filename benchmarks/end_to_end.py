@@ -37,10 +37,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shared", type=Path, default=SHARED)
     parser.add_argument("--models", nargs="+", choices=[TRAINED, QWEN], default=[TRAINED, QWEN])
     parser.add_argument("--layers", type=int, default=QWEN_LAYERS, help=f"of {QWEN}")
+    parser.add_argument("--append", action="store_true", help="keep other models' last results")
     chosen = parser.parse_args(arguments)
     transformers.utils.logging.disable_progress_bar()
     print(f"End to end. {record.header()}\n", flush=True)
-    results = []
+    kept = record.load("end_to_end").get("models", []) if chosen.append else []
+    results: list[dict[str, Any]] = []
     for model in chosen.models:
         with tempfile.TemporaryDirectory() as temporary:
             if model == QWEN:
@@ -53,9 +55,10 @@ def main(arguments: list[str] | None = None) -> None:
                 continue
             results.append(measure(model, folder, calibration, Path(temporary) / "out"))
         print(f"{describe(results[-1])}\n", flush=True)
-        record.save("end_to_end", arguments, {"models": results})
+        models = record.merged(kept, results, "model")
+        record.save("end_to_end", arguments, {"models": models})
     if results:
-        draw(results)
+        draw(models)
 
 
 def random_qwen(folder: Path, layers: int) -> tuple[Path, Path]:
@@ -88,15 +91,16 @@ def measure(name: str, folder: Path, calibration: Path, out: Path) -> dict[str, 
     layers = len(report.sites) // len(sites)
     efforts = {
         site: {
-            "rounds": _mean(row["rounds"] for row in report.sites if row["site"] == site),
+            "rounds": _mean(row.get("rounds", 0) for row in report.sites if row["site"] == site),
             "right_steps": _mean(
-                sum(row["right_iterations"]) for row in report.sites if row["site"] == site
+                sum(row.get("right_iterations", ())) for row in report.sites if row["site"] == site
             ),
         }
         for site in sites
     }
     result = {
         "model": name,
+        "commit": record.commit(),
         "layers": layers,
         "tokens": windows.numel(),
         "forward_seconds": forward,

@@ -95,6 +95,12 @@ def load(name: str) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
+def merged(old: list[dict[str, Any]], new: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """The old rows that no new one replaces, then the new ones."""
+    replaced = {row[key] for row in new}
+    return [*(row for row in old if row[key] not in replaced), *new]
+
+
 def header(device: str | torch.device = "cpu") -> str:
     """One line for the top of a printed table."""
     here, with_ = machine(), versions()

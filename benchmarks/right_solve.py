@@ -47,8 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
         result = measure(instance, solvers, chosen.limit)
         results.append(result)
         print(f"{describe(result)}\n", flush=True)
-        others = [old for old in kept if old["name"] not in {r["name"] for r in results}]
-        problems = [*others, *results]
+        problems = record.merged(kept, results, "name")
         record.save("right_solve", arguments, {"gap": GAP, "problems": problems})
     if results:
         draw(problems, record.RESULTS / "right_solve.png")

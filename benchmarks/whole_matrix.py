@@ -85,7 +85,7 @@ def measure(instance: Instance, rounds: int) -> dict[str, Any]:
         rows[name] = {
             "seconds": seconds,
             "error": problem.error(result.weight),
-            "rounds": result.diagnostics["rounds"],
+            "rounds": result.diagnostics.get("rounds"),
         }
         _progress(instance, name, rows[name])
     for limit, iterations in EFFORTS:
@@ -93,7 +93,7 @@ def measure(instance: Instance, rounds: int) -> dict[str, Any]:
         error = problem.error(result.weight)
         if error <= goal:
             rows["coec, default, to the literal form's error"] = {
-                "seconds": seconds, "error": error, "rounds": result.diagnostics["rounds"],
+                "seconds": seconds, "error": error, "rounds": result.diagnostics.get("rounds"),
                 "iterations": iterations,
             }  # fmt: skip
             break
