@@ -77,7 +77,7 @@ def measure(k: int) -> dict[str, float]:
         "gradient_step": _per_step(problem, R, "gradient"),
         "eigh": eigh,
         "whole": whole,
-        "rounds": result.diagnostics.get("rounds"),
+        "rounds": result.diagnostics.get("rounds", 0),
     }
 
 

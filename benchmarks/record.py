@@ -1,6 +1,7 @@
 """Where and with what a benchmark ran, and how its results are kept. Needs torch and numpy only."""
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import math
@@ -54,8 +55,9 @@ def versions() -> dict[str, str]:
     return found
 
 
+@functools.cache
 def commit() -> str:
-    """The commit that ran, with `+` where tracked files differ from it."""
+    """The commit at the first call, when a benchmark starts; `+` where tracked files differ."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks")
