@@ -27,8 +27,9 @@ from coec.linalg.right import RightProblem
 
 Solve = Callable[[RightProblem, Tensor, "Trace"], None]
 
-STALL_FRACTION = 1e-6
-"""A solver that gains less than this in a tenth of its time limit is stopped."""
+STALL_GAIN, STALL_WINDOW, STALL_EVALUATIONS = 1e-6, 0.15, 100
+"""A solver that gains less than this fraction, in this part of its time limit and in at least so many
+evaluations, is stopped. Trust regions evaluate rarely: for them an idle spell is no stall."""
 
 
 class OutOfTimeError(Exception):
@@ -42,7 +43,7 @@ class Trace:
     Attributes:
         limit: seconds the solver may take.
         times, values: improvements only.
-        ended: why the solver stopped.
+        ended, ended_after: why the solver stopped, and when.
     """
 
     limit: float
@@ -50,6 +51,7 @@ class Trace:
     values: list[float] = field(default_factory=list)
     evaluations: int = 0
     ended: str = "converged"
+    ended_after: float = 0.0
     setting: str = ""
 
     def __post_init__(self) -> None:
@@ -58,26 +60,28 @@ class Trace:
     def restart(self) -> None:
         """Time counts from now."""
         self._began = record.clock()
-        self._checked = (0.0, math.inf)
+        self._checked = (0.0, 0, math.inf)
 
     def note(self, value: float) -> None:
         """Takes one objective value.
 
         Raises:
-            OutOfTimeError: the limit is reached, or nothing was gained for a tenth of it.
+            OutOfTimeError: the limit is reached, or the solver stalls.
         """
         now = record.clock() - self._began
         self.evaluations += 1
+        self.ended_after = now
         if not self.values or value < self.values[-1]:
             self.times.append(now)
             self.values.append(value)
         if now > self.limit:
             raise OutOfTimeError(f"time limit {self.limit:g} s")
-        since, before = self._checked
-        if now - since > 0.1 * self.limit:
-            if self.best > before * (1 - STALL_FRACTION):
+        since, evaluations, before = self._checked
+        waited = now - since > STALL_WINDOW * self.limit
+        if waited and self.evaluations - evaluations >= STALL_EVALUATIONS:
+            if self.best > before * (1 - STALL_GAIN):
                 raise OutOfTimeError("no progress")
-            self._checked = (now, self.best)
+            self._checked = (now, self.evaluations, self.best)
 
     @property
     def best(self) -> float:
