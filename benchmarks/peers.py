@@ -28,8 +28,8 @@ from coec.linalg.right import RightProblem
 Solve = Callable[[RightProblem, Tensor, "Trace"], None]
 
 STALL_GAIN, STALL_WINDOW, STALL_EVALUATIONS = 1e-6, 0.15, 100
-"""A solver that gains less than this fraction, in this part of its time limit and in at least so many
-evaluations, is stopped. Trust regions evaluate rarely: for them an idle spell is no stall."""
+"""A solver is stopped that gains less than this fraction, in this part of its time limit and in at
+least so many evaluations. Trust regions evaluate rarely: for them an idle spell is no stall."""
 
 
 class OutOfTimeError(Exception):
