@@ -211,9 +211,14 @@ class AsStated:
 
     Attributes:
         start: the same start, `X = Rᵀ`.
+        values_only: note no evaluation that is part of a derivative: trust regions differentiate
+            at one point again and again, which is no stall.
     """
 
-    def __init__(self, problem: RightProblem, R: Tensor, trace: Trace) -> None:
+    def __init__(
+        self, problem: RightProblem, R: Tensor, trace: Trace, *, values_only: bool = False
+    ) -> None:
+        self.values_only = values_only
         k = R.shape[1]
         generator = torch.Generator().manual_seed(0)
         E = torch.linalg.qr(torch.randn(k, k, generator=generator, dtype=R.dtype)).Q
@@ -228,7 +233,8 @@ class AsStated:
         L = (self.C * X).sum()
         Q = ((self.Gxx @ X * X).sum(dim=0) * self.s2).sum()
         value = 1 - L * L / (Q * self.yy) if L > 0 and Q > 0 else 1 + (Q - 2 * L) / self.yy
-        self.trace.note(float(value.detach()))
+        if not (self.values_only and X.requires_grad):
+            self.trace.note(float(value.detach()))
         return value
 
 
@@ -277,7 +283,7 @@ def _stated(
     b, k = R.shape
     manifold = pymanopt.manifolds.Stiefel(k, b)
     if form == "as stated":
-        plain = AsStated(problem, R, trace)
+        plain = AsStated(problem, R, trace, values_only=True)
         automatic = pymanopt.function.pytorch(manifold)
         return pymanopt.Problem(manifold, automatic(plain.cost)), plain.start.numpy()
     f = Eliminated(problem, trace)
