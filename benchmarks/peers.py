@@ -98,7 +98,7 @@ class Trace:
         reached = (t for t, value in zip(self.times, self.values) if value <= target)
         return next(reached, math.inf)
 
-    def curve(self, points: int = 200) -> dict[str, list[float]]:
+    def curve(self, points: int = 60) -> dict[str, list[float]]:
         """At most so many points of the trace, for plots."""
         step = max(1, math.ceil(len(self.times) / points))
         keep = sorted({*range(0, len(self.times), step), len(self.times) - 1} - {-1})
