@@ -11,7 +11,7 @@ CODE := src tests tools benchmarks
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test check format bench quality clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,7 +40,15 @@ format: .venv/ready  ## mend format and what lint can mend
 	@$(BIN)/ruff format $(CODE)
 	@$(BIN)/ruff check --fix $(CODE)
 
-bench: .venv/ready  ## quality of every repair on small trained models (needs ../shared)
+# The peers that bench measures against, on top of the rest.
+.venv/ready-bench: .venv/ready
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@touch $@
+
+bench: .venv/ready-bench  ## speed against peers and floors; parts need ../shared or a GPU (hours)
+	@$(BIN)/python -m benchmarks.run
+
+quality: .venv/ready  ## quality of every repair on small trained models (needs ../shared)
 	@$(BIN)/python benchmarks/quality.py
 
 clean:  ## remove the environment and what the demo wrote

@@ -1,0 +1,129 @@
+"""The problems that are timed: sites of a trained model, and synthetic ones of any size."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.operations import Site
+from coec.compensation.frame import Frame, Shrinkage, Target
+from coec.compensation.objective import Reconstruction, kept_columns
+from coec.linalg.right import RightProblem
+from coec.linalg.spd import power
+from coec.types import Gram, KeptSet
+
+ALPHA = 0.9
+SHARED = Path("../shared")
+TRAINED = "wt2-llama"
+GRAM_DECAY = 1.0
+WEIGHT_DECAY = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class Instance:
+    """One matrix to compensate.
+
+    Attributes:
+        name: in tables.
+        weight: `W₀`, m×d.
+        gram: statistics, not tempered.
+        kept: which columns stay.
+    """
+
+    name: str
+    weight: Tensor
+    gram: Gram
+    kept: KeptSet
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(b, k)` of the right solve."""
+        k = len(self.kept.kept)
+        return min(len(self.weight), k), k
+
+
+def synthetic(
+    site: Site,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    device: str | torch.device = "cpu",
+) -> Instance:
+    """Power laws: the Gram's i-th eigenvalue is `i^-1`, the weight's i-th singular value `i^-½`.
+
+    Both have random singular vectors, independent of each other. The kept columns are random.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def orthonormal(rows: int, columns: int) -> Tensor:
+        A = torch.randn(rows, columns, generator=generator, dtype=dtype, device=device)
+        return torch.linalg.qr(A).Q
+
+    m, d, k = site.m, site.d, site.k
+    E = orthonormal(d, d)
+    G = (E * _power_law(d, GRAM_DECAY, E)) @ E.T
+    del E
+    r = min(m, d)
+    W = (orthonormal(m, r) * _power_law(r, WEIGHT_DECAY, G)) @ orthonormal(d, r).T
+    kept = torch.randperm(d, generator=generator, device=device)[:k].sort().values
+    gram = Gram((G + G.T) / 2, torch.zeros(d, dtype=dtype, device=device), d)
+    return Instance(f"synthetic {site.m}×{site.d}", W, gram, KeptSet(kept, d))
+
+
+def of_right_shape(b: int, k: int, *, seed: int = 0) -> Instance:
+    """A synthetic MLP site whose right solve is b×k, b ≤ k, at 30 %."""
+    return synthetic(Site("mlp", b, round(k / 0.7), k), seed=seed)
+
+
+def trained(shared: Path, site: str, *, block: int = 2, sparsity: float = 0.3) -> Instance:
+    """A site (`mlp` or `attention`) of the small Llama trained on WikiText-2, with its real Gram.
+
+    Statistics of 64 windows of 256 tokens of the validation text; selection `rcpu`; no alignment
+    penalty at attention.
+    """
+    from coec.calibration.stream import DenseStream
+    from coec.calibration.tokens import load_tokenizer, read_stream, sample_windows
+    from coec.models.architectures import SITES
+    from coec.models.checkpoint import Checkpoint
+    from coec.planning import Plan
+    from coec.recipe import Recipe
+    from coec.selection import keep_highest, unit_scores
+
+    folder = shared / "models" / TRAINED
+    checkpoint = Checkpoint.open(folder)
+    plan = Plan.of(checkpoint.config, Recipe.of(sparsity=sparsity))
+    text = str(shared / "data" / "wikitext-2" / "valid.raw.txt")
+    stream = read_stream(text, lambda: load_tokenizer(folder), split="train")
+    windows = sample_windows(stream, samples=64, seq_len=256, seed=0, vocabulary=plan.vocabulary)
+    dense = DenseStream(checkpoint, windows.ids, device=torch.device("cpu"), dtype=torch.float32)
+    chosen = next(s for s in SITES if s.name == site)
+    found = next(b for b in dense.blocks() if b.index == block)
+    gram = found.grams[site]
+    weight = found.tensors[f"{chosen.consumer}.weight"].to(gram.xx)
+    scores = unit_scores(plan.recipe.score(weight, gram), plan.dense.units(chosen))
+    units = keep_highest(scores, plan.pruned.units(chosen))
+    columns = units.columns(plan.dense.columns_per_unit(chosen))
+    return Instance(f"{TRAINED} block {block} {site}", weight, gram, columns)
+
+
+def right_solve(instance: Instance) -> tuple[RightProblem, Tensor]:
+    """What the first right solve of `compensate` minimises, without alignment, and its start.
+
+    After tempering, the factors, the first left rotation and the first rescale.
+    """
+    weight, kept = instance.weight, instance.kept
+    problem = Reconstruction.of(weight, power(instance.gram.xx, ALPHA), kept)
+    target = Target.of(problem)
+    frame = Frame.of(kept_columns(weight, kept), target).rotated_left(target)
+    frame, _, _ = frame.rescaled(target, Shrinkage("gcv", 1.0, 10.0))
+    return frame.right_problem(target, None), frame.R
+
+
+def tempered(instance: Instance) -> Reconstruction:
+    """The problem that the loop works on."""
+    return Reconstruction.of(instance.weight, power(instance.gram.xx, ALPHA), instance.kept)
+
+
+def _power_law(n: int, decay: float, like: Tensor) -> Tensor:
+    return torch.arange(1, n + 1, dtype=like.dtype, device=like.device) ** -decay

@@ -1,0 +1,263 @@
+"""How many floating-point operations each phase takes, and the time that would be at peak.
+
+    python -m benchmarks.operations [--model Llama-3.1-70B] [--rounds 12] [--steps 300]
+
+A multiplication and an addition are two operations. Decompositions are counted by their
+divide-and-conquer algorithms with full accumulation of vectors, leading order, nothing deflated.
+Elementwise work is counted where a phase consists of nothing else, and left out beside products.
+A floor is operations divided by the measured rate of a matrix product: no phase can be faster
+without doing less.
+"""
+
+import argparse
+from dataclasses import dataclass
+
+GCV_POINTS = 120
+"""Grid of the rescale (METHODS §5.3)."""
+
+DATA_SHEET = {
+    "H100 or H200 SXM, data sheet": {"float64": 67e12, "float32": 67e12, "bfloat16": 989e12}
+}
+"""Operations per second from the maker's data sheet (float64 on tensor cores, float32 off them,
+bfloat16 without sparsity), the same for both: not measurements."""
+
+BLOCK_PARAMETERS = {"Llama-3.1-8B": 218_103_808, "Llama-3.1-70B": 855_638_016}
+"""Entries of one block's seven weight matrices."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One consumer: m outputs, d inputs, k of them kept, in so many blocks of the model."""
+
+    name: str
+    m: int
+    d: int
+    k: int
+    blocks: int = 1
+
+    @property
+    def b(self) -> int:
+        """The frame's rank, `min(m, k)`."""
+        return min(self.m, self.k)
+
+    def scaled(self, factor: float) -> "Site":
+        """The same site with every width multiplied by `factor`."""
+        m, d, k = (max(2, round(n * factor)) for n in (self.m, self.d, self.k))
+        return Site(self.name, m, d, min(k, d - 1), self.blocks)
+
+
+MODELS = {
+    "Llama-3.1-8B": (
+        Site("down_proj", 4096, 14336, 10036, 32),
+        Site("o_proj", 4096, 4096, 3072, 32),
+    ),
+    "Llama-3.1-70B": (
+        Site("down_proj", 8192, 28672, 20071, 80),
+        Site("o_proj", 8192, 8192, 6144, 80),
+    ),
+}
+"""At 30 %: `⌈0.7 n⌉` channels and `⌈0.7 · 8⌉ = 6` KV groups stay."""
+
+
+def product(m: int, n: int, k: int) -> float:
+    """`m×n` times `n×k`."""
+    return 2.0 * m * n * k
+
+
+def eigh(n: int) -> float:
+    """All eigenpairs: tridiagonalise 4/3, divide and conquer 4/3, transform back 2 (times n³)."""
+    return 14 / 3 * n**3
+
+
+def thin_svd(m: int, n: int) -> float:
+    """Thin SVD of an m×n matrix through a QR factorisation of the long side.
+
+    For m ≥ n: QR 2mn² − 2n³/3, bidiagonalise 8n³/3, divide and conquer 8n³/3, both sides back 4n³,
+    and Q applied 4mn² − 2n³.
+    """
+    m, n = max(m, n), min(m, n)
+    return 6.0 * m * n**2 + 20 / 3 * n**3
+
+
+def cholesky(n: int) -> float:
+    """Of an n×n matrix."""
+    return n**3 / 3
+
+
+def triangular_solve(n: int, columns: int) -> float:
+    """An n×n triangle against so many columns."""
+    return float(n) ** 2 * columns
+
+
+def gram(site: Site, tokens: int) -> float:
+    """`Σ x xᵀ` as a full product."""
+    return product(site.d, tokens, site.d)
+
+
+def tempering(site: Site) -> float:
+    """Eigenpairs of G and the product that puts the powers back, then `W₀ G` and `‖Y‖²`."""
+    return eigh(site.d) + product(site.d, site.d, site.d) + product(site.m, site.d, site.d)
+
+
+def eigenbasis(site: Site) -> float:
+    """Eigenpairs of Gxx, and `Gyx E`."""
+    return eigh(site.k) + product(site.m, site.k, site.k)
+
+
+def factors(site: Site) -> float:
+    """The one thin SVD of the slice, and R in the eigenbasis."""
+    return thin_svd(site.m, site.k) + product(site.b, site.k, site.k)
+
+
+def left_rotation(site: Site) -> float:
+    """`Gyx Rᵀ diag(s)` and its polar factor by a thin SVD."""
+    m, b, k = site.m, site.b, site.k
+    return product(m, k, b) + thin_svd(m, b) + product(m, b, b)
+
+
+def rescale(site: Site) -> float:
+    """`Uᵀ Gyx`, elementwise sums with R, and the grid of λ."""
+    m, b, k = site.m, site.b, site.k
+    return product(b, m, k) + 5.0 * b * k + 6.0 * GCV_POINTS * b
+
+
+def right_problem(site: Site) -> float:
+    """`C = diag(s) Uᵀ Gyx`."""
+    return product(site.b, site.m, site.k)
+
+
+def tangent(site: Site) -> float:
+    """`Z − sym(Z Rᵀ) R`: two products."""
+    return 2 * product(site.b, site.k, site.b)
+
+
+def retraction(site: Site) -> float:
+    """`(R + ξ)(R + ξ)ᵀ`, its Cholesky factor, a triangular solve."""
+    b, k = site.b, site.k
+    return product(b, k, b) + cholesky(b) + triangular_solve(b, k)
+
+
+def conjugate_step(site: Site, trials: float = 1.0) -> float:
+    """One step of the `conjugate` right solve: four tangents and `trials` retractions."""
+    return 4 * tangent(site) + trials * retraction(site)
+
+
+def gradient_step(site: Site, newton_schulz: int = 7) -> float:
+    """One step of the `gradient` right solve: a tangent and a Newton-Schulz retraction.
+
+    Each Newton-Schulz iteration is two products, of b×k factors for a rectangular frame; for a
+    square one the Cayley form adds two products to it.
+    """
+    b, k = site.b, site.k
+    cayley = 2 * product(k, k, k) if b == k else 0.0
+    return tangent(site) + cayley + newton_schulz * 2 * product(b, k, b)
+
+
+def assembly(site: Site) -> float:
+    """`Ŵ = U diag(s) (R Eᵀ)`."""
+    return product(site.b, site.k, site.k) + product(site.m, site.b, site.k)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What one phase of one matrix takes.
+
+    Attributes:
+        name: in tables.
+        operations: of one execution.
+        times: how often it is executed.
+        dtype: whose rate bounds it.
+    """
+
+    name: str
+    operations: float
+    times: int = 1
+    dtype: str = "float64"
+
+    @property
+    def total(self) -> float:
+        """Operations of all executions."""
+        return self.times * self.operations
+
+
+def phases(site: Site, tokens: int, rounds: int, steps: int) -> list[Phase]:
+    """Every phase of one matrix; `steps` steps of `conjugate` in all, over `rounds` rounds."""
+    return [
+        Phase("Gram accumulation", gram(site, tokens), dtype="float32"),
+        Phase("tempering", tempering(site)),
+        Phase("eigenbasis of Gxx", eigenbasis(site)),
+        Phase("SVD of the slice", factors(site)),
+        Phase("left rotation", left_rotation(site), rounds + 1),
+        Phase("rescale", rescale(site), 2 * rounds + 1),
+        Phase("right problem", right_problem(site), rounds),
+        Phase("right-solve step", conjugate_step(site), steps),
+        Phase("assembly", assembly(site)),
+    ]
+
+
+def readable(duration: float) -> str:
+    """A duration in the unit that reads best."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if duration >= size:
+            return f"{duration / size:.1f} {unit}"
+    return f"{duration:.3g} s"
+
+
+Rates = dict[str, dict[str, float]]
+"""Operations per second by machine and dtype."""
+
+
+def table(model: str, tokens: int, rounds: int, steps: int, rates: Rates) -> str:
+    """Markdown: operations of one block and of the whole model, and the time at every rate."""
+    columns = ["phase", "site", "operations", "times", "dtype", "whole model", *rates]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    totals = dict.fromkeys(rates, 0.0)
+    operations = 0.0
+    for site in MODELS[model]:
+        for phase in phases(site, tokens, rounds, steps):
+            whole = phase.total * site.blocks
+            operations += whole
+            times = {name: whole / rate[phase.dtype] for name, rate in rates.items()}
+            totals = {name: totals[name] + times[name] for name in rates}
+            lines.append(_row(
+                [phase.name, site.name, f"{phase.operations:.2e}", str(phase.times), phase.dtype],
+                whole, times,
+            ))  # fmt: skip
+    lines.append(_row(["all", "", "", "", ""], operations, totals))
+    forward = 2.0 * BLOCK_PARAMETERS[model] * tokens
+    whole = forward * MODELS[model][0].blocks
+    passes = {name: whole / rate.get("bfloat16", rate["float32"]) for name, rate in rates.items()}
+    cells = ["dense forward pass, linear layers", "block", f"{forward:.2e}", "1", "stored"]
+    lines.append(_row(cells, whole, passes))
+    return "\n".join(lines)
+
+
+def _row(cells: list[str], operations: float, times: dict[str, float]) -> str:
+    durations = [readable(time) for time in times.values()]
+    return f"| {' | '.join([*cells, f'{operations:.2e}', *durations])} |"
+
+
+def main() -> None:
+    """Prints the floor table of a model."""
+    from benchmarks.record import matmul_rate, one_thread
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", choices=MODELS, default="Llama-3.1-8B")
+    parser.add_argument("--tokens", type=int, default=262_144)
+    parser.add_argument("--rounds", type=int, default=12, help="of the alternation, per matrix")
+    parser.add_argument("--steps", type=int, default=300, help="of all right solves, per matrix")
+    chosen = parser.parse_args()
+    here = {dtype: matmul_rate("cpu", dtype) for dtype in ("float64", "float32")}
+    rates: Rates = {"here, one thread" if one_thread() else "here": here, **DATA_SHEET}
+    print(f"{chosen.model}, 30 %, {chosen.tokens:,} tokens, {chosen.rounds} rounds and "
+          f"{chosen.steps} right-solve steps per matrix. Here: "
+          + ", ".join(f"{rate / 1e9:.0f} G/s in {dtype}" for dtype, rate in here.items())
+          + ". Data sheet: "
+          + ", ".join(f"{rate / 1e12:.0f} T/s in {dtype}"
+                      for dtype, rate in next(iter(DATA_SHEET.values())).items())
+          + ".\n")  # fmt: skip
+    print(table(chosen.model, chosen.tokens, chosen.rounds, chosen.steps, rates))
+
+
+if __name__ == "__main__":
+    main()

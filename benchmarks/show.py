@@ -1,0 +1,46 @@
+"""The tables of the last results, as the benchmarks printed them: `python -m benchmarks.show`."""
+
+import argparse
+from itertools import groupby
+from typing import Any
+
+from benchmarks import cuda, end_to_end, growth, record, right_solve, whole_matrix
+
+
+def main() -> None:
+    """Prints Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(TABLES))
+    for name in parser.parse_args().names or TABLES:
+        if found := record.load(name):
+            print(f"## {name} {found['arguments']}\n\n{_origin(found)}\n")
+            print("\n\n".join(TABLES[name](found)), end="\n\n")
+
+
+def _origin(found: dict[str, Any]) -> str:
+    machine, versions = found["machine"], found["versions"]
+    on = "gpu" if found["benchmark"] == "cuda" else "processor"
+    names = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return (
+        f"{machine[on]}, {machine['threads']} thread(s), "
+        f"{machine['clock']}; {names}; commit {found['commit']}, {found['date']}"
+    )
+
+
+def _cuda(found: dict[str, Any]) -> list[str]:
+    sites = groupby(found["sites"], key=lambda site: (site["model"], site["dtype"], site["rate"]))
+    return [cuda.describe(*key, list(rows)) for key, rows in sites]
+
+
+TABLES = {
+    "right_solve": lambda found: map(right_solve.describe, found["problems"]),
+    "whole_matrix": lambda found: map(whole_matrix.describe, found["matrices"]),
+    "growth": lambda found: [growth.describe(found["sizes"], found["slopes"])],
+    "cuda": _cuda,
+    "cuda_rehearsal": _cuda,
+    "end_to_end": lambda found: map(end_to_end.describe, found["models"]),
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The benchmarks measure what they say: counts by hand, the literal form, derivatives, phases."""
+
+import importlib.util
+import itertools
+import json
+
+import pytest
+import torch
+
+import coec
+from benchmarks import operations, record
+from benchmarks.cuda import PHASES, Counter, Meter
+from benchmarks.instances import right_solve, synthetic, tempered
+from benchmarks.literal import literal
+from benchmarks.operations import MODELS, Site
+from benchmarks.peers import BORROWED, OURS, PEERS, SOLVERS, Eliminated, OutOfTimeError, Trace, run
+from coec.linalg.conjugate import conjugate
+
+WIDE, SQUARE = Site("mlp", 8, 20, 14), Site("attention", 12, 12, 8)
+
+
+def test_counts_of_small_cases_by_hand():
+    site = Site("mlp", m=2, d=5, k=3)
+    assert site.b == 2
+    assert operations.product(2, 3, 4) == 48
+    assert operations.gram(site, tokens=10) == 2 * 5 * 10 * 5
+    assert operations.eigh(3) == pytest.approx(126)
+    assert operations.thin_svd(2, 3) == operations.thin_svd(3, 2) == pytest.approx(72 + 160 / 3)
+    assert operations.tempering(site) == pytest.approx(14 / 3 * 125 + 250 + 100)
+    assert operations.eigenbasis(site) == pytest.approx(126 + 36)
+    # four tangents of two 2×3·3×2 products each, A Aᵀ, Cholesky, a 2×2 triangle on 3 columns
+    assert operations.conjugate_step(site) == pytest.approx(4 * 48 + 24 + 8 / 3 + 12)
+    assert operations.left_rotation(site) == pytest.approx(24 + 48 + 160 / 3 + 16)
+    assert operations.assembly(site) == 36 + 24
+
+
+def test_phases_of_a_matrix_add_up_over_rounds_and_steps():
+    none, some = (
+        {phase.name: phase.total for phase in operations.phases(WIDE, 100, rounds, 5 * rounds)}
+        for rounds in (0, 2)
+    )
+    assert none["right-solve step"] == 0
+    assert some["right-solve step"] == 10 * operations.conjugate_step(WIDE)
+    assert some["right problem"] == 2 * operations.right_problem(WIDE)
+    assert some["left rotation"] == 3 * none["left rotation"]
+    assert some["rescale"] == 5 * none["rescale"]
+    assert some["tempering"] == none["tempering"]
+
+
+def test_kept_widths_of_the_large_models():
+    for model, sites in MODELS.items():
+        down, out = sites
+        hidden, groups = down.m, 8 * 128
+        attention = 2 * hidden * out.d + 2 * hidden * groups
+        assert operations.BLOCK_PARAMETERS[model] == attention + 3 * hidden * down.d
+        for site in sites:
+            units = site.d if site.name == "down_proj" else 8
+            assert site.k == -(-7 * units // 10) * (site.d // units)
+
+
+@pytest.mark.parametrize("site", [WIDE, SQUARE], ids=lambda site: site.name)
+def test_a_conjugate_step_takes_the_operations_counted(site):
+    problem, R = right_solve(synthetic(site))
+
+    def count(steps: int) -> float:
+        with Counter() as counter:
+            conjugate(problem, R, tolerance=0, iterations=steps)
+        return counter.operations
+
+    # The line search accepts its first trial here.
+    assert count(3) - count(2) == pytest.approx(operations.conjugate_step(site))
+
+
+@pytest.mark.parametrize("site", [WIDE, SQUARE], ids=lambda site: site.name)
+def test_the_literal_form_agrees_with_the_factored_one(site):
+    instance = synthetic(site)
+    problem = tempered(instance)
+    parts = (instance.weight, instance.gram, instance.kept)
+    options = {"rounds": 3, "tol": 0.0, "iterations": 40}
+    W, errors = literal(*parts, **options)
+    ours = coec.compensate(*parts, solver="gradient", **options)
+    assert len(errors) == 5
+    assert problem.error(W) == pytest.approx(problem.error(ours.weight), rel=1e-8)
+    assert errors[-1] == pytest.approx(ours.diagnostics["errors_per_round"][-1], rel=1e-8)
+    torch.testing.assert_close(W, ours.weight, rtol=1e-6, atol=1e-8)
+
+
+def test_derivatives_given_to_peers():
+    problem, R = right_solve(synthetic(WIDE))
+    f = Eliminated(problem, Trace(limit=60))
+    X, V = R.T.numpy().copy(), torch.randn(R.T.shape, dtype=torch.float64).numpy()
+    h = 1e-6
+    assert f.cost(X) == pytest.approx(problem.objective(R), rel=1e-12)
+    slope = (f.cost(X + h * V) - f.cost(X - h * V)) / (2 * h)
+    assert slope == pytest.approx(float((f.gradient(X) * V).sum()), rel=1e-6)
+    turned = (f.gradient(X + h * V) - f.gradient(X - h * V)) / (2 * h)
+    torch.testing.assert_close(torch.from_numpy(turned), torch.from_numpy(f.hessian(X, V)))
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_every_solver_lowers_the_objective(name):
+    library = name.split()[0]
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"needs {library} (pip install '.[bench]')")
+    problem, R = right_solve(synthetic(WIDE))
+    trace = run(SOLVERS[name], problem, R, limit=1.0)
+    best = run(SOLVERS[OURS], problem, R, limit=1.0).best
+    assert trace.values == sorted(trace.values, reverse=True)
+    assert trace.best < problem.objective(R) * (1 - 1e-3)
+    assert trace.best == pytest.approx(best, rel=0.02)
+    assert set(BORROWED) < set(PEERS)
+
+
+def test_a_trace_ends_a_solver_that_takes_too_long_or_stalls():
+    trace = Trace(limit=0.0)
+    with pytest.raises(OutOfTimeError, match="limit"):
+        trace.note(1.0)
+    stalled = Trace(limit=0.2)
+    with pytest.raises(OutOfTimeError, match="progress"):
+        all(stalled.note(1.0) is None for _ in itertools.count())
+    assert stalled.time_to(1.0) < 0.2
+    assert stalled.time_to(0.5) == float("inf")
+
+
+def test_phases_of_a_compensation_add_up():
+    instance = synthetic(WIDE)
+    meter = Meter(torch.device("cpu"))
+    with meter.running():
+        result = coec.compensate(instance.weight, instance.gram, instance.kept)
+    assert set(meter.seconds) == {*PHASES, "descent"}
+    assert all(count > 0 for count in meter.operations.values())
+    counted = operations.eigh(WIDE.d) + operations.product(WIDE.d, WIDE.d, WIDE.d)
+    assert meter.operations["tempering"] == pytest.approx(counted)
+    plain = coec.compensate(instance.weight, instance.gram, instance.kept)
+    assert torch.equal(result.weight, plain.weight)
+
+
+def test_results_are_json_without_infinities(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    path = record.save(
+        "x", ["--shared", "/a", "--limit", "1"], {"seconds": float("inf"), "rows": [(1, 2.0)]}
+    )
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert content["seconds"] is None
+    assert content["rows"] == [[1, 2.0]]
+    assert content["arguments"] == "--limit 1"
+    assert {"machine", "versions", "commit"} <= set(content)
+
+
+def test_slope_of_a_power():
+    assert record.slope([1, 2, 4], [3.0, 24.0, 192.0]) == pytest.approx(3)
