@@ -1,6 +1,6 @@
 """How many floating-point operations each phase takes, and the time that would be at peak.
 
-    python -m benchmarks.operations [--model Llama-3.1-70B] [--rounds 12] [--steps 300]
+    python -m benchmarks.operations [--model Llama-3.1-70B] [--rounds 2] [--steps 30]
 
 A multiplication and an addition are two operations. Decompositions are counted by their
 divide-and-conquer algorithms with full accumulation of vectors, leading order, nothing deflated.
@@ -95,8 +95,9 @@ def gram(site: Site, tokens: int) -> float:
 
 
 def tempering(site: Site) -> float:
-    """Eigenpairs of G and the product that puts the powers back, then `W₀ G` and `‖Y‖²`."""
-    return eigh(site.d) + product(site.d, site.d, site.d) + product(site.m, site.d, site.d)
+    """Eigenpairs of G, and with `G^α = F Fᵀ` the products `F_K F_Kᵀ`, `W₀ F`, `(W₀ F) F_Kᵀ`."""
+    m, d, k = site.m, site.d, site.k
+    return eigh(d) + product(k, d, k) + product(m, d, d) + product(m, d, k)
 
 
 def eigenbasis(site: Site) -> float:
@@ -109,10 +110,15 @@ def factors(site: Site) -> float:
     return thin_svd(site.m, site.k) + product(site.b, site.k, site.k)
 
 
+def polar(m: int, b: int, steps: int = 6) -> float:
+    """The polar factor of an m×b matrix by QDWH: `XᵀX`, Cholesky, two triangular solves a step."""
+    step = product(b, m, b) + cholesky(b) + 2 * triangular_solve(b, m)
+    return steps * step + 2 * product(m, b, b)
+
+
 def left_rotation(site: Site) -> float:
-    """`Gyx Rᵀ diag(s)` and its polar factor by a thin SVD."""
-    m, b, k = site.m, site.b, site.k
-    return product(m, k, b) + thin_svd(m, b) + product(m, b, b)
+    """`Gyx Rᵀ diag(s)` and its polar factor."""
+    return product(site.m, site.k, site.b) + polar(site.m, site.b)
 
 
 def rescale(site: Site) -> float:
@@ -137,9 +143,21 @@ def retraction(site: Site) -> float:
     return product(b, k, b) + cholesky(b) + triangular_solve(b, k)
 
 
-def conjugate_step(site: Site, trials: float = 1.0) -> float:
-    """One step of the `conjugate` right solve: four tangents and `trials` retractions."""
-    return 4 * tangent(site) + trials * retraction(site)
+def conjugate_step(site: Site, trials: float = 1.4, inner: float = 4.0) -> float:
+    """One step of the `conjugate` right solve.
+
+    Two tangents (gradient, direction), five products of the preconditioner and two for every inner
+    step of its multiplier, `trials` retractions.
+    """
+    one = product(site.b, site.k, site.b)
+    return 2 * tangent(site) + (5 + 2 * inner) * one + trials * retraction(site)
+
+
+def joint_step(site: Site, trials: float = 1.4, inner: float = 4.0) -> float:
+    """One step of the `joint` solve: the same, a product for the planes, and U at every trial."""
+    planes = product(site.b, site.k, site.b)
+    following = left_rotation(site) + right_problem(site)
+    return conjugate_step(site, trials, inner) + planes + trials * following
 
 
 def gradient_step(site: Site, newton_schulz: int = 7) -> float:
@@ -181,16 +199,15 @@ class Phase:
 
 
 def phases(site: Site, tokens: int, rounds: int, steps: int) -> list[Phase]:
-    """Every phase of one matrix; `steps` steps of `conjugate` in all, over `rounds` rounds."""
+    """Every phase of one matrix; `steps` steps of `joint` in all, over `rounds` rounds."""
     return [
         Phase("Gram accumulation", gram(site, tokens), dtype="float32"),
         Phase("tempering", tempering(site)),
         Phase("eigenbasis of Gxx", eigenbasis(site)),
         Phase("SVD of the slice", factors(site)),
         Phase("left rotation", left_rotation(site), rounds + 1),
-        Phase("rescale", rescale(site), 2 * rounds + 1),
-        Phase("right problem", right_problem(site), rounds),
-        Phase("right-solve step", conjugate_step(site), steps),
+        Phase("rescale", rescale(site), rounds + 1),
+        Phase("joint step", joint_step(site), steps),
         Phase("assembly", assembly(site)),
     ]
 
@@ -244,13 +261,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", choices=MODELS, default="Llama-3.1-8B")
     parser.add_argument("--tokens", type=int, default=262_144)
-    parser.add_argument("--rounds", type=int, default=12, help="of the alternation, per matrix")
-    parser.add_argument("--steps", type=int, default=300, help="of all right solves, per matrix")
+    parser.add_argument("--rounds", type=int, default=2, help="of the loop, per matrix")
+    parser.add_argument("--steps", type=int, default=30, help="of all joint solves, per matrix")
     chosen = parser.parse_args()
     here = {dtype: matmul_rate("cpu", dtype) for dtype in ("float64", "float32")}
     rates: Rates = {"here, one thread" if one_thread() else "here": here, **DATA_SHEET}
     print(f"{chosen.model}, 30 %, {chosen.tokens:,} tokens, {chosen.rounds} rounds and "
-          f"{chosen.steps} right-solve steps per matrix. Here: "
+          f"{chosen.steps} joint steps per matrix. Here: "
           + ", ".join(f"{rate / 1e9:.0f} G/s in {dtype}" for dtype, rate in here.items())
           + ". Data sheet: "
           + ", ".join(f"{rate / 1e12:.0f} T/s in {dtype}"
