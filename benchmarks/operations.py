@@ -146,16 +146,16 @@ def retraction(site: Site) -> float:
 def conjugate_step(site: Site, trials: float = 1.4, inner: float = 4.0) -> float:
     """One step of the `conjugate` right solve.
 
-    Two tangents (gradient, direction), five products of the preconditioner and two for every inner
+    Two tangents (gradient, direction), three products of the preconditioner and two for every inner
     step of its multiplier, `trials` retractions.
     """
     one = product(site.b, site.k, site.b)
-    return 2 * tangent(site) + (5 + 2 * inner) * one + trials * retraction(site)
+    return 2 * tangent(site) + (3 + 2 * inner) * one + trials * retraction(site)
 
 
 def joint_step(site: Site, trials: float = 1.4, inner: float = 4.0) -> float:
-    """One step of the `joint` solve: the same, a product for the planes, and U at every trial."""
-    planes = product(site.b, site.k, site.b)
+    """One step of the `joint` solve: the same, two products for the planes, U at every trial."""
+    planes = 2 * product(site.b, site.k, site.b)
     following = left_rotation(site) + right_problem(site)
     return conjugate_step(site, trials, inner) + planes + trials * following
 

@@ -78,7 +78,8 @@ def coec(
         solver: `joint` (conjugate gradient, the left factor following), `conjugate` (the left
             factor held) or `gradient` (the source's).
         delta: `gradient` stops when the rotation changes by less.
-        precision: the others stop when a step lowers the objective by a smaller fraction.
+        precision: `joint` and `conjugate` stop when a step lowers the objective by a smaller
+            fraction.
         iterations: at most so many steps in one right solve.
         rounds: at most so many rounds.
         tol: stop when a round changes the objective, relative to `‖Y‖²`, by less.

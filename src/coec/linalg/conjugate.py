@@ -62,10 +62,11 @@ def conjugate(
         else:
             beta = max(0.0, (gz - float((g_old * z).sum())) / gz_old)
             del g_old
-            d = project(R, d.mul_(beta)).sub_(z)
+            d = d.mul_(beta).sub_(z)
+        d = project(R, d)
         slope = float((g * d).sum())
         if not slope < 0:
-            d, slope = -z, -gz
+            d, slope = project(R, -z), -gz
         # Freed before the trial points are made: the matrices may fill a device.
         del z, local
         if not slope < -1e-16 * abs(value):
@@ -109,18 +110,17 @@ def _precondition(
 
     `z = (H + ε)⁻¹ (g − M R)`, the symmetric multiplier M such that z is tangent; ε keeps flat
     directions bounded. Where the left factor follows R, planes of modes are softer than H says:
-    their slack is added. What truncation leaves of M's equation is projected out.
+    their slack is added. M is truncated: the direction that z goes into is projected.
     """
     inverse = _curvature(local, t)
     inverse.add_(SHIFT * float(inverse.mean())).reciprocal_()
     z = g * inverse
     z.addcmul_(inverse, _multiplier(inverse, R, symmetric(z @ R.T)) @ R, value=-1)
-    turn = -symmetric(z @ R.T)
     slack = problem.slack(R, t)
     if slack is not None:
         Omega = g @ R.T
-        turn += 0.5 * (Omega - Omega.T) * slack
-    return z.addmm_(turn, R)
+        z.addmm_(0.5 * (Omega - Omega.T) * slack, R)
+    return z
 
 
 def _multiplier(
