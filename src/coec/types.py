@@ -86,7 +86,7 @@ class GramSum:
         self.tokens += rows.shape[0]
 
     def gram(self) -> Gram:
-        """The sums, made exactly symmetric in place: they are handed over, not copied."""
+        """The sums, made symmetric in place and handed over, not copied: update no more."""
         _symmetrize(self.xx)
         return Gram(self.xx, self.x, self.tokens)
 

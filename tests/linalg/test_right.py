@@ -10,7 +10,7 @@ from coec.linalg import conjugate as conjugate_module
 from coec.linalg import gradient as gradient_module
 from coec.linalg.conjugate import conjugate
 from coec.linalg.gradient import gradient
-from coec.linalg.right import SLACK, Alignment, JointProblem, RightProblem
+from coec.linalg.right import FLOOR, SLACK, Alignment, JointProblem, RightProblem
 from coec.linalg.stiefel import tangent
 from tolerances import CLOSED_FORM, EXACT
 
@@ -277,6 +277,7 @@ def test_the_slack_makes_up_the_curvature_of_a_plane():
     assert fixed.scale(R) == pytest.approx(1.0)
     # Both entries of a plane count in a preconditioner: half the curvature for each.
     soft, hard = curvature(p) / 2, curvature(held) / 2
-    expected = 1 / (soft + SLACK * hard) - 1 / (hard + SLACK * hard)
+    floor = FLOOR * float(torch.outer(2 * s.square() / p.yy, mu).mean())
+    expected = 1 / (soft + SLACK * hard + floor) - 1 / (hard + SLACK * hard + floor)
     assert float(p.slack(R, 1.0)[0, 1]) == pytest.approx(expected, rel=1e-4)
     assert hard > 5 * soft

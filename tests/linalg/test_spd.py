@@ -87,3 +87,9 @@ def test_a_ridge_that_is_not_enough_falls_back_and_says_so():
         X = solve_right(problems.weight(5, 8), A, 1e-9)
     assert torch.isfinite(X).all()
     assert "not positive definite" in events[0]
+
+
+def test_a_negative_matrix_is_all_clamped():
+    with recording() as events:
+        assert not power(-torch.eye(3, dtype=torch.float64), 0.9).any()
+    assert "indefinite Gram" in events[0]

@@ -120,7 +120,10 @@ class DenseStream:
             for hook in hooks:
                 hook.remove()
             layer.to("meta")
-            yield Block(index, tensors, {name: total_.gram() for name, total_ in sums.items()})
+            # Handed over: whoever takes a Gram out of the block can free it.
+            block = Block(index, tensors, {name: total_.gram() for name, total_ in sums.items()})
+            sums.clear()
+            yield block
 
     def _embed(self) -> tuple[list[Float[Tensor, "batch length hidden"]], dict[int, list[_Call]]]:
         """The first hidden states, and the calls of all layers for every batch size."""

@@ -117,6 +117,7 @@ def compensate(
     check_options(method, options)
     method = resolve(method) if isinstance(method, str) else method
     kept = kept if isinstance(kept, KeptSet) else KeptSet(kept, weight.shape[-1])
+    kept = KeptSet(kept.kept.to(gram.xx.device), kept.size)
     if weight.ndim != 2 or weight.shape[1] != len(gram.x) or kept.size != len(gram.x):
         raise OptionError(
             f"weight {tuple(weight.shape)}, statistics of {len(gram.x)} channels and a kept set "

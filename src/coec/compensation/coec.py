@@ -143,10 +143,14 @@ def _solve(
     if not bool(W_K.any()):
         record("every kept column is 0: slice kept")
         return W_K, {"reason": "nothing to rotate"}
-    try:
-        results = [descent(W_K, target, anchor) for descent in descents]
-    except NumericalError as error:
-        record(f"descent abandoned: {error}")
+    results = []
+    for descent in descents:
+        try:
+            results.append(descent(W_K, target, anchor))
+        except NumericalError as error:
+            record(f"descent abandoned: {error}")
+    results = [result for result in results if math.isfinite(result.objectives[-1])]
+    if not results:
         return _fallback(W_K, target)
     best = min(results, key=lambda result: result.objectives[-1])
     W = best.frame.weight(target)

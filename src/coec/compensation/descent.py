@@ -9,6 +9,7 @@ from torch import Tensor
 
 from coec.compensation.anchor import Anchor
 from coec.compensation.frame import Frame, Shrinkage, Target
+from coec.errors import NumericalError
 from coec.events import record
 from coec.linalg.conjugate import conjugate
 from coec.linalg.gcv import Rescaled
@@ -51,14 +52,18 @@ class RightSolver:
         b = len(frame.s)
         if self.parameterization == "full":
             frame = frame.completed()
-        problem = frame.right_problem(target, alignment)
-        R = polar(problem.cross.T).T if self.start == "procrustes" else frame.R
+        R = frame.R
+        if self.start == "procrustes":
+            R = polar(frame.right_problem(target, None).cross.T).T
         if self.solver == "gradient":
+            problem = frame.right_problem(target, alignment)
             R, ended = gradient(problem, R, delta=self.delta, iterations=self.iterations)
         else:
-            joint = frame.joint_problem(target, alignment, b)
+            joint = self.solver == "joint" and left
             R, ended = conjugate(
-                joint if self.solver == "joint" and left else problem,
+                frame.joint_problem(target, alignment, b)
+                if joint
+                else frame.right_problem(target, alignment),
                 R,
                 tolerance=self.precision,
                 iterations=self.iterations,
@@ -137,7 +142,12 @@ class Descent:
         for _ in range(self.rounds):
             if anchor and faithful:
                 alignment = anchor.alignment(frame, target)
-            turned, rescaled, error, ended = self._round(frame, target, alignment)
+            try:
+                turned, rescaled, error, ended = self._round(frame, target, alignment)
+            except NumericalError as failure:
+                record(f"a round was abandoned: {failure}")
+                reason = "round abandoned"
+                break
             penalty = alignment.penalty(turned.R) if alignment else 0.0
             objective = error + weight * penalty
             solves += ended

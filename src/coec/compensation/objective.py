@@ -94,4 +94,4 @@ def power_of_two(values: Float[Tensor, "..."]) -> float:
     """A power of two about the largest magnitude, so that dividing by it is exact; 1 for zeros."""
     low, high = values.aminmax()
     largest = max(-float(low), float(high))
-    return math.ldexp(1.0, math.frexp(largest)[1]) if largest > 0 else 1.0
+    return math.ldexp(1.0, math.frexp(largest)[1] - 1) if largest > 0 else 1.0

@@ -36,7 +36,8 @@ def conjugate(
     """Conjugate gradient from R, Polak-Ribière+, every accepted step lowering the true objective.
 
     The Euclidean Hessian `2t² diag(s²) ⊗ Gxx / yy` is diagonal in the eigenbasis of Gxx, so its
-    inverse on the tangent space, the preconditioner, costs a few elementwise divisions.
+    inverse on the tangent space, the preconditioner, costs an elementwise division and a few
+    products for the multiplier.
 
     Args:
         problem: what to minimise, in the eigenbasis of Gxx.
@@ -56,7 +57,7 @@ def conjugate(
         z = _precondition(problem, local, R, t, g)
         gz = float((g * z).sum())
         if not gz > 0:  # truncated or rounded away: the gradient itself
-            z, gz = g.clone(), float(g.square().sum())
+            z, gz = g, float(g.square().sum())
         if d is None or g_old is None:
             d = -z
         else:

@@ -59,8 +59,9 @@ def svd_by_polar(
 ) -> tuple[Float[Tensor, "m r"], Float[Tensor, " r"], Float[Tensor, "r n"]]:
     """The thin SVD of a full-rank matrix: `A = U_p H`, `H = V diag(s) Vᵀ`, so `U = U_p V`.
 
-    As accurate as an SVD, at the price of a symmetric eigenproblem of the smaller side (Higham and
-    Papadimitriou 1994).
+    At the price of a symmetric eigenproblem of the smaller side (Higham and Papadimitriou 1994).
+    Frames are orthonormal to rounding; `U diag(s) Vᵀ` is A to 1e-9 of its norm in float64 and 1e-4
+    in float32, at any condition, since `qdwh` caps its weights.
 
     Raises:
         NumericalError: A is singular.

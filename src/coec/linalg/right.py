@@ -136,7 +136,9 @@ class JointProblem:
         `F = (s_i² e_j + s_j² e_i) t²/yy`; with U following it is
         `J = (s_i² − s_j²)² e_i e_j / (s_i² e_i + s_j² e_j) · t²/yy`, nearly 0 where `s_i ≈ s_j`:
         turning both factors alike then leaves their product as it is. Returned is
-        `1/(J + ε F) − 1/(F + ε F)`, ε = SLACK.
+        `1/(J + ε F + δ) − 1/(F + ε F + δ)`, ε = SLACK, δ = FLOOR of the mean of the Hessian's
+        diagonal, without which planes of modes that hold nothing would be all noise. F and J are
+        half the second derivatives: every plane has two entries.
         """
         e, s2 = energies(R, self.mu).clamp_min(0), self.s.square()
         a = s2 * e
@@ -144,10 +146,10 @@ class JointProblem:
         fixed = torch.outer(s2, e)
         fixed = (fixed + fixed.T).mul_(unit)
         joint = (s2[:, None] - s2).square_().mul_(e).mul_(e[:, None])
-        joint.mul_(unit).div_(a[:, None] + a)
-        soft = joint.add_(fixed, alpha=SLACK).reciprocal_()
-        slack = soft.sub_(fixed.mul_(1 + SLACK).reciprocal_())
-        return slack.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        joint.mul_(unit).div_(a[:, None] + a).nan_to_num_(nan=0.0)
+        floor = FLOOR * 2 * unit * float(s2.mean()) * float(self.mu.clamp_min(0).mean())
+        soft = joint.add_(fixed, alpha=SLACK).add_(floor).reciprocal_()
+        return soft.sub_(fixed.mul_(1 + SLACK).add_(floor).reciprocal_())
 
 
 Problem = RightProblem | JointProblem
@@ -155,6 +157,9 @@ Problem = RightProblem | JointProblem
 
 SLACK = 1e-3
 """How soft a plane may be at most, relative to its curvature with U held (see docs/LOG.md)."""
+
+FLOOR = 5e-4
+"""And relative to the mean of the Hessian's diagonal."""
 
 
 def energies(R: Float[Tensor, "b k"], mu: Float[Tensor, " k"]) -> Float[Tensor, " b"]:

@@ -41,7 +41,7 @@ def root(G: Float[Tensor, "d d"], alpha: float, unit: float = 1.0) -> Float[Tens
         return None
     if indefinite:
         record(
-            f"indefinite Gram: smallest eigenvalue {float(mu[0]) / float(mu[-1]):.1e} of the "
+            f"indefinite Gram: smallest eigenvalue {float(mu[0] / mu.abs().max()):.1e} of the "
             "largest, clamped at 0"
         )
     # An eigenvalue at rounding level is noise, and a power below 1 would magnify it.

@@ -9,7 +9,7 @@ from coec.errors import NumericalError
 
 def tangent(R: Float[Tensor, "b k"], Z: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
     """The orthogonal projection of Z on the tangent space at R: `Z − sym(Z Rᵀ) R`."""
-    return torch.addmm(Z, symmetric(Z @ R.T), R, alpha=-1)
+    return project(R, Z.clone())
 
 
 def symmetric(S: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
@@ -27,16 +27,19 @@ def retract_cholesky(
 ) -> Float[Tensor, "b k"]:
     """The LQ retraction `L⁻¹ (R + step ξ)`, `L Lᵀ` its Gram matrix, by Cholesky.
 
-    For a tangent ξ the Gram matrix is `I + step² ξ ξᵀ`, so the factorisation cannot break down and
-    rows are orthonormal to rounding whenever ‖step ξ‖ is moderate.
+    For a tangent ξ the Gram matrix is `I + step² ξ ξᵀ`: rows are orthonormal to rounding times
+    `1 + ‖step ξ‖²`.
 
     Raises:
-        NumericalError: the step is so large, or not finite, that the factorisation fails.
+        NumericalError: the step is not finite, or so long that digits would be lost.
     """
+    longest = torch.finfo(R.dtype).eps ** -0.25
+    if not step * step * float(xi.square().sum()) <= longest * len(R):
+        raise NumericalError("retraction of a step that is not finite, or far too long")
     A = torch.add(R, xi, alpha=step)
     L, info = torch.linalg.cholesky_ex(A @ A.T)
     if int(info) != 0:
-        raise NumericalError("retraction of a step that is not finite")
+        raise NumericalError("retraction of a step that is not finite, or far too long")
     return torch.linalg.solve_triangular(L, A, upper=False)
 
 
