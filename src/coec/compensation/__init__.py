@@ -137,10 +137,11 @@ def compensate(
         result = Compensation(W_K) if kept.everything else method(weight, gram, kept, **options)
     if not torch.isfinite(result.weight).all():
         raise NumericalError("the compensated weight holds NaN or Inf")
+    yy = output_energy(weight, gram.xx)
     diagnostics = {
-        "error_before": relative_error(weight, gram.xx, kept, W_K),
-        "error_after": relative_error(weight, gram.xx, kept, result.weight)
-        + _bias_change(result, weight, gram, kept),
+        "error_before": relative_error(weight, gram.xx, kept, W_K, yy),
+        "error_after": relative_error(weight, gram.xx, kept, result.weight, yy)
+        + _bias_change(result, weight, gram, kept, yy),
         **result.diagnostics,
         "events": events,
     }
@@ -148,13 +149,10 @@ def compensate(
 
 
 def _bias_change(
-    result: Compensation, weight: Float[Tensor, "m d"], gram: Gram, kept: KeptSet
+    result: Compensation, weight: Float[Tensor, "m d"], gram: Gram, kept: KeptSet, yy: float
 ) -> float:
     """What the bias adds to the relative error: `(N ‖b‖² − 2 ⟨b, Σ (y − W̃ x_K)⟩) / yy`."""
-    if result.bias is None:
-        return 0.0
-    yy = output_energy(weight, gram.xx)
-    if not yy > 0:
+    if result.bias is None or not yy > 0:
         return 0.0
     residual = weight @ gram.x - result.weight @ gram.x[kept.kept]
     return float(result.bias @ (gram.tokens * result.bias - 2 * residual)) / yy

@@ -70,13 +70,16 @@ def relative_error(
     G: Float[Tensor, "d d"],
     kept: KeptSet,
     W: Float[Tensor, "m k"],
+    yy: float,
 ) -> float:
     """`𝓛(W) = ‖(W₀ − W̃) X‖² / ‖W₀ X‖²`, W̃ holding W at the kept columns and 0 elsewhere.
 
     A sum of squares: no digits cancel, and nothing of the size of G is formed.
+
+    Args:
+        yy: `‖W₀ X‖²`, the `output_energy` of `weight`.
     """
     lost = weight.index_add(1, kept.kept, W, alpha=-1)
-    yy = output_energy(weight, G)
     return output_energy(lost, G) / yy if yy > 0 else 0.0
 
 

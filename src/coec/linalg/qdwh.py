@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.errors import NumericalError
+from coec.linalg.stiefel import symmetric
 
 
 def qdwh(A: Float[Tensor, "m b"], smallest: float, iterations: int = 30) -> Float[Tensor, "m b"]:
@@ -73,6 +74,5 @@ def svd_by_polar(
     if not size > 0:
         raise NumericalError("the polar factor of a zero matrix is not unique")
     U = qdwh(A / size, 0.0)
-    H = U.T @ A
-    s, V = torch.linalg.eigh(0.5 * (H + H.T))
+    s, V = torch.linalg.eigh(symmetric(U.T @ A))
     return U @ V.flip(1), s.flip(0).clamp_min(0), V.flip(1).T
