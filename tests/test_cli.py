@@ -11,7 +11,8 @@ import torch
 
 import coec
 import tiny_models as tm
-from coec.cli import app, main, prune_command
+from coec.cli import app, main
+from coec.cli.prune import prune_command
 from coec.compensation import COMPENSATIONS, OPTIONS
 from coec.models.architectures import ARCHITECTURES
 from coec.selection import SELECTIONS
@@ -263,7 +264,7 @@ def test_memory_that_runs_out_is_one_line(dense, run, monkeypatch):
     def exhausted(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
-    monkeypatch.setattr("coec.cli.perplexity", exhausted)
+    monkeypatch.setattr("coec.cli.evaluate.perplexity", exhausted)
     status, _, err = run("eval", dense)
     assert status == 1
     assert err.count("\n") == 1
@@ -291,7 +292,7 @@ def test_a_hub_name_is_found_in_the_hubs_cache(tmp_path):
 
 def test_memory_of_the_cpu_that_runs_out_is_one_line(dense, run, monkeypatch):
     """torch raises a plain RuntimeError there; others are bugs and keep their traceback."""
-    monkeypatch.setattr("coec.cli.perplexity", lambda *args, **kwargs: torch.empty(10**15))
+    monkeypatch.setattr("coec.cli.evaluate.perplexity", lambda *args, **kwargs: torch.empty(10**15))
     status, out, err = run("eval", dense)
     assert status == 1
     assert out == ""
@@ -300,7 +301,7 @@ def test_memory_of_the_cpu_that_runs_out_is_one_line(dense, run, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("coec.cli.perplexity", broken)
+    monkeypatch.setattr("coec.cli.evaluate.perplexity", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         run("eval", dense)
 

@@ -1,0 +1,36 @@
+"""`coec methods`."""
+
+import inspect
+import json
+from collections.abc import Callable
+from typing import Any
+
+from coec.cli.common import Json, results
+from coec.compensation import COMPENSATIONS
+from coec.models.architectures import ARCHITECTURES
+from coec.selection import SELECTIONS
+
+
+def methods_command(as_json: Json = False) -> None:
+    """List selections, compensations and architectures, with the source of each."""
+    listing = {
+        "selections": {name: _described(f) for name, f in SELECTIONS.items()},
+        "compensations": {name: _described(f) for name, f in COMPENSATIONS.items()},
+        "architectures": {
+            a.model_type: f"{a.families} [{a.source}]" for a in ARCHITECTURES.values()
+        },
+    }
+    if as_json:
+        print(json.dumps(listing))
+        return
+    for kind, entries in listing.items():
+        results.print(f"[bold]{kind}[/bold]")
+        for name, line in entries.items():
+            results.print(f"  {name:<16} {line}", markup=False)
+
+
+def _described(f: Callable[..., Any]) -> str:
+    """A docstring's first line, and its source."""
+    doc = inspect.getdoc(f) or ""
+    source = doc.partition("Source: ")[2].partition("\n")[0].rstrip(".")
+    return f"{doc.splitlines()[0].rstrip('.')} [{source}]"
