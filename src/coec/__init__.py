@@ -1,6 +1,7 @@
 """Training-free structured pruning of large language models.
 
-`prune` and `perplexity` work on checkpoints, `compensate` on plain tensors; `plan` looks ahead.
+`prune` and `perplexity` work on checkpoints, `compensate` on plain tensors; `plan` looks ahead, and
+`collect` keeps the statistics of a dense pass for many prunings.
 """
 
 from importlib import import_module
@@ -10,6 +11,7 @@ from coec.errors import CoecError
 from coec.types import Compensation, Gram, KeptSet
 
 if TYPE_CHECKING:
+    from coec.collecting import collect
     from coec.compensation import compensate
     from coec.evaluation.perplexity import perplexity
     from coec.pruning import plan, prune
@@ -19,6 +21,7 @@ __all__ = [
     "Compensation",
     "Gram",
     "KeptSet",
+    "collect",
     "compensate",
     "perplexity",
     "plan",
@@ -27,6 +30,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _LAZY = {
+    "collect": "coec.collecting",
     "compensate": "coec.compensation",
     "perplexity": "coec.evaluation.perplexity",
     "plan": "coec.pruning",

@@ -94,6 +94,17 @@ class Plan:
         """Parameters of the pruned model, tied ones once."""
         return sum(shape.numel() for shape in self.pruned_shapes.values())
 
+    @property
+    def _widths(self) -> list[int]:
+        """D of every site: how many columns its consumer has."""
+        return [self.dense.units(site) * self.dense.columns_per_unit(site) for site in SITES]
+
+    @property
+    def statistics_per_block(self) -> int:
+        """Bytes of one block's Grams in float64, held-out ones included."""
+        kinds = 2 if self.recipe.holdout else 1
+        return kinds * sum(d * d for d in self._widths) * torch.float64.itemsize
+
     def memory(self, stored: torch.dtype, forward: torch.dtype) -> dict[str, int]:
         """Bytes in memory at the fullest moment, by purpose (docs/FORMATS.md explains each)."""
         block = sum(
@@ -102,12 +113,12 @@ class Plan:
             if name.startswith("model.layers.0.")
         )
         tokens = self.recipe.samples * self.seq_len
-        widths = [self.dense.units(site) * self.dense.columns_per_unit(site) for site in SITES]
+        widths = self._widths
         solve = DTYPES[self.recipe.solve_dtype].itemsize
         return {
             "one block's weights": block * (stored.itemsize + forward.itemsize),
             "hidden states": tokens * self.dense.hidden * forward.itemsize,
-            "statistics": sum(d * d for d in widths) * torch.float64.itemsize,
+            "statistics": self.statistics_per_block,
             "solver": 4 * max(widths) ** 2 * solve,
         }
 

@@ -4,27 +4,18 @@ import functools
 import inspect
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from coec.calibration.self_text import sample_from_model
-from coec.calibration.stream import Block, DenseStream
-from coec.calibration.tokens import (
-    Stream,
-    Windows,
-    is_token_file,
-    load_tokenizer,
-    read_stream,
-    sample_windows,
-)
-from coec.compensation import compensate
-from coec.errors import CalibrationError, NumericalError, OptionError
+from coec.calibration.stream import Block
+from coec.collecting import block_source
+from coec.compensation import compensate, relative_errors
+from coec.errors import NumericalError
 from coec.models.architectures import ATTENTION, SITES, Site
 from coec.models.checkpoint import (
     CARRIED_FILES,
@@ -42,9 +33,10 @@ from coec.planning import Plan, choose_device, choose_forward_dtype
 from coec.recipe import DTYPES, Recipe
 from coec.report import KEPT, Report, environment
 from coec.selection import keep_highest, unit_scores
-from coec.types import Compensation, Gram
+from coec.types import Compensation, Gram, KeptSet
 
 Progress = Callable[[str, int, int], None]
+ERRORS = ("error_before", "error_after")
 
 
 def plan(model: str | Path, recipe: Recipe | None = None, **settings: Any) -> Plan:
@@ -57,7 +49,7 @@ def plan(model: str | Path, recipe: Recipe | None = None, **settings: Any) -> Pl
     Raises:
         CoecError: the model or a setting cannot be used.
     """
-    recipe = _recipe(recipe, settings)
+    recipe = Recipe.or_of(recipe, settings)
     return Plan.of(read_config(find_model(model, weights=False)), recipe)
 
 
@@ -66,6 +58,7 @@ def prune(
     out: str | Path,
     recipe: Recipe | None = None,
     *,
+    statistics: str | Path | None = None,
     force: bool = False,
     progress: Progress | None = None,
     **settings: Any,
@@ -80,6 +73,8 @@ def prune(
         out: the folder to make.
         recipe: what to do; or give its fields and the compensation's options as `settings`
             (`sparsity=0.3, compensation="coec", alpha=0.8`).
+        statistics: a folder made by `collect` under the same calibration settings, instead of a
+            dense pass; the result is the same to the bit.
         force: replace an existing model in `out`.
         progress: called with (phase, done, total).
 
@@ -93,28 +88,27 @@ def prune(
         >>> report = coec.prune("llama", "llama-70", sparsity=0.3, calibration="wiki.txt")
         >>> report.plan["parameters"]
     """
-    recipe = _recipe(recipe, settings)
+    recipe = Recipe.or_of(recipe, settings)
     seconds = _Stopwatch()
     folder, out = find_model(model), Path(out)
     check_output(out, folder, force)
     checkpoint = Checkpoint.open(folder)
     todo = Plan.of(checkpoint.config, recipe)
     device = choose_device(recipe.device)
-    windows_from = _calibration_source(recipe, folder, todo)
+    blocks_from = block_source(recipe, checkpoint, todo, statistics)
     stored = checkpoint.check(todo.dense_shapes)
     dtype = DTYPES[recipe.dtype] if recipe.dtype else stored
     check_space(out, int(todo.parameters_after * dtype.itemsize * 1.01) + 2**24)
     forward = choose_forward_dtype(recipe.forward_dtype, stored, device)
     seconds.lap("checking")
 
-    windows = windows_from(device, forward, progress)
+    calibration, blocks = blocks_from(device, forward, progress)
     seconds.lap("reading text")
-    stream = DenseStream(checkpoint, windows.ids, device=device, dtype=forward, progress=progress)
     with atomic_folder(out) as temporary:
         writer = ShardWriter(temporary, todo.pruned_shapes, dtype)
         sites: list[dict[str, Any]] = []
         kept: dict[str, Tensor] = {}
-        for block in stream.blocks():
+        for block in blocks:
             seconds.lap("calibrating")
             cuts, rows = _solve_block(block, todo, device)
             tensors = _fill_biases(cut_block(block.tensors, cuts, dtype), todo, block.index, dtype)
@@ -140,22 +134,13 @@ def prune(
                 "forward_dtype": _dtype_name(forward),
             },
             plan=todo.record(),
-            calibration=windows.record(),
+            calibration=calibration,
             sites=sites,
             seconds=seconds.laps,
             environment=environment(str(device)),
         )
         report.write(temporary)
     return report
-
-
-def _recipe(recipe: Recipe | None, settings: dict[str, Any]) -> Recipe:
-    """The recipe given, or made of settings; both at once would leave one unheard."""
-    if recipe is None:
-        return Recipe.of(**settings)
-    if settings:
-        raise OptionError(f"give a recipe or settings, not both; got '{next(iter(settings))}' too")
-    return recipe
 
 
 def _solve_block(
@@ -177,7 +162,8 @@ def _solve_block(
                 "site": site.name,
                 "units_before": cut.units.size,
                 "units_after": len(cut.units.kept),
-                **{"error_before": None, "error_after": None, "events": []},
+                **dict.fromkeys(ERRORS),
+                "events": [],
                 **cut.compensation.diagnostics,
                 "seconds": time.perf_counter() - began,
             }
@@ -198,15 +184,33 @@ def _solve_site(block: Block, site: Site, todo: Plan, device: torch.device) -> C
     if units.everything:
         return Cut(site, units, Compensation(weight))
     value = value_rows(block.tensors, todo.dense, units) if site is ATTENTION else None
+    kept = units.columns(todo.dense.columns_per_unit(site))
     result = compensate(
         weight,
         gram,
-        units.columns(todo.dense.columns_per_unit(site)),
+        kept,
         method=recipe.compensation,
         value_weight=value,
         **recipe.options,
     )
-    return Cut(site, units, result)
+    return Cut(site, units, _with_holdout(result, weight, block, site, kept))
+
+
+def _with_holdout(
+    result: Compensation, weight: Tensor, block: Block, site: Site, kept: KeptSet
+) -> Compensation:
+    """Adds the error on the held-out windows to the diagnostics, where there are any."""
+    gram = block.holdout.pop(site.name, None)
+    if gram is None:
+        return result
+    gram.check_finite()
+    kept = KeptSet(kept.kept.to(gram.x.device), kept.size)
+    wide = Compensation(
+        result.weight.to(gram.x), None if result.bias is None else result.bias.to(gram.x)
+    )
+    before, after = relative_errors(weight.to(gram.x), gram, kept, wide)
+    held = {"holdout_before": before, "holdout_after": after}
+    return replace(result, diagnostics={**result.diagnostics, **held})
 
 
 def _seeded(score: Callable[..., Tensor], seed: int, block: int) -> Callable[..., Tensor]:
@@ -232,43 +236,6 @@ def _fill_biases(
         if name.endswith(".bias") and name not in tensors
     }
     return {name: tensor for name, tensor in (tensors | zeros).items() if name in wanted}
-
-
-def _calibration_source(
-    recipe: Recipe, folder: Path, todo: Plan
-) -> Callable[[torch.device, torch.dtype, Progress | None], Windows]:
-    """Checks the calibration text now, and returns a function that makes the windows."""
-    sizes = {"samples": recipe.samples, "seq_len": todo.seq_len, "seed": recipe.seed}
-    if recipe.calibration == "self" and isinstance(recipe.calibration, str):
-        tokenizer = load_tokenizer(folder)
-
-        def from_model(
-            device: torch.device, dtype: torch.dtype, progress: Progress | None
-        ) -> Windows:
-            dense: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-            dense = dense.to(device).eval()
-            return sample_from_model(dense, tokenizer, **sizes, progress=progress)
-
-        return from_model
-    if isinstance(recipe.calibration, Tensor):
-        ids = recipe.calibration
-        if ids.ndim not in (1, 2) or ids.is_floating_point():
-            raise CalibrationError(
-                "a calibration tensor holds integer token ids of shape (n,) or (rows, length)"
-            )
-        stream = Stream(ids.long().cpu(), "tensor", "")
-    else:
-        source = str(recipe.calibration)
-        if not is_token_file(source):
-            load_tokenizer(folder)
-        stream = read_stream(
-            source,
-            lambda: load_tokenizer(folder),
-            split="train",
-            text_column=recipe.text_column,
-        )
-    windows = sample_windows(stream, **sizes, vocabulary=todo.vocabulary)
-    return lambda device, dtype, progress: windows
 
 
 def _write_side_files(folder: Path, checkpoint: Checkpoint, todo: Plan, dtype: torch.dtype) -> None:

@@ -40,6 +40,8 @@ class Recipe:
         samples: calibration windows.
         seq_len: tokens per window; None for 2048, or the model's maximum if that is less.
         seed: draws the windows, and the scores of `random`.
+        holdout: the fraction of the windows whose statistics are kept apart, at least 0 and below
+            1; they are not fitted on, and the report has every module's error on them.
         text_column: of a jsonl or parquet file.
         device: `auto` (CUDA where there is one), or a torch device.
         dtype: of the written weights; None keeps the dense model's.
@@ -56,6 +58,7 @@ class Recipe:
     samples: int = 128
     seq_len: int | None = None
     seed: int = 0
+    holdout: float = 0.0
     text_column: str = "text"
     device: str = "auto"
     dtype: str | None = None
@@ -74,6 +77,12 @@ class Recipe:
             raise OptionError("seq_len must be at least 2")
         if not isinstance(self.seed, int) or self.seed < 0:
             raise OptionError(f"seed must be a whole number of at least 0, got {self.seed!r}")
+        number = isinstance(self.holdout, int | float) and not isinstance(self.holdout, bool)
+        if not (number and 0 <= self.holdout < 1):
+            raise OptionError(
+                f"holdout is a fraction of the windows, at least 0 and below 1, "
+                f"got {self.holdout!r}"
+            )
         for name in ("dtype", "forward_dtype"):
             value = getattr(self, name)
             if value is not None and value not in DTYPES:
@@ -108,6 +117,20 @@ class Recipe:
         options = {name: value for name, value in settings.items() if name not in known}
         return cls(**{**own, "options": {**own.get("options", {}), **options}})
 
+    @classmethod
+    def or_of(cls, recipe: "Recipe | None", settings: dict[str, Any]) -> "Recipe":
+        """The recipe given, or one of settings; both at once would leave one unheard.
+
+        Raises:
+            OptionError: both are given, or a setting is unknown or bad.
+        """
+        if recipe is None:
+            return cls.of(**settings)
+        if settings:
+            first = next(iter(settings))
+            raise OptionError(f"give a recipe or settings, not both; got '{first}' too")
+        return recipe
+
     @property
     def method(self) -> Callable[..., Compensation]:
         """The compensation as a function."""
@@ -139,6 +162,7 @@ class Recipe:
             "samples": self.samples,
             "seq_len": self.seq_len,
             "seed": self.seed,
+            "holdout": self.holdout,
             "dtype": self.dtype,
             "forward_dtype": self.forward_dtype,
             "solve_dtype": self.solve_dtype,

@@ -5,8 +5,10 @@ decoder layers, called with the keyword arguments that the model itself passed t
 recorded, never rebuilt.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -30,11 +32,13 @@ class Block:
         index: which block.
         tensors: its weights as stored, names relative to the block.
         grams: statistics of every site's inputs, by site name.
+        holdout: the same over the windows that were held out; empty where none were.
     """
 
     index: int
     tensors: dict[str, Tensor]
     grams: dict[str, Gram]
+    holdout: dict[str, Gram] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +71,7 @@ class DenseStream:
     Args:
         checkpoint: the dense model.
         windows: token ids, n × length.
+        holdout: windows whose statistics are kept apart.
         device: where blocks run; hidden states wait on the CPU.
         dtype: of the forward pass.
         progress: called with ("calibrating", finished batches over all blocks, total).
@@ -77,6 +82,7 @@ class DenseStream:
         checkpoint: Checkpoint,
         windows: Int[Tensor, "n length"],
         *,
+        holdout: Int[Tensor, "h length"] | None = None,
         device: torch.device,
         dtype: torch.dtype,
         progress: Progress | None = None,
@@ -84,7 +90,10 @@ class DenseStream:
         self._checkpoint = checkpoint
         self._device, self._dtype, self._progress = device, dtype, progress
         self._model = skeleton(checkpoint.config, dtype)
-        self._batches = windows.split(max(1, TOKENS_PER_BATCH // windows.shape[1]))
+        size = max(1, TOKENS_PER_BATCH // windows.shape[1])
+        fit = windows.split(size)
+        self._fit_batches = len(fit)
+        self._batches = fit if holdout is None else fit + holdout.split(size)
         self._base = cast(Any, self._model.base_model)
         self._layers: list[nn.Module] = list(self._base.layers)
 
@@ -92,7 +101,7 @@ class DenseStream:
     def blocks(self) -> Iterator[Block]:
         """Yields every block in order, its statistics complete."""
         states, calls = self._embed()
-        done, total = 0, len(self._batches) * len(self._layers)
+        progress = self._counter()
         for index, layer in enumerate(self._layers):
             tensors = self._checkpoint.tensors(f"model.layers.{index}.")
             layer.load_state_dict(
@@ -103,27 +112,39 @@ class DenseStream:
                 },
                 assign=True,
             )
-            sums: dict[str, GramSum] = {}
-            hooks = [
-                layer.get_submodule(site.consumer).register_forward_pre_hook(
-                    _accumulate(sums, site.name)
-                )
-                for site in SITES
-            ]
-            for number, state in enumerate(states):
-                call = calls[len(state)][index]
-                out = layer(state.to(self._device), *call.args, **call.kwargs)
-                states[number] = (out[0] if isinstance(out, tuple) else out).cpu()
-                done += 1
-                if self._progress:
-                    self._progress("calibrating", done, total)
-            for hook in hooks:
-                hook.remove()
+            fit: dict[str, GramSum] = {}
+            held: dict[str, GramSum] = {}
+            for sums, part in (
+                (fit, range(self._fit_batches)),
+                (held, range(self._fit_batches, len(states))),
+            ):
+                with _accumulating(layer, sums):
+                    for number in part:
+                        state = states[number]
+                        call = calls[len(state)][index]
+                        out = layer(state.to(self._device), *call.args, **call.kwargs)
+                        states[number] = (out[0] if isinstance(out, tuple) else out).cpu()
+                        progress()
             layer.to("meta")
             # Handed over: whoever takes a Gram out of the block can free it.
-            block = Block(index, tensors, {name: total_.gram() for name, total_ in sums.items()})
-            sums.clear()
+            block = Block(
+                index,
+                tensors,
+                {name: total.gram() for name, total in fit.items()},
+                {name: total.gram() for name, total in held.items()},
+            )
+            del fit, held
             yield block
+
+    def _counter(self) -> Callable[[], None]:
+        """Reports one more finished batch at every call."""
+        done, total = itertools.count(1), len(self._batches) * len(self._layers)
+
+        def advance() -> None:
+            if self._progress:
+                self._progress("calibrating", next(done), total)
+
+        return advance
 
     def _embed(self) -> tuple[list[Float[Tensor, "batch length hidden"]], dict[int, list[_Call]]]:
         """The first hidden states, and the calls of all layers for every batch size."""
@@ -157,6 +178,20 @@ class DenseStream:
             if out.shape[:-1] == batch.shape:
                 return out.cpu(), calls
         raise ModelError("the decoder layers of this transformers release are called in a new way")
+
+
+@contextmanager
+def _accumulating(layer: nn.Module, sums: dict[str, GramSum]) -> Iterator[None]:
+    """Adds the inputs of every site's consumer to `sums`, by site name."""
+    hooks = [
+        layer.get_submodule(site.consumer).register_forward_pre_hook(_accumulate(sums, site.name))
+        for site in SITES
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _accumulate(sums: dict[str, GramSum], name: str) -> Callable[..., None]:

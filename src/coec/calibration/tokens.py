@@ -167,6 +167,25 @@ def all_windows(stream: Stream, *, seq_len: int, vocabulary: int) -> Windows:
     return _windows(stream, rows)
 
 
+def hold_out(windows: Windows, fraction: float, seed: int) -> tuple[Tensor, Tensor | None]:
+    """Windows to fit on, and those held out: `round(fraction · n)` of them, drawn under the seed.
+
+    Raises:
+        CalibrationError: the fraction leaves no window on one of the two sides.
+    """
+    if fraction == 0:
+        return windows.ids, None
+    n = len(windows.ids)
+    held = round(fraction * n)
+    if not 0 < held < n:
+        raise CalibrationError(
+            f"--holdout {fraction:g} of {n} windows leaves {held} held out and {n - held} to fit "
+            "on: both need at least one; take more --samples"
+        )
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    return windows.ids[order[held:].sort().values], windows.ids[order[:held].sort().values]
+
+
 def _windows(stream: Stream, rows: Int[Tensor, "n length"]) -> Windows:
     return Windows(
         rows, stream.source, stream.ids.numel(), stream.text_sha256, stream.special_tokens

@@ -103,6 +103,12 @@ def prune_command(
         setting("Tokens per window. Default: 2048, or the model's maximum if less."),
     ] = None,
     seed: Annotated[int | None, setting("Draws the windows. Default: 0.")] = None,
+    holdout: Annotated[
+        float | None,
+        setting(
+            "Fraction of the windows not fitted on, whose error the report has too. Default: 0."
+        ),
+    ] = None,
     text_column: Annotated[
         str | None, setting("Column of a jsonl or parquet file. Default: text.")
     ] = None,
@@ -131,7 +137,7 @@ def prune_command(
     flags = {
         "sparsity": sparsity, "selection": selection, "compensation": compensation,
         "calibration": calibration, "samples": samples, "seq_len": seq_len, "seed": seed,
-        "text_column": text_column, "device": device, "dtype": dtype,
+        "holdout": holdout, "text_column": text_column, "device": device, "dtype": dtype,
         "forward_dtype": forward_dtype, "solve_dtype": solve_dtype, **options,
     }  # fmt: skip
     settings = read_settings(config) if config else {}

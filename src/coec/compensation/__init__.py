@@ -137,22 +137,28 @@ def compensate(
         result = Compensation(W_K) if kept.everything else method(weight, gram, kept, **options)
     if not torch.isfinite(result.weight).all():
         raise NumericalError("the compensated weight holds NaN or Inf")
-    yy = output_energy(weight, gram.xx)
+    before, after = relative_errors(weight, gram, kept, result)
     diagnostics = {
-        "error_before": relative_error(weight, gram.xx, kept, W_K, yy),
-        "error_after": relative_error(weight, gram.xx, kept, result.weight, yy)
-        + _bias_change(result, weight, gram, kept, yy),
+        "error_before": before,
+        "error_after": after,
         **result.diagnostics,
         "events": events,
     }
     return Compensation(result.weight, result.bias, diagnostics)
 
 
-def _bias_change(
-    result: Compensation, weight: Float[Tensor, "m d"], gram: Gram, kept: KeptSet, yy: float
-) -> float:
-    """What the bias adds to the relative error: `(N ‖b‖² − 2 ⟨b, Σ (y − W̃ x_K)⟩) / yy`."""
-    if result.bias is None or not yy > 0:
-        return 0.0
-    residual = weight @ gram.x - result.weight @ gram.x[kept.kept]
-    return float(result.bias @ (gram.tokens * result.bias - 2 * residual)) / yy
+def relative_errors(
+    weight: Float[Tensor, "m d"], gram: Gram, kept: KeptSet, result: Compensation
+) -> tuple[float, float]:
+    """`𝓛` of the slice and of a compensation, bias included, on any statistics (METHODS §4).
+
+    On the statistics that the compensation was made from this is the fit; on others, such as
+    held-out ones, it says how well the fit carries over.
+    """
+    yy = output_energy(weight, gram.xx)
+    before = relative_error(weight, gram.xx, kept, kept_columns(weight, kept), yy)
+    after = relative_error(weight, gram.xx, kept, result.weight, yy)
+    if result.bias is not None and yy > 0:
+        residual = weight @ gram.x - result.weight @ gram.x[kept.kept]
+        after += float(result.bias @ (gram.tokens * result.bias - 2 * residual)) / yy
+    return before, after

@@ -167,7 +167,7 @@ def _summary(result: Descended, *, anchored: bool) -> dict[str, Any]:
         summary["alignment_before"] = result.penalties[0]
         summary["alignment_after"] = result.penalties[-1]
     else:
-        del summary["penalties_per_round"]
+        del summary["penalties_per_round"], summary["objectives_per_round"]
     return summary
 
 

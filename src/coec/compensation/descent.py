@@ -101,6 +101,7 @@ class Descended:
             "rounds": len(self.errors) - 2,
             "errors_per_round": list(self.errors),
             "penalties_per_round": list(self.penalties),
+            "objectives_per_round": list(self.objectives),
             "right_iterations": [c.iterations for c in self.right],
             "right_reason": self.right[-1].reason if self.right else None,
             "gcv_lambda": self.ridge,

@@ -1,0 +1,142 @@
+"""Statistics kept on disk, and held-out ones."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import coec
+import tiny_models as tm
+from coec.calibration.statistics import Statistics
+from coec.calibration.tokens import Stream, hold_out, sample_windows
+from coec.errors import CalibrationError, OptionError, OutputError
+from coec.models.checkpoint import Checkpoint
+
+IDS = torch.randint(2, tm.VOCABULARY, (12, 24), generator=torch.Generator().manual_seed(5))
+SETTINGS = {"calibration": IDS, "samples": 10, "seq_len": 24}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tm.save(tm.tiny("qwen2", torch.float32), tmp_path_factory.mktemp("dense") / "model")
+
+
+@pytest.fixture(scope="module")
+def saved(model, tmp_path_factory):
+    return coec.collect(model, tmp_path_factory.mktemp("s") / "held", holdout=0.2, **SETTINGS)
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("compensation", ["coec", "bias"])
+def test_pruning_from_saved_statistics_is_the_same_to_the_bit(model, saved, compensation, tmp_path):
+    settings = {**SETTINGS, "holdout": 0.2, "sparsity": 0.4, "compensation": compensation}
+    one = coec.prune(model, tmp_path / "one", **settings)
+    two = coec.prune(model, tmp_path / "two", statistics=saved.folder, **settings)
+    first, second = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert one.calibration == two.calibration
+    assert [row["holdout_after"] for row in one.sites] == [r["holdout_after"] for r in two.sites]
+
+
+def test_held_out_windows_are_a_fraction_drawn_under_the_seed():
+    windows = sample_windows(
+        Stream(torch.arange(200), "x", ""), samples=10, seq_len=20, seed=0, vocabulary=200
+    )
+    fit, held = hold_out(windows, 0.2, seed=0)
+    assert len(fit) == 8
+    assert len(held) == 2
+    together = torch.cat([fit, held])
+    assert torch.equal(together[together[:, 0].argsort()], windows.ids)
+    draws = {tuple(hold_out(windows, 0.2, seed=s)[1][:, 0].tolist()) for s in range(8)}
+    assert len(draws) > 3
+    assert hold_out(windows, 0.0, seed=0)[1] is None
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.99])
+def test_a_fraction_that_leaves_a_side_empty_is_refused(fraction):
+    windows = sample_windows(
+        Stream(torch.arange(200), "x", ""), samples=10, seq_len=20, seed=0, vocabulary=200
+    )
+    with pytest.raises(CalibrationError, match="both need at least one; take more --samples"):
+        hold_out(windows, fraction, seed=0)
+
+
+def test_statistics_add_up_to_those_of_all_windows(model, saved, tmp_path):
+    whole = coec.collect(model, tmp_path / "whole", **SETTINGS)
+    checkpoint = Checkpoint.open(model)
+    cpu = torch.device("cpu")
+    parts = zip(whole.blocks(checkpoint, cpu), saved.blocks(checkpoint, cpu), strict=True)
+    for one, two in parts:
+        assert not one.holdout
+        for site in ("attention", "mlp"):
+            total = two.grams[site] + two.holdout[site]
+            assert (two.grams[site].tokens, two.holdout[site].tokens) == (192, 48)
+            assert total.tokens == one.grams[site].tokens
+            assert (total.xx - one.grams[site].xx).norm() < 1e-6 * total.xx.norm()
+            assert (total.x - one.grams[site].x).norm() < 1e-6 * total.x.norm()
+
+
+def test_the_held_out_error_is_that_of_the_held_out_activations(model, saved, tmp_path):
+    """Oracle: the dense layer's outputs on the held-out rows, through the written weights."""
+    report = coec.prune(
+        model, tmp_path / "out", statistics=saved.folder, holdout=0.2, sparsity=0.4,
+        compensation="bias", **SETTINGS,
+    )  # fmt: skip
+    kept = load_file(tmp_path / "out" / "kept.safetensors")["layers.1.mlp"]
+    windows = sample_windows(
+        Stream(IDS, "tensor", ""), samples=10, seq_len=24, seed=0, vocabulary=tm.VOCABULARY
+    )
+    dense = tm.load(model)
+    seen = []
+    layer = dense.model.layers[1].mlp.down_proj
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, -2)))
+    with torch.no_grad():
+        dense(input_ids=hold_out(windows, 0.2, seed=0)[1])
+        X = seen[0].double()
+        W = layer.weight.double()
+        Y = X @ W.T
+        written = weights(tmp_path / "out")
+        prefix = "model.layers.1.mlp.down_proj"
+        Z = X[:, kept] @ written[f"{prefix}.weight"].double().T + written[f"{prefix}.bias"].double()
+        before = X[:, kept] @ W[:, kept].T
+    row = next(row for row in report.sites if row["module"] == prefix)
+    energy = Y.square().sum()
+    assert row["holdout_after"] == pytest.approx(float((Y - Z).square().sum() / energy), rel=1e-4)
+    expected = float((Y - before).square().sum() / energy)
+    assert row["holdout_before"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_statistics_of_another_calibration_are_refused(model, saved, tmp_path):
+    with pytest.raises(OptionError, match=r"collected with seed = 0, not 1"):
+        coec.prune(
+            model, tmp_path / "out", statistics=saved.folder, holdout=0.2, seed=1, **SETTINGS
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_statistics_of_another_model_are_refused(saved, tmp_path):
+    other = tm.save(tm.tiny("llama", torch.float32), tmp_path / "other")
+    with pytest.raises(OptionError, match="collected with model = "):
+        coec.prune(other, tmp_path / "out", statistics=saved.folder, holdout=0.2, **SETTINGS)
+
+
+def test_a_folder_without_statistics_is_refused(model, tmp_path):
+    with pytest.raises(CalibrationError, match="holds no complete statistics"):
+        coec.prune(model, tmp_path / "out", statistics=tmp_path, **SETTINGS)
+
+
+def test_a_damaged_file_names_the_block_and_leaves_nothing(model, tmp_path):
+    made = coec.collect(model, tmp_path / "s", **SETTINGS)
+    (made.folder / "block-00001.safetensors").write_bytes(b"torn")
+    with pytest.raises(CalibrationError, match="statistics of block 1 cannot be read"):
+        coec.prune(model, tmp_path / "out", statistics=made.folder, **SETTINGS)
+    assert not (tmp_path / "out").exists()
+    assert Statistics.open(made.folder).made_with["samples"] == 10
+
+
+def test_statistics_are_not_written_over(model, saved):
+    with pytest.raises(OutputError, match="exists: choose another folder"):
+        coec.collect(model, saved.folder, **SETTINGS)
