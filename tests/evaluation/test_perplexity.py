@@ -132,3 +132,18 @@ def test_text_may_be_named_by_a_path(folders, tmp_path):
     by_path, by_name = (coec.perplexity(folders[0], p, seq_len=32) for p in (path, str(path)))
     assert by_path.perplexity == by_name.perplexity
     assert by_path.text == str(path)
+
+
+def test_windows_cut_beforehand_and_a_limit_on_them(folders):
+    dense = folders[0]
+    windows = module.evaluation_windows(dense, IDS, seq_len=16, max_windows=2)
+    assert torch.equal(windows.ids, IDS[:32].reshape(2, 16))
+    cut, limited = (
+        coec.perplexity(dense, windows),
+        coec.perplexity(dense, IDS, seq_len=16, max_windows=2),
+    )
+    assert cut.perplexity == limited.perplexity
+    assert (limited.windows, limited.tokens) == (2, 30)
+    assert limited.perplexity != coec.perplexity(dense, IDS, seq_len=16).perplexity
+    with pytest.raises(OptionError, match="max_windows must be a whole number of at least 1"):
+        coec.perplexity(dense, IDS, seq_len=16, max_windows=0)

@@ -21,6 +21,9 @@ def eval_command(
     seq_len: Annotated[
         int | None, setting("Tokens per window. Default: 4096, or the model's maximum if less.")
     ] = None,
+    max_windows: Annotated[
+        int | None, setting("Evaluate the first so many windows. Default: all.")
+    ] = None,
     baseline: Annotated[
         str | None, setting("The dense model: adds KL divergence and the perplexity ratio.")
     ] = None,
@@ -37,7 +40,7 @@ def eval_command(
     """Measure token perplexity of MODEL, and with a baseline its distance from the dense model."""
     with progress_bars() as advance:
         result = perplexity(
-            model, text, seq_len=seq_len, baseline=baseline, samples=samples, seed=seed,
+            model, text, seq_len=seq_len, max_windows=max_windows, baseline=baseline, samples=samples, seed=seed,
             text_column=text_column, device=device, dtype=dtype, progress=advance,
         )  # fmt: skip
     if as_json:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,14 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from coec.calibration.self_text import sample_from_model
-from coec.calibration.tokens import Split, Stream, all_windows, load_tokenizer, read_stream
+from coec.calibration.tokens import (
+    Split,
+    Stream,
+    Windows,
+    all_windows,
+    load_tokenizer,
+    read_stream,
+)
 from coec.errors import CalibrationError, ModelError, NumericalError, OptionError
 from coec.models.architectures import architecture_of
 from coec.models.checkpoint import Checkpoint, find_model, read_config, skeleton
@@ -63,9 +70,10 @@ class Perplexity:
 
 def perplexity(
     model: str | Path,
-    text: str | Path | Tensor = "wikitext2",
+    text: str | Path | Tensor | Windows = "wikitext2",
     *,
     seq_len: int | None = None,
+    max_windows: int | None = None,
     baseline: str | Path | None = None,
     split: Split = "test",
     text_column: str = "text",
@@ -83,8 +91,9 @@ def perplexity(
     Args:
         model: a model folder or hub name.
         text: `wikitext2`, a file as in `coec prune`, a tensor of token ids, or `self`: text
-            sampled from the baseline (`samples` windows under `seed`).
+            sampled from the baseline (`samples` windows under `seed`); or windows already cut.
         seq_len: None for 4096, or the model's maximum if that is less.
+        max_windows: evaluate the first so many windows; None for all.
         baseline: the dense model, for the ratio and the KL divergence.
         split: of `wikitext2`.
         dtype: of the forward pass; None as in `Recipe.forward_dtype`.
@@ -100,8 +109,7 @@ def perplexity(
         raise OptionError(f"samples must be a whole number of at least 1, got {samples}")
     folder = _checked(find_model(model))
     base_folder = _checked(find_model(baseline)) if baseline is not None else None
-    positions, vocabulary = _sizes(folder)
-    length = resolve_seq_len(seq_len, positions, DEFAULT_SEQ_LEN)
+    vocabulary = _sizes(folder)[1]
     if base_folder is not None and _sizes(base_folder)[1] != vocabulary:
         raise ModelError(
             f"model and baseline have different vocabularies ({vocabulary} and "
@@ -111,10 +119,13 @@ def perplexity(
         if base_folder is None:
             raise OptionError("--text self samples from the baseline: give --baseline DENSE")
         tokenizer, windows = load_tokenizer(base_folder), None
+    elif isinstance(text, Windows):
+        windows = text
     else:
-        windows = all_windows(
-            _stream(text, folder, split, text_column), seq_len=length, vocabulary=vocabulary
-        )
+        windows = evaluation_windows(
+            folder, text, seq_len=seq_len, max_windows=max_windows, split=split,
+            text_column=text_column,
+        )  # fmt: skip
     network = _load(folder, chosen, dtype)
     base = _load(base_folder, chosen, dtype) if base_folder is not None else None
     if windows is None:
@@ -123,7 +134,7 @@ def perplexity(
             base,
             tokenizer,
             samples=samples,
-            seq_len=length,
+            seq_len=resolve_seq_len(seq_len, _sizes(folder)[0], DEFAULT_SEQ_LEN),
             seed=seed,
             progress=progress,
         )
@@ -133,6 +144,7 @@ def perplexity(
             "the model's cross-entropy is not finite: its logits overflow; "
             "try --dtype float32, and check the checkpoint"
         )
+    length = windows.ids.shape[1]
     ppl, base_ppl = _exp(ce), None if base_ce is None else _exp(base_ce)
     return Perplexity(
         perplexity=ppl,
@@ -148,6 +160,30 @@ def perplexity(
         ratio=None if base_ppl is None else ppl / base_ppl,
         kl=kl,
     )
+
+
+def evaluation_windows(
+    model: str | Path,
+    text: str | Path | Tensor,
+    *,
+    seq_len: int | None = None,
+    max_windows: int | None = None,
+    split: Split = "test",
+    text_column: str = "text",
+) -> Windows:
+    """The windows that `perplexity` of these arguments is measured on.
+
+    Raises:
+        CoecError: with one line that says what to change.
+    """
+    if max_windows is not None and max_windows < 1:
+        raise OptionError(f"max_windows must be a whole number of at least 1, got {max_windows}")
+    folder = find_model(model)
+    positions, vocabulary = _sizes(folder)
+    length = resolve_seq_len(seq_len, positions, DEFAULT_SEQ_LEN)
+    stream = _stream(text, folder, split, text_column)
+    windows = all_windows(stream, seq_len=length, vocabulary=vocabulary)
+    return replace(windows, ids=windows.ids[:max_windows])
 
 
 @torch.no_grad()
