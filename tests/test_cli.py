@@ -317,7 +317,7 @@ def test_an_interrupted_run_says_that_nothing_was_written(
                            "--samples", 24, "--seq-len", 32)  # fmt: skip
     assert status == 130
     assert out == ""
-    assert err.rstrip().endswith("coec: interrupted; nothing was written")
+    assert err.rstrip().endswith("coec: interrupted; nothing half-written is left")
     assert [p.name for p in tmp_path.iterdir()] == ["tokens.npy"]
 
 

@@ -65,7 +65,7 @@ def collect(
     return Statistics.write(
         out,
         dense_pass(checkpoint, windows, recipe, device, forward, progress),
-        windows.record(),
+        windows,
         made_with(recipe, todo, checkpoint, forward),
     )
 

@@ -159,6 +159,7 @@ class Recipe:
             "calibration": "tensor"
             if isinstance(self.calibration, Tensor)
             else str(self.calibration),
+            "text_column": self.text_column,
             "samples": self.samples,
             "seq_len": self.seq_len,
             "seed": self.seed,

@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from coec.calibration.stream import Block
+from coec.calibration.tokens import Windows
 from coec.errors import CalibrationError, OptionError
 from coec.models.checkpoint import Checkpoint, atomic_folder, write_json
 from coec.types import Gram
 
 RECORD = "statistics.json"
+WINDOWS = "windows.safetensors"
 FIT, HELD_OUT = "fit", "holdout"
 
 
@@ -39,7 +43,7 @@ class Statistics:
         cls,
         folder: Path,
         blocks: Iterator[Block],
-        calibration: dict[str, Any],
+        windows: Windows,
         made_with: dict[str, Any],
     ) -> "Statistics":
         """Runs the dense pass and keeps what it sums; the folder appears when it is complete."""
@@ -52,9 +56,10 @@ class Statistics:
                         tensors[f"{kind}.{site}.x"] = gram.x.cpu()
                         counts[f"{kind}.{site}.tokens"] = str(gram.tokens)
                 save_file(tensors, temporary / _file(block.index), metadata=counts)
-            record = {"calibration": calibration, "made_with": made_with}
+            save_file({"input_ids": windows.ids}, temporary / WINDOWS)
+            record = {"calibration": windows.record(), "made_with": made_with}
             write_json(temporary / RECORD, record)
-        return cls(folder, calibration, made_with)
+        return cls(folder, windows.record(), made_with)
 
     @classmethod
     def open(cls, folder: Path) -> "Statistics":
@@ -70,6 +75,11 @@ class Statistics:
             raise CalibrationError(
                 f"'{folder}' holds no complete statistics ({RECORD}): collect them again"
             ) from error
+
+    @property
+    def windows(self) -> Int[Tensor, "n length"]:
+        """The calibration windows, held-out ones included."""
+        return load_file(self.folder / WINDOWS)["input_ids"]
 
     def check(self, wanted: dict[str, Any]) -> None:
         """Raises OptionError naming the first setting they were not made with."""

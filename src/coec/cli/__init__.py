@@ -16,6 +16,7 @@ import coec
 from coec.cli.evaluate import eval_command
 from coec.cli.methods import methods_command
 from coec.cli.prune import prune_command
+from coec.cli.sweep import sweep_command
 from coec.errors import CoecError
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.command("prune")(prune_command)
 app.command("eval")(eval_command)
+app.command("sweep")(sweep_command)
 app.command("methods")(methods_command)
 INTERRUPTED = 130
 """The exit status that typer gives to Ctrl-C."""
@@ -47,7 +49,7 @@ def main() -> None:
         _fail("out of memory: lower --samples or --seq-len")
     except SystemExit as error:
         if error.code == INTERRUPTED:
-            print("coec: interrupted; nothing was written", file=sys.stderr)
+            print("coec: interrupted; nothing half-written is left", file=sys.stderr)
         raise
 
 

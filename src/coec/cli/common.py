@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from coec.compensation import COMPENSATIONS
 from coec.recipe import DTYPES, SOLVE_DTYPES
@@ -38,7 +45,7 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar per phase on stderr."""
     columns = (
         TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(),
-        TimeElapsedColumn(),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
     )  # fmt: skip
     bar = Progress(*columns, console=notes)
     tasks: dict[str, Any] = {}

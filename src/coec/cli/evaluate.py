@@ -40,8 +40,9 @@ def eval_command(
     """Measure token perplexity of MODEL, and with a baseline its distance from the dense model."""
     with progress_bars() as advance:
         result = perplexity(
-            model, text, seq_len=seq_len, max_windows=max_windows, baseline=baseline, samples=samples, seed=seed,
-            text_column=text_column, device=device, dtype=dtype, progress=advance,
+            model, text, seq_len=seq_len, max_windows=max_windows, baseline=baseline,
+            samples=samples, seed=seed, text_column=text_column, device=device, dtype=dtype,
+            progress=advance,
         )  # fmt: skip
     if as_json:
         print(json.dumps(result.as_dict()))

@@ -1,0 +1,1 @@
+"""Experiments: grids of prunings, run resumably, and what they show."""

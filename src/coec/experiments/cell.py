@@ -1,0 +1,137 @@
+"""One cell: prune, measure, and put the account into one row."""
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coec.calibration.tokens import Windows
+from coec.errors import CoecError
+from coec.evaluation.perplexity import perplexity
+from coec.experiments.grid import Cell
+from coec.experiments.memory import peak, reset_peak
+from coec.planning import choose_device
+from coec.pruning import prune
+from coec.report import Report, environment
+
+SITE_FIELDS = (
+    "module", "site", "units_before", "units_after", "error_before", "error_after",
+    "holdout_before", "holdout_after", "errors_per_round", "objectives_per_round",
+    "alignment_before", "alignment_after", "rounds", "reason", "events", "seconds",
+)  # fmt: skip
+"""What a row keeps of a site's entry in coec.json."""
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """All that a worker needs for one cell.
+
+    Attributes:
+        cell: what to do.
+        windows: the evaluation text, cut.
+        folder: where the pruned model goes.
+        keep: whether it stays there.
+        device: where to work.
+        statistics: of the cell's calibration; None for a dense model.
+        collecting: seconds that the dense pass took, once for all cells of the calibration.
+        error: why there are no statistics; the cell then fails with it.
+    """
+
+    cell: Cell
+    windows: Windows
+    folder: Path
+    keep: bool
+    device: str
+    statistics: Path | None
+    collecting: float
+    error: str | None
+
+
+def run(job: Job) -> dict[str, Any]:
+    """The cell's row; a failure is a row too, with its reason in one line."""
+    device = choose_device(job.device)
+    reset_peak(device)
+    row = head(job.cell)
+    try:
+        if job.error:
+            raise CoecError(job.error)
+        row |= _measured(job)
+    except (CoecError, RuntimeError, MemoryError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        row |= {"status": "failed", "error": reason}
+    if not job.keep:
+        shutil.rmtree(job.folder, ignore_errors=True)
+    return row | {"peak_memory_bytes": peak(device), "environment": environment(str(device))}
+
+
+def head(cell: Cell) -> dict[str, Any]:
+    """What was asked for: the beginning of every row."""
+    if cell.recipe is None:
+        settings: dict[str, Any] = {
+            "sparsity": 0.0,
+            "selection": None,
+            "compensation": "dense",
+            "options": {},
+        }
+    else:
+        settings = cell.recipe.record()
+    return {
+        "cell": cell.id,
+        "grids": list(cell.grids),
+        "labels": cell.labels,
+        "status": "done",
+        "error": None,
+        "model": cell.subject.label,
+        "path": cell.subject.path,
+        "settings": settings,
+    }
+
+
+def _measured(job: Job) -> dict[str, Any]:
+    """Prunes, where the cell asks for that, and evaluates what it got."""
+    began = time.perf_counter()
+    subject, report = job.cell.subject, None
+    folder: str | Path = subject.path
+    row: dict[str, Any] = {}
+    if job.cell.recipe is not None:
+        report = prune(
+            subject.path, job.folder, job.cell.recipe, statistics=job.statistics, force=True
+        )
+        folder = job.folder
+        row |= _pruned(report)
+    pruned_at = time.perf_counter()
+    result = perplexity(folder, job.windows, device=job.device)
+    row["perplexity"] = result.as_dict()
+    row.setdefault("parameters", {"before": result.parameters, "after": result.parameters})
+    row["seconds"] = {
+        "collecting": job.collecting,
+        "pruning": pruned_at - began,
+        "evaluating": time.perf_counter() - pruned_at,
+    }
+    return row
+
+
+def _pruned(report: Report) -> dict[str, Any]:
+    sites = [
+        {name: site[name] for name in SITE_FIELDS if name in site}
+        | {"block": int(site["module"].split(".")[2])}
+        for site in report.sites
+    ]
+    return {
+        "settings": report.recipe,
+        "parameters": report.plan["parameters"],
+        "calibration": report.calibration,
+        "sites": sites,
+    }
+
+
+def quieten(threads: int) -> None:
+    """Sets a worker process up: its share of the cores, no chatter."""
+    from transformers.utils import logging as transformers_logging
+
+    torch.set_num_threads(threads)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()

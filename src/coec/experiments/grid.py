@@ -1,0 +1,265 @@
+"""Grids: TOML files that name many prunings (docs/EXPERIMENTS.md).
+
+A list is an axis; the cells are the product of all axes, once for every entry of `variants`.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import itertools
+import json
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from coec.compensation import OPTIONS
+from coec.errors import OptionError
+from coec.recipe import Recipe
+
+READY = {path.stem: path for path in sorted((Path(__file__).parent / "grids").glob("*.toml"))}
+"""The grids that come with the package, by name."""
+
+SETTINGS = OPTIONS | {f.name for f in dataclasses.fields(Recipe)} - {"options"}
+TABLES = ("grids", "models", "evaluate", "variants")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """How every cell of a model is measured.
+
+    Attributes:
+        text, text_column, seq_len, max_windows: of perplexity, as in `coec.perplexity`.
+        tasks, tasks_data, limit: of the zero-shot tasks; none without `tasks`.
+        geometry: whether to compare read and write frames with the dense model's.
+    """
+
+    text: str = "wikitext2"
+    text_column: str = "text"
+    seq_len: int | None = None
+    max_windows: int | None = None
+    tasks: str | None = None
+    tasks_data: str | None = None
+    limit: int | None = None
+    geometry: bool = False
+
+    @classmethod
+    def of(cls, settings: dict[str, Any], where: str) -> "Evaluation":
+        """Raises OptionError for an unknown key or a value of another kind than its default's."""
+        kinds = get_type_hints(cls)
+        for name, value in settings.items():
+            _known(name, set(kinds), f"{where} [evaluate]")
+            whole = kinds[name] == int | None
+            if not isinstance(value, kinds[name]) or (whole and isinstance(value, bool)):
+                kind = _KINDS["whole" if whole else "flag" if kinds[name] is bool else "text"]
+                raise OptionError(f"{where} [evaluate]: {name} must be {kind}, got {value!r}")
+        return cls(**settings)
+
+
+_KINDS = {"text": "text", "flag": "true or false", "whole": "a whole number"}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A dense model of a grid: its place, a short name unique in the grid, how it is measured."""
+
+    path: str
+    label: str
+    evaluation: Evaluation
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One pruning and its measurement.
+
+    Attributes:
+        subject: the dense model.
+        recipe: how it is pruned; None measures the dense model itself.
+        grids: which grids it belongs to.
+        labels: its row's name in a grid, where it has one.
+    """
+
+    subject: Subject
+    recipe: Recipe | None
+    grids: tuple[str, ...]
+    labels: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        """Digest of everything asked for: two cells of one id are the same computation."""
+        recipe = None if self.recipe is None else self.recipe.record()
+        content = [self.subject.path, dataclasses.asdict(self.subject.evaluation), recipe]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One grid file, its included ones resolved.
+
+    Attributes:
+        name: the file's stem.
+        fixed: settings that hold for all cells.
+        axes: settings that vary, in the file's order.
+        variants: linked settings, each with an optional label.
+        includes: other grids, whose own settings win over `fixed`.
+        models: the tables as written.
+        evaluate: likewise.
+    """
+
+    name: str
+    fixed: dict[str, Any]
+    axes: dict[str, list[Any]]
+    variants: list[dict[str, Any]]
+    includes: list["Grid"]
+    models: list[dict[str, Any]]
+    evaluate: dict[str, Any]
+
+    @classmethod
+    def read(cls, source: str, within: tuple[str, ...] = ()) -> "Grid":
+        """A ready grid by name, or a TOML file.
+
+        Raises:
+            OptionError: no such grid, or an unknown or misplaced key.
+        """
+        if source in within:
+            raise OptionError(f"grid '{source}' includes itself")
+        content = _load(source)
+        name = READY[source].stem if source in READY else Path(source).stem
+        for key, kind in (
+            ("grids", list),
+            ("models", list),
+            ("evaluate", dict),
+            ("variants", list),
+        ):
+            if not isinstance(content.get(key, kind()), kind):
+                raise OptionError(f"grid '{source}': {key} must be a {_TOML[kind]}")
+        settings = _settings({k: v for k, v in content.items() if k not in TABLES}, source)
+        variants = [_settings(v, source, extra={"label"}) for v in content.get("variants", [])]
+        if empty := [k for s in [settings, *variants] for k, v in s.items() if v == []]:
+            raise OptionError(f"grid '{source}': the list {empty[0]} is empty")
+        return cls(
+            name,
+            {k: v for k, v in settings.items() if not isinstance(v, list)},
+            {k: v for k, v in settings.items() if isinstance(v, list)},
+            variants,
+            [cls.read(str(inner), (*within, source)) for inner in content.get("grids", [])],
+            content.get("models", []),
+            content.get("evaluate", {}),
+        )
+
+    def cells(self, subject: Subject, defaults: dict[str, Any]) -> Iterator[Cell]:
+        """Every cell of one model: first those of included grids, then its own.
+
+        Args:
+            defaults: the model's settings, which win over `fixed` and lose to axes and variants.
+
+        Raises:
+            OptionError: a setting is bad, or unknown to a cell's compensation.
+        """
+        for inner in self.includes:
+            yield from replace(inner, fixed=self.fixed | inner.fixed).cells(subject, defaults)
+        if not self.axes and not self.variants and self.includes:
+            return
+        for variant in self.variants or [{}]:
+            own = {k: v for k, v in variant.items() if k != "label"}
+            axes = self.axes | {k: v for k, v in own.items() if isinstance(v, list)}
+            linked = {k: v for k, v in own.items() if not isinstance(v, list)}
+            axes = {k: v for k, v in axes.items() if k not in linked}
+            labels = {self.name: variant["label"]} if "label" in variant else {}
+            for values in itertools.product(*axes.values()):
+                settings = self.fixed | defaults | dict(zip(axes, values, strict=True)) | linked
+                try:
+                    recipe = Recipe.of(**settings)
+                except OptionError as error:
+                    raise OptionError(f"grid '{self.name}': {error}") from error
+                yield Cell(subject, recipe, (self.name,), labels)
+
+
+_TOML = {list: "list", dict: "table"}
+
+
+def expand(
+    source: str,
+    *,
+    models: list[str] | None = None,
+    settings: dict[str, Any] | None = None,
+    evaluate: dict[str, Any] | None = None,
+) -> list[Cell]:
+    """All cells of a grid, each once, dense models first; a cell of two grids knows both.
+
+    Args:
+        source: a ready grid's name or a TOML file.
+        models: dense models besides those that the file names.
+        settings: win over the file's, but for what a grid varies.
+        evaluate: likewise, of the evaluation.
+
+    Raises:
+        OptionError: an unknown key, a bad value, no model, or two models of one name.
+    """
+    grid = Grid.read(source)
+    tables = [*grid.models, *({"path": path} for path in models or [])]
+    if not tables:
+        raise OptionError(f"grid '{source}' names no model: add [[models]], or pass --model")
+    found: dict[str, Cell] = {}
+    dense: dict[str, Cell] = {}
+    for table in tables:
+        subject, own = _subject(table, grid.evaluate, evaluate or {}, source)
+        if any(cell.subject.label == subject.label for cell in dense.values()):
+            raise OptionError(f"two models are called '{subject.label}': give one a label")
+        cells = list(grid.cells(subject, own | (settings or {})))
+        names = tuple(dict.fromkeys(name for cell in cells for name in cell.grids))
+        dense[subject.label] = Cell(subject, None, names)
+        for cell in cells:
+            first = found.get(cell.id, cell)
+            grids = tuple(dict.fromkeys((*first.grids, *cell.grids)))
+            found[cell.id] = replace(first, grids=grids, labels=first.labels | cell.labels)
+    return [*dense.values(), *found.values()]
+
+
+def _subject(
+    table: Any, grid: dict[str, Any], flags: dict[str, Any], source: str
+) -> tuple[Subject, dict[str, Any]]:
+    """A model, and the settings that its table brings."""
+    if not isinstance(table, dict) or not isinstance(table.get("path"), str):
+        raise OptionError(f"grid '{source}': every one of [[models]] needs a path")
+    where = f"grid '{source}', model '{table['path']}'"
+    label = table.get("label", Path(table["path"]).name)
+    rest = {k: v for k, v in table.items() if k not in ("path", "label", "evaluate")}
+    settings = _settings(rest, where)
+    if lists := [k for k, v in settings.items() if isinstance(v, list)]:
+        raise OptionError(f"{where}: {lists[0]} cannot be a list here; axes belong to the grid")
+    evaluation = Evaluation.of(grid | table.get("evaluate", {}) | flags, where)
+    return Subject(table["path"], str(label), evaluation), settings
+
+
+def _settings(table: Any, where: str, extra: set[str] | None = None) -> dict[str, Any]:
+    if not isinstance(table, dict):
+        raise OptionError(f"grid '{where}': expected a table of settings, got {table!r}")
+    out = {}
+    for name, value in table.items():
+        key = name.replace("-", "_")
+        _known(key, SETTINGS | (extra or set()), f"grid '{where}'", written=name)
+        out[key] = value
+    return out
+
+
+def _known(name: str, known: set[str] | frozenset[str], where: str, written: str = "") -> None:
+    if name not in known:
+        close = difflib.get_close_matches(name, [*known, *TABLES], 1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        raise OptionError(f"{where}: unknown key '{written or name}'{hint}")
+
+
+def _load(source: str) -> dict[str, Any]:
+    path = READY.get(source, Path(source))
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise OptionError(
+            f"no grid '{source}': give a TOML file, or one of {', '.join(READY)}"
+        ) from error
+    except OSError as error:
+        raise OptionError(f"grid '{source}' cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise OptionError(f"grid '{source}' is not valid TOML: {error}") from error

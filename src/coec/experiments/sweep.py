@@ -1,0 +1,264 @@
+"""The sweep: every cell of a grid, one dense pass per model and calibration, resumable."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from coec.calibration.statistics import Statistics
+from coec.calibration.tokens import Windows
+from coec.collecting import calibration_source, collect
+from coec.errors import CoecError, OptionError, OutputError
+from coec.evaluation.perplexity import evaluation_windows
+from coec.experiments.cell import Job, head, quieten, run
+from coec.experiments.grid import Cell, Subject
+from coec.experiments.store import Store
+from coec.models.checkpoint import find_model, read_config
+from coec.planning import Plan, choose_device
+
+Progress = Callable[[str, int, int], None]
+CALIBRATION = (
+    "calibration", "text_column", "samples", "seq_len", "seed", "holdout", "forward_dtype",
+)  # fmt: skip
+"""Settings that the statistics depend on: cells that agree in them share a dense pass."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a sweep did.
+
+    Attributes:
+        folder: of the results.
+        done, failed: cells with a result, and without, of the whole grid.
+        ran: cells that were run now; the others were there already.
+        reasons: of the failures, by cell.
+        torn: whether an unfinished last line was found and dropped.
+    """
+
+    folder: Path
+    done: int
+    failed: int
+    ran: int
+    reasons: dict[str, str]
+    torn: bool
+
+
+def sweep(
+    cells: list[Cell],
+    out: str | Path,
+    *,
+    jobs: int = 1,
+    device: str = "auto",
+    keep_models: bool = False,
+    keep_statistics: bool = False,
+    retry_failed: bool = False,
+    progress: Progress | None = None,
+) -> Summary:
+    """Runs every cell that has no row yet, and appends its row to `out/results.jsonl`.
+
+    The statistics of a model on a calibration are collected once and serve every cell; they and
+    the pruned models are removed when no longer needed. A cell that fails is a row with the
+    reason, and the rest goes on. Killed and run again, it continues with the first missing cell.
+
+    Args:
+        cells: of `experiments.grid.expand`.
+        out: the folder; created where it does not exist.
+        jobs: worker processes; rows are written in the grid's order all the same.
+        keep_models: keep every pruned model under `out/models/<cell>`.
+        keep_statistics: keep `out/statistics`.
+        retry_failed: run cells again whose row says that they failed.
+        progress: called with (phase, done, total).
+
+    Raises:
+        CoecError: a model, a text or the folder cannot be used; nothing has run.
+    """
+    if jobs < 1:
+        raise OptionError(f"jobs must be a whole number of at least 1, got {jobs}")
+    out, chosen = Path(out), str(choose_device(device))
+    if out.exists() and not out.is_dir():
+        raise OutputError(f"'{out}' is a file: give a folder")
+    cells = [_on(cell, chosen) for cell in cells]
+    texts = _check(cells)
+    with Store(out).writing() as store, _Workers(jobs) as workers:
+        _clear_leftovers(out)
+        missing = [cell for cell in cells if not _settled(store.rows.get(cell.id), retry_failed)]
+        _widen(cells, store)
+        finished = len(cells) - len(missing)
+        for group in _groups(missing):
+            prepared = _prepare(group, out, progress)
+            for row in workers.rows(
+                [_job(cell, prepared, texts, out, chosen, keep_models) for cell in group]
+            ):
+                store.append(row)
+                finished += 1
+                if progress:
+                    progress("cells", finished, len(cells))
+            if prepared.statistics and not keep_statistics:
+                shutil.rmtree(prepared.statistics.folder, ignore_errors=True)
+        _clear_leftovers(out)
+        return _summary(out, cells, store, ran=len(missing))
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What the cells of a group share: statistics (a dense model needs none), or an error."""
+
+    statistics: Statistics | None = None
+    seconds: float = 0.0
+    error: str | None = None
+
+
+class _Workers:
+    """Runs jobs here, or in processes; rows come in the order of the jobs."""
+
+    def __init__(self, count: int) -> None:
+        self._pool = None
+        if count > 1:
+            threads = max(1, (os.cpu_count() or 1) // count)
+            self._pool = ProcessPoolExecutor(
+                count, get_context("spawn"), initializer=quieten, initargs=(threads,)
+            )
+
+    def __enter__(self) -> "_Workers":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)
+
+    def rows(self, jobs: list[Job]) -> Iterator[dict[str, Any]]:
+        """Raises CoecError when a worker dies."""
+        if self._pool is None:
+            yield from map(run, jobs)
+            return
+        try:
+            yield from self._pool.map(run, jobs)
+        except BrokenProcessPool as error:
+            raise CoecError(
+                "a worker process died, probably for lack of memory: use fewer --jobs; finished "
+                "cells are kept, and the same command goes on with the rest"
+            ) from error
+
+
+def _on(cell: Cell, device: str) -> Cell:
+    return (
+        cell if cell.recipe is None else replace(cell, recipe=replace(cell.recipe, device=device))
+    )
+
+
+def _check(cells: list[Cell]) -> dict[Subject, Windows]:
+    """The evaluation windows of every model, once models and texts are known to be usable."""
+    texts: dict[Subject, Windows] = {}
+    sources = set()
+    for cell in cells:
+        subject, recipe = cell.subject, cell.recipe
+        if subject not in texts:
+            texts[subject] = _evaluation_text(subject)
+        if (
+            recipe is None
+            or (source := (subject, recipe.calibration, recipe.text_column)) in sources
+        ):
+            continue
+        sources.add(source)
+        folder = find_model(subject.path)
+        calibration_source(recipe, folder, Plan.of(read_config(folder), recipe))
+    return texts
+
+
+def _evaluation_text(subject: Subject) -> Windows:
+    how = subject.evaluation
+    return evaluation_windows(
+        subject.path, how.text, seq_len=how.seq_len, max_windows=how.max_windows,
+        text_column=how.text_column,
+    )  # fmt: skip
+
+
+def _settled(row: dict[str, Any] | None, retry_failed: bool) -> bool:
+    return row is not None and not (retry_failed and row["status"] == "failed")
+
+
+def _widen(cells: list[Cell], store: Store) -> None:
+    """Tells finished cells of grids that they belong to now, and did not when they ran."""
+    for cell in cells:
+        row = store.rows.get(cell.id)
+        if row is None:
+            continue
+        wider = head(cell) | row
+        wider["grids"] = list(dict.fromkeys([*row["grids"], *cell.grids]))
+        wider["labels"] = row["labels"] | cell.labels
+        if wider != row:
+            store.append(wider)
+
+
+def _groups(cells: list[Cell]) -> list[list[Cell]]:
+    """Cells that share a dense pass, in the order of their first one."""
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(_calibration_key(cell), []).append(cell)
+    return list(groups.values())
+
+
+def _calibration_key(cell: Cell) -> str:
+    record = cell.recipe.record() if cell.recipe else {}
+    content = [cell.subject.path, {name: record.get(name) for name in CALIBRATION}]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+
+
+def _prepare(group: list[Cell], out: Path, progress: Progress | None) -> _Prepared:
+    """Statistics for the group: those that an interrupted sweep left, or a dense pass."""
+    first = group[0]
+    if first.recipe is None:
+        return _Prepared()
+    folder = out / "statistics" / _calibration_key(first)
+    began = time.perf_counter()
+    try:
+        if folder.exists():
+            return _Prepared(Statistics.open(folder))
+        statistics = collect(first.subject.path, folder, first.recipe, progress=progress)
+    except CoecError as error:
+        return _Prepared(error=str(error))
+    return _Prepared(statistics, time.perf_counter() - began)
+
+
+def _job(
+    cell: Cell,
+    prepared: _Prepared,
+    texts: dict[Subject, Windows],
+    out: Path,
+    device: str,
+    keep: bool,
+) -> Job:
+    return Job(
+        cell=cell,
+        windows=texts[cell.subject],
+        folder=out / "models" / cell.id,
+        keep=keep,
+        device=device,
+        statistics=prepared.statistics.folder if prepared.statistics else None,
+        collecting=prepared.seconds,
+        error=prepared.error,
+    )
+
+
+def _clear_leftovers(out: Path) -> None:
+    """Removes what an interrupted run left half-written, and folders that have become empty."""
+    for name in ("statistics", "models"):
+        for partial in (out / name).glob(".*.partial-*"):
+            shutil.rmtree(partial, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            (out / name).rmdir()
+
+
+def _summary(out: Path, cells: list[Cell], store: Store, ran: int) -> Summary:
+    rows = [store.rows[cell.id] for cell in cells]
+    reasons = {row["cell"]: row["error"] for row in rows if row["status"] == "failed"}
+    return Summary(out, len(rows) - len(reasons), len(reasons), ran, reasons, store.torn)
