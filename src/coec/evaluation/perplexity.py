@@ -28,7 +28,7 @@ from coec.planning import choose_device, choose_forward_dtype, resolve_seq_len, 
 from coec.recipe import DTYPES
 
 DEFAULT_SEQ_LEN = 4096
-LOGITS_PER_BATCH = 2**26
+LOGITS_PER_BATCH = 2**24
 """Logits held at once: windows are batched so that batch · length · vocabulary stays below."""
 
 Progress = Callable[[str, int, int], None]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from coec import __version__
 from coec.calibration.tokens import Windows
 from coec.errors import CoecError
 from coec.evaluation.perplexity import perplexity
@@ -64,7 +65,10 @@ def run(job: Job) -> dict[str, Any]:
         row |= {"status": "failed", "error": reason}
     if not job.keep:
         shutil.rmtree(job.folder, ignore_errors=True)
-    return row | {"peak_memory_bytes": peak(device), "environment": environment(str(device))}
+    return row | {
+        "peak_memory_bytes": peak(device),
+        "environment": {"coec": __version__, **environment(str(device))},
+    }
 
 
 def head(cell: Cell) -> dict[str, Any]:

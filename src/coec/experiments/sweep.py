@@ -90,10 +90,16 @@ def sweep(
     texts = _check(cells)
     with Store(out).writing() as store, _Workers(jobs) as workers:
         _clear_leftovers(out)
-        missing = [cell for cell in cells if not _settled(store.rows.get(cell.id), retry_failed)]
+        # Grouped before what is there is left out: the order of rows does not depend on that.
+        groups = [
+            [cell for cell in group if not _settled(store.rows.get(cell.id), retry_failed)]
+            for group in _groups(cells)
+        ]
+        groups = [group for group in groups if group]
         _widen(cells, store)
-        finished = len(cells) - len(missing)
-        for group in _groups(missing):
+        ran = sum(map(len, groups))
+        finished = len(cells) - ran
+        for group in groups:
             prepared = _prepare(group, out, progress)
             for row in workers.rows(
                 [_job(cell, prepared, texts, out, chosen, keep_models) for cell in group]
@@ -105,7 +111,7 @@ def sweep(
             if prepared.statistics and not keep_statistics:
                 shutil.rmtree(prepared.statistics.folder, ignore_errors=True)
         _clear_leftovers(out)
-        return _summary(out, cells, store, ran=len(missing))
+        return _summary(out, cells, store, ran)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,187 @@
+"""Grids: what is crossed with what, and which mistakes are caught before any work."""
+
+import pytest
+
+from coec.compensation import COMPENSATIONS
+from coec.errors import OptionError
+from coec.experiments.grid import READY, Evaluation, expand
+
+
+def write(folder, text, name="mine"):
+    path = folder / f"{name}.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def pruned(cells):
+    return [cell for cell in cells if cell.recipe is not None]
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("main", 18),  # 3 selections × 2 compensations × 3 sparsities
+        ("ablation", 21),
+        ("calibration-size", 36),  # 3 sparsities × 4 sizes × 3 compensations
+        ("seeds", 9),
+        ("alpha", 9),
+        ("lambda-a", 6),
+        ("delta", 8),
+        ("overfitting", 12),
+    ],
+)
+def test_ready_grids_expand(name, count):
+    cells = expand(name, models=["a/model"])
+    assert len(pruned(cells)) == count
+    assert cells[0].recipe is None
+    assert len({cell.id for cell in cells}) == len(cells)
+
+
+def test_every_ready_grid_is_tested():
+    assert set(READY) == {
+        "main", "ablation", "calibration-size", "seeds", "alpha", "lambda-a", "delta",
+        "overfitting",
+    }  # fmt: skip
+
+
+def test_the_ablation_names_its_rows():
+    cells = pruned(expand("ablation", models=["a/model"]))
+    rows = {cell.labels["ablation"]: cell.recipe for cell in cells}
+    assert list(rows)[:6] == [
+        "RCPU", "+ GCV rescale", "+ two-sided rotation", "+ reduced Stiefel", "+ tempering",
+        "+ alignment",
+    ]  # fmt: skip
+    full = rows["+ alignment"].record()["options"]
+    assert (full["alpha"], full["lambda_a"], full["delta"], full["r_p"]) == (0.9, 50.0, 7e-4, 16)
+    assert {r.record()["compensation"] for r in rows.values()} <= set(COMPENSATIONS)
+
+
+def test_axes_are_crossed_and_variants_linked(tmp_path):
+    grid = write(
+        tmp_path,
+        """
+        sparsity = [0.1, 0.2]
+        seed = 3
+        [[variants]]
+        compensation = ["none", "rcpu"]
+        [[variants]]
+        compensation = "coec"
+        alpha = [0.5, 1.0]
+        sparsity = 0.4
+        label = "hot"
+        """,
+    )
+    cells = pruned(expand(grid, models=["m"]))
+    found = [(c.recipe.sparsity, c.recipe.compensation, c.recipe.options) for c in cells]
+    assert found == [
+        (0.1, "none", {}), (0.1, "rcpu", {}), (0.2, "none", {}), (0.2, "rcpu", {}),
+        (0.4, "coec", {"alpha": 0.5}), (0.4, "coec", {"alpha": 1.0}),
+    ]  # fmt: skip
+    assert {cell.recipe.seed for cell in cells} == {3}
+    assert cells[-1].labels == {"mine": "hot"}
+    assert cells[-1].grids == ("mine",)
+
+
+def test_what_wins_over_what(tmp_path):
+    """fixed < the model's table < flags < axes and variants."""
+    grid = write(
+        tmp_path,
+        """
+        compensation = "none"
+        sparsity = 0.3
+        seq_len = 11
+        seed = [7]
+        [[variants]]
+        samples = 5
+        [[models]]
+        path = "m"
+        seq_len = 12
+        calibration = "model.txt"
+        seed = 9
+        samples = 9
+        """,
+    )
+    (cell,) = pruned(expand(grid, settings={"seq_len": 13, "samples": 8}))
+    assert (cell.recipe.seq_len, cell.recipe.seed, cell.recipe.samples) == (13, 7, 5)
+    assert cell.recipe.calibration == "model.txt"
+
+
+def test_a_cell_of_two_grids_is_one_cell(tmp_path):
+    grid = write(tmp_path, 'grids = ["main", "ablation"]\nsamples = 64\n')
+    cells = expand(grid, models=["m"])
+    both = [cell for cell in pruned(cells) if cell.grids == ("main", "ablation")]
+    assert [cell.labels for cell in both] == [{"ablation": "RCPU"}, {"ablation": "+ alignment"}]
+    assert len(pruned(cells)) == 18 + 21 - 2
+    assert {cell.recipe.samples for cell in pruned(cells)} == {64}
+    assert cells[0].grids == ("main", "ablation")
+
+
+def test_models_have_their_own_texts(tmp_path):
+    grid = write(
+        tmp_path,
+        """
+        grids = ["seeds"]
+        evaluate = { max_windows = 5, text = "both.txt" }
+        [[models]]
+        path = "x/one"
+        evaluate = { text = "one.txt" }
+        [[models]]
+        path = "y/one"
+        label = "other"
+        """,
+    )
+    cells = expand(grid, evaluate={"seq_len": 64})
+    first, second = (cell.subject for cell in cells if cell.recipe is None)
+    assert first.evaluation == Evaluation(text="one.txt", max_windows=5, seq_len=64)
+    assert second.evaluation == Evaluation(text="both.txt", max_windows=5, seq_len=64)
+    assert (first.label, second.label) == ("one", "other")
+
+
+def test_a_digest_depends_on_everything_asked_for():
+    def ids(**more):
+        return {cell.id for cell in expand("seeds", models=["m"], **more)}
+
+    base = ids()
+    assert base == ids(settings={"samples": 128})  # the default, said aloud
+    for change in (
+        {"settings": {"samples": 64}},
+        {"settings": {"text_column": "x"}},
+        {"evaluate": {"max_windows": 3}},
+    ):
+        assert len(base & ids(**change)) <= 1  # the dense model may be the same
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sparsty = 0.3", r"unknown key 'sparsty'; did you mean 'sparsity'\?"),
+        ("[[variant]]\nseed = 1", r"unknown key 'variant'; did you mean 'variants'\?"),
+        ("models = 'm'", "models must be a list"),
+        ("[variants]\nseed = 1", "variants must be a list"),
+        ("seed = []", "the list seed is empty"),
+        ("sparsity = 1.5", "strictly between 0 and 1, got 1.5"),
+        ("alpha = [0.5]\ncompensation = 'none'", "compensation 'none' has no option 'alpha'"),
+        ("seed = [0", "is not valid TOML"),
+        ("[[models]]\nlabel = 'x'", "needs a path"),
+        ("[[models]]\npath = 'a'\nseed = [1, 2]", "axes belong to the grid"),
+        ("[[models]]\npath = 'a/x'\n[[models]]\npath = 'b/x'", "two models are called 'x'"),
+        ("evaluate = {txt = 'a'}", r"\[evaluate\]: unknown key 'txt'; did you mean 'text'\?"),
+        ("evaluate = {max_windows = true}", "max_windows must be a whole number, got True"),
+        ("evaluate = {geometry = 'yes'}", "geometry must be true or false, got 'yes'"),
+        ("grids = ['mian']", "no grid 'mian': give a TOML file, or one of ablation"),
+    ],
+)
+def test_mistakes_in_a_grid(text, message, tmp_path):
+    with pytest.raises(OptionError, match=message):
+        expand(write(tmp_path, text), models=["m"])
+
+
+def test_a_grid_that_includes_itself(tmp_path):
+    path = write(tmp_path, f"grids = [{str(tmp_path / 'mine.toml')!r}]")
+    with pytest.raises(OptionError, match="includes itself"):
+        expand(path, models=["m"])
+
+
+def test_a_grid_without_a_model():
+    with pytest.raises(OptionError, match=r"names no model: add \[\[models\]\], or pass --model"):
+        expand("main")

@@ -1,0 +1,329 @@
+"""The sweep: the same numbers as one by one, resumable, and a failure is a row."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import coec
+import tiny_models as tm
+from coec.cli import main
+from coec.errors import CoecError, ModelError, OutputError
+from coec.experiments import cell as cell_module
+from coec.experiments import sweep as module
+from coec.experiments.grid import expand
+from coec.experiments.store import RESULTS, Store
+from coec.experiments.sweep import sweep
+
+GRID = """
+sparsity = 0.4
+samples = 6
+seq_len = 16
+seed = [0, 1]
+[[variants]]
+compensation = ["none", "least-squares"]
+[[variants]]
+compensation = "coec"
+alpha = [0.0, 0.9]
+"""
+IDS = torch.randint(2, tm.VOCABULARY, (400,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a model, token files, and a grid of eight cells in two calibrations."""
+    import numpy as np
+
+    root = tmp_path_factory.mktemp("sweep")
+    tm.save(tm.tiny("llama", torch.float32), root / "tiny")
+    np.save(root / "train.npy", IDS[:250].numpy())
+    np.save(root / "test.npy", IDS[250:].numpy())
+    models = f"""
+[[models]]
+path = {str(root / "tiny")!r}
+calibration = {str(root / "train.npy")!r}
+evaluate = {{ text = {str(root / "test.npy")!r}, seq_len = 16 }}
+"""
+    (root / "grid.toml").write_text(GRID + models)
+    (root / "bad.toml").write_text(
+        GRID.replace('["none", "least-squares"]', '["none", "least-squares"]\nridge = 0.01')
+        + models
+    )
+    return root
+
+
+@pytest.fixture(scope="module")
+def finished(place):
+    """An uninterrupted run: its folder, and the seeds of its dense passes."""
+    passes, original = [], module.collect
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            module, "collect", lambda *a, **k: passes.append(a[2].seed) or original(*a, **k)
+        )
+        summary = sweep(expand(str(place / "grid.toml")), place / "whole")
+    assert (summary.done, summary.failed, summary.ran) == (9, 0, 9)
+    return place / "whole", passes
+
+
+@pytest.fixture
+def whole(finished):
+    """The rows of the uninterrupted run."""
+    return Store(finished[0]).rows
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """A folder of one's own with the results of the uninterrupted run."""
+    shutil.copytree(finished[0], tmp_path / "out")
+    return tmp_path / "out"
+
+
+def timeless(row):
+    """A row without what differs between two runs of one machine."""
+    row = json.loads(json.dumps(row))
+    row.pop("seconds")
+    row.pop("peak_memory_bytes")
+    row["perplexity"].pop("seconds")
+    for site in row.get("sites", []):
+        site.pop("seconds")
+    return row
+
+
+def test_a_cell_is_what_prune_and_eval_give(place, whole, tmp_path):
+    row = next(
+        r for r in whole.values()
+        if r["settings"]["compensation"] == "coec" and r["settings"]["options"]["alpha"] == 0.9
+        and r["settings"]["seed"] == 1
+    )  # fmt: skip
+    report = coec.prune(
+        place / "tiny", tmp_path / "out", sparsity=0.4, samples=6, seq_len=16, seed=1,
+        calibration=place / "train.npy",
+    )  # fmt: skip
+    result = coec.perplexity(report.out, place / "test.npy", seq_len=16)
+    assert row["perplexity"]["perplexity"] == result.perplexity
+    assert row["perplexity"]["text_sha256"] == result.text_sha256
+    assert [s["error_after"] for s in row["sites"]] == [s["error_after"] for s in report.sites]
+    assert row["calibration"] == report.calibration
+    assert row["settings"] == report.recipe
+
+
+def test_alpha_zero_is_prune_only_to_the_last_digit(whole):
+    def value(seed, compensation, **options):
+        (row,) = [
+            r for r in whole.values()
+            if r["settings"].get("seed") == seed and r["settings"]["compensation"] == compensation
+            and options.items() <= r["settings"]["options"].items()
+        ]  # fmt: skip
+        return row["perplexity"]["perplexity"]
+
+    for seed in (0, 1):
+        assert value(seed, "coec", alpha=0.0) == value(seed, "none")
+        assert value(seed, "coec", alpha=0.9) != value(seed, "none")
+
+
+def test_every_row_has_the_full_record(whole):
+    dense, *others = whole.values()
+    assert dense["settings"]["compensation"] == "dense"
+    for row in whole.values():
+        assert row["status"] == "done"
+        assert row["error"] is None
+        assert row["peak_memory_bytes"] > 0
+        assert {"python", "torch", "transformers", "coec", "device"} <= row["environment"].keys()
+        assert row["perplexity"]["windows"] == 9
+        assert {"collecting", "pruning", "evaluating"} <= row["seconds"].keys()
+    for row in others:
+        assert row["calibration"]["windows"] == 6
+        assert len(row["calibration"]["windows_sha256"]) == 64
+        assert row["parameters"]["after"] < row["parameters"]["before"]
+        assert [site["block"] for site in row["sites"]] == [0, 0, 1, 1]
+
+
+def test_one_dense_pass_per_calibration_and_nothing_left_behind(finished):
+    folder, passes = finished
+    assert passes == [0, 1]
+    assert sorted(p.name for p in folder.iterdir()) == [".lock", RESULTS]
+
+
+def test_worker_processes_give_the_same_rows_in_the_same_order(place, whole, tmp_path):
+    sweep(expand(str(place / "grid.toml")), tmp_path / "out", jobs=2)
+    rows = Store(tmp_path / "out").rows
+    assert list(rows) == list(whole)
+    for name, row in rows.items():
+        ours, theirs = timeless(whole[name]), timeless(row)
+        # another thread count may round differently
+        assert theirs.pop("perplexity")["perplexity"] == pytest.approx(
+            ours.pop("perplexity")["perplexity"], rel=1e-6
+        )
+        assert theirs["settings"] == ours["settings"]
+
+
+def test_interrupted_and_run_again_the_rows_are_the_same(place, whole, monkeypatch, tmp_path):
+    original, count, after = cell_module.run, [], 4
+
+    def interrupted(job):
+        if len(count) == after:
+            raise KeyboardInterrupt
+        count.append(job)
+        return original(job)
+
+    cells = expand(str(place / "grid.toml"))
+    monkeypatch.setattr(module, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(cells, tmp_path / "out")
+    monkeypatch.undo()
+    assert len(Store(tmp_path / "out").rows) == after
+    summary = sweep(cells, tmp_path / "out")
+    assert (summary.done, summary.ran) == (9, 9 - after)
+    rows = Store(tmp_path / "out").rows
+    for row, expected in zip(rows.values(), whole.values(), strict=True):
+        ours, theirs = timeless(row), timeless(expected)
+        for key in ours.keys() | theirs.keys():
+            assert (key, ours[key]) == (key, theirs[key])
+
+
+def test_killed_with_a_torn_last_line(place, whole, tmp_path):
+    """A real process, really killed; then half a line, as a full disk would leave."""
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "coec", "sweep", str(place / "grid.toml"), str(out)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and child.poll() is None:
+        if (out / RESULTS).is_file() and (out / RESULTS).read_bytes().count(b"\n") >= 2:
+            break
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    with (out / RESULTS).open("ab") as file:
+        file.write(b'{"cell": "half a li')
+    summary = sweep(expand(str(place / "grid.toml")), out)
+    assert summary.torn
+    assert summary.done == 9
+    lines = (out / RESULTS).read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["cell"] for row in rows] == list(whole)
+    for row in rows:
+        expected = whole[row["cell"]]["perplexity"]["perplexity"]
+        assert row["perplexity"]["perplexity"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_failed_cell_is_a_row_and_the_rest_goes_on(place, monkeypatch, tmp_path):
+    original = cell_module.perplexity
+
+    def sometimes(folder, *args, **options):
+        name = json.loads((Path(folder) / "coec.json").read_text())["recipe"]["compensation"] if (
+            Path(folder) / "coec.json"
+        ).is_file() else "dense"  # fmt: skip
+        if name == "least-squares":
+            raise CoecError("the model's cross-entropy is not finite")
+        return original(folder, *args, **options)
+
+    monkeypatch.setattr(cell_module, "perplexity", sometimes)
+    cells = expand(str(place / "grid.toml"))
+    summary = sweep(cells, tmp_path / "out")
+    assert (summary.done, summary.failed) == (7, 2)
+    assert set(summary.reasons.values()) == {"the model's cross-entropy is not finite"}
+    monkeypatch.undo()
+    again = sweep(cells, tmp_path / "out")
+    assert (again.ran, again.failed) == (0, 2)
+    mended = sweep(cells, tmp_path / "out", retry_failed=True)
+    assert (mended.ran, mended.done, mended.failed) == (2, 9, 0)
+    assert len((tmp_path / "out" / RESULTS).read_text().splitlines()) == 11
+
+
+def test_a_model_with_nan_logits_fails_with_the_reason(place, tmp_path):
+    """A dense model whose final norm overflows: perplexity is NaN, and no row says otherwise."""
+    model = tm.tiny("llama", torch.float32)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(1e38)
+        model.lm_head.weight.fill_(1e38)
+    tm.save(model, tmp_path / "inf")
+    cells = expand(
+        "seeds", models=[str(tmp_path / "inf")],
+        settings={"samples": 6, "seq_len": 16, "calibration": str(place / "train.npy")},
+        evaluate={"text": str(place / "test.npy"), "seq_len": 16},
+    )  # fmt: skip
+    summary = sweep(cells[:2], tmp_path / "out")
+    assert (summary.done, summary.failed) == (0, 2)
+    assert all("is not finite" in reason for reason in summary.reasons.values())
+
+
+def test_too_little_text_for_one_calibration_fails_only_its_cells(place, tmp_path):
+    text = (place / "grid.toml").read_text().replace("samples = 6", "samples = [6, 60]")
+    (tmp_path / "g.toml").write_text(text)
+    cells = [
+        cell for cell in expand(str(tmp_path / "g.toml"))
+        if cell.recipe is None or (cell.recipe.compensation, cell.recipe.seed) == ("none", 0)
+    ]  # fmt: skip
+    summary = sweep(cells, tmp_path / "out")
+    assert (summary.done, summary.failed) == (2, 1)
+    assert "too little calibration text" in next(iter(summary.reasons.values()))
+
+
+def test_finished_cells_join_another_grid(place, copied, tmp_path):
+    grid = tmp_path / "wider.toml"
+    grid.write_text((place / "grid.toml").read_text())
+    summary = sweep(expand(str(grid)), copied)
+    assert summary.ran == 0
+    rows = Store(copied).rows
+    assert {tuple(row["grids"]) for row in rows.values()} == {("grid", "wider")}
+
+
+def test_two_sweeps_into_one_folder(place, tmp_path):
+    with (
+        Store(tmp_path / "out").writing(),
+        pytest.raises(OutputError, match="another sweep is writing"),
+    ):
+        sweep(expand(str(place / "grid.toml")), tmp_path / "out")
+
+
+def test_a_damaged_line_is_not_thrown_away(place, tmp_path):
+    (tmp_path / RESULTS).write_text('{"cell": "a"}\nnonsense\n{"cell": "b"}\n')
+    with pytest.raises(OutputError, match="line 2, is no row of a sweep"):
+        sweep(expand(str(place / "grid.toml")), tmp_path)
+    assert "nonsense" in (tmp_path / RESULTS).read_text()
+
+
+def test_a_model_without_tokenizer_is_refused_before_any_work(place, tmp_path):
+    tm.save(tm.tiny("llama", torch.float32), tmp_path / "bare", tokenizer=False)
+    (tmp_path / "text.txt").write_text("some words " * 200)
+    cells = expand(
+        "seeds", models=[str(tmp_path / "bare")], evaluate={"text": str(tmp_path / "text.txt")}
+    )
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        sweep(cells, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_kept_models_and_statistics(place, tmp_path):
+    cells = expand(str(place / "grid.toml"))[:3]
+    sweep(cells, tmp_path / "out", keep_models=True, keep_statistics=True)
+    assert (tmp_path / "out" / "models" / cells[1].id / "model.safetensors").is_file()
+    assert len(list((tmp_path / "out" / "statistics").iterdir())) == 1
+
+
+def test_the_command(place, copied, capsys, monkeypatch):
+    arguments = ["coec", "sweep", str(place / "grid.toml")]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--dry-run"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 0
+    assert "9 cells" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*arguments, str(copied), "--json"])
+    with pytest.raises(SystemExit):
+        main()
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["done"], printed["failed"], printed["ran"]) == (9, 0, 0)
+    monkeypatch.setattr(sys, "argv", [*arguments, str(copied)])
+    with pytest.raises(SystemExit):
+        main()
+    text = capsys.readouterr().out
+    assert "9 cells done, 0 failed (9 were there already)" in text
+    assert "coec report" in text
