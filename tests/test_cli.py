@@ -296,7 +296,7 @@ def test_memory_of_the_cpu_that_runs_out_is_one_line(dense, run, monkeypatch):
     status, out, err = run("eval", dense)
     assert status == 1
     assert out == ""
-    assert err == "coec: out of memory: lower --samples or --seq-len\n"
+    assert err == "coec: out of memory: lower --samples or --seq-len (of --tasks, --batch-size)\n"
 
     def broken(*args, **kwargs):
         raise RuntimeError("a bug")

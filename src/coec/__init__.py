@@ -1,6 +1,7 @@
 """Training-free structured pruning of large language models.
 
-`prune` and `perplexity` work on checkpoints, `compensate` on plain tensors; `plan` looks ahead.
+`prune`, `perplexity` and `zero_shot` work on checkpoints, `compensate` on plain tensors; `plan`
+looks ahead.
 """
 
 from importlib import import_module
@@ -12,6 +13,7 @@ from coec.types import Compensation, Gram, KeptSet
 if TYPE_CHECKING:
     from coec.compensation import compensate
     from coec.evaluation.perplexity import perplexity
+    from coec.evaluation.zero_shot import zero_shot
     from coec.pruning import plan, prune
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "perplexity",
     "plan",
     "prune",
+    "zero_shot",
 ]
 __version__ = "0.1.0"
 
@@ -31,6 +34,7 @@ _LAZY = {
     "perplexity": "coec.evaluation.perplexity",
     "plan": "coec.pruning",
     "prune": "coec.pruning",
+    "zero_shot": "coec.evaluation.zero_shot",
 }
 
 
