@@ -41,8 +41,9 @@ class TaskScore:
         items: questions asked.
         metric, value, stderr: the paper's metric: of the seven tasks as in `PAPER_METRICS`, of
             others acc_norm where there is one, else acc; None where there is neither.
-        acc, acc_norm: the answer of highest log-probability is right; of highest log-probability
-            per byte. With their standard errors; None where lm-eval gives none.
+        acc, acc_norm: how often the answer of highest log-probability is right, and the one of
+            highest log-probability per character. With standard errors; None where lm-eval gives
+            none (it needs two items).
         chance: the expected score of guessing, the mean of 1 / choices over the items; None
             unless the task is multiple choice.
         majority: the score of always giving the commonest answer, where all items share theirs.
@@ -206,7 +207,12 @@ def _run(lm: Any, tasks: list[Any], limit: int | None) -> dict[str, Any]:
 
     # bootstrap_iters stays as it is: 0 leaves out errors of means too, which need no resampling.
     results: dict[str, Any] = simple_evaluate(
-        lm, tasks=tasks, num_fewshot=0, limit=limit, log_samples=False
+        lm,
+        tasks=tasks,
+        num_fewshot=0,
+        limit=limit,
+        log_samples=False,
+        task_manager=harness.official_tasks(),  # or it reads its thousands of files again
     )
     return results
 
