@@ -132,3 +132,9 @@ def test_text_may_be_named_by_a_path(folders, tmp_path):
     by_path, by_name = (coec.perplexity(folders[0], p, seq_len=32) for p in (path, str(path)))
     assert by_path.perplexity == by_name.perplexity
     assert by_path.text == str(path)
+
+
+def test_two_tensors_are_not_the_same_text(folders, tmp_path):
+    coec.prune(folders[0], tmp_path / "out", calibration=IDS, samples=4, seq_len=16,
+               compensation="none")  # fmt: skip
+    assert coec.perplexity(tmp_path / "out", IDS, seq_len=16).same_text_as_calibration is False
