@@ -74,7 +74,8 @@ def test_a_data_set_of_the_hub_is_streamed_from_the_split_that_is_meant(source, 
 def test_a_split_that_is_not_there_is_not_replaced_by_another(hub):
     hub.answer = {"train": rows("one"), "validation": rows("two")}
     with pytest.raises(
-        CalibrationError, match=r"no split 'test' \(it has: train, validation\).*save the split"
+        CalibrationError,
+        match=r"^'hub:owner/name' has no split 'test' \(it has: train, validation\).*save",
     ):
         read_text("hub:owner/name", split="test")
 

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import coec
 import tiny_models as tm
 from coec.calibration.tokens import load_tokenizer
 from coec.errors import CalibrationError, ModelError, OptionError
+from coec.evaluation import harness
 from coec.evaluation import zero_shot as module
 from coec.evaluation.harness import official_tasks
 from coec.evaluation.zero_shot import TaskScore
@@ -265,11 +267,37 @@ def test_a_file_that_is_missing_is_named_with_those_that_are_there(folder, data,
 
 @pytest.mark.usefixtures("unloaded")
 @pytest.mark.parametrize("content", ['{"text": "a"}\n', "not json", ""])
-def test_a_file_of_another_form_is_named(content, folder, data):
+def test_a_file_of_another_form_is_named(content, folder, data, capfd):
     (data / "boolq.jsonl").write_text(content)
     with pytest.raises(CalibrationError, match=r"boolq.jsonl' does not fit lm-eval's task") as e:
         coec.zero_shot(folder, "boolq", tasks_data=data)
     assert "\n" not in str(e.value)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_every_row_is_checked_before_the_model_is_loaded(folder, data):
+    rows = [*ROWS["arc_easy"], {**ROWS["arc_easy"][0], "answerKey": "Z"}]
+    (data / "arc_easy.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(CalibrationError, match=r"arc_easy.jsonl' does not fit .*not in list"):
+        coec.zero_shot(folder, "arc_easy", tasks_data=data)
+
+
+@pytest.mark.parametrize("kind", ["UNSAFE_CODE", "MULTIMODAL"])
+def test_a_task_that_runs_code_or_shows_images_is_refused(kind):
+    class Manager:
+        def load(self, names):
+            return {"tasks": {name: SimpleNamespace(**{kind: True}) for name in names}}
+
+    with pytest.raises(OptionError, match="task 'odd' runs generated code or shows images"):
+        harness._loaded(Manager(), "odd", None)
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_task_that_computes_its_own_data_reads_no_files(folder, tmp_path):
+    (tmp_path / "ruler_vt.jsonl").write_text("{}")
+    with pytest.raises(OptionError, match="'ruler_vt' computes its own data"):
+        coec.zero_shot(folder, "ruler_vt", tasks_data=tmp_path)
 
 
 @pytest.mark.usefixtures("unloaded")

@@ -100,7 +100,7 @@ def _local_definition(name: str, file: Path, cache: str) -> dict[str, Any]:
     entry = official_tasks().task_index[name]
     official = entry.cfg or {}
     split = next((key for key in ("test_split", "validation_split") if official.get(key)), None)
-    if entry.yaml_path is None or split is None or "class" in official:
+    if entry.yaml_path is None or split is None or {"class", "custom_dataset"} & official.keys():
         raise OptionError(f"task '{name}' computes its own data: it cannot read --tasks-data")
     data = {official[split]: str(file)}
     return {
@@ -117,8 +117,12 @@ def _local_definition(name: str, file: Path, cache: str) -> dict[str, Any]:
 
 
 def _loaded(manager: Any, name: str, files: dict[str, Path] | None) -> Any:
+    """A task whose every item is known to make a question, if the items are the user's own."""
     try:
-        return manager.load([name])["tasks"][name]
+        task = manager.load([name])["tasks"][name]
+        for item in task.eval_docs if files else ():
+            task.doc_to_text(item)
+            task.doc_to_target(item)
     except Exception as error:  # the hub, a file, or a template that misses a column
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if files is None:
@@ -130,6 +134,9 @@ def _loaded(manager: Any, name: str, files: dict[str, Path] | None) -> Any:
             f"'{files[name]}' does not fit lm-eval's task '{name}' ({reason}): rows must have the "
             "columns of the task's data set on the hub"
         ) from error
+    if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+        raise OptionError(f"task '{name}' runs generated code or shows images: leave it out")
+    return task
 
 
 @contextmanager
@@ -138,15 +145,18 @@ def quiet() -> Iterator[None]:
     import datasets
     import lm_eval.api.task as building
 
-    logger = logging.getLogger("lm_eval")
-    level, bars, tqdm = logger.level, datasets.are_progress_bars_disabled(), building.tqdm
-    logger.setLevel(logging.ERROR)
+    loggers = {name: logging.getLogger(name) for name in ("lm_eval", "datasets")}
+    levels = {name: logger.level for name, logger in loggers.items()}
+    bars, tqdm = datasets.are_progress_bars_disabled(), building.tqdm
+    for logger in loggers.values():
+        logger.setLevel(logging.CRITICAL)  # what they log as errors, they raise too
     datasets.disable_progress_bars()
     building.tqdm = functools.partial(tqdm, disable=True)  # it has no switch of its own
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for name, logger in loggers.items():
+            logger.setLevel(levels[name])
         building.tqdm = tqdm
         if not bars:
             datasets.enable_progress_bars()
