@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -296,7 +297,7 @@ def test_memory_of_the_cpu_that_runs_out_is_one_line(dense, run, monkeypatch):
     status, out, err = run("eval", dense)
     assert status == 1
     assert out == ""
-    assert err == "coec: out of memory: lower --samples or --seq-len\n"
+    assert err == "coec: out of memory: lower --samples or --seq-len (of --tasks, --batch-size)\n"
 
     def broken(*args, **kwargs):
         raise RuntimeError("a bug")
@@ -339,3 +340,86 @@ def test_eval_with_json_is_one_object_for_a_program(dense, tokens):
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.count("\n") == 1
     assert json.loads(shown.stdout)["tokens"] == 24 * 31
+
+
+@pytest.fixture
+def tasks_data(tmp_path):
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    rows = [{"passage": "", "question": f"is {n} even", "label": 1 - n % 2} for n in range(5)]
+    (folder / "boolq.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def test_tasks_are_a_table_that_says_when_it_says_nothing(dense, run, tasks_data):
+    status, out, err = run("eval", dense, "--tasks", "boolq", "--tasks-data", tasks_data)
+    assert status == 0, err
+    assert "boolq" in out
+    assert "mean of the metrics in bold" in out
+    assert "these scores are at chance: they say nothing about this model" in out
+    assert "perplexity" not in out
+
+
+def test_perplexity_comes_with_tasks_only_where_a_text_is_named(dense, run, tokens, tasks_data):
+    flags = ["--tasks", "boolq", "--tasks-data", tasks_data, "--limit", 3, "--batch-size", 2]
+    status, out, _ = run("eval", dense, *flags, "--json")
+    assert status == 0
+    assert json.loads(out).keys() == {"zero_shot"}
+    both = json.loads(run("eval", dense, *flags, "--text", tokens, "--seq-len", 32, "--json")[1])
+    assert both.keys() == {"perplexity", "zero_shot"}
+    alone = json.loads(run("eval", dense, "--text", tokens, "--seq-len", 32, "--json")[1])
+    assert alone.keys() == both["perplexity"].keys()
+    assert alone["perplexity"] == both["perplexity"]["perplexity"]
+    scores = both["zero_shot"]
+    assert (scores["limit"], scores["batch_size"], scores["seq_len"]) == (3, 2, 32)
+    assert scores["tasks"]["boolq"]["items"] == 3
+
+
+def test_tasks_are_checked_before_the_perplexity_is_measured(dense, run, monkeypatch):
+    def measured(*args, **kwargs):
+        raise AssertionError("work had begun")
+
+    monkeypatch.setattr("coec.cli.evaluate.perplexity", measured)
+    status, out, err = run("eval", dense, "--tasks", "boolc", "--text", "wikitext2")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "did you mean boolq" in err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--limit", "3"],
+        ["--batch-size", "3"],
+        ["--tasks-data", "folder"],
+        ["--tasks", "boolq", "--baseline", "dense"],
+    ],
+)
+def test_flags_that_would_not_be_heard_are_wrong_usage(flags, dense, run):
+    status, out, err = run("eval", dense, *flags)
+    assert (status, out) == (2, "")
+    assert "belongs to" in err
+
+
+def test_evaluation_on_the_calibration_text_is_noted(dense, tokens, run, tmp_path):
+    other = tm.token_file(tmp_path / "other.npy", rows=12)
+    run("prune", dense, tmp_path / "out", "--calibration", tokens, "--samples", 24,
+        "--seq-len", 32, "--compensation", "none")  # fmt: skip
+    for text, same in ((tokens, True), (other, False)):
+        status, out, err = run("eval", tmp_path / "out", "--text", text, "--seq-len", 32, "--json")
+        assert status == 0
+        assert json.loads(out)["same_text_as_calibration"] is same
+        assert ("note: evaluated on the text it was calibrated on" in err) is same
+    _, out, _ = run("eval", tmp_path / "out", "--text", tokens, "--seq-len", 32)
+    assert "same text" not in out
+    _, out, err = run("eval", dense, "--text", tokens, "--seq-len", 32, "--json")
+    assert json.loads(out)["same_text_as_calibration"] is None
+    assert "note" not in err
+
+
+def test_a_record_that_is_none_is_one_line(dense, tokens, run, tmp_path):
+    shutil.copytree(dense, tmp_path / "model")
+    for content in ("{", "[]", '{"calibration": null}'):
+        (tmp_path / "model" / "coec.json").write_text(content)
+        status, _, err = run("eval", tmp_path / "model", "--text", tokens, "--seq-len", 32)
+        assert (status, err.count("\n")) == (1, 1)
+        assert "coec.json' is not the report of a pruning run" in err

@@ -1,7 +1,7 @@
 """Training-free structured pruning of large language models.
 
-`prune` and `perplexity` work on checkpoints, `compensate` on plain tensors; `plan` looks ahead, and
-`collect` keeps the statistics of a dense pass for many prunings.
+`prune`, `perplexity` and `zero_shot` work on checkpoints, `compensate` on plain tensors; `plan`
+looks ahead, and `collect` keeps the statistics of a dense pass for many prunings.
 """
 
 from importlib import import_module
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from coec.collecting import collect
     from coec.compensation import compensate
     from coec.evaluation.perplexity import perplexity
+    from coec.evaluation.zero_shot import zero_shot
     from coec.pruning import plan, prune
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "perplexity",
     "plan",
     "prune",
+    "zero_shot",
 ]
 __version__ = "0.1.0"
 
@@ -35,6 +37,7 @@ _LAZY = {
     "perplexity": "coec.evaluation.perplexity",
     "plan": "coec.pruning",
     "prune": "coec.pruning",
+    "zero_shot": "coec.evaluation.zero_shot",
 }
 
 

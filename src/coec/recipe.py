@@ -36,13 +36,14 @@ class Recipe:
         compensation: a name in `COMPENSATIONS` or a function
             `(weight, gram, kept, *, options) -> Compensation`.
         options: of the compensation, by name.
-        calibration: `wikitext2`, `self`, a path, or a tensor of token windows (n × length).
+        calibration: `wikitext2`, `c4`, `hub:OWNER/NAME[:CONFIG]`, `self`, a path, or a tensor of
+            token windows (n × length).
         samples: calibration windows.
         seq_len: tokens per window; None for 2048, or the model's maximum if that is less.
         seed: draws the windows, and the scores of `random`.
         holdout: the fraction of the windows whose statistics are kept apart, at least 0 and below
             1; they are not fitted on, and the report has every module's error on them.
-        text_column: of a jsonl or parquet file.
+        text_column: of a jsonl or parquet file, or of a data set named by `hub:`.
         device: `auto` (CUDA where there is one), or a torch device.
         dtype: of the written weights; None keeps the dense model's.
         forward_dtype: of the dense forward pass; None for the weights' own on CUDA, float32 on

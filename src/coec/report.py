@@ -1,5 +1,6 @@
 """What happened in a pruning run: one object, written as coec.json and as the model card."""
 
+import json
 import platform
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from coec import __version__
+from coec.errors import ModelError
 from coec.models.checkpoint import write_json
 
 REPORT = "coec.json"
@@ -147,6 +149,23 @@ Errors are on the calibration data; they say nothing about other text. Evaluate 
 
 The licence of the dense model applies.
 """
+
+
+def calibration_digest(folder: Path) -> str | None:
+    """The SHA-256 of the text that a model was pruned with; None where no coec.json says so.
+
+    Raises:
+        ModelError: the coec.json is no report.
+    """
+    path = folder / REPORT
+    if not path.is_file():
+        return None
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["calibration"]["text_sha256"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"'{path}' is not the report of a pruning run: restore it, or move it away"
+        ) from error
 
 
 def environment(device: str) -> dict[str, str]:

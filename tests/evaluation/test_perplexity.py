@@ -147,3 +147,9 @@ def test_windows_cut_beforehand_and_a_limit_on_them(folders):
     assert limited.perplexity != coec.perplexity(dense, IDS, seq_len=16).perplexity
     with pytest.raises(OptionError, match="max_windows must be a whole number of at least 1"):
         coec.perplexity(dense, IDS, seq_len=16, max_windows=0)
+
+
+def test_two_tensors_are_not_the_same_text(folders, tmp_path):
+    coec.prune(folders[0], tmp_path / "out", calibration=IDS, samples=4, seq_len=16,
+               compensation="none")  # fmt: skip
+    assert coec.perplexity(tmp_path / "out", IDS, seq_len=16).same_text_as_calibration is False

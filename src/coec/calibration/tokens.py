@@ -1,14 +1,10 @@
-"""Token windows for calibration and evaluation, from text, token files or a data set.
-
-No data set script is kept here: WikiText-2 comes through `datasets`, everything else from files.
-"""
+"""Token windows for calibration and evaluation, from text (`sources`) or token files."""
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,15 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from coec.calibration.sources import Split, read_text
 from coec.errors import CalibrationError, ModelError
 from coec.models.checkpoint import TOKENIZER_FILES
 
-WIKITEXT2 = ("Salesforce/wikitext", "wikitext-2-raw-v1")
-SEPARATOR = "\n\n"
-"""Joins the documents of a data set, as the evaluation protocol does (METHODS §7)."""
-
 TOKEN_SUFFIXES = (".npy", ".safetensors")
-Split = Literal["train", "validation", "test"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +31,8 @@ class Windows:
         available: how many tokens the source has.
         text_sha256: of the source text (of the token ids where there is no text).
         special_tokens: how many the tokenizer added to the text.
+        characters: of the source text, which of a large data set is its beginning; 0 where
+            there is no text.
     """
 
     ids: Int[Tensor, "n length"]
@@ -46,6 +40,7 @@ class Windows:
     available: int
     text_sha256: str
     special_tokens: int = 0
+    characters: int = 0
 
     @property
     def sha256(self) -> str:
@@ -60,6 +55,7 @@ class Windows:
             "seq_len": self.ids.shape[1],
             "tokens_available": self.available,
             "special_tokens": self.special_tokens,
+            "characters": self.characters,
             "text_sha256": self.text_sha256,
             "windows_sha256": self.sha256,
         }
@@ -73,6 +69,7 @@ class Stream:
     source: str
     text_sha256: str
     special_tokens: int = 0
+    characters: int = 0
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -105,7 +102,7 @@ def read_stream(
     split: Split,
     text_column: str = "text",
 ) -> Stream:
-    """Tokens of a source: `wikitext2`, a text, jsonl or parquet file, or a token file.
+    """Tokens of a source: a token file, or whatever text `read_text` knows.
 
     Text is tokenised in one piece, special tokens added once.
 
@@ -113,7 +110,7 @@ def read_stream(
         source: a name or a path.
         tokenizer: called only when there is text.
         split: of a named data set.
-        text_column: of jsonl and parquet files.
+        text_column: of jsonl and parquet files, and of data sets named by `hub:`.
 
     Raises:
         CalibrationError: the source is missing, empty or of the wrong form.
@@ -121,14 +118,13 @@ def read_stream(
     if is_token_file(source):
         ids = _read_token_file(Path(source))
         return Stream(ids, source, digest(ids))
-    text = _wikitext2(split) if source == "wikitext2" else _read_text(Path(source), text_column)
-    if not text.strip():
-        raise CalibrationError(f"'{source}' holds no text")
+    text = read_text(source, split=split, text_column=text_column)
     encode = tokenizer()
     # verbose=False: the warning about texts longer than the model is meant for other uses.
     ids = torch.tensor(encode(text, verbose=False)["input_ids"], dtype=torch.int64)
     special = encode.num_special_tokens_to_add()
-    return Stream(ids, source, hashlib.sha256(text.encode()).hexdigest(), special)
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    return Stream(ids, source, sha256, special, len(text))
 
 
 def sample_windows(
@@ -188,7 +184,12 @@ def hold_out(windows: Windows, fraction: float, seed: int) -> tuple[Tensor, Tens
 
 def _windows(stream: Stream, rows: Int[Tensor, "n length"]) -> Windows:
     return Windows(
-        rows, stream.source, stream.ids.numel(), stream.text_sha256, stream.special_tokens
+        rows,
+        stream.source,
+        stream.ids.numel(),
+        stream.text_sha256,
+        stream.special_tokens,
+        stream.characters,
     )
 
 
@@ -208,67 +209,6 @@ def _cut(stream: Stream, seq_len: int, vocabulary: int) -> Int[Tensor, "n length
         return ids
     count = len(ids) // seq_len
     return ids[: count * seq_len].reshape(count, seq_len)
-
-
-def _read_text(path: Path, column: str) -> str:
-    if not path.is_file():
-        raise CalibrationError(
-            f"no text at '{path}': give 'wikitext2', 'self', or a file "
-            "(.txt, .jsonl, .parquet, or token ids as .npy or .safetensors)"
-        )
-    try:
-        if path.suffix in (".jsonl", ".json"):
-            return SEPARATOR.join(_jsonl_column(path, column))
-        if path.suffix == ".parquet":
-            return SEPARATOR.join(_parquet_column(path, column))
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CalibrationError(f"'{path}' is not UTF-8 text: {error}") from error
-
-
-def _jsonl_column(path: Path, column: str) -> list[str]:
-    texts = []
-    # not splitlines: a JSON string may hold U+2028 and its like unescaped
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise CalibrationError(f"'{path}', line {number}, is not JSON: {error}") from error
-        if not isinstance(row, dict) or not isinstance(row.get(column), str):
-            found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-            raise CalibrationError(
-                f"'{path}', line {number}, has no text in column '{column}' (it has: {found}); "
-                "name it with --text-column"
-            )
-        texts.append(row[column])
-    return texts
-
-
-def _parquet_column(path: Path, column: str) -> list[str]:
-    try:
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise CalibrationError("reading parquet needs pyarrow: pip install 'coec[data]'") from error
-    try:
-        names = parquet.read_schema(path).names
-        if column not in names:
-            raise CalibrationError(
-                f"'{path}' has no column '{column}' (it has: {', '.join(names)}); "
-                "name it with --text-column"
-            )
-        texts = parquet.read_table(path, columns=[column])[column].to_pylist()
-    except arrow.ArrowInvalid as error:
-        raise CalibrationError(f"'{path}' is not a parquet file: {error}") from error
-    for number, text in enumerate(texts, 1):
-        if not isinstance(text, str):
-            raise CalibrationError(
-                f"'{path}', row {number}, has no text in column '{column}' (it has: {text!r:.40}); "
-                "leave such rows out, or name another column with --text-column"
-            )
-    return texts
 
 
 def _read_token_file(path: Path) -> Tensor:
@@ -292,24 +232,6 @@ def _read_token_file(path: Path) -> Tensor:
     if ids.ndim not in (1, 2) or ids.numel() == 0:
         raise CalibrationError(f"'{path}' must hold ids of shape (n,) or (rows, length)")
     return ids
-
-
-def _wikitext2(split: Split) -> str:
-    offline = (
-        "WikiText-2 could not be loaded ({}). Offline, give a local file instead: "
-        "--calibration PATH (coec prune) or --text PATH (coec eval), or --calibration self"
-    )
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise CalibrationError(
-            offline.format("the 'datasets' package is missing: pip install 'coec[data]'")
-        ) from error
-    try:
-        rows = load_dataset(*WIKITEXT2, split=split)
-    except Exception as error:  # the hub's client raises many kinds; one line is enough
-        raise CalibrationError(offline.format(str(error).strip().splitlines()[0])) from error
-    return SEPARATOR.join(rows["text"])
 
 
 def digest(ids: Tensor) -> str:

@@ -32,6 +32,7 @@ app.command("sweep")(sweep_command)
 app.command("methods")(methods_command)
 INTERRUPTED = 130
 """The exit status that typer gives to Ctrl-C."""
+LOWER = "--samples or --seq-len (of --tasks, --batch-size)"
 
 
 def main() -> None:
@@ -42,11 +43,11 @@ def main() -> None:
         _fail(str(error))
     except (MemoryError, torch.OutOfMemoryError) as error:
         reason = str(error).strip().splitlines()[:1]
-        _fail(f"out of memory: lower --samples or --seq-len, or use --device cpu {reason}")
+        _fail(f"out of memory: lower {LOWER}, or use --device cpu {reason}")
     except RuntimeError as error:
         if "DefaultCPUAllocator" not in str(error):  # what torch raises for the CPU's memory
             raise
-        _fail("out of memory: lower --samples or --seq-len")
+        _fail(f"out of memory: lower {LOWER}")
     except SystemExit as error:
         if error.code == INTERRUPTED:
             print("coec: interrupted; nothing half-written is left", file=sys.stderr)

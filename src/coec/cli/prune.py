@@ -93,8 +93,9 @@ def prune_command(
     calibration: Annotated[
         str | None,
         setting(
-            "wikitext2; self (text sampled from the model); or a .txt, .jsonl, .parquet, .npy or "
-            ".safetensors file. Default: wikitext2."
+            "wikitext2; c4; hub:OWNER/NAME or hub:OWNER/NAME:CONFIG (their train splits); self "
+            "(text sampled from the model); or a .txt, .jsonl, .parquet, .npy or .safetensors "
+            "file. Default: wikitext2."
         ),
     ] = None,
     samples: Annotated[int | None, setting("Calibration windows. Default: 128.")] = None,
@@ -110,7 +111,8 @@ def prune_command(
         ),
     ] = None,
     text_column: Annotated[
-        str | None, setting("Column of a jsonl or parquet file. Default: text.")
+        str | None,
+        setting("Column of a jsonl or parquet file, or of a hub: data set. Default: text."),
     ] = None,
     device: Annotated[str | None, setting("auto, cpu, cuda, cuda:1, … Default: auto.")] = None,
     dtype: Annotated[Dtype | None, setting("Of the written weights. Default: the model's.")] = None,

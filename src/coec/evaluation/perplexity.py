@@ -10,22 +10,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from coec.calibration.self_text import sample_from_model
-from coec.calibration.tokens import (
-    Split,
-    Stream,
-    Windows,
-    all_windows,
-    load_tokenizer,
-    read_stream,
-)
+from coec.calibration.sources import Split
+from coec.calibration.tokens import Stream, Windows, all_windows, load_tokenizer, read_stream
 from coec.errors import CalibrationError, ModelError, NumericalError, OptionError
-from coec.models.architectures import architecture_of
-from coec.models.checkpoint import Checkpoint, find_model, read_config, skeleton
-from coec.planning import choose_device, choose_forward_dtype, resolve_seq_len, stored_dtype
-from coec.recipe import DTYPES
+from coec.evaluation.network import check_dtype, checked, load_network, sizes
+from coec.models.checkpoint import find_model
+from coec.planning import choose_device, resolve_seq_len
+from coec.report import calibration_digest
 
 DEFAULT_SEQ_LEN = 4096
 LOGITS_PER_BATCH = 2**24
@@ -48,6 +42,8 @@ class Perplexity:
         seconds: wall-clock, both models where there is a baseline.
         baseline_perplexity, ratio, kl: with a baseline: its perplexity, perplexity over it, and
             the mean of KL(baseline ‖ model) in nats per token.
+        same_text_as_calibration: whether the model was pruned with this very text, by digest; None
+            where the folder holds no record of its pruning.
     """
 
     perplexity: float
@@ -62,6 +58,7 @@ class Perplexity:
     baseline_perplexity: float | None = None
     ratio: float | None = None
     kl: float | None = None
+    same_text_as_calibration: bool | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Every field by name."""
@@ -90,12 +87,14 @@ def perplexity(
 
     Args:
         model: a model folder or hub name.
-        text: `wikitext2`, a file as in `coec prune`, a tensor of token ids, or `self`: text
-            sampled from the baseline (`samples` windows under `seed`); or windows already cut.
+        text: `wikitext2`, `c4`, `hub:OWNER/NAME[:CONFIG]`, a file as in `coec prune`, a tensor of
+            token ids, or `self`: text sampled from the baseline (`samples` windows under `seed`);
+            or windows already cut.
         seq_len: None for 4096, or the model's maximum if that is less.
         max_windows: evaluate the first so many windows; None for all.
         baseline: the dense model, for the ratio and the KL divergence.
-        split: of `wikitext2`.
+        split: of a data set; C4's validation split stands in for test.
+        text_column: of a jsonl or parquet file, or of a data set named by `hub:`.
         dtype: of the forward pass; None as in `Recipe.forward_dtype`.
 
     Raises:
@@ -103,17 +102,17 @@ def perplexity(
     """
     began = time.perf_counter()
     chosen = choose_device(device)
-    if dtype is not None and dtype not in DTYPES:
-        raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    check_dtype(dtype)
     if samples < 1:
         raise OptionError(f"samples must be a whole number of at least 1, got {samples}")
-    folder = _checked(find_model(model))
-    base_folder = _checked(find_model(baseline)) if baseline is not None else None
-    vocabulary = _sizes(folder)[1]
-    if base_folder is not None and _sizes(base_folder)[1] != vocabulary:
+    folder = checked(find_model(model))
+    base_folder = checked(find_model(baseline)) if baseline is not None else None
+    seen = calibration_digest(folder)
+    positions, vocabulary = sizes(folder)
+    if base_folder is not None and sizes(base_folder)[1] != vocabulary:
         raise ModelError(
             f"model and baseline have different vocabularies ({vocabulary} and "
-            f"{_sizes(base_folder)[1]}): the baseline must be the dense model it was pruned from"
+            f"{sizes(base_folder)[1]}): the baseline must be the dense model it was pruned from"
         )
     if isinstance(text, str) and text == "self":
         if base_folder is None:
@@ -126,15 +125,15 @@ def perplexity(
             folder, text, seq_len=seq_len, max_windows=max_windows, split=split,
             text_column=text_column,
         )  # fmt: skip
-    network = _load(folder, chosen, dtype)
-    base = _load(base_folder, chosen, dtype) if base_folder is not None else None
+    network = load_network(folder, chosen, dtype)
+    base = load_network(base_folder, chosen, dtype) if base_folder is not None else None
     if windows is None:
         assert base is not None
         windows = sample_from_model(
             base,
             tokenizer,
             samples=samples,
-            seq_len=resolve_seq_len(seq_len, _sizes(folder)[0], DEFAULT_SEQ_LEN),
+            seq_len=resolve_seq_len(seq_len, positions, DEFAULT_SEQ_LEN),
             seed=seed,
             progress=progress,
         )
@@ -159,6 +158,8 @@ def perplexity(
         baseline_perplexity=base_ppl,
         ratio=None if base_ppl is None else ppl / base_ppl,
         kl=kl,
+        # Two tensors of ids have no digest, which makes them no same text.
+        same_text_as_calibration=None if seen is None else seen == windows.text_sha256 != "",
     )
 
 
@@ -179,7 +180,7 @@ def evaluation_windows(
     if max_windows is not None and max_windows < 1:
         raise OptionError(f"max_windows must be a whole number of at least 1, got {max_windows}")
     folder = find_model(model)
-    positions, vocabulary = _sizes(folder)
+    positions, vocabulary = sizes(folder)
     length = resolve_seq_len(seq_len, positions, DEFAULT_SEQ_LEN)
     stream = _stream(text, folder, split, text_column)
     windows = all_windows(stream, seq_len=length, vocabulary=vocabulary)
@@ -235,24 +236,6 @@ def _stream(text: str | Path | Tensor, folder: Path, split: Split, text_column: 
     return read_stream(
         str(text), lambda: load_tokenizer(folder), split=split, text_column=text_column
     )
-
-
-def _checked(folder: Path) -> Path:
-    """The folder, once its files are known to be whole (their headers; values are not read)."""
-    checkpoint = Checkpoint.open(folder)
-    architecture_of(checkpoint.config)
-    return folder
-
-
-def _sizes(folder: Path) -> tuple[int, int]:
-    config = skeleton(read_config(folder)).config
-    return int(config.max_position_embeddings), int(config.vocab_size)
-
-
-def _load(folder: Path, device: torch.device, dtype: str | None) -> PreTrainedModel:
-    forward = choose_forward_dtype(dtype, stored_dtype(read_config(folder)), device)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=forward)
-    return model.to(device).eval()
 
 
 def _exp(value: float) -> float:

@@ -1,0 +1,224 @@
+"""lm-evaluation-harness as a library: its own task definitions, on hub data or on local files."""
+
+import difflib
+import functools
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from coec.errors import CalibrationError, OptionError
+
+Progress = Callable[[str, int, int], None]
+
+
+def lm_eval_version() -> str:
+    """The installed version.
+
+    Raises:
+        OptionError: it is not installed, or lacks what it needs to run a transformers model.
+    """
+    try:
+        import accelerate  # noqa: F401
+        import lm_eval  # noqa: F401
+    except ImportError as error:
+        raise OptionError(
+            f"zero-shot tasks need lm-evaluation-harness ({error}): pip install 'coec[zero-shot]'"
+        ) from error
+    return version("lm_eval")
+
+
+@functools.cache
+def official_tasks() -> Any:
+    """lm-eval's TaskManager over the tasks it comes with (it reads thousands of files once)."""
+    from lm_eval.tasks import TaskManager
+
+    with quiet():
+        return TaskManager()
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises OptionError for a name that is not one of lm-eval's tasks."""
+    manager = official_tasks()
+    for name in names:
+        if name in manager.all_subtasks:
+            continue
+        if name in manager.all_tasks:
+            raise OptionError(f"'{name}' is a group of lm-eval's tasks: name the tasks themselves")
+        close = difflib.get_close_matches(name, manager.all_subtasks, 3)
+        hint = f"; did you mean {', '.join(close)}?" if close else ""
+        raise OptionError(f"lm-eval {lm_eval_version()} has no task '{name}'{hint}")
+
+
+def local_files(names: Sequence[str], folder: Path) -> dict[str, Path]:
+    """The file of every task, `<task>.jsonl`.
+
+    Raises:
+        CalibrationError: one is not there.
+    """
+    files = {name: folder.resolve() / f"{name}.jsonl" for name in names}
+    for name, file in files.items():
+        if not file.is_file():
+            there = ", ".join(sorted(path.stem for path in folder.glob("*.jsonl"))) or "none"
+            raise CalibrationError(
+                f"no '{folder / file.name}' for task '{name}'; tasks with a file there: {there}"
+            )
+    return files
+
+
+@contextmanager
+def loaded_tasks(names: Sequence[str], files: dict[str, Path] | None) -> Iterator[list[Any]]:
+    """lm-eval's task objects with their data, from the hub or from local files.
+
+    A local file takes the place of the split that the official definition evaluates on. lm-eval is
+    given a definition that includes the official one, under its name, and overrides nothing but
+    where the data are; nothing is written outside a temporary folder.
+
+    Raises:
+        CalibrationError: data that cannot be read, or do not fit the task's definition.
+    """
+    from lm_eval.tasks import TaskManager
+
+    with TemporaryDirectory(prefix="coec-tasks-") as scratch:
+        manager = official_tasks()
+        if files is not None:
+            for name, file in files.items():
+                definition = json.dumps(_local_definition(name, file, scratch))
+                (Path(scratch) / f"{name}.yaml").write_text(definition, encoding="utf-8")
+            manager = TaskManager(include_path=scratch, include_defaults=False)
+        yield [_loaded(manager, name, files) for name in names]
+
+
+def _local_definition(name: str, file: Path, cache: str) -> dict[str, Any]:
+    """A task definition for lm-eval (JSON is YAML): the official one, its data in one file."""
+    entry = official_tasks().task_index[name]
+    official = entry.cfg or {}
+    split = next((key for key in ("test_split", "validation_split") if official.get(key)), None)
+    if entry.yaml_path is None or split is None or {"class", "custom_dataset"} & official.keys():
+        raise OptionError(f"task '{name}' computes its own data: it cannot read --tasks-data")
+    data = {official[split]: str(file)}
+    return {
+        "include": str(entry.yaml_path),
+        "task": name,
+        "tag": None,
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": data, "cache_dir": cache},
+        **dict.fromkeys(("training_split", "validation_split", "test_split")),
+        "fewshot_split": None,
+        split: official[split],
+    }
+
+
+def _loaded(manager: Any, name: str, files: dict[str, Path] | None) -> Any:
+    """A task whose every item is known to make a question, if the items are the user's own."""
+    try:
+        task = manager.load([name])["tasks"][name]
+        for item in task.eval_docs if files else ():
+            task.doc_to_text(item)
+            task.doc_to_target(item)
+    except Exception as error:  # the hub, a file, or a template that misses a column
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        if files is None:
+            raise CalibrationError(
+                f"the data of task '{name}' could not be loaded ({reason}). Offline, give local "
+                "files: --tasks-data DIR"
+            ) from error
+        raise CalibrationError(
+            f"'{files[name]}' does not fit lm-eval's task '{name}' ({reason}): rows must have the "
+            "columns of the task's data set on the hub"
+        ) from error
+    if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+        raise OptionError(f"task '{name}' runs generated code or shows images: leave it out")
+    return task
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps lm-eval and datasets from writing to stderr: progress goes through the callback."""
+    import datasets
+    import lm_eval.api.task as building
+
+    loggers = {name: logging.getLogger(name) for name in ("lm_eval", "datasets")}
+    levels = {name: logger.level for name, logger in loggers.items()}
+    bars, tqdm = datasets.are_progress_bars_disabled(), building.tqdm
+    for logger in loggers.values():
+        logger.setLevel(logging.CRITICAL)  # what they log as errors, they raise too
+    datasets.disable_progress_bars()
+    building.tqdm = functools.partial(tqdm, disable=True)  # it has no switch of its own
+    try:
+        yield
+    finally:
+        for name, logger in loggers.items():
+            logger.setLevel(levels[name])
+        building.tqdm = tqdm
+        if not bars:
+            datasets.enable_progress_bars()
+
+
+def language_model(
+    network: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    batch_size: int,
+    max_length: int,
+    progress: Progress | None,
+) -> Any:
+    """lm-eval's view of a model in memory; `truncated` counts requests cut on the left."""
+    from lm_eval.models.huggingface import HFLM
+
+    class Network(HFLM):
+        truncated = 0
+
+        def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> Any:
+            self.cache_hook.begin(len(requests))
+            return super().loglikelihood(requests, disable_tqdm=True)
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> Any:
+            self.cache_hook.begin(len(requests))
+            return super().loglikelihood_rolling(requests, disable_tqdm=True)
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = True) -> Any:
+            self.cache_hook.begin(len(requests))
+            return super().generate_until(requests, disable_tqdm=True)
+
+        def _loglikelihood_tokens(self, requests: Any, *args: Any, **options: Any) -> Any:
+            answer = max((len(tokens) for _, _, tokens in requests), default=0)
+            if answer > max_length:
+                raise OptionError(
+                    f"an answer has {answer} tokens, more than --seq-len {max_length}: give a "
+                    "longer one, or leave its task out"
+                )
+            lengths = (len(context) + len(tokens) for _, context, tokens in requests)
+            # The last token is only predicted, so that one more than max_length fits.
+            self.truncated += sum(length > max_length + 1 for length in lengths)
+            return super()._loglikelihood_tokens(requests, *args, **options)
+
+    lm = Network(
+        pretrained=network, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length
+    )
+    lm.set_cache_hook(_Counter(progress))
+    return lm
+
+
+class _Counter:
+    """Where lm-eval hands over every finished request: a cache hook that only counts."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress, self._done, self._total = progress, 0, 0
+
+    def begin(self, requests: int) -> None:
+        """So many more requests will come."""
+        self._total += requests
+
+    def add_partial(self, kind: str, request: Any, result: Any) -> None:
+        """One request is finished."""
+        self._done += 1
+        if self._progress:
+            self._progress("zero-shot", self._done, self._total)

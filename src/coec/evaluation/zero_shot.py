@@ -1,0 +1,288 @@
+"""Zero-shot accuracy through lm-evaluation-harness (METHODS §7)."""
+
+import hashlib
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from coec.calibration.tokens import load_tokenizer
+from coec.errors import OptionError
+from coec.evaluation import harness
+from coec.evaluation.harness import Progress
+from coec.evaluation.network import check_dtype, checked, load_network, sizes
+from coec.models.checkpoint import find_model
+from coec.planning import choose_device, resolve_seq_len
+
+PAPER_METRICS = {
+    "boolq": "acc",
+    "rte": "acc",
+    "winogrande": "acc",
+    "hellaswag": "acc_norm",
+    "arc_easy": "acc_norm",
+    "arc_challenge": "acc_norm",
+    "openbookqa": "acc_norm",
+}
+"""The seven tasks, and the metric that the paper's tables give for each."""
+SEVEN = "seven"
+SIGNIFICANT = 2.0
+"""Standard errors above guessing from which a score says something."""
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """The result of one task.
+
+    Attributes:
+        task, version: lm-eval's name, and the version of its definition.
+        items: questions asked.
+        metric, value, stderr: the paper's metric: of the seven tasks as in `PAPER_METRICS`, of
+            others acc_norm where there is one, else acc; None where there is neither.
+        acc, acc_norm: how often the answer of highest log-probability is right, and the one of
+            highest log-probability per character. With standard errors; None where lm-eval gives
+            none (it needs two items).
+        chance: the expected score of guessing, the mean of 1 / choices over the items; None
+            unless the task is multiple choice.
+        majority: the score of always giving the commonest answer, where all items share theirs.
+        other: lm-eval's further metrics, under its own names.
+        data: the SHA-256 of the local file, or "hub".
+    """
+
+    task: str
+    version: str
+    items: int
+    metric: str | None
+    value: float | None
+    stderr: float | None
+    acc: float | None
+    acc_stderr: float | None
+    acc_norm: float | None
+    acc_norm_stderr: float | None
+    chance: float | None
+    majority: float | None
+    other: dict[str, float]
+    data: str
+
+    @property
+    def guessing(self) -> float | None:
+        """The best score that needs no understanding."""
+        return None if self.chance is None else max(self.chance, self.majority or 0.0)
+
+    @property
+    def at_chance(self) -> bool | None:
+        """Whether the score is within 2 standard errors of guessing, or below; None: not known."""
+        return _at_chance([self])
+
+
+@dataclass(frozen=True)
+class ZeroShot:
+    """The result of an evaluation on tasks; JSON-ready by `as_dict`.
+
+    Attributes:
+        tasks: one entry per task, in the order asked for.
+        mean, mean_stderr: of the paper's metrics, over the tasks that have one; √Σse²/n.
+        mean_at_chance: whether the mean is within 2 standard errors of guessing; None: not known.
+        at_chance: the tasks whose score is.
+        truncated: requests longer than `seq_len`, cut on the left.
+        limit: items per task; None for all.
+        seq_len: the most tokens the model was given.
+        batch_size: requests per forward pass.
+        parameters: of the model.
+        lm_eval: version of lm-evaluation-harness.
+        seconds: wall-clock.
+    """
+
+    tasks: tuple[TaskScore, ...]
+    mean: float | None
+    mean_stderr: float | None
+    mean_at_chance: bool | None
+    at_chance: tuple[str, ...]
+    truncated: int
+    limit: int | None
+    seq_len: int
+    batch_size: int
+    parameters: int
+    lm_eval: str
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field by name; the tasks by theirs."""
+        tasks = {score.task: asdict(score) for score in self.tasks}
+        return {**asdict(self), "tasks": tasks, "at_chance": list(self.at_chance)}
+
+
+def zero_shot(
+    model: str | Path,
+    tasks: str | Sequence[str] = SEVEN,
+    *,
+    tasks_data: str | Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    seq_len: int | None = None,
+    device: str = "auto",
+    dtype: str | None = None,
+    progress: Progress | None = None,
+) -> ZeroShot:
+    """Zero-shot accuracy with the task definitions of the installed lm-evaluation-harness.
+
+    Args:
+        model: a model folder or hub name, with a tokenizer.
+        tasks: `seven` (the keys of `PAPER_METRICS`), or names of lm-eval's tasks, as a list or
+            separated by commas.
+        tasks_data: a folder of `<task>.jsonl` files, rows as in the task's data set on the hub;
+            nothing is downloaded then.
+        limit: the first so many items of each task; None for all.
+        batch_size: requests per forward pass.
+        seq_len: the most tokens the model is given; None for its maximum.
+        dtype: of the forward pass; None as in `Recipe.forward_dtype`.
+        progress: called with ("zero-shot", done, total) requests.
+
+    Raises:
+        CoecError: with one line that says what to change, before the model is loaded.
+    """
+    began = time.perf_counter()
+    chosen = choose_device(device)
+    check_dtype(dtype)
+    for name, value in (("limit", limit), ("batch_size", batch_size)):
+        if value is not None and value < 1:
+            raise OptionError(f"{name} must be a whole number of at least 1, got {value}")
+    folder = checked(find_model(model))
+    tokenizer = load_tokenizer(folder)
+    positions, _ = sizes(folder)
+    length = resolve_seq_len(seq_len, positions, positions)
+    names, files = check_tasks(tasks, tasks_data)
+    with harness.quiet(), harness.loaded_tasks(names, files) as loaded:
+        network = load_network(folder, chosen, dtype)
+        lm = harness.language_model(
+            network, tokenizer, batch_size=batch_size, max_length=length, progress=progress
+        )
+        results = _run(lm, loaded, limit)
+        scores = tuple(
+            _score(task, results, limit, _source(task.task_name, files)) for task in loaded
+        )
+    mean, mean_stderr = _mean(scores)
+    return ZeroShot(
+        tasks=scores,
+        mean=mean,
+        mean_stderr=mean_stderr,
+        mean_at_chance=_at_chance(scores),
+        at_chance=tuple(score.task for score in scores if score.at_chance),
+        truncated=lm.truncated,
+        limit=limit,
+        seq_len=length,
+        batch_size=batch_size,
+        parameters=network.num_parameters(),
+        lm_eval=harness.lm_eval_version(),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def check_tasks(
+    tasks: str | Sequence[str], tasks_data: str | Path | None = None
+) -> tuple[tuple[str, ...], dict[str, Path] | None]:
+    """The names asked for, `seven` written out, each once; and their files, None for the hub's.
+
+    Raises:
+        CoecError: lm-eval is not installed, a task is unknown, or a file is missing.
+    """
+    asked = tasks.split(",") if isinstance(tasks, str) else tasks
+    names: list[str] = []
+    for name in (name.strip() for name in asked):
+        names += PAPER_METRICS if name == SEVEN else [name] * bool(name)
+    if not names:
+        raise OptionError("no task is named: give 'seven', or names of lm-eval's tasks")
+    names = list(dict.fromkeys(names))
+    harness.lm_eval_version()
+    files = None if tasks_data is None else harness.local_files(names, Path(tasks_data))
+    harness.check_names(names)
+    return tuple(names), files
+
+
+def _run(lm: Any, tasks: list[Any], limit: int | None) -> dict[str, Any]:
+    """lm-eval's results, standard errors as its own command gives them."""
+    from lm_eval import simple_evaluate
+
+    # bootstrap_iters stays as it is: 0 leaves out errors of means too, which need no resampling.
+    results: dict[str, Any] = simple_evaluate(
+        lm,
+        tasks=tasks,
+        num_fewshot=0,
+        limit=limit,
+        log_samples=False,
+        task_manager=harness.official_tasks(),  # or it reads its thousands of files again
+    )
+    return results
+
+
+def _score(task: Any, results: dict[str, Any], limit: int | None, data: str) -> TaskScore:
+    name = task.task_name
+    numbers = {
+        key.removesuffix(",none"): float(value)
+        for key, value in results["results"][name].items()
+        if "," in key and isinstance(value, int | float)
+    }
+    known = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")
+    metric = PAPER_METRICS.get(name) or next((m for m in ("acc_norm", "acc") if m in numbers), None)
+    chance, majority = _guesses(task, limit)
+    return TaskScore(
+        task=name,
+        version=str(results["versions"][name]),
+        items=results["n-samples"][name]["effective"],
+        metric=metric,
+        value=numbers.get(metric or ""),
+        stderr=numbers.get(f"{metric}_stderr"),
+        **{key: numbers.get(key) for key in known},
+        chance=chance,
+        majority=majority,
+        other={key: value for key, value in numbers.items() if key not in known},
+        data=data,
+    )
+
+
+def _guesses(task: Any, limit: int | None) -> tuple[float | None, float | None]:
+    """What guessing scores, and what the commonest answer does where it is always on offer."""
+    if task.OUTPUT_TYPE != "multiple_choice":
+        return None, None
+    items = [item for _, item in task.doc_iterator(limit=limit)]
+    choices = [tuple(task.doc_to_choice(item)) for item in items]
+    chance = sum(1 / len(offered) for offered in choices) / len(items)
+    if len(items) == 1 or len(set(choices)) > 1:
+        return chance, None
+    answers = Counter(str(task.doc_to_target(item)) for item in items)
+    return chance, answers.most_common(1)[0][1] / len(items)
+
+
+def _mean(scores: Sequence[TaskScore]) -> tuple[float | None, float | None]:
+    """The mean of the paper's metrics, and its standard error."""
+    values = [score.value for score in scores if score.value is not None]
+    errors = [score.stderr for score in scores if score.stderr is not None]
+    if not values:
+        return None, None
+    mean = sum(values) / len(values)
+    if len(errors) < len(values):
+        return mean, None
+    return mean, math.sqrt(sum(error**2 for error in errors)) / len(values)
+
+
+def _at_chance(scores: Sequence[TaskScore]) -> bool | None:
+    """Whether the mean score is less than `SIGNIFICANT` standard errors above guessing.
+
+    The standard error is the one that guessing has: the one of the score itself is zero when all
+    of a few answers are right, which a guesser manages too.
+    """
+    gain = variance = 0.0
+    counted = [score for score in scores if score.value is not None]
+    for score in counted:
+        guessing = score.guessing
+        if guessing is None or score.value is None:
+            return None
+        gain += score.value - guessing
+        variance += guessing * (1 - guessing) / score.items
+    return gain <= SIGNIFICANT * math.sqrt(variance) if counted else None
+
+
+def _source(name: str, files: dict[str, Path] | None) -> str:
+    return "hub" if files is None else hashlib.sha256(files[name].read_bytes()).hexdigest()

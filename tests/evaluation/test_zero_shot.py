@@ -1,0 +1,381 @@
+"""Zero-shot scores against the obvious loop, and against lm-eval's own command."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import coec
+import tiny_models as tm
+from coec.calibration.tokens import load_tokenizer
+from coec.errors import CalibrationError, ModelError, OptionError
+from coec.evaluation import harness
+from coec.evaluation import zero_shot as module
+from coec.evaluation.harness import official_tasks
+from coec.evaluation.zero_shot import TaskScore
+
+ROWS = {
+    "boolq": [
+        {"question": "is it far", "passage": "It is near.", "label": 0},
+        {"question": "is snow cold", "passage": "Snow is ice.", "label": 1},
+        {"question": "can a cat read", "passage": "Cats sleep.", "label": 0},
+        {"question": "do birds fly", "passage": "Most do.", "label": 1},
+    ],
+    "arc_easy": [
+        {"id": "0", "question": "What is wet?", "answerKey": "B",
+         "choices": {"text": ["a dry old stone", "rain", "sand"], "label": ["A", "B", "C"]}},
+        {"id": "1", "question": "What burns?", "answerKey": "2",
+         "choices": {"text": ["ice in the glass", "wood", "éééé", "a"],
+                     "label": ["1", "2", "3", "4"]}},
+        {"id": "2", "question": "What is up?", "answerKey": "A",
+         "choices": {"text": ["the wide blue sky", "mud", "a well"], "label": ["A", "B", "C"]}},
+    ],
+    "winogrande": [
+        {"sentence": "Ann beat Sue since _ was fast.", "option1": "Ann", "option2": "Sue",
+         "answer": "1"},
+        {"sentence": "The cup fell off the shelf as _ was bent.", "option1": "it",
+         "option2": "the old shelf", "answer": "2"},
+        {"sentence": "Tom fed the dog when _ barked.", "option1": "Tom", "option2": "the dog",
+         "answer": "2"},
+    ],
+    "hellaswag": [
+        {"ind": 0, "activity_label": "Cooking", "ctx_a": "A man cuts bread.", "ctx_b": "he",
+         "ctx": "", "endings": ["eats it.", "flies to the moon.", "[title] sings  on.", "is."],
+         "label": "0", "split": "val"},
+        {"ind": 1, "activity_label": "Rowing", "ctx_a": "Two boats start.", "ctx_b": "",
+         "ctx": "", "endings": ["one wins.", "a", "they cook rice for a king.", "stop"],
+         "label": "2", "split": "val"},
+    ],
+}  # fmt: skip
+
+
+def questions(task, row):
+    """Every (context, continuation), the answer as it is counted, and which is right."""
+    match task:
+        case "boolq":
+            context = f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:"
+            return [(context, f" {a}", a) for a in ("no", "yes")], row["label"]
+        case "arc_easy":
+            choices = row["choices"]
+            context = f"Question: {row['question']}\nAnswer:"
+            right = choices["label"].index(row["answerKey"])
+            return [(context, f" {a}", a) for a in choices["text"]], right
+        case "winogrande":
+            before, after = row["sentence"].split("_")
+            options = [row["option1"], row["option2"]]
+            return [(before + o, after, o) for o in options], int(row["answer"]) - 1
+        case "hellaswag":
+            context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}".strip()
+            endings = [e.replace("[title] sings  on.", ".  sings on.") for e in row["endings"]]
+            endings = [e.replace(".  sings on.", ". sings on.") for e in endings]
+            return [(context, f" {e}", e) for e in endings], int(row["label"])
+
+
+@torch.no_grad()
+def naive(folder, task, rows):
+    """acc and acc_norm: the sum of log-probabilities of every continuation, one at a time."""
+    model, encode = tm.load(folder), load_tokenizer(folder)
+    right = {"acc": [], "acc_norm": []}
+    for row in rows:
+        asked, answer = questions(task, row)
+        sums = []
+        for context, continuation, _ in asked:
+            first = encode(context)["input_ids"]
+            ids = first + encode(continuation)["input_ids"]
+            log_p = F.log_softmax(tm.logits(model, torch.tensor([ids]))[0], -1)
+            sums.append(sum(float(log_p[i - 1, ids[i]]) for i in range(len(first), len(ids))))
+        per_character = [s / len(counted) for s, (_, _, counted) in zip(sums, asked)]
+        for metric, values in (("acc", sums), ("acc_norm", per_character)):
+            right[metric].append(values.index(max(values)) == answer)
+    return {metric: sum(hits) / len(hits) for metric, hits in right.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    model = tm.tiny("llama", torch.float32, max_position_embeddings=128)
+    return tm.save(model, tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture
+def data(tmp_path):
+    for task, rows in ROWS.items():
+        text = "\n".join(json.dumps(row) for row in rows)
+        (tmp_path / f"{task}.jsonl").write_text(text + "\n", encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    def loaded(*args, **kwargs):
+        raise AssertionError("work had begun")
+
+    monkeypatch.setattr(module, "load_network", loaded)
+
+
+@pytest.fixture
+def unplugged(monkeypatch):
+    def connect(*args, **kwargs):
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr("socket.socket.connect", connect)
+    monkeypatch.setattr("socket.getaddrinfo", connect)
+
+
+@pytest.mark.usefixtures("unplugged")
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_scores_are_those_of_the_naive_loop(batch_size, folder, data, capfd):
+    heard = []
+    result = coec.zero_shot(
+        folder, list(ROWS), tasks_data=data, batch_size=batch_size,
+        progress=lambda *step: heard.append(step),
+    )  # fmt: skip
+    assert [score.task for score in result.tasks] == list(ROWS)
+    for score in result.tasks:
+        expected = naive(folder, score.task, ROWS[score.task])
+        has_norm = score.task in ("arc_easy", "hellaswag")
+        assert score.acc == expected["acc"], score.task
+        assert score.acc_norm == (expected["acc_norm"] if has_norm else None), score.task
+        assert (score.metric, score.value) == (
+            ("acc_norm", score.acc_norm) if has_norm else ("acc", score.acc)
+        )
+        assert score.items == len(ROWS[score.task])
+        assert score.data == hashlib.sha256((data / f"{score.task}.jsonl").read_bytes()).hexdigest()
+        n, p = score.items, score.value
+        assert score.stderr == pytest.approx(math.sqrt(p * (1 - p) / (n - 1)))
+    requests = sum(len(questions(task, row)[0]) for task, rows in ROWS.items() for row in rows)
+    assert heard == [("zero-shot", done + 1, requests) for done in range(requests)]
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert "Running" not in captured.err
+    assert "WARNING" not in captured.err
+
+
+@pytest.fixture
+def result(folder, data):
+    return coec.zero_shot(folder, "boolq, arc_easy,boolq", tasks_data=data)
+
+
+def test_the_mean_is_over_the_metrics_of_the_paper(result):
+    boolq, arc = result.tasks
+    assert result.mean == pytest.approx((boolq.acc + arc.acc_norm) / 2)
+    assert result.mean_stderr == pytest.approx(
+        math.sqrt(boolq.acc_stderr**2 + arc.acc_norm_stderr**2) / 2
+    )
+    assert boolq.chance == 1 / 2
+    assert arc.chance == pytest.approx((1 / 3 + 1 / 4 + 1 / 3) / 3)
+    assert (boolq.majority, arc.majority) == (1 / 2, None)
+
+
+def test_the_record_says_what_was_run(result, folder):
+    record = json.loads(json.dumps(result.as_dict()))
+    assert list(record["tasks"]) == ["boolq", "arc_easy"]
+    assert record["tasks"]["arc_easy"]["acc_norm"] == result.tasks[1].acc_norm
+    assert record["tasks"]["boolq"]["version"] == "2.0"
+    assert (record["seq_len"], record["limit"], record["truncated"]) == (128, None, 0)
+    assert record["lm_eval"]
+    assert record["parameters"] == tm.load(folder).num_parameters()
+    assert record["seconds"] > 0
+
+
+def test_a_limit_takes_the_first_items(folder, data):
+    result = coec.zero_shot(folder, "boolq,arc_easy", tasks_data=data, limit=2)
+    for score in result.tasks:
+        assert score.items == 2
+        assert score.acc == naive(folder, score.task, ROWS[score.task][:2])["acc"]
+    one = coec.zero_shot(folder, "boolq", tasks_data=data, limit=1)
+    assert (one.tasks[0].stderr, one.mean_stderr, one.tasks[0].majority) == (None, None, None)
+    assert one.mean_at_chance
+
+
+def test_requests_beyond_the_window_are_cut_and_counted(folder, data):
+    long = [{**row, "passage": "word " * 40} for row in ROWS["boolq"]]
+    text = "\n".join(json.dumps(row) for row in [*long, ROWS["boolq"][0]])
+    (data / "boolq.jsonl").write_text(text, encoding="utf-8")
+    result = coec.zero_shot(folder, "boolq", tasks_data=data)
+    assert result.truncated == 2 * len(long)
+    with pytest.raises(OptionError, match="an answer has 4 tokens, more than --seq-len 3"):
+        coec.zero_shot(folder, "boolq", tasks_data=data, seq_len=3)
+
+
+SCORE = TaskScore(
+    "task", "1", 100, "acc", 0.5, 0.05, 0.5, 0.05, None, None, 0.5, None, {}, "hub"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "at_chance"),
+    [
+        ({"value": 0.59}, True),
+        ({"value": 0.61}, False),
+        ({"value": 0.1}, True),
+        ({"value": 0.61, "majority": 0.6}, True),
+        ({"value": 0.71, "majority": 0.6}, False),
+        ({"value": 1.0, "stderr": 0.0, "items": 3}, True),
+        ({"value": 1.0, "stderr": 0.0, "items": 5}, False),
+        ({"value": 0.33, "chance": 0.25}, True),
+        ({"value": 0.34, "chance": 0.25}, False),
+        ({"chance": None}, None),
+        ({"value": None}, None),
+    ],
+)
+def test_a_score_is_compared_with_guessing(changes, at_chance):
+    assert dataclasses.replace(SCORE, **changes).at_chance is at_chance
+
+
+def test_the_mean_is_compared_with_guessing_over_all_tasks():
+    """Four scores, each within the noise, are together beyond it."""
+    score = dataclasses.replace(SCORE, value=0.58)
+    assert score.at_chance
+    assert module._at_chance([score] * 4) is False
+    assert module._at_chance([score, dataclasses.replace(score, chance=None)]) is None
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize(
+    ("tasks", "error", "match"),
+    [
+        ("hellaswaq", OptionError, "has no task 'hellaswaq'; did you mean hellaswag"),
+        ("ai2_arc", OptionError, "'ai2_arc' is a group of lm-eval's tasks: name the tasks"),
+        (" ,", OptionError, "no task is named: give 'seven'"),
+        ([], OptionError, "no task is named: give 'seven'"),
+    ],
+)
+def test_a_task_that_is_none_is_refused_before_the_model_is_loaded(tasks, error, match, folder):
+    with pytest.raises(error, match=match) as caught:
+        coec.zero_shot(folder, tasks)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_file_that_is_missing_is_named_with_those_that_are_there(folder, data, tmp_path):
+    with pytest.raises(
+        CalibrationError,
+        match=r"no '.*rte.jsonl' for task 'rte'; .* there: arc_easy, boolq, hellaswag, winogrande$",
+    ):
+        coec.zero_shot(folder, "seven", tasks_data=data)
+    with pytest.raises(CalibrationError, match="there: none"):
+        coec.zero_shot(folder, "seven", tasks_data=tmp_path / "nowhere")
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize("content", ['{"text": "a"}\n', "not json", ""])
+def test_a_file_of_another_form_is_named(content, folder, data, capfd):
+    (data / "boolq.jsonl").write_text(content)
+    with pytest.raises(CalibrationError, match=r"boolq.jsonl' does not fit lm-eval's task") as e:
+        coec.zero_shot(folder, "boolq", tasks_data=data)
+    assert "\n" not in str(e.value)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_every_row_is_checked_before_the_model_is_loaded(folder, data):
+    rows = [*ROWS["arc_easy"], {**ROWS["arc_easy"][0], "answerKey": "Z"}]
+    (data / "arc_easy.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(CalibrationError, match=r"arc_easy.jsonl' does not fit .*not in list"):
+        coec.zero_shot(folder, "arc_easy", tasks_data=data)
+
+
+@pytest.mark.parametrize("kind", ["UNSAFE_CODE", "MULTIMODAL"])
+def test_a_task_that_runs_code_or_shows_images_is_refused(kind):
+    class Manager:
+        def load(self, names):
+            return {"tasks": {name: SimpleNamespace(**{kind: True}) for name in names}}
+
+    with pytest.raises(OptionError, match="task 'odd' runs generated code or shows images"):
+        harness._loaded(Manager(), "odd", None)
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_task_that_computes_its_own_data_reads_no_files(folder, tmp_path):
+    (tmp_path / "ruler_vt.jsonl").write_text("{}")
+    with pytest.raises(OptionError, match="'ruler_vt' computes its own data"):
+        coec.zero_shot(folder, "ruler_vt", tasks_data=tmp_path)
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_options_are_checked_before_the_model_is_loaded(folder, data):
+    for name in ("limit", "batch_size"):
+        with pytest.raises(OptionError, match=f"{name} must be a whole number of at least 1"):
+            coec.zero_shot(folder, "boolq", tasks_data=data, **{name: 0})
+    with pytest.raises(OptionError, match="--seq-len 200 is beyond the model's 128 positions"):
+        coec.zero_shot(folder, "boolq", tasks_data=data, seq_len=200)
+    with pytest.raises(OptionError, match="dtype must be one of"):
+        coec.zero_shot(folder, "boolq", tasks_data=data, dtype="int8")
+
+
+def test_a_model_without_tokenizer_is_refused(data, tmp_path):
+    bare = tm.save(tm.tiny("llama", torch.float32), tmp_path / "bare", tokenizer=False)
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        coec.zero_shot(bare, "boolq", tasks_data=data)
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_without_lm_eval_it_says_what_to_install(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(OptionError, match=r"pip install 'coec\[zero-shot\]'"):
+        coec.zero_shot(folder)
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_hub_out_of_reach_says_what_to_give_instead(folder, monkeypatch):
+    import datasets
+
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("Couldn't reach the hub\nand more")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(
+        CalibrationError, match=r"task 'boolq' .*\(Couldn't reach the hub\).*--tasks-data DIR"
+    ):
+        coec.zero_shot(folder, "boolq")
+
+
+def test_a_task_without_accuracy_keeps_the_metrics_of_lm_eval(folder, tmp_path):
+    rows = [{"page": "The cat sat on a mat ."}, {"page": "It was late ."}]
+    (tmp_path / "wikitext.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    result = coec.zero_shot(folder, "wikitext", tasks_data=tmp_path)
+    (score,) = result.tasks
+    assert (score.metric, score.value, score.acc, score.chance) == (None,) * 4
+    assert {"word_perplexity", "byte_perplexity", "bits_per_byte"} <= score.other.keys()
+    assert (result.mean, result.mean_stderr, result.mean_at_chance) == (None, None, None)
+
+
+def test_lm_evals_own_command_says_the_same(shared, tmp_path):
+    """Its command line, in a process of its own, on the same model and the same files."""
+    model = tm.readable(shared / "models/wt2-llama", tmp_path / "model")
+    names = ["boolq", "winogrande", "hellaswag", "arc_challenge"]
+    definitions = tmp_path / "definitions"
+    definitions.mkdir()
+    for name in names:
+        entry = official_tasks().task_index[name]
+        split = entry.cfg.get("test_split") or "validation"
+        (definitions / f"{name}.yaml").write_text(
+            f"include: {entry.yaml_path}\ntask: {name}_here\ntag: null\ndataset_path: json\n"
+            f"dataset_name: null\ndataset_kwargs:\n  data_files:\n"
+            f"    train: {shared}/data/tasks/{name}.jsonl\n"
+            f"    {split}: {shared}/data/tasks/{name}.jsonl\n"
+            + ("validation_split: null\n" if split == "test" else "")
+        )
+    subprocess.run(
+        [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args",
+         f"pretrained={model},dtype=float32", "--tasks", ",".join(f"{n}_here" for n in names),
+         "--include_path", definitions, "--limit", "15", "--num_fewshot", "0", "--batch_size", "8",
+         "--device", "cpu", "--output_path", tmp_path / "theirs"],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")},
+        check=True, capture_output=True,
+    )  # fmt: skip
+    (file,) = (tmp_path / "theirs").rglob("results_*.json")
+    theirs = json.loads(file.read_text())["results"]
+    ours = coec.zero_shot(model, names, tasks_data=shared / "data/tasks", limit=15)
+    for score in ours.tasks:
+        expected = theirs[f"{score.task}_here"]
+        for metric in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr"):
+            assert getattr(score, metric) == expected.get(f"{metric},none"), (score.task, metric)
