@@ -1,6 +1,7 @@
 """Training-free structured pruning of large language models.
 
-`prune` and `perplexity` work on checkpoints, `compensate` on plain tensors; `plan` looks ahead.
+`prune` works on checkpoints, `compensate` on plain tensors; `plan` looks ahead. `perplexity`,
+`geometry`, `speed` and `efficiency` measure.
 """
 
 from importlib import import_module
@@ -11,7 +12,10 @@ from coec.types import Compensation, Gram, KeptSet
 
 if TYPE_CHECKING:
     from coec.compensation import compensate
+    from coec.evaluation.efficiency import efficiency
+    from coec.evaluation.geometry import geometry
     from coec.evaluation.perplexity import perplexity
+    from coec.evaluation.speed import speed
     from coec.pruning import plan, prune
 
 __all__ = [
@@ -20,17 +24,23 @@ __all__ = [
     "Gram",
     "KeptSet",
     "compensate",
+    "efficiency",
+    "geometry",
     "perplexity",
     "plan",
     "prune",
+    "speed",
 ]
 __version__ = "0.1.0"
 
 _LAZY = {
     "compensate": "coec.compensation",
+    "efficiency": "coec.evaluation.efficiency",
+    "geometry": "coec.evaluation.geometry",
     "perplexity": "coec.evaluation.perplexity",
     "plan": "coec.pruning",
     "prune": "coec.pruning",
+    "speed": "coec.evaluation.speed",
 }
 
 
