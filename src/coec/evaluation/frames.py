@@ -98,7 +98,7 @@ def compare_frames(
     W_tilde: Float[Tensor, "m k"],
     r: int,
     *,
-    value_weight: Float[Tensor, "k h"] | None = None,
+    value_weight: Float[Tensor, "rows h"] | None = None,
 ) -> Frames:
     """The frames of a dense weight (O), of its slice (P) and of the compensated weight (C).
 
@@ -168,7 +168,8 @@ def _restricted(V_K: Float[Tensor, "k r"]) -> tuple[Float[Tensor, "k q"], Float[
     The isometry's columns stay paired with the modes that they came from.
     """
     U, s, Zt = svd(V_K)
-    sound = s > rounding_level(s)
+    # Rows of orthonormal columns: what vanishes does so in units of 1, not of the largest left.
+    sound = s > len(V_K) * torch.finfo(s.dtype).eps
     basis = U[:, sound]
     return basis, basis @ Zt[sound]
 
