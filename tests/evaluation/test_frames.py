@@ -99,7 +99,7 @@ def test_a_rotation_of_both_sides_alike_keeps_the_pairing():
     W0 = problems.weight(M, D)
     U, s, Vt = torch.linalg.svd(W0[:, KEPT.kept], full_matrices=False)
     T = torch.linalg.matrix_exp(0.2 * (A := problems.weight(K, K)) - 0.2 * A.T)
-    found = compare_frames(W0, KEPT, (U @ T) @ torch.diag(2 * s) @ (T.T @ Vt), R)
+    found = compare_frames(W0, KEPT, (U @ T) @ torch.diag(s / 2) @ (T.T @ Vt), R)
     assert found.discrepancy < CLOSED_FORM
     assert found.pruned_compensated.mean > 1
     assert found.scale_change == pytest.approx(math.log(2), rel=CLOSED_FORM)

@@ -89,8 +89,6 @@ def analyze_command(
     geometry.check_ranks(ranks)
     choose_device(device)
     pair = Pair.open(None, model) if pruned is None else Pair.open(model, pruned)
-    if not no_speed:
-        load.within(pair.positions)
     cost = efficiency(pair.dense.folder, pair.pruned.folder, dtype=dtype)
     try:
         with progress_bars() as advance:
