@@ -1,7 +1,8 @@
 """Training-free structured pruning of large language models.
 
-`prune`, `perplexity` and `zero_shot` work on checkpoints, `compensate` on plain tensors; `plan`
-looks ahead, and `collect` keeps the statistics of a dense pass for many prunings.
+`prune` works on checkpoints, `compensate` on plain tensors; `plan` looks ahead, and `collect` keeps
+the statistics of a dense pass for many prunings. `perplexity`, `zero_shot`, `geometry`, `speed` and
+`efficiency` measure.
 """
 
 from importlib import import_module
@@ -13,7 +14,10 @@ from coec.types import Compensation, Gram, KeptSet
 if TYPE_CHECKING:
     from coec.collecting import collect
     from coec.compensation import compensate
+    from coec.evaluation.efficiency import efficiency
+    from coec.evaluation.geometry import geometry
     from coec.evaluation.perplexity import perplexity
+    from coec.evaluation.speed import speed
     from coec.evaluation.zero_shot import zero_shot
     from coec.pruning import plan, prune
 
@@ -24,9 +28,12 @@ __all__ = [
     "KeptSet",
     "collect",
     "compensate",
+    "efficiency",
+    "geometry",
     "perplexity",
     "plan",
     "prune",
+    "speed",
     "zero_shot",
 ]
 __version__ = "0.1.0"
@@ -34,9 +41,12 @@ __version__ = "0.1.0"
 _LAZY = {
     "collect": "coec.collecting",
     "compensate": "coec.compensation",
+    "efficiency": "coec.evaluation.efficiency",
+    "geometry": "coec.evaluation.geometry",
     "perplexity": "coec.evaluation.perplexity",
     "plan": "coec.pruning",
     "prune": "coec.pruning",
+    "speed": "coec.evaluation.speed",
     "zero_shot": "coec.evaluation.zero_shot",
 }
 

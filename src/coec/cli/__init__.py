@@ -13,6 +13,7 @@ from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging as transformers_logging
 
 import coec
+from coec.cli.analyze import analyze_command
 from coec.cli.evaluate import eval_command
 from coec.cli.methods import methods_command
 from coec.cli.prune import prune_command
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command("prune")(prune_command)
 app.command("eval")(eval_command)
 app.command("sweep")(sweep_command)
+app.command("analyze")(analyze_command)
 app.command("methods")(methods_command)
 INTERRUPTED = 130
 """The exit status that typer gives to Ctrl-C."""

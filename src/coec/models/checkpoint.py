@@ -228,6 +228,16 @@ def _check_tensor(file: Any, name: str, shape: torch.Size, file_name: str) -> to
     return FLOAT_DTYPES[kind]
 
 
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of one safetensors file.
+
+    Raises:
+        ModelError: the file is missing or damaged.
+    """
+    with _opened(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:

@@ -1,0 +1,106 @@
+"""What a model costs to run, from its configuration alone (docs/ANALYSIS.md)."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coec.errors import OptionError
+from coec.models.architectures import Shape, architecture_of
+from coec.models.checkpoint import find_model, parameter_shapes, read_config, skeleton
+from coec.planning import Plan, stored_dtype
+from coec.recipe import DTYPES, Recipe
+
+DEFAULT_SPARSITY = 0.3
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One model's cost.
+
+    Attributes:
+        parameters: tied ones once.
+        dtype: of weights and cache.
+        weight_bytes: `parameters × bytes of the dtype`. Peak inference memory, the paper's `Mem`,
+            has activations, cache and the allocator's share on top: it is measured (`speed`).
+        gflops_per_token: `2 × parameters / 1e9`, the paper's rule (embeddings count too).
+        kv_cache_bytes_per_token: keys and values of all blocks.
+    """
+
+    parameters: int
+    dtype: str
+    weight_bytes: int
+    gflops_per_token: float
+    kv_cache_bytes_per_token: int
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The cost of a dense and of a pruned model."""
+
+    dense: Cost
+    pruned: Cost
+
+    def as_dict(self) -> dict[str, Any]:
+        """Both costs by name, and `ratio`: pruned over dense."""
+        dense, pruned = asdict(self.dense), asdict(self.pruned)
+        ratio = {name: pruned[name] / dense[name] for name in dense if name != "dtype"}
+        return {"dense": dense, "pruned": pruned, "ratio": ratio}
+
+
+def efficiency(
+    model: str | Path,
+    pruned: str | Path | None = None,
+    *,
+    sparsity: float | None = None,
+    dtype: str | None = None,
+) -> Efficiency:
+    """Cost before and after pruning; no weights are read. Paper, Efficiency Analysis.
+
+    Args:
+        model: the dense model: a folder, a config.json, or a hub name.
+        pruned: a pruned model likewise; None for what `sparsity` would leave.
+        sparsity: fraction of units removed, with `pruned = None`; None for 0.3.
+        dtype: of weights and cache; None for what each configuration declares.
+
+    Raises:
+        CoecError: with one line that says what to change.
+
+    Example:
+        >>> coec.efficiency("Qwen2.5-7B/config.json", sparsity=0.3).pruned.gflops_per_token
+    """
+    if pruned is not None and sparsity is not None:
+        raise OptionError("give a pruned model or a sparsity, not both")
+    check_dtype(dtype)
+    config = read_config(find_model(model, weights=False))
+    if pruned is None:
+        recipe = Recipe(sparsity=DEFAULT_SPARSITY if sparsity is None else sparsity)
+        after = Plan.of(config, recipe).output.config
+    else:
+        after = read_config(find_model(pruned, weights=False))
+    return Efficiency(_cost(config, dtype), _cost(after, dtype))
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Raises OptionError for a dtype that models are not stored or run in."""
+    if dtype is not None and dtype not in DTYPES:
+        raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+
+
+def _cost(config: dict[str, Any], dtype: str | None) -> Cost:
+    architecture_of(config)
+    shape = Shape.of(config)
+    chosen = DTYPES[dtype] if dtype else stored_dtype(config)
+    parameters = sum(s.numel() for s in parameter_shapes(skeleton(config)).values())
+    return Cost(
+        parameters=parameters,
+        dtype=str(chosen).removeprefix("torch."),
+        weight_bytes=parameters * chosen.itemsize,
+        gflops_per_token=2 * parameters / 1e9,
+        kv_cache_bytes_per_token=_kv_cache(shape, chosen),
+    )
+
+
+def _kv_cache(shape: Shape, dtype: torch.dtype) -> int:
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize

@@ -1,0 +1,221 @@
+"""How pruning and compensation turn the frames of one weight (docs/ANALYSIS.md)."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from coec.errors import NumericalError, OptionError
+from coec.linalg.decompose import svd
+from coec.linalg.right import Alignment
+from coec.linalg.spd import rounding_level
+from coec.types import KeptSet
+
+
+@dataclass(frozen=True)
+class Angles:
+    """Principal angles between two subspaces, in degrees."""
+
+    mean: float
+    least: float
+    greatest: float
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """The alignment penalty `𝒜` of the slice and of the compensated weight (METHODS §5.6).
+
+    Attributes:
+        pruned, compensated: `‖U_vᵀ (V_r V_rᵀ − Π_anchor) U_v‖_F² / r²`.
+        weighted_pruned, weighted_compensated: the s²-weighted variant,
+            `‖U_vᵀ (V_r D V_rᵀ − V₀ D₀ V₀ᵀ) U_v‖_F²` with `D = diag(s_i² / Σ_{j≤r} s_j²)` of the
+            weight and D₀ of the dense one; the same as `𝒜` where all s are equal.
+    """
+
+    pruned: float
+    compensated: float
+    weighted_pruned: float
+    weighted_compensated: float
+
+
+@dataclass(frozen=True)
+class Frames:
+    """What pruning and compensation did to the leading singular frames of one weight.
+
+    Attributes:
+        r: size of the frames: as asked, or the smallest rank of the three weights if less.
+        original_pruned, original_compensated, pruned_compensated: angles between the read frames
+            O, P and C.
+        discrepancy: `‖Q_u − Q_v‖_F / ‖Q_u‖_F`, `Q_u = U_Pᵀ U_C`, `Q_v = V_Pᵀ V_C`; None where
+            `Q_u` is 0.
+        scale_change: median of `|log(s_C / s_P)|` over all modes above rounding.
+        gap_dense, gap_pruned, gap_compensated: `σ_r / σ_{r+1}`; None where the rank is r.
+        penalty: with a value projection only.
+    """
+
+    r: int
+    original_pruned: Angles
+    original_compensated: Angles
+    pruned_compensated: Angles
+    discrepancy: float | None
+    scale_change: float
+    gap_dense: float | None
+    gap_pruned: float | None
+    gap_compensated: float | None
+    penalty: Penalties | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field by name, JSON-ready."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, eq=False)
+class _Modes:
+    """The singular triplets above rounding, largest first: `W = U diag(s) Vᵀ`."""
+
+    U: Float[Tensor, "m b"]
+    s: Float[Tensor, " b"]
+    V: Float[Tensor, "k b"]
+
+    @classmethod
+    def of(cls, W: Float[Tensor, "m k"]) -> "_Modes":
+        U, s, Vt = svd(W)
+        rank = int((s > rounding_level(s)).sum())
+        return cls(U[:, :rank], s[:rank], Vt[:rank].T)
+
+    def top(self, r: int) -> "_Modes":
+        return _Modes(self.U[:, :r], self.s[:r], self.V[:, :r])
+
+    def gap(self, r: int) -> float | None:
+        return float(self.s[r - 1] / self.s[r]) if r < len(self.s) else None
+
+
+def compare_frames(
+    W0: Float[Tensor, "m d"],
+    kept: KeptSet,
+    W_tilde: Float[Tensor, "m k"],
+    r: int,
+    *,
+    value_weight: Float[Tensor, "rows h"] | None = None,
+) -> Frames:
+    """The frames of a dense weight (O), of its slice (P) and of the compensated weight (C).
+
+    O is `orth(V_full[K, :r])`, V_full the right singular vectors of W₀; P and C are the leading r
+    right singular vectors of `W₀[:, K]` and of W̃. Paper, Geometric Measurements.
+
+    The signs of singular vectors, and any rotation within equal singular values, act on u and v
+    alike and leave every number here as it is.
+
+    Args:
+        W0: the dense consumer; its dtype is the working precision.
+        kept: the columns that stay.
+        W_tilde: the compensated weight.
+        r: size of the frames, at least 1.
+        value_weight: the pruned value projection as the consumer sees it: adds the penalties.
+
+    Raises:
+        OptionError: shapes that do not fit.
+        NumericalError: a weight is not finite, or has no frame.
+    """
+    _check_shapes(W0, kept, W_tilde, r, value_weight)
+    dense, pruned, compensated = (_Modes.of(W) for W in (W0, W0[:, kept.kept], W_tilde))
+    r = min(r, len(dense.s), len(pruned.s), len(compensated.s))
+    P, C = pruned.top(r), compensated.top(r)
+    basis, V0 = _restricted(dense.V[kept.kept, :r])
+    if basis.shape[1] == 0:
+        raise NumericalError(
+            "the weight, its slice or the compensated weight is 0, or the dense weight's leading "
+            "directions vanish on the kept columns: there are no frames to compare"
+        )
+    modes = min(len(pruned.s), len(compensated.s))
+    change = (compensated.s[:modes] / pruned.s[:modes]).log().abs().median()
+    return Frames(
+        r=r,
+        original_pruned=_angles(basis, P.V),
+        original_compensated=_angles(basis, C.V),
+        pruned_compensated=_angles(P.V, C.V),
+        discrepancy=_discrepancy(P, C),
+        scale_change=float(change),
+        gap_dense=dense.gap(r),
+        gap_pruned=pruned.gap(r),
+        gap_compensated=compensated.gap(r),
+        penalty=None if value_weight is None else _penalties(value_weight, V0, dense.top(r), P, C),
+    )
+
+
+def _check_shapes(
+    W0: Tensor, kept: KeptSet, W_tilde: Tensor, r: int, value_weight: Tensor | None
+) -> None:
+    k = len(kept.kept)
+    if W0.shape[1] != kept.size or W_tilde.shape != (W0.shape[0], k):
+        raise OptionError(
+            f"a dense weight {tuple(W0.shape)}, a kept set of {k} out of {kept.size} and a "
+            f"compensated weight {tuple(W_tilde.shape)} do not fit"
+        )
+    if value_weight is not None and value_weight.shape[0] != k:
+        raise OptionError(
+            f"value_weight needs one row per kept column ({k}), got {value_weight.shape[0]}"
+        )
+    if r < 1:
+        raise OptionError(f"r must be at least 1, got {r}")
+
+
+def _restricted(V_K: Float[Tensor, "k r"]) -> tuple[Float[Tensor, "k q"], Float[Tensor, "k r"]]:
+    """An orthonormal basis of the columns, and the nearest (partial) isometry to them.
+
+    The isometry's columns stay paired with the modes that they came from.
+    """
+    U, s, Zt = svd(V_K)
+    # Rows of orthonormal columns: what vanishes does so in units of 1, not of the largest left.
+    sound = s > len(V_K) * torch.finfo(s.dtype).eps
+    basis = U[:, sound]
+    return basis, basis @ Zt[sound]
+
+
+def _angles(A: Float[Tensor, "k p"], B: Float[Tensor, "k q"]) -> Angles:
+    """Principal angles between the spans of two orthonormal bases, as many as the smaller has.
+
+    Cosines are the singular values of `AᵀB`, sines those of `B − A AᵀB` (Björck and Golub 1973);
+    the arc tangent of both is accurate for small angles and for right ones.
+    """
+    if A.shape[1] < B.shape[1]:
+        A, B = B, A
+    inner = A.T @ B
+    cosines, sines = svd(inner)[1], svd(B - A @ inner)[1].flip(0)
+    angles = torch.rad2deg(torch.atan2(sines, cosines))
+    return Angles(float(angles.mean()), float(angles.min()), float(angles.max()))
+
+
+def _discrepancy(P: _Modes, C: _Modes) -> float | None:
+    Q_u, Q_v = P.U.T @ C.U, P.V.T @ C.V
+    size = float(Q_u.norm())
+    return float((Q_u - Q_v).norm()) / size if size > 0 else None
+
+
+def _penalties(
+    value_weight: Float[Tensor, "k h"],
+    V0: Float[Tensor, "k r"],
+    dense: _Modes,
+    P: _Modes,
+    C: _Modes,
+) -> Penalties:
+    """Plain and weighted penalties of slice and compensated weight, against the dense frame."""
+    r = len(dense.s)
+    U_v = _Modes.of(value_weight).U[:, :r]
+    seen = V0.T @ U_v
+    rows = torch.arange(r, device=U_v.device)
+    alignment = Alignment(U_v, seen.T @ seen, rows, weight=1.0)
+    anchor = _weighted(dense.s, seen)
+
+    def weighted(modes: _Modes) -> float:
+        return float((_weighted(modes.s, modes.V.T @ U_v) - anchor).square().sum())
+
+    return Penalties(alignment.penalty(P.V.T), alignment.penalty(C.V.T), weighted(P), weighted(C))
+
+
+def _weighted(s: Float[Tensor, " r"], seen: Float[Tensor, "r q"]) -> Float[Tensor, "q q"]:
+    """`U_vᵀ V D Vᵀ U_v` from `Vᵀ U_v`, `D = diag(s_i² / Σ s_j²)`."""
+    scaled = (s / s.norm())[:, None] * seen
+    return scaled.T @ scaled

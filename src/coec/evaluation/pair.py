@@ -1,0 +1,159 @@
+"""A pruned folder and the dense model it was made from, checked to belong together."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from coec.errors import ModelError, OptionError
+from coec.models.architectures import SITES, Shape, Site, architecture_of
+from coec.models.checkpoint import (
+    Checkpoint,
+    find_model,
+    parameter_shapes,
+    read_config,
+    read_tensors,
+    skeleton,
+)
+from coec.report import KEPT, REPORT
+from coec.types import KeptSet
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """Two checkpoints and the kept units between them.
+
+    Attributes:
+        dense, pruned: the checkpoints, whole and finite.
+        before, after: their sizes.
+        units: the kept units of every site, by `layers.<i>.<site>`.
+        positions, vocabulary: of both.
+    """
+
+    dense: Checkpoint
+    pruned: Checkpoint
+    before: Shape
+    after: Shape
+    units: dict[str, KeptSet]
+    positions: int
+    vocabulary: int
+
+    @classmethod
+    def open(cls, dense: str | Path | None, pruned: str | Path) -> "Pair":
+        """Opens both; every weight is read once, and nothing is computed.
+
+        Args:
+            dense: folder or hub name; None for the model that `coec.json` names, if it is here.
+            pruned: a folder that `coec.prune` wrote.
+
+        Raises:
+            ModelError: a folder is damaged or was not written by coec, or the two do not belong
+                together.
+        """
+        folder = find_model(pruned)
+        report = _read_report(folder)
+        dense_folder = _named_model(folder, report) if dense is None else find_model(dense)
+        places = (dense_folder, folder)
+        configs = [read_config(place) for place in places]
+        for config in configs:
+            architecture_of(config)
+        models = [skeleton(config) for config in configs]
+        before, after = (Shape.of(config) for config in configs)
+        _check_sizes(folder, _unchanged(before, models[0]), _unchanged(after, models[1]))
+        units = _read_units(folder, before, after)
+        checkpoints = [Checkpoint.open(place) for place in places]
+        for checkpoint, model in zip(checkpoints, models):
+            checkpoint.check(parameter_shapes(model))
+        pair = cls(
+            dense=checkpoints[0],
+            pruned=checkpoints[1],
+            before=before,
+            after=after,
+            units=units,
+            positions=int(models[0].config.max_position_embeddings),
+            vocabulary=int(models[0].config.vocab_size),
+        )
+        pair._check_kinship()
+        return pair
+
+    def kept(self, block: int, site: Site) -> KeptSet:
+        """The units that a site of a block keeps."""
+        return self.units[f"layers.{block}.{site.name}"]
+
+    def _check_kinship(self) -> None:
+        """The kept rows of the first block's producers are copies, or another model's."""
+        for site in SITES:
+            name = f"model.layers.0.{site.producers[-1]}.weight"
+            rows, written = self.dense.tensor(name), self.pruned.tensor(name)
+            units = self.kept(0, site)
+            columns = units.columns(len(rows) // units.size).kept
+            if not torch.equal(rows[columns].to(written.dtype), written):
+                raise ModelError(
+                    f"'{self.pruned.folder}' was not pruned from '{self.dense.folder}': the rows "
+                    f"that {name} keeps are others; give the dense model it was made from"
+                )
+
+
+def _read_report(folder: Path) -> dict[str, Any]:
+    missing = [name for name in (KEPT, REPORT) if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"no {missing[0]} in '{folder}': PRUNED must be a folder that `coec prune` wrote"
+        )
+    return read_config(folder / REPORT)
+
+
+def _named_model(folder: Path, report: dict[str, Any]) -> Path:
+    """The dense model that the report names, if it is on this disk."""
+    named = Path(str(report.get("model")))
+    if not named.is_dir():
+        raise ModelError(
+            f"'{folder}' was made from '{named}', which is no folder here: "
+            "name the dense model, coec analyze DENSE PRUNED"
+        )
+    return named
+
+
+def _unchanged(shape: Shape, model: PreTrainedModel) -> dict[str, int]:
+    """The sizes that pruning leaves as they are."""
+    return {
+        "vocabulary": int(model.config.vocab_size),
+        "blocks": shape.layers,
+        "hidden size": shape.hidden,
+        "head size": shape.head_dim,
+        "query heads per KV group": shape.group,
+    }
+
+
+def _check_sizes(folder: Path, dense: dict[str, int], pruned: dict[str, int]) -> None:
+    for what, size in dense.items():
+        if pruned[what] != size:
+            raise ModelError(
+                f"the two models do not belong together: {what} {size} in DENSE, {pruned[what]} in "
+                f"PRUNED; give the dense model that '{folder / REPORT}' names"
+            )
+
+
+def _read_units(folder: Path, before: Shape, after: Shape) -> dict[str, KeptSet]:
+    """The kept set of every site, checked against both shapes."""
+    stored = read_tensors(folder / KEPT)
+    units = {}
+    for block in range(before.layers):
+        for site in SITES:
+            key = f"layers.{block}.{site.name}"
+            if key not in stored:
+                raise ModelError(f"'{folder / KEPT}' lacks {key}: it is of another model")
+            try:
+                units[key] = KeptSet(stored[key], before.units(site))
+            except OptionError as error:
+                raise ModelError(
+                    f"{key} in '{folder / KEPT}' does not fit the dense model: {error}"
+                ) from error
+            if len(units[key].kept) != after.units(site):
+                raise ModelError(
+                    f"{key} in '{folder / KEPT}' keeps {len(units[key].kept)} units, the pruned "
+                    f"model has {after.units(site)}: the files are of different runs"
+                )
+    return units

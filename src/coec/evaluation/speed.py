@@ -1,0 +1,286 @@
+"""Measured speed of a dense and a pruned model, in turns (docs/ANALYSIS.md)."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from coec.errors import OptionError
+from coec.evaluation.efficiency import check_dtype
+from coec.evaluation.pair import Pair
+from coec.planning import choose_device, choose_forward_dtype, stored_dtype
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every run does: prefill a prompt, then decode token by token with a cache.
+
+    Attributes:
+        prompt_tokens: capped so that prompt and new tokens fit the model's positions.
+        new_tokens: decoded greedily.
+        batch_size: sequences at once.
+        repeats: timed runs of each model.
+        warmup: untimed runs of each model before.
+    """
+
+    prompt_tokens: int = 512
+    new_tokens: int = 64
+    batch_size: int = 1
+    repeats: int = 5
+    warmup: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            least = 0 if name == "warmup" else 1
+            if not isinstance(value, int) or value < least:
+                raise OptionError(
+                    f"{name} must be a whole number of at least {least}, got {value!r}"
+                )
+
+    def within(self, positions: int) -> "Workload":
+        """The same with a prompt that leaves room for the new tokens.
+
+        Raises:
+            OptionError: no room for a prompt.
+        """
+        room = positions - self.new_tokens
+        if room < 1:
+            raise OptionError(
+                f"--new-tokens {self.new_tokens} leaves no room for a prompt in the model's "
+                f"{positions} positions; use {positions - 1} or less"
+            )
+        return Workload(**{**asdict(self), "prompt_tokens": min(self.prompt_tokens, room)})
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and extremes over the repeats."""
+
+    median: float
+    least: float
+    greatest: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> "Spread":
+        """Of at least one value."""
+        return cls(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Tokens per second.
+
+    Attributes:
+        dense, pruned: over the repeats.
+        ratio: median of pruned over median of dense.
+        paired: pruned over dense within each repeat.
+    """
+
+    dense: Spread
+    pruned: Spread
+    ratio: float
+    paired: Spread
+
+    @classmethod
+    def of(cls, dense: list[float], pruned: list[float]) -> "Rates":
+        """From rates measured in turns, one of each per repeat."""
+        before, after = Spread.of(dense), Spread.of(pruned)
+        paired = [new / old for old, new in zip(dense, pruned)]
+        return cls(before, after, after.median / before.median, Spread.of(paired))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The result of a measurement; JSON-ready by `as_dict`.
+
+    Attributes:
+        prefill, decode: prompt and new tokens per second.
+        peak_memory_dense, peak_memory_pruned: bytes of the weights and the most that a run
+            allocates on top of them; None on a CPU.
+        memory_note: why there is no peak memory, or None.
+        load: what was run, the prompt as capped.
+        device, dtype, threads: where and how; threads are torch's on the CPU.
+    """
+
+    prefill: Rates
+    decode: Rates
+    peak_memory_dense: int | None
+    peak_memory_pruned: int | None
+    memory_note: str | None
+    load: Workload
+    device: str
+    dtype: str
+    threads: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field by name."""
+        return asdict(self)
+
+
+NO_PEAK = (
+    "peak memory is measured on CUDA devices only: a process's resident size on the CPU also "
+    "counts mapped files and memory that was freed"
+)
+
+
+def speed(
+    dense: str | Path | None,
+    pruned: str | Path,
+    *,
+    load: Workload | None = None,
+    device: str = "auto",
+    dtype: str | None = None,
+    progress: Progress | None = None,
+) -> Speed:
+    """Prefill and decode rates of both models, run in turns in this process.
+
+    Both models are in memory together. Every repeat runs both, and every other repeat in the
+    opposite order, so that neither gains from a clock that drifts.
+
+    Args:
+        dense: the dense model; None for the one that the pruned folder's report names.
+        pruned: a folder that `coec.prune` wrote.
+        load: what a run does; None for the defaults.
+        device: `auto` (CUDA where there is one), or a torch device.
+        dtype: of both forward passes; None as in `Recipe.forward_dtype`, for the dense model.
+        progress: called with ("timing", done, total).
+
+    Raises:
+        CoecError: with one line that says what to change.
+    """
+    load = load or Workload()
+    check_dtype(dtype)
+    choose_device(device)
+    return measure_speed(Pair.open(dense, pruned), load, device, dtype, progress)
+
+
+def measure_speed(
+    pair: Pair,
+    load: Workload,
+    device: str = "auto",
+    dtype: str | None = None,
+    progress: Progress | None = None,
+) -> Speed:
+    """`speed` of a pair that is already open."""
+    chosen = choose_device(device)
+    load = load.within(pair.positions)
+    forward = choose_forward_dtype(dtype, stored_dtype(pair.dense.config), chosen)
+    generator = torch.Generator().manual_seed(0)
+    shape = (load.batch_size, load.prompt_tokens)
+    prompt = torch.randint(pair.vocabulary, shape, generator=generator).to(chosen)
+    loaded = [_load(c.folder, forward, chosen) for c in (pair.dense, pair.pruned)]
+    prefill, decode = _in_turns([model for model, _ in loaded], prompt, load, progress)
+    peaks = [_peak(*one, prompt, load.new_tokens) for one in loaded]
+    return Speed(
+        prefill=Rates.of(*prefill),
+        decode=Rates.of(*decode),
+        peak_memory_dense=peaks[0],
+        peak_memory_pruned=peaks[1],
+        memory_note=None if chosen.type == "cuda" else NO_PEAK,
+        load=load,
+        device=torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else str(chosen),
+        dtype=str(forward).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+    )
+
+
+def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Any, int]:
+    """The model on the device, and the bytes that it took there (0 where nobody counts)."""
+    before = _allocated(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = model.to(device).eval()
+    return model, _allocated(device) - before
+
+
+def _peak(model: Any, weights: int, prompt: Int[Tensor, "n length"], new_tokens: int) -> int | None:
+    """The model's own bytes and the most that a run adds to them; None where nobody counts."""
+    device = prompt.device
+    if device.type != "cuda":
+        return None
+    before = _allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run_once(model, prompt, new_tokens)
+    return weights + torch.cuda.max_memory_allocated(device) - before
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _in_turns(
+    models: list[Any], prompt: Int[Tensor, "n length"], load: Workload, progress: Progress | None
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Prefill and decode rates, per model and repeat."""
+    prefill: list[list[float]] = [[] for _ in models]
+    decode: list[list[float]] = [[] for _ in models]
+    total = load.warmup + load.repeats
+    for repeat in range(total):
+        order = range(len(models)) if repeat % 2 == 0 else reversed(range(len(models)))
+        for which in order:
+            filling, decoding, _ = run_once(models[which], prompt, load.new_tokens)
+            if repeat >= load.warmup:
+                prefill[which].append(prompt.numel() / filling)
+                decode[which].append(load.batch_size * load.new_tokens / decoding)
+        if progress:
+            progress("timing", repeat + 1, total)
+    return prefill, decode
+
+
+@torch.inference_mode()
+def run_once(
+    model: Any, prompt: Int[Tensor, "n length"], new_tokens: int
+) -> tuple[float, float, Int[Tensor, "n new"]]:
+    """Seconds of the prefill, seconds of the decoding, and the tokens drawn greedily.
+
+    The prefill gives the first token; decoding feeds `new_tokens` of them back, one at a time.
+    """
+    began = _now(prompt.device)
+    out = model(input_ids=prompt, use_cache=True, logits_to_keep=1)
+    tokens = [out.logits[:, -1:].argmax(dim=-1)]
+    filled = _now(prompt.device)
+    for _ in range(new_tokens):
+        out = model(
+            input_ids=tokens[-1], past_key_values=out.past_key_values, use_cache=True,
+            logits_to_keep=1,
+        )  # fmt: skip
+        tokens.append(out.logits[:, -1:].argmax(dim=-1))
+    ended = _now(prompt.device)
+    return filled - began, ended - filled, torch.cat(tokens[:-1], dim=1)
+
+
+def _now(device: torch.device) -> float:
+    """The clock, once the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def oddities(speed: Speed, asked: Workload) -> list[str]:
+    """What a reader of the rates should know: one sentence each."""
+    notes = []
+    if speed.load.prompt_tokens < asked.prompt_tokens:
+        notes.append(
+            f"the prompt is {speed.load.prompt_tokens} tokens instead of {asked.prompt_tokens}: "
+            "with the new tokens it fills the model's positions"
+        )
+    for name, rates in {"prefill": speed.prefill, "decode": speed.decode}.items():
+        if rates.paired.least < 1 < rates.paired.greatest:
+            notes.append(
+                f"{name}: which model is faster differs between repeats "
+                f"({rates.paired.least:.2f} to {rates.paired.greatest:.2f}); raise --repeats, or "
+                "measure on a quiet machine"
+            )
+        elif rates.ratio < 1:
+            notes.append(f"{name}: the pruned model is slower ({rates.ratio:.2f} of the rate)")
+    if speed.memory_note:
+        notes.append(speed.memory_note)
+    return notes

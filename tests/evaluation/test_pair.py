@@ -1,0 +1,118 @@
+"""A pruned folder and its dense model: what belongs together, and what is refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tiny_models as tm
+from coec.errors import ModelError
+from coec.evaluation.pair import Pair
+from coec.models.architectures import ATTENTION, MLP
+
+
+@pytest.fixture
+def pruned(pruned_folder, tmp_path):
+    """A copy to spoil."""
+    return shutil.copytree(pruned_folder, tmp_path / "pruned")
+
+
+@pytest.fixture
+def kept(pruned):
+    """Rewrites the kept units."""
+
+    def rewrite(**changes):
+        path = pruned / "kept.safetensors"
+        stored = load_file(path) | {k.replace("_", "."): v for k, v in changes.items()}
+        save_file({k: v for k, v in stored.items() if v is not None}, path)
+
+    return rewrite
+
+
+def test_a_pair_knows_sizes_and_units(dense_folder, pruned_folder):
+    pair = Pair.open(dense_folder, pruned_folder)
+    assert (pair.before.ffn, pair.after.ffn) == (40, 28)
+    assert (pair.positions, pair.vocabulary) == (tm.POSITIONS, tm.VOCABULARY)
+    stored = load_file(pruned_folder / "kept.safetensors")
+    for site, size in ((ATTENTION, 4), (MLP, 40)):
+        units = pair.kept(1, site)
+        assert units.size == size
+        assert torch.equal(units.kept, stored[f"layers.1.{site.name}"])
+
+
+def test_the_report_names_the_dense_model(dense_folder, pruned, monkeypatch):
+    assert Pair.open(None, pruned).dense.folder == dense_folder
+    report = json.loads((pruned / "coec.json").read_text())
+    for name in ("org/model", "/nowhere/model"):
+        (pruned / "coec.json").write_text(json.dumps(report | {"model": name}))
+        with pytest.raises(ModelError, match=f"was made from '{name}', which is no folder here"):
+            Pair.open(None, pruned)
+    monkeypatch.chdir(dense_folder.parent)
+    (pruned / "coec.json").write_text(json.dumps(report | {"model": dense_folder.name}))
+    assert Pair.open(None, pruned).before.ffn == 40
+
+
+@pytest.mark.parametrize("name", ["kept.safetensors", "coec.json"])
+def test_a_folder_that_coec_did_not_write(name, dense_folder, pruned):
+    (pruned / name).unlink()
+    with pytest.raises(ModelError, match=f"no {name} in .* PRUNED must be a folder that `coec"):
+        Pair.open(dense_folder, pruned)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"vocab_size": 310}, "vocabulary 310 in DENSE, 300 in PRUNED"),
+        ({"num_hidden_layers": 3}, "blocks 3 in DENSE, 2 in PRUNED"),
+        ({"hidden_size": 48}, "hidden size 48 in DENSE, 32 in PRUNED"),
+        ({"head_dim": 6}, "head size 6 in DENSE, 4 in PRUNED"),
+        ({"num_key_value_heads": 8}, "query heads per KV group 1 in DENSE, 2 in PRUNED"),
+        ({"intermediate_size": 20}, r"mlp in .*kept.safetensors' does not fit the dense model"),
+    ],
+)
+def test_models_of_other_sizes_do_not_belong_together(changes, match, pruned, tmp_path):
+    other = tm.save(tm.tiny("llama", torch.float32, **changes), tmp_path / "other")
+    with pytest.raises(ModelError, match=match) as caught:
+        Pair.open(other, pruned)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["up_proj", "v_proj"])
+def test_another_model_of_the_same_sizes_is_refused(name, pruned, tmp_path):
+    model = tm.tiny("llama", torch.float32)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if f"layers.0.{'mlp' if name == 'up_proj' else 'self_attn'}.{name}" in parameter_name:
+                parameter.add_(0.1)
+    other = tm.save(model, tmp_path / "other")
+    with pytest.raises(ModelError, match=f"was not pruned from .*{name}.* keeps are others"):
+        Pair.open(other, pruned)
+
+
+def test_kept_units_of_another_run_are_refused(dense_folder, pruned, kept):
+    kept(layers_1_mlp=torch.arange(27))
+    with pytest.raises(ModelError, match=r"layers.1.mlp .* keeps 27 units, the pruned model has 2"):
+        Pair.open(dense_folder, pruned)
+    kept(layers_1_mlp=torch.zeros(28, dtype=torch.int64))
+    with pytest.raises(ModelError, match="does not fit the dense model: .*sorted and distinct"):
+        Pair.open(dense_folder, pruned)
+    kept(layers_1_mlp=None)
+    with pytest.raises(ModelError, match=r"lacks layers.1.mlp: it is of another model"):
+        Pair.open(dense_folder, pruned)
+
+
+def test_missing_and_damaged_files_are_refused(dense_folder, pruned):
+    weights = pruned / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:100])
+    with pytest.raises(ModelError, match="truncated or damaged"):
+        Pair.open(dense_folder, pruned)
+    weights.unlink()
+    with pytest.raises(ModelError, match="no safetensors weights in"):
+        Pair.open(dense_folder, pruned)
+    weights.write_bytes(whole)
+    (pruned / "kept.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ModelError, match="'kept.safetensors' is truncated or damaged"):
+        Pair.open(dense_folder, pruned)
