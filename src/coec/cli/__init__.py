@@ -16,6 +16,7 @@ import coec
 from coec.cli.evaluate import eval_command
 from coec.cli.methods import methods_command
 from coec.cli.prune import prune_command
+from coec.cli.report import report_command
 from coec.errors import CoecError
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command("prune")(prune_command)
 app.command("eval")(eval_command)
 app.command("methods")(methods_command)
+app.command("report")(report_command)
 INTERRUPTED = 130
 """The exit status that typer gives to Ctrl-C."""
 

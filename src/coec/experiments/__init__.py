@@ -1,0 +1,1 @@
+"""Sweeps over settings, and the report of what they measured."""
