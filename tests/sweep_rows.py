@@ -94,7 +94,7 @@ def measured(model, sparsity, selection, compensation, draw, **changes) -> dict:
 def site(block, kind, sparsity, compensation, draw) -> dict:
     """One module: errors, and for COEC its rounds and angles."""
     first = sparsity * (0.5 + 0.1 * block + 0.05 * draw.random())
-    last = first * REPAIR[compensation]
+    last = first * REPAIR[compensation] * draw.uniform(0.8, 1.1)
     over = {"none": 1.0, "bias": 1.01, "rcpu": 1.02, "least-squares": 1.5, "coec": 1.06}
     name = "self_attn.o_proj" if kind == "attention" else "mlp.down_proj"
     made = {
@@ -104,7 +104,7 @@ def site(block, kind, sparsity, compensation, draw) -> dict:
     }  # fmt: skip
     if compensation == "coec":
         count = draw.randint(6, 14)
-        rounds = [last + (first - last) * 0.45**step for step in range(count)]
+        rounds = [last + (first - last) * 0.5**step for step in range(count)]
         made["errors_per_round"] = rounds
         made["objectives_per_round"] = [value + 1e-4 for value in rounds]
         op = draw.uniform(14, 30)

@@ -1,11 +1,12 @@
 """Which rows of a sweep make which figure. A figure without data is left out."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from coec.experiments.comparison import in_order
 from coec.experiments.inside import curves, mean_over_sites, non_increasing
-from coec.experiments.plots import ROLES, Curve, Figure, Panel
+from coec.experiments.plots import ROLES, Curve, Figure, Panel, Scale
 from coec.experiments.protocol import protocol
 from coec.experiments.results import Results, Row, number
 from coec.experiments.tables import grouped, mean_of, percent, value_text
@@ -27,17 +28,6 @@ def _mean_perplexity(rows: Iterable[Row]) -> float | None:
     return mean_of(row.measured("perplexity") for row in rows)
 
 
-def _line(rows: Sequence[Row], name: str, label: str, compensation: str, **style: str) -> Curve:
-    """Perplexity by one setting; several seeds are averaged."""
-    by_value = grouped(sorted(rows, key=lambda r: r.setting(name)), lambda r: r.setting(name))
-    points = [(value, _mean_perplexity(found)) for value, found in by_value.items()]
-    known = [(float(x), y) for x, y in points if y is not None]
-    return Curve(
-        [x for x, _ in known], [y for _, y in known], label, role(compensation),
-        marker=MARKERS.get(compensation, "o"), **style,
-    )  # fmt: skip
-
-
 def setting_figure(rows: Sequence[Row], name: str, title: str) -> Figure | None:
     """Perplexity by one numeric setting, a panel per model and sparsity, a line per repair."""
     known = [
@@ -48,29 +38,55 @@ def setting_figure(rows: Sequence[Row], name: str, title: str) -> Figure | None:
     values = sorted({float(row.setting(name)) for row in known})
     if len(values) < 2:
         return None
-    log = min(values) > 0 and max(values) >= 8 * min(values)
-    ticks = tuple((value, value_text(value)) for value in values)
+    place, scale = _places(values)
+    ticks = tuple((place[value], value_text(value)) for value in values)
     panels = []
     ordered = sorted(known, key=lambda r: (r.sparsity, in_order(r)))
-    for (sparsity, model), found in grouped(ordered, lambda r: (r.sparsity, r.model)).items():
-        methods = grouped(found, lambda r: (r.setting("selection"), r.setting("compensation")))
-        many = len({selection for selection, _ in methods}) > 1
-        lines = tuple(
-            _line(group, name, f"{selection} + {comp}" if many else comp, comp)
-            for (selection, comp), group in methods.items()
-        )
-        heading = f"{model}, {percent(sparsity)}"
-        scale = "log" if log else "linear"
-        panels.append(Panel(heading, lines, name, "perplexity", x_scale=scale, x_ticks=ticks))
+    by_model = {model: grouped(found, lambda r: r.sparsity) for model, found in _by_model(ordered)}
+    for model, by_sparsity in by_model.items():
+        for sparsity, found in by_sparsity.items():
+            lines = _setting_lines(found, name, place)
+            heading = f"{model}, {percent(sparsity)}"
+            panels.append(Panel(heading, lines, name, "perplexity", x_scale=scale, x_ticks=ticks))
     return Figure(title, tuple(panels), settings=protocol(known, varies=(name,)))
+
+
+def _by_model(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    return list(grouped(rows, lambda r: r.model).items())
+
+
+def _places(values: Sequence[float]) -> tuple[dict[float, float], Scale]:
+    """Where values lie: a wide range is logarithmic, or evenly spaced if it holds a zero."""
+    positive = [value for value in values if value > 0]
+    wide = bool(positive) and positive[-1] >= 8 * positive[0]
+    if wide and values[0] <= 0:
+        return {value: float(i) for i, value in enumerate(values)}, "linear"
+    return {value: value for value in values}, "log" if wide else "linear"
+
+
+def _setting_lines(
+    rows: Sequence[Row], name: str, place: Mapping[float, float]
+) -> tuple[Curve, ...]:
+    """A line per selection and repair; several seeds at one place are averaged."""
+    methods = grouped(rows, lambda r: (r.setting("selection"), r.setting("compensation")))
+    many = len({selection for selection, _ in methods}) > 1
+    lines = []
+    for (selection, comp), group in methods.items():
+        by_value = grouped(group, lambda r: place[float(r.setting(name))])
+        points = sorted((x, y) for x, at in by_value.items() if (y := _mean_perplexity(at)))
+        label, marker = f"{selection} + {comp}" if many else comp, MARKERS.get(comp, "o")
+        lines.append(_curve(points, label, role(comp), marker=marker))
+    return tuple(lines)
+
+
+def _curve(points: Sequence[tuple[float, float]], label: str, colour: str, **style: Any) -> Curve:
+    return Curve([x for x, _ in points], [y for _, y in points], label, colour, **style)
 
 
 def parameters_figure(results: Results, rows: Sequence[Row]) -> Figure | None:
     """Perplexity (log) by parameters, a panel per model, a line per selection and repair."""
     known = [
-        row
-        for row in rows
-        if row.measured("perplexity") is not None and "after" in row.parameters
+        row for row in rows if row.measured("perplexity") is not None and "after" in row.parameters
     ]
     if len({row.sparsity for row in known}) < 2:
         return None
@@ -84,13 +100,11 @@ def parameters_figure(results: Results, rows: Sequence[Row]) -> Figure | None:
         for (selection, comp), group in methods.items():
             style = LINE_STYLES[selections.index(selection) % len(LINE_STYLES)]
             at = grouped(group, lambda r: r.parameters["after"])
-            points = sorted((x / unit, _mean_perplexity(found)) for x, found in at.items())
-            lines.append(
-                Curve(
-                    [x for x, _ in points], [y for _, y in points if y is not None],
-                    f"{selection} + {comp}", role(comp), style, MARKERS.get(comp, "o"),
-                )  # fmt: skip
+            points = sorted(
+                (x / unit, y) for x, same in at.items() if (y := _mean_perplexity(same))
             )
+            label, marker = f"{selection} + {comp}", MARKERS.get(comp, "o")
+            lines.append(_curve(points, label, role(comp), line=style, marker=marker))
         lines += _dense_point(results, model, unit)
         label = f"parameters, {word}"
         panels.append(Panel(model, tuple(lines), label, "perplexity", y_scale="log"))
@@ -144,7 +158,7 @@ def _convergence_panel(model: str, relative: Sequence[Sequence[float]]) -> Panel
     grey = [Curve(range(len(v)), v, role="faint", width=0.7) for v in shown]
     blue = Curve(range(longest), mean, f"mean of {len(relative)} modules", "mean", width=2.2)
     label = "0: slice; 1: left rotation and rescale; then rounds"
-    return Panel(model, (*grey, blue), label, "error / slice's error")
+    return Panel(model, (*grey, blue), label, "error / slice's error", x_whole=True)
 
 
 def _falling(rows: Sequence[Row], name: str) -> str:
@@ -160,7 +174,8 @@ def _left_out(rows: Sequence[Row]) -> list[str]:
     sentences = [f"{zero} modules whose slice has no error are not drawn."] if zero else []
     if most > LINES:
         sentences.append(
-            f"Of more than {LINES} modules, evenly spaced ones are drawn; mean and counts are over all."
+            f"Of more than {LINES} modules, evenly spaced ones are drawn; mean and counts are over "
+            "all of them."
         )
     return sentences
 
@@ -215,7 +230,7 @@ def block_figure(rows: Sequence[Row]) -> Figure | None:
             sliced = _by_block(found[0], site, "error_before", "slice", "none", "--")
             if sliced.x and lines:
                 title, y_label = f"{model}, {name}", "relative output error"
-                panels.append(Panel(title, (sliced, *lines), "block", y_label, from_zero=True))
+                panels.append(_block_panel(title, (sliced, *lines), y_label))
     if not panels:
         return None
     first = chosen[0]
@@ -224,6 +239,10 @@ def block_figure(rows: Sequence[Row]) -> Figure | None:
         "calibration data."
     )
     return Figure("Error by block", tuple(panels), (caption,), protocol(chosen))
+
+
+def _block_panel(title: str, lines: tuple[Curve, ...], y_label: str) -> Panel:
+    return Panel(title, lines, "block", y_label, from_zero=True, x_whole=True)
 
 
 def _same_slice(rows: Sequence[Row]) -> list[Row]:
@@ -237,15 +256,13 @@ def _same_slice(rows: Sequence[Row]) -> list[Row]:
     return sorted((row for row in at if row.setting("selection") == selection), key=in_order)
 
 
-def _by_block(
-    row: Row, site: str, name: str, label: str, colour: str, line: str = "-"
-) -> Curve:
+def _by_block(row: Row, site: str, name: str, label: str, colour: str, line: str = "-") -> Curve:
     points = [
         (float(s["block"]), value)
         for s in row.sites
         if s.get("site") == site and (value := number(s.get(name))) is not None
     ]
-    return Curve([x for x, _ in points], [y for _, y in points], label, colour, line, "o")
+    return _curve(points, label, colour, line=line, marker="o")
 
 
 def angle_figure(rows: Sequence[Row]) -> Figure | None:
@@ -264,7 +281,7 @@ def angle_figure(rows: Sequence[Row]) -> Figure | None:
             )
             if lines[0].x:
                 title = f"{model}, {name}"
-                panels.append(Panel(title, lines, "block", "mean angle, degrees", from_zero=True))
+                panels.append(_block_panel(title, lines, "mean angle, degrees"))
     if not panels:
         return None
     last = chosen[-1]
@@ -279,7 +296,7 @@ def _angles(row: Row, site: str, name: str) -> tuple[list[float], list[float]]:
     points = [
         (float(s["block"]), value)
         for s in row.sites
-        if s.get("site") == site and (value := number((s.get("geometry") or {}).get(name)))
-        is not None
+        if s.get("site") == site
+        and (value := number((s.get("geometry") or {}).get(name))) is not None
     ]
     return [x for x, _ in points], [y for _, y in points]

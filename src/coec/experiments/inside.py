@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from coec.experiments.comparison import in_order
@@ -133,4 +134,4 @@ def curves(rows: Iterable[Row], name: str) -> list[list[float]]:
 def non_increasing(values: Sequence[float]) -> bool:
     """Whether no step raises the curve by more than rounding."""
     allowed = ROUNDING * abs(values[0])
-    return all(after <= before + allowed for before, after in zip(values, values[1:]))
+    return all(after <= before + allowed for before, after in pairwise(values))

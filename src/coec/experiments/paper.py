@@ -84,7 +84,9 @@ def paper_table(rows: Sequence[Row]) -> Table | None:
     notes, body = Footnotes(), []
     for _, found in grouped(matched, lambda r: (r.model, r.sparsity, in_order(r))).items():
         labels = (Cell(found[0].model), Cell(method_name(found[0])))
-        body.append((*labels, *_beside(found, "perplexity", notes), *_beside(found, "zero_shot", notes)))
+        body.append(
+            (*labels, *_beside(found, "perplexity", notes), *_beside(found, "zero_shot", notes))
+        )
     heads = ("Model", "Method", "Perplexity", "paper", "Zero-shot, %", "paper")
     return Table(
         "Beside the paper",
@@ -104,9 +106,7 @@ def _beside(rows: Sequence[Row], metric: Metric, notes: Footnotes) -> tuple[Cell
 def with_paper_ablation(table: Table, metric: Metric) -> Table:
     """An ablation table with the paper's column, which is a mean over models of its own."""
     source = paper()["ablation"]
-    column = [
-        amount(source[metric].get(row[0].text), SHOWN[metric][1]) for row in table.rows
-    ]
+    column = [amount(source[metric].get(row[0].text), SHOWN[metric][1]) for row in table.rows]
     if all(cell.text == ABSENT for cell in column):
         return table
     note = (
@@ -169,9 +169,10 @@ def efficiency_table(rows: Sequence[Row]) -> Table | None:
         return None
     body = tuple(
         (
-            Cell(model), *(amount(row.parameters[name] / 1e9) for name in ("before", "after")),
+            Cell(model),
+            *(amount(row.parameters[name] / 1e9) for name in ("before", "after")),
             *(amount(value) for value in costs[normal_name(model)]["parameters"]),
-        )  # fmt: skip
+        )
         for model, row in found.items()
     )
     heads = ("Model", "Dense", "Pruned", "Paper, dense", "Paper, pruned")

@@ -2,6 +2,7 @@
 
 import io
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,12 +12,13 @@ from coec.errors import OptionError
 
 Scale = Literal["linear", "log"]
 ROLES = (
-    "ink", "muted", "grid", "faint", "mean", "none", "bias", "least-squares", "rcpu", "coec", "other",
+    "ink", "muted", "grid", "faint", "mean", "none", "bias", "least-squares", "rcpu", "coec",
+    "other",
 )  # fmt: skip
 """What is drawn in a colour of its own; the page defines `--plot-ROLE`, light and dark."""
 
 _SENTINELS = {role: f"#0102{index + 16:02x}" for index, role in enumerate(ROLES)}
-WIDTH, HEIGHT = 4.6, 3.3
+WIDTH, HEIGHT = 3.7, 2.9
 """Of one panel, in inches of 72 points."""
 
 
@@ -36,7 +38,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes. Ticks, where given, are (place, text)."""
+    """One pair of axes; `x_whole` where x counts something. Ticks, where given: (place, text)."""
 
     title: str
     curves: tuple[Curve, ...]
@@ -47,6 +49,7 @@ class Panel:
     x_ticks: tuple[tuple[float, str], ...] = ()
     y_ticks: tuple[tuple[float, str], ...] = ()
     from_zero: bool = False
+    x_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def svg(panel: Panel, prefix: str) -> str:
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Canvas
 
-    settings = {
+    settings: Any = {
         "svg.fonttype": "none", "svg.hashsalt": prefix, "font.size": 9, "axes.linewidth": 0.8,
         "text.color": _SENTINELS["ink"], "axes.edgecolor": _SENTINELS["muted"],
         "axes.labelcolor": _SENTINELS["ink"], "xtick.color": _SENTINELS["muted"],
@@ -95,17 +98,21 @@ def _plot(axes: Any, panel: Panel) -> None:
     for curve in panel.curves:
         colour = _SENTINELS[curve.role]
         axes.plot(
-            curve.x, curve.y, curve.line or "none", label=curve.label or "_", color=colour,
-            marker=curve.marker, markersize=5, linewidth=curve.width, solid_joinstyle="round",
+            curve.x, curve.y, linestyle=curve.line or "none", label=curve.label or "_",
+            color=colour, marker=curve.marker, markersize=4.5, linewidth=curve.width,
             markerfacecolor="none" if curve.hollow else colour,
         )  # fmt: skip
 
 
 def _dress(axes: Any, panel: Panel) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
-    axes.set_title(panel.title, fontsize=10, loc="left")
+    axes.set_title(textwrap.fill(panel.title, 40), fontsize=9.5, loc="left")
     _scale(axes.xaxis, panel.x_scale, panel.x_ticks)
     _scale(axes.yaxis, panel.y_scale, panel.y_ticks)
+    if panel.x_whole:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if panel.from_zero:
         axes.set_ylim(bottom=0)
     axes.margins(y=0.12)
@@ -113,7 +120,7 @@ def _dress(axes: Any, panel: Panel) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     if any(curve.label for curve in panel.curves):
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=7.5, labelspacing=0.3)
 
 
 def _scale(axis: Any, scale: Scale, ticks: tuple[tuple[float, str], ...]) -> None:

@@ -17,6 +17,7 @@ from coec.experiments.tables import (
     method_name,
     percent,
     setting_cell,
+    significant,
     value_text,
 )
 from coec.experiments.variation import varying
@@ -48,7 +49,11 @@ def _overlap(results: Results, flagged: Sequence[Row]) -> str:
     if not checked:
         return "calibration and evaluation text were not compared"
     if not flagged:
-        return f"calibration and evaluation text share no passage in any of {checked} cells checked"
+        largest = max(number(row.overlap.get("share")) or 0.0 for row in results.rows)
+        return (
+            f"none of {checked} cells checked is flagged; the largest share of evaluation n-grams "
+            f"also in the calibration text is {significant(100 * largest)} %"
+        )
     return (
         f"FLAGGED in {len(flagged)} of {checked} cells checked: the evaluation text shares "
         "passages with the calibration text, so perplexity there is too good"
@@ -73,7 +78,8 @@ def best_table(results: Results) -> Table | None:
         base = dense.measured("perplexity") if dense else None
         ratio = value / base if value is not None and base else None
         body.append((
-            Cell(model), Cell(percent(sparsity), sparsity), Cell(value_text(best.setting("selection"))),
+            Cell(model), Cell(percent(sparsity), sparsity),
+            Cell(value_text(best.setting("selection"))),
             Cell(value_text(best.setting("compensation"))), amount(value), amount(base),
             Cell(f"×{decimals(ratio, 3)}", ratio) if ratio else Cell(ABSENT), _kept(best),
         ))  # fmt: skip
@@ -143,7 +149,12 @@ def text_table(rows: Sequence[Row]) -> Table | None:
             body[key] = body.get(key, 0) + 1
         if c:
             read = (c.get("windows"), c.get("seq_len"))
-            key = ("calibration", value_text(c.get("source")), c.get("text_sha256") or ABSENT, *read)
+            key = (
+                "calibration",
+                value_text(c.get("source")),
+                c.get("text_sha256") or ABSENT,
+                *read,
+            )
             body[key] = body.get(key, 0) + 1
     if not body:
         return None
@@ -164,7 +175,9 @@ def event_table(rows: Sequence[Row]) -> Table | None:
     times = Counter(e for row in rows for site in row.sites for e in site.get("events") or ())
     if not times:
         return None
-    cells = Counter(e for row in rows for e in {e for s in row.sites for e in s.get("events") or ()})
+    cells = Counter(
+        e for row in rows for e in {e for s in row.sites for e in s.get("events") or ()}
+    )
     body = tuple((Cell(e), _count(n), _count(cells[e])) for e, n in times.most_common())
     return Table("Safeguards that fired", ("Event", "Modules", "Cells"), body)
 
@@ -188,10 +201,14 @@ def overlap_table(rows: Sequence[Row]) -> Table | None:
         return None
     body = tuple(
         (
-            Cell(row.cell), Cell(row.model), Cell(method_name(row)), _count(row.overlap.get("n")),
-            _count(row.overlap.get("shared")), _count(row.overlap.get("windows")),
+            Cell(row.cell),
+            Cell(row.model),
+            Cell(method_name(row)),
+            _count(row.overlap.get("n")),
+            _count(row.overlap.get("shared")),
+            _count(row.overlap.get("windows")),
             amount(number(row.overlap.get("share")), 4),
-        )  # fmt: skip
+        )
         for row in flagged
     )
     heads = ("Cell", "Model", "Method", "n-gram", "Shared", "Checked", "Share")

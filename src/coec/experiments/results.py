@@ -152,7 +152,9 @@ def _row(line: str, where: str) -> Row:
             f"{where}: status must be one of {', '.join(get_args(Status))}, "
             f"got {record.get('status')!r}"
         )
-    given = {name: record.get(name) for name in _KINDS if record.get(name) is not None}
+    given: dict[str, Any] = {
+        name: record.get(name) for name in _KINDS if record.get(name) is not None
+    }
     for name in _REQUIRED:
         if name not in given:
             raise ResultsError(f"{where} has no {name}: every row names its {name}")

@@ -156,9 +156,7 @@ def method_name(row: Row) -> str:
     """Selection, compensation and sparsity in words."""
     if row.dense:
         return "dense"
-    return (
-        f"{row.setting('selection')} + {row.setting('compensation')} at {percent(row.sparsity)}"
-    )
+    return f"{row.setting('selection')} + {row.setting('compensation')} at {percent(row.sparsity)}"
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:

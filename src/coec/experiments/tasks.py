@@ -12,9 +12,7 @@ from coec.experiments.tables import ABSENT, Cell, Table, grouped, method_name
 def zero_shot_tables(rows: Sequence[Row]) -> list[Table]:
     """Per model: accuracy with its standard error on every task."""
     scored = [row for row in rows if row.zero_shot.get("tasks")]
-    return [
-        _zero_shot(model, found) for model, found in grouped(scored, lambda r: r.model).items()
-    ]
+    return [_zero_shot(model, found) for model, found in grouped(scored, lambda r: r.model).items()]
 
 
 def _zero_shot(model: str, rows: Sequence[Row]) -> Table:
