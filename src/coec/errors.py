@@ -27,3 +27,7 @@ class OutputError(CoecError):
 
 class NumericalError(CoecError):
     """Numbers that must be finite are not, and no safeguard could help."""
+
+
+class ResultsError(CoecError):
+    """The results of a sweep cannot be read."""

@@ -17,6 +17,7 @@ from coec.cli.analyze import analyze_command
 from coec.cli.evaluate import eval_command
 from coec.cli.methods import methods_command
 from coec.cli.prune import prune_command
+from coec.cli.report import report_command
 from coec.cli.sweep import sweep_command
 from coec.errors import CoecError
 
@@ -32,6 +33,7 @@ app.command("eval")(eval_command)
 app.command("sweep")(sweep_command)
 app.command("analyze")(analyze_command)
 app.command("methods")(methods_command)
+app.command("report")(report_command)
 INTERRUPTED = 130
 """The exit status that typer gives to Ctrl-C."""
 LOWER = "--samples or --seq-len (of --tasks, --batch-size)"

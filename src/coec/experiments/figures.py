@@ -1,0 +1,302 @@
+"""Which rows of a sweep make which figure. A figure without data is left out."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from coec.experiments.comparison import in_order
+from coec.experiments.inside import curves, mean_over_sites, non_increasing
+from coec.experiments.plots import ROLES, Curve, Figure, Panel, Scale
+from coec.experiments.protocol import protocol
+from coec.experiments.results import Results, Row, number
+from coec.experiments.tables import grouped, mean_of, percent, value_text
+
+LINES = 300
+"""Curves drawn in one panel; of more, evenly spaced ones."""
+
+SITES = {"attention": "attention output", "mlp": "MLP"}
+MARKERS = {"none": "o", "bias": "s", "least-squares": "D", "rcpu": "^", "coec": "o"}
+LINE_STYLES = ("-", "--", ":", "-.")
+
+
+def role(compensation: str) -> str:
+    """The colour of a compensation."""
+    return compensation if compensation in ROLES else "other"
+
+
+def _mean_perplexity(rows: Iterable[Row]) -> float | None:
+    return mean_of(row.measured("perplexity") for row in rows)
+
+
+def setting_figure(rows: Sequence[Row], name: str, title: str) -> Figure | None:
+    """Perplexity by one numeric setting, a panel per model and sparsity, a line per repair."""
+    known = [
+        row
+        for row in rows
+        if number(row.setting(name)) is not None and row.measured("perplexity") is not None
+    ]
+    values = sorted({float(row.setting(name)) for row in known})
+    if len(values) < 2:
+        return None
+    place, scale = _places(values)
+    ticks = tuple((place[value], value_text(value)) for value in values)
+    panels = []
+    ordered = sorted(known, key=lambda r: (r.sparsity, in_order(r)))
+    by_model = {model: grouped(found, lambda r: r.sparsity) for model, found in _by_model(ordered)}
+    for model, by_sparsity in by_model.items():
+        for sparsity, found in by_sparsity.items():
+            lines = _setting_lines(found, name, place)
+            heading = f"{model}, {percent(sparsity)}"
+            panels.append(Panel(heading, lines, name, "perplexity", x_scale=scale, x_ticks=ticks))
+    return Figure(title, tuple(panels), settings=protocol(known, varies=(name,)))
+
+
+def _by_model(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    return list(grouped(rows, lambda r: r.model).items())
+
+
+def _places(values: Sequence[float]) -> tuple[dict[float, float], Scale]:
+    """Where values lie: a wide range is logarithmic, or evenly spaced if it holds a zero."""
+    positive = [value for value in values if value > 0]
+    wide = bool(positive) and positive[-1] >= 8 * positive[0]
+    if wide and values[0] <= 0:
+        return {value: float(i) for i, value in enumerate(values)}, "linear"
+    return {value: value for value in values}, "log" if wide else "linear"
+
+
+def _setting_lines(
+    rows: Sequence[Row], name: str, place: Mapping[float, float]
+) -> tuple[Curve, ...]:
+    """A line per selection and repair; several seeds at one place are averaged."""
+    methods = grouped(rows, lambda r: (r.setting("selection"), r.setting("compensation")))
+    many = len({selection for selection, _ in methods}) > 1
+    lines = []
+    for (selection, comp), group in methods.items():
+        by_value = grouped(group, lambda r: place[float(r.setting(name))])
+        points = sorted((x, y) for x, at in by_value.items() if (y := _mean_perplexity(at)))
+        label, marker = f"{selection} + {comp}" if many else comp, MARKERS.get(comp, "o")
+        lines.append(_curve(points, label, role(comp), marker=marker))
+    return tuple(lines)
+
+
+def _curve(points: Sequence[tuple[float, float]], label: str, colour: str, **style: Any) -> Curve:
+    return Curve([x for x, _ in points], [y for _, y in points], label, colour, **style)
+
+
+def parameters_figure(results: Results, rows: Sequence[Row]) -> Figure | None:
+    """Perplexity (log) by parameters, a panel per model, a line per selection and repair."""
+    known = [
+        row for row in rows if row.measured("perplexity") is not None and "after" in row.parameters
+    ]
+    if len({row.sparsity for row in known}) < 2:
+        return None
+    largest = max(row.parameters["after"] for row in known)
+    unit, word = (1e9, "billions") if largest >= 1e9 else (1e6, "millions")
+    panels = []
+    for model, found in grouped(sorted(known, key=in_order), lambda r: r.model).items():
+        methods = grouped(found, lambda r: (r.setting("selection"), r.setting("compensation")))
+        selections = list(dict.fromkeys(selection for selection, _ in methods))
+        lines = []
+        for (selection, comp), group in methods.items():
+            style = LINE_STYLES[selections.index(selection) % len(LINE_STYLES)]
+            at = grouped(group, lambda r: r.parameters["after"])
+            points = sorted(
+                (x / unit, y) for x, same in at.items() if (y := _mean_perplexity(same))
+            )
+            label, marker = f"{selection} + {comp}", MARKERS.get(comp, "o")
+            lines.append(_curve(points, label, role(comp), line=style, marker=marker))
+        lines += _dense_point(results, model, unit)
+        label = f"parameters, {word}"
+        panels.append(Panel(model, tuple(lines), label, "perplexity", y_scale="log"))
+    return Figure("Perplexity by parameters", tuple(panels), settings=protocol(known))
+
+
+def _dense_point(results: Results, model: str, unit: float) -> list[Curve]:
+    dense = results.dense.get(model)
+    value = dense.measured("perplexity") if dense else None
+    size = dense.parameters.get("after", dense.parameters.get("before")) if dense else None
+    if value is None or size is None:
+        return []
+    return [Curve([size / unit], [value], "dense", "ink", "", "*")]
+
+
+def convergence_figure(rows: Sequence[Row]) -> Figure | None:
+    """Relative error by round, a panel per model: a grey line per module, their mean in blue.
+
+    Errors are relative to the slice's, the first value. Where a module stopped, its last value
+    goes on into the mean.
+    """
+    panels = []
+    for model, found in grouped(rows, lambda r: r.model).items():
+        relative = [
+            [value / values[0] for value in values]
+            for values in curves(found, "errors_per_round")
+            if values[0] > 0
+        ]
+        if relative:
+            panels.append(_convergence_panel(model, relative))
+    if not panels:
+        return None
+    sentences = [
+        f"{what}: {_falling(rows, name)} (a rise below 1e-9 of the first value is rounding)."
+        for what, name in (
+            ("Errors", "errors_per_round"),
+            ("Objectives, with the alignment penalty", "objectives_per_round"),
+        )
+        if curves(rows, name)
+    ]
+    sentences += _left_out(rows)
+    return Figure("Convergence of every module", tuple(panels), tuple(sentences), protocol(rows))
+
+
+def _convergence_panel(model: str, relative: Sequence[Sequence[float]]) -> Panel:
+    longest = max(map(len, relative))
+    padded = [[*values, *[values[-1]] * (longest - len(values))] for values in relative]
+    mean = [statistics.fmean(column) for column in zip(*padded)]
+    step = -(-len(relative) // LINES)
+    shown = relative[::step]
+    grey = [Curve(range(len(v)), v, role="faint", width=0.7) for v in shown]
+    blue = Curve(range(longest), mean, f"mean of {len(relative)} modules", "mean", width=2.2)
+    label = "0: slice; 1: left rotation and rescale; then rounds"
+    return Panel(model, (*grey, blue), label, "error / slice's error", x_whole=True)
+
+
+def _falling(rows: Sequence[Row], name: str) -> str:
+    found = curves(rows, name)
+    falling = sum(map(non_increasing, found))
+    return f"{falling:,} of {len(found):,} modules never rise"
+
+
+def _left_out(rows: Sequence[Row]) -> list[str]:
+    zero = sum(values[0] <= 0 for values in curves(rows, "errors_per_round"))
+    counts = grouped(rows, lambda r: r.model).values()
+    most = max((len(curves(found, "errors_per_round")) for found in counts), default=0)
+    sentences = [f"{zero} modules whose slice has no error are not drawn."] if zero else []
+    if most > LINES:
+        sentences.append(
+            f"Of more than {LINES} modules, evenly spaced ones are drawn; mean and counts are over "
+            "all of them."
+        )
+    return sentences
+
+
+def overfitting_figure(rows: Sequence[Row]) -> Figure | None:
+    """Fit and held-out error of every repair, a panel per model, sparsity and site."""
+    panels = []
+    ordered = sorted(rows, key=lambda r: (r.model, r.sparsity, in_order(r)))
+    for (model, sparsity), found in grouped(ordered, lambda r: (r.model, r.sparsity)).items():
+        for site, name in SITES.items():
+            panel = _fit_panel(found, site, f"{model}, {percent(sparsity)}, {name}")
+            if panel is not None:
+                panels.append(panel)
+    if not panels:
+        return None
+    caption = "Means over the modules of a site. The longer the bar, the more a repair overfits."
+    title = "Fit against held-out error"
+    return Figure(title, tuple(panels), (caption,), protocol(rows))
+
+
+def _fit_panel(rows: Sequence[Row], site: str, title: str) -> Panel | None:
+    points = []
+    for compensation, found in grouped(rows, lambda r: str(r.setting("compensation"))).items():
+        fit = mean_over_sites(found, site, "error_after")
+        held = mean_over_sites(found, site, "holdout_after")
+        if fit is not None and held is not None:
+            points.append((compensation, fit, held))
+    if not points:
+        return None
+    places = range(len(points), 0, -1)
+    bars = [
+        Curve([fit, held], [y, y], role=role(name), width=2.4)
+        for y, (name, fit, held) in zip(places, points)
+    ]
+    fits = Curve([f for _, f, _ in points], list(places), "fit", "ink", "", "o", hollow=True)
+    helds = Curve([h for _, _, h in points], list(places), "held out", "ink", "", "o")
+    ticks = tuple((float(y), name) for y, (name, _, _) in zip(places, points))
+    return Panel(title, (*bars, fits, helds), "relative output error", "", y_ticks=ticks)
+
+
+def block_figure(rows: Sequence[Row]) -> Figure | None:
+    """Error of every block, sliced and repaired, at the highest sparsity of one selection."""
+    chosen = _same_slice([row for row in rows if row.sites])
+    panels = []
+    for model, found in grouped(chosen, lambda r: r.model).items():
+        for site, name in SITES.items():
+            lines = [
+                _by_block(group[0], site, "error_after", comp, role(comp))
+                for comp, group in grouped(found, lambda r: str(r.setting("compensation"))).items()
+                if comp != "none"
+            ]
+            sliced = _by_block(found[0], site, "error_before", "slice", "none", "--")
+            if sliced.x and lines:
+                title, y_label = f"{model}, {name}", "relative output error"
+                panels.append(_block_panel(title, (sliced, *lines), y_label))
+    if not panels:
+        return None
+    first = chosen[0]
+    caption = (
+        f"Units kept by {first.setting('selection')} at {percent(first.sparsity)} sparsity, on the "
+        "calibration data."
+    )
+    return Figure("Error by block", tuple(panels), (caption,), protocol(chosen))
+
+
+def _block_panel(title: str, lines: tuple[Curve, ...], y_label: str) -> Panel:
+    return Panel(title, lines, "block", y_label, from_zero=True, x_whole=True)
+
+
+def _same_slice(rows: Sequence[Row]) -> list[Row]:
+    """Rows whose kept units are the same: one selection, one sparsity."""
+    if not rows:
+        return []
+    highest = max(row.sparsity for row in rows)
+    at = [row for row in rows if row.sparsity == highest]
+    selections = {row.setting("selection") for row in at}
+    selection = "rcpu" if "rcpu" in selections else at[0].setting("selection")
+    return sorted((row for row in at if row.setting("selection") == selection), key=in_order)
+
+
+def _by_block(row: Row, site: str, name: str, label: str, colour: str, line: str = "-") -> Curve:
+    points = [
+        (float(s["block"]), value)
+        for s in row.sites
+        if s.get("site") == site and (value := number(s.get(name))) is not None
+    ]
+    return _curve(points, label, colour, line=line, marker="o")
+
+
+def angle_figure(rows: Sequence[Row]) -> Figure | None:
+    """Principal angles to the original frame by block: of the pruned, and of the repaired."""
+    measured = [row for row in rows if any(site.get("geometry") for site in row.sites)]
+    chosen = _same_slice(measured)
+    panels = []
+    for model, found in grouped(chosen, lambda r: r.model).items():
+        for site, name in SITES.items():
+            lines = tuple(
+                Curve(*_angles(found[-1], site, key), label, colour, style, marker)
+                for key, label, colour, style, marker in (
+                    ("angle_op", "O–P, pruned", "none", "--", "s"),
+                    ("angle_oc", "O–C, repaired", "coec", "-", "o"),
+                )
+            )
+            if lines[0].x:
+                title = f"{model}, {name}"
+                panels.append(_block_panel(title, lines, "mean angle, degrees"))
+    if not panels:
+        return None
+    last = chosen[-1]
+    caption = (
+        f"{last.setting('selection')} + {last.setting('compensation')} at "
+        f"{percent(last.sparsity)} sparsity."
+    )
+    return Figure("Principal angles by block", tuple(panels), (caption,), protocol(chosen))
+
+
+def _angles(row: Row, site: str, name: str) -> tuple[list[float], list[float]]:
+    points = [
+        (float(s["block"]), value)
+        for s in row.sites
+        if s.get("site") == site
+        and (value := number((s.get("geometry") or {}).get(name))) is not None
+    ]
+    return [x for x, _ in points], [y for _, y in points]

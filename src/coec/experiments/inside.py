@@ -1,0 +1,137 @@
+"""What happened inside the modules: fit against held-out error, angles, convergence."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from coec.experiments.comparison import in_order
+from coec.experiments.protocol import protocol
+from coec.experiments.results import Row, number
+from coec.experiments.tables import (
+    ABSENT,
+    Cell,
+    Table,
+    amount,
+    grouped,
+    method_name,
+    percent,
+    significant,
+)
+
+ROUNDING = 1e-9
+"""A step that raises a curve by less than this fraction of its first value is rounding."""
+
+
+def mean_over_sites(rows: Iterable[Row], site: str, name: str) -> float | None:
+    """The mean of one quantity over the modules of a kind; None where nobody measured it."""
+    values = [number(s.get(name)) for row in rows for s in row.sites if s.get("site") == site]
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def overfitting_table(rows: Sequence[Row]) -> Table | None:
+    """Error on the calibration windows and on held-out ones, means over the modules."""
+    body = []
+    ordered = sorted(rows, key=lambda r: (r.model, r.sparsity, in_order(r)))
+    for (model, sparsity, selection, compensation), found in grouped(ordered, _place).items():
+        for site in ("attention", "mlp"):
+            fit = mean_over_sites(found, site, "error_after")
+            held = mean_over_sites(found, site, "holdout_after")
+            sliced = mean_over_sites(found, site, "holdout_before")
+            if fit is None or held is None:
+                continue
+            labels = (Cell(model), Cell(percent(sparsity), sparsity), Cell(selection))
+            ratio = held / fit if fit > 0 else None
+            body.append((
+                *labels, Cell(compensation), Cell(site), amount(fit, 4), amount(held, 4),
+                amount(ratio, 2), amount(sliced, 4),
+            ))  # fmt: skip
+    if not body:
+        return None
+    heads = (
+        "Model", "Sparsity", "Selection", "Compensation", "Site", "Fit", "Held out",
+        "Held out / fit", "Slice, held out",
+    )  # fmt: skip
+    return Table(
+        "Relative output error where the repair was fitted, and on held-out windows",
+        heads,
+        tuple(body),
+        labels=5,
+        notes=("Means over the modules of a site; lower is better.",),
+        settings=protocol(rows),
+    )
+
+
+def _place(row: Row) -> tuple[str, float, str, str]:
+    selection, compensation = str(row.setting("selection")), str(row.setting("compensation"))
+    return row.model, row.sparsity, selection, compensation
+
+
+def has_geometry(row: Row) -> bool:
+    """Whether principal angles of some module were measured."""
+    return any(site.get("geometry") for site in row.sites)
+
+
+def geometry_table(rows: Sequence[Row]) -> Table | None:
+    """Mean principal angles between the frames of the original, pruned and repaired weights."""
+    body = []
+    for row in rows:
+        for site in ("attention", "mlp"):
+            measured = [
+                s["geometry"] for s in row.sites if s.get("site") == site and s.get("geometry")
+            ]
+            if measured:
+                labels = (Cell(row.model), Cell(method_name(row)), Cell(site))
+                body.append((*labels, *_geometry_cells(measured)))
+    if not body:
+        return None
+    heads = (
+        "Model", "Method", "Site", "Modules", "O–P, degrees", "O–C, degrees", "P–C, degrees",
+        "O–C above O–P", "Discrepancy, mean", "Discrepancy, max",
+    )  # fmt: skip
+    note = (
+        "O: the original read frame restricted to the kept units; P: the pruned weight's; C: the "
+        "repaired weight's. Discrepancy: how differently read and write frames moved."
+    )
+    title = "Principal angles between read frames"
+    return Table(title, heads, tuple(body), labels=3, notes=(note,), settings=protocol(rows))
+
+
+def _geometry_cells(measured: Sequence[Mapping[str, Any]]) -> tuple[Cell, ...]:
+    def known(name: str) -> list[float]:
+        return [v for v in (number(g.get(name)) for g in measured) if v is not None]
+
+    means = [
+        amount(statistics.fmean(known(name)) if known(name) else None, 1)
+        for name in ("angle_op", "angle_oc", "angle_pc")
+    ]
+    pairs = [(number(g.get("angle_op")), number(g.get("angle_oc"))) for g in measured]
+    compared = [(op, oc) for op, oc in pairs if op is not None and oc is not None]
+    above = sum(oc > op for op, oc in compared)
+    moved = known("discrepancy")
+    mean, largest = (statistics.fmean(moved), max(moved)) if moved else (None, None)
+    return (
+        Cell(str(len(measured)), len(measured)),
+        *means,
+        Cell(f"{above} of {len(compared)}", above / len(compared)) if compared else Cell(ABSENT),
+        *(Cell(ABSENT) if v is None else Cell(significant(v, 2), v) for v in (mean, largest)),
+    )
+
+
+def curves(rows: Iterable[Row], name: str) -> list[list[float]]:
+    """The per-round values of every module that has at least two, all finite."""
+    found = []
+    for row in rows:
+        for site in row.sites:
+            values = [number(value) for value in site.get(name) or ()]
+            known = [value for value in values if value is not None]
+            if len(known) > 1 and len(known) == len(values):
+                found.append(known)
+    return found
+
+
+def non_increasing(values: Sequence[float]) -> bool:
+    """Whether no step raises the curve by more than rounding."""
+    allowed = ROUNDING * abs(values[0])
+    return all(after <= before + allowed for before, after in pairwise(values))

@@ -1,0 +1,180 @@
+"""The paper's printed numbers, and tables that set ours beside them."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from coec.experiments.comparison import in_order
+from coec.experiments.protocol import protocol
+from coec.experiments.results import Metric, Row
+from coec.experiments.tables import (
+    ABSENT,
+    SHOWN,
+    Cell,
+    Footnotes,
+    Table,
+    amount,
+    grouped,
+    measurement,
+    method_name,
+    percent,
+)
+
+PREFIXES = ("meta-",)
+SUFFIXES = ("-hf",)
+"""What hub names carry and the paper does not print."""
+
+
+@cache
+def paper() -> dict[str, Any]:
+    """The paper's tables and its protocol, as `paper.toml` has them."""
+    with (Path(__file__).parent / "paper.toml").open("rb") as file:
+        return tomllib.load(file)
+
+
+@cache
+def _numbers() -> dict[tuple[Metric, float, str, str, str], float]:
+    """Every number of the main and additional tables, by metric, sparsity, model and method."""
+    return {
+        (block["metric"], block["sparsity"], normal_name(model), selection, compensation): value
+        for block in paper()["comparison"]
+        for selection, by_compensation in block["values"].items()
+        for compensation, values in by_compensation.items()
+        for model, value in zip(block["models"], values, strict=True)
+    }
+
+
+def normal_name(model: str) -> str:
+    """A model's name without owner, case, and the prefixes and suffixes of hub names."""
+    name = model.rstrip("/").rpartition("/")[2].lower()
+    for prefix in PREFIXES:
+        name = name.removeprefix(prefix)
+    for suffix in SUFFIXES:
+        name = name.removesuffix(suffix)
+    return name
+
+
+def printed(row: Row, metric: Metric) -> float | None:
+    """What the paper prints for this model, method and sparsity; None if it does not."""
+    method = str(row.setting("selection")), str(row.setting("compensation"))
+    return _numbers().get((metric, round(row.sparsity, 4), normal_name(row.model), *method))
+
+
+def differences(rows: Sequence[Row]) -> str:
+    """Both protocols, in one note."""
+    source = paper()["protocol"]
+    return (
+        f"Ours. {protocol(rows)} The paper. Perplexity: {source['perplexity']}. "
+        f"Zero-shot: {source['zero_shot']}. Calibration: {source['calibration']}."
+    )
+
+
+def paper_table(rows: Sequence[Row]) -> Table | None:
+    """Ours beside the paper's, for every cell of a model that is in the paper."""
+    matched = [
+        row
+        for row in sorted(rows, key=lambda r: (r.model, r.sparsity, in_order(r)))
+        if any(printed(row, metric) is not None for metric in SHOWN)
+    ]
+    if not matched:
+        return None
+    notes, body = Footnotes(), []
+    for _, found in grouped(matched, lambda r: (r.model, r.sparsity, in_order(r))).items():
+        labels = (Cell(found[0].model), Cell(method_name(found[0])))
+        body.append(
+            (*labels, *_beside(found, "perplexity", notes), *_beside(found, "zero_shot", notes))
+        )
+    heads = ("Model", "Method", "Perplexity", "paper", "Zero-shot, %", "paper")
+    return Table(
+        "Beside the paper",
+        heads,
+        tuple(body),
+        labels=2,
+        notes=notes.lines,
+        settings=differences(matched),
+    )
+
+
+def _beside(rows: Sequence[Row], metric: Metric, notes: Footnotes) -> tuple[Cell, Cell]:
+    theirs = printed(rows[0], metric)
+    return measurement(rows, metric, notes), amount(theirs, SHOWN[metric][1])
+
+
+def with_paper_ablation(table: Table, metric: Metric) -> Table:
+    """An ablation table with the paper's column, which is a mean over models of its own."""
+    source = paper()["ablation"]
+    column = [amount(source[metric].get(row[0].text), SHOWN[metric][1]) for row in table.rows]
+    if all(cell.text == ABSENT for cell in column):
+        return table
+    note = (
+        f"Paper: mean over other models ({', '.join(source['models'])}) at "
+        f"{percent(source['sparsity'])} sparsity, {paper()['protocol']['perplexity']}; "
+        f"calibration {paper()['protocol']['calibration']}."
+    )
+    return replace(
+        table,
+        heads=(*table.heads, "Paper, 5 other models"),
+        rows=tuple((*row, cell) for row, cell in zip(table.rows, column)),
+        notes=(*table.notes, note),
+    )
+
+
+def ablation_table() -> Table:
+    """The paper's ablation by itself, for sweeps that share no model with the paper."""
+    source = paper()["ablation"]
+    body = tuple(
+        (Cell(label), amount(value, 2), amount(source["zero_shot"][label], 1))
+        for label, value in source["perplexity"].items()
+    )
+    note = f"Mean over models that this sweep does not have: {', '.join(source['models'])}."
+    return Table(
+        f"The paper's ablation at {percent(source['sparsity'])} sparsity",
+        ("Configuration", "Perplexity", "Zero-shot, %"),
+        body,
+        notes=(note,),
+        settings=" ".join(f"{k}: {v}." for k, v in paper()["protocol"].items()),
+    )
+
+
+def with_paper_seeds(table: Table) -> Table:
+    """The spread over seeds with the paper's, which is of one model."""
+    source = paper()["seeds"]
+    spreads: list[Mapping[str, float]] = [source.get(row[0].text, {}) for row in table.rows]
+    return replace(
+        table,
+        heads=(*table.heads, "Paper, median", "Paper, largest"),
+        rows=tuple(
+            (*row, amount(s.get("median")), amount(s.get("max")))
+            for row, s in zip(table.rows, spreads)
+        ),
+        notes=(*table.notes, f"Paper: three seeds on {source['model']}."),
+    )
+
+
+def efficiency_table(rows: Sequence[Row]) -> Table | None:
+    """Parameters before and after beside the paper's, for the models whose cost it prints."""
+    source = paper()["efficiency"]
+    costs = {normal_name(model): cost for model, cost in source["models"].items()}
+    found = {
+        row.model: row
+        for row in rows
+        if normal_name(row.model) in costs
+        and round(row.sparsity, 4) == source["sparsity"]
+        and {"before", "after"} <= row.parameters.keys()
+    }
+    if not found:
+        return None
+    body = tuple(
+        (
+            Cell(model),
+            *(amount(row.parameters[name] / 1e9) for name in ("before", "after")),
+            *(amount(value) for value in costs[normal_name(model)]["parameters"]),
+        )
+        for model, row in found.items()
+    )
+    heads = ("Model", "Dense", "Pruned", "Paper, dense", "Paper, pruned")
+    title = f"Billions of parameters at {percent(source['sparsity'])} sparsity"
+    return Table(title, heads, body, settings=differences(list(found.values())))

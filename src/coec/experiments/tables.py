@@ -1,0 +1,202 @@
+"""Tables as values: what a cell says, sorts by and stresses. Rendering is elsewhere."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
+
+from coec.experiments.results import Metric, Row
+
+ABSENT = "–"
+SHOWN: dict[Metric, tuple[str, int, str]] = {
+    "perplexity": ("Perplexity", 2, "lower"),
+    "zero_shot": ("Zero-shot accuracy, %", 1, "higher"),
+}
+"""Title, decimals and which is better, by metric."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One entry of a table.
+
+    Attributes:
+        text: what is printed.
+        value: the number behind the text, to sort by; None where there is none.
+        bold: whether it is stressed.
+        mark: the letter of a footnote, or nothing.
+    """
+
+    text: str
+    value: float | None = None
+    bold: bool = False
+    mark: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that knows nothing of formats.
+
+    Attributes:
+        title: what it shows, and which direction is better.
+        heads: one per column.
+        rows: cells, as many in every row as there are heads.
+        labels: how many leading columns are text; the others are numbers.
+        notes: sentences under the table, footnotes among them.
+        settings: what the numbers were measured under; one line.
+    """
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    labels: int = 1
+    notes: tuple[str, ...] = ()
+    settings: str = ""
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.heads):
+                raise ValueError(f"{self.title}: {len(row)} cells under {len(self.heads)} heads")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Heads, texts and values, ready for JSON."""
+        return {
+            "title": self.title,
+            "heads": list(self.heads),
+            "rows": [[cell.text for cell in row] for row in self.rows],
+            "values": [[cell.value for cell in row] for row in self.rows],
+            "bold": [[cell.bold for cell in row] for row in self.rows],
+            "notes": list(self.notes),
+            "settings": self.settings,
+        }
+
+
+@dataclass
+class Footnotes:
+    """Collects the notes of one table; the same text gets the same letter."""
+
+    texts: list[str] = field(default_factory=list)
+
+    def mark(self, text: str) -> str:
+        """The letter of a note: a to z, then aa, ab, and on."""
+        if text not in self.texts:
+            self.texts.append(text)
+        return _letters(self.texts.index(text))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The notes in order, each after its letter."""
+        return tuple(f"{_letters(i)}: {text}" for i, text in enumerate(self.texts))
+
+
+def _letters(index: int) -> str:
+    rest, last = divmod(index, len(ascii_lowercase))
+    return (_letters(rest - 1) if rest else "") + ascii_lowercase[last]
+
+
+def decimals(value: float, digits: int) -> str:
+    """A number with fixed decimals and a true minus sign; scientific from a million on."""
+    shown = f"{value:.2e}" if abs(value) >= 1e6 else f"{value:,.{digits}f}"
+    return shown.replace("-", "−")
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """A number with so many significant digits."""
+    return f"{value:.{digits}g}".replace("-", "−")
+
+
+def amount(value: float | None, digits: int = 2, *, signed: bool = False) -> Cell:
+    """A number as a cell; a dash for None."""
+    if value is None:
+        return Cell(ABSENT)
+    sign = "+" if signed and round(value, digits) > 0 else ""
+    return Cell(sign + decimals(value, digits), value)
+
+
+def percent(fraction: float) -> str:
+    """A sparsity as the documents write it."""
+    return f"{100 * fraction:.4g} %"
+
+
+def value_text(value: Any) -> str:
+    """A setting as text; of a path only the name, which is enough to recognise it."""
+    if value is None:
+        return ABSENT
+    if isinstance(value, float):
+        return f"{value:g}"
+    return Path(value).name if isinstance(value, str) and "/" in value else str(value)
+
+
+def setting_cell(value: Any) -> Cell:
+    """A setting as a cell that sorts by value where it is a number."""
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return Cell(value_text(value), float(value) if plain else None)
+
+
+def measurement(rows: Sequence[Row], metric: Metric, notes: Footnotes) -> Cell:
+    """One metric of the rows of one place in a table: their mean, if several seeds were run.
+
+    A failed cell says so, and a footnote says why.
+    """
+    for row in rows:
+        if row.status == "failed":
+            reason = row.error or "no reason recorded"
+            return Cell("failed", mark=notes.mark(f"{row.model}, {method_name(row)}: {reason}"))
+    value = mean_of(row.measured(metric) for row in rows)
+    if value is not None and len(rows) > 1:
+        return Cell(
+            decimals(value, SHOWN[metric][1]), value, mark=notes.mark(f"mean of {len(rows)} seeds")
+        )
+    return amount(value, SHOWN[metric][1])
+
+
+def method_name(row: Row) -> str:
+    """Selection, compensation and sparsity in words."""
+    if row.dense:
+        return "dense"
+    return f"{row.setting('selection')} + {row.setting('compensation')} at {percent(row.sparsity)}"
+
+
+def mean_of(values: Iterable[float | None]) -> float | None:
+    """The mean; None if there is nothing or any value is missing."""
+    found = list(values)
+    known = [value for value in found if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(found) else None
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """`exp` of the mean logarithm of positive numbers."""
+    return math.exp(statistics.fmean(math.log(value) for value in values))
+
+
+def better(metric: Metric, one: Cell, other: Cell) -> int:
+    """1 if the first is better as printed, −1 if the second is, 0 if they print the same."""
+    assert one.value is not None
+    assert other.value is not None
+    digits, lower = SHOWN[metric][1], SHOWN[metric][2] == "lower"
+    difference = round(other.value, digits) - round(one.value, digits)
+    return (difference > 0) - (difference < 0) if lower else (difference < 0) - (difference > 0)
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    """Rows by key, keys in the order of first appearance."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def models_of(rows: Iterable[Row]) -> list[str]:
+    """The models in the order of first appearance."""
+    return list(dict.fromkeys(row.model for row in rows))
+
+
+def title_of(metric: Metric, rows: Iterable[Row]) -> str:
+    """The metric's name; of zero-shot accuracy also over how many tasks the mean is."""
+    name = SHOWN[metric][0]
+    if metric == "zero_shot":
+        counts = {len(row.zero_shot.get("tasks", {})) for row in rows if row.zero_shot}
+        name = f"Zero-shot accuracy, mean of {'/'.join(map(str, sorted(counts)))} tasks, %"
+    return f"{name} ({SHOWN[metric][2]} is better)"

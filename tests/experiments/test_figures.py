@@ -1,0 +1,133 @@
+"""Which points a figure draws, and what the drawing is."""
+
+import re
+
+import pytest
+
+import sweep_rows as sr
+from coec.experiments import figures, plots
+from coec.experiments.plots import Curve, Panel
+from coec.experiments.results import read_results
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return read_results(sr.write(tmp_path_factory.mktemp("sweep"), sr.sweep()))
+
+
+def found(folder, rows):
+    return read_results(sr.write(folder, rows))
+
+
+def curved(**series):
+    return {"site": "mlp", "block": 0, **series}
+
+
+def test_convergence_is_relative_to_the_slice_and_counted(tmp_path):
+    sites = [
+        curved(errors_per_round=[0.4, 0.2, 0.1], objectives_per_round=[0.4, 0.3, 0.3]),
+        curved(errors_per_round=[0.2, 0.1], objectives_per_round=[0.2, 0.1]),
+        curved(errors_per_round=[1.0, 0.5, 0.6], objectives_per_round=[1.0, 0.5, 0.5]),
+        curved(errors_per_round=[0.0, 0.0]),
+        curved(errors_per_round=[0.5]),
+    ]
+    figure = figures.convergence_figure(found(tmp_path, [sr.row(sites=sites)]).rows)
+    *grey, mean = figure.panels[0].curves
+    assert [list(c.y) for c in grey] == [[1, 0.5, 0.25], [1, 0.5], [1, 0.5, 0.6]]
+    assert mean.y == pytest.approx([1, 0.5, (0.25 + 0.5 + 0.6) / 3])  # a finished module stays
+    assert {c.role for c in grey} == {"faint"}
+    assert mean.role == "mean"
+    assert figure.caption[0].startswith("Errors: 3 of 4 modules never rise")
+    assert figure.caption[1].startswith("Objectives, with the alignment penalty: 3 of 3 modules")
+    assert figure.caption[2] == "1 modules whose slice has no error are not drawn."
+
+
+def test_more_modules_than_a_panel_takes_are_thinned_and_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "LINES", 2)
+    sites = [curved(errors_per_round=[1.0, 0.5 + i / 100]) for i in range(5)]
+    figure = figures.convergence_figure(found(tmp_path, [sr.row(sites=sites)]).rows)
+    *grey, mean = figure.panels[0].curves
+    assert len(grey) == 2
+    assert mean.y[-1] == pytest.approx(0.52)
+    assert figure.caption[-1].startswith("Of more than 2 modules, evenly spaced ones are drawn")
+
+
+def test_calibration_size_has_a_panel_per_model_and_sparsity(results):
+    figure = figures.setting_figure(results.grid("calibration-size"), "samples", "t")
+    assert len(figure.panels) == 3 * 3
+    first = figure.panels[0]
+    assert first.title == "stories260K, 10 %"
+    assert [c.label for c in first.curves] == ["none", "rcpu", "coec"]
+    assert [text for _, text in first.x_ticks] == ["16", "32", "64", "128"]
+    assert first.x_scale == "log"
+
+
+def test_a_range_with_a_zero_is_evenly_spaced(results):
+    (panel,) = figures.setting_figure(results.grid("lambda-a"), "lambda_a", "t").panels
+    assert panel.curves[0].x == [0, 1, 2, 3, 4, 5]
+    assert panel.x_ticks[-1] == (5, "1000")
+
+
+def test_blocks_compare_repairs_of_the_same_slice(results):
+    figure = figures.block_figure(results.grid("main"))
+    labels = [curve.label for curve in figure.panels[0].curves]
+    assert labels == ["slice", "rcpu", "coec"]
+    assert figure.panels[0].curves[0].x == [0, 1, 2, 3]
+    assert figure.caption[0].startswith("Units kept by rcpu at 30 % sparsity")
+
+
+def test_fit_and_held_out_are_joined_by_a_bar(results):
+    figure = figures.overfitting_figure(results.grid("overfitting"))
+    panel = figure.panels[0]
+    assert [text for _, text in panel.y_ticks] == ["least-squares", "rcpu", "coec"]
+    bar, *_, fits, helds = panel.curves
+    assert list(bar.x) == [fits.x[0], helds.x[0]]
+
+
+def test_the_dense_model_is_a_point_of_perplexity_by_parameters(results):
+    figure = figures.parameters_figure(results, results.grid("main"))
+    star = figure.panels[1].curves[-1]
+    assert (star.label, star.x) == ("dense", [3.05])
+    assert figure.panels[1].y_scale == "log"
+    assert figure.panels[1].x_label == "parameters, millions"
+
+
+def test_figures_without_data_are_left_out(tmp_path):
+    rows = found(tmp_path, [sr.row()])
+    assert figures.setting_figure(rows.rows, "samples", "t") is None
+    assert figures.parameters_figure(rows, rows.rows) is None
+    for make in (
+        figures.convergence_figure,
+        figures.overfitting_figure,
+        figures.block_figure,
+        figures.angle_figure,
+    ):
+        assert make(rows.rows) is None
+
+
+PANEL = Panel('a "b" <&> 0.00071', (Curve([1, 2], [3, 4], "x", "coec", marker="o"),), "x", "y")
+
+
+def test_a_drawing_takes_colours_and_fonts_from_the_page():
+    drawn = plots.svg(PANEL, "one")
+    assert not re.search(r"#[0-9a-f]{6}\b", drawn.replace("#000000", ""))
+    assert "var(--plot-coec)" in drawn
+    assert "font-family" not in drawn
+    assert "<style" not in drawn
+    assert "http" not in drawn
+    assert "0.00071" in drawn  # texts keep their digits, places are rounded
+    assert not re.search(r' d="[^"]*\d\.\d{3}', drawn)
+
+
+def test_ids_of_two_drawings_do_not_clash():
+    one, two = plots.svg(PANEL, "one"), plots.svg(PANEL, "two")
+    ids = [set(re.findall(r'\bid="([^"]*)"', text)) for text in (one, two)]
+    assert ids[0]
+    assert not ids[0] & ids[1]
+    for text, own in zip((one, two), ids):
+        assert set(re.findall(r'href="#([^"]*)"', text)) <= own
+        assert set(re.findall(r"url\(#([^)]*)\)", text)) <= own
+
+
+def test_the_same_panel_is_drawn_the_same():
+    assert plots.svg(PANEL, "one") == plots.svg(PANEL, "one")

@@ -1,0 +1,80 @@
+"""The paper's numbers as data, and beside ours."""
+
+import pytest
+
+import sweep_rows as sr
+from coec.experiments import paper
+from coec.experiments.document import document
+from coec.experiments.results import read_results
+from coec.experiments.variation import BUILD_UP
+
+
+def test_every_table_of_the_paper_is_whole():
+    blocks = paper.paper()["comparison"]
+    assert sorted({(b["metric"], b["sparsity"]) for b in blocks * 2}) == [
+        (metric, s) for metric in ("perplexity", "zero_shot") for s in (0.1, 0.2, 0.3)
+    ]
+    values = [v for b in blocks for by in b["values"].values() for vs in by.values() for v in vs]
+    assert len(values) == 2 * 3 * 2 * 6 * 6
+    for metric in ("perplexity", "zero_shot"):
+        assert tuple(paper.paper()["ablation"][metric]) == BUILD_UP
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("Llama-3.1-8B", 0.3, "flap", "bias"), 11.89),  # 28.74 in a later draft
+        (("meta-llama/Meta-Llama-3-70B", 0.1, "rcpu", "coec"), 3.72),
+        (("Qwen/qwen2.5-32b", 0.2, "wanda-sp", "none"), 12.56),
+        (("meta-llama/Llama-2-7b-hf", 0.3, "rcpu", "coec"), 7.21),
+        (("Qwen/Qwen2.5-7B-Instruct", 0.3, "rcpu", "coec"), None),
+        (("Llama-3.1-8B", 0.25, "rcpu", "coec"), None),
+    ],
+)
+def test_a_model_is_found_by_its_hub_name(place, value, tmp_path):
+    (row,) = read_results(sr.write(tmp_path, [sr.row(*place)])).rows
+    assert paper.printed(row, "perplexity") == value
+
+
+def compared(folder, rows):
+    made = document(read_results(sr.write(folder, rows)), compare=True)
+    return {section.title: section for section in made.sections}
+
+
+def test_ours_stands_beside_the_papers_with_both_protocols(tmp_path):
+    row = sr.row("meta-llama/Llama-3.1-8B", perplexity=sr.perplexity(11.5))
+    table = compared(tmp_path, [row])["Compared with the paper"].tables[0]
+    assert [cell.text for cell in table.rows[0]] == [
+        "meta-llama/Llama-3.1-8B", "rcpu + coec at 30 %", "11.50", "10.91", "–", "50.2",
+    ]  # fmt: skip
+    assert "1,000 windows of 256 tokens" in table.settings
+    assert "windows of 4096 tokens" in table.settings
+    assert "128 windows of 2048 tokens of WikiText-2 train, seed 0" in table.settings
+
+
+def test_without_a_model_of_the_paper_its_ablation_is_shown_as_other_models(tmp_path):
+    label = {"labels": {"ablation": "+ tempering"}, "grids": ["ablation"]}
+    sections = compared(tmp_path, [sr.row(perplexity=sr.perplexity(30.0), **label)])
+    table = sections["Ablation"].tables[0]
+    assert table.heads[-1] == "Paper, 5 other models"
+    assert table.rows[0][-1].text == "9.65"
+    assert "Mistral-7B" in table.notes[-1]
+    own = sections["Compared with the paper"]
+    assert own.text == ("No model of this sweep is in the paper's tables.",)
+    assert own.tables[0].rows[0][1].text == "10.06"
+
+
+def test_spread_and_size_have_the_papers_beside_them(tmp_path):
+    seeds = [
+        sr.row(seed=s, grids=["seeds"], perplexity=sr.perplexity(9.0 + s / 10)) for s in range(3)
+    ]
+    size = sr.row("Qwen2.5-7B", parameters={"before": 7_615_000_000, "after": 5_700_000_000})
+    sections = compared(tmp_path, [*seeds, size])
+    assert [cell.text for cell in sections["Seeds"].tables[0].rows[0]][-2:] == ["0.08", "0.89"]
+    table = sections["Compared with the paper"].tables[1]
+    assert [cell.text for cell in table.rows[0]][1:] == ["7.62", "5.70", "7.62", "5.70"]
+
+
+def test_nothing_of_the_paper_is_shown_unasked(tmp_path):
+    made = document(read_results(sr.write(tmp_path, [sr.row("Llama-3.1-8B")])))
+    assert "paper" not in str(made.as_dict()).lower()

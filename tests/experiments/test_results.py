@@ -1,0 +1,90 @@
+"""Reading what a sweep wrote."""
+
+import json
+
+import pytest
+
+import sweep_rows as sr
+from coec.errors import ResultsError
+from coec.experiments.results import RESULTS, number, read_results
+
+
+def test_a_row_has_what_was_measured(tmp_path):
+    entry = sr.row(perplexity=sr.perplexity(48.7), zero_shot=sr.zero_shot(0.35), grids=["main"])
+    (row,) = read_results(sr.write(tmp_path, [entry])).rows
+    assert row.measured("perplexity") == 48.7
+    assert row.measured("zero_shot") == pytest.approx(35)
+    assert (row.sparsity, row.setting("selection"), row.setting("alpha")) == (0.3, "rcpu", 0.9)
+    assert row.setting("no such setting") is None
+
+
+def test_absent_fields_are_empty(tmp_path):
+    entry = {"cell": "a", "status": "done", "model": "m", "settings": {"sparsity": 0.3}}
+    (row,) = read_results(sr.write(tmp_path, [entry])).rows
+    assert (row.grids, row.sites, row.measured("perplexity")) == ((), (), None)
+    assert row.measured("zero_shot") is None
+
+
+def test_grids_leave_the_dense_model_out(tmp_path):
+    rows = [sr.dense(grids=["main"]), sr.row(grids=["main"]), sr.row(samples=8, grids=["other"])]
+    results = read_results(sr.write(tmp_path, rows))
+    assert [row.setting("samples") for row in results.grid("main")] == [64]
+    assert list(results.dense) == ["wt2-llama"]
+
+
+@pytest.mark.parametrize("tail", ['{"cell": "a', "{", '{"cell": "\u03b1'])
+def test_a_last_line_cut_short_is_dropped_with_a_note(tail, tmp_path):
+    results = read_results(sr.write(tmp_path, [sr.row()], tail))
+    assert len(results.rows) == 1
+    assert results.notes == ("The last line of results.jsonl was cut short and is left out.",)
+
+
+def test_a_whole_last_line_without_its_newline_counts(tmp_path):
+    results = read_results(sr.write(tmp_path, [sr.row()], json.dumps(sr.row(samples=8))))
+    assert len(results.rows) == 2
+    assert results.notes == ()
+
+
+def test_a_cell_run_again_counts_once_in_the_grids_of_both_runs(tmp_path):
+    first = sr.row(status="failed", error="no", grids=["main"], labels={"main": "x"})
+    again = sr.row(perplexity=sr.perplexity(5.0), grids=["seeds"])
+    (row,) = read_results(sr.write(tmp_path, [first, again])).rows
+    assert (row.status, row.measured("perplexity")) == ("done", 5.0)
+    assert (row.grids, row.labels) == (("main", "seeds"), {"main": "x"})
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("{torn\n{}\n", r"results.jsonl, line 1 is not JSON \(.*\): remove the line"),
+        ("{torn\n", "line 1 is not JSON"),
+        ("[1]\n", "line 1 must be a JSON object, got list"),
+        ('{"status": "odd"}\n', "line 1: status must be one of done, failed, got 'odd'"),
+        ('{"status": "done"}\n', "line 1 has no cell"),
+        ('{"status": "done", "cell": "a", "model": 3}\n', "has no settings"),
+        (
+            '{"status": "done", "cell": "a", "model": 3, "settings": {}}\n',
+            "model must be a str, got int",
+        ),
+        (
+            '{"status": "done", "cell": "a", "model": "m", "settings": {"sparsity": "x"}}\n',
+            "settings must hold a sparsity",
+        ),
+        ("\n", "holds no finished cell: run the sweep first"),
+    ],
+)
+def test_what_is_no_row_is_an_error_of_one_line(lines, message, tmp_path):
+    (tmp_path / RESULTS).write_text(lines)
+    with pytest.raises(ResultsError, match=message) as caught:
+        read_results(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_of_no_sweep_is_an_error(tmp_path):
+    with pytest.raises(ResultsError, match="no results.jsonl in .*: OUT must be the folder"):
+        read_results(tmp_path)
+
+
+def test_only_finite_numbers_are_numbers():
+    values = (1, 2.5, float("nan"), float("inf"), True, "3", None)
+    assert [number(value) for value in values] == [1.0, 2.5, None, None, None, None, None]

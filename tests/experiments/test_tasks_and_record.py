@@ -1,0 +1,82 @@
+"""Tasks with their errors, the summary, and the record."""
+
+import dataclasses
+
+import sweep_rows as sr
+from coec.experiments import record
+from coec.experiments.results import read_results
+from coec.experiments.tasks import zero_shot_tables
+
+
+def results(folder, rows):
+    return read_results(sr.write(folder, rows))
+
+
+def test_tasks_have_errors_items_and_a_sentence_on_chance(tmp_path):
+    rows = [
+        sr.dense(zero_shot=sr.zero_shot(0.5, at_chance=["rte"])),
+        sr.row(zero_shot=sr.zero_shot(0.25, at_chance=["rte", "boolq"])),
+    ]
+    (table,) = zero_shot_tables(results(tmp_path, rows).rows)
+    assert table.heads[2] == "boolq (acc, 100 items)"
+    assert [cell.text for cell in table.rows[1]][::8] == ["rcpu + coec at 30 %", "25.0 ± 2.0"]
+    assert table.rows[1][-1].text == "25.0 ± 1.0"
+    assert table.notes[:2] == (
+        "No better than guessing: boolq in 1 of 2 cells, rte in 2 of 2 cells.",
+        "The dense model itself scores no better than guessing on rte: differences between "
+        "repairs there are noise.",
+    )
+    assert "boolq 50.0" in table.notes[2]
+
+
+def test_the_summary_counts_failures_and_flags_overlap(tmp_path):
+    flagged = {"n": 13, "windows": 10, "shared": 5, "share": 0.5, "flagged": True}
+    rows = [
+        sr.row(grids=["main"], overlap=flagged, environment={"coec": "0.1.0", "torch": "2"}),
+        sr.row(samples=8, status="failed", error="out of memory"),
+    ]
+    found = results(tmp_path, rows)
+    facts = dict(record.facts(found))
+    assert facts["Cells"] == "1 done, 1 failed"
+    assert facts["Text overlap"].startswith("FLAGGED in 1 of 1 cells checked")
+    assert facts["Environment"] == "coec 0.1.0, torch 2"
+    assert record.failure_table(found.rows).rows[0][3].text == "out of memory"
+    assert record.overlap_table(found.rows).rows[0][4].text == "5"
+
+
+def test_what_is_not_flagged_is_not_called_clean(tmp_path):
+    overlap = {"n": 13, "windows": 10, "shared": 3, "share": 0.0001, "flagged": False}
+    facts = dict(record.facts(results(tmp_path, [sr.row(overlap=overlap)])))
+    assert facts["Text overlap"].startswith("none of 1 cells checked is flagged; the largest share")
+    assert facts["Text overlap"].endswith("0.01 %")
+
+
+def test_the_best_is_the_lowest_perplexity_beside_the_dense_models(tmp_path):
+    rows = [
+        sr.dense(perplexity=sr.perplexity(10.0)),
+        sr.row(perplexity=sr.perplexity(12.0), parameters={"before": 100, "after": 76}),
+        sr.row(compensation="rcpu", perplexity=sr.perplexity(13.0)),
+    ]
+    table = record.best_table(results(tmp_path, rows))
+    assert [cell.text for cell in table.rows[0]] == [
+        "wt2-llama", "30 %", "rcpu", "coec", "12.00", "10.00", "×1.200", "76.0 %",
+    ]  # fmt: skip
+
+
+def test_the_record_holds_digests_seconds_and_memory(tmp_path):
+    found = results(tmp_path, sr.sweep()).rows
+    first = next(row for row in found if row.model == "babyllama-1M" and row.dense)
+    line = dict(zip(record.record_table(found).heads, record.record_table(found).rows[0]))
+    assert line["Cell"].text == first.cell
+    assert line["Windows sha256"].text == sr.DIGEST[:12]
+    assert (line["Collecting, s"].text, line["Peak memory, GiB"].text) == ("4.2", "0.88")
+    assert [cell.text for cell in record.text_table(found).rows[0]][:3] == [
+        "perplexity", "test.txt", sr.DIGEST,
+    ]  # fmt: skip
+
+
+def test_safeguards_are_counted(tmp_path):
+    sites = [{"site": "mlp", "block": 0, "events": ["clamped"]}] * 3
+    found = results(tmp_path, [sr.row(sites=sites), sr.row(samples=8, sites=sites[:1])]).rows
+    assert [cell.text for cell in record.event_table(found).rows[0]] == ["clamped", "4", "2"]
+    assert record.event_table([dataclasses.replace(found[0], sites=())]) is None
