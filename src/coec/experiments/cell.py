@@ -2,16 +2,19 @@
 
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from coec import __version__
+from coec.calibration.overlap import Overlap
 from coec.calibration.tokens import Windows
 from coec.errors import CoecError
+from coec.evaluation.geometry import geometry
 from coec.evaluation.perplexity import perplexity
+from coec.evaluation.zero_shot import zero_shot
 from coec.experiments.grid import Cell
 from coec.experiments.memory import peak, reset_peak
 from coec.planning import choose_device
@@ -37,6 +40,7 @@ class Job:
         keep: whether it stays there.
         device: where to work.
         statistics: of the cell's calibration; None for a dense model.
+        overlap: of that calibration with the evaluation text.
         collecting: seconds that the dense pass took, once for all cells of the calibration.
         error: why there are no statistics; the cell then fails with it.
     """
@@ -47,6 +51,7 @@ class Job:
     keep: bool
     device: str
     statistics: Path | None
+    overlap: Overlap | None
     collecting: float
     error: str | None
 
@@ -109,6 +114,15 @@ def _measured(job: Job) -> dict[str, Any]:
     pruned_at = time.perf_counter()
     result = perplexity(folder, job.windows, device=job.device)
     row["perplexity"] = result.as_dict()
+    if job.overlap:
+        row["overlap"] = {**asdict(job.overlap), "flagged": job.overlap.flagged}
+    how = subject.evaluation
+    if how.tasks:
+        row["zero_shot"] = zero_shot(
+            folder, how.tasks, tasks_data=how.tasks_data, limit=how.limit, device=job.device
+        ).as_dict()
+    if how.geometry and report:
+        _add_geometry(row["sites"], geometry(subject.path, folder, device=job.device))
     row.setdefault("parameters", {"before": result.parameters, "after": result.parameters})
     row["seconds"] = {
         "collecting": job.collecting,
@@ -130,6 +144,22 @@ def _pruned(report: Report) -> dict[str, Any]:
         "calibration": report.calibration,
         "sites": sites,
     }
+
+
+def _add_geometry(sites: list[dict[str, Any]], measured: list[dict[str, Any]]) -> None:
+    """Mean principal angles in degrees, the frames' discrepancy and the alignment penalty."""
+    by_module = {module["module"]: module for module in measured}
+    for site in sites:
+        found = by_module.get(site["module"])
+        if found:
+            site["geometry"] = {
+                "angle_op": found["original_pruned"]["mean"],
+                "angle_oc": found["original_compensated"]["mean"],
+                "angle_pc": found["pruned_compensated"]["mean"],
+                "discrepancy": found["discrepancy"],
+                "r": found["r"],
+                "penalty": found["penalty"],
+            }
 
 
 def quieten(threads: int) -> None:

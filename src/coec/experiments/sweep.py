@@ -14,11 +14,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from coec.calibration.overlap import Overlap, overlap
 from coec.calibration.statistics import Statistics
-from coec.calibration.tokens import Windows
+from coec.calibration.tokens import Windows, load_tokenizer
 from coec.collecting import calibration_source, collect
 from coec.errors import CoecError, OptionError, OutputError
 from coec.evaluation.perplexity import evaluation_windows
+from coec.evaluation.zero_shot import check_tasks
 from coec.experiments.cell import Job, head, quieten, run
 from coec.experiments.grid import Cell, Subject
 from coec.experiments.store import Store
@@ -100,7 +102,7 @@ def sweep(
         ran = sum(map(len, groups))
         finished = len(cells) - ran
         for group in groups:
-            prepared = _prepare(group, out, progress)
+            prepared = _prepare(group, texts, out, progress)
             for row in workers.rows(
                 [_job(cell, prepared, texts, out, chosen, keep_models) for cell in group]
             ):
@@ -119,6 +121,7 @@ class _Prepared:
     """What the cells of a group share: statistics (a dense model needs none), or an error."""
 
     statistics: Statistics | None = None
+    overlap: Overlap | None = None
     seconds: float = 0.0
     error: str | None = None
 
@@ -168,6 +171,10 @@ def _check(cells: list[Cell]) -> dict[Subject, Windows]:
     for cell in cells:
         subject, recipe = cell.subject, cell.recipe
         if subject not in texts:
+            how = subject.evaluation
+            if how.tasks:
+                check_tasks(how.tasks, how.tasks_data)
+                load_tokenizer(find_model(subject.path))
             texts[subject] = _evaluation_text(subject)
         if (
             recipe is None
@@ -219,7 +226,9 @@ def _calibration_key(cell: Cell) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
-def _prepare(group: list[Cell], out: Path, progress: Progress | None) -> _Prepared:
+def _prepare(
+    group: list[Cell], texts: dict[Subject, Windows], out: Path, progress: Progress | None
+) -> _Prepared:
     """Statistics for the group: those that an interrupted sweep left, or a dense pass."""
     first = group[0]
     if first.recipe is None:
@@ -228,11 +237,13 @@ def _prepare(group: list[Cell], out: Path, progress: Progress | None) -> _Prepar
     began = time.perf_counter()
     try:
         if folder.exists():
-            return _Prepared(Statistics.open(folder))
-        statistics = collect(first.subject.path, folder, first.recipe, progress=progress)
+            statistics = Statistics.open(folder)
+        else:
+            statistics = collect(first.subject.path, folder, first.recipe, progress=progress)
+        shared = overlap(statistics.windows, texts[first.subject])
     except CoecError as error:
         return _Prepared(error=str(error))
-    return _Prepared(statistics, time.perf_counter() - began)
+    return _Prepared(statistics, shared, time.perf_counter() - began)
 
 
 def _job(
@@ -250,6 +261,7 @@ def _job(
         keep=keep,
         device=device,
         statistics=prepared.statistics.folder if prepared.statistics else None,
+        overlap=prepared.overlap,
         collecting=prepared.seconds,
         error=prepared.error,
     )
