@@ -37,9 +37,9 @@ def test_convergence_is_relative_to_the_slice_and_counted(tmp_path):
     assert mean.y == pytest.approx([1, 0.5, (0.25 + 0.5 + 0.6) / 3])  # a finished module stays
     assert {c.role for c in grey} == {"faint"}
     assert mean.role == "mean"
-    assert figure.caption[0].startswith("Errors: 3 of 4 modules never rise")
+    assert figure.caption[0].startswith("Tempered errors: 3 of 4 modules never rise")
     assert figure.caption[1].startswith("Objectives, with the alignment penalty: 3 of 3 modules")
-    assert figure.caption[2] == "1 modules whose slice has no error are not drawn."
+    assert figure.caption[2] == "Not drawn, because their slice has no error: 1."
 
 
 def test_more_modules_than_a_panel_takes_are_thinned_and_said(tmp_path, monkeypatch):

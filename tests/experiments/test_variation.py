@@ -2,7 +2,7 @@
 
 import sweep_rows as sr
 from coec.experiments.document import document
-from coec.experiments.inside import non_increasing, overfitting_table
+from coec.experiments.inside import falling, non_increasing, overfitting_table
 from coec.experiments.results import read_results
 from coec.experiments.variation import (
     ablation_tables,
@@ -104,3 +104,13 @@ def test_only_rises_beyond_rounding_count():
     assert non_increasing([1.0, 0.5, 0.5])
     assert non_increasing([1.0, 0.5, 0.5 + 1e-10])
     assert not non_increasing([1.0, 0.5, 0.5 + 1e-8])
+    assert non_increasing([1e-7, 1e-8, 1e-8 + 1e-15])  # rounding of a difference of ones
+    assert not non_increasing([1e-7, 1e-8, 1e-8 + 1e-14])
+
+
+def test_rounding_is_that_of_the_dtype_it_was_solved_in(tmp_path):
+    sites = [{"site": "mlp", "block": 0, "errors_per_round": [1.0, 0.5, 0.5 + 1e-7]}]
+    for dtype, fell in (("float64", 0), ("float32", 1)):
+        row = sr.row(sites=sites, grids=["g"])
+        row["settings"]["solve_dtype"] = dtype
+        assert falling(grid(tmp_path, [row], "g"), "errors_per_round") == (fell, 1)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from coec.experiments.comparison import in_order
-from coec.experiments.inside import curves, mean_over_sites, non_increasing
+from coec.experiments.inside import curves, falling, mean_over_sites
 from coec.experiments.plots import ROLES, Curve, Figure, Panel, Scale
 from coec.experiments.protocol import protocol
 from coec.experiments.results import Results, Row, number
@@ -138,9 +138,9 @@ def convergence_figure(rows: Sequence[Row]) -> Figure | None:
     if not panels:
         return None
     sentences = [
-        f"{what}: {_falling(rows, name)} (a rise below 1e-9 of the first value is rounding)."
+        f"{what}: {_falling(rows, name)}, up to rounding."
         for what, name in (
-            ("Errors", "errors_per_round"),
+            ("Tempered errors", "errors_per_round"),
             ("Objectives, with the alignment penalty", "objectives_per_round"),
         )
         if curves(rows, name)
@@ -158,20 +158,19 @@ def _convergence_panel(model: str, relative: Sequence[Sequence[float]]) -> Panel
     grey = [Curve(range(len(v)), v, role="faint", width=0.7) for v in shown]
     blue = Curve(range(longest), mean, f"mean of {len(relative)} modules", "mean", width=2.2)
     label = "0: slice; 1: left rotation and rescale; then rounds"
-    return Panel(model, (*grey, blue), label, "error / slice's error", x_whole=True)
+    return Panel(model, (*grey, blue), label, "tempered error / slice's", x_whole=True)
 
 
 def _falling(rows: Sequence[Row], name: str) -> str:
-    found = curves(rows, name)
-    falling = sum(map(non_increasing, found))
-    return f"{falling:,} of {len(found):,} modules never rise"
+    fell, count = falling(rows, name)
+    return f"{fell:,} of {count:,} modules never rise"
 
 
 def _left_out(rows: Sequence[Row]) -> list[str]:
     zero = sum(values[0] <= 0 for values in curves(rows, "errors_per_round"))
     counts = grouped(rows, lambda r: r.model).values()
     most = max((len(curves(found, "errors_per_round")) for found in counts), default=0)
-    sentences = [f"{zero} modules whose slice has no error are not drawn."] if zero else []
+    sentences = [f"Not drawn, because their slice has no error: {zero}."] if zero else []
     if most > LINES:
         sentences.append(
             f"Of more than {LINES} modules, evenly spaced ones are drawn; mean and counts are over "
@@ -227,7 +226,7 @@ def block_figure(rows: Sequence[Row]) -> Figure | None:
                 for comp, group in grouped(found, lambda r: str(r.setting("compensation"))).items()
                 if comp != "none"
             ]
-            sliced = _by_block(found[0], site, "error_before", "slice", "none", "--")
+            sliced = _by_block(found[0], site, "error_before", "slice", "none", line="--")
             if sliced.x and lines:
                 title, y_label = f"{model}, {name}", "relative output error"
                 panels.append(_block_panel(title, (sliced, *lines), y_label))
@@ -256,7 +255,7 @@ def _same_slice(rows: Sequence[Row]) -> list[Row]:
     return sorted((row for row in at if row.setting("selection") == selection), key=in_order)
 
 
-def _by_block(row: Row, site: str, name: str, label: str, colour: str, line: str = "-") -> Curve:
+def _by_block(row: Row, site: str, name: str, label: str, colour: str, *, line: str = "-") -> Curve:
     points = [
         (float(s["block"]), value)
         for s in row.sites

@@ -19,8 +19,10 @@ from coec.experiments.tables import (
     significant,
 )
 
-ROUNDING = 1e-9
-"""A step that raises a curve by less than this fraction of its first value is rounding."""
+RISE = 1e-9
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23}
+"""A step that raises a curve by at most this fraction of it, or by 16 eps of what it was solved in
+(a relative error is a difference of numbers of size 1), is rounding; so it is for the solver."""
 
 
 def mean_over_sites(rows: Iterable[Row], site: str, name: str) -> float | None:
@@ -131,7 +133,16 @@ def curves(rows: Iterable[Row], name: str) -> list[list[float]]:
     return found
 
 
-def non_increasing(values: Sequence[float]) -> bool:
+def non_increasing(values: Sequence[float], eps: float = EPS["float64"]) -> bool:
     """Whether no step raises the curve by more than rounding."""
-    allowed = ROUNDING * abs(values[0])
-    return all(after <= before + allowed for before, after in pairwise(values))
+    return all(after <= before * (1 + RISE) + 16 * eps for before, after in pairwise(values))
+
+
+def falling(rows: Iterable[Row], name: str) -> tuple[int, int]:
+    """How many modules' curves never rise, and how many there are."""
+    fell = [
+        non_increasing(values, EPS.get(row.setting("solve_dtype"), EPS["float64"]))
+        for row in rows
+        for values in curves([row], name)
+    ]
+    return sum(fell), len(fell)

@@ -109,14 +109,18 @@ def with_paper_ablation(table: Table, metric: Metric) -> Table:
     column = [amount(source[metric].get(row[0].text), SHOWN[metric][1]) for row in table.rows]
     if all(cell.text == ABSENT for cell in column):
         return table
+    same = {normal_name(m) for m in source["models"]} == {
+        normal_name(head) for head in table.heads[1:-1]
+    }
+    which = "the same" if same else "other"
     note = (
-        f"Paper: mean over other models ({', '.join(source['models'])}) at "
+        f"Paper: mean over {which} models ({', '.join(source['models'])}) at "
         f"{percent(source['sparsity'])} sparsity, {paper()['protocol']['perplexity']}; "
         f"calibration {paper()['protocol']['calibration']}."
     )
     return replace(
         table,
-        heads=(*table.heads, "Paper, 5 other models"),
+        heads=(*table.heads, f"Paper, {len(source['models'])} {which} models"),
         rows=tuple((*row, cell) for row, cell in zip(table.rows, column)),
         notes=(*table.notes, note),
     )

@@ -51,8 +51,8 @@ def _overlap(results: Results, flagged: Sequence[Row]) -> str:
     if not flagged:
         largest = max(number(row.overlap.get("share")) or 0.0 for row in results.rows)
         return (
-            f"none of {checked} cells checked is flagged; the largest share of evaluation n-grams "
-            f"also in the calibration text is {significant(100 * largest)} %"
+            f"none of {checked} cells checked is flagged; the largest share of n-grams found in "
+            f"both texts is {significant(100 * largest)} %"
         )
     return (
         f"FLAGGED in {len(flagged)} of {checked} cells checked: the evaluation text shares "
@@ -211,7 +211,7 @@ def overlap_table(rows: Sequence[Row]) -> Table | None:
         )
         for row in flagged
     )
-    heads = ("Cell", "Model", "Method", "n-gram", "Shared", "Checked", "Share")
+    heads = ("Cell", "Model", "Method", "n", "Shared n-grams", "Windows", "Share")
     return Table("Evaluation text that repeats calibration text", heads, body, labels=3)
 
 

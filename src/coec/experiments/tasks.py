@@ -21,18 +21,23 @@ def _zero_shot(model: str, rows: Sequence[Row]) -> Table:
     body = []
     for row in ordered:
         cells = [_task_cell(row.zero_shot["tasks"].get(task)) for task in tasks]
-        labels = [Cell(label) for label in row.labels.values()][:1] or [Cell(ABSENT)]
         mean = _accuracy(row.zero_shot.get("mean"), row.zero_shot.get("mean_stderr"))
-        body.append((Cell(method_name(row)), *labels, *cells, mean))
-    heads = ("Method", "Label", *(_task_head(task, rows) for task in tasks), "Mean")
+        body.append((Cell(method_name(row)), Cell(_grids(row)), Cell(row.cell), mean, *cells))
+    heads = ("Method", "Grids", "Cell", "Mean", *(_task_head(task, rows) for task in tasks))
     return Table(
         f"{model}: zero-shot accuracy by task, % ± standard error",
         heads,
         tuple(body),
-        labels=2,
+        labels=3,
         notes=tuple(_chance(rows, tasks)),
         settings=protocol(rows),
     )
+
+
+def _grids(row: Row) -> str:
+    """The grids a cell belongs to, with what they call it."""
+    names = [f"{g}: {row.labels[g]}" if g in row.labels else g for g in row.grids]
+    return ", ".join(names) or ABSENT
 
 
 def _task_head(task: str, rows: Sequence[Row]) -> str:
@@ -66,7 +71,7 @@ def _chance(rows: Sequence[Row], tasks: Sequence[str]) -> list[str]:
     if dense:
         sentences.append(
             f"The dense model itself scores no better than guessing on {', '.join(dense)}: "
-            "differences between repairs there are noise."
+            "differences between repairs there say little."
         )
     guesses = {
         task: number(row.zero_shot["tasks"][task].get("chance"))
