@@ -183,6 +183,25 @@ def test_the_penalty_falls_as_its_weight_grows():
     assert after[2] < 0.1 * penalties[2]["alignment_before"]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_the_penalty_is_on_the_leading_directions_of_what_is_returned(seed):
+    """Singular values move as the frame turns: the rows held during it need not lead at its end."""
+    W, gram, kept, value = attention(seed)
+    result = coec.compensate(W, gram, kept, value_weight=value, lambda_a=1.0, r_p=3, tol=1e-9)
+    units = KeptSet(kept, 12)
+    target = Target.of(Reconstruction.tempered(W, gram.xx, units, 0.9))
+    anchor = Anchor.of(W, value, units, lambda_a=1.0, r_p=3)
+
+    def objective(weight):
+        frame = Frame.of(weight, target)
+        penalty = anchor.alignment(frame, target).penalty(frame.R)
+        return penalty, frame.error(target) + penalty
+
+    penalty, after = objective(result.weight)
+    assert result.diagnostics["alignment_after"] == pytest.approx(penalty, rel=1e-6)
+    assert after <= objective(W[:, kept])[1] * (1 + 1e-9)
+
+
 def test_without_weight_there_is_no_alignment():
     W, gram, kept, value = attention()
     plain = coec.compensate(W, gram, kept)

@@ -149,13 +149,13 @@ def _solve(
             results.append(descent(W_K, target, anchor))
         except NumericalError as error:
             record(f"descent abandoned: {error}")
-    results = [result for result in results if math.isfinite(result.objectives[-1])]
+    results = [result for result in results if math.isfinite(result.after)]
     if not results:
         return _fallback(W_K, target)
-    best = min(results, key=lambda result: result.objectives[-1])
+    best = min(results, key=lambda result: result.after)
     W = best.frame.weight(target)
-    bound = best.objectives[0] * (1 + 1e-6) + rounding(W.dtype)
-    if not (torch.isfinite(W).all() and best.objectives[-1] <= bound):
+    bound = best.before * (1 + 1e-6) + rounding(W.dtype)
+    if not (torch.isfinite(W).all() and best.after <= bound):
         record("the descent did not improve on the slice")
         return _fallback(W_K, target)
     return W, _summary(best, anchored=anchor is not None)
@@ -164,8 +164,7 @@ def _solve(
 def _summary(result: Descended, *, anchored: bool) -> dict[str, Any]:
     summary = result.summary()
     if anchored:
-        summary["alignment_before"] = result.penalties[0]
-        summary["alignment_after"] = result.penalties[-1]
+        summary["alignment_before"], summary["alignment_after"] = result.alignment
     else:
         del summary["penalties_per_round"], summary["objectives_per_round"]
     return summary

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from coec.compensation.anchor import Anchor
@@ -22,6 +22,9 @@ Side = Literal["two-sided", "left", "right"]
 Solver = Literal["joint", "conjugate", "gradient"]
 Parameterization = Literal["stiefel", "full"]
 Start = Literal["identity", "procrustes"]
+
+CHOICES = 4
+"""How often the aligned rows are chosen before the best end so far is taken."""
 
 RISE = 1e-9
 """A relative rise of the error above this is not rounding and is reported."""
@@ -78,12 +81,15 @@ class Descended:
     Attributes:
         errors: the relative error (tempered) of the slice, after the first left step and rescale,
             and after every round.
-        penalties: `𝒜` at the same moments; 0 without an anchor.
-        objectives: `𝓛 + λ_a 𝒜`, what the rounds minimise.
+        penalties: `𝒜` at the same moments, on the rows held last and since they were chosen; 0
+            without an anchor.
+        objectives: `𝓛 + λ_a 𝒜` likewise, what the rounds minimise.
         right: how every right solve ended.
         ridge: the last λ of the rescale, relative to the median mode energy.
         clamped: modes stopped by the band in the last rescale.
         reason: why it stopped.
+        alignment: the slice's penalty, and the frame's on its own leading rows.
+        before, after: the objective of both.
     """
 
     frame: Frame
@@ -94,6 +100,9 @@ class Descended:
     ridge: float | None
     clamped: int
     reason: str
+    alignment: tuple[float, float]
+    before: float
+    after: float
 
     def summary(self) -> dict[str, Any]:
         """JSON-ready numbers for the report."""
@@ -108,6 +117,16 @@ class Descended:
             "modes_clamped": self.clamped,
             "reason": self.reason,
         }
+
+    def judged(self, alignment: Alignment) -> "Descended":
+        """With penalty and objective of its frame on the rows given."""
+        penalty = alignment.penalty(self.frame.R)
+        after = self.errors[-1] + alignment.weight * penalty
+        return replace(self, alignment=(self.alignment[0], penalty), after=after)
+
+    def restarted(self) -> "Descended":
+        """Penalties and objectives begin anew: the rows that they are on have been chosen anew."""
+        return replace(self, penalties=(self.alignment[1],), objectives=(self.after,))
 
 
 @dataclass(frozen=True)
@@ -125,56 +144,88 @@ class Descent:
     ) -> Descended:
         """Alternates until a round lowers the objective by less than `tol`, or `rounds` rounds.
 
-        The leading rows, which the alignment penalty is on, are chosen after the first rescale and
-        keep their part while they turn: chosen anew every round they would change the objective.
-        With `gradient` both rules are the source's: rows chosen anew, the relative error watched.
+        The alignment penalty is on the leading rows, and which those are changes with the singular
+        values. They are held during a descent, whose objective thereby stays one function, and
+        chosen anew where it ends, at most `CHOICES` times. Of all ends the one of the lowest
+        objective on its own leading rows is returned: that objective never rises. With `gradient`
+        both rules are the source's: rows chosen anew every round, the relative error watched.
         """
-        faithful = self.right.solver == "gradient"
+        now = self._start(W_K, target, anchor)
+        if anchor is None or self._faithful:
+            return self._descend(now, target, anchor, None)
+        alignment, best = anchor.alignment(now.frame, target), now
+        for _ in range(CHOICES):
+            now = self._descend(now, target, anchor, alignment)
+            held, alignment = alignment, anchor.alignment(now.frame, target)
+            now = now.judged(alignment)
+            best = min(best, now, key=lambda end: end.after)
+            if _same(held.rows, alignment.rows):
+                break
+            now = now.restarted()
+        return best
+
+    @property
+    def _faithful(self) -> bool:
+        return self.right.solver == "gradient"
+
+    def _start(self, W_K: Float[Tensor, "m k"], target: Target, anchor: Anchor | None) -> Descended:
+        """The slice after the first left rotation and rescale."""
         frame = Frame.of(W_K, target)
-        errors = [frame.error(target)]
+        before = frame.error(target)
         frame, out, error = self._rotated_left(frame, target).rescaled(target, self.shrinkage)
         alignment = anchor.alignment(frame, target) if anchor else None
-        errors.append(error)
-        penalties = [alignment.penalty(frame.R) if alignment else 0.0] * 2  # R has not turned yet
-        weight = alignment.weight if alignment else 0.0
-        objectives = [e + weight * p for e, p in zip(errors, penalties, strict=True)]
-        solves: list[Convergence] = []
-        reason = f"round limit {self.rounds}"
-        for _ in range(self.rounds):
-            if anchor and faithful:
-                alignment = anchor.alignment(frame, target)
+        penalty = alignment.penalty(frame.R) if alignment else 0.0  # R has not turned yet
+        added = alignment.weight * penalty if alignment else 0.0
+        return Descended(
+            frame=frame,
+            errors=(before, error),
+            penalties=(penalty, penalty),
+            objectives=(before + added, error + added),
+            right=(),
+            ridge=out.ridge,
+            clamped=out.clamped,
+            reason=f"round limit {self.rounds}",
+            alignment=(penalty, penalty),
+            before=before + added,
+            after=error + added,
+        )
+
+    def _descend(
+        self, now: Descended, target: Target, anchor: Anchor | None, alignment: Alignment | None
+    ) -> Descended:
+        """Rounds from a frame until one lowers the objective by less than `tol`."""
+        while len(now.errors) - 2 < self.rounds:
+            if anchor and self._faithful:
+                alignment = anchor.alignment(now.frame, target)
             try:
-                turned, rescaled, error, ended = self._round(frame, target, alignment)
+                frame, out, error, ended = self._round(now.frame, target, alignment)
             except NumericalError as failure:
                 record(f"a round was abandoned: {failure}")
-                reason = "round abandoned"
-                break
-            penalty = alignment.penalty(turned.R) if alignment else 0.0
-            objective = error + weight * penalty
-            solves += ended
-            if _rose(objectives[-1], objective, frame.s.dtype) and not (anchor and faithful):
+                return replace(now, reason="round abandoned")
+            penalty = alignment.penalty(frame.R) if alignment else 0.0
+            objective = error + (alignment.weight * penalty if alignment else 0.0)
+            now = replace(now, right=now.right + tuple(ended))
+            faithful = self._faithful
+            rose = _rose(now.objectives[-1], objective, frame.s.dtype)
+            if rose and not (anchor and faithful):
                 record("a round raised the objective and was taken back")
-                reason = "objective rose"
-                break
-            frame, out = turned, rescaled
-            errors.append(error)
-            penalties.append(penalty)
-            objectives.append(objective)
-            gain = abs(errors[-2] - error) if faithful else objectives[-2] - objective
+                return replace(now, reason="objective rose")
+            gain = abs(now.errors[-1] - error) if faithful else now.objectives[-1] - objective
+            now = replace(
+                now,
+                frame=frame,
+                errors=(*now.errors, error),
+                penalties=(*now.penalties, penalty),
+                objectives=(*now.objectives, objective),
+                ridge=out.ridge,
+                clamped=out.clamped,
+                alignment=(now.alignment[0], penalty),
+                after=objective,
+            )
             if gain < self.tol:
                 what = "relative error changed" if faithful else "objective fell"
-                reason = f"{what} by less than tol = {self.tol:g}"
-                break
-        return Descended(
-            frame,
-            tuple(errors),
-            tuple(penalties),
-            tuple(objectives),
-            tuple(solves),
-            out.ridge,
-            out.clamped,
-            reason,
-        )
+                return replace(now, reason=f"{what} by less than tol = {self.tol:g}")
+        return replace(now, reason=f"round limit {self.rounds}")
 
     def _round(
         self, frame: Frame, target: Target, alignment: Alignment | None
@@ -203,3 +254,7 @@ def rounding(dtype: torch.dtype) -> float:
 def _rose(before: float, after: float, dtype: torch.dtype) -> bool:
     """Whether it rose beyond rounding, or is no number."""
     return not after <= before * (1 + RISE) + rounding(dtype)
+
+
+def _same(A: Int[Tensor, " r"], B: Int[Tensor, " r"]) -> bool:
+    return set(A.tolist()) == set(B.tolist())
