@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from coec.cli.common import Json, results, setting
-from coec.experiments.report import write_report
+from coec.experiments.reporting.report import write_report
 
 
 def report_command(

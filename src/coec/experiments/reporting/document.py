@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coec.experiments import figures, inside, paper, record
-from coec.experiments.comparison import comparison_tables, fits, pair_table
-from coec.experiments.plots import Figure
-from coec.experiments.results import Results, Row
-from coec.experiments.tables import SHOWN, Table
-from coec.experiments.tasks import zero_shot_tables
-from coec.experiments.variation import (
+from coec.experiments.reporting import figures, inside, paper, record
+from coec.experiments.reporting.comparison import comparison_tables, fits, pair_table
+from coec.experiments.reporting.plots import Figure
+from coec.experiments.reporting.results import Results, Row
+from coec.experiments.reporting.tables import SHOWN, Table
+from coec.experiments.reporting.tasks import zero_shot_tables
+from coec.experiments.reporting.variation import (
     ablation_tables,
     curve_tables,
     generic_table,

@@ -2,9 +2,9 @@
 
 import re
 
-from coec.experiments.document import Document, Section
-from coec.experiments.plots import Figure
-from coec.experiments.tables import Cell, Table
+from coec.experiments.reporting.document import Document, Section
+from coec.experiments.reporting.plots import Figure
+from coec.experiments.reporting.tables import Cell, Table
 
 PAGE = "report.html"
 

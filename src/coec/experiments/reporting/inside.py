@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from coec.experiments.comparison import in_order
-from coec.experiments.protocol import protocol
-from coec.experiments.results import Row, number
-from coec.experiments.tables import (
+from coec.experiments.reporting.comparison import in_order
+from coec.experiments.reporting.protocol import protocol
+from coec.experiments.reporting.results import Row, number
+from coec.experiments.reporting.tables import (
     ABSENT,
     Cell,
     Table,

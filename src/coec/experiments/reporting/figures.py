@@ -4,12 +4,12 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from coec.experiments.comparison import in_order
-from coec.experiments.inside import curves, falling, mean_over_sites
-from coec.experiments.plots import ROLES, Curve, Figure, Panel, Scale
-from coec.experiments.protocol import protocol
-from coec.experiments.results import Results, Row, number
-from coec.experiments.tables import grouped, mean_of, percent, value_text
+from coec.experiments.reporting.comparison import in_order
+from coec.experiments.reporting.inside import curves, falling, mean_over_sites
+from coec.experiments.reporting.plots import ROLES, Curve, Figure, Panel, Scale
+from coec.experiments.reporting.protocol import protocol
+from coec.experiments.reporting.results import Results, Row, number
+from coec.experiments.reporting.tables import grouped, mean_of, percent, value_text
 
 LINES = 300
 """Curves drawn in one panel; of more, evenly spaced ones."""

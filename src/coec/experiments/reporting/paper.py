@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from coec.experiments.comparison import in_order
-from coec.experiments.protocol import protocol
-from coec.experiments.results import Metric, Row
-from coec.experiments.tables import (
+from coec.experiments.reporting.comparison import in_order
+from coec.experiments.reporting.protocol import protocol
+from coec.experiments.reporting.results import Metric, Row
+from coec.experiments.reporting.tables import (
     ABSENT,
     SHOWN,
     Cell,

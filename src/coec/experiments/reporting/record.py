@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from coec.experiments.comparison import in_order
-from coec.experiments.protocol import DIGEST, listed, protocol
-from coec.experiments.results import Results, Row, number
-from coec.experiments.tables import (
+from coec.experiments.reporting.comparison import in_order
+from coec.experiments.reporting.protocol import DIGEST, listed, protocol
+from coec.experiments.reporting.results import Results, Row, number
+from coec.experiments.reporting.tables import (
     ABSENT,
     Cell,
     Table,
@@ -20,7 +20,7 @@ from coec.experiments.tables import (
     significant,
     value_text,
 )
-from coec.experiments.variation import varying
+from coec.experiments.reporting.variation import varying
 
 GIB = 2**30
 ENVIRONMENT = ("coec", "python", "torch", "transformers", "device", "machine")

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coec.experiments.comparison import in_order
-from coec.experiments.protocol import protocol
-from coec.experiments.results import Row, number
-from coec.experiments.tables import ABSENT, Cell, Table, grouped, method_name
+from coec.experiments.reporting.comparison import in_order
+from coec.experiments.reporting.protocol import protocol
+from coec.experiments.reporting.results import Row, number
+from coec.experiments.reporting.tables import ABSENT, Cell, Table, grouped, method_name
 
 
 def zero_shot_tables(rows: Sequence[Row]) -> list[Table]:

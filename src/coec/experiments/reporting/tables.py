@@ -8,7 +8,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-from coec.experiments.results import Metric, Row
+from coec.experiments.reporting.results import Metric, Row
 
 ABSENT = "–"
 SHOWN: dict[Metric, tuple[str, int, str]] = {

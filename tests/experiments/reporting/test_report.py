@@ -9,8 +9,8 @@ import pytest
 import sweep_rows as sr
 from coec import cli
 from coec.errors import OptionError, OutputError
-from coec.experiments import report
-from coec.experiments.report import write_report
+from coec.experiments.reporting import report
+from coec.experiments.reporting.report import write_report
 
 
 def run(monkeypatch, *arguments):

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from coec.experiments.results import Row
-from coec.experiments.tables import value_text
+from coec.experiments.reporting.results import Row
+from coec.experiments.reporting.tables import value_text
 
 DIGEST = 12
 """Characters of a digest that are shown."""

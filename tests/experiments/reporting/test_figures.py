@@ -5,9 +5,9 @@ import re
 import pytest
 
 import sweep_rows as sr
-from coec.experiments import figures, plots
-from coec.experiments.plots import Curve, Panel
-from coec.experiments.results import read_results
+from coec.experiments.reporting import figures, plots
+from coec.experiments.reporting.plots import Curve, Panel
+from coec.experiments.reporting.results import read_results
 
 
 @pytest.fixture(scope="module")

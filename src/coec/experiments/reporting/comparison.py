@@ -4,9 +4,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from coec.experiments.protocol import protocol
-from coec.experiments.results import Metric, Results, Row
-from coec.experiments.tables import (
+from coec.experiments.reporting.protocol import protocol
+from coec.experiments.reporting.results import Metric, Results, Row
+from coec.experiments.reporting.tables import (
     ABSENT,
     SHOWN,
     Cell,

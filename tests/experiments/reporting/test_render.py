@@ -3,11 +3,11 @@
 import re
 
 import sweep_rows as sr
-from coec.experiments.document import Document, Section, document
-from coec.experiments.plots import Figure
-from coec.experiments.render import latex, markdown
-from coec.experiments.results import read_results
-from coec.experiments.tables import Cell, Table
+from coec.experiments.reporting.document import Document, Section, document
+from coec.experiments.reporting.plots import Figure
+from coec.experiments.reporting.render import latex, markdown
+from coec.experiments.reporting.results import read_results
+from coec.experiments.reporting.tables import Cell, Table
 
 NASTY = "100% of a_b & c#1 {x} $5 ~ ^ \\ <y> |z| − ± × α λ"
 TABLE = Table(

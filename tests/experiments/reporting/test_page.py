@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 import sweep_rows as sr
-from coec.experiments.report import write_report
+from coec.experiments.reporting.report import write_report
 
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",

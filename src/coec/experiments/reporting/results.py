@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from coec.errors import ResultsError
+from coec.experiments.store import RESULTS
 
-RESULTS = "results.jsonl"
 Status = Literal["done", "failed"]
 Metric = Literal["perplexity", "zero_shot"]
 _KINDS: dict[str, type] = {

@@ -3,9 +3,9 @@
 import dataclasses
 
 import sweep_rows as sr
-from coec.experiments import record
-from coec.experiments.results import read_results
-from coec.experiments.tasks import zero_shot_tables
+from coec.experiments.reporting import record
+from coec.experiments.reporting.results import read_results
+from coec.experiments.reporting.tasks import zero_shot_tables
 
 
 def results(folder, rows):

@@ -4,10 +4,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from coec.experiments.comparison import in_order
-from coec.experiments.protocol import protocol
-from coec.experiments.results import Metric, Row
-from coec.experiments.tables import (
+from coec.experiments.reporting.comparison import in_order
+from coec.experiments.reporting.protocol import protocol
+from coec.experiments.reporting.results import Metric, Row
+from coec.experiments.reporting.tables import (
     ABSENT,
     SHOWN,
     Cell,

@@ -6,7 +6,7 @@ import pytest
 
 import sweep_rows as sr
 from coec.errors import ResultsError
-from coec.experiments.results import RESULTS, number, read_results
+from coec.experiments.reporting.results import RESULTS, number, read_results
 
 
 def test_a_row_has_what_was_measured(tmp_path):

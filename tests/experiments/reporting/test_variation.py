@@ -1,10 +1,10 @@
 """Ablation, curves, seeds, and grids of a user's own."""
 
 import sweep_rows as sr
-from coec.experiments.document import document
-from coec.experiments.inside import falling, non_increasing, overfitting_table
-from coec.experiments.results import read_results
-from coec.experiments.variation import (
+from coec.experiments.reporting.document import document
+from coec.experiments.reporting.inside import falling, non_increasing, overfitting_table
+from coec.experiments.reporting.results import read_results
+from coec.experiments.reporting.variation import (
     ablation_tables,
     curve_tables,
     generic_table,

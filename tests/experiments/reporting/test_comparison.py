@@ -3,9 +3,9 @@
 import pytest
 
 import sweep_rows as sr
-from coec.experiments.comparison import comparison_tables, fits, pair_table
-from coec.experiments.paper import paper
-from coec.experiments.results import Results, read_results
+from coec.experiments.reporting.comparison import comparison_tables, fits, pair_table
+from coec.experiments.reporting.paper import paper
+from coec.experiments.reporting.results import Results, read_results
 
 
 def results_of(folder, rows) -> Results:

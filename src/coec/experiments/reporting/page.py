@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from coec.errors import OptionError
-from coec.experiments.document import Document
-from coec.experiments.plots import check_matplotlib, svg
-from coec.experiments.tables import Cell
+from coec.experiments.reporting.document import Document
+from coec.experiments.reporting.plots import check_matplotlib, svg
+from coec.experiments.reporting.tables import Cell
 
 ASSETS = Path(__file__).parent / "assets"
 

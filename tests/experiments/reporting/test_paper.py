@@ -3,10 +3,10 @@
 import pytest
 
 import sweep_rows as sr
-from coec.experiments import paper
-from coec.experiments.document import document
-from coec.experiments.results import read_results
-from coec.experiments.variation import BUILD_UP
+from coec.experiments.reporting import paper
+from coec.experiments.reporting.document import document
+from coec.experiments.reporting.results import read_results
+from coec.experiments.reporting.variation import BUILD_UP
 
 
 def test_every_table_of_the_paper_is_whole():

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coec.errors import OutputError
-from coec.experiments.document import Document, document
-from coec.experiments.page import check_page, html
-from coec.experiments.render import latex, markdown
-from coec.experiments.results import read_results
+from coec.experiments.reporting.document import Document, document
+from coec.experiments.reporting.page import check_page, html
+from coec.experiments.reporting.render import latex, markdown
+from coec.experiments.reporting.results import read_results
 
 
 @dataclass(frozen=True)
