@@ -1,5 +1,7 @@
 """Grids: what is crossed with what, and which mistakes are caught before any work."""
 
+from pathlib import Path
+
 import pytest
 
 from coec.compensation import COMPENSATIONS
@@ -185,3 +187,14 @@ def test_a_grid_that_includes_itself(tmp_path):
 def test_a_grid_without_a_model():
     with pytest.raises(OptionError, match=r"names no model: add \[\[models\]\], or pass --model"):
         expand("main")
+
+
+def test_the_documented_grid_is_one(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "EXPERIMENTS.md").read_text(encoding="utf-8")
+    example = text.partition("```toml\n")[2].partition("```")[0]
+    cells = expand(write(tmp_path, example, "documented"))
+    own = [cell for cell in pruned(cells) if "documented" in cell.grids]
+    assert len(own) == 4  # two seeds × two alphas
+    assert {cell.recipe.samples for cell in cells if cell.recipe} == {64}
+    assert cells[0].subject.evaluation.text == "other.txt"
+    assert cells[0].subject.evaluation.limit == 100
