@@ -11,7 +11,7 @@ CODE := src tests tools benchmarks
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench quality clean
+.PHONY: help demo test check format bench quality results clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,12 @@ bench: .venv/ready-bench  ## speed against peers and floors; parts need ../share
 
 quality: .venv/ready  ## quality of every repair on small trained models (needs ../shared)
 	@$(BIN)/python benchmarks/quality.py
+
+results: .venv/ready  ## the paper's experiments on small trained models, docs/RESULTS.md (needs ../shared)
+	@$(BIN)/coec sweep benchmarks/grids/small-models.toml results --jobs 2
+	@$(BIN)/coec report results --compare paper
+	@$(BIN)/coec sweep benchmarks/grids/zero-shot.toml results-zero-shot --jobs 2
+	@$(BIN)/coec report results-zero-shot --compare paper
 
 clean:  ## remove the environment and what the demo wrote
 	@rm -rf .venv demo-output
