@@ -97,7 +97,7 @@ def test_fit_and_held_out_errors_are_means_over_modules(tmp_path):
         for b in range(2)
     ]
     table = overfitting_table(grid(tmp_path, [sr.row(sites=sites, grids=["g"])], "g"))
-    assert texts(table)[0][4:] == ["mlp", "0.1500", "0.3000", "2.00", "–"]
+    assert texts(table)[0][5:] == ["mlp", "0.1500", "0.3000", "2.00", "–"]
 
 
 def test_only_rises_beyond_rounding_count():

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from coec.experiments.reporting.comparison import in_order
-from coec.experiments.reporting.inside import curves, falling, mean_over_sites
+from coec.experiments.reporting.inside import curves, falling, mean_over_sites, windows
 from coec.experiments.reporting.plots import ROLES, Curve, Figure, Panel, Scale
 from coec.experiments.reporting.protocol import protocol
 from coec.experiments.reporting.results import Results, Row, number
@@ -180,12 +180,14 @@ def _left_out(rows: Sequence[Row]) -> list[str]:
 
 
 def overfitting_figure(rows: Sequence[Row]) -> Figure | None:
-    """Fit and held-out error of every repair, a panel per model, sparsity and site."""
+    """Fit and held-out error of every repair, a panel per model, sparsity, calibration and site."""
     panels = []
-    ordered = sorted(rows, key=lambda r: (r.model, r.sparsity, in_order(r)))
-    for (model, sparsity), found in grouped(ordered, lambda r: (r.model, r.sparsity)).items():
-        for site, name in SITES.items():
-            panel = _fit_panel(found, site, f"{model}, {percent(sparsity)}, {name}")
+    ordered = sorted(rows, key=lambda r: (r.model, r.sparsity, windows(r), in_order(r)))
+    places = grouped(ordered, lambda r: (r.model, r.sparsity, windows(r)))
+    for site, name in SITES.items():
+        for (model, sparsity, count), found in places.items():
+            title = f"{model}, {percent(sparsity)}, {name}, {count} windows"
+            panel = _fit_panel(found, site, title)
             if panel is not None:
                 panels.append(panel)
     if not panels:
