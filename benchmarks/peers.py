@@ -388,10 +388,10 @@ SOLVERS: dict[str, Solve] = {
     "pymanopt cg, as stated": pymanopt_cg("as stated"),
     "pymanopt tr, as stated": pymanopt_tr("as stated"),
     "geoopt sgd, as stated": Geoopt("sgd", "as stated"),
-    "pymanopt cg, our preconditioner": pymanopt_cg("preconditioned", "PolakRibiere"),
-    "pymanopt tr, our preconditioner": pymanopt_tr("preconditioned"),
+    "pymanopt cg, our former preconditioner": pymanopt_cg("preconditioned", "PolakRibiere"),
+    "pymanopt tr, our former preconditioner": pymanopt_tr("preconditioned"),
 }
 PEERS = [name for name in SOLVERS if name.startswith(("pymanopt", "geoopt"))]
-BORROWED = [name for name in PEERS if "our preconditioner" in name]
+BORROWED = [name for name in PEERS if "our former preconditioner" in name]
 """Peers that are handed this package's preconditioner too: listed, but no baseline."""
 STATED = [name for name in PEERS if "as stated" in name]

@@ -122,7 +122,7 @@ def describe(result: dict[str, Any]) -> str:
     kinds = {
         "in our eigenbasis, derivatives by hand": set(PEERS) - {*BORROWED, *STATED},
         "on the problem as stated": set(STATED),
-        "with our preconditioner": set(BORROWED),
+        "with our former preconditioner": set(BORROWED),
     }
     for kind, peers in kinds.items():
         found = {name: row for name, row in result["solvers"].items() if name in peers}
