@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from coec.calibration import overlap as module
-from coec.calibration.overlap import Overlap, overlap
+from coec.calibration.overlap import Overlap, overlap, passage_length
 from coec.calibration.tokens import Stream, all_windows
 from coec.errors import OptionError
 
@@ -88,3 +88,10 @@ def test_an_honest_split_is_not_flagged_and_a_leak_is(shared):
     assert not overlap(train, test).flagged
     leaked = torch.cat([test[:90], train[:10]])
     assert overlap(train[:100], leaked).flagged
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "n"), [(152_064, 13), (32_000, 13), (2048, 18), (512, 22), (105, 29)]
+)
+def test_small_vocabularies_need_longer_n_grams(vocabulary, n):
+    assert passage_length(vocabulary) == n

@@ -1,5 +1,6 @@
 """How much of an evaluation text the calibration has already seen: shared token n-grams."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,8 @@ from coec.errors import OptionError
 
 FLAG_SHARE = 0.05
 TOKENS_PER_CHUNK = 2**20
+CUSTOMARY, VOCABULARY = 13, 32_000
+"""13-grams are what contamination studies count, on vocabularies of about this size."""
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -72,6 +75,17 @@ def overlap(
         common += int(hits.sum())
     windows, length = asked.shape
     return Overlap(n, windows, shared, common / (windows * (length - n + 1)))
+
+
+def passage_length(vocabulary: int) -> int:
+    """The n that says as much as 13 tokens of a vocabulary of 32,000: `⌈13 log 32,000 / log V⌉`.
+
+    13 characters are three words, which any two texts share: small vocabularies need longer
+    n-grams. At least 13.
+    """
+    return max(
+        CUSTOMARY, math.ceil(CUSTOMARY * math.log(VOCABULARY) / math.log(max(vocabulary, 2)))
+    )
 
 
 def _ids(windows: Windows | Tensor) -> Int[Tensor, "rows length"]:

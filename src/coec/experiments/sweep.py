@@ -14,7 +14,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from coec.calibration.overlap import Overlap, overlap
+from torch import Tensor
+
+from coec.calibration.overlap import Overlap, overlap, passage_length
 from coec.calibration.statistics import Statistics
 from coec.calibration.tokens import Windows, load_tokenizer
 from coec.collecting import calibration_source, collect
@@ -240,10 +242,16 @@ def _prepare(
             statistics = Statistics.open(folder)
         else:
             statistics = collect(first.subject.path, folder, first.recipe, progress=progress)
-        shared = overlap(statistics.windows, texts[first.subject])
+        shared = _overlap(statistics.windows, texts[first.subject], first.subject)
     except CoecError as error:
         return _Prepared(error=str(error))
     return _Prepared(statistics, shared, time.perf_counter() - began)
+
+
+def _overlap(seen: Tensor, asked: Windows, subject: Subject) -> Overlap:
+    """Passages that calibration and evaluation share, as long as their windows allow."""
+    vocabulary = int(read_config(find_model(subject.path))["vocab_size"])
+    return overlap(seen, asked, min(passage_length(vocabulary), seen.shape[1], asked.ids.shape[1]))
 
 
 def _job(
