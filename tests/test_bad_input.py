@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import coec
 import tiny_models as tm
-from coec import pruning
+from coec import collecting, pruning
 from coec.cli import main
 from coec.errors import CalibrationError, CoecError, ModelError, OptionError, OutputError
 from coec.models import checkpoint as checkpoint_module
@@ -38,7 +38,7 @@ def refused(model, tmp_path, monkeypatch):
         def streamed(*args, **kwargs):
             raise AssertionError("work had begun")
 
-        monkeypatch.setattr(pruning, "DenseStream", streamed)
+        monkeypatch.setattr(collecting, "DenseStream", streamed)
         before = sorted(tmp_path.rglob("*"))
         settings = {"model": model, "out": tmp_path / "out", "calibration": tokens,
                     "samples": 24, "seq_len": 32, **changes}  # fmt: skip
