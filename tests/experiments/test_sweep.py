@@ -327,3 +327,22 @@ def test_the_command(place, copied, capsys, monkeypatch):
     text = capsys.readouterr().out
     assert "9 cells done, 0 failed (9 were there already)" in text
     assert "coec report" in text
+
+
+def test_evaluation_text_sampled_from_the_dense_model(place, tmp_path):
+    """The windows are those of `coec eval --text self`."""
+    cells = expand(str(place / "grid.toml"), evaluate={"text": "self", "max_windows": 3})[:1]
+    sweep(cells, tmp_path / "out")
+    (row,) = Store(tmp_path / "out").rows.values()
+    expected = coec.perplexity(
+        place / "tiny", "self", baseline=place / "tiny", samples=3, seq_len=16
+    )
+    assert row["perplexity"]["perplexity"] == pytest.approx(expected.perplexity, rel=1e-6)
+    assert row["perplexity"]["text_sha256"] == expected.text_sha256
+
+
+def test_a_second_model_that_is_not_there_stops_the_first(place, tmp_path):
+    cells = expand(str(place / "grid.toml"), models=["/no/such/model"])
+    with pytest.raises(ModelError, match="no model at '/no/such/model'"):
+        sweep(cells, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

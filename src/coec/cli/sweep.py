@@ -34,6 +34,15 @@ def sweep_command(
     seq_len: Annotated[int | None, setting("Tokens per calibration window.")] = None,
     eval_seq_len: Annotated[int | None, setting("Tokens per evaluation window.")] = None,
     max_windows: Annotated[int | None, setting("Evaluate the first so many windows.")] = None,
+    tasks: Annotated[str | None, setting("Zero-shot tasks, as in `coec eval`.")] = None,
+    tasks_data: Annotated[str | None, setting("As in `coec eval`.")] = None,
+    limit: Annotated[int | None, setting("The first so many items of every task.")] = None,
+    geometry: Annotated[
+        bool,
+        typer.Option(
+            "--geometry", help="Compare frames with the dense model's, as in `coec analyze`."
+        ),
+    ] = False,
     jobs: Annotated[int, typer.Option(help="Cells solved at once, each in its own process.")] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")] = "auto",
     keep_models: Annotated[
@@ -58,7 +67,8 @@ def sweep_command(
     }  # fmt: skip
     evaluation = {
         "text": text, "text_column": text_column, "seq_len": eval_seq_len,
-        "max_windows": max_windows,
+        "max_windows": max_windows, "tasks": tasks, "tasks_data": tasks_data, "limit": limit,
+        "geometry": geometry or None,
     }  # fmt: skip
     cells = expand(grid, models=model, settings=_given(recipe), evaluate=_given(evaluation))
     if dry_run:

@@ -17,17 +17,22 @@ from typing import Any
 from torch import Tensor
 
 from coec.calibration.overlap import Overlap, overlap, passage_length
+from coec.calibration.self_text import sample_from_model
 from coec.calibration.statistics import Statistics
 from coec.calibration.tokens import Windows, load_tokenizer
 from coec.collecting import calibration_source, collect
 from coec.errors import CoecError, OptionError, OutputError
-from coec.evaluation.perplexity import evaluation_windows
+from coec.evaluation.network import checked, load_network, sizes
+from coec.evaluation.perplexity import DEFAULT_SEQ_LEN, evaluation_windows
 from coec.evaluation.zero_shot import check_tasks
 from coec.experiments.cell import Job, head, quieten, run
 from coec.experiments.grid import Cell, Subject
 from coec.experiments.store import Store
 from coec.models.checkpoint import find_model, read_config
-from coec.planning import Plan, choose_device
+from coec.planning import Plan, choose_device, resolve_seq_len
+
+SAMPLED = 64
+"""Windows of `text = "self"` where `max_windows` does not say, as in `coec eval`."""
 
 Progress = Callable[[str, int, int], None]
 CALIBRATION = (
@@ -91,7 +96,7 @@ def sweep(
     if out.exists() and not out.is_dir():
         raise OutputError(f"'{out}' is a file: give a folder")
     cells = [_on(cell, chosen) for cell in cells]
-    texts = _check(cells)
+    texts = _check(cells, chosen)
     with Store(out).writing() as store, _Workers(jobs) as workers:
         _clear_leftovers(out)
         # Grouped before what is there is left out: the order of rows does not depend on that.
@@ -166,8 +171,10 @@ def _on(cell: Cell, device: str) -> Cell:
     )
 
 
-def _check(cells: list[Cell]) -> dict[Subject, Windows]:
+def _check(cells: list[Cell], device: str) -> dict[Subject, Windows]:
     """The evaluation windows of every model, once models and texts are known to be usable."""
+    for subject in dict.fromkeys(cell.subject for cell in cells):
+        find_model(subject.path)
     texts: dict[Subject, Windows] = {}
     sources = set()
     for cell in cells:
@@ -177,7 +184,7 @@ def _check(cells: list[Cell]) -> dict[Subject, Windows]:
             if how.tasks:
                 check_tasks(how.tasks, how.tasks_data)
                 load_tokenizer(find_model(subject.path))
-            texts[subject] = _evaluation_text(subject)
+            texts[subject] = _evaluation_text(subject, device)
         if (
             recipe is None
             or (source := (subject, recipe.calibration, recipe.text_column)) in sources
@@ -189,11 +196,23 @@ def _check(cells: list[Cell]) -> dict[Subject, Windows]:
     return texts
 
 
-def _evaluation_text(subject: Subject) -> Windows:
+def _evaluation_text(subject: Subject, device: str) -> Windows:
     how = subject.evaluation
+    if how.text == "self":
+        return _sampled(subject, device)
     return evaluation_windows(
         subject.path, how.text, seq_len=how.seq_len, max_windows=how.max_windows,
         text_column=how.text_column,
+    )  # fmt: skip
+
+
+def _sampled(subject: Subject, device: str) -> Windows:
+    """Text sampled from the dense model, as by `coec eval --text self`."""
+    how, folder = subject.evaluation, checked(find_model(subject.path))
+    network = load_network(folder, choose_device(device), None)
+    return sample_from_model(
+        network, load_tokenizer(folder), samples=how.max_windows or SAMPLED,
+        seq_len=resolve_seq_len(how.seq_len, sizes(folder)[0], DEFAULT_SEQ_LEN), seed=1,
     )  # fmt: skip
 
 
