@@ -223,19 +223,23 @@ def test_a_failed_cell_is_a_row_and_the_rest_goes_on(place, monkeypatch, tmp_pat
         ).is_file() else "dense"  # fmt: skip
         if name == "least-squares":
             raise CoecError("the model's cross-entropy is not finite")
+        if name == "none":
+            raise KeyError("a defect\nof ours")
         return original(folder, *args, **options)
 
     monkeypatch.setattr(cell_module, "perplexity", sometimes)
     cells = expand(str(place / "grid.toml"))
     summary = sweep(cells, tmp_path / "out")
-    assert (summary.done, summary.failed) == (7, 2)
-    assert set(summary.reasons.values()) == {"the model's cross-entropy is not finite"}
+    assert (summary.done, summary.failed) == (5, 4)
+    assert set(summary.reasons.values()) == {
+        "the model's cross-entropy is not finite", "KeyError: 'a defect\\nof ours'"
+    }  # fmt: skip
     monkeypatch.undo()
     again = sweep(cells, tmp_path / "out")
-    assert (again.ran, again.failed) == (0, 2)
+    assert (again.ran, again.failed) == (0, 4)
     mended = sweep(cells, tmp_path / "out", retry_failed=True)
-    assert (mended.ran, mended.done, mended.failed) == (2, 9, 0)
-    assert len((tmp_path / "out" / RESULTS).read_text().splitlines()) == 11
+    assert (mended.ran, mended.done, mended.failed) == (4, 9, 0)
+    assert len((tmp_path / "out" / RESULTS).read_text().splitlines()) == 13
 
 
 def test_a_model_with_nan_logits_fails_with_the_reason(place, tmp_path):

@@ -65,9 +65,10 @@ def run(job: Job) -> dict[str, Any]:
         if job.error:
             raise CoecError(job.error)
         row |= _measured(job)
-    except (CoecError, RuntimeError, MemoryError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        row |= {"status": "failed", "error": reason}
+    except Exception as error:  # whatever it is, the other cells are not to suffer
+        reason = " ".join(str(error).split())
+        kind = "" if isinstance(error, CoecError) else f"{type(error).__name__}: "
+        row |= {"status": "failed", "error": kind + reason}
     if not job.keep:
         shutil.rmtree(job.folder, ignore_errors=True)
     return row | {
