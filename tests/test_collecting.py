@@ -107,6 +107,9 @@ def test_the_held_out_error_is_that_of_the_held_out_activations(model, saved, tm
     assert row["holdout_after"] == pytest.approx(float((Y - Z).square().sum() / energy), rel=1e-4)
     expected = float((Y - before).square().sum() / energy)
     assert row["holdout_before"] == pytest.approx(expected, rel=1e-4)
+    rows = [row for row in report.sites if row["site"] == "mlp"]
+    mean = sum(row["holdout_after"] for row in rows) / len(rows)
+    assert report.mean_errors("mlp", held_out=True)[1] == pytest.approx(mean)
 
 
 def test_statistics_of_another_calibration_are_refused(model, saved, tmp_path):

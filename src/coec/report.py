@@ -63,16 +63,18 @@ class Report:
                 modules.setdefault(event, []).append(site["module"])
         return modules
 
-    def mean_errors(self, site: str) -> tuple[float, float]:
-        """The mean relative error before and after compensation over a site's blocks."""
-        rows = [
-            row for row in self.sites if row["site"] == site and row["error_before"] is not None
-        ]
+    def mean_errors(self, site: str, *, held_out: bool = False) -> tuple[float, float]:
+        """The mean relative error before and after compensation over a site's blocks.
+
+        On the windows fitted on, or on those held out; 0 where no block has any.
+        """
+        before, after = (f"{'holdout' if held_out else 'error'}_{w}" for w in ("before", "after"))
+        rows = [row for row in self.sites if row["site"] == site and row.get(before) is not None]
         if not rows:
             return 0.0, 0.0
         return (
-            sum(row["error_before"] for row in rows) / len(rows),
-            sum(row["error_after"] for row in rows) / len(rows),
+            sum(row[before] for row in rows) / len(rows),
+            sum(row[after] for row in rows) / len(rows),
         )
 
     def write(self, folder: Path) -> None:

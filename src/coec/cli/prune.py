@@ -208,6 +208,9 @@ def _show_report(report: Report) -> None:
             f"{site + ' error':<16} {error[0]:.4f} → {error[1]:.4f} "
             "(relative output error on the calibration data, mean over blocks)"
         )
+        if report.recipe["holdout"]:
+            held = report.mean_errors(site, held_out=True)
+            lines.append(f"{'  held out':<16} {held[0]:.4f} → {held[1]:.4f}")
     if report.plan["relabelled"]:
         lines.append(
             f"stored as        {report.plan['output_model_type']} ({report.plan['relabelled']})"
