@@ -1,5 +1,6 @@
 """The method itself, and each of its safeguards."""
 
+from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
 
@@ -460,6 +461,37 @@ def test_a_round_that_breaks_down_costs_only_itself(monkeypatch):
     result = coec.compensate(W, gram, kept, solver="conjugate")
     assert torch.equal(result.weight, whole.weight)
     assert "a round was abandoned: no decomposition" in result.diagnostics["events"]
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_a_first_round_that_breaks_down_is_the_reason_for_stopping(monkeypatch, aligned):
+    W, gram, kept, value = attention()
+
+    def broken(*args, **kwargs):
+        raise NumericalError("no decomposition")
+
+    monkeypatch.setattr(descent_module, "conjugate", broken)
+    result = coec.compensate(W, gram, kept, value_weight=value if aligned else None)
+    assert result.diagnostics["rounds"] == 0
+    assert result.diagnostics["reason"] == "round abandoned"
+
+
+def test_when_every_end_is_worse_than_the_start_that_is_the_reason(monkeypatch):
+    """Other rows lead where a descent ends, and on those the objective is higher."""
+    W, gram, kept, value = attention()
+    chosen = []
+
+    class Worse(Anchor):
+        def alignment(self, frame, target):
+            chosen.append(frame)
+            weight = 0.0 if len(chosen) < 3 else 1e3
+            found = super().alignment(frame, target)
+            return replace(found, weight=weight, rows=(found.rows + len(chosen)) % len(frame.s))
+
+    monkeypatch.setattr(coec_module, "Anchor", Worse)
+    result = coec.compensate(W, gram, kept, value_weight=value, r_p=3)
+    assert result.diagnostics["rounds"] == 0
+    assert result.diagnostics["reason"] == "no descent ended lower than it began"
 
 
 def test_one_side_that_breaks_down_leaves_the_other(monkeypatch):

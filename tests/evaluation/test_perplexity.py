@@ -99,6 +99,18 @@ def test_a_model_whose_logits_overflow_is_an_error(tmp_path):
         coec.perplexity(folder, IDS, seq_len=16)
 
 
+def test_a_perplexity_that_overflows_is_an_error_in_model_and_baseline(folders, tmp_path):
+    """A cross-entropy of 1e5 nats is a number; its exponential is none, and no JSON."""
+    model = tm.tiny("llama", torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e7)
+    wild = tm.save(model, tmp_path / "wild")
+    with pytest.raises(NumericalError, match=r"the model's perplexity is not finite: e\^"):
+        coec.perplexity(wild, IDS, seq_len=16)
+    with pytest.raises(NumericalError, match="the baseline's perplexity is not finite"):
+        coec.perplexity(folders[0], IDS, seq_len=16, baseline=wild)
+
+
 def test_text_of_the_model_needs_the_model(folders):
     with pytest.raises(OptionError, match="give --baseline DENSE"):
         coec.perplexity(folders[0], "self")

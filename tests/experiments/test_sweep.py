@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,80 @@ def test_a_failed_cell_is_a_row_and_the_rest_goes_on(place, monkeypatch, tmp_pat
     mended = sweep(cells, tmp_path / "out", retry_failed=True)
     assert (mended.ran, mended.done, mended.failed) == (4, 9, 0)
     assert len((tmp_path / "out" / RESULTS).read_text().splitlines()) == 13
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), OSError(28, "no space left")])
+def test_a_dense_pass_that_fails_costs_only_its_cells(place, monkeypatch, tmp_path, error):
+    original = module.collect
+
+    def sometimes(model, out, recipe, **options):
+        if recipe.seed == 0:
+            raise error
+        return original(model, out, recipe, **options)
+
+    monkeypatch.setattr(module, "collect", sometimes)
+    summary = sweep(expand(str(place / "grid.toml")), tmp_path / "out")
+    assert (summary.done, summary.failed) == (5, 4)
+    (reason,) = set(summary.reasons.values())
+    assert reason == f"{type(error).__name__}: {error}"
+
+
+def test_a_library_that_raises_what_it_likes_costs_only_its_cell(place, monkeypatch, tmp_path):
+    def broken(*arguments, **options):
+        raise KeyError("rope_scaling")
+
+    monkeypatch.setattr(cell_module, "perplexity", broken)
+    summary = sweep(expand(str(place / "grid.toml"))[:2], tmp_path / "out")
+    assert (summary.done, summary.failed) == (0, 2)
+    assert set(summary.reasons.values()) == {"KeyError: 'rope_scaling'"}
+
+
+def test_a_number_that_is_not_finite_is_a_failure_that_names_it(place, monkeypatch, tmp_path):
+    original = cell_module.perplexity
+
+    def wild(*arguments, **options):
+        return replace(original(*arguments, **options), kl=float("nan"))
+
+    monkeypatch.setattr(cell_module, "perplexity", wild)
+    summary = sweep(expand(str(place / "grid.toml"))[:2], tmp_path / "out")
+    assert (summary.done, summary.failed) == (0, 2)
+    assert set(summary.reasons.values()) == {"perplexity.kl is not finite: nan"}
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(place, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot be written"):
+        sweep(expand(str(place / "grid.toml"))[:1], tmp_path / "file" / "out")
+
+
+def test_an_interrupted_cell_leaves_no_model(place, monkeypatch, tmp_path):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cell_module, "perplexity", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(expand(str(place / "grid.toml"))[1:2], tmp_path / "out")
+    assert not list((tmp_path / "out" / "models").iterdir())
+
+
+def test_workers_are_quiet_when_they_are_interrupted(place, tmp_path):
+    """Ctrl-C reaches every process of the terminal's group."""
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "coec", "sweep", str(place / "grid.toml"), str(out)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.Popen(
+        [*command, "--jobs", "2"], env=environment, stderr=subprocess.PIPE, start_new_session=True
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and child.poll() is None:
+        if (out / RESULTS).is_file() and b"\n" in (out / RESULTS).read_bytes():
+            break
+        time.sleep(0.01)
+    os.killpg(child.pid, signal.SIGINT)
+    said = child.communicate(timeout=60)[1].decode()
+    assert child.returncode == 130
+    assert "Traceback" not in said
+    assert "the same command goes on with the rest" in said
 
 
 def test_a_model_with_nan_logits_fails_with_the_reason(place, tmp_path):

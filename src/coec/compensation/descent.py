@@ -153,12 +153,14 @@ class Descent:
         now = self._start(W_K, target, anchor)
         if anchor is None or self._faithful:
             return self._descend(now, target, anchor, None)
-        alignment, best = anchor.alignment(now.frame, target), now
+        alignment = anchor.alignment(now.frame, target)
+        best = replace(now, reason="no descent ended lower than it began")
         for _ in range(CHOICES):
             now = self._descend(now, target, anchor, alignment)
             held, alignment = alignment, anchor.alignment(now.frame, target)
             now = now.judged(alignment)
-            best = min(best, now, key=lambda end: end.after)
+            if now.after <= best.after:  # of equals the later: its reason is why it stopped
+                best = now
             if _same(held.rows, alignment.rows):
                 break
             now = now.restarted()

@@ -1,5 +1,6 @@
 """Token perplexity, and the divergence from a baseline (METHODS §7)."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -138,13 +139,8 @@ def perplexity(
             progress=progress,
         )
     ce, base_ce, kl = _measure(network, base, windows.ids, progress)
-    if not ce < float("inf"):
-        raise NumericalError(
-            "the model's cross-entropy is not finite: its logits overflow; "
-            "try --dtype float32, and check the checkpoint"
-        )
     length = windows.ids.shape[1]
-    ppl, base_ppl = _exp(ce), None if base_ce is None else _exp(base_ce)
+    ppl, base_ppl = _exp(ce, "model"), None if base_ce is None else _exp(base_ce, "baseline")
     return Perplexity(
         perplexity=ppl,
         tokens=windows.ids.shape[0] * (length - 1),
@@ -238,5 +234,16 @@ def _stream(text: str | Path | Tensor, folder: Path, split: Split, text_column: 
     )
 
 
-def _exp(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float64).exp())
+def _exp(ce: float, whose: str) -> float:
+    """Perplexity of a cross-entropy; raises NumericalError where it is no finite number."""
+    if not ce < float("inf"):
+        raise NumericalError(
+            f"the {whose}'s cross-entropy is not finite: its logits overflow; "
+            "try --dtype float32, and check the checkpoint"
+        )
+    try:
+        return math.exp(ce)
+    except OverflowError:
+        raise NumericalError(
+            f"the {whose}'s perplexity is not finite: e^{ce:.4g}; check the checkpoint"
+        ) from None

@@ -1,6 +1,9 @@
 """One cell: prune, measure, and put the account into one row."""
 
+import math
 import shutil
+import signal
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +14,7 @@ import torch
 from coec import __version__
 from coec.calibration.overlap import Overlap
 from coec.calibration.tokens import Windows
-from coec.errors import CoecError
+from coec.errors import CoecError, NumericalError
 from coec.evaluation.geometry import geometry
 from coec.evaluation.perplexity import perplexity
 from coec.evaluation.zero_shot import zero_shot
@@ -64,17 +67,37 @@ def run(job: Job) -> dict[str, Any]:
     try:
         if job.error:
             raise CoecError(job.error)
-        row |= _measured(job)
-    except Exception as error:  # whatever it is, the other cells are not to suffer
-        reason = " ".join(str(error).split())
-        kind = "" if isinstance(error, CoecError) else f"{type(error).__name__}: "
-        row |= {"status": "failed", "error": kind + reason}
-    if not job.keep:
-        shutil.rmtree(job.folder, ignore_errors=True)
+        measured = _measured(job)
+        _check_finite(measured)
+        row |= measured
+    except Exception as error:  # libraries raise what they like, and the other cells go on
+        row |= {"status": "failed", "error": reason(error)}
+    finally:
+        if not job.keep:
+            shutil.rmtree(job.folder, ignore_errors=True)
     return row | {
         "peak_memory_bytes": peak(device),
         "environment": {"coec": __version__, **environment(str(device))},
     }
+
+
+def reason(error: Exception) -> str:
+    """An error in one line; of errors that are not our own also the kind."""
+    kind = "" if isinstance(error, CoecError) else type(error).__name__
+    return ": ".join(part for part in (kind, " ".join(str(error).split())) if part)
+
+
+def _check_finite(value: Any, place: str = "") -> None:
+    """Raises NumericalError, which names the place, for a number that JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise NumericalError(f"{place} is not finite: {value}")
+    inner: Any = ()
+    if isinstance(value, dict):
+        inner = value.items()
+    elif isinstance(value, list | tuple):
+        inner = enumerate(value)
+    for name, part in inner:
+        _check_finite(part, f"{place}.{name}".removeprefix("."))
 
 
 def head(cell: Cell) -> dict[str, Any]:
@@ -164,9 +187,11 @@ def _add_geometry(sites: list[dict[str, Any]], measured: list[dict[str, Any]]) -
 
 
 def quieten(threads: int) -> None:
-    """Sets a worker process up: its share of the cores, no chatter."""
+    """Sets a worker process up: its share of the cores, no chatter, a silent end at Ctrl-C."""
     from transformers.utils import logging as transformers_logging
 
     torch.set_num_threads(threads)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    # not ignored: what a cell has half-written is then removed at once, and nobody waits for it
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))

@@ -36,17 +36,19 @@ class Store:
         """Holds the folder for this process, and cuts an unfinished last line off.
 
         Raises:
-            OutputError: another process writes there.
+            OutputError: another process writes there, or nobody can.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.path.with_name(".lock"))
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=0)
         except Timeout as error:
             raise OutputError(
                 f"another sweep is writing to '{self.path.parent}': wait for it, or use another "
                 "folder"
             ) from error
+        except OSError as error:
+            raise self._unwritable(error) from error
         try:
             self.rows, self._whole, self.torn = _read(self.path)
             if self.torn:
@@ -57,13 +59,22 @@ class Store:
             lock.release()
 
     def append(self, row: dict[str, Any]) -> None:
-        """Adds a row, and returns when it is on the disk."""
+        """Adds a row, and returns when it is on the disk; raises OutputError if it cannot be."""
         line = json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
-        with self.path.open("ab") as file:
-            file.write(line.encode())
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with self.path.open("ab") as file:
+                file.write(line.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise self._unwritable(error) from error
         self.rows[row["cell"]] = row
+
+    def _unwritable(self, error: OSError) -> OutputError:
+        why = error.strerror or error
+        return OutputError(
+            f"'{self.path.parent}' cannot be written ({why}): make room or give another folder"
+        )
 
 
 def _read(path: Path) -> tuple[dict[str, dict[str, Any]], int, bool]:

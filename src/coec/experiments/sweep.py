@@ -25,7 +25,7 @@ from coec.errors import CoecError, OptionError, OutputError
 from coec.evaluation.network import checked, load_network, sizes
 from coec.evaluation.perplexity import DEFAULT_SEQ_LEN, evaluation_windows
 from coec.evaluation.zero_shot import check_tasks
-from coec.experiments.cell import Job, head, quieten, run
+from coec.experiments.cell import Job, head, quieten, reason, run
 from coec.experiments.grid import Cell, Subject
 from coec.experiments.store import Store
 from coec.models.checkpoint import find_model, read_config
@@ -262,8 +262,8 @@ def _prepare(
         else:
             statistics = collect(first.subject.path, folder, first.recipe, progress=progress)
         shared = _overlap(statistics.windows, texts[first.subject], first.subject)
-    except CoecError as error:
-        return _Prepared(error=str(error))
+    except Exception as error:  # as in `cell.run`: out of memory, a full disk, a library's own
+        return _Prepared(error=reason(error))
     return _Prepared(statistics, shared, time.perf_counter() - began)
 
 
