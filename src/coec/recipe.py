@@ -72,11 +72,11 @@ class Recipe:
         check_sparsity(self.sparsity)
         for name in ("samples", "seq_len"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (not _whole(value) or value < 1):
                 raise OptionError(f"{name} must be a whole number of at least 1, got {value!r}")
         if self.seq_len == 1:
             raise OptionError("seq_len must be at least 2")
-        if not isinstance(self.seed, int) or self.seed < 0:
+        if not _whole(self.seed) or self.seed < 0:
             raise OptionError(f"seed must be a whole number of at least 0, got {self.seed!r}")
         number = isinstance(self.holdout, int | float) and not isinstance(self.holdout, bool)
         if not (number and 0 <= self.holdout < 1):
@@ -189,6 +189,10 @@ def read_settings(path: Path) -> dict[str, Any]:
         if isinstance(value, dict):
             raise OptionError(f"'{path}' has a table [{key}]; write its keys at the top level")
     return {key.replace("-", "_"): value for key, value in content.items()}
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _name(choice: str | Callable[..., Any]) -> str:

@@ -167,6 +167,16 @@ def test_a_digest_depends_on_everything_asked_for():
         ("[[models]]\nlabel = 'x'", "needs a path"),
         ("[[models]]\npath = 'a'\nseed = [1, 2]", "axes belong to the grid"),
         ("[[models]]\npath = 'a/x'\n[[models]]\npath = 'b/x'", "two models are called 'x'"),
+        (
+            "[[models]]\npath = 'a'\nsamples = 9\n[[models]]\npath = 'a'\nlabel = 'b'",
+            "'a' and 'b' are one model measured in one way: .* an axis",
+        ),
+        ("[[models]]\npath = 'a'\nevaluate = 'b'", r"\[evaluate\] must be a table, got 'b'"),
+        ("[[models]]\npath = 'a'\nlabel = 3", "label must be text, got 3"),
+        ("[[variants]]\nlabel = 3", "label must be text, got 3"),
+        ("calibration = {a = 1}", "calibration must be a value or a list, got {'a': 1}"),
+        ("samples = true", "samples must be a whole number of at least 1, got True"),
+        ("seed = true", "seed must be a whole number of at least 0, got True"),
         ("evaluate = {txt = 'a'}", r"\[evaluate\]: unknown key 'txt'; did you mean 'text'\?"),
         ("evaluate = {max_windows = true}", "max_windows must be a whole number, got True"),
         ("evaluate = {geometry = 'yes'}", "geometry must be true or false, got 'yes'"),
@@ -182,6 +192,14 @@ def test_a_grid_that_includes_itself(tmp_path):
     path = write(tmp_path, f"grids = [{str(tmp_path / 'mine.toml')!r}]")
     with pytest.raises(OptionError, match="includes itself"):
         expand(path, models=["m"])
+
+
+@pytest.mark.parametrize("table", ["[[models]]\npath = 'a'", "[evaluate]\nmax_windows = 3"])
+def test_an_included_grid_brings_no_models_or_evaluation(table, tmp_path):
+    inner = write(tmp_path, f"seed = [0, 1]\n{table}", "inner")
+    outer = write(tmp_path, f"grids = [{inner!r}]")
+    with pytest.raises(OptionError, match=r"included by .*: write its \[.* in the file that is run"):
+        expand(outer, models=["m"])
 
 
 def test_a_grid_without_a_model():

@@ -125,6 +125,11 @@ class Grid:
         if source in within:
             raise OptionError(f"grid '{source}' includes itself")
         content = _load(source)
+        if within and (own := [key for key in ("models", "evaluate") if key in content]):
+            raise OptionError(
+                f"grid '{source}', included by '{within[-1]}': write its [{own[0]}] in the file "
+                "that is run"
+            )
         name = READY[source].stem if source in READY else Path(source).stem
         for key, kind in (
             ("grids", list),
@@ -138,6 +143,8 @@ class Grid:
         variants = [_settings(v, source, extra={"label"}) for v in content.get("variants", [])]
         if empty := [k for s in [settings, *variants] for k, v in s.items() if v == []]:
             raise OptionError(f"grid '{source}': the list {empty[0]} is empty")
+        for variant in variants:
+            _check_label(variant, f"grid '{source}'")
         return cls(
             name,
             {k: v for k, v in settings.items() if not isinstance(v, list)},
@@ -205,8 +212,14 @@ def expand(
     dense: dict[str, Cell] = {}
     for table in tables:
         subject, own = _subject(table, grid.evaluate, evaluate or {}, source)
-        if any(cell.subject.label == subject.label for cell in dense.values()):
+        if subject.label in dense:
             raise OptionError(f"two models are called '{subject.label}': give one a label")
+        for other in (cell.subject for cell in dense.values()):
+            if (other.path, other.evaluation) == (subject.path, subject.evaluation):
+                raise OptionError(
+                    f"'{other.label}' and '{subject.label}' are one model measured in one way: "
+                    "name it once, and make what differs an axis"
+                )
         cells = list(grid.cells(subject, own | (settings or {})))
         names = tuple(dict.fromkeys(name for cell in cells for name in cell.grids))
         dense[subject.label] = Cell(subject, None, names)
@@ -229,8 +242,16 @@ def _subject(
     settings = _settings(rest, where)
     if lists := [k for k, v in settings.items() if isinstance(v, list)]:
         raise OptionError(f"{where}: {lists[0]} cannot be a list here; axes belong to the grid")
-    evaluation = Evaluation.of(grid | table.get("evaluate", {}) | flags, where)
-    return Subject(table["path"], str(label), evaluation), settings
+    own = table.get("evaluate", {})
+    if not isinstance(own, dict):
+        raise OptionError(f"{where}: [evaluate] must be a table, got {own!r}")
+    _check_label(table, where)
+    return Subject(table["path"], label, Evaluation.of(grid | own | flags, where)), settings
+
+
+def _check_label(table: dict[str, Any], where: str) -> None:
+    if not isinstance(table.get("label", ""), str):
+        raise OptionError(f"{where}: label must be text, got {table['label']!r}")
 
 
 def _settings(table: Any, where: str, extra: set[str] | None = None) -> dict[str, Any]:
@@ -240,6 +261,8 @@ def _settings(table: Any, where: str, extra: set[str] | None = None) -> dict[str
     for name, value in table.items():
         key = name.replace("-", "_")
         _known(key, SETTINGS | (extra or set()), f"grid '{where}'", written=name)
+        if isinstance(value, dict):
+            raise OptionError(f"grid '{where}': {name} must be a value or a list, got {value!r}")
         out[key] = value
     return out
 
