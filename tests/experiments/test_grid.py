@@ -198,7 +198,9 @@ def test_a_grid_that_includes_itself(tmp_path):
 def test_an_included_grid_brings_no_models_or_evaluation(table, tmp_path):
     inner = write(tmp_path, f"seed = [0, 1]\n{table}", "inner")
     outer = write(tmp_path, f"grids = [{inner!r}]")
-    with pytest.raises(OptionError, match=r"included by .*: write its \[.* in the file that is run"):
+    with pytest.raises(
+        OptionError, match=r"included by .*: write its \[.* in the file that is run"
+    ):
         expand(outer, models=["m"])
 
 
