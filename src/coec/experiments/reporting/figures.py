@@ -21,6 +21,7 @@ from coec.experiments.reporting.tables import (
 LINES = 300
 """Curves drawn in one panel; of more, evenly spaced ones."""
 
+SEVERAL = "Of several cells of one repair, the one of lowest perplexity."
 SITES = {"attention": "attention output", "mlp": "MLP"}
 MARKERS = {"none": "o", "bias": "s", "least-squares": "D", "rcpu": "^", "coec": "o"}
 LINE_STYLES = ("-", "--", ":", "-.")
@@ -240,12 +241,13 @@ def block_figure(rows: Sequence[Row]) -> Figure | None:
     """Error of every block, sliced and repaired, at the highest sparsity of one selection."""
     chosen = _same_slice([row for row in rows if row.sites])
     panels = []
-    for model, found in grouped(chosen, lambda r: r.model).items():
+    for model, several in grouped(chosen, lambda r: r.model).items():
+        found = _one_per_repair(several)
         for site, name in SITES.items():
             lines = [
-                _by_block(group[0], site, "error_after", comp, role(comp))
-                for comp, group in grouped(found, lambda r: str(r.setting("compensation"))).items()
-                if comp != "none"
+                _by_block(row, site, "error_after", comp, role(comp))
+                for row in found
+                if (comp := str(row.setting("compensation"))) != "none"
             ]
             sliced = _by_block(found[0], site, "error_before", "slice", "none", line="--")
             if sliced.x and lines:
@@ -258,7 +260,7 @@ def block_figure(rows: Sequence[Row]) -> Figure | None:
         f"Units kept by {first.setting('selection')} at {percent(first.sparsity)} sparsity, on the "
         "calibration data."
     )
-    return Figure("Error by block", tuple(panels), (caption,), protocol(chosen))
+    return Figure("Error by block", tuple(panels), (caption, SEVERAL), protocol(chosen))
 
 
 def _block_panel(title: str, lines: tuple[Curve, ...], y_label: str) -> Panel:
@@ -276,6 +278,25 @@ def _same_slice(rows: Sequence[Row]) -> list[Row]:
     return sorted((row for row in at if row.setting("selection") == selection), key=in_order)
 
 
+def _one_per_repair(rows: Sequence[Row]) -> list[Row]:
+    """Of one model's rows the best of every repair, on the calibration of the best of all.
+
+    Another calibration keeps other units, whose errors do not compare.
+    """
+
+    def place(row: Row) -> float:
+        value = row.measured("perplexity")
+        return float("inf") if value is None else value
+
+    def calibration(row: Row) -> tuple[Any, ...]:
+        return row.calibration.get("windows_sha256"), row.setting("holdout")
+
+    best = min(rows, key=place)
+    same = [row for row in rows if calibration(row) == calibration(best)]
+    repairs = grouped(same, lambda r: r.setting("compensation"))
+    return [min(found, key=place) for found in repairs.values()]
+
+
 def _by_block(row: Row, site: str, name: str, label: str, colour: str, *, line: str = "-") -> Curve:
     points = [
         (float(s["block"]), value)
@@ -290,7 +311,8 @@ def angle_figure(rows: Sequence[Row]) -> Figure | None:
     measured = [row for row in rows if any(site.get("geometry") for site in row.sites)]
     chosen = _same_slice(measured)
     panels = []
-    for model, found in grouped(chosen, lambda r: r.model).items():
+    for model, several in grouped(chosen, lambda r: r.model).items():
+        found = _one_per_repair(several)
         for site, name in SITES.items():
             lines = tuple(
                 Curve(*_angles(found[-1], site, key), label, colour, style, marker)
@@ -309,7 +331,7 @@ def angle_figure(rows: Sequence[Row]) -> Figure | None:
         f"{last.setting('selection')} + {last.setting('compensation')} at "
         f"{percent(last.sparsity)} sparsity."
     )
-    return Figure("Principal angles by block", tuple(panels), (caption,), protocol(chosen))
+    return Figure("Principal angles by block", tuple(panels), (caption, SEVERAL), protocol(chosen))
 
 
 def _angles(row: Row, site: str, name: str) -> tuple[list[float], list[float]]:
