@@ -423,3 +423,12 @@ def test_a_record_that_is_none_is_one_line(dense, tokens, run, tmp_path):
         status, _, err = run("eval", tmp_path / "model", "--text", tokens, "--seq-len", 32)
         assert (status, err.count("\n")) == (1, 1)
         assert "coec.json' is not the report of a pruning run" in err
+
+
+def test_options_of_perplexity_are_not_dropped_where_there_are_only_tasks(capsys, monkeypatch):
+    for flag in (["--max-windows", "3"], ["--baseline", "m"]):
+        monkeypatch.setattr(sys, "argv", ["coec", "eval", "m", "--tasks", "boolq", *flag])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert stopped.value.code == 2
+        assert f"{flag[0]} belongs to perplexity" in capsys.readouterr().err

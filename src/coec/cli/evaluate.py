@@ -78,8 +78,12 @@ def eval_command(
     if tasks is None and given:
         flag = next(iter(given)).replace("_", "-")
         raise typer.BadParameter(f"--{flag} belongs to --tasks, which is not given")
-    if tasks is not None and text is None and baseline is not None:
-        raise typer.BadParameter("--baseline belongs to perplexity: with --tasks, give --text too")
+    for_text = {"baseline": baseline, "max-windows": max_windows}
+    unheard = [name for name, value in for_text.items() if value is not None]
+    if tasks is not None and text is None and unheard:
+        raise typer.BadParameter(
+            f"--{unheard[0]} belongs to perplexity: with --tasks, give --text too"
+        )
     with progress_bars() as advance:
         common: Any = {"seq_len": seq_len, "device": device, "dtype": dtype, "progress": advance}
         if tasks is not None:  # before the perplexity is measured, which may take its time

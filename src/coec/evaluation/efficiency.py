@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from coec.errors import OptionError
+from coec.evaluation.network import check_dtype
 from coec.models.architectures import Shape, architecture_of
 from coec.models.checkpoint import find_model, parameter_shapes, read_config, skeleton
 from coec.planning import Plan, stored_dtype
@@ -80,12 +81,6 @@ def efficiency(
     else:
         after = read_config(find_model(pruned, weights=False))
     return Efficiency(_cost(config, dtype), _cost(after, dtype))
-
-
-def check_dtype(dtype: str | None) -> None:
-    """Raises OptionError for a dtype that models are not stored or run in."""
-    if dtype is not None and dtype not in DTYPES:
-        raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
 
 
 def _cost(config: dict[str, Any], dtype: str | None) -> Cost:

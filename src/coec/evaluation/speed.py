@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from coec.errors import OptionError
-from coec.evaluation.efficiency import check_dtype
+from coec.evaluation.network import check_dtype
 from coec.evaluation.pair import Pair
 from coec.planning import choose_device, choose_forward_dtype, stored_dtype
 

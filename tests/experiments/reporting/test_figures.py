@@ -131,3 +131,19 @@ def test_ids_of_two_drawings_do_not_clash():
 
 def test_the_same_panel_is_drawn_the_same():
     assert plots.svg(PANEL, "one") == plots.svg(PANEL, "one")
+
+
+def test_of_several_cells_of_a_repair_the_best_is_drawn_on_units_all_share(tmp_path):
+    def sliced(value, digest, before, after, compensation="coec"):
+        site = {"site": "mlp", "block": 0, "error_before": before, "error_after": after}
+        made = sr.row(compensation=compensation, perplexity=sr.perplexity(value), sites=[site])
+        return made | {"cell": str(value), "calibration": {"windows_sha256": digest}}
+
+    rows = [
+        sliced(9.0, "few", 0.9, 0.8), sliced(8.0, "many", 0.5, 0.4), sliced(7.0, "many", 0.5, 0.3),
+        sliced(9.5, "few", 0.9, 0.7, "rcpu"),
+    ]  # fmt: skip
+    figure = figures.block_figure(read_results(sr.write(tmp_path, rows)).rows)
+    (panel,) = figure.panels
+    assert {curve.label: list(curve.y) for curve in panel.curves} == {"slice": [0.5], "coec": [0.3]}
+    assert "Of several cells of one repair, the one of lowest perplexity." in figure.caption

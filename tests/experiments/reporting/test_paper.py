@@ -78,3 +78,26 @@ def test_spread_and_size_have_the_papers_beside_them(tmp_path):
 def test_nothing_of_the_paper_is_shown_unasked(tmp_path):
     made = document(read_results(sr.write(tmp_path, [sr.row("Llama-3.1-8B")])))
     assert "paper" not in str(made.as_dict()).lower()
+
+
+def test_cells_that_differ_in_more_than_the_seed_are_not_averaged(tmp_path):
+    rows = [
+        sr.row("Llama-2-7B", options={"alpha": a}, seed=s, perplexity=sr.perplexity(value))
+        for a, value in ((0.5, 9.0), (0.9, 7.0))
+        for s in (0, 1)
+    ]
+    table = paper.paper_table(read_results(sr.write(tmp_path, rows)).rows)
+    assert [(r[1].text, r[2].text, r[3].text) for r in table.rows] == [
+        ("rcpu + coec at 30 %, alpha = 0.5", "9.00", "7.21"),
+        ("rcpu + coec at 30 %, alpha = 0.9", "7.00", "7.21"),
+    ]
+    assert table.notes == ("a: mean of 2 seeds",)
+
+
+def test_of_a_main_grid_only_its_own_cells_are_set_beside_the_paper(tmp_path):
+    rows = [
+        sr.row("Llama-2-7B", grids=grids, options={"alpha": a}, perplexity=sr.perplexity(value))
+        for grids, a, value in ((["main"], 0.9, 7.0), (["alpha"], 0.5, 9.0))
+    ]
+    table = paper.paper_table(read_results(sr.write(tmp_path, rows)).rows)
+    assert [(r[1].text, r[2].text) for r in table.rows] == [("rcpu + coec at 30 %", "7.00")]

@@ -80,3 +80,25 @@ def test_safeguards_are_counted(tmp_path):
     found = results(tmp_path, [sr.row(sites=sites), sr.row(samples=8, sites=sites[:1])]).rows
     assert [cell.text for cell in record.event_table(found).rows[0]] == ["clamped", "4", "2"]
     assert record.event_table([dataclasses.replace(found[0], sites=())]) is None
+
+
+def test_a_dense_pass_that_cells_share_counts_once(tmp_path):
+    shared = {"windows_sha256": "a"}
+    rows = [
+        sr.row(seed=0, options={"alpha": alpha}, calibration="x") | {
+            "calibration": shared, "seconds": {"collecting": 100.0, "pruning": 4.0},
+        }
+        for alpha in (0.1, 0.2, 0.3)
+    ]  # fmt: skip
+    rows.append(sr.dense() | {"seconds": {"collecting": 0.0, "evaluating": 3.0}})
+    facts = dict(record.facts(read_results(sr.write(tmp_path, rows))))
+    assert facts["Compute time"] == "115 s"
+
+
+def test_windows_that_share_passages_are_called_so(tmp_path):
+    found = {"n": 13, "windows": 40, "shared": 7, "share": 0.2, "flagged": True}
+    rows = read_results(sr.write(tmp_path, [sr.row(overlap=found)])).rows
+    table = record.overlap_table(rows)
+    assert dict(zip(table.heads[4:], (c.text for c in table.rows[0][4:]))) == {
+        "Windows with a shared n-gram": "7", "Of": "40", "Share of n-grams": "0.2000",
+    }  # fmt: skip

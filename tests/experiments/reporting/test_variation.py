@@ -1,15 +1,16 @@
 """Ablation, curves, seeds, and grids of a user's own."""
 
 import sweep_rows as sr
+from coec.experiments.reporting import figures
 from coec.experiments.reporting.document import document
 from coec.experiments.reporting.inside import falling, non_increasing, overfitting_table
 from coec.experiments.reporting.results import read_results
+from coec.experiments.reporting.tables import varying
 from coec.experiments.reporting.variation import (
     ablation_tables,
     curve_tables,
     generic_table,
     seed_tables,
-    varying,
 )
 
 
@@ -97,7 +98,7 @@ def test_fit_and_held_out_errors_are_means_over_modules(tmp_path):
         for b in range(2)
     ]
     table = overfitting_table(grid(tmp_path, [sr.row(sites=sites, grids=["g"])], "g"))
-    assert texts(table)[0][5:] == ["mlp", "0.1500", "0.3000", "2.00", "–"]
+    assert texts(table)[0][4:] == ["mlp", "0.1500", "0.3000", "2.00", "–"]
 
 
 def test_only_rises_beyond_rounding_count():
@@ -114,3 +115,73 @@ def test_rounding_is_that_of_the_dtype_it_was_solved_in(tmp_path):
         row = sr.row(sites=sites, grids=["g"])
         row["settings"]["solve_dtype"] = dtype
         assert falling(grid(tmp_path, [row], "g"), "errors_per_round") == (fell, 1)
+
+
+def tolerance(delta, parameterization, value, seed=0):
+    options = {"delta": delta, "parameterization": parameterization}
+    return sr.row(grids=["delta"], options=options, seed=seed, perplexity=sr.perplexity(value))
+
+
+def test_what_else_varies_in_a_curve_has_lines_of_its_own(tmp_path):
+    """The ready grid `delta` crosses the tolerance with the parameterization."""
+    rows = [
+        tolerance(d, p, value, seed)
+        for (d, p), value in {
+            (1e-2, "stiefel"): 9.0, (1e-2, "full"): 11.0, (1e-3, "stiefel"): 8.0,
+            (1e-3, "full"): 12.0,
+        }.items()
+        for seed in (0, 1)
+    ]  # fmt: skip
+    found = grid(tmp_path, rows, "delta")
+    (table,) = curve_tables(found, "delta", "perplexity")
+    assert table.heads == (
+        "Sparsity", "Selection", "Compensation", "parameterization", "0.001", "0.01",
+    )  # fmt: skip
+    assert texts(table) == [
+        ["30 %", "rcpu", "coec", "stiefel", "*8.00a", "9.00a"],
+        ["30 %", "rcpu", "coec", "full", "12.00a", "*11.00a"],
+    ]
+    assert table.notes == ("a: mean of 2 seeds",)
+    figure = figures.setting_figure(found, "delta", "Perplexity by delta")
+    lines = {curve.label: list(curve.y) for curve in figure.panels[0].curves}
+    assert lines == {
+        "coec, parameterization = stiefel": [8.0, 9.0], "coec, parameterization = full": [12, 11],
+    }  # fmt: skip
+
+
+def test_a_mean_over_more_than_seeds_says_over_what(tmp_path):
+    rows = [
+        sr.row(grids=["seeds"], seed=seed, options={"alpha": alpha}, perplexity=sr.perplexity(9.0))
+        for seed in (0, 1)
+        for alpha in (0.5, 0.9)
+    ]
+    notes = seed_tables(grid(tmp_path, rows, "seeds"))[1].notes
+    assert "a: mean of 2 cells that differ in alpha" in notes
+
+
+def fitted(samples, compensation, fit, held):
+    return sr.row(
+        grids=["overfitting"], compensation=compensation, samples=samples, holdout=0.2,
+        sites=[{"site": "mlp", "error_after": fit, "holdout_after": held, "holdout_before": 1.0}],
+    )  # fmt: skip
+
+
+def test_over_fitting_is_shown_for_every_number_of_windows(tmp_path):
+    """The ready grid `overfitting` has three of them, and their mean says nothing."""
+    rows = [
+        fitted(n, c, fit, held)
+        for n, c, fit, held in (
+            (10, "rcpu", 0.2, 0.4), (10, "coec", 0.1, 0.4), (160, "rcpu", 0.3, 0.3),
+            (160, "coec", 0.2, 0.25),
+        )
+    ]  # fmt: skip
+    found = grid(tmp_path, rows, "overfitting")
+    table = overfitting_table(found)
+    assert [(r[3].text, r[4].text, r[6].text, r[7].text) for r in table.rows] == [
+        ("rcpu", "10", "0.2000", "0.4000"), ("rcpu", "160", "0.3000", "0.3000"),
+        ("coec", "10", "0.1000", "0.4000"), ("coec", "160", "0.2000", "0.2500"),
+    ]  # fmt: skip
+    (panel,) = figures.overfitting_figure(found).panels
+    assert [text for _, text in panel.y_ticks] == [
+        "rcpu, samples = 10", "rcpu, samples = 160", "coec, samples = 10", "coec, samples = 160",
+    ]  # fmt: skip

@@ -27,7 +27,7 @@ NATIVE = {"wanda-sp": "none", "flap": "bias", "rcpu": "rcpu"}
 """The repair that was published with a selection."""
 
 SELECTIONS = tuple(NATIVE)
-COMPENSATIONS = ("none", "bias", "least-squares", "ridge-to-slice", "procrustes", "rcpu", "coec")
+COMPENSATIONS = ("none", "bias", "least-squares", "ridge-to-slice", "rcpu", "coec")
 """The order of rows; what is not listed comes last."""
 
 OURS = "coec"

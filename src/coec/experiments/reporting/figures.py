@@ -5,15 +5,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from coec.experiments.reporting.comparison import in_order
-from coec.experiments.reporting.inside import curves, falling, mean_over_sites, windows
+from coec.experiments.reporting.inside import curves, falling, mean_over_sites
 from coec.experiments.reporting.plots import ROLES, Curve, Figure, Panel, Scale
 from coec.experiments.reporting.protocol import protocol
 from coec.experiments.reporting.results import Results, Row, number
-from coec.experiments.reporting.tables import grouped, mean_of, percent, value_text
+from coec.experiments.reporting.tables import (
+    described,
+    grouped,
+    mean_of,
+    percent,
+    value_text,
+    varying_within,
+)
 
 LINES = 300
 """Curves drawn in one panel; of more, evenly spaced ones."""
 
+SEVERAL = "Of several cells of one repair, the one of lowest perplexity."
 SITES = {"attention": "attention output", "mlp": "MLP"}
 MARKERS = {"none": "o", "bias": "s", "least-squares": "D", "rcpu": "^", "coec": "o"}
 LINE_STYLES = ("-", "--", ":", "-.")
@@ -67,15 +75,21 @@ def _places(values: Sequence[float]) -> tuple[dict[float, float], Scale]:
 def _setting_lines(
     rows: Sequence[Row], name: str, place: Mapping[float, float]
 ) -> tuple[Curve, ...]:
-    """A line per selection and repair; several seeds at one place are averaged."""
-    methods = grouped(rows, lambda r: (r.setting("selection"), r.setting("compensation")))
-    many = len({selection for selection, _ in methods}) > 1
+    """A line per selection, repair and what else differs; seeds at one place are averaged."""
+
+    def method(r: Row) -> tuple[Any, ...]:
+        return r.setting("selection"), r.setting("compensation")
+
+    others = [other for other in varying_within(rows, method) if other != name]
+    many = len({row.setting("selection") for row in rows}) > 1
     lines = []
-    for (selection, comp), group in methods.items():
+    lined = grouped(rows, lambda r: (*method(r), described(r, others)))
+    for index, ((selection, comp, differs), group) in enumerate(lined.items()):
         by_value = grouped(group, lambda r: place[float(r.setting(name))])
         points = sorted((x, y) for x, at in by_value.items() if (y := _mean_perplexity(at)))
-        label, marker = f"{selection} + {comp}" if many else comp, MARKERS.get(comp, "o")
-        lines.append(_curve(points, label, role(comp), marker=marker))
+        label = (f"{selection} + {comp}" if many else str(comp)) + differs
+        style = LINE_STYLES[index % len(LINE_STYLES)] if differs else "-"
+        lines.append(_curve(points, label, role(comp), line=style, marker=MARKERS.get(comp, "o")))
     return tuple(lines)
 
 
@@ -180,14 +194,13 @@ def _left_out(rows: Sequence[Row]) -> list[str]:
 
 
 def overfitting_figure(rows: Sequence[Row]) -> Figure | None:
-    """Fit and held-out error of every repair, a panel per model, sparsity, calibration and site."""
+    """Fit and held-out error of every repair, a panel per model, sparsity and site."""
     panels = []
-    ordered = sorted(rows, key=lambda r: (r.model, r.sparsity, windows(r), in_order(r)))
-    places = grouped(ordered, lambda r: (r.model, r.sparsity, windows(r)))
-    for site, name in SITES.items():
-        for (model, sparsity, count), found in places.items():
-            title = f"{model}, {percent(sparsity)}, {name}, {count} windows"
-            panel = _fit_panel(found, site, title)
+    held_out = [row for row in rows if any(s.get("holdout_after") is not None for s in row.sites)]
+    ordered = sorted(held_out, key=lambda r: (r.model, r.sparsity, in_order(r)))
+    for (model, sparsity), found in grouped(ordered, lambda r: (r.model, r.sparsity)).items():
+        for site, name in SITES.items():
+            panel = _fit_panel(found, site, f"{model}, {percent(sparsity)}, {name}")
             if panel is not None:
                 panels.append(panel)
     if not panels:
@@ -199,21 +212,28 @@ def overfitting_figure(rows: Sequence[Row]) -> Figure | None:
 
 def _fit_panel(rows: Sequence[Row], site: str, title: str) -> Panel | None:
     points = []
-    for compensation, found in grouped(rows, lambda r: str(r.setting("compensation"))).items():
+
+    def method(r: Row) -> tuple[Any, ...]:
+        return r.setting("selection"), str(r.setting("compensation"))
+
+    others = [*["selection"] * (len({s for s, _ in map(method, rows)}) > 1)]
+    others += varying_within(rows, method)
+    by_repair = grouped(rows, lambda r: (method(r)[1], described(r, others)))
+    for (compensation, differs), found in by_repair.items():
         fit = mean_over_sites(found, site, "error_after")
         held = mean_over_sites(found, site, "holdout_after")
         if fit is not None and held is not None:
-            points.append((compensation, fit, held))
+            points.append((compensation, differs, fit, held))
     if not points:
         return None
     places = range(len(points), 0, -1)
     bars = [
         Curve([fit, held], [y, y], role=role(name), width=2.4)
-        for y, (name, fit, held) in zip(places, points)
+        for y, (name, _, fit, held) in zip(places, points)
     ]
-    fits = Curve([f for _, f, _ in points], list(places), "fit", "ink", "", "o", hollow=True)
-    helds = Curve([h for _, _, h in points], list(places), "held out", "ink", "", "o")
-    ticks = tuple((float(y), name) for y, (name, _, _) in zip(places, points))
+    fits = Curve([p[2] for p in points], list(places), "fit", "ink", "", "o", hollow=True)
+    helds = Curve([p[3] for p in points], list(places), "held out", "ink", "", "o")
+    ticks = tuple((float(y), point[0] + point[1]) for y, point in zip(places, points))
     return Panel(title, (*bars, fits, helds), "relative output error", "", y_ticks=ticks)
 
 
@@ -221,12 +241,13 @@ def block_figure(rows: Sequence[Row]) -> Figure | None:
     """Error of every block, sliced and repaired, at the highest sparsity of one selection."""
     chosen = _same_slice([row for row in rows if row.sites])
     panels = []
-    for model, found in grouped(chosen, lambda r: r.model).items():
+    for model, several in grouped(chosen, lambda r: r.model).items():
+        found = _one_per_repair(several)
         for site, name in SITES.items():
             lines = [
-                _by_block(group[0], site, "error_after", comp, role(comp))
-                for comp, group in grouped(found, lambda r: str(r.setting("compensation"))).items()
-                if comp != "none"
+                _by_block(row, site, "error_after", comp, role(comp))
+                for row in found
+                if (comp := str(row.setting("compensation"))) != "none"
             ]
             sliced = _by_block(found[0], site, "error_before", "slice", "none", line="--")
             if sliced.x and lines:
@@ -239,7 +260,7 @@ def block_figure(rows: Sequence[Row]) -> Figure | None:
         f"Units kept by {first.setting('selection')} at {percent(first.sparsity)} sparsity, on the "
         "calibration data."
     )
-    return Figure("Error by block", tuple(panels), (caption,), protocol(chosen))
+    return Figure("Error by block", tuple(panels), (caption, SEVERAL), protocol(chosen))
 
 
 def _block_panel(title: str, lines: tuple[Curve, ...], y_label: str) -> Panel:
@@ -257,6 +278,25 @@ def _same_slice(rows: Sequence[Row]) -> list[Row]:
     return sorted((row for row in at if row.setting("selection") == selection), key=in_order)
 
 
+def _one_per_repair(rows: Sequence[Row]) -> list[Row]:
+    """Of one model's rows the best of every repair, on the calibration of the best of all.
+
+    Another calibration keeps other units, whose errors do not compare.
+    """
+
+    def place(row: Row) -> float:
+        value = row.measured("perplexity")
+        return float("inf") if value is None else value
+
+    def calibration(row: Row) -> tuple[Any, ...]:
+        return row.calibration.get("windows_sha256"), row.setting("holdout")
+
+    best = min(rows, key=place)
+    same = [row for row in rows if calibration(row) == calibration(best)]
+    repairs = grouped(same, lambda r: r.setting("compensation"))
+    return [min(found, key=place) for found in repairs.values()]
+
+
 def _by_block(row: Row, site: str, name: str, label: str, colour: str, *, line: str = "-") -> Curve:
     points = [
         (float(s["block"]), value)
@@ -271,7 +311,8 @@ def angle_figure(rows: Sequence[Row]) -> Figure | None:
     measured = [row for row in rows if any(site.get("geometry") for site in row.sites)]
     chosen = _same_slice(measured)
     panels = []
-    for model, found in grouped(chosen, lambda r: r.model).items():
+    for model, several in grouped(chosen, lambda r: r.model).items():
+        found = _one_per_repair(several)
         for site, name in SITES.items():
             lines = tuple(
                 Curve(*_angles(found[-1], site, key), label, colour, style, marker)
@@ -290,7 +331,7 @@ def angle_figure(rows: Sequence[Row]) -> Figure | None:
         f"{last.setting('selection')} + {last.setting('compensation')} at "
         f"{percent(last.sparsity)} sparsity."
     )
-    return Figure("Principal angles by block", tuple(panels), (caption,), protocol(chosen))
+    return Figure("Principal angles by block", tuple(panels), (caption, SEVERAL), protocol(chosen))
 
 
 def _angles(row: Row, site: str, name: str) -> tuple[list[float], list[float]]:

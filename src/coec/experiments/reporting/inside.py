@@ -17,6 +17,8 @@ from coec.experiments.reporting.tables import (
     method_name,
     percent,
     significant,
+    value_text,
+    varying_within,
 )
 
 RISE = 1e-9
@@ -35,52 +37,45 @@ def mean_over_sites(rows: Iterable[Row], site: str, name: str) -> float | None:
 def overfitting_table(rows: Sequence[Row]) -> Table | None:
     """Error on the calibration windows and on held-out ones, means over the modules."""
     body = []
-    ordered = sorted(rows, key=lambda r: (r.model, r.sparsity, windows(r), in_order(r)))
-    for (model, sparsity, count, selection, compensation), found in grouped(
-        ordered, _place
-    ).items():
+    held_out = [row for row in rows if any(s.get("holdout_after") is not None for s in row.sites)]
+    ordered = sorted(held_out, key=lambda r: (r.model, r.sparsity, in_order(r)))
+    others = varying_within(ordered, _place)
+
+    def key(r: Row) -> tuple[Any, ...]:
+        return (*_place(r), *(value_text(r.setting(other)) for other in others))
+
+    for (model, sparsity, *texts), found in grouped(ordered, key).items():
         for site in ("attention", "mlp"):
             fit = mean_over_sites(found, site, "error_after")
             held = mean_over_sites(found, site, "holdout_after")
             sliced = mean_over_sites(found, site, "holdout_before")
             if fit is None or held is None:
                 continue
-            labels = (
-                Cell(model), Cell(percent(sparsity), sparsity), Cell(str(count), count),
-                Cell(selection),
-            )  # fmt: skip
+            labels = (Cell(model), Cell(percent(sparsity), sparsity), *map(Cell, texts))
             ratio = held / fit if fit > 0 else None
             body.append((
-                *labels, Cell(compensation), Cell(site), amount(fit, 4), amount(held, 4),
+                *labels, Cell(site), amount(fit, 4), amount(held, 4),
                 amount(ratio, 2), amount(sliced, 4),
             ))  # fmt: skip
     if not body:
         return None
     heads = (
-        "Model", "Sparsity", "Windows", "Selection", "Compensation", "Site", "Fit", "Held out",
+        "Model", "Sparsity", "Selection", "Compensation", *others, "Site", "Fit", "Held out",
         "Held out / fit", "Slice, held out",
     )  # fmt: skip
     return Table(
         "Relative output error where the repair was fitted, and on held-out windows",
         heads,
         tuple(body),
-        labels=6,
-        notes=(
-            "Means over the modules of a site; lower is better. Windows are those of the "
-            "calibration, the held-out ones included.",
-        ),
+        labels=5 + len(others),
+        notes=("Means over the modules of a site; lower is better.",),
         settings=protocol(rows),
     )
 
 
-def _place(row: Row) -> tuple[str, float, int, str, str]:
+def _place(row: Row) -> tuple[str, float, str, str]:
     selection, compensation = str(row.setting("selection")), str(row.setting("compensation"))
-    return row.model, row.sparsity, windows(row), selection, compensation
-
-
-def windows(row: Row) -> int:
-    """How many windows the calibration had."""
-    return int(row.setting("samples") or 0)
+    return row.model, row.sparsity, selection, compensation
 
 
 def has_geometry(row: Row) -> bool:

@@ -17,10 +17,12 @@ from coec.experiments.reporting.tables import (
     Footnotes,
     Table,
     amount,
+    described,
     grouped,
     measurement,
     method_name,
     percent,
+    varying_within,
 )
 
 PREFIXES = ("meta-",)
@@ -73,17 +75,27 @@ def differences(rows: Sequence[Row]) -> str:
 
 
 def paper_table(rows: Sequence[Row]) -> Table | None:
-    """Ours beside the paper's, for every cell of a model that is in the paper."""
+    """Ours beside the paper's, for every cell of a model that is in the paper.
+
+    Of the main grid where there is one; else cells that differ in more than the seed have a line
+    each.
+    """
+    main = [row for row in rows if "main" in row.grids]
     matched = [
         row
-        for row in sorted(rows, key=lambda r: (r.model, r.sparsity, in_order(r)))
+        for row in sorted(main or rows, key=lambda r: (r.model, r.sparsity, in_order(r)))
         if any(printed(row, metric) is not None for metric in SHOWN)
     ]
     if not matched:
         return None
     notes, body = Footnotes(), []
-    for _, found in grouped(matched, lambda r: (r.model, r.sparsity, in_order(r))).items():
-        labels = (Cell(found[0].model), Cell(method_name(found[0])))
+
+    def place(r: Row) -> tuple[Any, ...]:
+        return r.model, r.sparsity, in_order(r)
+
+    names = varying_within(matched, place)
+    for (_, differs), found in grouped(matched, lambda r: (place(r), described(r, names))).items():
+        labels = (Cell(found[0].model), Cell(method_name(found[0]) + differs))
         body.append(
             (*labels, *_beside(found, "perplexity", notes), *_beside(found, "zero_shot", notes))
         )

@@ -146,9 +146,11 @@ def measurement(rows: Sequence[Row], metric: Metric, notes: Footnotes) -> Cell:
             return Cell("failed", mark=notes.mark(f"{row.model}, {method_name(row)}: {reason}"))
     value = mean_of(row.measured(metric) for row in rows)
     if value is not None and len(rows) > 1:
-        return Cell(
-            decimals(value, SHOWN[metric][1]), value, mark=notes.mark(f"mean of {len(rows)} seeds")
+        names = [name for name in varying(rows) if name != "seed"]
+        mean = f"mean of {len(rows)} " + (
+            f"cells that differ in {', '.join(names)}" if names else "seeds"
         )
+        return Cell(decimals(value, SHOWN[metric][1]), value, mark=notes.mark(mean))
     return amount(value, SHOWN[metric][1])
 
 
@@ -200,3 +202,29 @@ def title_of(metric: Metric, rows: Iterable[Row]) -> str:
         counts = {len(row.zero_shot.get("tasks", {})) for row in rows if row.zero_shot}
         name = f"Zero-shot accuracy, mean of {'/'.join(map(str, sorted(counts)))} tasks, %"
     return f"{name} ({SHOWN[metric][2]} is better)"
+
+
+def varying(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Settings, and options of the compensations, that take two values or more in these rows.
+
+    An option that a row's compensation does not have is not a value.
+    """
+    values: dict[str, set[str]] = {}
+    for row in rows:
+        options = row.settings.get("options") or {}
+        for name, value in {**row.settings, **options}.items():
+            if name != "options":
+                values.setdefault(name, set()).add(repr(value))
+    return tuple(name for name, found in values.items() if len(found) > 1)
+
+
+def varying_within(rows: Iterable[Row], key: Callable[[Row], Any]) -> tuple[str, ...]:
+    """Settings besides the seed that take two values or more among the rows of one key."""
+    names = (name for found in grouped(rows, key).values() for name in varying(found))
+    return tuple(dict.fromkeys(name for name in names if name != "seed"))
+
+
+def described(row: Row, names: Iterable[str]) -> str:
+    """Those of the settings that the row has, after a comma each."""
+    known = ((name, row.setting(name)) for name in names)
+    return "".join(f", {name} = {value_text(v)}" for name, v in known if v is not None)

@@ -22,6 +22,8 @@ from coec.experiments.reporting.tables import (
     setting_cell,
     title_of,
     value_text,
+    varying,
+    varying_within,
 )
 
 BUILD_UP = (
@@ -95,14 +97,23 @@ def _curve(rows: Sequence[Row], name: str, metric: Metric, title: str) -> Table:
     values = sorted({row.setting(name) for row in rows}, key=_sorting)
     notes, body = Footnotes(), []
     ordered = sorted(rows, key=lambda r: (r.sparsity, in_order(r)))
-    for (sparsity, selection, compensation), found in grouped(ordered, _method).items():
+    others = [other for other in varying_within(rows, _method) if other != name]
+
+    def key(r: Row) -> tuple[Any, ...]:
+        return (*_method(r), *(value_text(r.setting(other)) for other in others))
+
+    for (sparsity, *texts), found in grouped(ordered, key).items():
         by_value = grouped(found, lambda r: r.setting(name))
         cells = [measurement(by_value.get(value, []), metric, notes) for value in values]
-        labels = (Cell(percent(sparsity), sparsity), Cell(selection), Cell(compensation))
+        labels = (Cell(percent(sparsity), sparsity), *map(Cell, texts))
         body.append((*labels, *_best_bold(cells, metric)))
-    heads = ("Sparsity", "Selection", "Compensation", *(value_text(value) for value in values))
-    used = protocol(rows, varies=(name,))
-    return Table(title, heads, tuple(body), labels=3, notes=notes.lines, settings=used)
+    heads = (
+        "Sparsity", "Selection", "Compensation", *others, *(value_text(value) for value in values)
+    )  # fmt: skip
+    return Table(
+        title, heads, tuple(body), labels=3 + len(others), notes=notes.lines,
+        settings=protocol(rows, varies=(name, *others)),
+    )  # fmt: skip
 
 
 def _method(row: Row) -> tuple[float, str, str]:
@@ -195,17 +206,3 @@ def generic_table(rows: Sequence[Row], grid: str) -> Table:
 def _parameters(row: Row) -> Cell:
     after = row.parameters.get("after")
     return Cell(ABSENT) if after is None else Cell(f"{after:,}", after)
-
-
-def varying(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Settings, and options of the compensations, that take two values or more in these rows.
-
-    An option that a row's compensation does not have is not a value.
-    """
-    values: dict[str, set[str]] = {}
-    for row in rows:
-        options = row.settings.get("options") or {}
-        for name, value in {**row.settings, **options}.items():
-            if name != "options":
-                values.setdefault(name, set()).add(repr(value))
-    return tuple(name for name, found in values.items() if len(found) > 1)
