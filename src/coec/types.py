@@ -4,7 +4,7 @@ Letters follow the paper: d input columns of a consumer, m its output rows, k ke
 N calibration tokens.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,11 +22,17 @@ class Gram:
         xx: `Σ x xᵀ`, the raw (not centred) second moment, float64 as accumulated.
         x: `Σ x`, the channel sums.
         tokens: N, how many token positions were summed.
+        centred: `Σ (x − μ)²` of every channel. From xx and x alone it would lose all its digits
+            where a mean is large beside the deviation; None takes it from there all the same.
+        precision: how far `xx_ij` may be off, relative to `√(xx_ii xx_jj)`, beyond the rounding of
+            its dtype: it decides which eigenvalues are noise. 0 for sums as exact as their dtype.
     """
 
     xx: Float[Tensor, "d d"]
     x: Float[Tensor, " d"]
     tokens: int
+    centred: Float[Tensor, " d"] | None = None
+    precision: float = 0.0
 
     def __post_init__(self) -> None:
         d = self.x.shape[0] if self.x.ndim == 1 else -1
@@ -35,11 +41,28 @@ class Gram:
                 f"Gram needs xx of shape (d, d) and x of shape (d,), "
                 f"got {tuple(self.xx.shape)} and {tuple(self.x.shape)}"
             )
+        if self.centred is not None and self.centred.shape != (d,):
+            raise OptionError(f"Gram needs centred of shape ({d},), got {self.centred.shape}")
         if self.tokens < 1:
             raise OptionError(f"Gram needs at least one token, got tokens={self.tokens}")
 
     def __add__(self, other: "Gram") -> "Gram":
-        return Gram(self.xx + other.xx, self.x + other.x, self.tokens + other.tokens)
+        centred = None
+        if self.centred is not None and other.centred is not None:
+            centred = _pooled(self.centred, self.mean, self.tokens, other.centred, other.mean,
+                              other.tokens)  # fmt: skip
+        return Gram(
+            self.xx + other.xx,
+            self.x + other.x,
+            self.tokens + other.tokens,
+            centred,
+            max(self.precision, other.precision),
+        )
+
+    def to(self, dtype: torch.dtype) -> "Gram":
+        """The same in another floating-point dtype."""
+        centred = None if self.centred is None else self.centred.to(dtype)
+        return replace(self, xx=self.xx.to(dtype), x=self.x.to(dtype), centred=centred)
 
     @property
     def mean(self) -> Float[Tensor, " d"]:
@@ -54,7 +77,9 @@ class Gram:
     @property
     def variance(self) -> Float[Tensor, " d"]:
         """The unbiased variance of every channel, never below 0; 0 where N = 1."""
-        centred = self.energy - self.x.square() / self.tokens
+        centred = self.centred
+        if centred is None:
+            centred = self.energy - self.x.square() / self.tokens
         return centred.clamp_min(0) / max(self.tokens - 1, 1)
 
     def check_finite(self) -> None:
@@ -74,21 +99,48 @@ class GramSum:
     def __init__(self, d: int, device: torch.device | str = "cpu") -> None:
         self.xx = torch.zeros(d, d, dtype=torch.float64, device=device)
         self.x = torch.zeros(d, dtype=torch.float64, device=device)
+        self.centred = torch.zeros(d, dtype=torch.float64, device=device)
         self.tokens = 0
+        self.precision = 0.0
 
     def update(self, inputs: Float[Tensor, "... d"]) -> None:
         """Adds every row of `inputs` (any leading shape)."""
         rows = inputs.detach().reshape(-1, inputs.shape[-1])
+        if len(rows) == 0:
+            return
         # bfloat16 and float16 products are exact in float32; a float64 model keeps its digits.
-        rows = rows.to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
+        exact = rows.dtype == torch.float64
+        rows = rows.to(torch.float64 if exact else torch.float32)
         self.xx += rows.T @ rows
-        self.x += rows.sum(dim=0, dtype=torch.float64)
-        self.tokens += rows.shape[0]
+        x, n = rows.sum(dim=0, dtype=torch.float64), rows.shape[0]
+        # Squares around the batch's own mean: those of the raw values would drown the deviations.
+        deviations = rows - (x / n).to(rows.dtype)
+        off = deviations.sum(dim=0, dtype=torch.float64)
+        centred = deviations.square_().sum(dim=0, dtype=torch.float64) - off.square() / n
+        if self.tokens:
+            centred = _pooled(self.centred, self.x / self.tokens, self.tokens, centred, x / n, n)
+        self.centred = centred
+        self.x += x
+        self.tokens += n
+        self.precision = max(self.precision, 0.0 if exact else torch.finfo(rows.dtype).eps)
 
     def gram(self) -> Gram:
         """The sums, made symmetric in place and handed over, not copied: update no more."""
         _symmetrize(self.xx)
-        return Gram(self.xx, self.x, self.tokens)
+        return Gram(self.xx, self.x, self.tokens, self.centred, self.precision)
+
+
+def _pooled(
+    centred: Float[Tensor, " d"],
+    mean: Float[Tensor, " d"],
+    tokens: int,
+    other: Float[Tensor, " d"],
+    other_mean: Float[Tensor, " d"],
+    other_tokens: int,
+) -> Float[Tensor, " d"]:
+    """`Σ (x − μ)²` of two samples together, μ the mean of both."""
+    weight = tokens * other_tokens / (tokens + other_tokens)
+    return centred + other + weight * (other_mean - mean).square()
 
 
 def _symmetrize(A: Float[Tensor, "n n"], block: int = 4096) -> None:

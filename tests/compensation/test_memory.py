@@ -47,10 +47,13 @@ def test_four_square_matrices_at_most(solver, dtype):
 
 
 def test_the_smaller_attention_site_takes_less():
-    """o_proj is square, so more matrices of its size are alive, and all of them smaller."""
+    """o_proj is square, so more matrices of its size are alive, and all of them smaller.
+
+    The preconditioner of the alignment holds a few matrices of r_p² × r_p², whatever the width.
+    """
     hidden, ffn, k = 160, 560, 112
     W, gram = problems.weight(hidden, hidden), problems.gram("power law", hidden, tokens=500)
     value = problems.weight(k, 20)
     with Peak(W, gram.xx) as peak:
-        coec.compensate(W, gram, problems.kept(hidden, k), value_weight=value)
+        coec.compensate(W, gram, problems.kept(hidden, k), value_weight=value, r_p=8)
     assert peak.bytes <= 4 * ffn * ffn * 8 / 3

@@ -3,7 +3,8 @@ import torch
 
 import oracles
 import problems
-from coec.linalg.gcv import choose_ridge, global_scale, rescale
+from coec.events import recording
+from coec.linalg.gcv import LEAD, choose_ridge, global_scale, led, rescale
 from tolerances import CLOSED_FORM
 
 
@@ -80,8 +81,8 @@ def test_no_energy_at_all_changes_nothing():
 
 def test_a_scale_is_applied_only_when_positive():
     s, _, e = modes()
-    assert global_scale(s, -e, e) == 1.0
-    assert global_scale(s, e, -e) == 1.0
+    assert global_scale(s, -e, e) is None
+    assert global_scale(s, e, -e) is None
     assert global_scale(s, 2 * s * e, e) == pytest.approx(2.0)
 
 
@@ -96,3 +97,55 @@ def test_the_size_of_the_statistics_does_not_matter(factor):
     s, rho, e = modes()
     plain, scaled = rescale(s, rho, e), rescale(s, rho * factor, e * factor)
     torch.testing.assert_close(plain.s, scaled.s, rtol=1e-9, atol=0)
+
+
+def test_a_scale_that_is_not_applied_is_said():
+    s, _, e = modes()
+    with recording() as events:
+        out = rescale(s, -e, e, rule="uniform")
+    assert torch.equal(out.s, s)
+    assert events == ["the global scale is not positive: not applied"]
+
+
+# leading modes
+
+
+def pooled_slowly(s, w, rows):
+    """Every threshold of a fine grid, the cheapest kept."""
+    inside = torch.zeros(len(s), dtype=torch.bool)
+    inside[rows] = True
+    best = (float("inf"), s)
+    for tau in torch.linspace(0, float(s.max()) / (1 - LEAD), 20001, dtype=s.dtype):
+        x = torch.where(inside, s.clamp_min(tau), s.clamp_max((1 - LEAD) * tau))
+        cost = float((w * (x - s).square()).sum())
+        if cost < best[0]:
+            best = (cost, x)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_leading_modes_are_put_in_the_lead_at_the_least_cost(seed):
+    s, _, e = modes(seed)
+    w = e.flip(0) + 0.05
+    rows = torch.tensor([1, 4, 6])
+    x = led(s, w, rows)
+    others = torch.tensor([j for j in range(len(s)) if j not in rows])
+    assert float(x[others].max()) <= (1 - LEAD) * float(x[rows].min()) * (1 + 1e-12)
+    assert float((w * (x - s).square()).sum()) <= pooled_slowly(s, w, rows)[0] * (1 + 1e-6)
+
+
+def test_modes_that_lead_already_stay_as_they_are():
+    s = torch.tensor([5.0, 1.0, 4.0, 2.0], dtype=torch.float64)
+    assert torch.equal(led(s, torch.ones_like(s), torch.tensor([2, 0])), s)
+    assert torch.equal(led(s, torch.ones_like(s), torch.arange(4)), s)
+
+
+@pytest.mark.parametrize("rule", ["gcv", "fixed", "uniform"])
+@pytest.mark.parametrize("seed", range(8))
+def test_keeping_the_lead_does_not_raise_the_objective(rule, seed):
+    s, rho, e = modes(seed)
+    rows = s.topk(3).indices
+    s = led(s, e, rows)
+    out = rescale(s, rho, e, rule=rule, ridge=0.3, leading=rows)
+    assert objective(out.s, rho, e) <= objective(s, rho, e) + 1e-14
+    assert set(out.s.topk(3).indices.tolist()) == set(rows.tolist())

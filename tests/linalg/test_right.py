@@ -279,5 +279,6 @@ def test_the_slack_makes_up_the_curvature_of_a_plane():
     soft, hard = curvature(p) / 2, curvature(held) / 2
     floor = FLOOR * float(torch.outer(2 * s.square() / p.yy, mu).mean())
     expected = 1 / (soft + SLACK * hard + floor) - 1 / (hard + SLACK * hard + floor)
-    assert float(p.slack(R, 1.0)[0, 1]) == pytest.approx(expected, rel=1e-4)
+    turn = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
+    assert float(p.slack(R, 1.0, turn @ R)[0, 1]) == pytest.approx(expected, rel=1e-4)
     assert hard > 5 * soft

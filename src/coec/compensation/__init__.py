@@ -5,7 +5,9 @@ writing the function and listing it here; nothing else knows their names.
 """
 
 import inspect
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin
 
 import torch
@@ -14,10 +16,17 @@ from torch import Tensor
 
 from coec.compensation.closed_form import bias, least_squares, none, ridge_to_slice
 from coec.compensation.coec import coec
-from coec.compensation.objective import kept_columns, output_energy, relative_error
+from coec.compensation.objective import (
+    kept_columns,
+    output_energy,
+    power_of_two,
+    relative_error,
+    rounding,
+)
 from coec.compensation.rcpu import rcpu
 from coec.errors import NumericalError, OptionError
-from coec.events import recording
+from coec.events import record, recording
+from coec.linalg.spd import semidefinite
 from coec.types import Compensation, Gram, KeptSet
 
 COMPENSATIONS: dict[str, Callable[..., Compensation]] = {
@@ -49,6 +58,12 @@ def options_of(method: Callable[..., Compensation]) -> dict[str, inspect.Paramet
     }
 
 
+RISE = 1e-6
+"""A relative rise of the error that is worth an event."""
+
+EXTREME = 0.2
+"""Numbers beyond this power of the largest of their dtype are measured in units of their own."""
+
 OPTIONS = frozenset(name for method in COMPENSATIONS.values() for name in options_of(method))
 """Names of all options of all compensations."""
 
@@ -61,7 +76,11 @@ def resolve(method: str) -> Callable[..., Compensation]:
 
 
 def check_options(method: str | Callable[..., Compensation], options: dict[str, Any]) -> None:
-    """Raises OptionError unless the compensation takes every option, and its kind of value."""
+    """Raises OptionError unless the compensation takes every option, and its kind of value.
+
+    Nor may an option other than its default be without effect beside the others: a method says
+    which are with an attribute, `f.idle(all options) -> {option: why}`.
+    """
     name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
     known = options_of(resolve(method) if isinstance(method, str) else method)
     unknown = sorted(set(options) - set(known))
@@ -80,6 +99,13 @@ def check_options(method: str | Callable[..., Compensation], options: dict[str, 
         if get_origin(expected) is Literal and value not in get_args(expected):
             choices = ", ".join(get_args(expected))
             raise OptionError(f"{option} must be one of {choices}, got {value!r}")
+    defaults = {option: parameter.default for option, parameter in known.items()}
+    idle = getattr(resolve(method) if isinstance(method, str) else method, "idle", None)
+    for option, why in idle(defaults | options).items() if idle else ():
+        if option in options and options[option] != defaults[option]:
+            raise OptionError(
+                f"{option} has no effect with {why}: leave it out, or change the other"
+            )
 
 
 def compensate(
@@ -108,7 +134,7 @@ def compensate(
 
     Raises:
         OptionError: an unknown method or option, one out of range, or shapes that do not fit.
-        NumericalError: an input holds NaN or Inf.
+        NumericalError: an input holds NaN or Inf, or numbers overflow in the statistics' dtype.
 
     Example:
         >>> result = compensate(W, Gram(xx=G, x=x, tokens=n), torch.arange(48), alpha=0.9)
@@ -132,19 +158,51 @@ def compensate(
     if value_weight is not None and "value_weight" in inspect.signature(method).parameters:
         options["value_weight"] = value_weight.to(gram.xx)
 
-    W_K = kept_columns(weight, kept)
     with recording() as events:
-        result = Compensation(W_K) if kept.everything else method(weight, gram, kept, **options)
-    if not torch.isfinite(result.weight).all():
-        raise NumericalError("the compensated weight holds NaN or Inf")
-    before, after = relative_errors(weight, gram, kept, result)
+        weight, gram, units = _moderate(weight, replace(gram, xx=semidefinite(gram.xx)))
+        if kept.everything:
+            result = Compensation(weight)
+        else:
+            result = method(weight, gram, kept, **options)
+        if not torch.isfinite(result.weight).all():
+            raise NumericalError("the compensated weight holds NaN or Inf")
+        before, after = relative_errors(weight, gram, kept, result)
+        if after > before * (1 + RISE) + rounding(weight.dtype):
+            record("the relative error lies above the slice's")
     diagnostics = {
         "error_before": before,
         "error_after": after,
         **result.diagnostics,
         "events": events,
     }
-    return Compensation(result.weight, result.bias, diagnostics)
+    own, inputs = units
+    bias = None if result.bias is None else result.bias * own * inputs
+    if bias is not None and not torch.isfinite(bias).all():
+        raise NumericalError("the bias overflows: solve in float64")
+    return Compensation(result.weight * own, bias, diagnostics)
+
+
+def _moderate(
+    weight: Float[Tensor, "m d"], gram: Gram
+) -> tuple[Float[Tensor, "m d"], Gram, tuple[float, float]]:
+    """Weight and statistics in units in which no product over- or underflows, and the units.
+
+    Powers of two, so that nothing is rounded: of the weight, and of the inputs. Both are 1 unless
+    sizes are extreme for the dtype: products of four factors must stay in its range.
+    """
+    limit = torch.finfo(weight.dtype).max ** EXTREME
+    units = [power_of_two(weight), power_of_two(gram.xx.diagonal())]
+    units[1] = 2.0 ** (math.frexp(units[1])[1] // 2)
+    for number, power in enumerate((1, 2)):
+        if 1 / limit < units[number] ** power < limit:
+            units[number] = 1.0
+    own, inputs = units
+    if own != 1.0:
+        weight = weight / own
+    if inputs != 1.0:
+        centred = None if gram.centred is None else gram.centred / inputs**2
+        gram = replace(gram, xx=gram.xx / inputs**2, x=gram.x / inputs, centred=centred)
+    return weight, gram, (own, inputs)
 
 
 def relative_errors(
@@ -156,6 +214,8 @@ def relative_errors(
     held-out ones, it says how well the fit carries over.
     """
     yy = output_energy(weight, gram.xx)
+    if not math.isfinite(yy):
+        raise NumericalError("the energy of the dense output overflows: solve in float64")
     before = relative_error(weight, gram.xx, kept, kept_columns(weight, kept), yy)
     after = relative_error(weight, gram.xx, kept, result.weight, yy)
     if result.bias is not None and yy > 0:

@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from coec.compensation.frame import Frame, Target
 from coec.errors import OptionError
+from coec.linalg.alignment import Alignment
 from coec.linalg.decompose import svd
-from coec.linalg.right import Alignment
 from coec.linalg.spd import rounding_level
 from coec.types import KeptSet
 
@@ -19,9 +18,10 @@ class Anchor:
     """The writer's frame and the anchor seen through it, in the channels' own basis.
 
     Attributes:
-        writer: `U_v`, the leading left singular vectors of the pruned value projection.
+        writer: `U_v`, the leading left singular vectors of the pruned value projection, no more
+            than its rank: those beyond are rounding, and any would do.
         target: `U_vᵀ Π_anchor U_v`, `Π_anchor = V Vᵀ`, `V = orth(V_full[K, :r_p])` with `V_full`
-            the right singular vectors of the unpruned consumer.
+            the right singular vectors of the unpruned consumer, likewise.
         weight: `λ_a`.
         r_p: how many leading rows of the frame are aligned.
     """
@@ -48,19 +48,19 @@ class Anchor:
                 f"value_weight needs one row per kept column ({k}), got {value_weight.shape[0]}: "
                 "repeat its rows per query head, in the consumer's column order"
             )
-        U_v = svd(value_weight)[0][:, :r_p]
-        V_full = svd(weight)[2].T
-        V = _orth(V_full[kept.kept, :r_p])
+        U_v = _left_frame(value_weight)[:, :r_p]
+        V_full = _left_frame(weight.T)[:, :r_p]
+        V = _left_frame(V_full[kept.kept])
         seen = U_v.T @ V
         return cls(U_v, seen @ seen.T, lambda_a, r_p)
 
     def alignment(self, frame: Frame, target: Target) -> Alignment:
-        """The penalty on the rows of the frame with the r_p largest current singular values."""
-        rows = torch.topk(frame.s, min(self.r_p, len(frame.s))).indices
+        """The penalty on the rows of the frame that lead now."""
+        rows = frame.leading(self.r_p)
         return Alignment(target.basis.T @ self.writer, self.target, rows, self.weight)
 
 
-def _orth(A: Float[Tensor, "n r"]) -> Float[Tensor, "n q"]:
-    """An orthonormal basis of the column space."""
+def _left_frame(A: Float[Tensor, "m n"]) -> Float[Tensor, "m r"]:
+    """Left singular vectors, descending, as many as the rank: a basis of the column space."""
     U, s, _ = svd(A)
     return U[:, s > rounding_level(s)]

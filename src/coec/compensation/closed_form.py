@@ -40,8 +40,8 @@ def least_squares(
             least-squares solution.
     """
     _check_ridge(ridge)
-    problem = Reconstruction.of(weight, gram.xx, kept)
-    return Compensation(solve_right(problem.Gyx, problem.Gxx, ridge))
+    problem = Reconstruction.of(weight, gram.xx, kept, gram.precision)
+    return Compensation(solve_right(problem.Gyx, problem.Gxx, ridge, problem.precision))
 
 
 def ridge_to_slice(
@@ -58,9 +58,10 @@ def ridge_to_slice(
         ridge: λ relative to the mean diagonal of Gxx, at least 0.
     """
     _check_ridge(ridge)
-    problem = Reconstruction.of(weight, gram.xx, kept)
+    problem = Reconstruction.of(weight, gram.xx, kept, gram.precision)
     W_K = kept_columns(weight, kept)
-    return Compensation(W_K + solve_right(problem.Gyx - W_K @ problem.Gxx, problem.Gxx, ridge))
+    residual = problem.Gyx - W_K @ problem.Gxx
+    return Compensation(W_K + solve_right(residual, problem.Gxx, ridge, problem.precision))
 
 
 def _check_ridge(ridge: float) -> None:

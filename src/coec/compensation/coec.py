@@ -15,22 +15,27 @@ from coec.compensation.anchor import Anchor
 from coec.compensation.descent import (
     Descended,
     Descent,
+    Origin,
     Parameterization,
     RightSolver,
     Side,
     Solver,
     Start,
-    rounding,
 )
-from coec.compensation.frame import Frame, Shrinkage, Target
-from coec.compensation.objective import Reconstruction, kept_columns, power_of_two
+from coec.compensation.frame import Shrinkage, Target
+from coec.compensation.objective import Reconstruction, kept_columns, power_of_two, rounding
+from coec.compensation.rcpu import rcpu
 from coec.errors import NumericalError, OptionError
-from coec.events import record
+from coec.events import record, recording
 from coec.linalg.gcv import Rescale
+from coec.linalg.gradient import Retraction
 from coec.types import Compensation, Gram, KeptSet
 
-RCPU = Shrinkage("uniform", 0.0, 1.0)
-"""One scale for all modes, which with the left rotation alone is RCPU."""
+RISE = 1e-6
+"""How much higher, relatively, an objective must be to be called higher."""
+
+ALIGNED = ("penalties_per_round", "objectives_per_round", "alignment_before", "alignment_after")
+"""Diagnostics that only an aligned descent has."""
 
 Rotation = Literal["two-sided", "left", "right", "better"]
 
@@ -50,6 +55,7 @@ def coec(
     rescale_ridge: float = 1.0,
     kappa: float = 10.0,
     solver: Solver = "joint",
+    retraction: Retraction = "auto",
     delta: float = 7e-4,
     precision: float = 1e-4,
     iterations: int = 200,
@@ -77,6 +83,7 @@ def coec(
         kappa: the band of a mode around the global scale, at least 1.
         solver: `joint` (conjugate gradient, the left factor following), `conjugate` (the left
             factor held) or `gradient` (the source's).
+        retraction: of `gradient`: `auto` (Cayley for square frames, polar for others) or `polar`.
         delta: `gradient` stops when the rotation changes by less.
         precision: `joint` and `conjugate` stop when a step lowers the objective by a smaller
             fraction.
@@ -88,11 +95,13 @@ def coec(
 
     Returns:
         The weight; diagnostics hold the error after every round, λ, iterations and the reasons
-        for stopping. If rounding or a failed routine leaves a candidate that is not finite or
-        worse than RCPU's or the slice, the best of those is returned and an event says so.
+        for stopping. Where the descent ends above RCPU (one left rotation and one scale, under the
+        same objective) or above the slice, or is not finite, the better of those two is returned
+        and an event says so. An event also says where tempering or alignment have traded away so
+        much that the untempered error lies above RCPU's.
 
     Raises:
-        OptionError: an option is out of its range.
+        OptionError: an option is out of its range, or slices are to be aligned.
         NumericalError: an input holds NaN or Inf.
     """
     _check_range("alpha", alpha, 0, 1)
@@ -116,21 +125,52 @@ def coec(
     unit = power_of_two(weight)
     anchor = None
     if value_weight is not None and lambda_a > 0:
+        if slices > 1:
+            raise OptionError(
+                "slices = 1 goes with alignment: the penalty is on the frame of the whole matrix, "
+                "which slices do not have; set lambda_a = 0 to rotate slices"
+            )
         anchor = Anchor.of(weight / unit, value_weight, kept, lambda_a=lambda_a, r_p=r_p)
-    right = RightSolver(solver, parameterization, start, delta, precision, iterations)
+    right = RightSolver(solver, parameterization, start, retraction, delta, precision, iterations)
     shrinkage = Shrinkage(rescale, rescale_ridge, kappa)
     sides: tuple[Side, ...] = ("left", "right") if rotation == "better" else (rotation,)
     descents = [Descent(side, shrinkage, right, rounds, tol) for side in sides]
 
-    target = Target.of(Reconstruction.tempered(weight / unit, gram.xx, kept, alpha))
+    target = Target.of(Reconstruction.tempered(weight / unit, gram.xx, kept, alpha, gram.precision))
     parts, summaries = [], []
     for rows in _chunks(len(weight), slices):
         W_K = kept_columns(weight[rows], kept).div_(unit)
         W, summary = _solve(W_K, target.rows(rows), descents, anchor)
         parts.append(W * unit)
         summaries.append(summary)
+    del target
+    W = torch.cat(parts)
+    if alpha < 1 or anchor is not None:
+        _compare_with_rcpu(W, weight, gram, kept)
     diagnostics = summaries[0] if len(summaries) == 1 else {"slices": summaries}
-    return Compensation(torch.cat(parts), diagnostics=diagnostics)
+    return Compensation(W, diagnostics=diagnostics)
+
+
+def _idle(options: dict[str, Any]) -> dict[str, str]:
+    """Options that have no effect beside the others, and why."""
+    found: dict[str, str] = {}
+    if options["lambda_a"] == 0:
+        found["r_p"] = "lambda_a = 0"
+    if options["rescale"] != "fixed":
+        found["rescale_ridge"] = f"rescale = {options['rescale']}"
+    if options["rescale"] == "uniform":
+        found["kappa"] = "rescale = uniform"
+    if options["solver"] == "gradient":
+        found["precision"] = "solver = gradient"
+    else:
+        found |= dict.fromkeys(("delta", "retraction"), f"solver = {options['solver']}")
+    if options["rotation"] == "left":
+        right = "solver parameterization start retraction delta precision iterations"
+        found |= dict.fromkeys(right.split(), "rotation = left")
+    return found
+
+
+coec.idle = _idle  # type: ignore[attr-defined]
 
 
 def _solve(
@@ -149,42 +189,56 @@ def _solve(
             results.append(descent(W_K, target, anchor))
         except NumericalError as error:
             record(f"descent abandoned: {error}")
-    results = [result for result in results if math.isfinite(result.after)]
+    results = [result for result in results if math.isfinite(result.objectives[-1])]
     if not results:
-        return _fallback(W_K, target)
-    best = min(results, key=lambda result: result.after)
+        return _fallback(W_K, target, anchor)
+    best = min(results, key=lambda result: result.objectives[-1])
     W = best.frame.weight(target)
-    bound = best.before * (1 + 1e-6) + rounding(W.dtype)
-    if not (torch.isfinite(W).all() and best.after <= bound):
-        record("the descent did not improve on the slice")
-        return _fallback(W_K, target)
+    if not torch.isfinite(W).all():
+        record("the descent ended at NaN or Inf")
+        return _fallback(W_K, target, anchor)
+    for name, bound in {"RCPU": best.rcpu, "the slice": best.objectives[0]}.items():
+        if best.objectives[-1] > bound * (1 + RISE) + rounding(W.dtype):
+            record(f"the descent ended above {name}")
+            return _fallback(W_K, target, anchor)
     return W, _summary(best, anchored=anchor is not None)
 
 
-def _summary(result: Descended, *, anchored: bool) -> dict[str, Any]:
-    summary = result.summary()
-    if anchored:
-        summary["alignment_before"], summary["alignment_after"] = result.alignment
-    else:
-        del summary["penalties_per_round"], summary["objectives_per_round"]
-    return summary
-
-
 def _fallback(
-    W_K: Float[Tensor, "m k"], target: Target
+    W_K: Float[Tensor, "m k"], target: Target, anchor: Anchor | None
 ) -> tuple[Float[Tensor, "m k"], dict[str, Any]]:
-    """RCPU's weight or the slice, whichever is finite and has the lower error."""
+    """RCPU's weight or the slice, whichever is finite and has the lower objective."""
     W, chosen = W_K, "none"
     try:
-        frame = Frame.of(W_K, target)
-        scaled, _, error = frame.rotated_left(target).rescaled(target, RCPU)
-        rotated = scaled.weight(target)
-        if torch.isfinite(rotated).all() and error <= frame.error(target):
+        origin = Origin.of(W_K, target, anchor)
+        frame, objective = origin.rcpu(target)
+        rotated = frame.weight(target)
+        if torch.isfinite(rotated).all() and objective <= origin.objective(target):
             W, chosen = rotated, "rcpu"
     except NumericalError as error:
         record(f"rcpu abandoned: {error}")
     record(f"fell back to {chosen}")
     return W, {"reason": f"fell back to {chosen}"}
+
+
+def _compare_with_rcpu(
+    W: Float[Tensor, "m k"], weight: Float[Tensor, "m d"], gram: Gram, kept: KeptSet
+) -> None:
+    """Records where the untempered error, which was not what was minimised, lies above RCPU's."""
+    problem = Reconstruction.of(weight, gram.xx, kept, gram.precision)
+    own = problem.error(W)
+    with recording():
+        other = problem.error(rcpu(weight, gram, kept).weight)
+    if own > other * (1 + RISE) + rounding(W.dtype):
+        record("tempering and alignment left the relative error above RCPU's")
+
+
+def _summary(result: Descended, *, anchored: bool) -> dict[str, Any]:
+    summary = result.summary()
+    if not anchored:
+        for name in ALIGNED:
+            del summary[name]
+    return summary
 
 
 def _chunks(rows: int, count: int) -> list[slice]:

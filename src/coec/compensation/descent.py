@@ -4,18 +4,19 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from coec.compensation.anchor import Anchor
 from coec.compensation.frame import Frame, Shrinkage, Target
+from coec.compensation.objective import rounding
 from coec.errors import NumericalError
-from coec.events import record
+from coec.events import record, recording
+from coec.linalg.alignment import Alignment
 from coec.linalg.conjugate import conjugate
 from coec.linalg.gcv import Rescaled
-from coec.linalg.gradient import gradient
+from coec.linalg.gradient import Retraction, gradient
 from coec.linalg.polar import polar
-from coec.linalg.right import Alignment
 from coec.types import Convergence
 
 Side = Literal["two-sided", "left", "right"]
@@ -23,14 +24,11 @@ Solver = Literal["joint", "conjugate", "gradient"]
 Parameterization = Literal["stiefel", "full"]
 Start = Literal["identity", "procrustes"]
 
-CHOICES = 4
-"""How often the aligned rows are chosen before the best end so far is taken."""
+RCPU = Shrinkage("uniform", 0.0, 1.0)
+"""One scale for all modes, which with the left rotation alone is RCPU."""
 
 RISE = 1e-9
 """A relative rise of the error above this is not rounding and is reported."""
-
-ROUNDING = 16
-"""A relative error is a difference of numbers of size 1: known to so many eps of its dtype."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,7 @@ class RightSolver:
     solver: Solver
     parameterization: Parameterization
     start: Start
+    retraction: Retraction
     delta: float
     precision: float
     iterations: int
@@ -60,7 +59,13 @@ class RightSolver:
             R = polar(frame.right_problem(target, None).cross.T).T
         if self.solver == "gradient":
             problem = frame.right_problem(target, alignment)
-            R, ended = gradient(problem, R, delta=self.delta, iterations=self.iterations)
+            R, ended = gradient(
+                problem,
+                R,
+                delta=self.delta,
+                iterations=self.iterations,
+                retraction=self.retraction,
+            )
         else:
             joint = self.solver == "joint" and left
             R, ended = conjugate(
@@ -75,21 +80,56 @@ class RightSolver:
 
 
 @dataclass(frozen=True, eq=False)
+class Origin:
+    """Where a descent begins, and what its end is measured against.
+
+    Attributes:
+        slice: the slice's frame.
+        turned: the same after the first left rotation.
+        penalty: the slice's `𝒜`, 0 without an anchor.
+        added: `λ_a` times that.
+    """
+
+    slice: Frame
+    turned: Frame
+    penalty: float
+    added: float
+
+    @classmethod
+    def of(cls, W_K: Float[Tensor, "m k"], target: Target, anchor: Anchor | None) -> "Origin":
+        """Decomposes the slice, once for the whole descent."""
+        frame = Frame.of(W_K, target)
+        penalty = added = 0.0
+        if anchor is not None:
+            penalty = anchor.alignment(frame, target).penalty(frame.R)
+            added = anchor.weight * penalty
+        return cls(frame, frame.rotated_left(target), penalty, added)
+
+    def objective(self, target: Target) -> float:
+        """`𝓛 + λ_a 𝒜` of the slice."""
+        return self.slice.error(target) + self.added
+
+    def rcpu(self, target: Target) -> tuple[Frame, float]:
+        """RCPU under the target's Gram, one left rotation and one scale, and its `𝓛 + λ_a 𝒜`."""
+        with recording():  # its own safeguards count only where it is what comes out
+            frame, _, error = self.turned.rescaled(target, RCPU)
+        return frame, error + self.added
+
+
+@dataclass(frozen=True, eq=False)
 class Descended:
     """A frame after the alternation, and its story.
 
     Attributes:
         errors: the relative error (tempered) of the slice, after the first left step and rescale,
             and after every round.
-        penalties: `𝒜` at the same moments, on the rows held last and since they were chosen; 0
-            without an anchor.
+        penalties: `𝒜` at the same moments, on the rows that are aligned then; 0 without an anchor.
         objectives: `𝓛 + λ_a 𝒜` likewise, what the rounds minimise.
         right: how every right solve ended.
         ridge: the last λ of the rescale, relative to the median mode energy.
         clamped: modes stopped by the band in the last rescale.
         reason: why it stopped.
-        alignment: the slice's penalty, and the frame's on its own leading rows.
-        before, after: the objective of both.
+        rcpu: the objective of RCPU.
     """
 
     frame: Frame
@@ -100,9 +140,7 @@ class Descended:
     ridge: float | None
     clamped: int
     reason: str
-    alignment: tuple[float, float]
-    before: float
-    after: float
+    rcpu: float
 
     def summary(self) -> dict[str, Any]:
         """JSON-ready numbers for the report."""
@@ -111,6 +149,8 @@ class Descended:
             "errors_per_round": list(self.errors),
             "penalties_per_round": list(self.penalties),
             "objectives_per_round": list(self.objectives),
+            "alignment_before": self.penalties[0],
+            "alignment_after": self.penalties[-1],
             "right_iterations": [c.iterations for c in self.right],
             "right_reason": self.right[-1].reason if self.right else None,
             "gcv_lambda": self.ridge,
@@ -118,20 +158,49 @@ class Descended:
             "reason": self.reason,
         }
 
-    def judged(self, alignment: Alignment) -> "Descended":
-        """With penalty and objective of its frame on the rows given."""
-        penalty = alignment.penalty(self.frame.R)
-        after = self.errors[-1] + alignment.weight * penalty
-        return replace(self, alignment=(self.alignment[0], penalty), after=after)
+    def then(self, now: "_State", solves: list[Convergence]) -> "Descended":
+        """One round later."""
+        return replace(
+            self,
+            frame=now.frame,
+            errors=(*self.errors, now.error),
+            penalties=(*self.penalties, now.penalty),
+            objectives=(*self.objectives, now.objective),
+            right=self.right + tuple(solves),
+            ridge=now.out.ridge,
+            clamped=now.out.clamped,
+        )
 
-    def restarted(self) -> "Descended":
-        """Penalties and objectives begin anew: the rows that they are on have been chosen anew."""
-        return replace(self, penalties=(self.alignment[1],), objectives=(self.after,))
+
+@dataclass(frozen=True, eq=False)
+class _State:
+    """A frame just rescaled, and the alignment that its next right solve is under."""
+
+    frame: Frame
+    out: Rescaled
+    error: float
+    alignment: Alignment | None
+
+    @property
+    def penalty(self) -> float:
+        return 0.0 if self.alignment is None else self.alignment.penalty(self.frame.R)
+
+    @property
+    def objective(self) -> float:
+        weight = 0.0 if self.alignment is None else self.alignment.weight
+        return self.error + weight * self.penalty
 
 
 @dataclass(frozen=True)
 class Descent:
-    """Block-coordinate descent on (U, s, R); every block lowers its own objective."""
+    """Block-coordinate descent on (U, s, R); every block lowers its own objective.
+
+    Two sets of rules. With `gradient` they are the source's: the rows to align are chosen anew
+    before every right solve, and the loop ends when the relative error changes by less than `tol`.
+    Otherwise the rows are those that lead after the first rescale, and every later rescale keeps
+    them in the lead: the rounds then minimise one objective, `𝓛 + λ_a 𝒜`, which falls in each of
+    them, and the loop ends when it falls by less than `tol`.
+    """
 
     side: Side
     shrinkage: Shrinkage
@@ -142,121 +211,77 @@ class Descent:
     def __call__(
         self, W_K: Float[Tensor, "m k"], target: Target, anchor: Anchor | None
     ) -> Descended:
-        """Alternates until a round lowers the objective by less than `tol`, or `rounds` rounds.
-
-        The alignment penalty is on the leading rows, and which those are changes with the singular
-        values. They are held during a descent, whose objective thereby stays one function, and
-        chosen anew where it ends, at most `CHOICES` times. Of all ends the one of the lowest
-        objective on its own leading rows is returned: that objective never rises. With `gradient`
-        both rules are the source's: rows chosen anew every round, the relative error watched.
-        """
-        now = self._start(W_K, target, anchor)
-        if anchor is None or self._faithful:
-            return self._descend(now, target, anchor, None)
-        alignment = anchor.alignment(now.frame, target)
-        best = replace(now, reason="no descent ended lower than it began")
-        for _ in range(CHOICES):
-            now = self._descend(now, target, anchor, alignment)
-            held, alignment = alignment, anchor.alignment(now.frame, target)
-            now = now.judged(alignment)
-            if now.after <= best.after:  # of equals the later: its reason is why it stopped
-                best = now
-            if _same(held.rows, alignment.rows):
-                break
-            now = now.restarted()
-        return best
+        """Alternates from the slice until a round gains less than `tol`."""
+        origin = Origin.of(W_K, target, anchor)
+        state = self._start(origin, target, anchor)
+        done = Descended(
+            frame=state.frame,
+            errors=(origin.slice.error(target), state.error),
+            penalties=(origin.penalty, state.penalty),
+            objectives=(origin.objective(target), state.objective),
+            right=(),
+            ridge=state.out.ridge,
+            clamped=state.out.clamped,
+            reason=f"round limit {self.rounds}",
+            rcpu=origin.rcpu(target)[1],
+        )
+        del origin  # as large as a frame, and not needed while the rounds go on
+        for _ in range(self.rounds):
+            try:
+                new, solves = self._round(state, target, anchor)
+            except NumericalError as failure:
+                record(f"a round was abandoned: {failure}")
+                return replace(done, reason="round abandoned")
+            rose = _rose(state.objective, new.objective, new.frame.s.dtype)
+            if rose and not (anchor and self._faithful):
+                record("a round raised the objective and was taken back")
+                return replace(done, right=done.right + tuple(solves), reason="objective rose")
+            done = done.then(new, solves)
+            faithful = self._faithful
+            gain = abs(state.error - new.error) if faithful else state.objective - new.objective
+            if gain < self.tol:
+                what = "relative error changed" if faithful else "objective fell"
+                return replace(done, reason=f"{what} by less than tol = {self.tol:g}")
+            state = new
+        return done
 
     @property
     def _faithful(self) -> bool:
         return self.right.solver == "gradient"
 
-    def _start(self, W_K: Float[Tensor, "m k"], target: Target, anchor: Anchor | None) -> Descended:
-        """The slice after the first left rotation and rescale."""
-        frame = Frame.of(W_K, target)
-        before = frame.error(target)
-        frame, out, error = self._rotated_left(frame, target).rescaled(target, self.shrinkage)
-        alignment = anchor.alignment(frame, target) if anchor else None
-        penalty = alignment.penalty(frame.R) if alignment else 0.0  # R has not turned yet
-        added = alignment.weight * penalty if alignment else 0.0
-        return Descended(
-            frame=frame,
-            errors=(before, error),
-            penalties=(penalty, penalty),
-            objectives=(before + added, error + added),
-            right=(),
-            ridge=out.ridge,
-            clamped=out.clamped,
-            reason=f"round limit {self.rounds}",
-            alignment=(penalty, penalty),
-            before=before + added,
-            after=error + added,
-        )
-
-    def _descend(
-        self, now: Descended, target: Target, anchor: Anchor | None, alignment: Alignment | None
-    ) -> Descended:
-        """Rounds from a frame until one lowers the objective by less than `tol`."""
-        while len(now.errors) - 2 < self.rounds:
-            if anchor and self._faithful:
-                alignment = anchor.alignment(now.frame, target)
-            try:
-                frame, out, error, ended = self._round(now.frame, target, alignment)
-            except NumericalError as failure:
-                record(f"a round was abandoned: {failure}")
-                return replace(now, reason="round abandoned")
-            penalty = alignment.penalty(frame.R) if alignment else 0.0
-            objective = error + (alignment.weight * penalty if alignment else 0.0)
-            now = replace(now, right=now.right + tuple(ended))
-            faithful = self._faithful
-            rose = _rose(now.objectives[-1], objective, frame.s.dtype)
-            if rose and not (anchor and faithful):
-                record("a round raised the objective and was taken back")
-                return replace(now, reason="objective rose")
-            gain = abs(now.errors[-1] - error) if faithful else now.objectives[-1] - objective
-            now = replace(
-                now,
-                frame=frame,
-                errors=(*now.errors, error),
-                penalties=(*now.penalties, penalty),
-                objectives=(*now.objectives, objective),
-                ridge=out.ridge,
-                clamped=out.clamped,
-                alignment=(now.alignment[0], penalty),
-                after=objective,
-            )
-            if gain < self.tol:
-                what = "relative error changed" if faithful else "objective fell"
-                return replace(now, reason=f"{what} by less than tol = {self.tol:g}")
-        return replace(now, reason=f"round limit {self.rounds}")
+    def _start(self, origin: Origin, target: Target, anchor: Anchor | None) -> _State:
+        """After the first left rotation and rescale; the rows to align are chosen here."""
+        frame = origin.slice if self.side == "right" else origin.turned
+        frame, out, error = frame.rescaled(target, self.shrinkage)
+        if anchor is None:
+            return _State(frame, out, error, None)
+        alignment = anchor.alignment(frame, target)
+        if not self._faithful:
+            frame = frame.led_by(alignment.rows, target)
+            error = frame.error(target)
+        return _State(frame, out, error, alignment)
 
     def _round(
-        self, frame: Frame, target: Target, alignment: Alignment | None
-    ) -> tuple[Frame, Rescaled, float, list[Convergence]]:
+        self, state: _State, target: Target, anchor: Anchor | None
+    ) -> tuple[_State, list[Convergence]]:
         """Right rotation, rescale, left rotation, rescale, as far as the sides allow."""
-        solves = []
+        frame, alignment, solves = state.frame, state.alignment, []
+        leading = None if alignment is None or self._faithful else alignment.rows
         if self.side != "left":
             left = self.side == "two-sided"
             frame, ended = self.right(frame, target, alignment, left=left)
             solves.append(ended)
             # Where U follows R, singular values for the U of before would be out of step.
             if left and self.right.solver != "joint":
-                frame, _, _ = frame.rescaled(target, self.shrinkage)
-        frame, out, error = self._rotated_left(frame, target).rescaled(target, self.shrinkage)
-        return frame, out, error, solves
-
-    def _rotated_left(self, frame: Frame, target: Target) -> Frame:
-        return frame if self.side == "right" else frame.rotated_left(target)
-
-
-def rounding(dtype: torch.dtype) -> float:
-    """How far a relative error may be off by rounding alone."""
-    return ROUNDING * torch.finfo(dtype).eps
+                frame, _, _ = frame.rescaled(target, self.shrinkage, leading)
+        if self.side != "right":
+            frame = frame.rotated_left(target)
+        frame, out, error = frame.rescaled(target, self.shrinkage, leading)
+        if anchor is not None and self._faithful:
+            alignment = anchor.alignment(frame, target)
+        return _State(frame, out, error, alignment), solves
 
 
 def _rose(before: float, after: float, dtype: torch.dtype) -> bool:
     """Whether it rose beyond rounding, or is no number."""
     return not after <= before * (1 + RISE) + rounding(dtype)
-
-
-def _same(A: Int[Tensor, " r"], B: Int[Tensor, " r"]) -> bool:
-    return set(A.tolist()) == set(B.tolist())

@@ -3,14 +3,16 @@
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from coec.compensation.objective import Reconstruction
+from coec.linalg.alignment import Alignment
 from coec.linalg.decompose import eigh, svd
-from coec.linalg.gcv import Rescale, Rescaled, rescale
+from coec.linalg.gcv import Rescale, Rescaled, led, rescale
 from coec.linalg.polar import polar
-from coec.linalg.right import Alignment, JointProblem, RightProblem, energies
+from coec.linalg.right import JointProblem, RightProblem, energies
+from coec.linalg.spd import noise
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,16 @@ class Target:
 
     @classmethod
     def of(cls, problem: Reconstruction) -> "Target":
-        """Diagonalises Gxx once; every later step is elementwise in it."""
+        """Diagonalises Gxx once; every later step is elementwise in it.
+
+        Directions of Gxx that are noise get no energy and no part in the output.
+        """
         mu, E = eigh(problem.Gxx)
-        return cls(mu, E, problem.Gyx @ E, problem.energy, problem.yy)
+        Gyx = problem.Gyx @ E
+        if problem.precision > 0:
+            said = mu > noise(mu, E, problem.Gxx.diagonal(), problem.precision)
+            mu, Gyx = torch.where(said, mu, 0.0), Gyx.mul_(said)
+        return cls(mu, E, Gyx, problem.energy, problem.yy)
 
     def rows(self, rows: slice) -> "Target":
         """The problem of some of the outputs alone."""
@@ -107,8 +116,24 @@ class Frame:
         """`U ← polar(Gyx Rᵀ diag(s))`: the best left rotation in closed form."""
         return replace(self, U=polar(target.Gyx @ (self.s[:, None] * self.R).T, nearest=self.U))
 
-    def rescaled(self, target: Target, shrinkage: Shrinkage) -> tuple["Frame", Rescaled, float]:
-        """New singular values (METHODS §5.3), what chose them, and the relative error with them."""
+    def leading(self, count: int) -> Int[Tensor, " r"]:
+        """The modes of the `count` largest singular values, or all."""
+        return torch.topk(self.s, min(count, len(self.s))).indices
+
+    def led_by(self, rows: Int[Tensor, " r"], target: Target) -> "Frame":
+        """The nearest singular values, by what they weigh in the error, of which `rows` lead."""
+        energy = self.energy(target)
+        tiny = torch.finfo(energy.dtype).tiny
+        return replace(self, s=led(self.s, energy.clamp_min(tiny), rows))
+
+    def rescaled(
+        self, target: Target, shrinkage: Shrinkage, leading: Int[Tensor, " r"] | None = None
+    ) -> tuple["Frame", Rescaled, float]:
+        """New singular values (METHODS §5.3), what chose them, and the relative error with them.
+
+        Args:
+            leading: modes that stay the largest.
+        """
         response, energy = self.response(target), self.energy(target)
         out = rescale(
             self.s,
@@ -117,6 +142,7 @@ class Frame:
             rule=shrinkage.rule,
             ridge=shrinkage.ridge,
             kappa=shrinkage.kappa,
+            leading=leading,
         )
         return replace(self, s=out.s), out, _error(out.s, response, energy, target.yy)
 

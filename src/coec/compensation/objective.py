@@ -10,6 +10,9 @@ from torch import Tensor
 from coec.linalg.spd import root
 from coec.types import KeptSet
 
+ROUNDING = 16
+"""A relative error is a difference of numbers of size 1: known to so many eps of its dtype."""
+
 
 @dataclass(frozen=True, eq=False)
 class Reconstruction:
@@ -19,34 +22,46 @@ class Reconstruction:
         Gxx: `G[K, K]`.
         Gyx: `W₀ G[:, K]`.
         energy: `diag(W₀ G W₀ᵀ)`, the energy of every output.
+        precision: of the entries of Gxx, see `coec.linalg.spd.noise`.
     """
 
     Gxx: Float[Tensor, "k k"]
     Gyx: Float[Tensor, "m k"]
     energy: Float[Tensor, " m"]
+    precision: float = 0.0
 
     @classmethod
     def of(
-        cls, weight: Float[Tensor, "m d"], G: Float[Tensor, "d d"], kept: KeptSet
+        cls,
+        weight: Float[Tensor, "m d"],
+        G: Float[Tensor, "d d"],
+        kept: KeptSet,
+        precision: float = 0.0,
     ) -> "Reconstruction":
         """The problem of replacing `weight` by its kept columns under the second moment G."""
         K = kept.kept
         WG = weight @ G
-        return cls(G[K][:, K], WG[:, K], (WG * weight).sum(dim=1))
+        return cls(G[K][:, K], WG[:, K], (WG * weight).sum(dim=1), precision)
 
     @classmethod
     def tempered(
-        cls, weight: Float[Tensor, "m d"], G: Float[Tensor, "d d"], kept: KeptSet, alpha: float
+        cls,
+        weight: Float[Tensor, "m d"],
+        G: Float[Tensor, "d d"],
+        kept: KeptSet,
+        alpha: float,
+        precision: float = 0.0,
     ) -> "Reconstruction":
         """The same under `(G/u)^α = F Fᵀ`, of which only what is needed is formed.
 
         The unit u, a power of two about the largest channel energy, keeps every number moderate.
+        Directions of G that are noise are left out of F.
         """
         unit = power_of_two(G.diagonal())
-        F = root(G, alpha, unit)
+        F = root(G, alpha, unit, precision)
         if F is None:
             plain = cls.of(weight, G, kept)
-            return cls(plain.Gxx / unit, plain.Gyx / unit, plain.energy / unit)
+            return cls(plain.Gxx / unit, plain.Gyx / unit, plain.energy / unit, precision)
         F_K, WF = F[kept.kept], weight @ F
         del F
         return cls(F_K @ F_K.T, WF @ F_K.T, WF.square().sum(dim=1))
@@ -72,20 +87,27 @@ def relative_error(
     W: Float[Tensor, "m k"],
     yy: float,
 ) -> float:
-    """`𝓛(W) = ‖(W₀ − W̃) X‖² / ‖W₀ X‖²`, W̃ holding W at the kept columns and 0 elsewhere.
+    """`𝓛(W) = tr(Δ G Δᵀ) / yy`, `Δ = W₀ − W̃`, W̃ holding W at the kept columns and 0 elsewhere.
 
-    A sum of squares: no digits cancel, and nothing of the size of G is formed.
+    One quadratic form of what is lost: unlike `Reconstruction.error` no difference of numbers of
+    the size of yy, so small errors keep their digits. Nothing of the size of G is formed. Below 0
+    by rounding alone, which is returned as 0.
 
     Args:
-        yy: `‖W₀ X‖²`, the `output_energy` of `weight`.
+        yy: `tr(W₀ G W₀ᵀ)`, the `output_energy` of `weight`.
     """
     lost = weight.index_add(1, kept.kept, W, alpha=-1)
-    return output_energy(lost, G) / yy if yy > 0 else 0.0
+    return max(output_energy(lost, G), 0.0) / yy if yy > 0 else 0.0
 
 
 def output_energy(W: Float[Tensor, "m d"], G: Float[Tensor, "d d"]) -> float:
     """`tr(W G Wᵀ) = ‖W X‖_F²`."""
     return float((W @ G).mul_(W).sum())
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """How far a relative error may be off by rounding alone."""
+    return ROUNDING * torch.finfo(dtype).eps
 
 
 def kept_columns(weight: Float[Tensor, "m d"], kept: KeptSet) -> Float[Tensor, "m k"]:

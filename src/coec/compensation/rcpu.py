@@ -4,6 +4,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.compensation.objective import Reconstruction, kept_columns
+from coec.events import record
 from coec.linalg.decompose import svd
 from coec.linalg.polar import polar
 from coec.types import Compensation, Gram, KeptSet
@@ -15,13 +16,17 @@ def rcpu(weight: Float[Tensor, "m d"], gram: Gram, kept: KeptSet) -> Compensatio
     Solves `min ‖Y − s Q W_K X_K‖_F  s.t.  QᵀQ = I`; `s* = ⟨Gyx, Q W_K⟩ / ⟨Q W_K, Q W_K Gxx⟩`.
     Computed on the thin SVD `W_K = U diag(s) R`:
     `Q U = polar(Gyx Rᵀ diag(s))`, which needs no m×m factor. The scale is applied only when it is
-    positive.
+    positive; otherwise an event says so.
 
     Source: RCPU.
     """
-    problem = Reconstruction.of(weight, gram.xx, kept)
+    problem = Reconstruction.of(weight, gram.xx, kept, gram.precision)
     U, s, R = svd(kept_columns(weight, kept))
     W = (polar(problem.Gyx @ (s[:, None] * R).T, nearest=U) * s) @ R
     linear, quadratic = float((problem.Gyx * W).sum()), float((W @ problem.Gxx * W).sum())
-    scale = linear / quadratic if linear > 0 and quadratic > 0 else 1.0
+    scale = 1.0
+    if linear > 0 and quadratic > 0:
+        scale = linear / quadratic
+    else:
+        record("the global scale is not positive: not applied")
     return Compensation(W * scale, diagnostics={"scale": scale})

@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.errors import NumericalError, OptionError
+from coec.linalg.alignment import Alignment
 from coec.linalg.decompose import svd
-from coec.linalg.right import Alignment
 from coec.linalg.spd import rounding_level
 from coec.types import KeptSet
 

@@ -1,5 +1,6 @@
 """Preconditioned Riemannian conjugate gradient on St(b, k) (METHODS §5.4.2)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.errors import NumericalError
+from coec.events import record
 from coec.linalg.right import Problem, RightProblem
 from coec.linalg.stiefel import project, retract_cholesky, symmetric
 from coec.types import Convergence
@@ -110,27 +112,43 @@ def _precondition(
     """The tangent z with `P (H + ε) z = g`: Newton's step, were the frame flat.
 
     `z = (H + ε)⁻¹ (g − M R)`, the symmetric multiplier M such that z is tangent; ε keeps flat
-    directions bounded. Where the left factor follows R, planes of modes are softer than H says:
-    their slack is added. M is truncated: the direction that z goes into is projected.
+    directions bounded. The curvature of the alignment penalty is part of H. Where the left factor
+    follows R, planes of modes are softer than H says: their slack is added. M is truncated: the
+    direction that z goes into is projected.
     """
     inverse = _curvature(local, t)
     inverse.add_(SHIFT * float(inverse.mean())).reciprocal_()
-    z = g * inverse
-    z.addcmul_(inverse, _multiplier(inverse, R, symmetric(z @ R.T)) @ R, value=-1)
-    slack = problem.slack(R, t)
-    if slack is not None:
-        Omega = g @ R.T
-        z.addmm_(0.5 * (Omega - Omega.T) * slack, R)
-    return z
+    divide = _divided(local, R, inverse)
+    z = divide(g.clone())
+    M = _multiplier(divide, inverse, R, symmetric(z @ R.T))
+    z -= divide(M @ R)
+    turn = problem.slack(R, t, g)
+    return z if turn is None else z.addmm_(turn, R)
+
+
+def _divided(
+    local: RightProblem, R: Float[Tensor, "b k"], inverse: Float[Tensor, "b k"]
+) -> Callable[[Tensor], Tensor]:
+    """`X → (H + ε)⁻¹ X`, in place, H with the curvature of the alignment penalty."""
+    if local.alignment is None:
+        return lambda X: X.mul_(inverse)
+    return local.alignment.divided(R, inverse)
 
 
 def _multiplier(
-    inverse: Float[Tensor, "b k"], R: Float[Tensor, "b k"], B: Float[Tensor, "b b"]
+    divide: Callable[[Tensor], Tensor],
+    inverse: Float[Tensor, "b k"],
+    R: Float[Tensor, "b k"],
+    B: Float[Tensor, "b b"],
 ) -> Float[Tensor, "b b"]:
-    """The symmetric M of `sym((inverse ∘ (M R)) Rᵀ) = B`, by conjugate gradient.
+    """The symmetric M of `sym((H + ε)⁻¹(M R) Rᵀ) = B`, by conjugate gradient.
 
-    The operator is positive definite; its diagonal, `(w_ij + w_ji)/2` with `w = inverse (R∘R)ᵀ`,
-    is the preconditioner. A few steps reach MULTIPLIER.
+    The operator is positive definite; its diagonal without alignment, `(w_ij + w_ji)/2` with
+    `w = inverse (R∘R)ᵀ`, is the preconditioner. A few steps reach MULTIPLIER.
+
+    Args:
+        divide: `X → (H + ε)⁻¹ X`, in place.
+        inverse: its elementwise part.
     """
     w = inverse @ R.square().T
     diagonal = (w + w.T).mul_(0.5)
@@ -141,7 +159,7 @@ def _multiplier(
     for _ in range(MULTIPLIER_STEPS):
         if float(residual.norm()) <= MULTIPLIER * size:
             break
-        image = symmetric((p @ R).mul_(inverse) @ R.T)
+        image = symmetric(divide(p @ R) @ R.T)
         length = inner / float((p * image).sum())
         M.add_(p, alpha=length)
         residual.sub_(image, alpha=length)
@@ -169,6 +187,7 @@ def _line_search(
         try:
             candidate = retract_cholesky(R, d, step)
         except NumericalError:
+            record("a step too long to retract without losing digits was shortened")
             step *= 0.25
             continue
         local = problem.at(candidate)

@@ -4,13 +4,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from coec.events import record
 from coec.linalg.spd import rounding_level
 
 GRID_POINTS = 120
 GRID_DECADES = (-4.0, 5.0)
+
+LEAD = 1e-3
+"""How far leading singular values stay above the others, so that rounding cannot exchange them."""
 
 Rescale = Literal["gcv", "fixed", "uniform"]
 
@@ -40,13 +44,15 @@ def rescale(
     rule: Rescale = "gcv",
     ridge: float = 0.0,
     kappa: float = 10.0,
+    leading: Int[Tensor, " r"] | None = None,
 ) -> Rescaled:
     """Singular values that minimise `Σ e_i (s_i − ρ_i/e_i)²`, shrunk to the global scale.
 
     `s_i(λ) = (ρ_i + λ m_i)/(e_i + λ)`, prior `m_i = s* s_i`, `s* = Σ s_i ρ_i / Σ s_i² e_i`, every
     value then clamped to `[m_i/κ, κ m_i]`. Each value lies between the prior and the mode's own
     optimum, so the objective never rises. Modes whose energy is at rounding level get the prior.
-    The global scale is applied only when numerator and denominator are positive.
+    The global scale is applied only when numerator and denominator are positive; otherwise an event
+    says so.
 
     Args:
         s: current singular values, at least 0.
@@ -55,8 +61,12 @@ def rescale(
         rule: `gcv` chooses λ, `fixed` takes `ridge`, `uniform` is λ = ∞ (the prior).
         ridge: λ relative to the median mode energy, for `fixed`.
         kappa: half-width of the band, at least 1.
+        leading: modes that must keep the largest values, as they have them in `s`; see `led`.
     """
     scale = global_scale(s, response, energy)
+    if scale is None:
+        record("the global scale is not positive: not applied")
+        scale = 1.0
     prior = s * scale
     informative = energy > rounding_level(energy)
     if rule == "uniform" or not informative.any():
@@ -68,19 +78,52 @@ def rescale(
     banded = shrunk.clamp(min=m / kappa, max=m * kappa)
     out = prior.clone()
     out[informative] = banded
+    if leading is not None:
+        # The weights of what shrinking minimises, so that its objective does not rise here either.
+        out = led(out, energy.clamp_min(rounding_level(energy)) + relative * median, leading)
     return Rescaled(out, scale, relative, int((banded != shrunk).sum()))
 
 
 def global_scale(
     s: Float[Tensor, " b"], response: Float[Tensor, " b"], energy: Float[Tensor, " b"]
-) -> float:
-    """`s* = ⟨Gyx, Ŵ⟩ / ⟨Ŵ, Ŵ Gxx⟩` of `Ŵ = U diag(s) R`; 1 where it is not a positive number."""
+) -> float | None:
+    """`s* = ⟨Gyx, Ŵ⟩ / ⟨Ŵ, Ŵ Gxx⟩` of `Ŵ = U diag(s) R`; None where it is not a positive number."""
     numerator = float((s * response).sum())
     denominator = float((s.square() * energy).sum())
     if not (denominator > 0 and numerator > 0):
-        return 1.0
+        return None
     scale = numerator / denominator
-    return scale if 0 < scale < float("inf") else 1.0
+    return scale if 0 < scale < float("inf") else None
+
+
+def led(
+    s: Float[Tensor, " b"], weight: Float[Tensor, " b"], rows: Int[Tensor, " r"]
+) -> Float[Tensor, " b"]:
+    """The values nearest to s of which those of `rows` are the largest, by the factor 1 + `LEAD`.
+
+    Solves `min Σ wᵢ (xᵢ − sᵢ)²  s.t.  xⱼ ≤ (1 − LEAD) xᵢ` for i in `rows` and every other j: values
+    that are out of order are pooled at one threshold τ, where what pulls it up and down balances.
+
+    Args:
+        s: at least 0.
+        weight: positive.
+        rows: distinct indices.
+    """
+    inside = torch.zeros(len(s), dtype=torch.bool, device=s.device)
+    inside[rows] = True
+    factor = torch.where(inside, 1.0, 1 - LEAD).to(s)
+    v, order = (s / factor).sort()
+    w, top = (weight * factor.square())[order], inside[order]
+    # At τ = v: rows below it are raised to it, others above it are lowered.
+    zero = torch.zeros_like(w)
+    raised, lowered = torch.where(top, w, zero), torch.where(top, zero, w)
+    pull = raised.cumsum(0) + (lowered.sum() - lowered.cumsum(0))
+    goal = (raised * v).cumsum(0) + ((lowered * v).sum() - (lowered * v).cumsum(0))
+    balanced = ((pull * v - goal) <= 0).nonzero().flatten()
+    if len(balanced) == 0 or not float(pull[balanced[-1]]) > 0:
+        return s
+    tau = goal[balanced[-1]] / pull[balanced[-1]]
+    return torch.where(inside, s.clamp_min(tau), s.clamp_max((1 - LEAD) * tau))
 
 
 def choose_ridge(

@@ -1,5 +1,7 @@
 """The source's right solver: projected gradient with an orthogonal retraction (METHODS §5.4.1)."""
 
+from typing import Literal
+
 from jaxtyping import Float
 from torch import Tensor
 
@@ -10,6 +12,8 @@ from coec.linalg.right import RightProblem
 from coec.linalg.stiefel import retract_cayley, tangent
 from coec.types import Convergence
 
+Retraction = Literal["auto", "polar"]
+
 
 def gradient(
     problem: RightProblem,
@@ -17,6 +21,7 @@ def gradient(
     *,
     delta: float = 7e-4,
     iterations: int = 200,
+    retraction: Retraction = "auto",
 ) -> tuple[Float[Tensor, "b k"], Convergence]:
     """Projected gradient from R with step `η/t²`, `η = 1/(2 s_max² λ_max(Gxx))`.
 
@@ -28,12 +33,14 @@ def gradient(
         R: the start, orthonormal rows.
         delta: stop when `‖R⁺ − R‖_F / √b` falls below it.
         iterations: at most this many steps.
+        retraction: `auto` as above, or `polar` for square frames too.
 
     Returns:
         The last R, or the start when the objective rose over the whole solve (recorded as an
         event), and how it ended.
     """
     b, k = R.shape
+    cayley = b == k and retraction == "auto"
     curvature = 2 * float(problem.s.max()) ** 2 * float(problem.mu.max()) / problem.yy
     if not curvature > 0:
         return R, Convergence(True, 0, "nothing to rotate: no energy in the kept inputs")
@@ -48,7 +55,7 @@ def gradient(
             record("right rotation: step capped at norm 1")
             step = step / norm
         try:
-            R_next = retract_cayley(R, step) if b == k else newton_schulz_polar(R + step)
+            R_next = retract_cayley(R, step) if cayley else newton_schulz_polar(R + step)
         except NumericalError as error:
             record(f"right rotation stopped: {error}")
             reason = str(error)

@@ -7,38 +7,12 @@ Gxx elementwise. All solvers work there and are equivariant under it, so nothing
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from coec.events import record
+from coec.linalg.alignment import Alignment
 from coec.linalg.polar import polar
-
-
-@dataclass(frozen=True, eq=False)
-class Alignment:
-    """The anchored penalty `𝒜(R) = ‖U_vᵀ (R_rᵀ R_r − Π_anchor) U_v‖_F² / r_p²` (METHODS §5.6).
-
-    Attributes:
-        writer: `U_v`, orthonormal columns, in the same basis as R.
-        target: `U_vᵀ Π_anchor U_v`.
-        rows: which rows of R are `R_r` (those of the largest singular values).
-        weight: `λ_a`.
-    """
-
-    writer: Float[Tensor, "k r"]
-    target: Float[Tensor, "r r"]
-    rows: Int[Tensor, " r_p"]
-    weight: float
-
-    def penalty(self, R: Float[Tensor, "b k"]) -> float:
-        """`𝒜(R)`, without the weight."""
-        D = R[self.rows] @ self.writer
-        return float((D.T @ D - self.target).square().sum()) / len(self.rows) ** 2
-
-    def gradient_rows(self, R: Float[Tensor, "b k"]) -> Float[Tensor, "r_p k"]:
-        """`∂𝒜/∂R_r = 4 D M U_vᵀ / r_p²`, `D = R_r U_v`, `M = DᵀD − U_vᵀ Π_anchor U_v`."""
-        D = R[self.rows] @ self.writer
-        M = D.T @ D - self.target
-        return (4 / len(self.rows) ** 2) * (D @ M) @ self.writer.T
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +40,14 @@ class RightProblem:
         """The problem that touches the objective at R: itself, the left factor being held."""
         return self
 
-    def slack(self, R: Float[Tensor, "b k"], t: float) -> None:
-        """What the left factor adds to the inverse curvature of planes of modes: nothing."""
+    def slack(self, R: Float[Tensor, "b k"], t: float, g: Float[Tensor, "b k"]) -> None:
+        """How far planes of modes turn as the left factor follows: it does not."""
 
     def scale(self, R: Float[Tensor, "b k"]) -> float:
-        """`t = ⟨C, R⟩ / ⟨diag(s²) R Gxx, R⟩`; 1 unless both are positive."""
+        """`t = ⟨C, R⟩ / ⟨diag(s²) R Gxx, R⟩`; 1, and an event, unless both are positive."""
         linear, quadratic = self._inner_products(R)
+        if not (linear > 0 and quadratic > 0):
+            record("the global scale is not positive: not applied")
         return _ratio(linear, quadratic)
 
     def objective(self, R: Float[Tensor, "b k"]) -> float:
@@ -129,7 +105,19 @@ class JointProblem:
             cross = torch.cat([cross, cross.new_zeros(len(R) - modes, R.shape[1])])
         return RightProblem(self.s, self.mu, cross, self.yy, self.alignment)
 
-    def slack(self, R: Float[Tensor, "b k"], t: float) -> Float[Tensor, "b b"]:
+    def slack(
+        self, R: Float[Tensor, "b k"], t: float, g: Float[Tensor, "b k"]
+    ) -> Float[Tensor, "b b"]:
+        """How far planes of modes turn against the gradient g, because U follows R.
+
+        The skew part of `g Rᵀ` times the softness of every plane, less what alignment resists.
+        """
+        Omega = g @ R.T
+        softness = self._softness(R, t)
+        turn = (0.5 * (Omega - Omega.T)).mul_(softness)
+        return turn if self.alignment is None else self.alignment.resisted(R, softness, turn)
+
+    def _softness(self, R: Float[Tensor, "b k"], t: float) -> Float[Tensor, "b b"]:
         """What to add to the inverse curvature of every plane (i, j) of modes, as U follows R.
 
         For `R → exp(ω J) R`, J the generator of the plane (i, j), the curvature with U held is

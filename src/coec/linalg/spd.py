@@ -1,5 +1,7 @@
 """Symmetric positive semidefinite matrices: powers and solves."""
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -7,8 +9,24 @@ from torch import Tensor
 from coec.events import record
 from coec.linalg.decompose import eigh
 
-PRODUCT_ROUNDING = 1e-6
-"""Statistics sum float32 products: eigenvalues this far below 0, relative to the largest, are 0."""
+NEGATIVE = 1e-6
+"""Eigenvalues this far below 0, relative to the largest, are rounding; beyond it G is indefinite.
+
+Statistics sum float32 products.
+"""
+
+
+def semidefinite(G: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
+    """G itself, or the nearest positive semidefinite matrix where G is indefinite, and an event.
+
+    No error is bounded below under an indefinite matrix, which no true Gram is.
+    """
+    if _is_semidefinite(G):
+        return G
+    mu, E = eigh(G)
+    if not _is_indefinite(mu):
+        return G
+    return (E * mu.clamp_min(0)) @ E.T
 
 
 def power(G: Float[Tensor, "d d"], alpha: float) -> Float[Tensor, "d d"]:
@@ -21,38 +39,45 @@ def power(G: Float[Tensor, "d d"], alpha: float) -> Float[Tensor, "d d"]:
     return G if factor is None else factor @ factor.T
 
 
-def root(G: Float[Tensor, "d d"], alpha: float, unit: float = 1.0) -> Float[Tensor, "d d"] | None:
+def root(
+    G: Float[Tensor, "d d"], alpha: float, unit: float = 1.0, precision: float = 0.0
+) -> Float[Tensor, "d d"] | None:
     """A factor F of `(G/u)^α = F Fᵀ`, `F = E diag(max(μ/u, 0)^(α/2))`; None where it is G/u itself.
 
     Negative eigenvalues are clamped at 0; beyond what float32 products explain, an event says that
-    the Gram is indefinite.
+    the Gram is indefinite. Eigenvalues that are noise are 0 too: a power below 1 would magnify it.
 
     Args:
         G: symmetric.
         alpha: the exponent, in (0, 1].
         unit: u, what G is measured in; no scaled copy of G is made.
+        precision: of the entries of G, see `noise`.
     """
     if alpha == 1 and _is_semidefinite(G):
         return None
     mu, E = eigh(G)
-    floor = rounding_level(mu)
-    indefinite = float(mu[0]) < -max(floor, PRODUCT_ROUNDING * float(mu[-1]))
+    indefinite = _is_indefinite(mu)
     if alpha == 1 and not indefinite:
         return None
-    if indefinite:
-        record(
-            f"indefinite Gram: smallest eigenvalue {float(mu[0] / mu.abs().max()):.1e} of the "
-            "largest, clamped at 0"
-        )
-    # An eigenvalue at rounding level is noise, and a power below 1 would magnify it.
-    mu = torch.where(mu > floor, mu, 0.0)
+    mu = torch.where(mu > noise(mu, E, G.diagonal(), precision), mu, 0.0)
     return E.mul_((mu / unit).pow(alpha / 2))
+
+
+def _is_indefinite(mu: Float[Tensor, " n"]) -> bool:
+    """Whether ascending eigenvalues go below 0 by more than rounding; an event says so."""
+    if not float(mu[0]) < -max(rounding_level(mu), NEGATIVE * float(mu[-1])):
+        return False
+    record(
+        f"indefinite Gram: smallest eigenvalue {float(mu[0] / mu.abs().max()):.1e} of the "
+        "largest, clamped at 0"
+    )
+    return True
 
 
 def _is_semidefinite(G: Float[Tensor, "d d"]) -> bool:
     """Whether Cholesky proves, far cheaper than eigenvalues, that none is clearly negative."""
-    shift = PRODUCT_ROUNDING * float(G.diagonal().max())
-    shifted = G + shift * torch.eye(len(G), dtype=G.dtype, device=G.device)
+    shifted = G.clone()
+    shifted.diagonal().add_(NEGATIVE * float(G.diagonal().max()))
     return int(torch.linalg.cholesky_ex(shifted)[1]) == 0
 
 
@@ -64,25 +89,53 @@ def rounding_level(values: Float[Tensor, " n"]) -> float:
     return len(values) * torch.finfo(values.dtype).eps * largest
 
 
+def noise(
+    mu: Float[Tensor, " n"],
+    E: Float[Tensor, "n n"],
+    diagonal: Float[Tensor, " n"],
+    precision: float,
+) -> Float[Tensor, " n"]:
+    """The size below which each eigenvalue of a Gram says nothing.
+
+    Where entry (i, j) is off by up to `precision · √(G_ii G_jj)`, independently, an eigenvalue is
+    off by about `precision · √n · Σ_j E_ji² G_jj`: a share of the energy of the channels that its
+    eigenvector is made of, not of the largest eigenvalue, beside which every ordinary channel of a
+    model with a few huge ones would be noise. Never below the rounding of the dtype.
+
+    Args:
+        mu: eigenvalues.
+        E: eigenvectors, columns.
+        diagonal: of the Gram.
+        precision: of its entries, beyond the rounding of their dtype.
+    """
+    level = torch.full_like(mu, rounding_level(mu))
+    if precision > 0:
+        own = E.square().T @ diagonal.clamp_min(0)
+        level = level.maximum(own.mul_(precision * math.sqrt(len(mu))))
+    return level
+
+
 def solve_right(
-    B: Float[Tensor, "m k"], A: Float[Tensor, "k k"], ridge: float
+    B: Float[Tensor, "m k"], A: Float[Tensor, "k k"], ridge: float, precision: float = 0.0
 ) -> Float[Tensor, "m k"]:
     """`B (A + λ I)⁻¹` with `λ = ridge · mean(diag A)`.
 
     With `ridge = 0`, or where Cholesky finds A + λ I not positive definite, the answer is the
-    minimum-norm one, `B (A + λ I)⁺`: directions at rounding level are left out.
+    minimum-norm one, `B (A + λ I)⁺`: directions that are noise are left out.
 
     Args:
         ridge: relative to the mean diagonal, at least 0.
+        precision: of the entries of A, see `noise`.
     """
     shift = ridge * float(A.diagonal().mean())
     if shift > 0:
-        shifted = A + shift * torch.eye(len(A), dtype=A.dtype, device=A.device)
+        shifted = A.clone()
+        shifted.diagonal().add_(shift)
         L, info = torch.linalg.cholesky_ex(shifted)
         if int(info) == 0:
             return torch.cholesky_solve(B.T, L).T
         record("the regularised Gram is not positive definite: solved through its eigenvectors")
     mu, Q = eigh(A)
     mu = mu + max(shift, 0.0)
-    inverse = torch.where(mu > rounding_level(mu), 1 / mu, 0.0)
+    inverse = torch.where(mu > noise(mu, Q, A.diagonal(), precision), 1 / mu, 0.0)
     return (B @ Q * inverse) @ Q.T
