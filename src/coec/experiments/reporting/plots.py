@@ -17,6 +17,12 @@ ROLES = (
 )  # fmt: skip
 """What is drawn in a colour of its own; the page defines `--plot-ROLE`, light and dark."""
 
+
+def role(compensation: str) -> str:
+    """The colour of a compensation."""
+    return compensation if compensation in ROLES else "other"
+
+
 _SENTINELS = {role: f"#0102{index + 16:02x}" for index, role in enumerate(ROLES)}
 WIDTH, HEIGHT = 3.7, 2.9
 """Of one panel, in inches of 72 points."""
