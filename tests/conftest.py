@@ -24,8 +24,8 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 """Third-party models, texts and reference vectors that may not be committed."""
 
 TESTS = Path(__file__).resolve().parent
-CHECKED = ("linalg", "selection", "compensation", "contracts", "models", "calibration", "test_types.py",
-           "test_exact_cases.py")  # fmt: skip
+CHECKED = ("linalg", "selection", "compensation", "contracts", "models", "calibration",
+           "test_types.py", "test_exact_cases.py")  # fmt: skip
 """Where annotations are checked, but for tests marked `unchecked`."""
 
 EVERYWHERE = os.environ.get("COEC_TYPECHECK") == "1"

@@ -1,4 +1,4 @@
-"""Annotations are checked at run time in tests of one function, and not where that costs too much."""
+"""Annotations are checked at run time in small tests, and not where that costs too much."""
 
 import pytest
 import torch

@@ -141,4 +141,3 @@ def test_of_several_cells_of_a_repair_the_best_is_drawn_on_units_all_share(tmp_p
     figure = figures.block_figure(read_results(sr.write(tmp_path, rows)).rows)
     (panel,) = figure.panels
     assert {curve.label: list(curve.y) for curve in panel.curves} == {"slice": [0.5], "coec": [0.3]}
-    assert "Of several cells of one repair, the one of lowest perplexity." in figure.caption

@@ -48,7 +48,7 @@ def test_solvers_and_ridges_name_their_lines_and_every_size_has_its_columns(tmp_
     assert texts(perplexities)[2:] == [
         ["coec, solver = joint", "8.00", "*6.00"], ["coec, solver = gradient", "*7.00", "–"],
     ]  # fmt: skip
-    assert perplexities.notes == ("Bold: the lowest of a column, as printed.", "a: mean of 2 seeds")
+    assert perplexities.notes == ("a: mean of 2 seeds",)
 
 
 def test_errors_are_means_over_the_modules_of_a_site(tmp_path):

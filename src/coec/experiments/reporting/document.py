@@ -95,7 +95,7 @@ def _section(
     return Section(
         title,
         anchor,
-        tuple(table for table in tables if table is not None),
+        tuple(table.without_empty_columns() for table in tables if table is not None),
         tuple(figure for figure in drawn if figure is not None),
         tuple(text),
     )
@@ -146,14 +146,16 @@ def _seeds(results: Results, compare: bool) -> Section:
 def _ridge(results: Results) -> Section:
     rows = results.grid("rescale-ridge")
     tables = [table for metric in SHOWN for table in rescaling.ridge_tables(rows, metric)]
-    figure = rescaling.ridge_figure(rows)
-    return _section("Ridge of the rescale", "rescale-ridge", tables, [figure])
+    text = [rescaling.EXPLAINED] if tables else []
+    drawn = [rescaling.ridge_figure(rows)]
+    return _section("Ridge of the rescale", "rescale-ridge", tables, drawn, text)
 
 
 def _overfitting(results: Results) -> Section:
     rows = results.grid("overfitting") or tuple(r for r in results.rows if not r.dense)
     tables, figure = overfitting.overfitting_tables(rows), overfitting.overfitting_figure(rows)
-    return _section("Fit and held-out error", "overfitting", tables, [figure])
+    text = [overfitting.EXPLAINED] if tables else []
+    return _section("Fit and held-out error", "overfitting", tables, [figure], text)
 
 
 def _others(results: Results) -> list[Section]:
@@ -177,7 +179,9 @@ def _inside(results: Results) -> Section:
         figures.block_figure(pruned),
         figures.angle_figure(angled),
     ]
-    return _section("Inside the modules", "inside", [inside.geometry_table(angled)], drawn)
+    tables = [inside.geometry_table(angled)]
+    text = [figures.SEVERAL] if any(drawn[1:]) else []
+    return _section("Inside the modules", "inside", tables, drawn, text)
 
 
 def _paper(rows: Sequence[Row]) -> Section:

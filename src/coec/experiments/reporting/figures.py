@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from coec.experiments.reporting.comparison import in_order
@@ -21,7 +22,7 @@ from coec.experiments.reporting.tables import (
 LINES = 300
 """Curves drawn in one panel; of more, evenly spaced ones."""
 
-SEVERAL = "Of several cells of one repair, the one of lowest perplexity."
+SEVERAL = "By block, of several cells of one repair the one of lowest perplexity is drawn."
 MARKERS = {"none": "o", "bias": "s", "least-squares": "D", "rcpu": "^", "coec": "o"}
 LINE_STYLES = ("-", "--", ":", "-.")
 
@@ -164,9 +165,11 @@ def _convergence_panel(model: str, relative: Sequence[Sequence[float]]) -> Panel
     step = -(-len(relative) // LINES)
     shown = relative[::step]
     grey = [Curve(range(len(v)), v, role="faint", width=0.7) for v in shown]
-    blue = Curve(range(longest), mean, f"mean of {len(relative)} modules", "mean", width=2.2)
+    grey[0] = replace(grey[0], label="a module")
+    blue = Curve(range(longest), mean, "mean of the modules", "mean", width=2.2)
     label = "0: slice; 1: left rotation and rescale; then rounds"
-    return Panel(model, (*grey, blue), label, "tempered error / slice's", x_whole=True)
+    title = f"{model}, {len(relative)} modules"
+    return Panel(title, (*grey, blue), label, "tempered error / slice's", x_whole=True)
 
 
 def _falling(rows: Sequence[Row], name: str) -> str:
@@ -210,7 +213,7 @@ def block_figure(rows: Sequence[Row]) -> Figure | None:
         f"Units kept by {first.setting('selection')} at {percent(first.sparsity)} sparsity, on the "
         "calibration data."
     )
-    return Figure("Error by block", tuple(panels), (caption, SEVERAL), protocol(chosen))
+    return Figure("Error by block", tuple(panels), (caption,), protocol(chosen))
 
 
 def _block_panel(title: str, lines: tuple[Curve, ...], y_label: str) -> Panel:
@@ -281,7 +284,7 @@ def angle_figure(rows: Sequence[Row]) -> Figure | None:
         f"{last.setting('selection')} + {last.setting('compensation')} at "
         f"{percent(last.sparsity)} sparsity."
     )
-    return Figure("Principal angles by block", tuple(panels), (caption, SEVERAL), protocol(chosen))
+    return Figure("Principal angles by block", tuple(panels), (caption,), protocol(chosen))
 
 
 def _angles(row: Row, site: str, name: str) -> tuple[list[float], list[float]]:

@@ -23,6 +23,11 @@ from coec.experiments.reporting.tables import (
     varying_within,
 )
 
+EXPLAINED = (
+    "Errors are means over the modules of a site. Bold marks the lowest perplexity, or the lowest "
+    "held-out error, of a column, as printed."
+)
+
 Repairs = Mapping[str, Mapping[Any, list[Row]]]
 """Rows by what a repair is called, then by the number of windows."""
 
@@ -80,11 +85,10 @@ def _perplexities(rows: Sequence[Row], sparsity: float) -> Table | None:
         at = [[r for r in by_size.get(size, []) if r.model == model] for model, size in places]
         body.append((Cell(label), *(measurement(found, "perplexity", notes) for found in at)))
     heads = ("Repair", *(f"{model}{sizes[size]}" for model, size in places))
-    note = "Bold: the lowest of a column, as printed."
     return Table(
         f"Perplexity with held-out windows at {percent(sparsity)} sparsity (lower is better)",
         heads, lowest_bold(body, range(1, len(heads)), SHOWN["perplexity"][1]),
-        notes=(note, *notes.lines), settings=protocol(rows),
+        notes=notes.lines, settings=protocol(rows),
     )  # fmt: skip
 
 
@@ -100,10 +104,9 @@ def _errors(rows: Sequence[Row], site: str, title: str) -> Table | None:
     if not any(cell.value is not None for line in body for cell in line[1:]):
         return None
     heads = [f"{what}{size}" for size in sizes.values() for what in ("Fit", "Held out")]
-    note = "Means over the modules. Bold: the lowest held-out error of a column, as printed."
     return Table(
         title, ("Repair", *heads), lowest_bold(body, range(2, len(heads) + 1, 2), 4),
-        notes=(note,), settings=protocol(rows, varies=("samples",) if len(sizes) > 1 else ()),
+        settings=protocol(rows, varies=("samples",) if len(sizes) > 1 else ()),
     )  # fmt: skip
 
 
@@ -118,7 +121,7 @@ def overfitting_figure(rows: Sequence[Row]) -> Figure | None:
     drawn = tuple(panel for panel in panels if panel is not None)
     if not drawn:
         return None
-    caption = "Means over the modules of a site. The longer the bar, the more a repair overfits."
+    caption = "The longer the bar between the two, the more a repair overfits."
     title = "Fit against held-out error"
     return Figure(title, drawn, (caption,), protocol(found))
 
@@ -144,4 +147,6 @@ def _panel(repairs: Repairs, site: str, size: Any, title: str) -> Panel | None:
     fits = Curve([p[2] for p in measured], list(places), "fit", "ink", "", "o", hollow=True)
     helds = Curve([p[3] for p in measured], list(places), "held out", "ink", "", "o")
     ticks = tuple((float(y), label) for y, (label, *_) in zip(places, measured))
-    return Panel(title, (*bars, fits, helds), "relative output error", "", y_ticks=ticks)
+    return Panel(
+        title, (*bars, fits, helds), "relative output error", "", x_scale="log", y_ticks=ticks
+    )

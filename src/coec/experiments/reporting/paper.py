@@ -100,7 +100,9 @@ def paper_table(rows: Sequence[Row]) -> Table | None:
         body.append(
             (*labels, *_beside(found, "perplexity", notes), *_beside(found, "zero_shot", notes))
         )
-    heads = ("Model", "Method", "Perplexity", "paper", "Zero-shot, %", "paper")
+    heads = (
+        "Model", "Method", "Perplexity", "Perplexity, paper", "Zero-shot, %", "Zero-shot, paper, %",
+    )  # fmt: skip
     return Table(
         "Beside the paper",
         heads,

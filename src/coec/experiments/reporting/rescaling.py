@@ -30,6 +30,11 @@ from coec.experiments.reporting.tables import (
 CHOSEN, SWEPT = "gcv", "fixed"
 """The rules of the rescale that are compared."""
 
+EXPLAINED = (
+    "λ is relative to the median mode energy of a module. A swept one is the same for all modules; "
+    "cross-validation (GCV) chooses one for each."
+)
+
 
 def _compared(rows: Sequence[Row]) -> list[Row]:
     known = [row for row in rows if row.setting("rescale") in (CHOSEN, SWEPT)]
@@ -88,14 +93,8 @@ def _table(model: str, rows: Sequence[Row], metric: Metric) -> Table:
         "Sparsity", "Method", *(f"λ = {value_text(ridge)}" for ridge in ridges),
         "GCV", "GCV − best swept", "GCV's λ, median",
     )  # fmt: skip
-    note = (
-        "λ is relative to the median mode energy of a module. A swept one is the same for all "
-        "modules; cross-validation (GCV) chooses one for each."
-    )
     title = f"{model}: {title_of(metric, rows)} by ridge of the rescale"
-    return Table(
-        title, heads, tuple(body), labels=2, notes=(note, *notes.lines), settings=protocol(rows)
-    )
+    return Table(title, heads, tuple(body), labels=2, notes=notes.lines, settings=protocol(rows))
 
 
 def _typical(rows: Sequence[Row]) -> Cell:

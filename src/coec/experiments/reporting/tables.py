@@ -60,6 +60,16 @@ class Table:
             if len(row) != len(self.heads):
                 raise ValueError(f"{self.title}: {len(row)} cells under {len(self.heads)} heads")
 
+    def without_empty_columns(self) -> "Table":
+        """Only the columns in which some row has something to say."""
+        kept = [i for i in range(len(self.heads)) if any(r[i].text != ABSENT for r in self.rows)]
+        return replace(
+            self,
+            heads=tuple(self.heads[i] for i in kept),
+            rows=tuple(tuple(row[i] for i in kept) for row in self.rows),
+            labels=sum(i < self.labels for i in kept),
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Heads, texts and values, ready for JSON."""
         return {
