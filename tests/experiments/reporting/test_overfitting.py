@@ -79,3 +79,18 @@ def test_fit_and_held_out_are_joined_by_a_bar_in_a_panel_of_every_size(tmp_path)
     assert len(panel.y_ticks) == 12
     bar, *_, fits, helds = panel.curves
     assert list(bar.x) == [fits.x[0], helds.x[0]]
+
+
+def test_errors_far_above_the_slices_leave_the_picture_and_are_named(tmp_path):
+    rows = [
+        fitted(10, "coec", 0.1, 0.4),
+        fitted(10, "least-squares", 0.2, 0.5, ridge=1.0),
+        fitted(10, "least-squares", 1.3, 1.3, ridge=10.0),
+    ]
+    figure = overfitting_figure(found(tmp_path, rows))
+    (panel,) = figure.panels
+    assert [text for _, text in panel.y_ticks] == ["least-squares, ridge = 1", "coec"]
+    assert figure.caption[1] == (
+        "Where a held-out error is above 1.25 times the slice's it is in the table only: "
+        "least-squares, ridge = 10."
+    )

@@ -28,12 +28,12 @@ def rows(tmp_path):
 def test_the_gap_is_to_the_best_swept_ridge(rows):
     (table,) = ridge_tables(rows, "perplexity")
     assert table.heads == (
-        "Sparsity", "Method", "λ = 0", "λ = 1", "λ = 10", "GCV", "GCV − best swept",
+        "Method", "Sparsity", "λ = 0", "λ = 1", "λ = 10", "GCV", "GCV − best swept",
         "GCV's λ, median",
     )  # fmt: skip
-    assert [[cell.text for cell in line[1:]] for line in table.rows] == [
-        ["rcpu + coec, rotation = left", "9.50", "9.00", "9.30", "9.10", "+0.10", "0.8"],
-        ["rcpu + coec, rotation = two-sided", "–", "8.00", "–", "8.00", "0.00", "–"],
+    assert [[cell.text for cell in line] for line in table.rows] == [
+        ["rcpu + coec, rotation = left", "30 %", "9.50", "9.00", "9.30", "9.10", "+0.10", "0.8"],
+        ["rcpu + coec, rotation = two-sided", "30 %", "–", "8.00", "–", "8.00", "0.00", "–"],
     ]
     assert ridge_tables(rows, "zero_shot") == []
 

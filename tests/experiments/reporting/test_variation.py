@@ -58,7 +58,7 @@ def test_a_curve_has_a_column_per_value_and_the_best_in_bold(tmp_path):
     assert texts(table) == [
         ["30 %", "rcpu", "none", "12.00", "–"], ["30 %", "rcpu", "coec", "9.50", "*9.00"],
     ]  # fmt: skip
-    assert "as shown windows" in table.settings
+    assert "windows, as many as shown, of 256 tokens" in table.settings
 
 
 def test_spread_is_the_range_over_seeds(tmp_path):

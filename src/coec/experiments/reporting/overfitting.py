@@ -1,6 +1,8 @@
 """Error where a repair was fitted against error on windows held out, and the perplexities."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from coec.experiments.reporting.comparison import in_order
@@ -27,6 +29,9 @@ EXPLAINED = (
     "Errors are means over the modules of a site. Bold marks the lowest perplexity, or the lowest "
     "held-out error, of a column, as printed."
 )
+
+FAR = 1.25
+"""Errors above so many times the slice's would leave no room to tell the others apart."""
 
 Repairs = Mapping[str, Mapping[Any, list[Row]]]
 """Rows by what a repair is called, then by the number of windows."""
@@ -106,47 +111,65 @@ def _errors(rows: Sequence[Row], site: str, title: str) -> Table | None:
     heads = [f"{what}{size}" for size in sizes.values() for what in ("Fit", "Held out")]
     return Table(
         title, ("Repair", *heads), lowest_bold(body, range(2, len(heads) + 1, 2), 4),
-        settings=protocol(rows, varies=("samples",) if len(sizes) > 1 else ()),
+        settings=protocol(rows),
     )  # fmt: skip
 
 
 def overfitting_figure(rows: Sequence[Row]) -> Figure | None:
     """Fit and held-out error of every repair: a panel per model, sparsity, site and size."""
-    panels, found = [], held_out(rows)
+    panels, found, beyond = [], held_out(rows), dict[str, None]()
     for (model, sparsity), group in grouped(found, lambda r: (r.model, r.sparsity)).items():
+        repairs = _repairs(group)
         for site, name in SITES.items():
             for size, words in _sizes(group).items():
-                title = f"{model}, {percent(sparsity)}, {name}{words}"
-                panels.append(_panel(_repairs(group), site, size, title))
-    drawn = tuple(panel for panel in panels if panel is not None)
-    if not drawn:
+                errors = _measured(repairs, site, size)
+                drawn = [error for error in errors if error.held <= FAR * error.sliced]
+                beyond |= {error.label: None for error in errors if error not in drawn}
+                if drawn:
+                    panels.append(_panel(drawn, f"{model}, {percent(sparsity)}, {name}{words}"))
+    if not panels:
         return None
-    caption = "The longer the bar between the two, the more a repair overfits."
-    title = "Fit against held-out error"
-    return Figure(title, drawn, (caption,), protocol(found))
+    caption = ["The longer the bar between the two, the more a repair overfits."]
+    if beyond:
+        caption.append(
+            f"Where a held-out error is above {FAR:g} times the slice's it is in the table only: "
+            f"{'; '.join(beyond)}."
+        )
+    return Figure("Fit against held-out error", tuple(panels), tuple(caption), protocol(found))
 
 
-def _panel(repairs: Repairs, site: str, size: Any, title: str) -> Panel | None:
-    def error(found: Sequence[Row], name: str) -> float | None:
-        return mean_over_sites(found, site, name)
+@dataclass(frozen=True)
+class _Errors:
+    """One repair's fit and held-out error, and what the slice has on the held-out windows."""
 
-    measured = [
-        (label, at[0].setting("compensation"), fit, held)
-        for label, by_size in repairs.items()
-        if (at := by_size.get(size))
-        and (fit := error(at, "error_after")) is not None
-        and (held := error(at, "holdout_after")) is not None
-    ]
-    if not measured:
-        return None
-    places = range(len(measured), 0, -1)
+    label: str
+    compensation: str
+    fit: float
+    held: float
+    sliced: float
+
+
+def _measured(repairs: Repairs, site: str, size: Any) -> list[_Errors]:
+    found = []
+    for label, by_size in repairs.items():
+        at = by_size.get(size, [])
+        fit, held, sliced = (
+            mean_over_sites(at, site, name)
+            for name in ("error_after", "holdout_after", "holdout_before")
+        )
+        if fit is not None and held is not None:
+            compensation = str(at[0].setting("compensation"))
+            found.append(_Errors(label, compensation, fit, held, inf if sliced is None else sliced))
+    return found
+
+
+def _panel(errors: Sequence[_Errors], title: str) -> Panel:
+    places = range(len(errors), 0, -1)
     bars = [
-        Curve([fit, held], [y, y], role=role(name), width=2.4)
-        for y, (_, name, fit, held) in zip(places, measured)
+        Curve([e.fit, e.held], [y, y], role=role(e.compensation), width=3.0)
+        for y, e in zip(places, errors)
     ]
-    fits = Curve([p[2] for p in measured], list(places), "fit", "ink", "", "o", hollow=True)
-    helds = Curve([p[3] for p in measured], list(places), "held out", "ink", "", "o")
-    ticks = tuple((float(y), label) for y, (label, *_) in zip(places, measured))
-    return Panel(
-        title, (*bars, fits, helds), "relative output error", "", x_scale="log", y_ticks=ticks
-    )
+    fits = Curve([e.fit for e in errors], list(places), "fit", "ink", "", "o", hollow=True)
+    helds = Curve([e.held for e in errors], list(places), "held out", "ink", "", "o")
+    ticks = tuple((float(y), e.label) for y, e in zip(places, errors))
+    return Panel(title, (*bars, fits, helds), "relative output error", "", y_ticks=ticks)

@@ -86,11 +86,11 @@ def _table(model: str, rows: Sequence[Row], metric: Metric) -> Table:
         best = (min if SHOWN[metric][2] == "lower" else max)(known) if known else None
         gap = ours.value - best if ours.value is not None and best is not None else None
         body.append((
-            Cell(percent(sparsity), sparsity), Cell(name), *swept, ours,
+            Cell(name), Cell(percent(sparsity), sparsity), *swept, ours,
             amount(gap, digits, signed=True), _typical(chosen),
         ))  # fmt: skip
     heads = (
-        "Sparsity", "Method", *(f"λ = {value_text(ridge)}" for ridge in ridges),
+        "Method", "Sparsity", *(f"λ = {value_text(ridge)}" for ridge in ridges),
         "GCV", "GCV − best swept", "GCV's λ, median",
     )  # fmt: skip
     title = f"{model}: {title_of(metric, rows)} by ridge of the rescale"
