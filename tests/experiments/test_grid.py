@@ -23,7 +23,7 @@ def pruned(cells):
     ("name", "count"),
     [
         ("main", 18),  # 3 selections × 2 compensations × 3 sparsities
-        ("ablation", 22),
+        ("ablation", 23),
         ("calibration-size", 36),  # 3 sparsities × 4 sizes × 3 compensations
         ("seeds", 9),
         ("alpha", 9),
@@ -115,7 +115,7 @@ def test_a_cell_of_two_grids_is_one_cell(tmp_path):
     cells = expand(grid, models=["m"])
     both = [cell for cell in pruned(cells) if cell.grids == ("main", "ablation")]
     assert [cell.labels for cell in both] == [{"ablation": "RCPU"}, {"ablation": "+ alignment"}]
-    assert len(pruned(cells)) == 18 + 22 - 2
+    assert len(pruned(cells)) == 18 + 23 - 2
     assert {cell.recipe.samples for cell in pruned(cells)} == {64}
     assert cells[0].grids == ("main", "ablation")
 
