@@ -11,7 +11,7 @@ CODE := src tests tools benchmarks
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench quality results clean
+.PHONY: help demo test fuzz lint check format bench quality results clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,15 +26,22 @@ help:  ## this list
 demo: .venv/ready  ## prune a bundled model five ways, compare, plot (under 3 minutes)
 	@$(BIN)/python -m coec.demo
 
-test: .venv/ready  ## the test suite
-	@$(BIN)/python -m pytest
+# A process for every core up to four; more would wait for the longest test.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; n = min(os.cpu_count() or 1, 4); print(n if n > 1 else 0)')
 
-check: .venv/ready  ## format, lint, types, import contracts, tests
+test: .venv/ready  ## the test suite
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+fuzz: .venv/ready  ## mutated inputs, which test leaves out (COEC_FUZZ_CASES of them)
+	@$(BIN)/python -m pytest -m fuzz -n $(WORKERS)
+
+lint: .venv/ready  ## format, style, types, import contracts
 	@$(BIN)/ruff format --check $(CODE)
 	@$(BIN)/ruff check $(CODE)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
-	@$(BIN)/python -m pytest
+
+check: lint test  ## lint, then test
 
 format: .venv/ready  ## mend format and what lint can mend
 	@$(BIN)/ruff format $(CODE)

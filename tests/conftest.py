@@ -1,4 +1,9 @@
-"""What every test shares. Shapes and dtypes in annotations are checked here, and only here."""
+"""What every test shares. Shapes and dtypes in annotations are checked here, and only here.
+
+Checking every call makes the solvers several times slower, so it is done where a test is about one
+function or one contract, and not where whole models are pruned: everything those call has tests of
+its own. `COEC_TYPECHECK=1` checks everywhere.
+"""
 
 import os
 import random
@@ -7,9 +12,9 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from jaxtyping import install_import_hook
+import jaxtyping
 
-install_import_hook("coec", "typechecker.check")
+jaxtyping.install_import_hook("coec", "typechecker.check")
 
 import pytest
 import torch
@@ -18,7 +23,22 @@ from transformers.utils import logging as transformers_logging
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 """Third-party models, texts and reference vectors that may not be committed."""
 
+TESTS = Path(__file__).resolve().parent
+CHECKED = ("linalg", "selection", "compensation", "contracts", "models", "calibration",
+           "test_types.py", "test_exact_cases.py")  # fmt: skip
+"""Where annotations are checked, but for tests marked `unchecked`."""
+
+EVERYWHERE = os.environ.get("COEC_TYPECHECK") == "1"
+
 transformers_logging.disable_progress_bar()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Before any fixture of the test: whether it is one whose calls are checked."""
+    small = item.path.relative_to(TESTS).parts[0] in CHECKED
+    checked = EVERYWHERE or (small and item.get_closest_marker("unchecked") is None)
+    jaxtyping.config.update("jaxtyping_disable", not checked)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,8 @@ MODELS = {"stories260K": 4.6, "babyllama-1M": 21.0, "wt2-llama": 24.0}
 TASKS = {"boolq": 0.5, "rte": 0.5, "hellaswag": 0.25, "winogrande": 0.5, "arc_easy": 0.25,
          "arc_challenge": 0.25, "openbookqa": 0.25}  # fmt: skip
 NATIVE = {"wanda-sp": "none", "flap": "bias", "rcpu": "rcpu"}
-REPAIR = {"none": 1.0, "bias": 0.9, "rcpu": 0.75, "least-squares": 0.6, "coec": 0.58}
+REPAIR = {"none": 1.0, "bias": 0.9, "rcpu": 0.75, "least-squares": 0.6, "ridge-to-slice": 0.61,
+          "coec": 0.58}  # fmt: skip
 HARM = {"wanda-sp": 1.3, "flap": 1.0, "rcpu": 0.9}
 OPTIONS = {"alpha": 0.9, "lambda_a": 50.0, "delta": 7e-4, "solver": "joint", "rounds": 50}
 LABELS = (
@@ -71,6 +72,9 @@ def measured(model, sparsity, selection, compensation, draw, **changes) -> dict:
     made["perplexity"] = perplexity(MODELS[model] * (1 + harm))
     made["zero_shot"] = zero_shot(0.39 - 0.05 * harm, at_chance=["boolq", "rte"])
     made["parameters"] = {"before": before, "after": int(before * (1 - 0.8 * sparsity))}
+    made["cost"] = {
+        "weight_bytes": 4 * made["parameters"]["after"], "peak_memory_bytes": 600 * 2**20,
+    }  # fmt: skip
     made["overlap"] = {"n": 13, "windows": 1000, "shared": 3, "share": 0.0001, "flagged": False}
     made["calibration"] = {
         "source": "data/wikitext2/train.txt", "windows": samples, "seq_len": 256,
@@ -95,7 +99,8 @@ def site(block, kind, sparsity, compensation, draw) -> dict:
     """One module: errors, and for COEC its rounds and angles."""
     first = sparsity * (0.5 + 0.1 * block + 0.05 * draw.random())
     last = first * REPAIR[compensation] * draw.uniform(0.8, 1.1)
-    over = {"none": 1.0, "bias": 1.01, "rcpu": 1.02, "least-squares": 1.5, "coec": 1.06}
+    over = {"none": 1.0, "bias": 1.01, "rcpu": 1.02, "least-squares": 1.5, "ridge-to-slice": 1.4,
+            "coec": 1.06}  # fmt: skip
     name = "self_attn.o_proj" if kind == "attention" else "mlp.down_proj"
     made = {
         "module": f"model.layers.{block}.{name}", "site": kind, "block": block,
@@ -106,6 +111,7 @@ def site(block, kind, sparsity, compensation, draw) -> dict:
         count = draw.randint(6, 14)
         rounds = [last + (first - last) * 0.5**step for step in range(count)]
         made["errors_per_round"] = rounds
+        made["rounds"], made["gcv_lambda"] = count, draw.uniform(0.1, 2.0)
         made["objectives_per_round"] = [value + 1e-4 for value in rounds]
         op = draw.uniform(14, 30)
         made["geometry"] = {
@@ -136,12 +142,23 @@ def sweep(seed: int = 0) -> list[dict]:
         for index, label in enumerate(LABELS):
             options = OPTIONS | {"rounds": 50 + index}
             add("ablation", model, 0.3, "rcpu", "coec", label=label, options=options)
-        for compensation in ("least-squares", "rcpu", "coec"):
-            add("overfitting", model, 0.3, "rcpu", compensation, holdout=0.2)
+        for samples in (10, 40, 160):
+            for compensation, options in fitted_repairs():
+                add("overfitting", model, 0.3, "rcpu", compensation, holdout=0.2, samples=samples,
+                    options=options)  # fmt: skip
     _one_option(add)
     failed = row("stories260K", 0.3, "flap", "bias", grids=["main"], status="failed")
     made.append(failed | {"error": "the logits overflow & the 100% _cross-entropy_ is #1 <NaN>"})
     return made  # the last line of a cell counts
+
+
+def fitted_repairs() -> list[tuple[str, dict]]:
+    """The repairs of the grid `overfitting`, with their options."""
+    ridges = [("least-squares", ridge) for ridge in (1e-3, 1e-2, 1e-1, 1.0, 10.0)]
+    ridges += [("ridge-to-slice", ridge) for ridge in (1e-2, 1.0)]
+    solvers = [("coec", OPTIONS | {"solver": s}) for s in ("joint", "conjugate", "gradient")]
+    swept = [(name, {"ridge": ridge}) for name, ridge in ridges]
+    return [("none", {}), ("rcpu", {}), *solvers, *swept]
 
 
 def _one_option(add) -> None:
@@ -157,6 +174,15 @@ def _one_option(add) -> None:
     ):
         for value in values:
             add(grid, "wt2-llama", 0.3, "rcpu", "coec", options=OPTIONS | {name: value})
+    for solver in ("joint", "gradient"):
+        for rounds in (1, 10, 50, 100):
+            options = OPTIONS | {"rounds": rounds, "solver": solver}
+            add("rounds", "wt2-llama", 0.3, "rcpu", "coec", options=options)
+    for rotation in ("left", "two-sided"):
+        for ridge in (None, 0.0, 0.1, 1.0, 10.0):
+            rule = "gcv" if ridge is None else "fixed"
+            own = {"rotation": rotation, "rescale": rule, "rescale_ridge": ridge or 0.0}
+            add("rescale-ridge", "wt2-llama", 0.3, "rcpu", "coec", options=OPTIONS | own)
 
 
 def write(folder: Path, rows: list[dict], tail: str = "") -> Path:

@@ -1,9 +1,34 @@
 """The demo does what it says, on less text."""
 
+from itertools import pairwise
+from types import SimpleNamespace
+
 import torch
 
 import tiny_models as tm
 from coec.demo import __main__ as demo
+from coec.demo.plot import picture
+
+PERPLEXITIES = {"none": 33.3, "bias": 33.2, "least-squares": 29.2, "rcpu": 31.8, "coec": 29.21}
+
+
+def test_the_picture_has_every_repair_twice_sorted_and_none_behind_another():
+    """Repairs that are nearly as good as one another lie side by side, not on one line."""
+    scores = {
+        method: SimpleNamespace(perplexity=value, baseline_perplexity=23.9)
+        for method, value in PERPLEXITIES.items()
+    }
+    sites = [{"site": "mlp", "error_after": 0.2}, {"site": "attention", "error_after": 0.3}]
+    reports = {method: SimpleNamespace(sites=sites * 3) for method in demo.METHODS}
+    left, right = picture(reports, scores).axes
+    names = [label.get_text() for label in left.get_yticklabels()]
+    assert names == ["dense", "least-squares", "coec", "rcpu", "bias", "none"]
+    lengths = [bar.get_width() for bar in left.patches]
+    assert lengths == sorted(lengths)
+    assert [text.get_text() for text in right.get_legend().get_texts()] == names[:0:-1]
+    spans = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in right.patches)
+    assert len(spans) == 5 * 3
+    assert all(end < start for (_, end), (start, _) in pairwise(spans))
 
 
 def test_the_demo_compares_repairs_and_leaves_a_checkpoint_and_a_plot(

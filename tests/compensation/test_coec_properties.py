@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from coec.events import recording
 from coec.linalg.spd import power
 from coec.types import Gram, KeptSet
 
+pytestmark = pytest.mark.unchecked  # thousands of solves
 EXAMPLES = int(os.environ.get("COEC_EXAMPLES", "150"))
 """Cases of the first property; more with COEC_EXAMPLES=5000 (docs/LOG.md)."""
 

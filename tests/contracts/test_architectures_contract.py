@@ -14,6 +14,8 @@ from coec.models.architectures import ARCHITECTURES
 from coec.models.checkpoint import Checkpoint
 from coec.types import GramSum
 
+pytestmark = pytest.mark.unchecked  # whole models
+
 SETTINGS = {"sparsity": 0.3, "samples": 24, "seq_len": 32, "forward_dtype": "float64"}
 BIASED = {
     "mistral sliding": "sliding window",

@@ -12,6 +12,8 @@ from coec.calibration.stream import DenseStream
 from coec.models.checkpoint import Checkpoint
 from coec.types import GramSum
 
+pytestmark = pytest.mark.unchecked  # whole models
+
 SETTINGS = {"sparsity": 0.3, "samples": 24, "seq_len": 32, "forward_dtype": "float64"}
 WINDOWED = {
     "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1,

@@ -23,13 +23,15 @@ def pruned(cells):
     ("name", "count"),
     [
         ("main", 18),  # 3 selections × 2 compensations × 3 sparsities
-        ("ablation", 21),
+        ("ablation", 23),
         ("calibration-size", 36),  # 3 sparsities × 4 sizes × 3 compensations
         ("seeds", 9),
         ("alpha", 9),
-        ("lambda-a", 6),
+        ("lambda-a", 7),
         ("delta", 8),
-        ("overfitting", 12),
+        ("overfitting", 36),  # 12 repairs × 3 sizes
+        ("rounds", 8),  # 4 caps × 2 solvers
+        ("rescale-ridge", 18),  # 2 rotations × (GCV and 8 ridges)
     ],
 )
 def test_ready_grids_expand(name, count):
@@ -42,7 +44,7 @@ def test_ready_grids_expand(name, count):
 def test_every_ready_grid_is_tested():
     assert set(READY) == {
         "main", "ablation", "calibration-size", "seeds", "alpha", "lambda-a", "delta",
-        "overfitting",
+        "overfitting", "rounds", "rescale-ridge",
     }  # fmt: skip
 
 
@@ -113,7 +115,7 @@ def test_a_cell_of_two_grids_is_one_cell(tmp_path):
     cells = expand(grid, models=["m"])
     both = [cell for cell in pruned(cells) if cell.grids == ("main", "ablation")]
     assert [cell.labels for cell in both] == [{"ablation": "RCPU"}, {"ablation": "+ alignment"}]
-    assert len(pruned(cells)) == 18 + 21 - 2
+    assert len(pruned(cells)) == 18 + 23 - 2
     assert {cell.recipe.samples for cell in pruned(cells)} == {64}
     assert cells[0].grids == ("main", "ablation")
 

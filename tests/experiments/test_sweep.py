@@ -91,6 +91,7 @@ def timeless(row):
     row = json.loads(json.dumps(row))
     row.pop("seconds")
     row.pop("peak_memory_bytes")
+    row["cost"].pop("peak_memory_bytes")
     row["perplexity"].pop("seconds")
     for site in row.get("sites", []):
         site.pop("seconds")
@@ -139,11 +140,17 @@ def test_every_row_has_the_full_record(whole):
         assert {"python", "torch", "transformers", "coec", "device"} <= row["environment"].keys()
         assert row["perplexity"]["windows"] == 9
         assert {"collecting", "pruning", "evaluating"} <= row["seconds"].keys()
+        parameters, cost = row["parameters"]["after"], row["cost"]
+        assert (cost["parameters"], cost["weight_bytes"]) == (parameters, 4 * parameters)
+        assert cost["gflops_per_token"] == 2 * parameters / 1e9
+        assert row["peak_memory_bytes"] >= cost["peak_memory_bytes"] > cost["weight_bytes"]
     for row in others:
         assert row["calibration"]["windows"] == 6
         assert len(row["calibration"]["windows_sha256"]) == 64
         assert row["parameters"]["after"] < row["parameters"]["before"]
         assert [site["block"] for site in row["sites"]] == [0, 0, 1, 1]
+        repaired = row["settings"]["options"].get("alpha", 0) > 0
+        assert all(site.get("gcv_lambda", -1) >= 0 for site in row["sites"]) == repaired
 
 
 def test_one_dense_pass_per_calibration_and_nothing_left_behind(finished):

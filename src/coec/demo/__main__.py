@@ -5,6 +5,7 @@ under different seeds, so perplexities compare methods and are no WikiText numbe
 """
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from coec import CoecError
 from coec.calibration.self_text import sample_from_model
 from coec.calibration.tokens import load_tokenizer
+from coec.collecting import collect
 from coec.demo.plot import draw
 from coec.evaluation.perplexity import Perplexity, perplexity
 from coec.pruning import prune
@@ -48,12 +50,17 @@ def run(
     )
     reports, scores = {}, {}
     text = _evaluation_text()
-    with _bars() as bars:
+    settings: dict[str, Any] = {
+        "sparsity": SPARSITY, "calibration": "self", "samples": WINDOWS, "seq_len": SEQ_LEN,
+        "seed": CALIBRATION_SEED,
+    }  # fmt: skip
+    with _bars() as bars, tempfile.TemporaryDirectory() as scratch:
         overall = bars.add_task("repairs", total=len(METHODS))
+        statistics = collect(MODEL, Path(scratch) / "statistics", **settings)
         for method in METHODS:
             reports[method] = prune(
-                MODEL, out / method, force=True, sparsity=SPARSITY, compensation=method,
-                calibration="self", samples=WINDOWS, seq_len=SEQ_LEN, seed=CALIBRATION_SEED,
+                MODEL, out / method, force=True, statistics=statistics.folder, compensation=method,
+                **settings,
             )  # fmt: skip
             scores[method] = perplexity(out / method, text, baseline=MODEL, seq_len=SEQ_LEN)
             bars.advance(overall)

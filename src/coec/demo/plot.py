@@ -2,50 +2,83 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from coec.evaluation.perplexity import Perplexity
 from coec.report import Report
 
 COLOURS = {
-    "none": "#9aa0a6",
-    "bias": "#c58b4b",
-    "least-squares": "#7aa37a",
-    "rcpu": "#5b8db8",
-    "coec": "#b8323f",
+    "dense": "#3c4043",
+    "none": "#737b86",
+    "bias": "#c9761a",
+    "least-squares": "#2f7d4f",
+    "rcpu": "#1f74c4",
+    "coec": "#b3243a",
 }
+SITE = "mlp"
+SIZE = (12, 5.2)
+"""In inches; 150 dots each."""
 
 
 def draw(reports: Mapping[str, Report], scores: Mapping[str, Perplexity], path: Path) -> Path:
     """Perplexity of every repair, and the output error left in every block; a PNG at `path`."""
-    import matplotlib as mpl
+    from matplotlib import rc_context
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    with rc_context({"font.size": 11.5, "axes.titlesize": 13, "axes.titlelocation": "left"}):
+        picture(reports, scores).savefig(path, dpi=150)
+    return path
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    dense = next(iter(scores.values())).baseline_perplexity
-    if dense is not None:
-        left.bar_label(left.bar("dense", dense, color="#3c4043", width=0.7), fmt="%.1f", padding=2)
-    for method, score in scores.items():
-        bar = left.bar(method, score.perplexity, color=COLOURS[method], width=0.7)
-        left.bar_label(bar, fmt="%.1f", padding=2)
-    left.set(title="Perplexity on text sampled from the dense model", ylabel="lower is better")
-    left.tick_params(axis="x", labelsize=9)
-    left.margins(y=0.12)
-    for method, report in reports.items():
-        if method == "bias":  # close to `none`; its line would hide it
-            continue
-        errors = [row["error_after"] for row in report.sites if row["site"] == "mlp"]
-        right.plot(range(len(errors)), errors, marker="o", label=method, color=COLOURS[method])
-    right.set(
-        title="What is left to repair, MLP",
-        xlabel="block",
-        ylabel="relative output error",
-        ylim=(0, None),
-    )
-    right.legend(frameon=False)
+
+def picture(reports: Mapping[str, Report], scores: Mapping[str, Perplexity]) -> Any:
+    """The two panels; in both the repairs stand from the highest perplexity to the lowest."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    figure = Figure(figsize=SIZE, layout=ConstrainedLayoutEngine(wspace=0.08))
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
+    ordered = sorted(scores, key=lambda method: -scores[method].perplexity)
+    _draw_perplexities(left, {method: scores[method] for method in ordered})
+    _draw_errors(right, {method: reports[method] for method in ordered})
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return path
+    return figure
+
+
+def _draw_perplexities(axes: Any, scores: Mapping[str, Perplexity]) -> None:
+    """A bar per repair, the worst on top; the dense model's below them all."""
+    found = {method: score.perplexity for method, score in scores.items()}
+    dense = next(iter(scores.values())).baseline_perplexity
+    if dense is not None:
+        found["dense"] = dense
+    names = list(found)[::-1]
+    bars = axes.barh(names, [found[n] for n in names], color=[COLOURS[n] for n in names])
+    axes.bar_label(bars, fmt="%.2f", padding=5)
+    axes.set(title="Perplexity on the dense model's own text", xlabel="lower is better")
+    axes.margins(x=0.14)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.get_yticklabels()[names.index("coec")].set_fontweight("bold")
+
+
+def _draw_errors(axes: Any, reports: Mapping[str, Report]) -> None:
+    """A group of bars per block, so that repairs as good as one another stand side by side."""
+    errors = {
+        method: [row["error_after"] for row in report.sites if row["site"] == SITE]
+        for method, report in reports.items()
+    }
+    width = 0.84 / len(errors)
+    for index, method in enumerate(errors):
+        offset = (index - (len(errors) - 1) / 2) * width
+        places = [block + offset for block in range(len(errors[method]))]
+        axes.bar(places, errors[method], width * 0.92, label=method, color=COLOURS[method])
+    blocks = len(next(iter(errors.values())))
+    axes.set(title="What is left to repair in the MLPs", xlabel="block")
+    axes.set(ylabel="relative output error", xticks=range(blocks))
+    axes.tick_params(axis="x", length=0)
+    axes.yaxis.grid(True, color="#e4e6e9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.02, y=0.05)
+    axes.legend(
+        frameon=False, ncols=len(errors), loc="upper center", bbox_to_anchor=(0.5, -0.12),
+        handlelength=1.0, columnspacing=1.2, handletextpad=0.5,
+    )  # fmt: skip

@@ -15,6 +15,7 @@ from coec import __version__
 from coec.calibration.overlap import Overlap
 from coec.calibration.tokens import Windows
 from coec.errors import CoecError, NumericalError
+from coec.evaluation.efficiency import efficiency
 from coec.evaluation.geometry import geometry
 from coec.evaluation.perplexity import perplexity
 from coec.evaluation.zero_shot import zero_shot
@@ -27,7 +28,7 @@ from coec.report import Report, environment
 SITE_FIELDS = (
     "module", "site", "units_before", "units_after", "error_before", "error_after",
     "holdout_before", "holdout_after", "errors_per_round", "objectives_per_round",
-    "alignment_before", "alignment_after", "rounds", "reason", "events", "seconds",
+    "alignment_before", "alignment_after", "gcv_lambda", "rounds", "reason", "events", "seconds",
 )  # fmt: skip
 """What a row keeps of a site's entry in coec.json."""
 
@@ -76,7 +77,7 @@ def run(job: Job) -> dict[str, Any]:
         if not job.keep:
             shutil.rmtree(job.folder, ignore_errors=True)
     return row | {
-        "peak_memory_bytes": peak(device),
+        "peak_memory_bytes": _largest(row.get("peak_memory_bytes"), peak(device)),
         "environment": {"coec": __version__, **environment(str(device))},
     }
 
@@ -136,8 +137,13 @@ def _measured(job: Job) -> dict[str, Any]:
         folder = job.folder
         row |= _pruned(report)
     pruned_at = time.perf_counter()
+    device = choose_device(job.device)
+    row["peak_memory_bytes"] = peak(device)
+    reset_peak(device)  # what running the model takes is measured by itself
     result = perplexity(folder, job.windows, device=job.device)
     row["perplexity"] = result.as_dict()
+    cost = asdict(efficiency(subject.path, folder).pruned)
+    row["cost"] = cost | {"peak_memory_bytes": peak(device)}
     if job.overlap:
         row["overlap"] = {**asdict(job.overlap), "flagged": job.overlap.flagged}
     how = subject.evaluation
@@ -154,6 +160,11 @@ def _measured(job: Job) -> dict[str, Any]:
         "evaluating": time.perf_counter() - pruned_at,
     }
     return row
+
+
+def _largest(*peaks: int | None) -> int | None:
+    """The most memory of any phase; None where it is not known."""
+    return max((p for p in peaks if p is not None), default=None)
 
 
 def _pruned(report: Report) -> dict[str, Any]:

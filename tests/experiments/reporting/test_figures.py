@@ -6,7 +6,9 @@ import pytest
 
 import sweep_rows as sr
 from coec.experiments.reporting import figures, plots
+from coec.experiments.reporting.overfitting import overfitting_figure
 from coec.experiments.reporting.plots import Curve, Panel
+from coec.experiments.reporting.rescaling import ridge_figure
 from coec.experiments.reporting.results import read_results
 
 
@@ -76,14 +78,6 @@ def test_blocks_compare_repairs_of_the_same_slice(results):
     assert figure.caption[0].startswith("Units kept by rcpu at 30 % sparsity")
 
 
-def test_fit_and_held_out_are_joined_by_a_bar(results):
-    figure = figures.overfitting_figure(results.grid("overfitting"))
-    panel = figure.panels[0]
-    assert [text for _, text in panel.y_ticks] == ["least-squares", "rcpu", "coec"]
-    bar, *_, fits, helds = panel.curves
-    assert list(bar.x) == [fits.x[0], helds.x[0]]
-
-
 def test_the_dense_model_is_a_point_of_perplexity_by_parameters(results):
     figure = figures.parameters_figure(results, results.grid("main"))
     star = figure.panels[1].curves[-1]
@@ -98,7 +92,8 @@ def test_figures_without_data_are_left_out(tmp_path):
     assert figures.parameters_figure(rows, rows.rows) is None
     for make in (
         figures.convergence_figure,
-        figures.overfitting_figure,
+        overfitting_figure,
+        ridge_figure,
         figures.block_figure,
         figures.angle_figure,
     ):
@@ -146,4 +141,3 @@ def test_of_several_cells_of_a_repair_the_best_is_drawn_on_units_all_share(tmp_p
     figure = figures.block_figure(read_results(sr.write(tmp_path, rows)).rows)
     (panel,) = figure.panels
     assert {curve.label: list(curve.y) for curve in panel.curves} == {"slice": [0.5], "coec": [0.3]}
-    assert "Of several cells of one repair, the one of lowest perplexity." in figure.caption

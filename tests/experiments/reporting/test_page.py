@@ -9,6 +9,7 @@ import pytest
 import sweep_rows as sr
 from coec.experiments.reporting.report import write_report
 
+pytestmark = pytest.mark.browser
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
@@ -65,9 +66,66 @@ def test_nothing_sticks_out_and_something_is_drawn(size, scheme, visit):
     page = visit(size, scheme)
     width = page.evaluate("document.documentElement.scrollWidth")
     assert width <= size["width"]
-    assert page.locator("figure svg").count() > 20
-    assert page.locator("svg").first.bounding_box()["height"] > 150
+    assert page.locator(".panel svg").count() > 20
+    assert page.locator(".panel svg").first.bounding_box()["height"] > 150
     assert len(page.screenshot()) > 20_000
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+def test_a_table_that_goes_on_says_so_and_keeps_its_labels_in_sight(size, visit):
+    page = visit(size)
+    states = page.evaluate("""() => [...document.querySelectorAll(".scroll")].map((box) => {
+      const frame = box.parentElement, hint = frame.querySelector(".hint");
+      const shown = () => frame.classList.contains("more") && hint.offsetHeight > 0;
+      const beyond = box.scrollWidth > box.clientWidth + 1, before = shown();
+      box.scrollLeft = box.scrollWidth;
+      box.dispatchEvent(new Event("scroll"));
+      const first = box.querySelector("tbody th").getBoundingClientRect();
+      const left = box.getBoundingClientRect().left;
+      return { beyond, before, after: shown(), gap: first.left - left,
+               share: first.width / box.clientWidth };
+    })""")
+    assert any(state["beyond"] for state in states) == (size == PHONE) or size == DESKTOP
+    for state in states:
+        assert state["before"] == state["beyond"]
+        assert not state["after"]
+        assert 0 <= state["gap"] <= 2
+        assert state["share"] <= 0.6 or not state["beyond"]
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+def test_figures_are_large_enough_to_read_and_nothing_of_them_is_cut(size, visit):
+    page = visit(size)
+    found = page.evaluate("""() => [...document.querySelectorAll("figure")].map((figure) => ({
+      legend: [...figure.querySelectorAll(".legend li")].map(
+        (item) => parseFloat(getComputedStyle(item).fontSize)),
+      texts: [...figure.querySelectorAll(".panel svg text")].map((text) => {
+        const box = text.getBoundingClientRect();
+        const svg = text.ownerSVGElement.getBoundingClientRect();
+        const matrix = text.getCTM(), scale = Math.hypot(matrix.a, matrix.b);
+        return { size: parseFloat(getComputedStyle(text).fontSize) * scale,
+                 inside: box.left >= svg.left - 1 && box.right <= svg.right + 1 };
+      }),
+      widths: [...figure.querySelectorAll(".panel")].map((p) => p.getBoundingClientRect().width),
+    }))""")
+    assert found
+    for figure in found:
+        assert min(figure["legend"]) >= 13
+        assert min(text["size"] for text in figure["texts"]) >= 10.5
+        assert all(text["inside"] for text in figure["texts"])
+        assert min(figure["widths"]) >= (440 if size == DESKTOP else 340)
+
+
+def test_no_column_is_empty_and_no_sentence_of_a_section_is_said_twice(visit):
+    page = visit(DESKTOP)
+    empty = page.evaluate("""() => [...document.querySelectorAll("table")].flatMap((table) =>
+      [...table.tHead.rows[0].cells].filter((_, column) => [...table.tBodies[0].rows].every(
+        (row) => row.cells[column].innerText.trim() === "–")).map((head) => head.innerText))""")
+    assert empty == []
+    for section in page.locator("section").all():
+        said = section.locator("p:not(.hint), .notes li").all_inner_texts()
+        sentences = [text for text in said if not re.match(r"[a-z][\w.-]*: |Settings [A-Z]$", text)]
+        assert len(sentences) == len(set(sentences))
 
 
 def channels(colour):
@@ -104,7 +162,7 @@ def test_the_dark_scheme_has_other_colours_and_contrast(visit):
         assert contrast(grounds[-1], inks[-1]) > 7
         for selector in (".settings", "nav a", "sup", "dt"):
             assert contrast(grounds[-1], page.evaluate(STYLES, selector)[0]) > 4.5, selector
-        assert contrast(card, page.evaluate(STYLES, "figure svg text")[1]) > 7
+        assert contrast(card, page.evaluate(STYLES, ".panel svg text")[1]) > 7
         for role in ("coec", "rcpu", "none", "bias", "mean", "muted"):
             stroke = page.evaluate(STYLES, f"svg [style*='stroke: var(--plot-{role})']")[2]
             assert contrast(card, stroke) > 3, role

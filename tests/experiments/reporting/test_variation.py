@@ -3,11 +3,12 @@
 import sweep_rows as sr
 from coec.experiments.reporting import figures
 from coec.experiments.reporting.document import document
-from coec.experiments.reporting.inside import falling, non_increasing, overfitting_table
+from coec.experiments.reporting.inside import falling, non_increasing
 from coec.experiments.reporting.results import read_results
 from coec.experiments.reporting.tables import varying
 from coec.experiments.reporting.variation import (
     ablation_tables,
+    cap_table,
     curve_tables,
     generic_table,
     seed_tables,
@@ -57,7 +58,7 @@ def test_a_curve_has_a_column_per_value_and_the_best_in_bold(tmp_path):
     assert texts(table) == [
         ["30 %", "rcpu", "none", "12.00", "–"], ["30 %", "rcpu", "coec", "9.50", "*9.00"],
     ]  # fmt: skip
-    assert "as shown windows" in table.settings
+    assert "windows, as many as shown, of 256 tokens" in table.settings
 
 
 def test_spread_is_the_range_over_seeds(tmp_path):
@@ -90,15 +91,6 @@ def test_a_main_grid_that_varies_more_falls_back_to_what_varies(tmp_path):
     rows = [sr.row(samples=n, grids=["main"], perplexity=sr.perplexity(9.0)) for n in (8, 16)]
     made = document(read_results(sr.write(tmp_path, rows)))
     assert "Grid main" in [section.title for section in made.sections]
-
-
-def test_fit_and_held_out_errors_are_means_over_modules(tmp_path):
-    sites = [
-        {"site": "mlp", "block": b, "error_after": 0.1 + 0.1 * b, "holdout_after": 0.3}
-        for b in range(2)
-    ]
-    table = overfitting_table(grid(tmp_path, [sr.row(sites=sites, grids=["g"])], "g"))
-    assert texts(table)[0][4:] == ["mlp", "0.1500", "0.3000", "2.00", "–"]
 
 
 def test_only_rises_beyond_rounding_count():
@@ -159,29 +151,18 @@ def test_a_mean_over_more_than_seeds_says_over_what(tmp_path):
     assert "a: mean of 2 cells that differ in alpha" in notes
 
 
-def fitted(samples, compensation, fit, held):
-    return sr.row(
-        grids=["overfitting"], compensation=compensation, samples=samples, holdout=0.2,
-        sites=[{"site": "mlp", "error_after": fit, "holdout_after": held, "holdout_before": 1.0}],
-    )  # fmt: skip
+def test_modules_that_ran_into_the_cap_are_counted(tmp_path):
+    def capped(rounds, solver, *taken):
+        sites = [{"site": "mlp", "rounds": n} for n in taken]
+        return sr.row(grids=["rounds"], options={"rounds": rounds, "solver": solver}, sites=sites)
 
-
-def test_over_fitting_is_shown_for_every_number_of_windows(tmp_path):
-    """The ready grid `overfitting` has three of them, and their mean says nothing."""
     rows = [
-        fitted(n, c, fit, held)
-        for n, c, fit, held in (
-            (10, "rcpu", 0.2, 0.4), (10, "coec", 0.1, 0.4), (160, "rcpu", 0.3, 0.3),
-            (160, "coec", 0.2, 0.25),
-        )
+        capped(1, "joint", 1, 1), capped(50, "joint", 7, 50),
+        capped(1, "gradient", 1, 0), capped(50, "gradient", 3, 9),
     ]  # fmt: skip
-    found = grid(tmp_path, rows, "overfitting")
-    table = overfitting_table(found)
-    assert [(r[3].text, r[4].text, r[6].text, r[7].text) for r in table.rows] == [
-        ("rcpu", "10", "0.2000", "0.4000"), ("rcpu", "160", "0.3000", "0.3000"),
-        ("coec", "10", "0.1000", "0.4000"), ("coec", "160", "0.2000", "0.2500"),
+    table = cap_table(grid(tmp_path, rows, "rounds"))
+    assert table.heads == ("Model", "solver", "Cap 1", "Cap 50")
+    assert texts(table) == [
+        ["wt2-llama", "joint", "2 of 2", "1 of 2"], ["wt2-llama", "gradient", "1 of 2", "0 of 2"],
     ]  # fmt: skip
-    (panel,) = figures.overfitting_figure(found).panels
-    assert [text for _, text in panel.y_ticks] == [
-        "rcpu, samples = 10", "rcpu, samples = 160", "coec, samples = 10", "coec, samples = 160",
-    ]  # fmt: skip
+    assert cap_table(grid(tmp_path, [sr.row(grids=["rounds"])], "rounds")) is None

@@ -4,14 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coec.experiments.reporting import figures, inside, paper, record
+from coec.experiments.reporting import figures, inside, overfitting, paper, record, rescaling
 from coec.experiments.reporting.comparison import comparison_tables, fits, pair_table
+from coec.experiments.reporting.cost import cost_table
 from coec.experiments.reporting.plots import Figure
 from coec.experiments.reporting.results import Results, Row
 from coec.experiments.reporting.tables import SHOWN, Table
 from coec.experiments.reporting.tasks import zero_shot_tables
 from coec.experiments.reporting.variation import (
     ablation_tables,
+    cap_table,
     curve_tables,
     generic_table,
     seed_tables,
@@ -22,10 +24,11 @@ CURVES = {
     "alpha": ("alpha", "Tempering exponent α"),
     "lambda-a": ("lambda_a", "Alignment weight λ_a"),
     "delta": ("delta", "Stopping tolerance δ"),
+    "rounds": ("rounds", "Cap on the rounds"),
 }
 """Grids that vary one setting: which, and what it is called."""
 
-READY = ("main", "ablation", "seeds", "overfitting", *CURVES)
+READY = ("main", "ablation", "seeds", "rescale-ridge", "overfitting", *CURVES)
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,13 @@ def document(results: Results, *, compare: bool = False) -> Document:
         _main(results),
         _ablation(results, compare),
         *(_curve(results, grid) for grid in CURVES),
+        _ridge(results),
         _seeds(results, compare),
         _overfitting(results),
         *_others(results),
         _section("Zero-shot accuracy by task", "tasks", zero_shot_tables(rows)),
         _inside(results),
+        _section("Cost", "cost", [cost_table(rows)]),
         _paper(rows) if compare else None,
         _record(rows),
     ]
@@ -90,7 +95,7 @@ def _section(
     return Section(
         title,
         anchor,
-        tuple(table for table in tables if table is not None),
+        tuple(table.without_empty_columns() for table in tables if table is not None),
         tuple(figure for figure in drawn if figure is not None),
         tuple(text),
     )
@@ -124,7 +129,8 @@ def _ablation(results: Results, compare: bool) -> Section | None:
 def _curve(results: Results, grid: str) -> Section:
     rows = results.grid(grid)
     name, title = CURVES[grid]
-    tables = [table for metric in SHOWN for table in curve_tables(rows, name, metric)]
+    tables: list[Table | None] = [t for m in SHOWN for t in curve_tables(rows, name, m)]
+    tables += [cap_table(rows)] if name == "rounds" else []
     figure = figures.setting_figure(rows, name, f"Perplexity by {name}")
     text = ["Bold marks the best of a row, as printed."] if tables else []
     return _section(title, grid, tables, [figure], text)
@@ -137,10 +143,19 @@ def _seeds(results: Results, compare: bool) -> Section:
     return _section("Seeds", "seeds", tables)
 
 
+def _ridge(results: Results) -> Section:
+    rows = results.grid("rescale-ridge")
+    tables = [table for metric in SHOWN for table in rescaling.ridge_tables(rows, metric)]
+    text = [rescaling.EXPLAINED] if tables else []
+    drawn = [rescaling.ridge_figure(rows)]
+    return _section("Ridge of the rescale", "rescale-ridge", tables, drawn, text)
+
+
 def _overfitting(results: Results) -> Section:
     rows = results.grid("overfitting") or tuple(r for r in results.rows if not r.dense)
-    table, figure = inside.overfitting_table(rows), figures.overfitting_figure(rows)
-    return _section("Fit and held-out error", "overfitting", [table], [figure])
+    tables, figure = overfitting.overfitting_tables(rows), overfitting.overfitting_figure(rows)
+    text = [overfitting.EXPLAINED] if tables else []
+    return _section("Fit and held-out error", "overfitting", tables, [figure], text)
 
 
 def _others(results: Results) -> list[Section]:
@@ -164,7 +179,9 @@ def _inside(results: Results) -> Section:
         figures.block_figure(pruned),
         figures.angle_figure(angled),
     ]
-    return _section("Inside the modules", "inside", [inside.geometry_table(angled)], drawn)
+    tables = [inside.geometry_table(angled)]
+    text = [figures.SEVERAL] if any(drawn[1:]) else []
+    return _section("Inside the modules", "inside", tables, drawn, text)
 
 
 def _paper(rows: Sequence[Row]) -> Section:

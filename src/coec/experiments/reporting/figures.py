@@ -2,11 +2,12 @@
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from coec.experiments.reporting.comparison import in_order
-from coec.experiments.reporting.inside import curves, falling, mean_over_sites
-from coec.experiments.reporting.plots import ROLES, Curve, Figure, Panel, Scale
+from coec.experiments.reporting.inside import SITES, curves, falling
+from coec.experiments.reporting.plots import Curve, Figure, Panel, Scale, role
 from coec.experiments.reporting.protocol import protocol
 from coec.experiments.reporting.results import Results, Row, number
 from coec.experiments.reporting.tables import (
@@ -21,15 +22,9 @@ from coec.experiments.reporting.tables import (
 LINES = 300
 """Curves drawn in one panel; of more, evenly spaced ones."""
 
-SEVERAL = "Of several cells of one repair, the one of lowest perplexity."
-SITES = {"attention": "attention output", "mlp": "MLP"}
+SEVERAL = "By block, of several cells of one repair the one of lowest perplexity is drawn."
 MARKERS = {"none": "o", "bias": "s", "least-squares": "D", "rcpu": "^", "coec": "o"}
 LINE_STYLES = ("-", "--", ":", "-.")
-
-
-def role(compensation: str) -> str:
-    """The colour of a compensation."""
-    return compensation if compensation in ROLES else "other"
 
 
 def _mean_perplexity(rows: Iterable[Row]) -> float | None:
@@ -46,7 +41,7 @@ def setting_figure(rows: Sequence[Row], name: str, title: str) -> Figure | None:
     values = sorted({float(row.setting(name)) for row in known})
     if len(values) < 2:
         return None
-    place, scale = _places(values)
+    place, scale = places(values)
     ticks = tuple((place[value], value_text(value)) for value in values)
     panels = []
     ordered = sorted(known, key=lambda r: (r.sparsity, in_order(r)))
@@ -63,7 +58,7 @@ def _by_model(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     return list(grouped(rows, lambda r: r.model).items())
 
 
-def _places(values: Sequence[float]) -> tuple[dict[float, float], Scale]:
+def places(values: Sequence[float]) -> tuple[dict[float, float], Scale]:
     """Where values lie: a wide range is logarithmic, or evenly spaced if it holds a zero."""
     positive = [value for value in values if value > 0]
     wide = bool(positive) and positive[-1] >= 8 * positive[0]
@@ -170,9 +165,11 @@ def _convergence_panel(model: str, relative: Sequence[Sequence[float]]) -> Panel
     step = -(-len(relative) // LINES)
     shown = relative[::step]
     grey = [Curve(range(len(v)), v, role="faint", width=0.7) for v in shown]
-    blue = Curve(range(longest), mean, f"mean of {len(relative)} modules", "mean", width=2.2)
+    grey[0] = replace(grey[0], label="a module")
+    blue = Curve(range(longest), mean, "mean of the modules", "mean", width=2.2)
     label = "0: slice; 1: left rotation and rescale; then rounds"
-    return Panel(model, (*grey, blue), label, "tempered error / slice's", x_whole=True)
+    title = f"{model}, {len(relative)} modules"
+    return Panel(title, (*grey, blue), label, "tempered error / slice's", x_whole=True)
 
 
 def _falling(rows: Sequence[Row], name: str) -> str:
@@ -191,50 +188,6 @@ def _left_out(rows: Sequence[Row]) -> list[str]:
             "all of them."
         )
     return sentences
-
-
-def overfitting_figure(rows: Sequence[Row]) -> Figure | None:
-    """Fit and held-out error of every repair, a panel per model, sparsity and site."""
-    panels = []
-    held_out = [row for row in rows if any(s.get("holdout_after") is not None for s in row.sites)]
-    ordered = sorted(held_out, key=lambda r: (r.model, r.sparsity, in_order(r)))
-    for (model, sparsity), found in grouped(ordered, lambda r: (r.model, r.sparsity)).items():
-        for site, name in SITES.items():
-            panel = _fit_panel(found, site, f"{model}, {percent(sparsity)}, {name}")
-            if panel is not None:
-                panels.append(panel)
-    if not panels:
-        return None
-    caption = "Means over the modules of a site. The longer the bar, the more a repair overfits."
-    title = "Fit against held-out error"
-    return Figure(title, tuple(panels), (caption,), protocol(rows))
-
-
-def _fit_panel(rows: Sequence[Row], site: str, title: str) -> Panel | None:
-    points = []
-
-    def method(r: Row) -> tuple[Any, ...]:
-        return r.setting("selection"), str(r.setting("compensation"))
-
-    others = [*["selection"] * (len({s for s, _ in map(method, rows)}) > 1)]
-    others += varying_within(rows, method)
-    by_repair = grouped(rows, lambda r: (method(r)[1], described(r, others)))
-    for (compensation, differs), found in by_repair.items():
-        fit = mean_over_sites(found, site, "error_after")
-        held = mean_over_sites(found, site, "holdout_after")
-        if fit is not None and held is not None:
-            points.append((compensation, differs, fit, held))
-    if not points:
-        return None
-    places = range(len(points), 0, -1)
-    bars = [
-        Curve([fit, held], [y, y], role=role(name), width=2.4)
-        for y, (name, _, fit, held) in zip(places, points)
-    ]
-    fits = Curve([p[2] for p in points], list(places), "fit", "ink", "", "o", hollow=True)
-    helds = Curve([p[3] for p in points], list(places), "held out", "ink", "", "o")
-    ticks = tuple((float(y), point[0] + point[1]) for y, point in zip(places, points))
-    return Panel(title, (*bars, fits, helds), "relative output error", "", y_ticks=ticks)
 
 
 def block_figure(rows: Sequence[Row]) -> Figure | None:
@@ -260,7 +213,7 @@ def block_figure(rows: Sequence[Row]) -> Figure | None:
         f"Units kept by {first.setting('selection')} at {percent(first.sparsity)} sparsity, on the "
         "calibration data."
     )
-    return Figure("Error by block", tuple(panels), (caption, SEVERAL), protocol(chosen))
+    return Figure("Error by block", tuple(panels), (caption,), protocol(chosen))
 
 
 def _block_panel(title: str, lines: tuple[Curve, ...], y_label: str) -> Panel:
@@ -331,7 +284,7 @@ def angle_figure(rows: Sequence[Row]) -> Figure | None:
         f"{last.setting('selection')} + {last.setting('compensation')} at "
         f"{percent(last.sparsity)} sparsity."
     )
-    return Figure("Principal angles by block", tuple(panels), (caption, SEVERAL), protocol(chosen))
+    return Figure("Principal angles by block", tuple(panels), (caption,), protocol(chosen))
 
 
 def _angles(row: Row, site: str, name: str) -> tuple[list[float], list[float]]:

@@ -1,11 +1,10 @@
-"""What happened inside the modules: fit against held-out error, angles, convergence."""
+"""What happened inside the modules: angles, convergence."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from coec.experiments.reporting.comparison import in_order
 from coec.experiments.reporting.protocol import protocol
 from coec.experiments.reporting.results import Row, number
 from coec.experiments.reporting.tables import (
@@ -13,13 +12,12 @@ from coec.experiments.reporting.tables import (
     Cell,
     Table,
     amount,
-    grouped,
     method_name,
-    percent,
     significant,
-    value_text,
-    varying_within,
 )
+
+SITES = {"attention": "attention output", "mlp": "MLP"}
+"""The kinds of modules that a repair writes, with what a reader calls them."""
 
 RISE = 1e-9
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23}
@@ -32,50 +30,6 @@ def mean_over_sites(rows: Iterable[Row], site: str, name: str) -> float | None:
     values = [number(s.get(name)) for row in rows for s in row.sites if s.get("site") == site]
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
-
-
-def overfitting_table(rows: Sequence[Row]) -> Table | None:
-    """Error on the calibration windows and on held-out ones, means over the modules."""
-    body = []
-    held_out = [row for row in rows if any(s.get("holdout_after") is not None for s in row.sites)]
-    ordered = sorted(held_out, key=lambda r: (r.model, r.sparsity, in_order(r)))
-    others = varying_within(ordered, _place)
-
-    def key(r: Row) -> tuple[Any, ...]:
-        return (*_place(r), *(value_text(r.setting(other)) for other in others))
-
-    for (model, sparsity, *texts), found in grouped(ordered, key).items():
-        for site in ("attention", "mlp"):
-            fit = mean_over_sites(found, site, "error_after")
-            held = mean_over_sites(found, site, "holdout_after")
-            sliced = mean_over_sites(found, site, "holdout_before")
-            if fit is None or held is None:
-                continue
-            labels = (Cell(model), Cell(percent(sparsity), sparsity), *map(Cell, texts))
-            ratio = held / fit if fit > 0 else None
-            body.append((
-                *labels, Cell(site), amount(fit, 4), amount(held, 4),
-                amount(ratio, 2), amount(sliced, 4),
-            ))  # fmt: skip
-    if not body:
-        return None
-    heads = (
-        "Model", "Sparsity", "Selection", "Compensation", *others, "Site", "Fit", "Held out",
-        "Held out / fit", "Slice, held out",
-    )  # fmt: skip
-    return Table(
-        "Relative output error where the repair was fitted, and on held-out windows",
-        heads,
-        tuple(body),
-        labels=5 + len(others),
-        notes=("Means over the modules of a site; lower is better.",),
-        settings=protocol(rows),
-    )
-
-
-def _place(row: Row) -> tuple[str, float, str, str]:
-    selection, compensation = str(row.setting("selection")), str(row.setting("compensation"))
-    return row.model, row.sparsity, selection, compensation
 
 
 def has_geometry(row: Row) -> bool:

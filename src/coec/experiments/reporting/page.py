@@ -1,13 +1,18 @@
 """A document as one HTML file that asks nobody for anything."""
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
+from string import ascii_uppercase
 
 from coec.errors import OptionError
-from coec.experiments.reporting.document import Document
-from coec.experiments.reporting.plots import check_matplotlib, svg
+from coec.experiments.reporting.document import Document, Section
+from coec.experiments.reporting.plots import check_matplotlib, svg, swatch
 from coec.experiments.reporting.tables import Cell
 
 ASSETS = Path(__file__).parent / "assets"
+OWN = re.compile(r"[a-z][\w.-]*: ")
+"""How a sentence begins that is about one table: with a footnote's letter or a method's name."""
 
 
 def check_page() -> None:
@@ -39,11 +44,40 @@ def html(document: Document) -> str:
     return environment.get_template("report.html.j2").render(
         document=document,
         drawings=drawings,
+        swatch=swatch,
+        lettered=_lettered,
+        Said=_Said,
         sort_key=_sort_key,
         style=(ASSETS / "report.css").read_text(encoding="utf-8"),
         script=(ASSETS / "report.js").read_text(encoding="utf-8"),
     )
 
 
+class _Said:
+    """What a section has said; a sentence that stands further up is not said again.
+
+    Footnotes, and sentences about what they name first, belong to one table and are.
+    """
+
+    def __init__(self) -> None:
+        self.sentences: set[str] = set()
+
+    def news(self, sentences: Iterable[str]) -> list[str]:
+        """Those of the sentences that are to be shown."""
+        shown = [s for s in sentences if OWN.match(s) or s not in self.sentences]
+        self.sentences.update(shown)
+        return shown
+
+
 def _sort_key(cell: Cell) -> str:
     return cell.text if cell.value is None else repr(cell.value)
+
+
+def _lettered(section: Section) -> dict[str, str]:
+    """What the numbers of a section were measured under: every text once, with a letter.
+
+    Tables and figures name the letter; where there is only one text there is none to name.
+    """
+    texts = [f.settings for f in section.figures] + [t.settings for t in section.tables]
+    given = [text for text in dict.fromkeys(texts) if text]
+    return {text: ascii_uppercase[i] if len(given) > 1 else "" for i, text in enumerate(given)}

@@ -1,13 +1,14 @@
 """The paper's printed numbers, and tables that set ours beside them."""
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from coec.experiments.reporting.comparison import in_order
+from coec.experiments.reporting.cost import GIB, gflops, memory
 from coec.experiments.reporting.protocol import protocol
 from coec.experiments.reporting.results import Metric, Row
 from coec.experiments.reporting.tables import (
@@ -99,7 +100,9 @@ def paper_table(rows: Sequence[Row]) -> Table | None:
         body.append(
             (*labels, *_beside(found, "perplexity", notes), *_beside(found, "zero_shot", notes))
         )
-    heads = ("Model", "Method", "Perplexity", "paper", "Zero-shot, %", "paper")
+    heads = (
+        "Model", "Method", "Perplexity", "Perplexity, paper", "Zero-shot, %", "Zero-shot, paper, %",
+    )  # fmt: skip
     return Table(
         "Beside the paper",
         heads,
@@ -171,7 +174,7 @@ def with_paper_seeds(table: Table) -> Table:
 
 
 def efficiency_table(rows: Sequence[Row]) -> Table | None:
-    """Parameters before and after beside the paper's, for the models whose cost it prints."""
+    """Cost before and after pruning beside the paper's, for the models whose cost it prints."""
     source = paper()["efficiency"]
     costs = {normal_name(model): cost for model, cost in source["models"].items()}
     found = {
@@ -183,14 +186,35 @@ def efficiency_table(rows: Sequence[Row]) -> Table | None:
     }
     if not found:
         return None
-    body = tuple(
-        (
-            Cell(model),
-            *(amount(row.parameters[name] / 1e9) for name in ("before", "after")),
-            *(amount(value) for value in costs[normal_name(model)]["parameters"]),
-        )
+    dense = {row.model: row for row in rows if row.dense}
+    body = [
+        line
         for model, row in found.items()
-    )
-    heads = ("Model", "Dense", "Pruned", "Paper, dense", "Paper, pruned")
-    title = f"Billions of parameters at {percent(source['sparsity'])} sparsity"
-    return Table(title, heads, body, settings=differences(list(found.values())))
+        for line in _costs(row, dense.get(model), costs[normal_name(model)])
+    ]
+    heads = ("Model", "Cost", "Dense", "Pruned", "Kept", "Paper, dense", "Paper, pruned", "Kept")
+    title = f"Cost at {percent(source['sparsity'])} sparsity"
+    used = list(found.values())
+    return Table(title, heads, tuple(body), labels=2, settings=differences(used))
+
+
+def _costs(
+    row: Row, dense: Row | None, theirs: Mapping[str, Sequence[float]]
+) -> Iterator[tuple[Cell, ...]]:
+    """Parameters, operations and memory of one model: ours, the paper's, and what was kept."""
+    sizes = [row.parameters[name] for name in ("before", "after")]
+    held = [memory([dense] if dense else []), memory([row])]
+    for name, key, ours in (
+        ("Parameters, billions", "parameters", [size / 1e9 for size in sizes]),
+        ("GFLOPs per token", "gflops", [gflops(size) for size in sizes]),
+        ("Memory, GiB (the paper: GB)", "memory", [h and h / GIB for h in held]),
+    ):
+        cells = [cell for pair in (ours, theirs[key]) for cell in _before_and_after(pair)]
+        yield Cell(row.model), Cell(name), *cells
+
+
+def _before_and_after(pair: Sequence[float | None]) -> tuple[Cell, ...]:
+    before, after = pair
+    kept = after / before if before and after else None
+    share = Cell(ABSENT) if kept is None else Cell(f"{100 * kept:.1f} %", kept)
+    return amount(before), amount(after), share

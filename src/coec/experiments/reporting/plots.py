@@ -2,7 +2,6 @@
 
 import io
 import re
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,9 +16,18 @@ ROLES = (
 )  # fmt: skip
 """What is drawn in a colour of its own; the page defines `--plot-ROLE`, light and dark."""
 
+
+def role(compensation: str) -> str:
+    """The colour of a compensation."""
+    return compensation if compensation in ROLES else "other"
+
+
 _SENTINELS = {role: f"#0102{index + 16:02x}" for index, role in enumerate(ROLES)}
-WIDTH, HEIGHT = 3.7, 2.9
+WIDTH, HEIGHT = 4.0, 2.7
 """Of one panel, in inches of 72 points."""
+
+LINE = 0.21
+"""Height of a line of text beside a panel that has one per row, in inches."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,16 @@ class Figure:
     caption: tuple[str, ...] = ()
     settings: str = ""
 
+    @property
+    def legend(self) -> tuple[Curve, ...]:
+        """A curve for everything that is drawn and named, once for all panels."""
+        named = [curve for panel in self.panels for curve in panel.curves if curve.label]
+        return tuple({_key(curve): curve for curve in reversed(named)}.values())[::-1]
+
+
+def _key(curve: Curve) -> tuple[Any, ...]:
+    return curve.label, curve.role, curve.line, curve.marker, curve.hollow
+
 
 def check_matplotlib() -> None:
     """Raises OptionError, which names what to install, where matplotlib is missing."""
@@ -78,14 +96,15 @@ def svg(panel: Panel, prefix: str) -> str:
     from matplotlib.figure import Figure as Canvas
 
     settings: Any = {
-        "svg.fonttype": "none", "svg.hashsalt": prefix, "font.size": 9, "axes.linewidth": 0.8,
+        "svg.fonttype": "none", "svg.hashsalt": prefix, "font.size": 9.5, "axes.linewidth": 0.8,
         "text.color": _SENTINELS["ink"], "axes.edgecolor": _SENTINELS["muted"],
         "axes.labelcolor": _SENTINELS["ink"], "xtick.color": _SENTINELS["muted"],
         "ytick.color": _SENTINELS["muted"], "xtick.labelcolor": _SENTINELS["ink"],
         "ytick.labelcolor": _SENTINELS["ink"], "grid.color": _SENTINELS["grid"],
     }  # fmt: skip
     with rc_context(settings):
-        canvas = Canvas(figsize=(WIDTH, HEIGHT), layout="constrained")
+        height = max(HEIGHT, 0.7 + LINE * len(panel.y_ticks))
+        canvas = Canvas(figsize=(WIDTH, height), layout="constrained")
         axes = canvas.subplots()
         _plot(axes, panel)
         _dress(axes, panel)
@@ -94,12 +113,39 @@ def svg(panel: Panel, prefix: str) -> str:
     return _themed(buffer.getvalue(), prefix, panel)
 
 
+DASHES = {"-": "none", "--": "7 3", ":": "2 3", "-.": "7 3 2 3"}
+SHAPES = {
+    "o": '<circle cx="16" cy="7" r="4"/>',
+    "s": '<rect x="12" y="3" width="8" height="8"/>',
+    "D": '<path d="M16 2l5 5-5 5-5-5z"/>',
+    "^": '<path d="M16 2.5l4.5 8h-9z"/>',
+    "*": '<path d="M16 1l1.8 4 4.4.4-3.3 2.9 1 4.3-3.9-2.3-3.9 2.3 1-4.3-3.3-2.9 4.4-.4z"/>',
+}
+"""How the page draws a line and a marker in a legend; what matplotlib calls them."""
+
+
+def swatch(curve: Curve) -> str:
+    """The line and marker of a curve, to stand beside its label."""
+    colour = f"var(--plot-{curve.role})"
+    line = (
+        f'<path d="M0 7h32" stroke-width="2" stroke-dasharray="{DASHES[curve.line]}"/>'
+        if curve.line
+        else ""
+    )
+    shape = SHAPES.get(curve.marker, "")
+    fill = "none" if curve.hollow else colour
+    return (
+        f'<svg viewBox="0 0 32 14" width="32" height="14" aria-hidden="true" '
+        f'style="stroke: {colour}; fill: {fill}">{line}{shape}</svg>'
+    )
+
+
 def _plot(axes: Any, panel: Panel) -> None:
     for curve in panel.curves:
         colour = _SENTINELS[curve.role]
         axes.plot(
-            curve.x, curve.y, linestyle=curve.line or "none", label=curve.label or "_",
-            color=colour, marker=curve.marker, markersize=4.5, linewidth=curve.width,
+            curve.x, curve.y, linestyle=curve.line or "none", color=colour, marker=curve.marker,
+            markersize=5, linewidth=curve.width,
             markerfacecolor="none" if curve.hollow else colour,
         )  # fmt: skip
 
@@ -108,19 +154,16 @@ def _dress(axes: Any, panel: Panel) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
-    axes.set_title(textwrap.fill(panel.title, 40), fontsize=9.5, loc="left")
     _scale(axes.xaxis, panel.x_scale, panel.x_ticks)
     _scale(axes.yaxis, panel.y_scale, panel.y_ticks)
     if panel.x_whole:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if panel.from_zero:
         axes.set_ylim(bottom=0)
-    axes.margins(y=0.12)
+    axes.margins(y=0.5 / len(panel.y_ticks) if panel.y_ticks else 0.08)
     axes.grid(axis="x" if panel.y_ticks and not panel.x_ticks else "y", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    if any(curve.label for curve in panel.curves):
-        axes.legend(frameon=False, fontsize=7.5, labelspacing=0.3)
 
 
 def _scale(axis: Any, scale: Scale, ticks: tuple[tuple[float, str], ...]) -> None:

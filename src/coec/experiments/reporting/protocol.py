@@ -65,9 +65,9 @@ def _calibration(rows: Sequence[Row], varies: Sequence[str]) -> str:
     }
     seeds = f", seed {shown['seed']}" if shown["seed"] else ""
     held = f", {shown['holdout']} of the windows held out" if _held_out(pruned) else ""
+    count = "windows, as many as shown," if "samples" in varies else f"{shown['samples']} windows"
     return (
-        f"Calibration: {shown['calibration']}, {shown['samples']} windows of "
-        f"{shown['seq_len']} tokens{seeds}{held}."
+        f"Calibration: {shown['calibration']}, {count} of {shown['seq_len']} tokens{seeds}{held}."
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from coec.experiments.reporting.comparison import in_order
+from coec.experiments.reporting.cost import GIB
 from coec.experiments.reporting.protocol import DIGEST, listed, protocol
 from coec.experiments.reporting.results import Results, Row, number
 from coec.experiments.reporting.tables import (
@@ -22,7 +23,6 @@ from coec.experiments.reporting.tables import (
     varying,
 )
 
-GIB = 2**30
 ENVIRONMENT = ("coec", "python", "torch", "transformers", "device", "machine")
 
 

@@ -15,7 +15,8 @@ Metric = Literal["perplexity", "zero_shot"]
 _KINDS: dict[str, type] = {
     "cell": str, "model": str, "settings": dict, "grids": list, "labels": dict, "error": str,
     "perplexity": dict, "zero_shot": dict, "parameters": dict, "sites": list, "overlap": dict,
-    "calibration": dict, "seconds": dict, "peak_memory_bytes": int, "environment": dict,
+    "calibration": dict, "cost": dict, "seconds": dict, "peak_memory_bytes": int,
+    "environment": dict,
 }  # fmt: skip
 _REQUIRED = ("cell", "model", "settings")
 
@@ -32,7 +33,7 @@ class Row:
             model's own row has sparsity 0 and compensation `dense`.
         grids: the grids that the cell belongs to.
         labels: what a grid calls the cell, where it names its rows.
-        perplexity, zero_shot, parameters, sites, overlap, calibration, seconds,
+        perplexity, zero_shot, parameters, cost, sites, overlap, calibration, seconds,
         peak_memory_bytes, environment: as the sweep measured them; empty where it did not.
     """
 
@@ -46,6 +47,7 @@ class Row:
     perplexity: Mapping[str, Any] = field(default_factory=dict)
     zero_shot: Mapping[str, Any] = field(default_factory=dict)
     parameters: Mapping[str, int] = field(default_factory=dict)
+    cost: Mapping[str, Any] = field(default_factory=dict)
     sites: tuple[Mapping[str, Any], ...] = ()
     overlap: Mapping[str, Any] = field(default_factory=dict)
     calibration: Mapping[str, Any] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
@@ -59,6 +59,16 @@ class Table:
         for row in self.rows:
             if len(row) != len(self.heads):
                 raise ValueError(f"{self.title}: {len(row)} cells under {len(self.heads)} heads")
+
+    def without_empty_columns(self) -> "Table":
+        """Only the columns in which some row has something to say."""
+        kept = [i for i in range(len(self.heads)) if any(r[i].text != ABSENT for r in self.rows)]
+        return replace(
+            self,
+            heads=tuple(self.heads[i] for i in kept),
+            rows=tuple(tuple(row[i] for i in kept) for row in self.rows),
+            labels=sum(i < self.labels for i in kept),
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Heads, texts and values, ready for JSON."""
@@ -180,6 +190,20 @@ def better(metric: Metric, one: Cell, other: Cell) -> int:
     digits, lower = SHOWN[metric][1], SHOWN[metric][2] == "lower"
     difference = round(other.value, digits) - round(one.value, digits)
     return (difference > 0) - (difference < 0) if lower else (difference < 0) - (difference > 0)
+
+
+def lowest_bold(
+    body: Sequence[Sequence[Cell]], columns: Iterable[int], digits: int
+) -> tuple[tuple[Cell, ...], ...]:
+    """The lines with the lowest value of each of those columns in bold; of a tie, all."""
+    lines = [list(line) for line in body]
+    for column in columns:
+        known = [v for line in lines if (v := line[column].value) is not None]
+        for line in lines if len(known) > 1 else []:
+            value = line[column].value
+            best = value is not None and round(value, digits) == round(min(known), digits)
+            line[column] = replace(line[column], bold=best)
+    return tuple(map(tuple, lines))
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:

@@ -116,6 +116,35 @@ def _curve(rows: Sequence[Row], name: str, metric: Metric, title: str) -> Table:
     )  # fmt: skip
 
 
+def cap_table(rows: Sequence[Row]) -> Table | None:
+    """How many modules went on until the cap on the rounds; elsewhere a higher cap does nothing."""
+    caps = sorted({row.setting("rounds") for row in rows if row.setting("rounds") is not None})
+    counted = [row for row in rows if any("rounds" in site for site in row.sites)]
+    if not caps or not counted:
+        return None
+    others = [name for name in varying_within(counted, _method) if name != "rounds"]
+
+    def method(r: Row) -> tuple[str, ...]:
+        return r.model, *(value_text(r.setting(other)) for other in others)
+
+    body = []
+    for texts, found in grouped(counted, method).items():
+        by_cap = grouped(found, lambda r: r.setting("rounds"))
+        body.append((*map(Cell, texts), *(_capped(by_cap.get(cap, [])) for cap in caps)))
+    heads = ("Model", *others, *(f"Cap {cap}" for cap in caps))
+    used = protocol(rows, varies=("rounds", *others))
+    title = "Modules that ran into the cap on the rounds"
+    return Table(title, heads, tuple(body), labels=1 + len(others), settings=used)
+
+
+def _capped(rows: Sequence[Row]) -> Cell:
+    taken = [
+        (s["rounds"], row.setting("rounds")) for row in rows for s in row.sites if "rounds" in s
+    ]
+    reached = sum(rounds >= cap for rounds, cap in taken)
+    return Cell(f"{reached} of {len(taken)}", reached / len(taken)) if taken else Cell(ABSENT)
+
+
 def _method(row: Row) -> tuple[float, str, str]:
     return row.sparsity, str(row.setting("selection")), str(row.setting("compensation"))
 

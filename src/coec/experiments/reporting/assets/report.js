@@ -32,3 +32,38 @@ for (const table of document.querySelectorAll("table")) {
     });
   });
 }
+
+// A table that is wider than its box says so while there is more to the right, and as many of its
+// first columns as leave most of the box to the numbers stay in sight.
+const LABELS = 0.55;
+for (const frame of document.querySelectorAll(".frame")) {
+  const box = frame.querySelector(".scroll");
+  const rows = [...box.querySelectorAll("tr")];
+  const labels = rows[rows.length - 1].querySelectorAll("th").length;
+  const stick = () => {
+    const wide = box.scrollWidth > box.clientWidth + 1;
+    frame.classList.toggle("wide", wide);
+    let left = 0;
+    for (let column = 0; column < labels; column += 1) {
+      const width = rows[0].cells[column].offsetWidth;
+      const stays = wide && (column === 0 || left + width <= LABELS * box.clientWidth) && left >= 0;
+      for (const row of rows) {
+        row.cells[column].classList.toggle("stuck", stays);
+        row.cells[column].style.left = stays ? `${left}px` : "";
+      }
+      left = stays ? left + width : -1;
+    }
+    const stuck = rows[0].querySelectorAll(".stuck").length;
+    for (const row of rows) {
+      [...row.cells].forEach((cell, column) => cell.classList.toggle("edge", column === stuck - 1));
+    }
+    show();
+  };
+  const show = () => {
+    const rest = box.scrollWidth - box.clientWidth - box.scrollLeft;
+    frame.classList.toggle("more", rest > 1);
+  };
+  box.addEventListener("scroll", show, { passive: true });
+  new ResizeObserver(stick).observe(box);
+  stick();
+}
