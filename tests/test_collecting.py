@@ -9,7 +9,7 @@ import tiny_models as tm
 from coec.calibration.statistics import Statistics
 from coec.calibration.tokens import Stream, hold_out, sample_windows
 from coec.errors import CalibrationError, OptionError, OutputError
-from coec.models.checkpoint import Checkpoint
+from coec.models.dense import Dense
 
 IDS = torch.randint(2, tm.VOCABULARY, (12, 24), generator=torch.Generator().manual_seed(5))
 SETTINGS = {"calibration": IDS, "samples": 10, "seq_len": 24}
@@ -66,7 +66,7 @@ def test_a_fraction_that_leaves_a_side_empty_is_refused(fraction):
 
 def test_statistics_add_up_to_those_of_all_windows(model, saved, tmp_path):
     whole = coec.collect(model, tmp_path / "whole", **SETTINGS)
-    checkpoint = Checkpoint.open(model)
+    checkpoint = Dense.open(model)
     cpu = torch.device("cpu")
     parts = zip(whole.blocks(checkpoint, cpu), saved.blocks(checkpoint, cpu), strict=True)
     for one, two in parts:
@@ -85,7 +85,7 @@ def test_the_held_out_error_is_that_of_the_held_out_activations(model, saved, tm
         model, tmp_path / "out", statistics=saved.folder, holdout=0.2, sparsity=0.4,
         compensation="bias", **SETTINGS,
     )  # fmt: skip
-    kept = load_file(tmp_path / "out" / "kept.safetensors")["layers.1.mlp"]
+    kept = load_file(tmp_path / "out" / "coec/kept.safetensors")["layers.1.mlp"]
     windows = sample_windows(
         Stream(IDS, "tensor", ""), samples=10, seq_len=24, seed=0, vocabulary=tm.VOCABULARY
     )

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 import coec
 import tiny_models as tm
 from coec.errors import OptionError
-from coec.models import checkpoint as checkpoint_module
-from coec.models.checkpoint import Checkpoint
+from coec.models import shards as shards_module
+from coec.models.dense import Dense
 from coec.recipe import Recipe
 from coec.types import Compensation
 
@@ -30,7 +30,7 @@ def tokens(tmp_path_factory):
 
 
 def weights(folder):
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = Dense.open(folder)
     return {name: checkpoint.tensor(name) for name in checkpoint.files}
 
 
@@ -87,7 +87,7 @@ def test_alpha_zero_writes_the_slice(dense, tokens, tmp_path):
 def test_what_is_not_compensated_keeps_its_values(dense, tokens, tmp_path):
     coec.prune(dense, tmp_path / "out", calibration=tokens, rounds=1, **SETTINGS)
     before, after = weights(dense), weights(tmp_path / "out")
-    kept = load_file(tmp_path / "out/kept.safetensors")["layers.0.mlp"]
+    kept = load_file(tmp_path / "out/coec/kept.safetensors")["layers.0.mlp"]
     for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
         assert torch.equal(before[name], after[name])
     gate = "model.layers.0.mlp.gate_proj.weight"
@@ -130,7 +130,7 @@ def test_the_card_has_the_loading_lines_and_the_recipe(dense, tokens, tmp_path):
 
 def test_kept_units_are_those_of_highest_score(dense, tokens, tmp_path):
     coec.prune(dense, tmp_path / "out", calibration=tokens, selection="magnitude", **SETTINGS)
-    kept = load_file(tmp_path / "out/kept.safetensors")["layers.1.mlp"]
+    kept = load_file(tmp_path / "out/coec/kept.safetensors")["layers.1.mlp"]
     scores = weights(dense)["model.layers.1.mlp.down_proj.weight"].norm(dim=0)
     assert kept.tolist() == scores.topk(28).indices.sort().values.tolist()
 
@@ -139,7 +139,7 @@ def test_random_units_follow_the_seed_and_differ_between_blocks(dense, tokens, t
     for out, seed in {"a": 0, "b": 0, "c": 1}.items():
         coec.prune(dense, tmp_path / out, calibration=tokens, compensation="none",
                    selection="random", seed=seed, **SETTINGS)  # fmt: skip
-    a, b, c = (load_file(tmp_path / out / "kept.safetensors") for out in "abc")
+    a, b, c = (load_file(tmp_path / out / "coec/kept.safetensors") for out in "abc")
     assert torch.equal(a["layers.0.mlp"], b["layers.0.mlp"])
     assert not torch.equal(a["layers.0.mlp"], c["layers.0.mlp"])
     assert not torch.equal(a["layers.0.mlp"], a["layers.1.mlp"])
@@ -149,7 +149,9 @@ def test_the_working_precision_does_not_choose_the_units(dense, tokens, tmp_path
     for dtype in ("float32", "float64"):
         coec.prune(dense, tmp_path / dtype, calibration=tokens, compensation="rcpu",
                    solve_dtype=dtype, **SETTINGS)  # fmt: skip
-    first, second = (load_file(tmp_path / d / "kept.safetensors") for d in ("float32", "float64"))
+    first, second = (
+        load_file(tmp_path / d / "coec/kept.safetensors") for d in ("float32", "float64")
+    )
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -207,7 +209,7 @@ def test_both_names_of_the_dtype_are_kept_true(dense, tokens, tmp_path):
 
 
 def test_many_shards_are_written_and_read(dense, tokens, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_module, "MAX_SHARD", "20KB")
+    monkeypatch.setattr(shards_module, "MAX_SHARD", "20KB")
     coec.prune(dense, tmp_path / "many", calibration=tokens, compensation="none", **SETTINGS)
     monkeypatch.undo()
     coec.prune(dense, tmp_path / "one", calibration=tokens, compensation="none", **SETTINGS)
@@ -336,7 +338,7 @@ def test_random_units_differ_between_blocks_and_seeds(dense, tokens, tmp_path):
     for out, seed in {"a": 0, "b": 0, "c": 1}.items():
         coec.prune(dense, tmp_path / out, calibration=tokens, selection="random", seed=seed,
                    compensation="none", **SETTINGS)  # fmt: skip
-        kept[out] = load_file(tmp_path / out / "kept.safetensors")
+        kept[out] = load_file(tmp_path / out / "coec/kept.safetensors")
     assert kept["a"].keys() == {
         f"layers.{i}.{site}" for i in (0, 1) for site in ("attention", "mlp")
     }
@@ -364,5 +366,5 @@ def test_what_belongs_to_the_model_travels_and_nothing_else(dense, tokens, tmp_p
         assert (tmp_path / "out" / name).read_text() == text
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
         [*carried, "README.md", "coec.json", "config.json", "generation_config.json",
-         "kept.safetensors", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+         "coec/kept.safetensors", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     )  # fmt: skip

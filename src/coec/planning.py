@@ -1,5 +1,6 @@
 """The plan: what pruning will do, from the configuration alone, in seconds."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,8 +8,8 @@ import torch
 
 from coec.compensation import adds_bias
 from coec.errors import OptionError
-from coec.models.architectures import SITES, Architecture, Shape, architecture_of
-from coec.models.checkpoint import parameter_shapes, skeleton
+from coec.models.architectures import SITES, Architecture, Shape
+from coec.models.description import Description
 from coec.models.formats import OutputFormat, choose_format
 from coec.recipe import DTYPES, Recipe
 from coec.selection import kept_count
@@ -42,16 +43,15 @@ class Plan:
     recipe: Recipe
 
     @classmethod
-    def of(cls, config: dict[str, Any], recipe: Recipe) -> "Plan":
+    def of(cls, model: Description, recipe: Recipe) -> "Plan":
         """Decides widths and output format.
 
         Raises:
             ModelError: the model cannot be pruned.
             OptionError: the recipe does not fit the model, or no format holds the result.
         """
-        architecture = architecture_of(config)
-        dense = Shape.of(config)
-        model = skeleton(config)
+        dense = model.shape
+        check_effect(dense, recipe.sparsity)
         pruned = Shape(
             layers=dense.layers,
             hidden=dense.hidden,
@@ -60,27 +60,25 @@ class Plan:
             group=dense.group,
             ffn=kept_count(dense.ffn, recipe.sparsity),
         )
-        dense_shapes = parameter_shapes(model)
         biased = adds_bias(recipe.method)
         output = choose_format(
-            config,
+            model.config,
             pruned,
-            o_proj_bias="model.layers.0.self_attn.o_proj.bias" in dense_shapes
+            o_proj_bias="model.layers.0.self_attn.o_proj.bias" in model.shapes
             or (biased and pruned.kv_heads < dense.kv_heads),
-            down_proj_bias="model.layers.0.mlp.down_proj.bias" in dense_shapes
+            down_proj_bias="model.layers.0.mlp.down_proj.bias" in model.shapes
             or (biased and pruned.ffn < dense.ffn),
         )
-        positions = int(getattr(model.config, "max_position_embeddings", DEFAULT_SEQ_LEN))
         return cls(
-            architecture,
+            model.architecture,
             dense,
             pruned,
             output,
-            dense_shapes,
-            parameter_shapes(skeleton(output.config)),
-            resolve_seq_len(recipe.seq_len, positions, DEFAULT_SEQ_LEN),
-            positions,
-            int(model.config.vocab_size),
+            model.shapes,
+            Description.of(output.config).shapes,
+            resolve_seq_len(recipe.seq_len, model.positions, DEFAULT_SEQ_LEN),
+            model.positions,
+            model.vocabulary,
             recipe,
         )
 
@@ -93,6 +91,16 @@ class Plan:
     def parameters_after(self) -> int:
         """Parameters of the pruned model, tied ones once."""
         return sum(shape.numel() for shape in self.pruned_shapes.values())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Where nothing goes, although a fraction of every site was asked for."""
+        sites = [site for site in SITES if self.pruned.units(site) == self.dense.units(site)]
+        return tuple(
+            f"nothing is removed at {site.name}: {self.recipe.sparsity:.4g} of "
+            f"{self.dense.units(site)} {site.unit}s is less than one"
+            for site in sites
+        )
 
     @property
     def _widths(self) -> list[int]:
@@ -136,8 +144,28 @@ class Plan:
                 "query_heads": {"before": self.dense.heads, "after": self.pruned.heads},
             },
             "parameters": {"before": self.parameters_before, "after": self.parameters_after},
+            "removed": {
+                **{s.name: 1 - self.pruned.units(s) / self.dense.units(s) for s in SITES},
+                "parameters": 1 - self.parameters_after / self.parameters_before,
+            },
+            "notes": list(self.notes),
             "seq_len": self.seq_len,
         }
+
+
+def check_effect(dense: Shape, sparsity: float) -> None:
+    """Raises OptionError where the sparsity is below one unit at every site."""
+    units = {site: dense.units(site) for site in SITES}
+    if any(kept_count(count, sparsity) < count for count in units.values()):
+        return
+    counts = " and ".join(f"{count:,} {site.unit}s" for site, count in units.items())
+    most = max(units.values())
+    advice = (
+        f"the smallest that removes something is {math.ceil(10**6 / most) / 10**6:g}"
+        if most > 1
+        else "this model cannot be pruned"
+    )
+    raise OptionError(f"sparsity {sparsity:g} removes nothing from {counts}: {advice}")
 
 
 def resolve_seq_len(asked: int | None, positions: int, default: int) -> int:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 import coec
 import tiny_models as tm
 from coec.calibration.stream import DenseStream
-from coec.models.checkpoint import Checkpoint
+from coec.models.dense import Dense
 from coec.types import GramSum
 
 SETTINGS = {"sparsity": 0.3, "samples": 24, "seq_len": 32, "forward_dtype": "float64"}
@@ -72,7 +72,7 @@ def test_a_written_checkpoint_computes_the_masked_dense_model(
 def test_streamed_statistics_are_those_of_the_whole_model(name, folders):
     ids = torch.randint(2, tm.VOCABULARY, (5, 32))
     stream = DenseStream(
-        Checkpoint.open(folders[0][name]), ids, device=torch.device("cpu"), dtype=torch.float64
+        Dense.open(folders[0][name]), ids, device=torch.device("cpu"), dtype=torch.float64
     )
     blocks = list(stream.blocks())
     dense, sums = tm.load(folders[0][name]), {}

@@ -20,6 +20,7 @@ from coec.evaluation.perplexity import perplexity
 from coec.evaluation.zero_shot import zero_shot
 from coec.experiments.grid import Cell
 from coec.experiments.memory import peak, reset_peak
+from coec.models.dense import Dense
 from coec.planning import choose_device
 from coec.pruning import prune
 from coec.report import Report, environment
@@ -38,6 +39,7 @@ class Job:
 
     Attributes:
         cell: what to do.
+        dense: its model, open.
         windows: the evaluation text, cut.
         folder: where the pruned model goes.
         keep: whether it stays there.
@@ -49,6 +51,7 @@ class Job:
     """
 
     cell: Cell
+    dense: Dense
     windows: Windows
     folder: Path
     keep: bool
@@ -127,26 +130,26 @@ def _measured(job: Job) -> dict[str, Any]:
     """Prunes, where the cell asks for that, and evaluates what it got."""
     began = time.perf_counter()
     subject, report = job.cell.subject, None
-    folder: str | Path = subject.path
+    model = job.dense
     row: dict[str, Any] = {}
     if job.cell.recipe is not None:
         report = prune(
-            subject.path, job.folder, job.cell.recipe, statistics=job.statistics, force=True
+            job.dense, job.folder, job.cell.recipe, statistics=job.statistics, force=True
         )
-        folder = job.folder
+        model = Dense.open(job.folder)
         row |= _pruned(report)
     pruned_at = time.perf_counter()
-    result = perplexity(folder, job.windows, device=job.device)
+    result = perplexity(model, job.windows, device=job.device)
     row["perplexity"] = result.as_dict()
     if job.overlap:
         row["overlap"] = {**asdict(job.overlap), "flagged": job.overlap.flagged}
     how = subject.evaluation
     if how.tasks:
         row["zero_shot"] = zero_shot(
-            folder, how.tasks, tasks_data=how.tasks_data, limit=how.limit, device=job.device
+            model, how.tasks, tasks_data=how.tasks_data, limit=how.limit, device=job.device
         ).as_dict()
     if how.geometry and report:
-        _add_geometry(row["sites"], geometry(subject.path, folder, device=job.device))
+        _add_geometry(row["sites"], geometry(job.dense.folder, job.folder, device=job.device))
     row.setdefault("parameters", {"before": result.parameters, "after": result.parameters})
     row["seconds"] = {
         "collecting": job.collecting,
