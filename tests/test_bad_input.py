@@ -222,7 +222,7 @@ def test_a_failure_leaves_the_replaced_model_as_it_was(model, tmp_path, monkeypa
     tokens = tm.token_file(tmp_path / "tokens.npy")
     settings = {"calibration": tokens, "samples": 24, "seq_len": 32, "compensation": "none"}
     coec.prune(model, tmp_path / "out", **settings)
-    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    before = {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
 
     def interrupted(*args):
         raise KeyboardInterrupt
@@ -230,7 +230,7 @@ def test_a_failure_leaves_the_replaced_model_as_it_was(model, tmp_path, monkeypa
     monkeypatch.setattr(pruning, "_write_side_files", interrupted)
     with pytest.raises(KeyboardInterrupt):
         coec.prune(model, tmp_path / "out", force=True, **settings)
-    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()} == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out", "tokens.npy"]
 
 

@@ -1,5 +1,6 @@
 """What a run writes, on tiny random models."""
 
+import glob
 import json
 import shutil
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 
 import coec
 import tiny_models as tm
-from coec.errors import OptionError
+from coec.errors import OptionError, OutputError
 from coec.models import shards as shards_module
 from coec.models.dense import Dense
 from coec.recipe import Recipe
@@ -48,13 +49,14 @@ def test_the_same_run_writes_the_same_bytes(dense, tmp_path):
         coec.prune(dense, tmp_path / out, calibration=text, rounds=2, seed=3, samples=20,
                    seq_len=32)  # fmt: skip
     first, second = tmp_path / "one", tmp_path / "two"
-    assert sorted(p.name for p in first.iterdir()) == sorted(p.name for p in second.iterdir())
-    for path in first.iterdir():
+    files = [path for path in first.rglob("*") if path.is_file()]
+    assert len(files) == sum(path.is_file() for path in second.rglob("*"))
+    for path in files:
         if path.name == "coec.json":
             one, two = (json.loads((f / path.name).read_text()) for f in (first, second))
             assert without_seconds(one) == without_seconds(two)
         else:
-            assert path.read_bytes() == (second / path.name).read_bytes(), path.name
+            assert path.read_bytes() == (second / path.relative_to(first)).read_bytes(), path.name
 
 
 def test_another_seed_draws_other_windows(dense, tmp_path):
@@ -69,12 +71,75 @@ def test_another_seed_draws_other_windows(dense, tmp_path):
     assert len(digests) == 2
 
 
-def test_a_sparsity_that_keeps_everything_changes_nothing(dense, tokens, tmp_path):
-    report = coec.prune(dense, tmp_path / "out", sparsity=1e-6, calibration=tokens, **SETTINGS)
+def test_a_site_that_keeps_everything_is_not_changed_and_said(dense, tokens, tmp_path):
+    """4 KV groups lose none at 10 %, and the account says so, of parameters too."""
+    report = coec.prune(dense, tmp_path / "out", sparsity=0.1, calibration=tokens, **SETTINGS)
     before, after = weights(dense), weights(tmp_path / "out")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert report.plan["parameters"]["before"] == report.plan["parameters"]["after"]
+    same = [name for name in before if torch.equal(before[name], after[name])]
+    assert sum("self_attn" in name for name in same) == 8
+    assert not any("mlp" in name for name in same)
+    assert report.plan["removed"] == {
+        "attention": 0,
+        "mlp": 0.1,
+        "parameters": pytest.approx(0.0231, rel=0.01),
+    }
+    said = "Nothing is removed at attention: 0.1 of 4 KV groups is less than one"
+    assert report.plan["notes"] == [said[0].lower() + said[1:]]
+    card = (tmp_path / "out/README.md").read_text()
+    assert said in card
+    assert "# model, 2.3% of parameters removed" in card
+
+
+@pytest.mark.parametrize(("sparsity", "least"), [(1e-6, 0.025), (0.003, 0.025), (0.0249, 0.025)])
+def test_a_sparsity_that_removes_nothing_is_refused(sparsity, least, dense):
+    """And the least that removes something does."""
+    match = (
+        f"removes nothing from 4 KV groups and 40 intermediate channels: the smallest .* {least}"
+    )
+    with pytest.raises(OptionError, match=match):
+        coec.plan(dense, sparsity=sparsity)
+    assert coec.plan(dense, sparsity=least).pruned.ffn == 39
+
+
+@pytest.mark.parametrize("shard", ["2GB", "20KB"])
+def test_servers_find_the_weights_and_nothing_else(shard, dense, tokens, tmp_path, monkeypatch):
+    """Without an index vLLM and SGLang read every safetensors file of the folder as weights."""
+    monkeypatch.setattr(shards_module, "MAX_SHARD", shard)
+    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation="none", **SETTINGS)
+    files = glob.glob(str(tmp_path / "out" / "*.safetensors"))
+    assert (len(files) > 1) == (shard == "20KB")
+    found = [name for file in files for name in load_file(file)]
+    assert sorted(found) == sorted(tm.load(tmp_path / "out").state_dict())
+    modes = {path.stat().st_mode for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    (tmp_path / "plain").write_text("")
+    assert modes == {(tmp_path / "plain").stat().st_mode}
+
+
+def test_rotary_settings_are_written_in_both_forms(tokens, tmp_path):
+    """4.57 does not read rope_parameters: it would compute another model, silently."""
+    model = tm.save(tm.tiny("llama rope", torch.float32), tmp_path / "model")
+    path = model / "config.json"
+    config = json.loads(path.read_text())
+    parameters = config.get("rope_parameters") or {
+        "rope_theta": config.pop("rope_theta"), **config.pop("rope_scaling")
+    }  # fmt: skip
+    path.write_text(json.dumps({**config, "rope_parameters": parameters}))
+    coec.prune(model, tmp_path / "out", calibration=tokens, compensation="none", **SETTINGS)
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["rope_parameters"] == parameters
+    assert written["rope_theta"] == 500000.0
+    assert written["rope_scaling"] == tm.VARIANTS["llama rope"]["rope_scaling"]
+
+
+def test_a_second_run_into_the_same_folder_is_refused_at_once(dense, tokens, tmp_path):
+    """The first one's result is not lost to it."""
+    from coec.models.output import new_folder
+
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "config.json").write_text("first")
+        with pytest.raises(OutputError, match="another run is writing"):
+            coec.prune(dense, tmp_path / "out", calibration=tokens, force=True, **SETTINGS)
+    assert (tmp_path / "out/config.json").read_text() == "first"
 
 
 def test_alpha_zero_writes_the_slice(dense, tokens, tmp_path):
@@ -125,7 +190,8 @@ def test_the_card_has_the_loading_lines_and_the_recipe(dense, tokens, tmp_path):
     card = (tmp_path / "out/README.md").read_text()
     assert "AutoModelForCausalLM.from_pretrained" in card
     assert "compensation: rcpu" in card
-    assert "30% of units removed" in card
+    assert "% of parameters removed" in card
+    assert "0.3 of each asked for" in card
 
 
 def test_kept_units_are_those_of_highest_score(dense, tokens, tmp_path):
@@ -222,9 +288,9 @@ def test_many_shards_are_written_and_read(dense, tokens, tmp_path, monkeypatch):
 def test_force_replaces_a_model_and_leaves_nothing_of_it(dense, tokens, tmp_path):
     out = tmp_path / "out"
     coec.prune(dense, out, calibration=tokens, compensation="none", **SETTINGS)
-    (out / "old.txt").write_text("old")
+    (out / "NOTICE").write_text("old")
     coec.prune(dense, out, calibration=tokens, compensation="none", force=True, **SETTINGS)
-    assert not (out / "old.txt").exists()
+    assert not (out / "NOTICE").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
@@ -366,5 +432,5 @@ def test_what_belongs_to_the_model_travels_and_nothing_else(dense, tokens, tmp_p
         assert (tmp_path / "out" / name).read_text() == text
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
         [*carried, "README.md", "coec.json", "config.json", "generation_config.json",
-         "coec/kept.safetensors", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+         "coec", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """Random models of two blocks, and what goes with them; no network."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -65,7 +66,8 @@ VARIANTS = {
 
 def raw_config(variant: str = "llama", **changes) -> dict:
     """A configuration as config.json has it."""
-    return {**BASE, **VARIANTS[variant], **changes}
+    # Configuration classes change the dictionaries they are given.
+    return copy.deepcopy({**BASE, **VARIANTS[variant], **changes})
 
 
 def tiny(variant: str = "llama", dtype: torch.dtype = torch.float64, **changes):

@@ -145,12 +145,17 @@ class Plan:
             },
             "parameters": {"before": self.parameters_before, "after": self.parameters_after},
             "removed": {
-                **{s.name: 1 - self.pruned.units(s) / self.dense.units(s) for s in SITES},
-                "parameters": 1 - self.parameters_after / self.parameters_before,
+                **{s.name: _share(self.dense.units(s), self.pruned.units(s)) for s in SITES},
+                "parameters": _share(self.parameters_before, self.parameters_after),
             },
             "notes": list(self.notes),
             "seq_len": self.seq_len,
         }
+
+
+def _share(before: int, after: int) -> float:
+    """The fraction that went."""
+    return (before - after) / before
 
 
 def check_effect(dense: Shape, sparsity: float) -> None:

@@ -320,16 +320,12 @@ def test_no_quantisation_is_none(model):
     assert "quantization_config" not in Dense.open(model).config
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"do_sample": "NaN", "temperature": []}'])
+@pytest.mark.parametrize("content", ["{", "[]", '{"max_new_tokens": -1}'])
 def test_a_damaged_generation_configuration_is_named(content, model):
     (model / "generation_config.json").write_text(content)
-    try:
+    with pytest.raises(ModelError, match=r"generation_config\.json' cannot be used") as caught:
         Dense.open(model).network(CPU, torch.float32)
-    except ModelError as error:
-        assert "generation_config.json" in str(error)
-        assert "\n" not in str(error)
-    else:
-        assert content.startswith('{"')  # what the class takes is its own affair
+    assert "\n" not in str(caught.value)
 
 
 def test_a_pipe_and_a_folder_are_no_shards(model):

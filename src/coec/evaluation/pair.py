@@ -59,6 +59,11 @@ class Pair:
         return self.dense.shape
 
     @property
+    def after(self) -> Shape:
+        """The pruned model's sizes."""
+        return self.pruned.shape
+
+    @property
     def positions(self) -> int:
         """The most tokens that both can take."""
         return self.dense.positions

@@ -197,4 +197,5 @@ def quieten(threads: int) -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     # not ignored: what a cell has half-written is then removed at once, and nobody waits for it
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _: sys.exit(128 + received))

@@ -161,8 +161,11 @@ class _Workers:
     def __enter__(self) -> "_Workers":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self._pool:
+            if kind is not None:  # a signal that reached this process alone: nobody waits for cells
+                for process in list(self._pool._processes.values()):
+                    process.terminate()
             self._pool.shutdown(cancel_futures=True)
 
     def rows(self, jobs: list[Job]) -> Iterator[dict[str, Any]]:

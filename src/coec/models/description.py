@@ -115,7 +115,8 @@ def find_model(model: str | Path, *, weights: bool = True) -> Path:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as error:  # the hub's client raises many kinds; one line is enough
         raise ModelError(
-            f"'{_short(name)}' is no local folder and could not be downloaded: {_short(_reason(error))}"
+            f"'{_short(name)}' is no local folder and could not be downloaded: "
+            f"{_short(_reason(error))}"
         ) from error
 
 
