@@ -2,7 +2,10 @@
 
 import glob
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -99,6 +102,25 @@ def test_a_sparsity_that_removes_nothing_is_refused(sparsity, least, dense):
     with pytest.raises(OptionError, match=match):
         coec.plan(dense, sparsity=sparsity)
     assert coec.plan(dense, sparsity=least).pruned.ffn == 39
+
+
+MEMORY = """
+import resource, sys, coec, torch
+settings = {"calibration": sys.argv[2], "samples": 96, "seq_len": 32}
+planned = coec.plan(sys.argv[1], **settings).memory(torch.float32, torch.float32)
+coec.prune(sys.argv[1], sys.argv[3], **settings)
+print(sum(planned.values()) / 1024, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_the_plan_names_the_memory_that_a_run_takes(dense, tmp_path):
+    """Of small models most is the program itself; measurements of others are in docs/FORMATS.md."""
+    text = tm.text_file(tmp_path / "text.txt", 200_000)
+    command = [sys.executable, "-c", MEMORY, dense, text, tmp_path / "out"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    planned, peak = map(float, shown.stdout.split())
+    assert 0.75 < planned / peak < 1.3
 
 
 @pytest.mark.parametrize("shard", ["2GB", "20KB"])

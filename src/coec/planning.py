@@ -1,11 +1,16 @@
 """The plan: what pruning will do, from the configuration alone, in seconds."""
 
 import math
+import resource
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from coec.calibration.stream import TOKENS_PER_BATCH
+from coec.calibration.tokens import TOKEN_SUFFIXES
 from coec.compensation import adds_bias
 from coec.errors import OptionError
 from coec.models.architectures import SITES, Architecture, Shape
@@ -15,6 +20,14 @@ from coec.recipe import DTYPES, Recipe
 from coec.selection import kept_count
 
 DEFAULT_SEQ_LEN = 2048
+SOLVER_MATRICES = 6
+"""Matrices of the wider consumer's size in a solve: four are counted (benchmarks), and an
+eigendecomposition takes two more inside."""
+BYTES_PER_CHARACTER = 170
+"""Memory that tokenising takes, measured (docs/FORMATS.md)."""
+NAMED_TEXT = 11_000_000
+"""Characters that are read of a data set at most."""
+SHARD_BYTES = 2 * 10**9
 
 
 @dataclass(frozen=True)
@@ -115,20 +128,37 @@ class Plan:
 
     def memory(self, stored: torch.dtype, forward: torch.dtype) -> dict[str, int]:
         """Bytes in memory at the fullest moment, by purpose (docs/FORMATS.md explains each)."""
-        block = sum(
-            shape.numel()
-            for name, shape in self.dense_shapes.items()
-            if name.startswith("model.layers.0.")
+        block, embedding = (
+            sum(shape.numel() for name, shape in self.dense_shapes.items() if name.startswith(part))
+            for part in ("model.layers.0.", "model.embed_tokens.")
         )
-        tokens = self.recipe.samples * self.seq_len
-        widths = self._widths
+        length, hidden, widest = self.seq_len, self.dense.hidden, max(self._widths)
+        per_token = (6 * hidden + 4 * self.dense.ffn) * forward.itemsize + 8 * widest
+        batch = max(1, TOKENS_PER_BATCH // length) * length
+        written = self.parameters_after * DTYPES[self.recipe.dtype or "float32"].itemsize
         solve = DTYPES[self.recipe.solve_dtype].itemsize
         return {
-            "one block's weights": block * (stored.itemsize + forward.itemsize),
-            "hidden states": tokens * self.dense.hidden * forward.itemsize,
-            "statistics": self.statistics_per_block,
-            "solver": 4 * max(widths) ** 2 * solve,
+            "program": resident_bytes(),
+            "text": self._text_bytes(forward),
+            "one block's weights": max(block, embedding) * (stored.itemsize + forward.itemsize),
+            "hidden states": self.recipe.samples * length * hidden * forward.itemsize,
+            "forward pass": min(batch, self.recipe.samples * length) * per_token,
+            "statistics": self.statistics_per_block + 8 * widest**2,
+            "solver": SOLVER_MATRICES * widest**2 * solve,
+            "shard being filled": min(written, SHARD_BYTES),
         }
+
+    def _text_bytes(self, forward: torch.dtype) -> int:
+        """What making the windows takes: tokenising a text, or a whole model that is sampled."""
+        source = self.recipe.calibration
+        if isinstance(source, Tensor):
+            return 0
+        if source == "self":
+            return self.parameters_before * forward.itemsize
+        path = Path(source)
+        if path.suffix in TOKEN_SUFFIXES:
+            return 2 * path.stat().st_size if path.is_file() else 0
+        return BYTES_PER_CHARACTER * (path.stat().st_size if path.is_file() else NAMED_TEXT)
 
     def record(self) -> dict[str, Any]:
         """What `--dry-run --json` prints and the report keeps."""
@@ -195,6 +225,15 @@ def stored_dtype(config: dict[str, Any]) -> torch.dtype:
     """The weights' dtype as the configuration declares it, float32 where it does not."""
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     return DTYPES.get(name.removeprefix("torch."), torch.float32)
+
+
+def resident_bytes() -> int:
+    """What this process takes by now: the interpreter, torch and the other libraries."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:  # not Linux: the most that it ever took, in bytes on a Mac
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return pages * resource.getpagesize()
 
 
 def choose_device(device: str) -> torch.device:
