@@ -72,8 +72,10 @@ class Statistics:
         try:
             record = parse_json(folder / RECORD)
             calibration, made_with = record["calibration"], record["made_with"]
-            if not isinstance(calibration, dict) or not isinstance(made_with, dict):
+            if not isinstance(made_with, dict):
                 raise TypeError("a part of the record is no table")
+            for key in ("source", "windows", "seq_len", "text_sha256"):
+                calibration[key]
             return cls(folder, calibration, made_with)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CalibrationError(

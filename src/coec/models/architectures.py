@@ -131,15 +131,17 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
             f"the weights are quantised ({method}): pruning needs float weights; "
             "use the original checkpoint, prune it, then quantise the result"
         )
-    if config.get("is_encoder_decoder"):
-        raise ModelError(f"'{model_type}' is not a decoder-only language model; {supported}")
     classes = config.get("architectures") or ["ForCausalLM"]
-    if not isinstance(classes, list) or not any(
+    classes = classes if isinstance(classes, list) else [classes]
+    if config.get("is_encoder_decoder") or not any(
         str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in classes
     ):
+        names = ", ".join(str(name) for name in classes)
+        kind = "an encoder with a decoder" if config.get("is_encoder_decoder") else names
         raise ModelError(
-            f"architectures in config.json is {classes}, which is not a decoder-only language "
-            f"model (…ForCausalLM); model types {supported}"
+            f"this is not a decoder-only language model, but {kind:.200} (model type "
+            f"'{model_type!s:.80}'): pruning needs one that predicts the next token "
+            "(…ForCausalLM)"
         )
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise ModelError(f"model type '{model_type}' is not supported; {supported}")
