@@ -4,9 +4,11 @@ import math
 import shutil
 import signal
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -64,6 +66,8 @@ class Job:
 
 def run(job: Job) -> dict[str, Any]:
     """The cell's row; a failure is a row too, with its reason in one line."""
+    if _ending.is_set():
+        sys.exit(1)
     device = choose_device(job.device)
     reset_peak(device)
     row = head(job.cell)
@@ -198,4 +202,13 @@ def quieten(threads: int) -> None:
     transformers_logging.disable_progress_bar()
     # not ignored: what a cell has half-written is then removed at once, and nobody waits for it
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda received, _: sys.exit(128 + received))
+        signal.signal(number, _end)
+
+
+_ending = threading.Event()
+"""Set once a signal has told this worker to end: the pool would hand it the next cell."""
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    _ending.set()
+    sys.exit(128 + number)
