@@ -85,14 +85,14 @@ def trained(shared: Path, site: str, *, block: int = 2, sparsity: float = 0.3) -
     from coec.calibration.stream import DenseStream
     from coec.calibration.tokens import load_tokenizer, read_stream, sample_windows
     from coec.models.architectures import SITES
-    from coec.models.checkpoint import Checkpoint
+    from coec.models.dense import Dense
     from coec.planning import Plan
     from coec.recipe import Recipe
     from coec.selection import keep_highest, unit_scores
 
     folder = shared / "models" / TRAINED
-    checkpoint = Checkpoint.open(folder)
-    plan = Plan.of(checkpoint.config, Recipe.of(sparsity=sparsity))
+    checkpoint = Dense.open(folder)
+    plan = Plan.of(checkpoint, Recipe.of(sparsity=sparsity))
     text = str(shared / "data" / "wikitext-2" / "valid.raw.txt")
     stream = read_stream(text, lambda: load_tokenizer(folder), split="train")
     windows = sample_windows(stream, samples=64, seq_len=256, seed=0, vocabulary=plan.vocabulary)

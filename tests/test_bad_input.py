@@ -15,7 +15,8 @@ import tiny_models as tm
 from coec import collecting, pruning
 from coec.cli import main
 from coec.errors import CalibrationError, CoecError, ModelError, OptionError, OutputError
-from coec.models import checkpoint as checkpoint_module
+from coec.models import output as output_module
+from coec.models import shards as shards_module
 
 
 @pytest.fixture(scope="module")
@@ -191,15 +192,15 @@ def test_an_output_inside_the_model(model, refused):
 def test_an_output_that_is_not_empty(refused, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/notes.txt").write_text("mine")
-    refused(OutputError, "is not empty; choose another folder or pass --force")
-    refused(OutputError, "no model .*remove it yourself", force=True)
+    refused(OutputError, "is not empty; choose another folder, or pass force=True")
+    refused(OutputError, "holds 'notes.txt'.*remove it yourself", force=True)
     refused(OutputError, "is a file", out=tmp_path / "out/notes.txt")
     assert (tmp_path / "out/notes.txt").read_text() == "mine"
 
 
 def test_a_disk_known_to_be_full(refused, monkeypatch):
     usage = shutil.disk_usage("/")
-    monkeypatch.setattr(checkpoint_module.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr(output_module.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     refused(OutputError, "not enough disk space")
 
 
@@ -209,7 +210,7 @@ def test_a_disk_that_fills_up_on_the_way(model, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_module, "save_file", full)
+    monkeypatch.setattr(shards_module, "write_tensors", full)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(OutputError, match="No space left on device"):
         coec.prune(model, tmp_path / "new" / "out", calibration=tokens, samples=24, seq_len=32,
@@ -221,7 +222,7 @@ def test_a_failure_leaves_the_replaced_model_as_it_was(model, tmp_path, monkeypa
     tokens = tm.token_file(tmp_path / "tokens.npy")
     settings = {"calibration": tokens, "samples": 24, "seq_len": 32, "compensation": "none"}
     coec.prune(model, tmp_path / "out", **settings)
-    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    before = {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
 
     def interrupted(*args):
         raise KeyboardInterrupt
@@ -229,7 +230,7 @@ def test_a_failure_leaves_the_replaced_model_as_it_was(model, tmp_path, monkeypa
     monkeypatch.setattr(pruning, "_write_side_files", interrupted)
     with pytest.raises(KeyboardInterrupt):
         coec.prune(model, tmp_path / "out", force=True, **settings)
-    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()} == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out", "tokens.npy"]
 
 

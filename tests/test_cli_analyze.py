@@ -104,7 +104,7 @@ def test_a_row_of_the_paper_from_a_configuration(run, tmp_path):
     [
         (["--config-only", "{dense}", "{pruned}"], "--config-only takes one model"),
         (["{dense}", "{pruned}", "--sparsity", "0.3"], "--sparsity goes with --config-only"),
-        (["{dense}"], "no kept.safetensors in"),
+        (["{dense}"], "no coec/kept.safetensors in"),
         (["{dense}", "{lost}"], "no model at"),
         (["{orphan}"], "is no folder here: name the dense model, coec analyze DENSE PRUNED"),
         (["{dense}", "{pruned}", "--new-tokens", "64"], "leaves no room for a prompt"),

@@ -1,15 +1,18 @@
 """Statistics kept on disk, and held-out ones."""
 
+import shutil
+
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import coec
 import tiny_models as tm
 from coec.calibration.statistics import Statistics
 from coec.calibration.tokens import Stream, hold_out, sample_windows
-from coec.errors import CalibrationError, OptionError, OutputError
-from coec.models.checkpoint import Checkpoint
+from coec.errors import CalibrationError, CoecError, OptionError, OutputError
+from coec.models.dense import Dense
 
 IDS = torch.randint(2, tm.VOCABULARY, (12, 24), generator=torch.Generator().manual_seed(5))
 SETTINGS = {"calibration": IDS, "samples": 10, "seq_len": 24}
@@ -66,7 +69,7 @@ def test_a_fraction_that_leaves_a_side_empty_is_refused(fraction):
 
 def test_statistics_add_up_to_those_of_all_windows(model, saved, tmp_path):
     whole = coec.collect(model, tmp_path / "whole", **SETTINGS)
-    checkpoint = Checkpoint.open(model)
+    checkpoint = Dense.open(model)
     cpu = torch.device("cpu")
     parts = zip(whole.blocks(checkpoint, cpu), saved.blocks(checkpoint, cpu), strict=True)
     for one, two in parts:
@@ -85,7 +88,7 @@ def test_the_held_out_error_is_that_of_the_held_out_activations(model, saved, tm
         model, tmp_path / "out", statistics=saved.folder, holdout=0.2, sparsity=0.4,
         compensation="bias", **SETTINGS,
     )  # fmt: skip
-    kept = load_file(tmp_path / "out" / "kept.safetensors")["layers.1.mlp"]
+    kept = load_file(tmp_path / "out" / "coec/kept.safetensors")["layers.1.mlp"]
     windows = sample_windows(
         Stream(IDS, "tensor", ""), samples=10, seq_len=24, seed=0, vocabulary=tm.VOCABULARY
     )
@@ -143,3 +146,90 @@ def test_a_damaged_file_names_the_block_and_leaves_nothing(model, tmp_path):
 def test_statistics_are_not_written_over(model, saved):
     with pytest.raises(OutputError, match="exists: choose another folder"):
         coec.collect(model, saved.folder, **SETTINGS)
+
+
+@pytest.fixture
+def damaged(model, saved, tmp_path):
+    """Prunes from a copy of the statistics that a function has spoilt."""
+    folder = shutil.copytree(saved.folder, tmp_path / "damaged")
+
+    def prune(spoil):
+        spoil(folder)
+        with pytest.raises(CoecError) as caught:
+            coec.prune(model, tmp_path / "out", statistics=folder, holdout=0.2, **SETTINGS)
+        assert "\n" not in str(caught.value)
+        assert [p.name for p in tmp_path.iterdir()] == ["damaged"]
+
+    return prune
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "3", '{"calibration": 3, "made_with": {}}', '{"calibration": {}}', "[" * 10**5,
+     '{"calibration": {}, "made_with": {}}', '{"calibration": {}, "made_with": []}'],
+)  # fmt: skip
+def test_a_damaged_record_of_statistics_is_one_line(content, damaged):
+    damaged(lambda folder: (folder / "statistics.json").write_text(content))
+
+
+def without_tokens(tensors, counts):
+    counts.clear()
+
+
+def with_words_for_counts(tensors, counts):
+    counts["fit.mlp.tokens"] = "many"
+
+
+def with_no_tokens(tensors, counts):
+    counts["fit.mlp.tokens"] = "0"
+
+
+def of_another_size(tensors, counts):
+    tensors["fit.mlp.x"], tensors["fit.mlp.xx"] = torch.zeros(7), torch.zeros(7, 7)
+
+
+def without_the_held_out(tensors, counts):
+    for name in [name for name in tensors if name.startswith("holdout")]:
+        del tensors[name]
+
+
+def with_nan(tensors, counts):
+    tensors["fit.mlp.xx"][0, 0] = float("nan")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [without_tokens, with_words_for_counts, with_no_tokens, of_another_size, without_the_held_out,
+     with_nan],
+)  # fmt: skip
+def test_damaged_sums_are_one_line(change, damaged):
+    def spoil(folder):
+        path = folder / "block-00001.safetensors"
+        with safe_open(path, "pt") as file:
+            counts, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+        change(tensors, counts)
+        save_file(tensors, path, metadata=counts)
+
+    damaged(spoil)
+
+
+def test_statistics_of_another_text_of_the_same_name_are_refused(model, tmp_path):
+    """A text is known by its content: another place is none, another word is."""
+    text = tm.text_file(tmp_path / "text.txt")
+    settings = {**SETTINGS, "calibration": text}
+    made = coec.collect(model, tmp_path / "s", **settings)
+    copy = shutil.copyfile(text, tmp_path / "copy.txt")
+    settings["compensation"] = "none"
+    coec.prune(model, tmp_path / "a", statistics=made.folder, **{**settings, "calibration": copy})
+    (tmp_path / "text.txt").write_text((tmp_path / "text.txt").read_text().replace("cat", "dog"))
+    with pytest.raises(OptionError, match="collected with calibration = "):
+        coec.prune(model, tmp_path / "b", statistics=made.folder, **settings)
+
+
+def test_statistics_of_other_weights_of_the_same_sizes_are_refused(model, saved, tmp_path):
+    other = shutil.copytree(model, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"] += 1e-6
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(OptionError, match="collected with model = "):
+        coec.prune(other, tmp_path / "out", statistics=saved.folder, holdout=0.2, **SETTINGS)

@@ -1,7 +1,11 @@
 """What a run writes, on tiny random models."""
 
+import glob
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -10,9 +14,9 @@ from safetensors.torch import load_file
 
 import coec
 import tiny_models as tm
-from coec.errors import OptionError
-from coec.models import checkpoint as checkpoint_module
-from coec.models.checkpoint import Checkpoint
+from coec.errors import OptionError, OutputError
+from coec.models import shards as shards_module
+from coec.models.dense import Dense
 from coec.recipe import Recipe
 from coec.types import Compensation
 
@@ -30,7 +34,7 @@ def tokens(tmp_path_factory):
 
 
 def weights(folder):
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = Dense.open(folder)
     return {name: checkpoint.tensor(name) for name in checkpoint.files}
 
 
@@ -48,13 +52,14 @@ def test_the_same_run_writes_the_same_bytes(dense, tmp_path):
         coec.prune(dense, tmp_path / out, calibration=text, rounds=2, seed=3, samples=20,
                    seq_len=32)  # fmt: skip
     first, second = tmp_path / "one", tmp_path / "two"
-    assert sorted(p.name for p in first.iterdir()) == sorted(p.name for p in second.iterdir())
-    for path in first.iterdir():
+    files = [path for path in first.rglob("*") if path.is_file()]
+    assert len(files) == sum(path.is_file() for path in second.rglob("*"))
+    for path in files:
         if path.name == "coec.json":
             one, two = (json.loads((f / path.name).read_text()) for f in (first, second))
             assert without_seconds(one) == without_seconds(two)
         else:
-            assert path.read_bytes() == (second / path.name).read_bytes(), path.name
+            assert path.read_bytes() == (second / path.relative_to(first)).read_bytes(), path.name
 
 
 def test_another_seed_draws_other_windows(dense, tmp_path):
@@ -69,12 +74,94 @@ def test_another_seed_draws_other_windows(dense, tmp_path):
     assert len(digests) == 2
 
 
-def test_a_sparsity_that_keeps_everything_changes_nothing(dense, tokens, tmp_path):
-    report = coec.prune(dense, tmp_path / "out", sparsity=1e-6, calibration=tokens, **SETTINGS)
+def test_a_site_that_keeps_everything_is_not_changed_and_said(dense, tokens, tmp_path):
+    """4 KV groups lose none at 10 %, and the account says so, of parameters too."""
+    report = coec.prune(dense, tmp_path / "out", sparsity=0.1, calibration=tokens, **SETTINGS)
     before, after = weights(dense), weights(tmp_path / "out")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert report.plan["parameters"]["before"] == report.plan["parameters"]["after"]
+    same = [name for name in before if torch.equal(before[name], after[name])]
+    assert sum("self_attn" in name for name in same) == 8
+    assert not any("mlp" in name for name in same)
+    assert report.plan["removed"] == {
+        "attention": 0,
+        "mlp": 0.1,
+        "parameters": pytest.approx(0.0231, rel=0.01),
+    }
+    said = "Nothing is removed at attention: 0.1 of 4 KV groups is less than one"
+    assert report.plan["notes"] == [said[0].lower() + said[1:]]
+    card = (tmp_path / "out/README.md").read_text()
+    assert said in card
+    assert "# model, 2.3% of parameters removed" in card
+
+
+@pytest.mark.parametrize(("sparsity", "least"), [(1e-6, 0.025), (0.003, 0.025), (0.0249, 0.025)])
+def test_a_sparsity_that_removes_nothing_is_refused(sparsity, least, dense):
+    """And the least that removes something does."""
+    match = (
+        f"removes nothing from 4 KV groups and 40 intermediate channels: the smallest .* {least}"
+    )
+    with pytest.raises(OptionError, match=match):
+        coec.plan(dense, sparsity=sparsity)
+    assert coec.plan(dense, sparsity=least).pruned.ffn == 39
+
+
+MEMORY = """
+import resource, sys, coec, torch
+settings = {"calibration": sys.argv[2], "samples": 96, "seq_len": 32}
+planned = coec.plan(sys.argv[1], **settings).memory(torch.float32, torch.float32)
+coec.prune(sys.argv[1], sys.argv[3], **settings)
+print(sum(planned.values()) / 1024, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_the_plan_names_the_memory_that_a_run_takes(dense, tmp_path):
+    """Of small models most is the program itself; measurements of others are in docs/FORMATS.md."""
+    text = tm.text_file(tmp_path / "text.txt", 200_000)
+    command = [sys.executable, "-c", MEMORY, dense, text, tmp_path / "out"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    planned, peak = map(float, shown.stdout.split())
+    assert 0.75 < planned / peak < 1.3
+
+
+@pytest.mark.parametrize("shard", ["2GB", "20KB"])
+def test_servers_find_the_weights_and_nothing_else(shard, dense, tokens, tmp_path, monkeypatch):
+    """Without an index vLLM and SGLang read every safetensors file of the folder as weights."""
+    monkeypatch.setattr(shards_module, "MAX_SHARD", shard)
+    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation="none", **SETTINGS)
+    files = glob.glob(str(tmp_path / "out" / "*.safetensors"))
+    assert (len(files) > 1) == (shard == "20KB")
+    found = [name for file in files for name in load_file(file)]
+    assert sorted(found) == sorted(tm.load(tmp_path / "out").state_dict())
+    modes = {path.stat().st_mode for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    (tmp_path / "plain").write_text("")
+    assert modes == {(tmp_path / "plain").stat().st_mode}
+
+
+def test_rotary_settings_are_written_in_both_forms(tokens, tmp_path):
+    """4.57 does not read rope_parameters: it would compute another model, silently."""
+    model = tm.save(tm.tiny("llama rope", torch.float32), tmp_path / "model")
+    path = model / "config.json"
+    config = json.loads(path.read_text())
+    parameters = config.get("rope_parameters") or {
+        "rope_theta": config.pop("rope_theta"), **config.pop("rope_scaling")
+    }  # fmt: skip
+    path.write_text(json.dumps({**config, "rope_parameters": parameters}))
+    coec.prune(model, tmp_path / "out", calibration=tokens, compensation="none", **SETTINGS)
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["rope_parameters"] == parameters
+    assert written["rope_theta"] == 500000.0
+    assert written["rope_scaling"] == tm.VARIANTS["llama rope"]["rope_scaling"]
+
+
+def test_a_second_run_into_the_same_folder_is_refused_at_once(dense, tokens, tmp_path):
+    """The first one's result is not lost to it."""
+    from coec.models.output import new_folder
+
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "config.json").write_text("first")
+        with pytest.raises(OutputError, match="another run is writing"):
+            coec.prune(dense, tmp_path / "out", calibration=tokens, force=True, **SETTINGS)
+    assert (tmp_path / "out/config.json").read_text() == "first"
 
 
 def test_alpha_zero_writes_the_slice(dense, tokens, tmp_path):
@@ -87,7 +174,7 @@ def test_alpha_zero_writes_the_slice(dense, tokens, tmp_path):
 def test_what_is_not_compensated_keeps_its_values(dense, tokens, tmp_path):
     coec.prune(dense, tmp_path / "out", calibration=tokens, rounds=1, **SETTINGS)
     before, after = weights(dense), weights(tmp_path / "out")
-    kept = load_file(tmp_path / "out/kept.safetensors")["layers.0.mlp"]
+    kept = load_file(tmp_path / "out/coec/kept.safetensors")["layers.0.mlp"]
     for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
         assert torch.equal(before[name], after[name])
     gate = "model.layers.0.mlp.gate_proj.weight"
@@ -125,12 +212,13 @@ def test_the_card_has_the_loading_lines_and_the_recipe(dense, tokens, tmp_path):
     card = (tmp_path / "out/README.md").read_text()
     assert "AutoModelForCausalLM.from_pretrained" in card
     assert "compensation: rcpu" in card
-    assert "30% of units removed" in card
+    assert "% of parameters removed" in card
+    assert "0.3 of each asked for" in card
 
 
 def test_kept_units_are_those_of_highest_score(dense, tokens, tmp_path):
     coec.prune(dense, tmp_path / "out", calibration=tokens, selection="magnitude", **SETTINGS)
-    kept = load_file(tmp_path / "out/kept.safetensors")["layers.1.mlp"]
+    kept = load_file(tmp_path / "out/coec/kept.safetensors")["layers.1.mlp"]
     scores = weights(dense)["model.layers.1.mlp.down_proj.weight"].norm(dim=0)
     assert kept.tolist() == scores.topk(28).indices.sort().values.tolist()
 
@@ -139,7 +227,7 @@ def test_random_units_follow_the_seed_and_differ_between_blocks(dense, tokens, t
     for out, seed in {"a": 0, "b": 0, "c": 1}.items():
         coec.prune(dense, tmp_path / out, calibration=tokens, compensation="none",
                    selection="random", seed=seed, **SETTINGS)  # fmt: skip
-    a, b, c = (load_file(tmp_path / out / "kept.safetensors") for out in "abc")
+    a, b, c = (load_file(tmp_path / out / "coec/kept.safetensors") for out in "abc")
     assert torch.equal(a["layers.0.mlp"], b["layers.0.mlp"])
     assert not torch.equal(a["layers.0.mlp"], c["layers.0.mlp"])
     assert not torch.equal(a["layers.0.mlp"], a["layers.1.mlp"])
@@ -149,7 +237,9 @@ def test_the_working_precision_does_not_choose_the_units(dense, tokens, tmp_path
     for dtype in ("float32", "float64"):
         coec.prune(dense, tmp_path / dtype, calibration=tokens, compensation="rcpu",
                    solve_dtype=dtype, **SETTINGS)  # fmt: skip
-    first, second = (load_file(tmp_path / d / "kept.safetensors") for d in ("float32", "float64"))
+    first, second = (
+        load_file(tmp_path / d / "coec/kept.safetensors") for d in ("float32", "float64")
+    )
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -207,7 +297,7 @@ def test_both_names_of_the_dtype_are_kept_true(dense, tokens, tmp_path):
 
 
 def test_many_shards_are_written_and_read(dense, tokens, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_module, "MAX_SHARD", "20KB")
+    monkeypatch.setattr(shards_module, "MAX_SHARD", "20KB")
     coec.prune(dense, tmp_path / "many", calibration=tokens, compensation="none", **SETTINGS)
     monkeypatch.undo()
     coec.prune(dense, tmp_path / "one", calibration=tokens, compensation="none", **SETTINGS)
@@ -220,9 +310,9 @@ def test_many_shards_are_written_and_read(dense, tokens, tmp_path, monkeypatch):
 def test_force_replaces_a_model_and_leaves_nothing_of_it(dense, tokens, tmp_path):
     out = tmp_path / "out"
     coec.prune(dense, out, calibration=tokens, compensation="none", **SETTINGS)
-    (out / "old.txt").write_text("old")
+    (out / "NOTICE").write_text("old")
     coec.prune(dense, out, calibration=tokens, compensation="none", force=True, **SETTINGS)
-    assert not (out / "old.txt").exists()
+    assert not (out / "NOTICE").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
@@ -336,7 +426,7 @@ def test_random_units_differ_between_blocks_and_seeds(dense, tokens, tmp_path):
     for out, seed in {"a": 0, "b": 0, "c": 1}.items():
         coec.prune(dense, tmp_path / out, calibration=tokens, selection="random", seed=seed,
                    compensation="none", **SETTINGS)  # fmt: skip
-        kept[out] = load_file(tmp_path / out / "kept.safetensors")
+        kept[out] = load_file(tmp_path / out / "coec/kept.safetensors")
     assert kept["a"].keys() == {
         f"layers.{i}.{site}" for i in (0, 1) for site in ("attention", "mlp")
     }
@@ -364,5 +454,5 @@ def test_what_belongs_to_the_model_travels_and_nothing_else(dense, tokens, tmp_p
         assert (tmp_path / "out" / name).read_text() == text
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
         [*carried, "README.md", "coec.json", "config.json", "generation_config.json",
-         "kept.safetensors", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+         "coec", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     )  # fmt: skip

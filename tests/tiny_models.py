@@ -1,5 +1,6 @@
 """Random models of two blocks, and what goes with them; no network."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from coec.models.checkpoint import Checkpoint
+from coec.models.dense import Dense
 
 HIDDEN, FFN, VOCABULARY, POSITIONS = 32, 40, 300, 64
 BASE = {
@@ -65,7 +66,8 @@ VARIANTS = {
 
 def raw_config(variant: str = "llama", **changes) -> dict:
     """A configuration as config.json has it."""
-    return {**BASE, **VARIANTS[variant], **changes}
+    # Configuration classes change the dictionaries they are given.
+    return copy.deepcopy({**BASE, **VARIANTS[variant], **changes})
 
 
 def tiny(variant: str = "llama", dtype: torch.dtype = torch.float64, **changes):
@@ -139,7 +141,7 @@ def load(folder: Path, dtype: torch.dtype | None = None):
 
 def masked(dense, out):
     """The dense model with the written consumers spread back over all columns, zeros elsewhere."""
-    kept, written = load_file(out / "kept.safetensors"), Checkpoint.open(out)
+    kept, written = load_file(out / "coec/kept.safetensors"), Dense.open(out)
     width = dense.model.layers[0].self_attn.head_dim
     width *= dense.config.num_attention_heads // dense.config.num_key_value_heads
     with torch.no_grad():

@@ -1,15 +1,15 @@
 """The dense pass: from calibration text to the statistics of every block, kept if wanted."""
 
+import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from coec.calibration.self_text import sample_from_model
-from coec.calibration.statistics import Statistics, fingerprint
+from coec.calibration.statistics import Statistics
 from coec.calibration.stream import Block, DenseStream
 from coec.calibration.tokens import (
     Stream,
@@ -22,15 +22,22 @@ from coec.calibration.tokens import (
     sample_windows,
 )
 from coec.errors import CalibrationError, OutputError
-from coec.models.checkpoint import Checkpoint, check_space, find_model
-from coec.planning import Plan, choose_device, choose_forward_dtype
+from coec.models.dense import Dense
+from coec.models.output import check_space
+from coec.planning import (
+    DEFAULT_SEQ_LEN,
+    Plan,
+    choose_device,
+    choose_forward_dtype,
+    resolve_seq_len,
+)
 from coec.recipe import Recipe
 
 Progress = Callable[[str, int, int], None]
 
 
 def collect(
-    model: str | Path,
+    model: str | Path | Dense,
     out: str | Path,
     recipe: Recipe | None = None,
     *,
@@ -51,40 +58,40 @@ def collect(
         CoecError: with one line that says what to change.
     """
     recipe = Recipe.or_of(recipe, settings)
-    folder, out = find_model(model), Path(out)
+    out = Path(out)
     if out.exists():
         raise OutputError(f"'{out}' exists: choose another folder for the statistics")
-    checkpoint = Checkpoint.open(folder)
-    todo = Plan.of(checkpoint.config, recipe)
+    dense = Dense.open(model)
+    plan = Plan.of(dense, recipe)
     device = choose_device(recipe.device)
-    windows_from = calibration_source(recipe, folder, todo)
-    stored = checkpoint.check(todo.dense_shapes)
-    check_space(out, int(todo.statistics_per_block * todo.dense.layers * 1.01) + 2**24)
-    forward = choose_forward_dtype(recipe.forward_dtype, stored, device)
+    windows_from = calibration_source(recipe, dense)
+    dense.check_values()
+    check_space(out, int(plan.statistics_per_block * dense.shape.layers * 1.01) + 2**24)
+    forward = choose_forward_dtype(recipe.forward_dtype, dense.dtype, device)
     windows = windows_from(device, forward, progress)
     return Statistics.write(
         out,
-        dense_pass(checkpoint, windows, recipe, device, forward, progress),
+        dense_pass(dense, windows, recipe, device, forward, progress),
         windows,
-        made_with(recipe, todo, checkpoint, forward),
+        made_with(recipe, dense, forward),
     )
 
 
 def block_source(
-    recipe: Recipe, checkpoint: Checkpoint, todo: Plan, statistics: str | Path | None
+    recipe: Recipe, dense: Dense, statistics: str | Path | None
 ) -> Callable[[torch.device, torch.dtype, Progress | None], tuple[dict[str, Any], Iterator[Block]]]:
     """Checks text or saved statistics now; returns a function that starts to yield blocks.
 
     That gives the record of the calibration too.
     """
     if statistics is None:
-        windows_from = calibration_source(recipe, checkpoint.folder, todo)
+        windows_from = calibration_source(recipe, dense)
 
         def fresh(
             device: torch.device, dtype: torch.dtype, progress: Progress | None
         ) -> tuple[dict[str, Any], Iterator[Block]]:
             windows = windows_from(device, dtype, progress)
-            blocks = dense_pass(checkpoint, windows, recipe, device, dtype, progress)
+            blocks = dense_pass(dense, windows, recipe, device, dtype, progress)
             return windows.record(), blocks
 
         return fresh
@@ -93,14 +100,14 @@ def block_source(
     def kept(
         device: torch.device, dtype: torch.dtype, progress: Progress | None
     ) -> tuple[dict[str, Any], Iterator[Block]]:
-        saved.check(made_with(recipe, todo, checkpoint, dtype))
-        return saved.calibration, saved.blocks(checkpoint, device)
+        saved.check(made_with(recipe, dense, dtype))
+        return saved.calibration, saved.blocks(dense, device)
 
     return kept
 
 
 def dense_pass(
-    checkpoint: Checkpoint,
+    dense: Dense,
     windows: Windows,
     recipe: Recipe,
     device: torch.device,
@@ -109,45 +116,52 @@ def dense_pass(
 ) -> Iterator[Block]:
     """Every block with its statistics, those of held-out windows apart."""
     fit, held = hold_out(windows, recipe.holdout, recipe.seed)
-    stream = DenseStream(
-        checkpoint, fit, holdout=held, device=device, dtype=dtype, progress=progress
-    )
+    stream = DenseStream(dense, fit, holdout=held, device=device, dtype=dtype, progress=progress)
     return stream.blocks()
 
 
-def made_with(
-    recipe: Recipe, todo: Plan, checkpoint: Checkpoint, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Every setting that the statistics depend on, JSON-ready."""
-    source = recipe.calibration
+def made_with(recipe: Recipe, dense: Dense, dtype: torch.dtype) -> dict[str, Any]:
+    """Every setting that the statistics depend on, JSON-ready; model and text by their content."""
     return {
-        "model": fingerprint(checkpoint),
-        "calibration": digest(source) if isinstance(source, Tensor) else str(source),
+        "model": dense.digest,
+        "calibration": source_digest(recipe.calibration),
         "text_column": recipe.text_column,
         "samples": recipe.samples,
-        "seq_len": todo.seq_len,
+        "seq_len": resolve_seq_len(recipe.seq_len, dense.positions, DEFAULT_SEQ_LEN),
         "seed": recipe.seed,
         "holdout": recipe.holdout,
         "forward_dtype": str(dtype).removeprefix("torch."),
     }
 
 
+def source_digest(source: str | Path | Tensor) -> str:
+    """What tells one calibration text from another: the SHA-256 of a file's or a tensor's content.
+
+    A data set of the hub, and text sampled from the model, are known by their names.
+    """
+    if isinstance(source, Tensor):
+        return digest(source)
+    path = Path(source)
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return str(source)
+    except OSError as error:
+        raise CalibrationError(f"'{path}' cannot be read: {error.strerror}") from error
+
+
 def calibration_source(
-    recipe: Recipe, folder: Path, todo: Plan
+    recipe: Recipe, dense: Dense
 ) -> Callable[[torch.device, torch.dtype, Progress | None], Windows]:
     """Checks the calibration text now, and returns a function that makes the windows."""
-    sizes = {"samples": recipe.samples, "seq_len": todo.seq_len, "seed": recipe.seed}
+    seq_len = resolve_seq_len(recipe.seq_len, dense.positions, DEFAULT_SEQ_LEN)
+    sizes = {"samples": recipe.samples, "seq_len": seq_len, "seed": recipe.seed}
     if recipe.calibration == "self" and isinstance(recipe.calibration, str):
-        tokenizer = load_tokenizer(folder)
-
-        def from_model(
-            device: torch.device, dtype: torch.dtype, progress: Progress | None
-        ) -> Windows:
-            dense: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-            dense = dense.to(device).eval()
-            return sample_from_model(dense, tokenizer, **sizes, progress=progress)
-
-        return from_model
+        tokenizer = load_tokenizer(dense.folder)
+        return lambda device, dtype, progress: sample_from_model(
+            dense.network(device, dtype), tokenizer, **sizes, progress=progress
+        )
     if isinstance(recipe.calibration, Tensor):
         ids = recipe.calibration
         if ids.ndim not in (1, 2) or ids.is_floating_point():
@@ -158,12 +172,12 @@ def calibration_source(
     else:
         source = str(recipe.calibration)
         if not is_token_file(source):
-            load_tokenizer(folder)
+            load_tokenizer(dense.folder)
         stream = read_stream(
             source,
-            lambda: load_tokenizer(folder),
+            lambda: load_tokenizer(dense.folder),
             split="train",
             text_column=recipe.text_column,
         )
-    windows = sample_windows(stream, **sizes, vocabulary=todo.vocabulary)
+    windows = sample_windows(stream, **sizes, vocabulary=dense.vocabulary)
     return lambda device, dtype, progress: windows

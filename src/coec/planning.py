@@ -1,19 +1,33 @@
 """The plan: what pruning will do, from the configuration alone, in seconds."""
 
+import math
+import resource
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from coec.calibration.stream import TOKENS_PER_BATCH
+from coec.calibration.tokens import TOKEN_SUFFIXES
 from coec.compensation import adds_bias
 from coec.errors import OptionError
-from coec.models.architectures import SITES, Architecture, Shape, architecture_of
-from coec.models.checkpoint import parameter_shapes, skeleton
+from coec.models.architectures import SITES, Architecture, Shape
+from coec.models.description import Description
 from coec.models.formats import OutputFormat, choose_format
 from coec.recipe import DTYPES, Recipe
 from coec.selection import kept_count
 
 DEFAULT_SEQ_LEN = 2048
+SOLVER_MATRICES = 6
+"""Matrices of the wider consumer's size in a solve: four are counted (benchmarks), and an
+eigendecomposition takes two more inside."""
+BYTES_PER_CHARACTER = 170
+"""Memory that tokenising takes, measured (docs/FORMATS.md)."""
+NAMED_TEXT = 11_000_000
+"""Characters that are read of a data set at most."""
+SHARD_BYTES = 2 * 10**9
 
 
 @dataclass(frozen=True)
@@ -42,16 +56,15 @@ class Plan:
     recipe: Recipe
 
     @classmethod
-    def of(cls, config: dict[str, Any], recipe: Recipe) -> "Plan":
+    def of(cls, model: Description, recipe: Recipe) -> "Plan":
         """Decides widths and output format.
 
         Raises:
             ModelError: the model cannot be pruned.
             OptionError: the recipe does not fit the model, or no format holds the result.
         """
-        architecture = architecture_of(config)
-        dense = Shape.of(config)
-        model = skeleton(config)
+        dense = model.shape
+        check_effect(dense, recipe.sparsity)
         pruned = Shape(
             layers=dense.layers,
             hidden=dense.hidden,
@@ -60,27 +73,25 @@ class Plan:
             group=dense.group,
             ffn=kept_count(dense.ffn, recipe.sparsity),
         )
-        dense_shapes = parameter_shapes(model)
         biased = adds_bias(recipe.method)
         output = choose_format(
-            config,
+            model.config,
             pruned,
-            o_proj_bias="model.layers.0.self_attn.o_proj.bias" in dense_shapes
+            o_proj_bias="model.layers.0.self_attn.o_proj.bias" in model.shapes
             or (biased and pruned.kv_heads < dense.kv_heads),
-            down_proj_bias="model.layers.0.mlp.down_proj.bias" in dense_shapes
+            down_proj_bias="model.layers.0.mlp.down_proj.bias" in model.shapes
             or (biased and pruned.ffn < dense.ffn),
         )
-        positions = int(getattr(model.config, "max_position_embeddings", DEFAULT_SEQ_LEN))
         return cls(
-            architecture,
+            model.architecture,
             dense,
             pruned,
             output,
-            dense_shapes,
-            parameter_shapes(skeleton(output.config)),
-            resolve_seq_len(recipe.seq_len, positions, DEFAULT_SEQ_LEN),
-            positions,
-            int(model.config.vocab_size),
+            model.shapes,
+            Description.of(output.config).shapes,
+            resolve_seq_len(recipe.seq_len, model.positions, DEFAULT_SEQ_LEN),
+            model.positions,
+            model.vocabulary,
             recipe,
         )
 
@@ -95,6 +106,16 @@ class Plan:
         return sum(shape.numel() for shape in self.pruned_shapes.values())
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Where nothing goes, although a fraction of every site was asked for."""
+        sites = [site for site in SITES if self.pruned.units(site) == self.dense.units(site)]
+        return tuple(
+            f"nothing is removed at {site.name}: {self.recipe.sparsity:.4g} of "
+            f"{self.dense.units(site)} {site.unit}s is less than one"
+            for site in sites
+        )
+
+    @property
     def _widths(self) -> list[int]:
         """D of every site: how many columns its consumer has."""
         return [self.dense.units(site) * self.dense.columns_per_unit(site) for site in SITES]
@@ -107,20 +128,37 @@ class Plan:
 
     def memory(self, stored: torch.dtype, forward: torch.dtype) -> dict[str, int]:
         """Bytes in memory at the fullest moment, by purpose (docs/FORMATS.md explains each)."""
-        block = sum(
-            shape.numel()
-            for name, shape in self.dense_shapes.items()
-            if name.startswith("model.layers.0.")
+        block, embedding = (
+            sum(shape.numel() for name, shape in self.dense_shapes.items() if name.startswith(part))
+            for part in ("model.layers.0.", "model.embed_tokens.")
         )
-        tokens = self.recipe.samples * self.seq_len
-        widths = self._widths
+        length, hidden, widest = self.seq_len, self.dense.hidden, max(self._widths)
+        per_token = (6 * hidden + 4 * self.dense.ffn) * forward.itemsize + 8 * widest
+        batch = max(1, TOKENS_PER_BATCH // length) * length
+        written = self.parameters_after * DTYPES[self.recipe.dtype or "float32"].itemsize
         solve = DTYPES[self.recipe.solve_dtype].itemsize
         return {
-            "one block's weights": block * (stored.itemsize + forward.itemsize),
-            "hidden states": tokens * self.dense.hidden * forward.itemsize,
-            "statistics": self.statistics_per_block,
-            "solver": 4 * max(widths) ** 2 * solve,
+            "program": resident_bytes(),
+            "text": self._text_bytes(forward),
+            "one block's weights": max(block, embedding) * (stored.itemsize + forward.itemsize),
+            "hidden states": self.recipe.samples * length * hidden * forward.itemsize,
+            "forward pass": min(batch, self.recipe.samples * length) * per_token,
+            "statistics": self.statistics_per_block + 8 * widest**2,
+            "solver": SOLVER_MATRICES * widest**2 * solve,
+            "shard being filled": min(written, SHARD_BYTES),
         }
+
+    def _text_bytes(self, forward: torch.dtype) -> int:
+        """What making the windows takes: tokenising a text, or a whole model that is sampled."""
+        source = self.recipe.calibration
+        if isinstance(source, Tensor):
+            return 0
+        if source == "self":
+            return self.parameters_before * forward.itemsize
+        path = Path(source)
+        if path.suffix in TOKEN_SUFFIXES:
+            return 2 * path.stat().st_size if path.is_file() else 0
+        return BYTES_PER_CHARACTER * (path.stat().st_size if path.is_file() else NAMED_TEXT)
 
     def record(self) -> dict[str, Any]:
         """What `--dry-run --json` prints and the report keeps."""
@@ -136,8 +174,33 @@ class Plan:
                 "query_heads": {"before": self.dense.heads, "after": self.pruned.heads},
             },
             "parameters": {"before": self.parameters_before, "after": self.parameters_after},
+            "removed": {
+                **{s.name: _share(self.dense.units(s), self.pruned.units(s)) for s in SITES},
+                "parameters": _share(self.parameters_before, self.parameters_after),
+            },
+            "notes": list(self.notes),
             "seq_len": self.seq_len,
         }
+
+
+def _share(before: int, after: int) -> float:
+    """The fraction that went."""
+    return (before - after) / before
+
+
+def check_effect(dense: Shape, sparsity: float) -> None:
+    """Raises OptionError where the sparsity is below one unit at every site."""
+    units = {site: dense.units(site) for site in SITES}
+    if any(kept_count(count, sparsity) < count for count in units.values()):
+        return
+    counts = " and ".join(f"{count:,} {site.unit}s" for site, count in units.items())
+    most = max(units.values())
+    advice = (
+        f"the smallest that removes something is {math.ceil(10**6 / most) / 10**6:g}"
+        if most > 1
+        else "this model cannot be pruned"
+    )
+    raise OptionError(f"sparsity {sparsity:g} removes nothing from {counts}: {advice}")
 
 
 def resolve_seq_len(asked: int | None, positions: int, default: int) -> int:
@@ -162,6 +225,15 @@ def stored_dtype(config: dict[str, Any]) -> torch.dtype:
     """The weights' dtype as the configuration declares it, float32 where it does not."""
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     return DTYPES.get(name.removeprefix("torch."), torch.float32)
+
+
+def resident_bytes() -> int:
+    """What this process takes by now: the interpreter, torch and the other libraries."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:  # not Linux: the most that it ever took, in bytes on a Mac
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return pages * resource.getpagesize()
 
 
 def choose_device(device: str) -> torch.device:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from coec.calibration.stream import Block
@@ -17,17 +16,12 @@ from coec.collecting import block_source
 from coec.compensation import compensate, relative_errors
 from coec.errors import NumericalError
 from coec.models.architectures import ATTENTION, SITES, Site
-from coec.models.checkpoint import (
-    CARRIED_FILES,
-    Checkpoint,
-    ShardWriter,
-    atomic_folder,
-    check_output,
-    check_space,
-    find_model,
-    read_config,
-    write_json,
-)
+from coec.models.carried import carry_files
+from coec.models.dense import Dense
+from coec.models.description import CONFIG, Description
+from coec.models.files import write_json, write_tensors
+from coec.models.output import check_output, check_space, new_folder
+from coec.models.shards import ShardWriter
 from coec.models.surgery import Cut, cut_block, value_rows
 from coec.planning import Plan, choose_device, choose_forward_dtype
 from coec.recipe import DTYPES, Recipe
@@ -39,7 +33,7 @@ Progress = Callable[[str, int, int], None]
 ERRORS = ("error_before", "error_after")
 
 
-def plan(model: str | Path, recipe: Recipe | None = None, **settings: Any) -> Plan:
+def plan(model: str | Path | Description, recipe: Recipe | None = None, **settings: Any) -> Plan:
     """What `prune` would do, from the configuration alone: no weights are read.
 
     Args:
@@ -50,11 +44,11 @@ def plan(model: str | Path, recipe: Recipe | None = None, **settings: Any) -> Pl
         CoecError: the model or a setting cannot be used.
     """
     recipe = Recipe.or_of(recipe, settings)
-    return Plan.of(read_config(find_model(model, weights=False)), recipe)
+    return Plan.of(Description.read(model), recipe)
 
 
 def prune(
-    model: str | Path,
+    model: str | Path | Dense,
     out: str | Path,
     recipe: Recipe | None = None,
     *,
@@ -90,61 +84,61 @@ def prune(
     """
     recipe = Recipe.or_of(recipe, settings)
     seconds = _Stopwatch()
-    folder, out = find_model(model), Path(out)
-    check_output(out, folder, force)
-    checkpoint = Checkpoint.open(folder)
-    todo = Plan.of(checkpoint.config, recipe)
+    out = Path(out)
+    dense = Dense.open(model)
+    check_output(out, dense.folder, force)
+    plan = Plan.of(dense, recipe)
     device = choose_device(recipe.device)
-    blocks_from = block_source(recipe, checkpoint, todo, statistics)
-    stored = checkpoint.check(todo.dense_shapes)
-    dtype = DTYPES[recipe.dtype] if recipe.dtype else stored
-    check_space(out, int(todo.parameters_after * dtype.itemsize * 1.01) + 2**24)
-    forward = choose_forward_dtype(recipe.forward_dtype, stored, device)
+    blocks_from = block_source(recipe, dense, statistics)
+    dense.check_values()
+    dtype = DTYPES[recipe.dtype] if recipe.dtype else dense.dtype
+    check_space(out, int(plan.parameters_after * dtype.itemsize * 1.01) + 2**24)
+    forward = choose_forward_dtype(recipe.forward_dtype, dense.dtype, device)
     seconds.lap("checking")
 
-    calibration, blocks = blocks_from(device, forward, progress)
-    seconds.lap("reading text")
-    with atomic_folder(out) as temporary:
-        writer = ShardWriter(temporary, todo.pruned_shapes, dtype)
+    with new_folder(out, force=force) as folder:
+        calibration, blocks = blocks_from(device, forward, progress)
+        seconds.lap("reading text")
+        writer = ShardWriter(folder, plan.pruned_shapes, dtype)
         sites: list[dict[str, Any]] = []
         kept: dict[str, Tensor] = {}
         for block in blocks:
             seconds.lap("calibrating")
-            cuts, rows = _solve_block(block, todo, device)
-            tensors = _fill_biases(cut_block(block.tensors, cuts, dtype), todo, block.index, dtype)
+            cuts, rows = _solve_block(block, plan, device)
+            tensors = _fill_biases(cut_block(block.tensors, cuts, dtype), plan, block.index, dtype)
             writer.add({f"model.layers.{block.index}.{name}": t for name, t in tensors.items()})
             kept |= {f"layers.{block.index}.{c.site.name}": c.units.kept.cpu() for c in cuts}
             sites += rows
             seconds.lap("solving")
             if progress:
-                progress("solving", block.index + 1, todo.dense.layers)
-        outside = [name for name in todo.pruned_shapes if not name.startswith("model.layers.")]
-        writer.add({name: checkpoint.tensor(name).to(dtype) for name in outside})
+                progress("solving", block.index + 1, plan.dense.layers)
+        outside = [name for name in plan.pruned_shapes if not name.startswith("model.layers.")]
+        writer.add({name: dense.tensor(name).to(dtype) for name in outside})
         writer.finish()
-        save_file(kept, temporary / KEPT, metadata={"format": "pt"})
-        _write_side_files(temporary, checkpoint, todo, dtype)
+        _write_side_files(folder, dense, plan, kept, dtype)
         seconds.lap("writing")
         report = Report(
-            model=str(model),
+            model=dense.name,
+            model_sha256=dense.digest,
             out=str(out),
             recipe={
                 **recipe.record(),
-                "seq_len": todo.seq_len,
+                "seq_len": plan.seq_len,
                 "dtype": _dtype_name(dtype),
                 "forward_dtype": _dtype_name(forward),
             },
-            plan=todo.record(),
+            plan=plan.record() | {"notes": [*dense.notes, *plan.notes]},
             calibration=calibration,
             sites=sites,
             seconds=seconds.laps,
             environment=environment(str(device)),
         )
-        report.write(temporary)
+        report.write(folder)
     return report
 
 
 def _solve_block(
-    block: Block, todo: Plan, device: torch.device
+    block: Block, plan: Plan, device: torch.device
 ) -> tuple[list[Cut], list[dict[str, Any]]]:
     """Selects and compensates every site of one block."""
     cuts, rows = [], []
@@ -152,7 +146,7 @@ def _solve_block(
         began = time.perf_counter()
         module = f"model.layers.{block.index}.{site.consumer}"
         try:
-            cut = _solve_site(block, site, todo, device)
+            cut = _solve_site(block, site, plan, device)
         except NumericalError as error:
             raise NumericalError(f"{module}: {error}") from error
         cuts.append(cut)
@@ -171,8 +165,8 @@ def _solve_block(
     return cuts, rows
 
 
-def _solve_site(block: Block, site: Site, todo: Plan, device: torch.device) -> Cut:
-    recipe, dtype = todo.recipe, DTYPES[todo.recipe.solve_dtype]
+def _solve_site(block: Block, site: Site, plan: Plan, device: torch.device) -> Cut:
+    recipe, dtype = plan.recipe, DTYPES[plan.recipe.solve_dtype]
     weight = block.tensors[f"{site.consumer}.weight"].to(device)
     sums = block.grams.pop(site.name)
     sums.check_finite()
@@ -180,11 +174,11 @@ def _solve_site(block: Block, site: Site, todo: Plan, device: torch.device) -> C
     scores = _seeded(recipe.score, recipe.seed, block.index)(weight.to(sums.xx), sums)
     gram = Gram(sums.xx.to(dtype), sums.x.to(dtype), sums.tokens)
     del sums  # the largest matrix there is, unless it is the one that is used
-    units = keep_highest(unit_scores(scores, todo.dense.units(site)), todo.pruned.units(site))
+    units = keep_highest(unit_scores(scores, plan.dense.units(site)), plan.pruned.units(site))
     if units.everything:
         return Cut(site, units, Compensation(weight))
-    value = value_rows(block.tensors, todo.dense, units) if site is ATTENTION else None
-    kept = units.columns(todo.dense.columns_per_unit(site))
+    value = value_rows(block.tensors, plan.dense, units) if site is ATTENTION else None
+    kept = units.columns(plan.dense.columns_per_unit(site))
     result = compensate(
         weight,
         gram,
@@ -221,13 +215,13 @@ def _seeded(score: Callable[..., Tensor], seed: int, block: int) -> Callable[...
 
 
 def _fill_biases(
-    tensors: dict[str, Tensor], todo: Plan, block: int, dtype: torch.dtype
+    tensors: dict[str, Tensor], plan: Plan, block: int, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Exactly the tensors of the output format: biases it demands and nobody computed are 0."""
     prefix = f"model.layers.{block}."
     wanted = {
         name.removeprefix(prefix): shape
-        for name, shape in todo.pruned_shapes.items()
+        for name, shape in plan.pruned_shapes.items()
         if name.startswith(prefix)
     }
     zeros = {
@@ -238,16 +232,17 @@ def _fill_biases(
     return {name: tensor for name, tensor in (tensors | zeros).items() if name in wanted}
 
 
-def _write_side_files(folder: Path, checkpoint: Checkpoint, todo: Plan, dtype: torch.dtype) -> None:
-    """config.json with the dtype written, and the files that travel unchanged."""
-    config = dict(todo.output.config)
+def _write_side_files(
+    folder: Path, dense: Dense, plan: Plan, kept: dict[str, Tensor], dtype: torch.dtype
+) -> None:
+    """config.json with the dtype written, the kept units, and the files that travel unchanged."""
+    config = dict(plan.output.config)
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
         config[key] = _dtype_name(dtype)
-    write_json(folder / "config.json", config)
-    for name in CARRIED_FILES:
-        source = checkpoint.folder / name
-        if source.is_file():
-            (folder / name).write_bytes(source.read_bytes())
+    write_json(folder / CONFIG, config)
+    (folder / KEPT).parent.mkdir()
+    write_tensors(kept, folder / KEPT, {"format": "pt"})
+    carry_files(dense.folder, folder)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -1,6 +1,5 @@
 """What happened in a pruning run: one object, written as coec.json and as the model card."""
 
-import json
 import platform
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -11,10 +10,11 @@ import torch
 
 from coec import __version__
 from coec.errors import ModelError
-from coec.models.checkpoint import write_json
+from coec.models.files import parse_json, write_json
 
 REPORT = "coec.json"
-KEPT = "kept.safetensors"
+KEPT = "coec/kept.safetensors"
+"""In a folder of its own: servers read every safetensors file beside the weights as weights."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Report:
 
     Attributes:
         model: the dense model as it was named.
+        model_sha256: of its configuration and weights.
         out: the folder written.
         recipe: resolved options.
         plan: widths, parameters, output format, loaders.
@@ -33,6 +34,7 @@ class Report:
     """
 
     model: str
+    model_sha256: str
     out: str
     recipe: dict[str, Any]
     plan: dict[str, Any]
@@ -46,6 +48,7 @@ class Report:
         return {
             "coec": __version__,
             "model": self.model,
+            "model_sha256": self.model_sha256,
             "recipe": self.recipe,
             "plan": self.plan,
             "calibration": self.calibration,
@@ -106,6 +109,7 @@ class Report:
             if relabelled
             else ""
         )
+        notes = "".join(f"\n{note[0].upper()}{note[1:]}.\n" for note in self.plan["notes"])
         calibration = self.calibration
         return f"""---
 library_name: transformers
@@ -113,11 +117,11 @@ pipeline_tag: text-generation
 tags: [coec, pruned]
 ---
 
-# {name}, {self.recipe["sparsity"]:.0%} of units removed
+# {name}, {1 - after / before:.1%} of parameters removed
 
 Made from `{name}` by coec {__version__}: training-free
-structured pruning of MLP channels and KV groups.
-
+structured pruning of MLP channels and KV groups, {self.recipe["sparsity"]:.4g} of each asked for.
+{notes}
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -163,8 +167,8 @@ def calibration_digest(folder: Path) -> str | None:
     if not path.is_file():
         return None
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["calibration"]["text_sha256"])
-    except (ValueError, KeyError, TypeError) as error:
+        return str(parse_json(path)["calibration"]["text_sha256"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
             f"'{path}' is not the report of a pruning run: restore it, or move it away"
         ) from error

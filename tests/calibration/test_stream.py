@@ -6,7 +6,7 @@ import torch
 import tiny_models as tm
 from coec.calibration import stream as module
 from coec.calibration.stream import DenseStream
-from coec.models.checkpoint import Checkpoint
+from coec.models.dense import Dense
 
 IDS = torch.randint(2, tm.VOCABULARY, (5, 32), generator=torch.Generator().manual_seed(3))
 
@@ -14,7 +14,7 @@ IDS = torch.randint(2, tm.VOCABULARY, (5, 32), generator=torch.Generator().manua
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     root = tmp_path_factory.mktemp("dense")
-    return Checkpoint.open(tm.save(tm.tiny("mistral sliding"), root / "model", tokenizer=False))
+    return Dense.open(tm.save(tm.tiny("mistral sliding"), root / "model", tokenizer=False))
 
 
 def stream(checkpoint, ids=IDS, dtype=torch.float64, progress=None):
@@ -56,14 +56,14 @@ def test_statistics_are_those_of_independent_windows(checkpoint):
 def test_only_one_block_is_ever_in_memory(checkpoint, monkeypatch):
     running = stream(checkpoint)
     seen = []
-    original = Checkpoint.tensors
+    original = Dense.tensors
 
     def tensors(self, prefix):
         places = [{p.device.type for p in layer.parameters()} for layer in running._layers]
         seen.append((prefix, places))
         return original(self, prefix)
 
-    monkeypatch.setattr(Checkpoint, "tensors", tensors)
+    monkeypatch.setattr(Dense, "tensors", tensors)
     for _ in running.blocks():
         assert {p.device.type for p in running._model.parameters()} == {"meta"}
     assert seen == [(f"model.layers.{i}.", [{"meta"}, {"meta"}]) for i in range(2)]

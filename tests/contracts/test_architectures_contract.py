@@ -11,7 +11,7 @@ from coec.calibration.stream import DenseStream
 from coec.compensation import COMPENSATIONS
 from coec.errors import OptionError
 from coec.models.architectures import ARCHITECTURES
-from coec.models.checkpoint import Checkpoint
+from coec.models.dense import Dense
 from coec.types import GramSum
 
 pytestmark = pytest.mark.unchecked  # whole models
@@ -68,7 +68,7 @@ def test_removing_is_masking(variant, folders, tmp_path):
     models, tokens = folders
     coec.prune(models[variant], tmp_path / "out", **SETTINGS, calibration=tokens,
                compensation="none", selection="magnitude")  # fmt: skip
-    kept = load_file(tmp_path / "out/kept.safetensors")
+    kept = load_file(tmp_path / "out/coec/kept.safetensors")
     dense = tm.load(models[variant])
     config = dense.config
     width = config.head_dim * config.num_attention_heads // config.num_key_value_heads
@@ -89,7 +89,7 @@ def test_removing_is_masking(variant, folders, tmp_path):
 def test_streamed_statistics_are_those_of_the_whole_model(variant, folders):
     models, _ = folders
     ids = torch.randint(2, tm.VOCABULARY, (5, 32))
-    checkpoint = Checkpoint.open(models[variant])
+    checkpoint = Dense.open(models[variant])
     stream = DenseStream(checkpoint, ids, device=torch.device("cpu"), dtype=torch.float64)
     blocks = list(stream.blocks())
     dense, sums = tm.load(models[variant]), {}

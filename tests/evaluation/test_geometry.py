@@ -13,7 +13,7 @@ from coec.errors import NumericalError, OptionError
 from coec.evaluation import geometry as module
 from coec.evaluation.frames import compare_frames
 from coec.evaluation.geometry import MEASURES, oddities, summarize
-from coec.models.checkpoint import Checkpoint
+from coec.models.dense import Dense
 from coec.types import KeptSet
 
 
@@ -34,11 +34,11 @@ def test_every_pruned_module_has_a_row(rows):
 
 def test_a_row_is_the_comparison_of_the_stored_weights(rows, dense_folder, pruned_folder):
     """Heads of four columns, two query heads to a KV group; values repeated per query head."""
-    dense, pruned = Checkpoint.open(dense_folder), Checkpoint.open(pruned_folder)
+    dense, pruned = Dense.open(dense_folder), Dense.open(pruned_folder)
     attention = "model.layers.1.self_attn"
     stored = json.loads((pruned_folder / "coec.json").read_text())
     assert stored["recipe"]["options"]["r_p"] == 4
-    groups = load_file(pruned_folder / "kept.safetensors")["layers.1.attention"].tolist()
+    groups = load_file(pruned_folder / "coec/kept.safetensors")["layers.1.attention"].tolist()
     columns = torch.tensor([g * 8 + i for g in groups for i in range(8)])
     value = dense.tensor(f"{attention}.v_proj.weight").double()
     repeated = torch.cat([value[g * 4 : g * 4 + 4] for g in groups for _ in range(2)])

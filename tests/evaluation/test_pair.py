@@ -24,7 +24,7 @@ def kept(pruned):
     """Rewrites the kept units."""
 
     def rewrite(**changes):
-        path = pruned / "kept.safetensors"
+        path = pruned / "coec/kept.safetensors"
         stored = load_file(path) | {k.replace("_", "."): v for k, v in changes.items()}
         save_file({k: v for k, v in stored.items() if v is not None}, path)
 
@@ -35,7 +35,7 @@ def test_a_pair_knows_sizes_and_units(dense_folder, pruned_folder):
     pair = Pair.open(dense_folder, pruned_folder)
     assert (pair.before.ffn, pair.after.ffn) == (40, 28)
     assert (pair.positions, pair.vocabulary) == (tm.POSITIONS, tm.VOCABULARY)
-    stored = load_file(pruned_folder / "kept.safetensors")
+    stored = load_file(pruned_folder / "coec/kept.safetensors")
     for site, size in ((ATTENTION, 4), (MLP, 40)):
         units = pair.kept(1, site)
         assert units.size == size
@@ -54,7 +54,7 @@ def test_the_report_names_the_dense_model(dense_folder, pruned, monkeypatch):
     assert Pair.open(None, pruned).before.ffn == 40
 
 
-@pytest.mark.parametrize("name", ["kept.safetensors", "coec.json"])
+@pytest.mark.parametrize("name", ["coec/kept.safetensors", "coec.json"])
 def test_a_folder_that_coec_did_not_write(name, dense_folder, pruned):
     (pruned / name).unlink()
     with pytest.raises(ModelError, match=f"no {name} in .* PRUNED must be a folder that `coec"):
@@ -113,6 +113,6 @@ def test_missing_and_damaged_files_are_refused(dense_folder, pruned):
     with pytest.raises(ModelError, match="no safetensors weights in"):
         Pair.open(dense_folder, pruned)
     weights.write_bytes(whole)
-    (pruned / "kept.safetensors").write_bytes(b"nothing")
+    (pruned / "coec/kept.safetensors").write_bytes(b"nothing")
     with pytest.raises(ModelError, match="'kept.safetensors' is truncated or damaged"):
         Pair.open(dense_folder, pruned)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -225,15 +224,16 @@ def test_killed_with_a_torn_last_line(place, whole, tmp_path):
 def test_a_failed_cell_is_a_row_and_the_rest_goes_on(place, monkeypatch, tmp_path):
     original = cell_module.perplexity
 
-    def sometimes(folder, *args, **options):
-        name = json.loads((Path(folder) / "coec.json").read_text())["recipe"]["compensation"] if (
-            Path(folder) / "coec.json"
-        ).is_file() else "dense"  # fmt: skip
+    def sometimes(model, *args, **options):
+        record = model.folder / "coec.json"
+        name = "dense"
+        if record.is_file():
+            name = json.loads(record.read_text())["recipe"]["compensation"]
         if name == "least-squares":
             raise CoecError("the model's cross-entropy is not finite")
         if name == "none":
             raise KeyError("a defect\nof ours")
-        return original(folder, *args, **options)
+        return original(model, *args, **options)
 
     monkeypatch.setattr(cell_module, "perplexity", sometimes)
     cells = expand(str(place / "grid.toml"))
@@ -432,3 +432,97 @@ def test_a_second_model_that_is_not_there_stops_the_first(place, tmp_path):
     with pytest.raises(ModelError, match="no model at '/no/such/model'"):
         sweep(cells, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def moved(place, finished, tmp_path):
+    """Copies of the model, the texts, the grid and the results, to change."""
+    for name in ("tiny", "whole"):
+        shutil.copytree(place / name, tmp_path / name)
+    for name in ("train.npy", "test.npy"):
+        shutil.copyfile(place / name, tmp_path / name)
+    return tmp_path
+
+
+def cells_of(place):
+    return expand(str(place / "grid.toml"))
+
+
+def test_a_model_is_known_by_its_content_not_by_its_place(place, moved):
+    cells = [
+        replace(cell, subject=replace(cell.subject, path=str(moved / "tiny")))
+        for cell in cells_of(place)
+    ]
+    assert sweep(cells, moved / "whole").ran == 0
+
+
+@pytest.mark.parametrize("what", ["model", "calibration text", "evaluation text"])
+def test_rows_of_other_weights_or_texts_are_not_taken_for_these(what, place, moved):
+    """A table of both would say what nobody measured."""
+    import numpy as np
+    from safetensors.torch import load_file, save_file
+
+    changed = {"model": "tiny", "calibration text": "train.npy", "evaluation text": "test.npy"}
+    path = place / changed[what]
+    kept = moved / changed[what]
+    try:
+        if what == "model":
+            file = path / "model.safetensors"
+            save_file({name: w * 1.001 for name, w in load_file(file).items()}, file)
+        else:
+            np.save(path, np.load(path)[::-1].copy())
+        with pytest.raises(OutputError, match=f"the {what} of 'tiny' is another one"):
+            sweep(cells_of(place), moved / "whole")
+    finally:
+        if kept.is_dir():
+            shutil.copytree(kept, path, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(kept, path)
+    assert sweep(cells_of(place), moved / "whole").ran == 0
+
+
+def test_statistics_of_other_weights_are_collected_again(place, tmp_path, monkeypatch):
+    from safetensors.torch import load_file, save_file
+
+    model = shutil.copytree(place / "tiny", tmp_path / "tiny")
+    cells = [replace(c, subject=replace(c.subject, path=str(model))) for c in cells_of(place)[1:2]]
+    sweep(cells, tmp_path / "out", keep_statistics=True)
+    (tmp_path / "out" / RESULTS).unlink()
+    passes, original = [], module.collect
+    monkeypatch.setattr(module, "collect", lambda *a, **k: passes.append(1) or original(*a, **k))
+    sweep(cells, tmp_path / "out", keep_statistics=True)
+    assert not passes
+    (tmp_path / "out" / RESULTS).unlink()
+    file = model / "model.safetensors"
+    save_file({name: w * 1.001 for name, w in load_file(file).items()}, file)
+    assert sweep(cells, tmp_path / "out").done == 1
+    assert passes == [1]
+
+
+def test_a_damaged_model_is_found_before_any_work(place, tmp_path, monkeypatch):
+    from safetensors.torch import load_file, save_file
+
+    model = shutil.copytree(place / "tiny", tmp_path / "tiny")
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, model / "model.safetensors")
+    cells = [
+        replace(cell, subject=replace(cell.subject, path=str(model))) for cell in cells_of(place)
+    ]
+    with pytest.raises(ModelError, match="model.norm.weight .* holds NaN or Inf"):
+        sweep(cells, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sweep_with_failed_cells_exits_1(place, monkeypatch, tmp_path, capsys):
+    def broken(*arguments, **options):
+        raise CoecError("no good")
+
+    monkeypatch.setattr(cell_module, "perplexity", broken)
+    monkeypatch.setattr(
+        sys, "argv", ["coec", "sweep", str(place / "grid.toml"), str(tmp_path / "out")]
+    )
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 1
+    assert "0 cells done, 9 failed" in capsys.readouterr().out

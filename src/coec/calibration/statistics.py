@@ -1,7 +1,5 @@
 """Statistics of the dense model on disk: one dense pass serves many recipes."""
 
-import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +8,16 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from coec.calibration.stream import Block
 from coec.calibration.tokens import Windows
-from coec.errors import CalibrationError, OptionError
-from coec.models.checkpoint import Checkpoint, atomic_folder, write_json
+from coec.errors import CalibrationError, CoecError, OptionError
+from coec.models.architectures import SITES
+from coec.models.dense import Dense
+from coec.models.files import parse_json, write_json, write_tensors
+from coec.models.output import new_folder
 from coec.types import Gram
 
 RECORD = "statistics.json"
@@ -47,7 +48,7 @@ class Statistics:
         made_with: dict[str, Any],
     ) -> "Statistics":
         """Runs the dense pass and keeps what it sums; the folder appears when it is complete."""
-        with atomic_folder(folder) as temporary:
+        with new_folder(folder) as temporary:
             for block in blocks:
                 tensors, counts = {}, {}
                 for kind, grams in ((FIT, block.grams), (HELD_OUT, block.holdout)):
@@ -55,8 +56,8 @@ class Statistics:
                         tensors[f"{kind}.{site}.xx"] = gram.xx.cpu()
                         tensors[f"{kind}.{site}.x"] = gram.x.cpu()
                         counts[f"{kind}.{site}.tokens"] = str(gram.tokens)
-                save_file(tensors, temporary / _file(block.index), metadata=counts)
-            save_file({"input_ids": windows.ids}, temporary / WINDOWS)
+                write_tensors(tensors, temporary / _file(block.index), counts)
+            write_tensors({"input_ids": windows.ids}, temporary / WINDOWS)
             record = {"calibration": windows.record(), "made_with": made_with}
             write_json(temporary / RECORD, record)
         return cls(folder, windows.record(), made_with)
@@ -69,8 +70,13 @@ class Statistics:
             CalibrationError: the folder holds no complete statistics.
         """
         try:
-            record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-            return cls(folder, record["calibration"], record["made_with"])
+            record = parse_json(folder / RECORD)
+            calibration, made_with = record["calibration"], record["made_with"]
+            if not isinstance(made_with, dict):
+                raise TypeError("a part of the record is no table")
+            for key in ("source", "windows", "seq_len", "text_sha256"):
+                calibration[key]
+            return cls(folder, calibration, made_with)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CalibrationError(
                 f"'{folder}' holds no complete statistics ({RECORD}): collect them again"
@@ -78,8 +84,15 @@ class Statistics:
 
     @property
     def windows(self) -> Int[Tensor, "n length"]:
-        """The calibration windows, held-out ones included."""
-        return load_file(self.folder / WINDOWS)["input_ids"]
+        """The calibration windows, held-out ones included; raises CalibrationError if damaged."""
+        path = self.folder / WINDOWS
+        try:
+            ids = load_file(path)["input_ids"]
+        except (OSError, SafetensorError, KeyError) as error:
+            raise CalibrationError(f"'{path}' cannot be read ({error}): collect again") from error
+        if ids.ndim != 2 or ids.dtype != torch.int64:
+            raise CalibrationError(f"'{path}' holds no windows of token ids: collect again")
+        return ids
 
     def check(self, wanted: dict[str, Any]) -> None:
         """Raises OptionError naming the first setting they were not made with."""
@@ -91,35 +104,34 @@ class Statistics:
                     f"not {value!r}: collect them again, or change the recipe"
                 )
 
-    def blocks(self, checkpoint: Checkpoint, device: torch.device) -> Iterator[Block]:
+    def blocks(self, dense: Dense, device: torch.device) -> Iterator[Block]:
         """Every block in order, as `DenseStream.blocks` yielded it.
 
         Raises:
             CalibrationError: a file is missing or damaged.
         """
-        for index in range(int(checkpoint.config["num_hidden_layers"])):
-            grams: dict[str, dict[str, Gram]] = {FIT: {}, HELD_OUT: {}}
+        kinds = [FIT, HELD_OUT] if self.made_with.get("holdout") else [FIT]
+        for index in range(dense.shape.layers):
             path = self.folder / _file(index)
+            grams: dict[str, dict[str, Gram]] = {FIT: {}, HELD_OUT: {}}
             try:
                 with safe_open(path, framework="pt", device=str(device)) as file:
-                    for name, tokens in (file.metadata() or {}).items():
-                        kind, site, _ = name.split(".")
-                        xx = file.get_tensor(f"{kind}.{site}.xx")
-                        x = file.get_tensor(f"{kind}.{site}.x")
-                        grams[kind][site] = Gram(xx, x, int(tokens))
-            except (OSError, SafetensorError, ValueError) as error:
+                    counts = file.metadata() or {}
+                    for kind in kinds:
+                        for site in SITES:
+                            width = dense.shape.units(site) * dense.shape.columns_per_unit(site)
+                            tokens = int(counts[f"{kind}.{site.name}.tokens"])
+                            xx = file.get_tensor(f"{kind}.{site.name}.xx")
+                            x = file.get_tensor(f"{kind}.{site.name}.x")
+                            if x.shape != (width,) or tokens < 1:
+                                raise ValueError(f"{tuple(x.shape)} sums of {tokens} tokens")
+                            grams[kind][site.name] = Gram(xx, x, tokens)
+            except (OSError, SafetensorError, ValueError, KeyError, CoecError) as error:
                 raise CalibrationError(
                     f"statistics of block {index} cannot be read from '{path}': {error}"
                 ) from error
-            tensors = checkpoint.tensors(f"model.layers.{index}.")
+            tensors = dense.tensors(f"model.layers.{index}.")
             yield Block(index, tensors, grams[FIT], grams[HELD_OUT])
-
-
-def fingerprint(checkpoint: Checkpoint) -> str:
-    """What tells one dense model from another without reading it: its configuration and files."""
-    sizes = {name: (checkpoint.folder / name).stat().st_size for name in checkpoint.files.values()}
-    content = json.dumps([checkpoint.config, sorted(sizes.items())], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _file(index: int) -> str:

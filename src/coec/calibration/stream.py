@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from coec.errors import ModelError
 from coec.models.architectures import SITES
-from coec.models.checkpoint import Checkpoint, skeleton
+from coec.models.dense import Dense
+from coec.models.description import compute_rotary
 from coec.types import Gram, GramSum
 
 TOKENS_PER_BATCH = 8192
@@ -69,7 +70,7 @@ class DenseStream:
     """The dense model over fixed token windows, block by block.
 
     Args:
-        checkpoint: the dense model.
+        dense: the model.
         windows: token ids, n × length.
         holdout: windows whose statistics are kept apart.
         device: where blocks run; hidden states wait on the CPU.
@@ -79,7 +80,7 @@ class DenseStream:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        dense: Dense,
         windows: Int[Tensor, "n length"],
         *,
         holdout: Int[Tensor, "h length"] | None = None,
@@ -87,9 +88,9 @@ class DenseStream:
         dtype: torch.dtype,
         progress: Progress | None = None,
     ) -> None:
-        self._checkpoint = checkpoint
+        self._dense = dense
         self._device, self._dtype, self._progress = device, dtype, progress
-        self._model = skeleton(checkpoint.config, dtype)
+        self._model = dense.skeleton(dtype)
         size = max(1, TOKENS_PER_BATCH // windows.shape[1])
         fit = windows.split(size)
         self._fit_batches = len(fit)
@@ -103,13 +104,9 @@ class DenseStream:
         states, calls = self._embed()
         progress = self._counter()
         for index, layer in enumerate(self._layers):
-            tensors = self._checkpoint.tensors(f"model.layers.{index}.")
+            tensors = self._dense.tensors(f"model.layers.{index}.")
             layer.load_state_dict(
-                {
-                    k: v.to(self._device, self._dtype)
-                    for k, v in tensors.items()
-                    if k in layer.state_dict()
-                },
+                {name: tensor.to(self._device, self._dtype) for name, tensor in tensors.items()},
                 assign=True,
             )
             fit: dict[str, GramSum] = {}
@@ -149,12 +146,11 @@ class DenseStream:
     def _embed(self) -> tuple[list[Float[Tensor, "batch length hidden"]], dict[int, list[_Call]]]:
         """The first hidden states, and the calls of all layers for every batch size."""
         base = self._base
-        embedding = self._checkpoint.tensor("model.embed_tokens.weight")
+        embedding = self._dense.tensor("model.embed_tokens.weight")
         base.embed_tokens.weight = nn.Parameter(
             embedding.to(self._device, self._dtype), requires_grad=False
         )
-        # Rotary frequencies are no weights: the model's own class computes them.
-        base.rotary_emb = type(base.rotary_emb)(config=self._model.config).to(self._device)
+        compute_rotary(self._model, self._device)
         base.norm = nn.Identity()
         states, calls = [], {}
         for batch in self._batches:

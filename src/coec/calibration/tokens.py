@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from coec.calibration.sources import Split, read_text
 from coec.errors import CalibrationError, ModelError
-from coec.models.checkpoint import TOKENIZER_FILES
+from coec.models.carried import TOKENIZER_FILES
 
 TOKEN_SUFFIXES = (".npy", ".safetensors")
 

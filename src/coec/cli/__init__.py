@@ -18,6 +18,7 @@ from coec.cli.evaluate import eval_command
 from coec.cli.methods import methods_command
 from coec.cli.prune import prune_command
 from coec.cli.report import report_command
+from coec.cli.signals import ENDING, end_tidily
 from coec.cli.sweep import sweep_command
 from coec.errors import CoecError
 
@@ -34,13 +35,14 @@ app.command("sweep")(sweep_command)
 app.command("analyze")(analyze_command)
 app.command("methods")(methods_command)
 app.command("report")(report_command)
-INTERRUPTED = 130
-"""The exit status that typer gives to Ctrl-C."""
+INTERRUPTED = (130, *(128 + number for number in ENDING))
+"""The exit status that typer gives to Ctrl-C, and those of the other signals that end a run."""
 LOWER = "--samples or --seq-len (of --tasks, --batch-size)"
 
 
 def main() -> None:
     """Runs the command line; errors a user can mend become one line and exit status 1."""
+    end_tidily()
     try:
         app()
     except CoecError as error:
@@ -53,7 +55,7 @@ def main() -> None:
             raise
         _fail(f"out of memory: lower {LOWER}")
     except SystemExit as error:
-        if error.code == INTERRUPTED:
+        if error.code in INTERRUPTED:
             print("coec: interrupted; nothing half-written is left", file=sys.stderr)
         raise
 

@@ -89,7 +89,7 @@ def analyze_command(
     geometry.check_ranks(ranks)
     choose_device(device)
     pair = Pair.open(None, model) if pruned is None else Pair.open(model, pruned)
-    cost = efficiency(pair.dense.folder, pair.pruned.folder, dtype=dtype)
+    cost = efficiency(pair.dense, pair.pruned, dtype=dtype)
     try:
         with progress_bars() as advance:
             rates = None if no_speed else speed.measure_speed(pair, load, device, dtype, advance)

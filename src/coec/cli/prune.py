@@ -182,6 +182,8 @@ def _show_plan(plan: Plan, model: str, as_json: bool) -> None:
     before, after = plan.parameters_before, plan.parameters_after
     table.add_row("parameters", f"{before:,}", f"{after:,} ({after / before:.1%})")
     results.print(table)
+    for note in plan.notes:
+        results.print(note, markup=False)
     results.print(f"\nstored as {plan.output.model_type}", markup=False)
     if plan.output.relabelled:
         results.print(f"  ({plan.output.relabelled})", markup=False)
@@ -202,6 +204,7 @@ def _show_report(report: Report) -> None:
         f"KV groups        {widths['kv_groups']['before']} → {widths['kv_groups']['after']} "
         "per block",
     ]
+    lines += report.plan["notes"]
     for site in ("attention", "mlp"):
         error = report.mean_errors(site)
         lines.append(

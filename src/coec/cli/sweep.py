@@ -87,7 +87,7 @@ def sweep_command(
         raise
     if as_json:
         print(json.dumps({**asdict(summary), "folder": str(summary.folder)}))
-        return
+        raise typer.Exit(1 if summary.failed else 0)
     if summary.torn:
         notes.print("note: an unfinished last line of results.jsonl was dropped")
     kept = len(cells) - summary.ran
@@ -100,6 +100,8 @@ def sweep_command(
         count = list(summary.reasons.values()).count(reason)
         notes.print(f"failed, {count} cells: {reason}", markup=False)
     results.print(f"tables and figures: coec report {out}", markup=False)
+    if summary.failed:
+        raise typer.Exit(1)
 
 
 def _given(flags: dict[str, Any]) -> dict[str, Any]:

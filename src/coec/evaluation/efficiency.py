@@ -8,8 +8,8 @@ import torch
 
 from coec.errors import OptionError
 from coec.evaluation.network import check_dtype
-from coec.models.architectures import Shape, architecture_of
-from coec.models.checkpoint import find_model, parameter_shapes, read_config, skeleton
+from coec.models.architectures import Shape
+from coec.models.description import Description
 from coec.planning import Plan, stored_dtype
 from coec.recipe import DTYPES, Recipe
 
@@ -51,8 +51,8 @@ class Efficiency:
 
 
 def efficiency(
-    model: str | Path,
-    pruned: str | Path | None = None,
+    model: str | Path | Description,
+    pruned: str | Path | Description | None = None,
     *,
     sparsity: float | None = None,
     dtype: str | None = None,
@@ -74,26 +74,24 @@ def efficiency(
     if pruned is not None and sparsity is not None:
         raise OptionError("give a pruned model or a sparsity, not both")
     check_dtype(dtype)
-    config = read_config(find_model(model, weights=False))
+    before = Description.read(model)
     if pruned is None:
         recipe = Recipe(sparsity=DEFAULT_SPARSITY if sparsity is None else sparsity)
-        after = Plan.of(config, recipe).output.config
+        after = Description.of(Plan.of(before, recipe).output.config)
     else:
-        after = read_config(find_model(pruned, weights=False))
-    return Efficiency(_cost(config, dtype), _cost(after, dtype))
+        after = Description.read(pruned)
+    return Efficiency(_cost(before, dtype), _cost(after, dtype))
 
 
-def _cost(config: dict[str, Any], dtype: str | None) -> Cost:
-    architecture_of(config)
-    shape = Shape.of(config)
-    chosen = DTYPES[dtype] if dtype else stored_dtype(config)
-    parameters = sum(s.numel() for s in parameter_shapes(skeleton(config)).values())
+def _cost(model: Description, dtype: str | None) -> Cost:
+    chosen = DTYPES[dtype] if dtype else stored_dtype(model.config)
+    parameters = sum(shape.numel() for shape in model.shapes.values())
     return Cost(
         parameters=parameters,
         dtype=str(chosen).removeprefix("torch."),
         weight_bytes=parameters * chosen.itemsize,
         gflops_per_token=2 * parameters / 1e9,
-        kv_cache_bytes_per_token=_kv_cache(shape, chosen),
+        kv_cache_bytes_per_token=_kv_cache(model.shape, chosen),
     )
 
 

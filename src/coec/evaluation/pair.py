@@ -5,43 +5,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from coec.errors import ModelError, OptionError
-from coec.models.architectures import SITES, Shape, Site, architecture_of
-from coec.models.checkpoint import (
-    Checkpoint,
-    find_model,
-    parameter_shapes,
-    read_config,
-    read_tensors,
-    skeleton,
-)
+from coec.models.architectures import SITES, Shape, Site
+from coec.models.dense import Dense
+from coec.models.description import Description, find_model, read_config
+from coec.models.files import read_tensors
 from coec.report import KEPT, REPORT
 from coec.types import KeptSet
 
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """Two checkpoints and the kept units between them.
+    """Two models and the kept units between them.
 
     Attributes:
-        dense, pruned: the checkpoints, whole and finite.
-        before, after: their sizes.
+        dense, pruned: the models, whole and finite.
         units: the kept units of every site, by `layers.<i>.<site>`.
-        positions, vocabulary: of both.
     """
 
-    dense: Checkpoint
-    pruned: Checkpoint
-    before: Shape
-    after: Shape
+    dense: Dense
+    pruned: Dense
     units: dict[str, KeptSet]
-    positions: int
-    vocabulary: int
 
     @classmethod
-    def open(cls, dense: str | Path | None, pruned: str | Path) -> "Pair":
+    def open(cls, dense: str | Path | Dense | None, pruned: str | Path) -> "Pair":
         """Opens both; every weight is read once, and nothing is computed.
 
         Args:
@@ -54,29 +42,36 @@ class Pair:
         """
         folder = find_model(pruned)
         report = _read_report(folder)
-        dense_folder = _named_model(folder, report) if dense is None else find_model(dense)
-        places = (dense_folder, folder)
-        configs = [read_config(place) for place in places]
-        for config in configs:
-            architecture_of(config)
-        models = [skeleton(config) for config in configs]
-        before, after = (Shape.of(config) for config in configs)
-        _check_sizes(folder, _unchanged(before, models[0]), _unchanged(after, models[1]))
-        units = _read_units(folder, before, after)
-        checkpoints = [Checkpoint.open(place) for place in places]
-        for checkpoint, model in zip(checkpoints, models):
-            checkpoint.check(parameter_shapes(model))
-        pair = cls(
-            dense=checkpoints[0],
-            pruned=checkpoints[1],
-            before=before,
-            after=after,
-            units=units,
-            positions=int(models[0].config.max_position_embeddings),
-            vocabulary=int(models[0].config.vocab_size),
-        )
+        dense = _named_model(folder, report) if dense is None else dense
+        # What does not belong together is said before what is damaged.
+        described = Description.read(dense), Description.read(folder)
+        _check_sizes(folder, *map(_unchanged, described))
+        units = _read_units(folder, *(one.shape for one in described))
+        pair = cls(Dense.open(dense), Dense.open(folder), units)
+        for model in (pair.dense, pair.pruned):
+            model.check_values()
         pair._check_kinship()
         return pair
+
+    @property
+    def before(self) -> Shape:
+        """The dense model's sizes."""
+        return self.dense.shape
+
+    @property
+    def after(self) -> Shape:
+        """The pruned model's sizes."""
+        return self.pruned.shape
+
+    @property
+    def positions(self) -> int:
+        """The most tokens that both can take."""
+        return self.dense.positions
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids of both."""
+        return self.dense.vocabulary
 
     def kept(self, block: int, site: Site) -> KeptSet:
         """The units that a site of a block keeps."""
@@ -116,10 +111,11 @@ def _named_model(folder: Path, report: dict[str, Any]) -> Path:
     return named
 
 
-def _unchanged(shape: Shape, model: PreTrainedModel) -> dict[str, int]:
+def _unchanged(model: Description) -> dict[str, int]:
     """The sizes that pruning leaves as they are."""
+    shape = model.shape
     return {
-        "vocabulary": int(model.config.vocab_size),
+        "vocabulary": model.vocabulary,
         "blocks": shape.layers,
         "hidden size": shape.hidden,
         "head size": shape.head_dim,

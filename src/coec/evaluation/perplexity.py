@@ -17,8 +17,8 @@ from coec.calibration.self_text import sample_from_model
 from coec.calibration.sources import Split
 from coec.calibration.tokens import Stream, Windows, all_windows, load_tokenizer, read_stream
 from coec.errors import CalibrationError, ModelError, NumericalError, OptionError
-from coec.evaluation.network import check_dtype, checked, load_network, sizes
-from coec.models.checkpoint import find_model
+from coec.evaluation.network import check_dtype, load_network
+from coec.models.dense import Dense
 from coec.planning import choose_device, resolve_seq_len
 from coec.report import calibration_digest
 
@@ -67,12 +67,12 @@ class Perplexity:
 
 
 def perplexity(
-    model: str | Path,
+    model: str | Path | Dense,
     text: str | Path | Tensor | Windows = "wikitext2",
     *,
     seq_len: int | None = None,
     max_windows: int | None = None,
-    baseline: str | Path | None = None,
+    baseline: str | Path | Dense | None = None,
     split: Split = "test",
     text_column: str = "text",
     samples: int = 64,
@@ -87,7 +87,7 @@ def perplexity(
     tokens of every window. This is not the word perplexity of lm-evaluation-harness.
 
     Args:
-        model: a model folder or hub name.
+        model: a model folder or hub name, or a model opened before.
         text: `wikitext2`, `c4`, `hub:OWNER/NAME[:CONFIG]`, a file as in `coec prune`, a tensor of
             token ids, or `self`: text sampled from the baseline (`samples` windows under `seed`);
             or windows already cut.
@@ -106,35 +106,34 @@ def perplexity(
     check_dtype(dtype)
     if samples < 1:
         raise OptionError(f"samples must be a whole number of at least 1, got {samples}")
-    folder = checked(find_model(model))
-    base_folder = checked(find_model(baseline)) if baseline is not None else None
-    seen = calibration_digest(folder)
-    positions, vocabulary = sizes(folder)
-    if base_folder is not None and sizes(base_folder)[1] != vocabulary:
+    model = Dense.open(model)
+    base_model = None if baseline is None else Dense.open(baseline)
+    seen = calibration_digest(model.folder)
+    if base_model is not None and base_model.vocabulary != model.vocabulary:
         raise ModelError(
-            f"model and baseline have different vocabularies ({vocabulary} and "
-            f"{sizes(base_folder)[1]}): the baseline must be the dense model it was pruned from"
+            f"model and baseline have different vocabularies ({model.vocabulary} and "
+            f"{base_model.vocabulary}): the baseline must be the dense model it was pruned from"
         )
     if isinstance(text, str) and text == "self":
-        if base_folder is None:
+        if base_model is None:
             raise OptionError("--text self samples from the baseline: give --baseline DENSE")
-        tokenizer, windows = load_tokenizer(base_folder), None
+        tokenizer, windows = load_tokenizer(base_model.folder), None
     elif isinstance(text, Windows):
         windows = text
     else:
         windows = evaluation_windows(
-            folder, text, seq_len=seq_len, max_windows=max_windows, split=split,
+            model, text, seq_len=seq_len, max_windows=max_windows, split=split,
             text_column=text_column,
         )  # fmt: skip
-    network = load_network(folder, chosen, dtype)
-    base = load_network(base_folder, chosen, dtype) if base_folder is not None else None
+    network = load_network(model, chosen, dtype)
+    base = None if base_model is None else load_network(base_model, chosen, dtype)
     if windows is None:
         assert base is not None
         windows = sample_from_model(
             base,
             tokenizer,
             samples=samples,
-            seq_len=resolve_seq_len(seq_len, positions, DEFAULT_SEQ_LEN),
+            seq_len=resolve_seq_len(seq_len, model.positions, DEFAULT_SEQ_LEN),
             seed=seed,
             progress=progress,
         )
@@ -160,7 +159,7 @@ def perplexity(
 
 
 def evaluation_windows(
-    model: str | Path,
+    model: str | Path | Dense,
     text: str | Path | Tensor,
     *,
     seq_len: int | None = None,
@@ -175,11 +174,10 @@ def evaluation_windows(
     """
     if max_windows is not None and max_windows < 1:
         raise OptionError(f"max_windows must be a whole number of at least 1, got {max_windows}")
-    folder = find_model(model)
-    positions, vocabulary = sizes(folder)
-    length = resolve_seq_len(seq_len, positions, DEFAULT_SEQ_LEN)
-    stream = _stream(text, folder, split, text_column)
-    windows = all_windows(stream, seq_len=length, vocabulary=vocabulary)
+    model = Dense.open(model)
+    length = resolve_seq_len(seq_len, model.positions, DEFAULT_SEQ_LEN)
+    stream = _stream(text, model.folder, split, text_column)
+    windows = all_windows(stream, seq_len=length, vocabulary=model.vocabulary)
     return replace(windows, ids=windows.ids[:max_windows])
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from coec.errors import OptionError
 from coec.evaluation.network import check_dtype
 from coec.evaluation.pair import Pair
-from coec.planning import choose_device, choose_forward_dtype, stored_dtype
+from coec.models.dense import Dense
+from coec.planning import choose_device, choose_forward_dtype
 
 Progress = Callable[[str, int, int], None]
 
@@ -173,11 +173,11 @@ def measure_speed(
     """`speed` of a pair that is already open."""
     chosen = choose_device(device)
     load = load.within(pair.positions)
-    forward = choose_forward_dtype(dtype, stored_dtype(pair.dense.config), chosen)
+    forward = choose_forward_dtype(dtype, pair.dense.dtype, chosen)
     generator = torch.Generator().manual_seed(0)
     shape = (load.batch_size, load.prompt_tokens)
     prompt = torch.randint(pair.vocabulary, shape, generator=generator).to(chosen)
-    loaded = [_load(c.folder, forward, chosen) for c in (pair.dense, pair.pruned)]
+    loaded = [_load(model, forward, chosen) for model in (pair.dense, pair.pruned)]
     prefill, decode = _in_turns([model for model, _ in loaded], prompt, load, progress)
     peaks = [_peak(*one, prompt, load.new_tokens) for one in loaded]
     return Speed(
@@ -193,11 +193,10 @@ def measure_speed(
     )
 
 
-def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Any, int]:
+def _load(dense: Dense, dtype: torch.dtype, device: torch.device) -> tuple[Any, int]:
     """The model on the device, and the bytes that it took there (0 where nobody counts)."""
     before = _allocated(device)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    model = model.to(device).eval()
+    model = dense.network(device, dtype)
     return model, _allocated(device) - before
 
 

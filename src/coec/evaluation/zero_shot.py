@@ -13,8 +13,8 @@ from coec.calibration.tokens import load_tokenizer
 from coec.errors import OptionError
 from coec.evaluation import harness
 from coec.evaluation.harness import Progress
-from coec.evaluation.network import check_dtype, checked, load_network, sizes
-from coec.models.checkpoint import find_model
+from coec.evaluation.network import check_dtype, load_network
+from coec.models.dense import Dense
 from coec.planning import choose_device, resolve_seq_len
 
 PAPER_METRICS = {
@@ -115,7 +115,7 @@ class ZeroShot:
 
 
 def zero_shot(
-    model: str | Path,
+    model: str | Path | Dense,
     tasks: str | Sequence[str] = SEVEN,
     *,
     tasks_data: str | Path | None = None,
@@ -149,13 +149,12 @@ def zero_shot(
     for name, value in (("limit", limit), ("batch_size", batch_size)):
         if value is not None and value < 1:
             raise OptionError(f"{name} must be a whole number of at least 1, got {value}")
-    folder = checked(find_model(model))
-    tokenizer = load_tokenizer(folder)
-    positions, _ = sizes(folder)
-    length = resolve_seq_len(seq_len, positions, positions)
+    dense = Dense.open(model)
+    tokenizer = load_tokenizer(dense.folder)
+    length = resolve_seq_len(seq_len, dense.positions, dense.positions)
     names, files = check_tasks(tasks, tasks_data)
     with harness.quiet(), harness.loaded_tasks(names, files) as loaded:
-        network = load_network(folder, chosen, dtype)
+        network = load_network(dense, chosen, dtype)
         lm = harness.language_model(
             network, tokenizer, batch_size=batch_size, max_length=length, progress=progress
         )

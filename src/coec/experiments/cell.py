@@ -4,9 +4,11 @@ import math
 import shutil
 import signal
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from coec.evaluation.perplexity import perplexity
 from coec.evaluation.zero_shot import zero_shot
 from coec.experiments.grid import Cell
 from coec.experiments.memory import peak, reset_peak
+from coec.models.dense import Dense
 from coec.planning import choose_device
 from coec.pruning import prune
 from coec.report import Report, environment
@@ -39,6 +42,7 @@ class Job:
 
     Attributes:
         cell: what to do.
+        dense: its model, open.
         windows: the evaluation text, cut.
         folder: where the pruned model goes.
         keep: whether it stays there.
@@ -50,6 +54,7 @@ class Job:
     """
 
     cell: Cell
+    dense: Dense
     windows: Windows
     folder: Path
     keep: bool
@@ -62,6 +67,8 @@ class Job:
 
 def run(job: Job) -> dict[str, Any]:
     """The cell's row; a failure is a row too, with its reason in one line."""
+    if _ending.is_set():
+        sys.exit(1)
     device = choose_device(job.device)
     reset_peak(device)
     row = head(job.cell)
@@ -128,31 +135,31 @@ def _measured(job: Job) -> dict[str, Any]:
     """Prunes, where the cell asks for that, and evaluates what it got."""
     began = time.perf_counter()
     subject, report = job.cell.subject, None
-    folder: str | Path = subject.path
+    model = job.dense
     row: dict[str, Any] = {}
     if job.cell.recipe is not None:
         report = prune(
-            subject.path, job.folder, job.cell.recipe, statistics=job.statistics, force=True
+            job.dense, job.folder, job.cell.recipe, statistics=job.statistics, force=True
         )
-        folder = job.folder
+        model = Dense.open(job.folder)
         row |= _pruned(report)
     pruned_at = time.perf_counter()
     device = choose_device(job.device)
     row["peak_memory_bytes"] = peak(device)
     reset_peak(device)  # what running the model takes is measured by itself
-    result = perplexity(folder, job.windows, device=job.device)
+    result = perplexity(model, job.windows, device=job.device)
     row["perplexity"] = result.as_dict()
-    cost = asdict(efficiency(subject.path, folder).pruned)
+    cost = asdict(efficiency(job.dense, model).pruned)
     row["cost"] = cost | {"peak_memory_bytes": peak(device)}
     if job.overlap:
         row["overlap"] = {**asdict(job.overlap), "flagged": job.overlap.flagged}
     how = subject.evaluation
     if how.tasks:
         row["zero_shot"] = zero_shot(
-            folder, how.tasks, tasks_data=how.tasks_data, limit=how.limit, device=job.device
+            model, how.tasks, tasks_data=how.tasks_data, limit=how.limit, device=job.device
         ).as_dict()
     if how.geometry and report:
-        _add_geometry(row["sites"], geometry(subject.path, folder, device=job.device))
+        _add_geometry(row["sites"], geometry(job.dense.folder, job.folder, device=job.device))
     row.setdefault("parameters", {"before": result.parameters, "after": result.parameters})
     row["seconds"] = {
         "collecting": job.collecting,
@@ -205,4 +212,17 @@ def quieten(threads: int) -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     # not ignored: what a cell has half-written is then removed at once, and nobody waits for it
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    for number in ENDING:
+        signal.signal(number, _end)
+
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ending = threading.Event()
+"""Set once a signal has told this worker to end: the pool would hand it the next cell."""
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    _ending.set()
+    for other in ENDING:
+        signal.signal(other, signal.SIG_IGN)  # a second one would disturb the tidying up
+    sys.exit(128 + number)

@@ -87,9 +87,13 @@ class Cell:
 
     @property
     def id(self) -> str:
-        """Digest of everything asked for: two cells of one id are the same computation."""
+        """Digest of everything asked for: two cells of one id are the same computation.
+
+        The model goes by its label, which is unique in a grid: where it lies does not matter, and
+        what it holds is in the row (`identity`), which a sweep compares.
+        """
         recipe = None if self.recipe is None else self.recipe.record()
-        content = [self.subject.path, dataclasses.asdict(self.subject.evaluation), recipe]
+        content = [self.subject.label, dataclasses.asdict(self.subject.evaluation), recipe]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 

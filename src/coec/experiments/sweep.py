@@ -20,16 +20,18 @@ from coec.calibration.overlap import Overlap, overlap, passage_length
 from coec.calibration.self_text import sample_from_model
 from coec.calibration.statistics import Statistics
 from coec.calibration.tokens import Windows, load_tokenizer
-from coec.collecting import calibration_source, collect
+from coec.collecting import calibration_source, collect, made_with, source_digest
 from coec.errors import CoecError, OptionError, OutputError
-from coec.evaluation.network import checked, load_network, sizes
+from coec.evaluation.network import load_network
 from coec.evaluation.perplexity import DEFAULT_SEQ_LEN, evaluation_windows
 from coec.evaluation.zero_shot import check_tasks
 from coec.experiments.cell import Job, head, quieten, reason, run
 from coec.experiments.grid import Cell, Subject
 from coec.experiments.store import Store
-from coec.models.checkpoint import find_model, read_config
-from coec.planning import Plan, choose_device, resolve_seq_len
+from coec.models.dense import Dense
+from coec.models.output import remove_leftovers
+from coec.planning import Plan, choose_device, choose_forward_dtype, resolve_seq_len
+from coec.recipe import Recipe
 
 SAMPLED = 64
 """Windows of `text = "self"` where `max_windows` does not say, as in `coec eval`."""
@@ -96,8 +98,10 @@ def sweep(
     if out.exists() and not out.is_dir():
         raise OutputError(f"'{out}' is a file: give a folder")
     cells = [_on(cell, chosen) for cell in cells]
-    texts = _check(cells, chosen)
+    subjects = _opened(cells, chosen)
+    identities = _identities(cells, subjects)
     with Store(out).writing() as store, _Workers(jobs) as workers:
+        _check_identities(cells, identities, store)
         _clear_leftovers(out)
         # Grouped before what is there is left out: the order of rows does not depend on that.
         groups = [
@@ -109,11 +113,13 @@ def sweep(
         ran = sum(map(len, groups))
         finished = len(cells) - ran
         for group in groups:
-            prepared = _prepare(group, texts, out, progress)
-            for row in workers.rows(
-                [_job(cell, prepared, texts, out, chosen, keep_models) for cell in group]
-            ):
-                store.append(row)
+            prepared = _prepare(group, subjects[group[0].subject], out, progress)
+            jobs_of_group = [
+                _job(cell, prepared, subjects[cell.subject], out, chosen, keep_models)
+                for cell in group
+            ]
+            for row in workers.rows(jobs_of_group):
+                store.append(row | {"identity": identities[row["cell"]]})
                 finished += 1
                 if progress:
                     progress("cells", finished, len(cells))
@@ -121,6 +127,14 @@ def sweep(
                 shutil.rmtree(prepared.statistics.folder, ignore_errors=True)
         _clear_leftovers(out)
         return _summary(out, cells, store, ran)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A dense model and its evaluation text, checked and open."""
+
+    dense: Dense
+    windows: Windows
 
 
 @dataclass(frozen=True)
@@ -147,8 +161,11 @@ class _Workers:
     def __enter__(self) -> "_Workers":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self._pool:
+            if kind is not None:  # a signal that reached this process alone: nobody waits for cells
+                for process in list(self._pool._processes.values()):
+                    process.terminate()
             self._pool.shutdown(cancel_futures=True)
 
     def rows(self, jobs: list[Job]) -> Iterator[dict[str, Any]]:
@@ -171,48 +188,100 @@ def _on(cell: Cell, device: str) -> Cell:
     )
 
 
-def _check(cells: list[Cell], device: str) -> dict[Subject, Windows]:
-    """The evaluation windows of every model, once models and texts are known to be usable."""
+def _opened(cells: list[Cell], device: str) -> dict[Subject, _Opened]:
+    """Every model and its evaluation text, and every calibration text, known to be usable.
+
+    Every weight is read here, once: a damaged model is found before any work.
+    """
+    models: dict[str, Dense] = {}
     for subject in dict.fromkeys(cell.subject for cell in cells):
-        find_model(subject.path)
-    texts: dict[Subject, Windows] = {}
+        models.setdefault(subject.path, Dense.open(subject.path)).check_values()
+    opened: dict[Subject, _Opened] = {}
     sources = set()
     for cell in cells:
         subject, recipe = cell.subject, cell.recipe
-        if subject not in texts:
+        dense = models[subject.path]
+        if subject not in opened:
             how = subject.evaluation
             if how.tasks:
                 check_tasks(how.tasks, how.tasks_data)
-                load_tokenizer(find_model(subject.path))
-            texts[subject] = _evaluation_text(subject, device)
-        if (
-            recipe is None
-            or (source := (subject, recipe.calibration, recipe.text_column)) in sources
-        ):
+                load_tokenizer(dense.folder)
+            opened[subject] = _Opened(dense, _evaluation_text(subject, dense, device))
+        if recipe is None:
             continue
-        sources.add(source)
-        folder = find_model(subject.path)
-        calibration_source(recipe, folder, Plan.of(read_config(folder), recipe))
-    return texts
+        Plan.of(dense, recipe)
+        if (source := (subject, recipe.calibration, recipe.text_column)) not in sources:
+            sources.add(source)
+            calibration_source(recipe, dense)
+    return opened
 
 
-def _evaluation_text(subject: Subject, device: str) -> Windows:
+def _identities(
+    cells: list[Cell], subjects: dict[Subject, _Opened]
+) -> dict[str, dict[str, str | None]]:
+    """What tells the models and texts of every cell from others: digests of their content."""
+    digests: dict[str, str] = {}
+    found: dict[str, dict[str, str | None]] = {}
+    for cell in cells:
+        opened, recipe, how = subjects[cell.subject], cell.recipe, cell.subject.evaluation
+        calibration = None
+        if recipe is not None:
+            name = str(recipe.calibration)
+            calibration = digests.setdefault(name, source_digest(recipe.calibration))
+        found[cell.id] = {
+            "model": opened.dense.digest,
+            "calibration text": calibration,
+            "evaluation text": opened.windows.sha256,
+            "tasks' data": _tasks_digest(how.tasks, how.tasks_data),
+        }
+    return found
+
+
+def _tasks_digest(tasks: str | None, folder: str | None) -> str | None:
+    files = None if tasks is None else check_tasks(tasks, folder)[1]
+    if files is None:
+        return None
+    content = [(name, source_digest(path)) for name, path in sorted(files.items())]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _check_identities(
+    cells: list[Cell], identities: dict[str, dict[str, str | None]], store: Store
+) -> None:
+    """Rows that are there already are of these very models and texts.
+
+    Raises:
+        OutputError: naming what changed since; rows of both would stand in one table.
+    """
+    models = {cell.subject.label: identities[cell.id]["model"] for cell in cells}
+    for row in store.rows.values():
+        wanted = identities.get(row["cell"], {"model": models.get(row.get("model", ""))})
+        found = row.get("identity") or {}
+        for what, digest in wanted.items():
+            if (what != "model" or digest is not None) and found.get(what) != digest:
+                raise OutputError(
+                    f"the {what} of '{row.get('model')}' is another one than that of the rows in "
+                    f"'{store.path}': give another folder, or move that file away"
+                )
+
+
+def _evaluation_text(subject: Subject, dense: Dense, device: str) -> Windows:
     how = subject.evaluation
     if how.text == "self":
-        return _sampled(subject, device)
+        return _sampled(subject, dense, device)
     return evaluation_windows(
-        subject.path, how.text, seq_len=how.seq_len, max_windows=how.max_windows,
+        dense, how.text, seq_len=how.seq_len, max_windows=how.max_windows,
         text_column=how.text_column,
     )  # fmt: skip
 
 
-def _sampled(subject: Subject, device: str) -> Windows:
+def _sampled(subject: Subject, dense: Dense, device: str) -> Windows:
     """Text sampled from the dense model, as by `coec eval --text self`."""
-    how, folder = subject.evaluation, checked(find_model(subject.path))
-    network = load_network(folder, choose_device(device), None)
+    how = subject.evaluation
     return sample_from_model(
-        network, load_tokenizer(folder), samples=how.max_windows or SAMPLED,
-        seq_len=resolve_seq_len(how.seq_len, sizes(folder)[0], DEFAULT_SEQ_LEN), seed=1,
+        load_network(dense, choose_device(device), None), load_tokenizer(dense.folder),
+        samples=how.max_windows or SAMPLED, seed=1,
+        seq_len=resolve_seq_len(how.seq_len, dense.positions, DEFAULT_SEQ_LEN),
     )  # fmt: skip
 
 
@@ -243,47 +312,57 @@ def _groups(cells: list[Cell]) -> list[list[Cell]]:
 
 def _calibration_key(cell: Cell) -> str:
     record = cell.recipe.record() if cell.recipe else {}
-    content = [cell.subject.path, {name: record.get(name) for name in CALIBRATION}]
+    content = [cell.subject.label, {name: record.get(name) for name in CALIBRATION}]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
-def _prepare(
-    group: list[Cell], texts: dict[Subject, Windows], out: Path, progress: Progress | None
-) -> _Prepared:
+def _prepare(group: list[Cell], opened: _Opened, out: Path, progress: Progress | None) -> _Prepared:
     """Statistics for the group: those that an interrupted sweep left, or a dense pass."""
-    first = group[0]
-    if first.recipe is None:
+    recipe = group[0].recipe
+    if recipe is None:
         return _Prepared()
-    folder = out / "statistics" / _calibration_key(first)
+    folder = out / "statistics" / _calibration_key(group[0])
     began = time.perf_counter()
     try:
-        if folder.exists():
-            statistics = Statistics.open(folder)
-        else:
-            statistics = collect(first.subject.path, folder, first.recipe, progress=progress)
-        shared = _overlap(statistics.windows, texts[first.subject], first.subject)
+        statistics = _saved(folder, recipe, opened.dense)
+        if statistics is None:
+            statistics = collect(opened.dense, folder, recipe, progress=progress)
+        shared = _overlap(statistics.windows, opened)
     except Exception as error:  # as in `cell.run`: out of memory, a full disk, a library's own
         return _Prepared(error=reason(error))
     return _Prepared(statistics, shared, time.perf_counter() - began)
 
 
-def _overlap(seen: Tensor, asked: Windows, subject: Subject) -> Overlap:
+def _saved(folder: Path, recipe: Recipe, dense: Dense) -> Statistics | None:
+    """What an interrupted sweep collected; made again where model or text are others now."""
+    if not folder.exists():
+        return None
+    try:
+        statistics = Statistics.open(folder)
+        forward = choose_forward_dtype(
+            recipe.forward_dtype, dense.dtype, choose_device(recipe.device)
+        )
+        statistics.check(made_with(recipe, dense, forward))
+    except CoecError:
+        shutil.rmtree(folder)
+        return None
+    return statistics
+
+
+def _overlap(seen: Tensor, opened: _Opened) -> Overlap:
     """Passages that calibration and evaluation share, as long as their windows allow."""
-    vocabulary = int(read_config(find_model(subject.path))["vocab_size"])
-    return overlap(seen, asked, min(passage_length(vocabulary), seen.shape[1], asked.ids.shape[1]))
+    asked = opened.windows
+    length = passage_length(opened.dense.vocabulary)
+    return overlap(seen, asked, min(length, seen.shape[1], asked.ids.shape[1]))
 
 
 def _job(
-    cell: Cell,
-    prepared: _Prepared,
-    texts: dict[Subject, Windows],
-    out: Path,
-    device: str,
-    keep: bool,
+    cell: Cell, prepared: _Prepared, opened: _Opened, out: Path, device: str, keep: bool
 ) -> Job:
     return Job(
         cell=cell,
-        windows=texts[cell.subject],
+        dense=opened.dense,
+        windows=opened.windows,
         folder=out / "models" / cell.id,
         keep=keep,
         device=device,
@@ -297,8 +376,7 @@ def _job(
 def _clear_leftovers(out: Path) -> None:
     """Removes what an interrupted run left half-written, and folders that have become empty."""
     for name in ("statistics", "models"):
-        for partial in (out / name).glob(".*.partial-*"):
-            shutil.rmtree(partial, ignore_errors=True)
+        remove_leftovers(out / name)
         with contextlib.suppress(OSError):
             (out / name).rmdir()
 

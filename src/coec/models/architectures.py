@@ -121,7 +121,8 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
     Raises:
         ModelError: the model is an encoder, quantised, or of a type not listed.
     """
-    model_type = str(config.get("model_type"))
+    supported = f"supported: {', '.join(ARCHITECTURES)}"
+    model_type = config.get("model_type")
     quantisation = config.get("quantization_config")
     if quantisation:
         known = isinstance(quantisation, dict)
@@ -131,18 +132,55 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
             "use the original checkpoint, prune it, then quantise the result"
         )
     classes = config.get("architectures") or ["ForCausalLM"]
+    classes = classes if isinstance(classes, list) else [classes]
     if config.get("is_encoder_decoder") or not any(
         str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in classes
     ):
+        names = ", ".join(str(name) for name in classes)
+        kind = "an encoder with a decoder" if config.get("is_encoder_decoder") else names
         raise ModelError(
-            f"'{model_type}' is not a decoder-only language model; "
-            f"supported: {', '.join(ARCHITECTURES)}"
+            f"this is not a decoder-only language model, but {kind:.200} (model type "
+            f"'{model_type!s:.80}'): pruning needs one that predicts the next token "
+            "(…ForCausalLM)"
         )
-    if model_type not in ARCHITECTURES:
-        raise ModelError(
-            f"model type '{model_type}' is not supported; supported: {', '.join(ARCHITECTURES)}"
-        )
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+        raise ModelError(f"model type '{model_type}' is not supported; {supported}")
     return ARCHITECTURES[model_type]
+
+
+LARGEST = {
+    "num_hidden_layers": 512,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "vocab_size": 2**26,
+    "max_position_embeddings": 2**40,
+}
+"""Sizes beyond which a configuration is damaged; a skeleton of such a model would never be done."""
+
+
+def whole(config: dict[str, Any], key: str, otherwise: int | None = None) -> int:
+    """A size of a raw configuration; `otherwise` where it is absent or null.
+
+    Raises:
+        ModelError: it is missing, no whole number, below 1, or beyond `LARGEST`.
+    """
+    value = config.get(key)
+    if value is None and otherwise is not None:
+        return otherwise
+    if value is None:
+        raise ModelError(f"config.json lacks '{key}'")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ModelError(f"{key} in config.json is no whole number: {str(value)[:40]!r}")
+    if not 1 <= value <= LARGEST[key]:
+        # Python refuses to print whole numbers of thousands of digits.
+        shown = value if abs(value) < 10**20 else "absurd"
+        raise ModelError(
+            f"{key} in config.json is {shown}: it must be at least 1 and at most {LARGEST[key]:,}"
+        )
+    return value
 
 
 @dataclass(frozen=True)
@@ -166,20 +204,12 @@ class Shape:
     @classmethod
     def of(cls, config: dict[str, Any]) -> "Shape":
         """Reads a raw configuration; raises ModelError naming a missing or inconsistent key."""
-        try:
-            heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-            kv_heads = int(config.get("num_key_value_heads") or heads)
-            head_dim = int(config.get("head_dim") or hidden // heads)
-            layers, ffn = int(config["num_hidden_layers"]), int(config["intermediate_size"])
-        except KeyError as error:
-            raise ModelError(f"config.json lacks {error}") from error
-        except (TypeError, ValueError, ZeroDivisionError) as error:
-            raise ModelError(f"a size in config.json is no whole number: {error}") from error
-        if min(layers, hidden, head_dim, heads, kv_heads, ffn) < 1:
-            raise ModelError(
-                f"a size in config.json is below 1 ({layers} layers, hidden size {hidden}, {heads} "
-                f"heads of {head_dim}, {kv_heads} KV groups, {ffn} intermediate channels)"
-            )
+        heads, hidden = whole(config, "num_attention_heads"), whole(config, "hidden_size")
+        kv_heads = whole(config, "num_key_value_heads", heads)
+        head_dim = whole(config, "head_dim", hidden // heads)
+        layers, ffn = whole(config, "num_hidden_layers"), whole(config, "intermediate_size")
+        if head_dim < 1:
+            raise ModelError(f"a hidden size of {hidden} does not hold {heads} heads")
         if heads % kv_heads:
             raise ModelError(f"{heads} query heads do not divide into {kv_heads} KV groups")
         return cls(layers, hidden, head_dim, kv_heads, heads // kv_heads, ffn)

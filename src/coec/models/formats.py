@@ -6,6 +6,7 @@ function, so the checkpoint is relabelled. Candidates are tried in order; the fi
 express the pruned shape and its biases, and whose configuration class accepts it, is used.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,9 +79,9 @@ def choose_format(
         if refusal is None:
             new = _rewritten(config, target, shape, o_proj_bias, down_proj_bias)
             try:
-                AutoConfig.for_model(**new)
+                AutoConfig.for_model(**copy.deepcopy(new))  # it changes what it is given
             except Exception as error:  # whatever a configuration class raises is its refusal
-                refusal = str(error).strip().splitlines()[-1].strip()
+                refusal = (str(error).strip().splitlines() or [repr(error)])[-1].strip()
         if refusal is None:
             relabelled = "; ".join(refusals) if refusals else None
             return OutputFormat(new, relabelled, _loads_in(new, shape, o_proj_bias, down_proj_bias))

@@ -1,0 +1,316 @@
+"""The one door through which models are opened: checked first, then read.
+
+Whatever is pruned, calibrated on, evaluated or compared comes through here, so that all of it is
+made of the same tensors, and what one part of the package refuses no other accepts.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from coec.errors import ModelError
+from coec.models.architectures import Shape, architecture_of
+from coec.models.description import (
+    Description,
+    compute_rotary,
+    described,
+    find_model,
+    read_config,
+)
+from coec.models.files import FLOAT_DTYPES, opened, parse_json
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+PARAMETER = re.compile(r"(model|lm_head)\..*(weight|bias)")
+"""Names of tensors that would change what a model computes, if its configuration knew them."""
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What a safetensors file says of a tensor: its file, its dtype's name there, its shape."""
+
+    file: str
+    kind: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Description):
+    """An opened model: its files are whole, and hold what its configuration says.
+
+    Attributes:
+        name: as it was asked for.
+        folder: where its files are.
+        files: tensor name → file name.
+        stamps: size and time of every file when it was opened; a file that changes later is
+            refused.
+        dtype: of the weights, the widest where they are mixed.
+        notes: what is unusual about it, one sentence each.
+    """
+
+    name: str
+    folder: Path
+    files: dict[str, str]
+    stamps: dict[str, tuple[int, int]]
+    dtype: torch.dtype
+    notes: tuple[str, ...]
+
+    @classmethod
+    def open(cls, model: "str | Path | Dense") -> "Dense":
+        """Reads configuration, index and every file's header; values are read later.
+
+        Raises:
+            ModelError: the model is not there, damaged, quantised or not supported.
+        """
+        if isinstance(model, Dense):
+            return model
+        folder = find_model(model)
+        config = read_config(folder)
+        headers = _headers(folder)
+        _check_layers(folder, headers, config)
+        facts = described(config)
+        notes: list[str] = []
+        if facts["tied"] and _has_own_head(folder, headers):
+            facts = described({**config, "tie_word_embeddings": False})
+            notes.append(
+                f"{HEAD} is kept apart from the embedding: config.json says that they are one, "
+                "the weights differ"
+            )
+        dtype = _check(folder, headers, facts["shapes"])
+        files = {name: headers[name].file for name in facts["shapes"]}
+        stamps = {file: _stamp(folder / file) for file in sorted(set(files.values()))}
+        return cls(**facts, name=str(model), folder=folder, files=files, stamps=stamps,
+                   dtype=dtype, notes=tuple(notes))  # fmt: skip
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, on the CPU in its stored dtype."""
+        return self._read(self.files[name], [name])[name]
+
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        """All tensors whose name starts with `prefix`, which is taken off."""
+        names = [name for name in self.files if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self.tensor(name) for name in names}
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the configuration and of every weight: what tells one model from another.
+
+        The files' names and cuts play no part. Reads every weight, once in this object's life.
+
+        Raises:
+            ModelError: a weight is not finite.
+        """
+        config = json.dumps(self.config, sort_keys=True)
+        content = [hashlib.sha256(config.encode()).hexdigest()]
+        hashes: dict[str, str] = {}
+        for file, names in self._names_by_file().items():
+            for name in names:
+                tensor = _finite(self._read(file, [name])[name], name, file)
+                raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+                head = f"{name} {tensor.dtype} {tuple(tensor.shape)} "
+                hashes[name] = head + hashlib.sha256(raw.data).hexdigest()
+        content += [hashes[name] for name in sorted(hashes)]
+        return hashlib.sha256("\n".join(content).encode()).hexdigest()
+
+    def check_values(self) -> None:
+        """Raises ModelError naming the first weight that is not finite; reads all of them."""
+        _ = self.digest
+
+    def network(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+        """The model in memory, made of exactly the tensors that were checked.
+
+        transformers' own loader would pick the files itself, and fill with random numbers what it
+        does not find there.
+
+        Raises:
+            ModelError: a weight is not finite, or this release of transformers has others.
+        """
+        model: Any = self.skeleton(dtype)
+        compute_rotary(model, torch.device("cpu"))
+        state = {
+            name: _finite(tensor, name, file).to(
+                device, dtype, copy=True
+            )  # no map of a file that may go
+            for file, names in self._names_by_file().items()
+            for name, tensor in self._read(file, names).items()
+        }
+        model.load_state_dict(state, assign=True, strict=not self.tied)
+        if self.tied:
+            model.tie_weights()
+        left = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
+        if left:
+            raise ModelError(f"this release of transformers has a weight {left[0]} of its own")
+        model.generation_config = self._generation_config() or model.generation_config
+        return model.to(device).eval()
+
+    def _generation_config(self) -> GenerationConfig | None:
+        path = self.folder / "generation_config.json"
+        if not path.is_file():
+            return None
+        try:
+            return GenerationConfig.from_dict(parse_json(path))
+        except Exception as error:  # the class raises what it likes
+            reason = " ".join(str(error).split())
+            raise ModelError(f"'{path}' cannot be used: {reason}; mend or remove it") from error
+
+    def _names_by_file(self) -> dict[str, list[str]]:
+        by_file: dict[str, list[str]] = {}
+        for name, file in sorted(self.files.items()):
+            by_file.setdefault(file, []).append(name)
+        return by_file
+
+    def _read(self, file: str, names: list[str]) -> dict[str, Tensor]:
+        """Tensors of one file; raises ModelError if it is no longer the one that was checked."""
+        path = self.folder / file
+        with opened(path) as content:
+            if _stamp(path) != self.stamps[file]:
+                raise ModelError(f"'{path}' was changed while it was in use: run again")
+            return {name: content.get_tensor(name) for name in names}
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _headers(folder: Path) -> dict[str, _Header]:
+    """Every tensor of the files that loaders read, by name.
+
+    Raises:
+        ModelError: files are missing or damaged, or loaders would read different ones.
+    """
+    index = _index(folder) if (folder / INDEX).exists() else None
+    if index is None and not (folder / WEIGHTS).exists():
+        other = next(iter(sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth"))), None)
+        hint = (
+            f"; '{other.name}' is a pickle: convert it with "
+            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+            if other
+            else ""
+        )
+        raise ModelError(f"no safetensors weights in '{folder}'{hint}")
+    names = [WEIGHTS] if index is None else sorted(set(index.values()))
+    if names != [WEIGHTS] and (folder / WEIGHTS).exists():
+        raise ModelError(
+            f"'{folder}' holds both {WEIGHTS} and {INDEX}, which names '{names[0]}': loaders "
+            "differ in which they read; remove the one that is out of date"
+        )
+    headers: dict[str, _Header] = {}
+    for file_name in names:
+        with opened(folder / file_name) as file:
+            for name in file.keys():
+                if name in headers:
+                    raise ModelError(
+                        f"{name} is in both '{headers[name].file}' and '{file_name}' of "
+                        f"'{folder}': loaders differ in which they read"
+                    )
+                stored = file.get_slice(name)
+                headers[name] = _Header(file_name, stored.get_dtype(), tuple(stored.get_shape()))
+    for name, file_name in (index or {}).items():
+        if name in headers and headers[name].file != file_name:
+            raise ModelError(
+                f"'{folder / INDEX}' is damaged: {name} is in '{headers[name].file}', "
+                f"not in '{file_name}'"
+            )
+    return headers
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """Tensor name → file name, of files in this folder."""
+    path = folder / INDEX
+    try:
+        weight_map = parse_json(path)["weight_map"]
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError("weight_map names no tensor")
+        for name in set(weight_map.values()):
+            if not isinstance(name, str) or Path(name).name != name or not name.strip("."):
+                raise ValueError(f"{str(name)[:80]!r} is no file of this folder")
+            if len(name.encode()) > 255 or "\0" in name:
+                raise ValueError("a file name is longer than file names are")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"'{path}' is damaged: {' '.join(str(error).split())}") from error
+    return weight_map
+
+
+def _check_layers(folder: Path, headers: dict[str, _Header], config: dict[str, Any]) -> None:
+    """The files hold as many layers as the configuration says; known before any is built."""
+    architecture_of(config)
+    layers = Shape.of(config).layers
+    first: dict[int, str] = {}
+    for name in headers:
+        if found := LAYER.match(name):
+            first.setdefault(int(found[1]), name)
+    beyond = next((name for number, name in sorted(first.items()) if number >= layers), None)
+    if beyond:
+        raise ModelError(
+            f"'{folder}' holds more layers than the {layers} in config.json "
+            f"(first: {beyond}); mend num_hidden_layers"
+        )
+    if first and (missing := next((n for n in range(layers) if n not in first), None)) is not None:
+        raise ModelError(
+            f"'{folder}' lacks layer {missing} of the {layers} in config.json; download it again, "
+            "or mend num_hidden_layers"
+        )
+
+
+def _has_own_head(folder: Path, headers: dict[str, _Header]) -> bool:
+    """Whether a head is stored that is not the embedding, although both are said to be one."""
+    if HEAD not in headers or EMBEDDING not in headers:
+        return False
+    one, two = (_stored(folder / headers[name].file, name) for name in (HEAD, EMBEDDING))
+    if one.shape != two.shape:
+        return True
+    wide = torch.promote_types(one.dtype, two.dtype)
+    return not torch.equal(one.to(wide), two.to(wide))
+
+
+def _stored(path: Path, name: str) -> Tensor:
+    with opened(path) as file:
+        return file.get_tensor(name)
+
+
+def _check(
+    folder: Path, headers: dict[str, _Header], expected: dict[str, torch.Size]
+) -> torch.dtype:
+    """Every expected tensor is there, of its shape, and float; returns the widest dtype."""
+    missing = [name for name in expected if name not in headers]
+    if missing:
+        raise ModelError(
+            f"'{folder}' lacks {len(missing)} of {len(expected)} tensors "
+            f"(first: {missing[0]}); download it again"
+        )
+    for name, header in headers.items():
+        where = f"{name} in '{header.file}'"
+        if name not in expected:
+            if PARAMETER.fullmatch(name) and name != HEAD:
+                raise ModelError(
+                    f"{where} has no place in a model of this config.json: it would be dropped; "
+                    "mend the configuration (a bias has a flag there), or the files"
+                )
+            continue
+        if header.kind not in FLOAT_DTYPES:
+            raise ModelError(
+                f"{where} is {header.kind}: the weights are quantised; pruning needs float weights"
+            )
+        if header.shape != tuple(expected[name]):
+            raise ModelError(
+                f"{where} has shape {header.shape}, config.json says {tuple(expected[name])}"
+            )
+    dtypes = {FLOAT_DTYPES[headers[name].kind] for name in expected}
+    return max(dtypes, key=lambda dtype: (dtype.itemsize, dtype == torch.bfloat16))
+
+
+def _finite(tensor: Tensor, name: str, file: str) -> Tensor:
+    if not torch.isfinite(tensor).all():
+        raise ModelError(f"{name} in '{file}' holds NaN or Inf: the checkpoint is damaged")
+    return tensor

@@ -1,0 +1,196 @@
+"""What a configuration says about a model, before any weight is opened."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from coec.errors import ModelError
+from coec.models.architectures import LARGEST, Architecture, Shape, architecture_of, whole
+from coec.models.carried import DOWNLOADED
+from coec.models.files import parse_json
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Description:
+    """A model as its configuration describes it.
+
+    Attributes:
+        config: the configuration, complete for every supported release of transformers.
+        architecture: what the package knows of its type.
+        shape: the sizes that pruning reads and changes.
+        shapes: every tensor that a checkpoint of it stores; a tied output head is none.
+        positions: the most tokens it can take.
+        vocabulary: number of token ids.
+        tied: whether the output head is the embedding.
+    """
+
+    config: dict[str, Any]
+    architecture: Architecture
+    shape: Shape
+    shapes: dict[str, torch.Size]
+    positions: int
+    vocabulary: int
+    tied: bool
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> "Description":
+        """Understands a raw configuration.
+
+        Raises:
+            ModelError: it is of no supported model, or says what cannot be.
+        """
+        return cls(**described(config))
+
+    @classmethod
+    def read(cls, model: "str | Path | Description") -> "Description":
+        """Of a folder, a config.json, or a hub name; no weights are read.
+
+        Raises:
+            ModelError: there is no such model, or its configuration cannot be used.
+        """
+        if isinstance(model, Description):
+            return model
+        return cls.of(read_config(find_model(model, weights=False)))
+
+    def skeleton(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        """The transformers model on the meta device: shapes, no memory."""
+        return skeleton(self.config, dtype)
+
+
+def described(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a `Description`, by name."""
+    architecture = architecture_of(config)
+    shape = Shape.of(config)
+    for key in LARGEST:
+        whole(config, key, 1)  # sizes that the classes below know a default of
+    config = _with_both_ropes({k: v for k, v in config.items() if k != "quantization_config"})
+    model = skeleton(config)
+    resolved = model.config
+    tied = bool(getattr(resolved, "tie_word_embeddings", False))
+    positions = getattr(resolved, "max_position_embeddings", None)
+    return {
+        "config": config,
+        "architecture": architecture,
+        "shape": shape,
+        "shapes": {
+            name: tensor.shape
+            for name, tensor in model.state_dict().items()
+            if not (tied and name == "lm_head.weight")
+        },
+        "positions": whole({"max_position_embeddings": positions}, "max_position_embeddings"),
+        "vocabulary": whole({"vocab_size": resolved.vocab_size}, "vocab_size"),
+        "tied": tied,
+    }
+
+
+def find_model(model: str | Path, *, weights: bool = True) -> Path:
+    """The local folder of a model: a folder, or a hub name that is downloaded (or cached).
+
+    Raises:
+        ModelError: no such folder, and no such hub model can be had.
+    """
+    path, name = Path(model), str(model)
+    try:
+        if path.is_dir():
+            return path
+        if path.is_file() and path.suffix == ".json" and not weights:
+            return path
+        there = path.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # too long a name, a loop of links
+        raise ModelError(f"'{_short(name)}' is no model folder: {_reason(error)}") from error
+    if there or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ModelError(
+            f"no model at '{_short(name)}': give a folder with config.json and safetensors "
+            "weights, or a hub name such as 'org/model'"
+        )
+    try:
+        wanted = [*DOWNLOADED, *["*.safetensors"] * weights]
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except Exception as error:  # the hub's client raises many kinds; one line is enough
+        raise ModelError(
+            f"'{_short(name)}' is no local folder and could not be downloaded: "
+            f"{_short(_reason(error))}"
+        ) from error
+
+
+def read_config(model: Path) -> dict[str, Any]:
+    """The raw config.json of a model folder (or the file itself)."""
+    try:
+        path = model if model.is_file() else model / CONFIG
+        config = parse_json(path)
+    except FileNotFoundError as error:
+        raise ModelError(f"no {CONFIG} in '{model}': it is not a model folder") from error
+    except ValueError as error:
+        raise ModelError(f"'{path}' is not valid JSON: {error}") from error
+    except OSError as error:
+        raise ModelError(f"'{path}' cannot be read: {error.strerror}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"'{path}' holds no JSON object")
+    return config
+
+
+def skeleton(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The transformers model of a raw configuration on the meta device: shapes, no memory.
+
+    Raises:
+        ModelError: the installed transformers does not accept the configuration.
+    """
+    # Configuration classes change the dictionaries they are given; remote code is never asked for.
+    own = copy.deepcopy({k: v for k, v in config.items() if k != "auto_map"})
+    try:
+        resolved = AutoConfig.for_model(**own)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(resolved, dtype=dtype)
+    except Exception as error:  # configuration classes raise what they like
+        raise ModelError(
+            f"transformers does not accept this {CONFIG}: {_reason(error, last=True)}"
+        ) from error
+    return model.eval()
+
+
+def compute_rotary(model: Any, device: torch.device) -> None:
+    """Puts real rotary frequencies on a skeleton: they are no weights, its class computes them."""
+    base = model.base_model
+    base.rotary_emb = type(base.rotary_emb)(config=model.config).to(device)
+
+
+def _with_both_ropes(config: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings in the form of transformers 5 and in that of 4.57, which reads no other.
+
+    A configuration that has only `rope_parameters` is read by 4.57 as one of plain frequencies,
+    without a word. What the configuration has is never changed.
+
+    Raises:
+        ModelError: the two forms name different frequencies, so that releases would disagree.
+    """
+    new = config.get("rope_parameters")
+    if not isinstance(new, dict) or "rope_theta" not in new:
+        return config
+    if config.get("rope_theta", new["rope_theta"]) != new["rope_theta"]:
+        raise ModelError(
+            f"rope_theta in {CONFIG} is {config['rope_theta']}, in its rope_parameters "
+            f"{new['rope_theta']}: releases of transformers read one or the other; mend it"
+        )
+    plain = new.get("rope_type", "default") == "default"
+    scaling = None if plain else {k: v for k, v in new.items() if k != "rope_theta"}
+    return {"rope_theta": new["rope_theta"], "rope_scaling": scaling} | config
+
+
+def _reason(error: Exception, *, last: bool = False) -> str:
+    """One line of what a library said; the kind of the error where it said nothing."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1 if last else 0].strip()
+
+
+def _short(name: str) -> str:
+    """A name as it is printed: names that no file system holds would fill the screen."""
+    return name if len(name) <= 200 else f"{name[:200]}…"

@@ -1,0 +1,103 @@
+"""JSON and safetensors files, read with limits and written so that others can read them."""
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from coec.errors import ModelError
+
+MAX_JSON = 2**26
+"""Bytes beyond which a JSON file is no configuration, index or report: 64 MiB."""
+
+
+def parse_json(path: Path) -> Any:
+    """The content of a JSON file that may come from anywhere.
+
+    Raises:
+        OSError: the file cannot be read, or is no file.
+        ValueError: it is not JSON, holds a number that is not finite, or is absurdly large or deep.
+    """
+    status = path.stat()
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        raise OSError(errno.EINVAL, "not a regular file")  # a pipe would be waited for
+    if status.st_size > MAX_JSON:
+        raise ValueError(f"it is larger than {MAX_JSON / 2**20:.0f} MiB")
+    try:
+        return json.loads(
+            path.read_text(encoding="utf-8"), parse_float=_finite, parse_constant=_finite
+        )
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _finite(number: str) -> float:
+    """A float of JSON text; `1e400`, `NaN` and `Infinity` are none."""
+    value = float(number)
+    if value - value != 0:
+        raise ValueError(f"the number {number[:20]} is not finite")
+    return value
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes JSON as transformers does: indented, keys as given."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_tensors(
+    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """One safetensors file, of the mode that any new file gets (safetensors' own is 0600)."""
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save_file(tensors, path, metadata=metadata)
+    path.chmod(mode)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, open for reading tensor by tensor.
+
+    Raises:
+        ModelError: it is missing, unreadable or damaged.
+    """
+    if not path.exists():
+        raise ModelError(f"shard '{path.name}' is missing from '{path.parent}'")
+    if not path.is_file() or not os.access(path, os.R_OK):
+        why = "permission denied" if path.is_file() else "it is no file"
+        raise ModelError(f"shard '{path.name}' in '{path.parent}' cannot be read: {why}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"shard '{path.name}' is truncated or damaged ({error}); download it again"
+        ) from error
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of one safetensors file.
+
+    Raises:
+        ModelError: the file is missing or damaged.
+    """
+    with opened(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}
+
+
+FLOAT_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+"""What a weight may be stored as, by safetensors' names."""

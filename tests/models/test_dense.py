@@ -1,0 +1,336 @@
+"""The door: what is opened is whole, and the network in memory is made of what was checked."""
+
+import json
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import coec
+import tiny_models as tm
+from coec.errors import ModelError
+from coec.models.dense import INDEX, Dense
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    """Models by variant, each written once."""
+    root, made = tmp_path_factory.mktemp("dense"), {}
+
+    def saved(variant):
+        if variant not in made:
+            folder = root / variant.replace(" ", "-")
+            made[variant] = tm.save(tm.tiny(variant, torch.float32), folder, tokenizer=False)
+        return made[variant]
+
+    return saved
+
+
+@pytest.fixture
+def model(originals, tmp_path):
+    """A copy to spoil."""
+    return shutil.copytree(originals("llama"), tmp_path / "model")
+
+
+def rewrite(model, change):
+    weights = load_file(model / "model.safetensors")
+    change(weights)
+    save_file(weights, model / "model.safetensors")
+
+
+def split(model):
+    """The same weights in three shards with an index."""
+    weights = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    weight_map = {name: f"model-{i % 3}.safetensors" for i, name in enumerate(weights)}
+    for file_name in set(weight_map.values()):
+        part = {name: weights[name] for name in weights if weight_map[name] == file_name}
+        save_file(part, model / file_name)
+    (model / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return weights
+
+
+def test_shards_are_read_as_one_file_is(model):
+    weights = split(model)
+    checkpoint = Dense.open(model)
+    assert checkpoint.dtype == torch.float32
+    assert checkpoint.files.keys() == weights.keys()
+    assert all(torch.equal(checkpoint.tensor(name), weights[name]) for name in weights)
+    block = checkpoint.tensors("model.layers.1.")
+    assert "mlp.down_proj.weight" in block
+    assert len(block) == 9
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_one_missing_shard_of_many_is_named(number, model):
+    split(model)
+    (model / f"model-{number}.safetensors").unlink()
+    with pytest.raises(ModelError, match=rf"shard 'model-{number}\.safetensors' is missing from"):
+        Dense.open(model)
+
+
+@pytest.mark.parametrize("left", [0, 4, 200, -8])
+def test_one_truncated_shard_of_many_is_named(left, model):
+    split(model)
+    path = model / "model-1.safetensors"
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(ModelError, match=r"'model-1\.safetensors' is truncated or damaged"):
+        Dense.open(model)
+
+
+def test_a_pointer_instead_of_the_weights_is_damaged(model):
+    """What a clone without large-file support leaves."""
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (model / "model.safetensors").write_text(pointer)
+    with pytest.raises(ModelError, match="truncated or damaged.*download it again"):
+        Dense.open(model)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b"[]",
+        b"{}",
+        b"\xff",
+        b'{"weight_map": 3}',
+        b'{"weight_map": {"a": 1}}',
+        b'{"weight_map": {"a": 1, "b": "x"}}',
+        b'{"weight_map": {"a": []}}',
+        b'{"weight_map": {}}',
+        b'{"weight_map": []}',
+        b'{"weight_map": {"a": "."}}',
+        b'{"weight_map": {"a": ".."}}',
+        b'{"weight_map": {"a": ""}}',
+        b'{"weight_map": {"a": "/etc/passwd"}}',
+        b'{"weight_map": {"a": "../model/model.safetensors"}}',
+        b'{"weight_map": {"a": "m\\u0000.safetensors"}}',
+        b'{"weight_map": {"a": "' + b"x" * 300 + b'"}}',
+        b"[" * 100_000,
+    ],
+)
+def test_an_index_that_is_none_is_named(content, model):
+    (model / INDEX).write_bytes(content)
+    with pytest.raises(ModelError, match=r"index\.json' is damaged"):
+        Dense.open(model)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "widest"),
+    [
+        (("float32", "bfloat16"), "float32"),
+        (("float64", "float32"), "float64"),
+        (("float16", "bfloat16"), "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("flip", [False, True])
+def test_of_mixed_dtypes_the_widest_is_taken(dtypes, widest, flip, model):
+    one, two = (getattr(torch, name) for name in (dtypes[::-1] if flip else dtypes))
+
+    def change(weights):
+        for name in weights:
+            weights[name] = weights[name].to(two if "norm" in name else one)
+
+    rewrite(model, change)
+    assert Dense.open(model).dtype == getattr(torch, widest)
+
+
+def test_tensors_that_the_model_does_not_store_are_let_pass(model):
+    """Old Llamas hold rotary frequencies; they are neither checked nor counted."""
+
+    def change(weights):
+        weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.full((2,), torch.nan)
+        weights["position_ids"] = torch.arange(4)
+
+    rewrite(model, change)
+    assert Dense.open(model).dtype == torch.float32
+
+
+def edit(model, **changes):
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def without(name):
+    return lambda weights: weights.pop(name)
+
+
+def replaced(name, change):
+    return lambda weights: weights.update({name: change(weights[name])})
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+DAMAGE = {
+    "a tensor is missing": (without(UP), {}, r"lacks 1 of 21 tensors .*up_proj"),
+    "no head": (without("lm_head.weight"), {}, r"lacks 1 of 21 tensors .*lm_head"),
+    "fewer layers in the configuration": ({}, {"num_hidden_layers": 1}, "more layers than the 1"),
+    "more layers in the configuration": ({}, {"num_hidden_layers": 3}, "lacks layer 2 of the 3"),
+    "many more layers": ({}, {"num_hidden_layers": 500}, "lacks layer 2 of the 500"),
+    "int8": (replaced(UP, lambda w: w.to(torch.int8)), {}, "is I8: the weights are quantised"),
+    "another shape": ({}, {"intermediate_size": 44}, "has shape .* config.json says"),
+    "a bias nobody knows": (
+        lambda weights: weights.update({UP[:-6] + "bias": torch.ones(40)}), {},
+        "up_proj.bias .* has no place in a model of this config.json",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+@pytest.mark.parametrize("door", ["prune", "perplexity", "efficiency of nothing"])
+def test_what_pruning_refuses_evaluation_refuses(case, door, model, tmp_path):
+    """An evaluation of a tensor that is not there would measure random numbers."""
+    change, changes, match = DAMAGE[case]
+    if change:
+        rewrite(model, change)
+    edit(model, **changes)
+    ids = torch.zeros(64, dtype=torch.int64)
+    run = {
+        "prune": lambda: coec.prune(model, tmp_path / "out", calibration=ids, samples=2, seq_len=8),
+        "perplexity": lambda: coec.perplexity(model, ids, seq_len=8),
+        "efficiency of nothing": lambda: Dense.open(model),
+    }[door]
+    with pytest.raises(ModelError, match=match) as caught:
+        run()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_found_wherever_all_are_read(value, model):
+    rewrite(model, replaced(UP, lambda w: w.index_fill(0, torch.tensor([3]), value)))
+    opened = Dense.open(model)
+    for read in (opened.check_values, lambda: opened.network(CPU, torch.float32)):
+        with pytest.raises(ModelError, match=r"up_proj.* holds NaN or Inf"):
+            read()
+
+
+@pytest.mark.parametrize("variant", tm.VARIANTS)
+def test_the_network_is_the_one_that_transformers_loads(variant, originals):
+    opened = Dense.open(originals(variant))
+    for dtype in (torch.float32, torch.bfloat16):
+        network = opened.network(CPU, dtype)
+        theirs = tm.load(opened.folder, dtype)
+        assert torch.equal(tm.logits(network), tm.logits(theirs))
+        assert network.num_parameters() == theirs.num_parameters()
+        assert network.generation_config.to_dict() == theirs.generation_config.to_dict()
+        assert network.dtype == dtype
+
+
+def test_an_index_beside_other_weights_is_refused(model):
+    """Some loaders would read the one, some the other."""
+    weights = split(model)
+    save_file(
+        {name: torch.zeros_like(w) for name, w in weights.items()}, model / "model.safetensors"
+    )
+    with pytest.raises(
+        ModelError, match="both model.safetensors and .*index.json, which names 'mo"
+    ):
+        Dense.open(model)
+
+
+def test_an_index_of_the_one_file_is_fine(model):
+    names = load_file(model / "model.safetensors")
+    content = {"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}
+    (model / INDEX).write_text(json.dumps(content))
+    assert len(Dense.open(model).files) == 21
+
+
+def test_a_tensor_in_two_shards_or_in_another_than_the_index_says_is_refused(model):
+    weights = split(model)
+    index = json.loads((model / INDEX).read_text())
+    file = next(f for f in set(index["weight_map"].values()) if f != index["weight_map"][UP])
+    index["weight_map"][UP] = file
+    (model / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=f"is damaged: {UP} is in"):
+        Dense.open(model)
+    part = load_file(model / file)
+    save_file({**part, UP: weights[UP]}, model / file)
+    with pytest.raises(ModelError, match=f"{UP} is in both"):
+        Dense.open(model)
+
+
+def test_a_head_of_its_own_is_kept_although_the_configuration_says_tied(originals, tmp_path):
+    """As transformers 5 does; a trained head must not be replaced by the embedding."""
+    model = shutil.copytree(originals("llama"), tmp_path / "model")
+    edit(model, tie_word_embeddings=True)
+    opened = Dense.open(model)
+    assert not opened.tied
+    assert opened.config["tie_word_embeddings"] is False
+    assert "config.json says that they are one" in opened.notes[0]
+    ids = torch.randint(2, 300, (400,))
+    report = coec.prune(model, tmp_path / "out", calibration=ids, samples=8, seq_len=32,
+                        compensation="none")  # fmt: skip
+    assert report.plan["notes"] == list(opened.notes)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    head = load_file(tmp_path / "out/model.safetensors")["lm_head.weight"]
+    assert torch.equal(head, opened.tensor("lm_head.weight"))
+    untied = coec.perplexity(originals("llama"), ids, seq_len=32).perplexity
+    assert coec.perplexity(model, ids, seq_len=32).perplexity == untied
+
+
+def test_a_head_that_is_the_embedding_stays_tied(originals, tmp_path):
+    model = shutil.copytree(originals("llama tied"), tmp_path / "model")
+    before = Dense.open(model).digest
+
+    def change(weights):
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+
+    rewrite(model, change)
+    opened = Dense.open(model)
+    assert opened.tied
+    assert "lm_head.weight" not in opened.files
+    assert opened.digest == before
+
+
+def test_the_digest_is_of_the_content(model):
+    first = Dense.open(model).digest
+    split(model)
+    opened = Dense.open(model)
+    assert opened.digest == first  # however it is cut into files
+    assert pickle.loads(pickle.dumps(opened)).digest == first
+    edit(model, rms_norm_eps=1e-3)
+    assert Dense.open(model).digest != first
+    edit(model, rms_norm_eps=json.loads((model / "config.json").read_text())["rms_norm_eps"])
+    path = model / "model-1.safetensors"
+    save_file({name: w + 1e-6 for name, w in load_file(path).items()}, path)
+    assert Dense.open(model).digest != first
+
+
+def test_a_file_that_changes_after_it_was_checked_is_refused(model):
+    opened = Dense.open(model)
+    path = model / "model.safetensors"
+    os.utime(path, (1, 1))
+    with pytest.raises(ModelError, match="was changed while it was in use"):
+        opened.tensor(UP)
+
+
+def test_an_opened_model_is_opened_once(model):
+    opened = Dense.open(model)
+    assert Dense.open(opened) is opened
+    assert opened.name == str(model)
+
+
+def test_no_quantisation_is_none(model):
+    edit(model, quantization_config={})
+    assert "quantization_config" not in Dense.open(model).config
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"max_new_tokens": -1}'])
+def test_a_damaged_generation_configuration_is_named(content, model):
+    (model / "generation_config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"generation_config\.json' cannot be used") as caught:
+        Dense.open(model).network(CPU, torch.float32)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pipe_and_a_folder_are_no_shards(model):
+    path = model / "model.safetensors"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ModelError, match="cannot be read: it is no file"):
+        Dense.open(model)

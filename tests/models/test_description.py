@@ -1,0 +1,192 @@
+"""What a configuration says, and the ones that say what cannot be."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+import coec
+import tiny_models as tm
+from coec.errors import ModelError
+from coec.models.architectures import Shape
+from coec.models.description import Description, find_model, read_config, skeleton
+from coec.planning import Plan
+from coec.recipe import Recipe
+
+
+def test_a_tied_head_is_no_tensor_of_its_own():
+    tied, untied = (Description.of(tm.raw_config(v)).shapes for v in ("llama tied", "llama"))
+    assert untied.keys() - tied.keys() == {"lm_head.weight"}
+
+
+def test_a_skeleton_takes_no_memory():
+    model = skeleton(tm.raw_config("llama", vocab_size=10**9))
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert not model.training
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"num_hidden_layers": "two"}, "num_hidden_layers .* no whole number: 'two'"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers .* no whole number: '2'"),
+        ({"num_hidden_layers": True}, "num_hidden_layers .* no whole number: 'True'"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers .* no whole number"),
+        ({"num_hidden_layers": float("inf")}, "num_hidden_layers .* no whole number"),
+        ({"num_hidden_layers": float("nan")}, "num_hidden_layers .* no whole number"),
+        ({"num_hidden_layers": [2]}, "num_hidden_layers .* no whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers .* is 0: it must be at least 1"),
+        ({"num_hidden_layers": 100_000}, "num_hidden_layers .* is 100000: .* at most 512"),
+        ({"num_hidden_layers": 10**5000}, "num_hidden_layers .* is absurd"),
+        ({"hidden_size": None}, "config.json lacks 'hidden_size'"),
+        ({"hidden_size": 2**40}, "hidden_size .* at most 1,048,576"),
+        ({"intermediate_size": 0}, "intermediate_size .* is 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads .* is 0"),
+        ({"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": None}, "does not hold"),
+        ({"num_key_value_heads": -4}, "num_key_value_heads .* is -4"),
+        ({"vocab_size": -1}, "vocab_size"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings"),
+        ({"max_position_embeddings": 10**30}, "max_position_embeddings"),
+        ({"architectures": 3}, "not a decoder-only"),
+        ({"model_type": ["llama"]}, "is not supported"),
+        ({"model_type": None}, "is not supported"),
+    ],
+)
+def test_sizes_that_are_none_are_refused(changes, match):
+    with pytest.raises(ModelError, match=match):
+        Description.of(tm.raw_config("llama", **changes))
+
+
+def test_a_configuration_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ModelError, match=r"config\.json' cannot be read: Is a directory"):
+        read_config(tmp_path)
+
+
+def test_json_is_utf8_whatever_the_locale(tmp_path):
+    code = """
+import sys
+from pathlib import Path
+from coec.models.description import read_config
+from coec.models.files import write_json
+path = Path(sys.argv[1])
+write_json(path, {"name": "na\\u00efve"})
+assert read_config(path) == {"name": "na\\u00efve"}
+"""
+    path = tmp_path / "config.json"
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    subprocess.run([sys.executable, "-c", code, path], env={**os.environ, **ascii_only}, check=True)
+    assert path.read_bytes().decode() == '{\n  "name": "naïve"\n}\n'
+
+
+def test_a_configuration_file_is_enough_only_without_weights(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    assert find_model(path, weights=False) == path
+    with pytest.raises(ModelError, match="no model at"):
+        find_model(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ('{"rms_norm_eps": 1e400}', "1e400 is not finite"),
+        ('{"rms_norm_eps": NaN}', "NaN is not finite"),
+        ('{"rms_norm_eps": -Infinity}', "is not finite"),
+        ('{"a": ' * 100_000, "nested too deeply"),
+        ('{"a": ' + "9" * 5000 + "}", "is not valid JSON"),
+    ],
+    ids=["1e400", "NaN", "Infinity", "deep", "digits"],
+)
+def test_json_that_no_model_has(content, match, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=match) as caught:
+        read_config(tmp_path)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_configuration_of_a_gigabyte_is_not_read(tmp_path):
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(2**30)
+    with pytest.raises(ModelError, match="larger than 64 MiB"):
+        read_config(tmp_path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ModelError, match="no config.json|cannot be read"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "o/" + "x" * 300, "a\0b", "\ud800"])
+def test_names_that_no_file_system_holds(name):
+    with pytest.raises(ModelError) as caught:
+        find_model(name)
+    assert len(str(caught.value)) < 600
+    assert "\n" not in str(caught.value)
+
+
+def test_a_loop_of_links_is_no_model(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ModelError, match="no model"):
+        find_model(tmp_path / "loop")
+
+
+def test_absurd_sizes_do_not_hang_a_plan(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tm.raw_config("llama", num_hidden_layers=100_000)))
+    began = time.perf_counter()
+    with pytest.raises(ModelError, match="at most 512"):
+        coec.plan(path)
+    assert time.perf_counter() - began < 1
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def new_form(**parameters):
+    """A configuration as transformers 5 writes it."""
+    config = tm.raw_config("llama")
+    return config | {"rope_parameters": {"rope_theta": 500000.0, **parameters}}
+
+
+def test_rotary_settings_are_written_for_every_release():
+    """4.57 does not know rope_parameters: without the old form it computes another model."""
+    config = Description.of(new_form(**LLAMA3)).config
+    assert config["rope_theta"] == 500000.0
+    assert config["rope_scaling"] == LLAMA3
+    assert config["rope_parameters"] == {"rope_theta": 500000.0, **LLAMA3}
+    plain = Description.of(new_form(rope_type="default")).config
+    assert (plain["rope_theta"], plain["rope_scaling"]) == (500000.0, None)
+
+
+@pytest.mark.parametrize("variant", ["llama rope", "llama"])
+def test_rotary_settings_of_the_old_form_stay_as_they_are(variant):
+    config = tm.raw_config(variant)
+    kept = copy.deepcopy(config)
+    assert Description.of(config).config == kept
+    written = Plan.of(Description.of(config), Recipe()).output.config
+    assert written.get("rope_scaling") == kept.get("rope_scaling")
+    assert config == kept
+
+
+def test_rotary_settings_that_contradict_each_other_are_refused():
+    with pytest.raises(
+        ModelError, match="rope_theta in config.json is 1.0, in its rope_parameters"
+    ):
+        Description.of({**new_form(**LLAMA3), "rope_theta": 1.0})
+
+
+def test_remote_code_is_neither_asked_for_nor_run():
+    config = tm.raw_config("llama", auto_map={"AutoModelForCausalLM": "evil.Model"})
+    assert Description.of(config).shape == Shape.of(config)

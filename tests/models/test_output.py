@@ -1,0 +1,287 @@
+"""A folder appears whole or not at all, and nothing is lost for it."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import tiny_models as tm
+from coec.errors import OutputError
+from coec.models import output as module
+from coec.models.carried import carry_files, foreign_entry
+from coec.models.output import LOCK, check_output, check_space, new_folder, remove_leftovers
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    root = tmp_path_factory.mktemp("dense")
+    return tm.save(tm.tiny("llama", torch.float32), root / "model", tokenizer=False)
+
+
+@pytest.fixture
+def model(original, tmp_path):
+    """A copy to spoil."""
+    return shutil.copytree(original, tmp_path / "model")
+
+
+def fill(folder, text="new"):
+    (folder / "model.safetensors").write_text(text)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+
+
+def listing(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, OSError, KeyboardInterrupt, SystemExit])
+def test_on_any_error_no_folder_and_no_parent_is_left(error, tmp_path):
+    def write():
+        with new_folder(tmp_path / "a/b/out") as folder:
+            fill(folder)
+            raise error("stop")
+
+    with pytest.raises(OutputError if error is OSError else error, match="stop"):
+        write()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_appears_only_at_the_end(tmp_path):
+    out = tmp_path / "a/out"
+    with new_folder(out) as folder:
+        fill(folder)
+        assert not out.exists()
+        assert folder.parent == tmp_path / "a/out.partial"
+    assert listing(tmp_path) == ["a", "a/out", "a/out/config.json", "a/out/model.safetensors"]
+    (tmp_path / "plain").mkdir()
+    assert out.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_an_empty_folder_is_filled(tmp_path):
+    (tmp_path / "out").mkdir()
+    with new_folder(tmp_path / "out") as folder:
+        fill(folder)
+    assert listing(tmp_path) == ["out", "out/config.json", "out/model.safetensors"]
+
+
+def test_a_model_is_replaced_when_that_is_asked_for(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    fill(out, "old")
+    with new_folder(out, force=True) as folder:
+        fill(folder)
+        assert (out / "model.safetensors").read_text() == "old"
+    assert (out / "model.safetensors").read_text() == "new"
+    assert listing(tmp_path) == ["out", "out/config.json", "out/model.safetensors"]
+
+
+def test_an_exchange_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    out.mkdir()
+    fill(out, "old")
+
+    def rename(source, target):
+        raise OSError("no")
+
+    monkeypatch.setattr(module.os, "rename", rename)
+    with pytest.raises(OutputError, match="could not write"), new_folder(out, force=True) as folder:
+        fill(folder)
+    assert (out / "model.safetensors").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_what_appears_during_the_run_is_never_replaced(force, tmp_path):
+    """The result is not thrown away either: it may have taken hours."""
+    out = tmp_path / "out"
+
+    def write():
+        with new_folder(out, force=force) as folder:
+            fill(folder)
+            out.mkdir()
+            (out / "notes.txt").write_text("mine")
+
+    with pytest.raises(OutputError, match="appeared during the run.*out-1'|holds 'notes.txt'"):
+        write()
+    assert (out / "notes.txt").read_text() == "mine"
+    if not force:
+        assert (tmp_path / "out-1/model.safetensors").read_text() == "new"
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_of_two_runs_into_one_folder_the_second_is_refused(tmp_path):
+    out = tmp_path / "out"
+    with new_folder(out) as folder:
+        fill(folder)
+        with pytest.raises(OutputError, match="another run is writing"), new_folder(out):
+            raise AssertionError("work had begun")
+        with pytest.raises(OutputError, match="another run is writing"):
+            remove_leftovers(tmp_path)
+    assert listing(tmp_path) == ["out", "out/config.json", "out/model.safetensors"]
+    with pytest.raises(OutputError, match="is not empty"), new_folder(out):
+        raise AssertionError("work had begun")
+
+
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+from coec.models.output import new_folder
+with new_folder(Path(sys.argv[1]), force=True) as folder:
+    (folder / "model.safetensors").write_text("half")
+    if sys.argv[2] == "between":
+        Path.rename = lambda self, to: (os.rename(self, to), os.kill(os.getpid(), signal.SIGKILL))
+        (folder / "config.json").write_text("{}")
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def killed(out, when):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.run([sys.executable, "-c", CHILD, out, when], env=environment)
+    assert child.returncode == -signal.SIGKILL
+
+
+def test_leftovers_of_a_killed_run_go_with_the_next(tmp_path):
+    out = tmp_path / "out"
+    killed(out, "writing")
+    assert listing(tmp_path) == [
+        "out.partial", f"out.partial/{LOCK}", "out.partial/new", "out.partial/new/model.safetensors"
+    ]  # fmt: skip
+    with new_folder(out) as folder:
+        assert not list(folder.iterdir())
+        fill(folder)
+    assert listing(tmp_path) == ["out", "out/config.json", "out/model.safetensors"]
+
+
+def test_a_model_whose_replacement_was_killed_comes_back(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    fill(out, "old")
+    killed(out, "between")
+    assert not out.exists()
+    remove_leftovers(tmp_path)
+    assert (out / "model.safetensors").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_of_that_name_that_is_not_ours_is_left_alone(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/thesis.tex").write_text("mine")
+    with (
+        pytest.raises(OutputError, match="holds 'thesis.tex', which coec did not write"),
+        new_folder(tmp_path / "out"),
+    ):
+        pass
+    assert listing(tmp_path) == ["out.partial", "out.partial/thesis.tex"]
+
+
+def test_a_place_that_may_not_be_written_is_an_error_of_the_output(tmp_path, monkeypatch):
+    def denied(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(module.Path, "mkdir", denied)
+    with (
+        pytest.raises(OutputError, match="could not write .*Permission denied"),
+        new_folder(tmp_path / "new/out"),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "entry", [".git/HEAD", "src/main.py", "index.html", "notes.md", "coec/other", "data/x.csv",
+              "package.json", "node_modules/a.js"]
+)  # fmt: skip
+def test_only_what_is_a_model_and_nothing_else_is_replaced(entry, model, original, tmp_path):
+    check_output(model, original, force=True)
+    path = model / entry
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mine")
+    with pytest.raises(OutputError, match=f"holds '{entry.split('/')[0]}.*nothing else is rep"):
+        check_output(model, original, force=True)
+    assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        (["config.json", "README.md", "LICENSE"], "holds no weights"),
+        (["model.safetensors"], "holds no config.json"),
+        (["model.safetensors", "config.json"], "holds a config.json that is of no model"),
+    ],
+)
+def test_a_configuration_alone_makes_no_model(files, why, tmp_path):
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    assert foreign_entry(tmp_path).startswith(why)
+
+
+def test_a_link_to_a_folder_is_not_ours(model, tmp_path):
+    (tmp_path / "precious").mkdir()
+    (model / "coec").symlink_to(tmp_path / "precious")
+    assert foreign_entry(model) == "holds 'coec/'"
+
+
+def test_licences_travel_by_their_kind(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    names = ["LICENSE", "LICENSE.txt", "license.md", "LICENCE", "NOTICE.md", "USE_POLICY.md",
+             "COPYING", "tokenizer.json", "generation_config.json"]  # fmt: skip
+    for name in [*names, "model.safetensors", "config.json", "README.md", "train.py"]:
+        (tmp_path / "a" / name).write_text(name)
+        (tmp_path / "a" / name).chmod(0o400)
+    carry_files(tmp_path / "a", tmp_path / "b")
+    assert listing(tmp_path / "b") == sorted(names)
+    (tmp_path / "plain").write_text("")
+    assert {p.stat().st_mode for p in (tmp_path / "b").iterdir()} == {
+        (tmp_path / "plain").stat().st_mode
+    }
+
+
+def test_an_output_that_leads_into_the_model_by_a_link_is_refused(model, tmp_path):
+    (tmp_path / "link").symlink_to(model)
+    for out in (tmp_path / "link", tmp_path / "link/out"):
+        with pytest.raises(OutputError, match="lie inside each other"):
+            check_output(out, model, force=True)
+
+
+def test_an_empty_folder_may_be_filled_and_a_model_replaced(model, original, tmp_path):
+    (tmp_path / "empty").mkdir()
+    check_output(tmp_path / "empty", original, force=False)
+    check_output(tmp_path / "not/yet/there", original, force=False)
+    check_output(model, original, force=True)
+    with pytest.raises(OutputError, match=r"pass force=True to replace"):
+        check_output(model, original, force=False)
+
+
+def test_an_output_below_a_file_is_refused(model, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="is not a folder"):
+        check_output(tmp_path / "file/out", model, force=False)
+
+
+def test_outputs_that_no_file_system_holds_are_refused(model, tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for out in (tmp_path / "loop" / "out", tmp_path / ("x" * 300), tmp_path / "a\0b"):
+        with pytest.raises(OutputError) as caught:
+            check_output(out, model, force=False)
+        assert "\n" not in str(caught.value)
+
+
+def test_space_is_asked_of_the_disk_that_will_hold_the_output(tmp_path, monkeypatch):
+    asked = []
+    usage = shutil.disk_usage(tmp_path)
+
+    def disk_usage(path):
+        asked.append(path)
+        return usage._replace(free=10**9)
+
+    monkeypatch.setattr(module.shutil, "disk_usage", disk_usage)
+    check_space(tmp_path / "a/b", 10**9)
+    with pytest.raises(OutputError, match=r"2\.00 GB needed, 1\.00 GB free"):
+        check_space(tmp_path / "a/b", 2 * 10**9)
+    assert asked == [tmp_path, tmp_path]

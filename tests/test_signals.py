@@ -1,0 +1,41 @@
+"""SIGTERM and SIGHUP leave nothing behind."""
+
+import os
+import signal
+
+import pytest
+
+from coec.cli.signals import ENDING, end_tidily
+from coec.models.output import new_folder
+
+
+@pytest.fixture
+def handlers():
+    before = {number: signal.getsignal(number) for number in ENDING}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("number", ENDING)
+def test_a_signal_that_ends_the_program_leaves_nothing(number, tmp_path):
+    end_tidily()
+
+    def write():
+        with new_folder(tmp_path / "a" / "out") as folder:
+            (folder / "model.safetensors").write_text("half")
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(SystemExit) as caught:
+        write()
+    assert caught.value.code == 128 + number
+    assert not list(tmp_path.iterdir())
+    assert signal.getsignal(number) is signal.SIG_IGN
+
+
+@pytest.mark.usefixtures("handlers")
+def test_what_nohup_ignores_stays_ignored():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    end_tidily()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
