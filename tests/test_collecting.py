@@ -13,6 +13,7 @@ from coec.calibration.statistics import Statistics
 from coec.calibration.tokens import Stream, hold_out, sample_windows
 from coec.errors import CalibrationError, CoecError, OptionError, OutputError
 from coec.models.dense import Dense
+from coec.types import Gram
 
 IDS = torch.randint(2, tm.VOCABULARY, (12, 24), generator=torch.Generator().manual_seed(5))
 SETTINGS = {"calibration": IDS, "samples": 10, "seq_len": 24}
@@ -42,6 +43,15 @@ def test_pruning_from_saved_statistics_is_the_same_to_the_bit(model, saved, comp
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert one.calibration == two.calibration
     assert [row["holdout_after"] for row in one.sites] == [r["holdout_after"] for r in two.sites]
+
+
+def test_saved_statistics_keep_their_precision_and_their_deviations(model, saved):
+    dense = Dense.open(model)
+    for block in Statistics.open(saved).blocks(dense, torch.device("cpu")):
+        for gram in block.grams.values():
+            assert gram.precision == torch.finfo(torch.float32).eps
+            loose = Gram(gram.xx, gram.x, gram.tokens)
+            torch.testing.assert_close(gram.variance, loose.variance, rtol=1e-3, atol=1e-9)
 
 
 def test_held_out_windows_are_a_fraction_drawn_under_the_seed():

@@ -27,7 +27,7 @@ from coec.planning import Plan, choose_device, choose_forward_dtype
 from coec.recipe import DTYPES, Recipe
 from coec.report import KEPT, Report, environment
 from coec.selection import keep_highest, unit_scores
-from coec.types import Compensation, Gram, KeptSet
+from coec.types import Compensation, KeptSet
 
 Progress = Callable[[str, int, int], None]
 ERRORS = ("error_before", "error_after")
@@ -172,7 +172,7 @@ def _solve_site(block: Block, site: Site, plan: Plan, device: torch.device) -> C
     sums.check_finite()
     # Variances are differences of sums: scores want the float64 that these were summed in.
     scores = _seeded(recipe.score, recipe.seed, block.index)(weight.to(sums.xx), sums)
-    gram = Gram(sums.xx.to(dtype), sums.x.to(dtype), sums.tokens)
+    gram = sums.to(dtype)
     del sums  # the largest matrix there is, unless it is the one that is used
     units = keep_highest(unit_scores(scores, plan.dense.units(site)), plan.pruned.units(site))
     if units.everything:

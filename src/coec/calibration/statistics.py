@@ -50,12 +50,15 @@ class Statistics:
         """Runs the dense pass and keeps what it sums; the folder appears when it is complete."""
         with new_folder(folder) as temporary:
             for block in blocks:
-                tensors, counts = {}, {}
+                tensors: dict[str, Tensor] = {}
+                counts: dict[str, str] = {}
                 for kind, grams in ((FIT, block.grams), (HELD_OUT, block.holdout)):
                     for site, gram in grams.items():
-                        tensors[f"{kind}.{site}.xx"] = gram.xx.cpu()
-                        tensors[f"{kind}.{site}.x"] = gram.x.cpu()
+                        assert gram.centred is not None  # a GramSum has it
+                        sums = {"xx": gram.xx, "x": gram.x, "centred": gram.centred}
+                        tensors |= {f"{kind}.{site}.{n}": value.cpu() for n, value in sums.items()}
                         counts[f"{kind}.{site}.tokens"] = str(gram.tokens)
+                        counts[f"{kind}.{site}.precision"] = repr(gram.precision)
                 write_tensors(tensors, temporary / _file(block.index), counts)
             write_tensors({"input_ids": windows.ids}, temporary / WINDOWS)
             record = {"calibration": windows.record(), "made_with": made_with}
@@ -120,18 +123,25 @@ class Statistics:
                     for kind in kinds:
                         for site in SITES:
                             width = dense.shape.units(site) * dense.shape.columns_per_unit(site)
-                            tokens = int(counts[f"{kind}.{site.name}.tokens"])
-                            xx = file.get_tensor(f"{kind}.{site.name}.xx")
-                            x = file.get_tensor(f"{kind}.{site.name}.x")
-                            if x.shape != (width,) or tokens < 1:
-                                raise ValueError(f"{tuple(x.shape)} sums of {tokens} tokens")
-                            grams[kind][site.name] = Gram(xx, x, tokens)
+                            gram = _read_gram(file, counts, f"{kind}.{site.name}")
+                            if gram.x.shape != (width,):
+                                raise ValueError(f"sums of {len(gram.x)} channels, not {width}")
+                            grams[kind][site.name] = gram
             except (OSError, SafetensorError, ValueError, KeyError, CoecError) as error:
                 raise CalibrationError(
                     f"statistics of block {index} cannot be read from '{path}': {error}"
                 ) from error
             tensors = dense.tensors(f"model.layers.{index}.")
             yield Block(index, tensors, grams[FIT], grams[HELD_OUT])
+
+
+def _read_gram(file: Any, counts: dict[str, str], name: str) -> Gram:
+    """One Gram of an open file; raises ValueError, KeyError or a CoecError where it is damaged."""
+    precision = float(counts[f"{name}.precision"])
+    if not 0 <= precision < 1:
+        raise ValueError(f"a precision of {precision}")
+    xx, x, centred = (file.get_tensor(f"{name}.{part}") for part in ("xx", "x", "centred"))
+    return Gram(xx, x, int(counts[f"{name}.tokens"]), centred, precision)
 
 
 def _file(index: int) -> str:
