@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import coec
-from coec.cli import app
+from coec.cli.commands import app
 from coec.compensation import COMPENSATIONS, OPTIONS
 from coec.models.architectures import ARCHITECTURES
 from coec.models.formats import CANDIDATES

@@ -12,6 +12,7 @@ from coec.calibration.self_text import sample_from_model
 from coec.calibration.statistics import Statistics, fingerprint
 from coec.calibration.stream import Block, DenseStream
 from coec.calibration.tokens import (
+    CHOICE,
     Stream,
     Windows,
     digest,
@@ -21,7 +22,7 @@ from coec.calibration.tokens import (
     read_stream,
     sample_windows,
 )
-from coec.errors import CalibrationError, OutputError
+from coec.errors import OutputError
 from coec.models.checkpoint import Checkpoint, check_space, find_model
 from coec.planning import Plan, choose_device, choose_forward_dtype
 from coec.recipe import Recipe
@@ -57,7 +58,7 @@ def collect(
     checkpoint = Checkpoint.open(folder)
     todo = Plan.of(checkpoint.config, recipe)
     device = choose_device(recipe.device)
-    windows_from = calibration_source(recipe, folder, todo)
+    windows_from = calibration_source(recipe, folder, todo, progress)
     stored = checkpoint.check(todo.dense_shapes)
     check_space(out, int(todo.statistics_per_block * todo.dense.layers * 1.01) + 2**24)
     forward = choose_forward_dtype(recipe.forward_dtype, stored, device)
@@ -71,14 +72,18 @@ def collect(
 
 
 def block_source(
-    recipe: Recipe, checkpoint: Checkpoint, todo: Plan, statistics: str | Path | None
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    todo: Plan,
+    statistics: str | Path | None,
+    progress: Progress | None = None,
 ) -> Callable[[torch.device, torch.dtype, Progress | None], tuple[dict[str, Any], Iterator[Block]]]:
     """Checks text or saved statistics now; returns a function that starts to yield blocks.
 
     That gives the record of the calibration too.
     """
     if statistics is None:
-        windows_from = calibration_source(recipe, checkpoint.folder, todo)
+        windows_from = calibration_source(recipe, checkpoint.folder, todo, progress)
 
         def fresh(
             device: torch.device, dtype: torch.dtype, progress: Progress | None
@@ -133,12 +138,16 @@ def made_with(
 
 
 def calibration_source(
-    recipe: Recipe, folder: Path, todo: Plan
+    recipe: Recipe, folder: Path, todo: Plan, progress: Progress | None = None
 ) -> Callable[[torch.device, torch.dtype, Progress | None], Windows]:
     """Checks the calibration text now, and returns a function that makes the windows."""
     sizes = {"samples": recipe.samples, "seq_len": todo.seq_len, "seed": recipe.seed}
+
+    def tokenizer_from() -> Any:
+        return load_tokenizer(folder, trust_remote_code=recipe.trust_remote_code)
+
     if recipe.calibration == "self" and isinstance(recipe.calibration, str):
-        tokenizer = load_tokenizer(folder)
+        tokenizer = tokenizer_from()
 
         def from_model(
             device: torch.device, dtype: torch.dtype, progress: Progress | None
@@ -149,21 +158,18 @@ def calibration_source(
 
         return from_model
     if isinstance(recipe.calibration, Tensor):
-        ids = recipe.calibration
-        if ids.ndim not in (1, 2) or ids.is_floating_point():
-            raise CalibrationError(
-                "a calibration tensor holds integer token ids of shape (n,) or (rows, length)"
-            )
-        stream = Stream(ids.long().cpu(), "tensor", "")
+        stream = Stream(recipe.calibration, "tensor", "")
     else:
         source = str(recipe.calibration)
         if not is_token_file(source):
-            load_tokenizer(folder)
+            tokenizer_from()
         stream = read_stream(
             source,
-            lambda: load_tokenizer(folder),
+            tokenizer_from,
             split="train",
             text_column=recipe.text_column,
+            needed=CHOICE * recipe.samples * todo.seq_len,
+            progress=progress,
         )
     windows = sample_windows(stream, **sizes, vocabulary=todo.vocabulary)
     return lambda device, dtype, progress: windows

@@ -95,7 +95,7 @@ def prune(
     checkpoint = Checkpoint.open(folder)
     todo = Plan.of(checkpoint.config, recipe)
     device = choose_device(recipe.device)
-    blocks_from = block_source(recipe, checkpoint, todo, statistics)
+    blocks_from = block_source(recipe, checkpoint, todo, statistics, progress)
     stored = checkpoint.check(todo.dense_shapes)
     dtype = DTYPES[recipe.dtype] if recipe.dtype else stored
     check_space(out, int(todo.parameters_after * dtype.itemsize * 1.01) + 2**24)

@@ -4,18 +4,20 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from coec.calibration.tokens import load_tokenizer
-from coec.errors import OptionError
+from coec.errors import OptionError, check_whole
 from coec.evaluation import harness
 from coec.evaluation.harness import Progress
 from coec.evaluation.network import check_dtype, checked, load_network, sizes
 from coec.models.checkpoint import find_model
 from coec.planning import choose_device, resolve_seq_len
+from coec.settings import plain
 
 PAPER_METRICS = {
     "boolq": "acc",
@@ -124,6 +126,7 @@ def zero_shot(
     seq_len: int | None = None,
     device: str = "auto",
     dtype: str | None = None,
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> ZeroShot:
     """Zero-shot accuracy with the task definitions of the installed lm-evaluation-harness.
@@ -138,46 +141,81 @@ def zero_shot(
         batch_size: requests per forward pass.
         seq_len: the most tokens the model is given; None for its maximum.
         dtype: of the forward pass; None as in `Recipe.forward_dtype`.
+        trust_remote_code: lets the model's tokenizer run its own Python code.
         progress: called with ("zero-shot", done, total) requests.
 
     Raises:
         CoecError: with one line that says what to change, before the model is loaded.
     """
-    began = time.perf_counter()
+    with opened(
+        model, tasks, tasks_data=tasks_data, limit=limit, batch_size=batch_size, seq_len=seq_len,
+        device=device, dtype=dtype, trust_remote_code=trust_remote_code, progress=progress,
+    ) as measure:  # fmt: skip
+        return measure()
+
+
+@contextmanager
+def opened(
+    model: str | Path,
+    tasks: str | Sequence[str] = SEVEN,
+    *,
+    tasks_data: str | Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    seq_len: int | None = None,
+    device: str = "auto",
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Iterator[Callable[[], ZeroShot]]:
+    """Reads and checks everything that `zero_shot` needs but the weights; then measures if asked.
+
+    Whoever measures something else on the way, such as perplexity, learns of a task that cannot be
+    used before that, and not after it.
+
+    Raises:
+        CoecError: as `zero_shot`.
+    """
+    limit, batch_size, seq_len = plain(limit), plain(batch_size), plain(seq_len)
+    for name, value in (("limit", limit), ("batch_size", batch_size)):
+        if value is not None:
+            check_whole(name, value)
     chosen = choose_device(device)
     check_dtype(dtype)
-    for name, value in (("limit", limit), ("batch_size", batch_size)):
-        if value is not None and value < 1:
-            raise OptionError(f"{name} must be a whole number of at least 1, got {value}")
     folder = checked(find_model(model))
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     positions, _ = sizes(folder)
     length = resolve_seq_len(seq_len, positions, positions)
     names, files = check_tasks(tasks, tasks_data)
-    with harness.quiet(), harness.loaded_tasks(names, files) as loaded:
-        network = load_network(folder, chosen, dtype)
-        lm = harness.language_model(
-            network, tokenizer, batch_size=batch_size, max_length=length, progress=progress
-        )
-        results = _run(lm, loaded, limit)
-        scores = tuple(
-            _score(task, results, limit, _source(task.task_name, files)) for task in loaded
-        )
-    mean, mean_stderr = _mean(scores)
-    return ZeroShot(
-        tasks=scores,
-        mean=mean,
-        mean_stderr=mean_stderr,
-        mean_at_chance=_at_chance(scores),
-        at_chance=tuple(score.task for score in scores if score.at_chance),
-        truncated=lm.truncated,
-        limit=limit,
-        seq_len=length,
-        batch_size=batch_size,
-        parameters=network.num_parameters(),
-        lm_eval=harness.lm_eval_version(),
-        seconds=time.perf_counter() - began,
-    )
+    with harness.quiet(), harness.loaded_tasks(names, files, limit) as loaded:
+
+        def measure() -> ZeroShot:
+            began = time.perf_counter()
+            network = load_network(folder, chosen, dtype)
+            lm = harness.language_model(
+                network, tokenizer, batch_size=batch_size, max_length=length, progress=progress
+            )
+            results = _run(lm, loaded, limit)
+            scores = tuple(
+                _score(task, results, limit, _source(task.task_name, files)) for task in loaded
+            )
+            mean, mean_stderr = _mean(scores)
+            return ZeroShot(
+                tasks=scores,
+                mean=mean,
+                mean_stderr=mean_stderr,
+                mean_at_chance=_at_chance(scores),
+                at_chance=tuple(score.task for score in scores if score.at_chance),
+                truncated=lm.truncated,
+                limit=limit,
+                seq_len=length,
+                batch_size=batch_size,
+                parameters=network.num_parameters(),
+                lm_eval=harness.lm_eval_version(),
+                seconds=time.perf_counter() - began,
+            )
+
+        yield measure
 
 
 def check_tasks(

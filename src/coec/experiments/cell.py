@@ -143,7 +143,12 @@ def _measured(job: Job) -> dict[str, Any]:
     how = subject.evaluation
     if how.tasks:
         row["zero_shot"] = zero_shot(
-            folder, how.tasks, tasks_data=how.tasks_data, limit=how.limit, device=job.device
+            folder,
+            how.tasks,
+            tasks_data=how.tasks_data,
+            limit=how.limit,
+            device=job.device,
+            trust_remote_code=how.trust_remote_code,
         ).as_dict()
     if how.geometry and report:
         _add_geometry(row["sites"], geometry(subject.path, folder, device=job.device))

@@ -160,8 +160,8 @@ class _Workers:
             yield from self._pool.map(run, jobs)
         except BrokenProcessPool as error:
             raise CoecError(
-                "a worker process died, probably for lack of memory: use fewer --jobs; finished "
-                "cells are kept, and the same command goes on with the rest"
+                "a worker process died, probably for lack of memory: use fewer jobs (jobs=N); "
+                "finished cells are kept, and the same command goes on with the rest"
             ) from error
 
 
@@ -183,7 +183,7 @@ def _check(cells: list[Cell], device: str) -> dict[Subject, Windows]:
             how = subject.evaluation
             if how.tasks:
                 check_tasks(how.tasks, how.tasks_data)
-                load_tokenizer(find_model(subject.path))
+                load_tokenizer(find_model(subject.path), trust_remote_code=how.trust_remote_code)
             texts[subject] = _evaluation_text(subject, device)
         if (
             recipe is None
@@ -202,7 +202,7 @@ def _evaluation_text(subject: Subject, device: str) -> Windows:
         return _sampled(subject, device)
     return evaluation_windows(
         subject.path, how.text, seq_len=how.seq_len, max_windows=how.max_windows,
-        text_column=how.text_column,
+        text_column=how.text_column, trust_remote_code=how.trust_remote_code,
     )  # fmt: skip
 
 
@@ -210,8 +210,9 @@ def _sampled(subject: Subject, device: str) -> Windows:
     """Text sampled from the dense model, as by `coec eval --text self`."""
     how, folder = subject.evaluation, checked(find_model(subject.path))
     network = load_network(folder, choose_device(device), None)
+    tokenizer = load_tokenizer(folder, trust_remote_code=how.trust_remote_code)
     return sample_from_model(
-        network, load_tokenizer(folder), samples=how.max_windows or SAMPLED,
+        network, tokenizer, samples=how.max_windows or SAMPLED,
         seq_len=resolve_seq_len(how.seq_len, sizes(folder)[0], DEFAULT_SEQ_LEN), seed=1,
     )  # fmt: skip
 
