@@ -146,14 +146,17 @@ def resolve_seq_len(asked: int | None, positions: int, default: int) -> int:
     Raises:
         OptionError: more was asked than the model has positions, or too little to predict.
     """
+    if positions < 2:
+        raise OptionError(
+            f"the model has {positions} positions (max_position_embeddings): a window needs two"
+        )
     if asked is None:
         return min(default, positions)
     if asked < 2:
-        raise OptionError(f"--seq-len must be at least 2, got {asked}")
+        raise OptionError(f"seq_len must be at least 2, got {asked}")
     if asked > positions:
         raise OptionError(
-            f"--seq-len {asked} is beyond the model's {positions} positions; "
-            f"use {positions} or less"
+            f"seq_len={asked} is beyond the model's {positions} positions; use {positions} or less"
         )
     return asked
 

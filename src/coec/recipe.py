@@ -16,9 +16,9 @@ from torch import Tensor
 from coec import compensation as compensations
 from coec import selection as selections
 from coec.calibration.ids import token_ids
-from coec.errors import OptionError, check_seed, check_whole
+from coec.errors import OptionError
 from coec.selection.budget import check_sparsity
-from coec.settings import DTYPE_NAMES, SOLVE_DTYPE_NAMES, plain
+from coec.settings import DTYPE_NAMES, SOLVE_DTYPE_NAMES, check_seed, check_whole, plain
 from coec.types import Compensation, Gram, KeptSet
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
@@ -129,6 +129,7 @@ class Recipe:
         Raises:
             OptionError: an unknown setting or a bad value.
         """
+        settings = {name: plain(value) for name, value in settings.items()}
         known = {f.name for f in dataclasses.fields(cls)}
         own = {name: value for name, value in settings.items() if name in known}
         for name in settings:

@@ -8,6 +8,8 @@ compare the two, word for word, and print the entry that is missing.
 from dataclasses import dataclass
 from typing import Any
 
+from coec.errors import OptionError
+
 SELECTION_NAMES = ("rcpu", "wanda-sp", "flap", "magnitude", "random")
 COMPENSATION_NAMES = ("coec", "rcpu", "bias", "least-squares", "ridge-to-slice", "none")
 DTYPE_NAMES = ("float64", "float32", "bfloat16", "float16")
@@ -197,6 +199,26 @@ def plain(value: Any) -> Any:
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         return value.item()
     return value
+
+
+SEEDS = 2**64
+"""Generators of random numbers take seeds below this."""
+
+
+def check_whole(name: str, value: Any, least: int = 1) -> int:
+    """The value as Python's own; raises OptionError unless it is whole and at least `least`."""
+    value = plain(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise OptionError(f"{name} must be a whole number of at least {least}, got {value!r:.80}")
+    return value
+
+
+def check_seed(seed: Any) -> int:
+    """The seed as Python's own number; raises OptionError unless a generator takes it."""
+    seed = check_whole("seed", seed, least=0)
+    if seed >= SEEDS:
+        raise OptionError(f"seed must be below 2**64, got a number of {seed.bit_length()} bits")
+    return seed
 
 
 def document() -> str:

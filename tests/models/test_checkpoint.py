@@ -324,7 +324,7 @@ def test_an_empty_folder_may_be_filled_and_a_model_replaced(model, original, tmp
     check_output(tmp_path / "empty", original, force=False)
     check_output(tmp_path / "not/yet/there", original, force=False)
     check_output(model, original, force=True)
-    with pytest.raises(OutputError, match="pass --force"):
+    with pytest.raises(OutputError, match="pass force=True"):
         check_output(model, original, force=False)
 
 

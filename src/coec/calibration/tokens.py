@@ -1,5 +1,6 @@
 """Token windows for calibration and evaluation, from text (`sources`) or token files."""
 
+import filecmp
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,8 @@ WHOLE = 12_000_000
 """Texts of up to so many characters are tokenised whole: the train split of WikiText-2 is one."""
 PIECE = 1_000_000
 """About how many characters of a longer text are tokenised at once: 0.2 GB of memory."""
+PROBE = "The cat sat on 3 mats.\n\nIt isn't far: naïve «数» x == y  # end"
+"""Tokenizers that read this alike, from one vocabulary, are taken for one."""
 CUTS = ("\n\n", "\n", " ")
 CHOICE = 9
 """A long text is read until it has so many times the tokens that the sampled windows take.
@@ -117,6 +120,33 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
         raise ModelError(
             f"the tokenizer in '{folder}' cannot be loaded: {one_line(error)}"
         ) from error
+
+
+def check_same_tokenizer(folder: Path, baseline: Path, *, trust_remote_code: bool = False) -> None:
+    """Raises ModelError where two models read one text as different tokens.
+
+    Two vocabularies of one size are not one vocabulary: the divergence of such models is a number
+    without meaning. Nothing is known of a folder without a tokenizer, which only takes token ids.
+    """
+    files = [[one / name for name in TOKENIZER_FILES] for one in (folder, baseline)]
+    mine, theirs = ([path for path in paths if is_file(path)] for paths in files)
+    if not mine or not theirs:
+        return
+    if [p.name for p in mine] == [p.name for p in theirs] and all(
+        filecmp.cmp(*pair, shallow=False) for pair in zip(mine, theirs, strict=True)
+    ):
+        return
+    encode, other = (
+        load_tokenizer(one, trust_remote_code=trust_remote_code) for one in (folder, baseline)
+    )
+    if (
+        encode.get_vocab() != other.get_vocab()
+        or _encoded(encode, PROBE).tolist() != _encoded(other, PROBE).tolist()
+    ):
+        raise ModelError(
+            f"'{folder}' and its baseline '{baseline}' have different tokenizers: the baseline "
+            "must be the dense model it was pruned from"
+        )
 
 
 def is_token_file(source: str) -> bool:

@@ -19,6 +19,7 @@ from coec.cli.common import (
     setting,
     switch,
 )
+from coec.cli.spelling import spelled
 from coec.errors import OptionError
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def _show(
     if summary:
         results.print(_geometry_table(summary))
     for note in odd or []:
-        notes.print(f"note: {note}", markup=False)
+        notes.print(f"note: {spelled(note)}", markup=False)
 
 
 def _efficiency_table(cost: "Efficiency", rates: "Speed | None") -> "Table":

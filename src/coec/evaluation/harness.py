@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import itertools
 import json
 import logging
 import re
@@ -14,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from coec.errors import CalibrationError, OptionError
+from coec.errors import CalibrationError, CoecError, OptionError
 
 Progress = Callable[[str, int, int], None]
 SURROUNDINGS = ("get_git_commit_hash", "add_env_info")
@@ -98,10 +99,7 @@ def loaded_tasks(
                 definition = json.dumps(_local_definition(name, file, scratch))
                 (Path(scratch) / f"{name}.yaml").write_text(definition, encoding="utf-8")
             manager = TaskManager(include_path=scratch, include_defaults=False)
-        loaded = [_loaded(manager, name, files) for name in names]
-        for task in loaded:
-            check_answers(task, limit)
-        yield loaded
+        yield [_loaded(manager, name, files, limit) for name in names]
 
 
 def _local_definition(name: str, file: Path, cache: str) -> dict[str, Any]:
@@ -125,13 +123,18 @@ def _local_definition(name: str, file: Path, cache: str) -> dict[str, Any]:
     }
 
 
-def _loaded(manager: Any, name: str, files: dict[str, Path] | None) -> Any:
-    """A task whose every item is known to make a question, if the items are the user's own."""
+def _loaded(
+    manager: Any, name: str, files: dict[str, Path] | None, limit: int | None = None
+) -> Any:
+    """A task whose items are known to make questions that have an answer."""
     try:
         task = manager.load([name])["tasks"][name]
-        for item in task.eval_docs if files else ():
-            task.doc_to_text(item)
-            task.doc_to_target(item)
+        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+            raise OptionError(f"task '{name}' runs generated code or shows images: leave it out")
+        for number, item in enumerate(itertools.islice(task.eval_docs, limit), 1):
+            _check_item(task, item, number)
+    except CoecError:
+        raise
     except Exception as error:  # the hub, a file, or a template that misses a column
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if files is None:
@@ -143,31 +146,30 @@ def _loaded(manager: Any, name: str, files: dict[str, Path] | None) -> Any:
             f"'{files[name]}' does not fit lm-eval's task '{name}' ({reason}): rows must have the "
             "columns of the task's data set on the hub"
         ) from error
-    if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-        raise OptionError(f"task '{name}' runs generated code or shows images: leave it out")
     return task
 
 
-def check_answers(task: Any, limit: int | None = None) -> None:
-    """Raises CalibrationError for the first item whose right answer is missing or hidden.
+def _check_item(task: Any, item: Any, number: int) -> None:
+    """Raises CalibrationError where the right answer is missing or hidden.
 
     Public test sets hide theirs: -1, or an empty text.
     """
-    for number, item in enumerate(task.eval_docs, 1):
-        if limit is not None and number > limit:
-            return
-        # lm-eval itself takes the answer from the question where every choice has its own.
+    # The answer is a whole number or a text; lm-eval takes it from the question where every
+    # choice has a context of its own.
+    choices = task.doc_to_choice(item) if task.OUTPUT_TYPE == "multiple_choice" else None
+    question = task.doc_to_text(item)
+    try:
         several = getattr(task, "multiple_input", 0)
-        answer = task.doc_to_text(item) if several else task.doc_to_target(item)
-        choices = None
-        if task.OUTPUT_TYPE == "multiple_choice":
-            choices = task.doc_to_choice(item)
-        if not _known(answer, choices):
-            raise CalibrationError(
-                f"task '{task.task_name}', row {number}, has no right answer in "
-                f"{_answer_column(task)} (found: {answer!r:.40}): scores need rows whose answers "
-                "are known; public test sets hide theirs"
-            )
+        answer = question if several else task.doc_to_target(item)
+        known = _known(answer, choices)
+    except IndexError:  # a number beyond the choices, where the definition itself picks the text
+        answer, known = item, False
+    if not known:
+        raise CalibrationError(
+            f"task '{task.task_name}', row {number}, has no right answer in "
+            f"{_answer_column(task)} (found: {answer!r:.60}): scores need rows whose answers "
+            "are known; public test sets hide theirs"
+        )
 
 
 def _known(answer: Any, choices: Sequence[Any] | None) -> bool:

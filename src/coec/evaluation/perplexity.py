@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -21,15 +21,16 @@ from coec.calibration.tokens import (
     Stream,
     Windows,
     all_windows,
+    check_same_tokenizer,
     load_tokenizer,
     read_stream,
 )
-from coec.errors import ModelError, NumericalError, OptionError, check_seed, check_whole
+from coec.errors import ModelError, NumericalError, OptionError
 from coec.evaluation.network import check_dtype, checked, load_network, sizes
 from coec.models.checkpoint import find_model
 from coec.planning import choose_device, resolve_seq_len
 from coec.report import calibration_digest
-from coec.settings import plain
+from coec.settings import check_seed, check_whole
 
 DEFAULT_SEQ_LEN = 4096
 LOGITS_PER_BATCH = 2**24
@@ -79,13 +80,13 @@ def perplexity(
     model: str | Path,
     text: str | Path | Tensor | np.ndarray | Windows = "wikitext2",
     *,
-    seq_len: int | None = None,
-    max_windows: int | None = None,
+    seq_len: SupportsIndex | None = None,
+    max_windows: SupportsIndex | None = None,
     baseline: str | Path | None = None,
     split: Split = "test",
     text_column: str = "text",
-    samples: int = 64,
-    seed: int = 1,
+    samples: SupportsIndex = 64,
+    seed: SupportsIndex = 1,
     device: str = "auto",
     dtype: str | None = None,
     trust_remote_code: bool = False,
@@ -113,10 +114,8 @@ def perplexity(
         CoecError: with one line that says what to change.
     """
     began = time.perf_counter()
-    seq_len, max_windows = plain(seq_len), plain(max_windows)
-    samples, seed = plain(samples), plain(seed)
-    check_whole("samples", samples)
-    check_seed(seed)
+    samples, seed = check_whole("samples", samples), check_seed(seed)
+    seq_len = None if seq_len is None else check_whole("seq_len", seq_len, least=2)
     chosen = choose_device(device)
     check_dtype(dtype)
     folder = checked(find_model(model))
@@ -128,6 +127,8 @@ def perplexity(
             f"model and baseline have different vocabularies ({vocabulary} and "
             f"{sizes(base_folder)[1]}): the baseline must be the dense model it was pruned from"
         )
+    if base_folder is not None:
+        check_same_tokenizer(folder, base_folder, trust_remote_code=trust_remote_code)
     if isinstance(text, str) and text == "self":
         if base_folder is None:
             raise OptionError("text=self samples from the baseline: give baseline=DENSE")
@@ -177,8 +178,8 @@ def evaluation_windows(
     model: str | Path,
     text: str | Path | Tensor | np.ndarray,
     *,
-    seq_len: int | None = None,
-    max_windows: int | None = None,
+    seq_len: SupportsIndex | None = None,
+    max_windows: SupportsIndex | None = None,
     split: Split = "test",
     text_column: str = "text",
     trust_remote_code: bool = False,
@@ -189,8 +190,8 @@ def evaluation_windows(
     Raises:
         CoecError: with one line that says what to change.
     """
-    if max_windows is not None:
-        check_whole("max_windows", max_windows)
+    seq_len = None if seq_len is None else check_whole("seq_len", seq_len, least=2)
+    max_windows = None if max_windows is None else check_whole("max_windows", max_windows)
     folder = find_model(model)
     positions, vocabulary = sizes(folder)
     length = resolve_seq_len(seq_len, positions, DEFAULT_SEQ_LEN)

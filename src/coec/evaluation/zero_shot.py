@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from coec.calibration.tokens import load_tokenizer
-from coec.errors import OptionError, check_whole
+from coec.errors import OptionError
 from coec.evaluation import harness
 from coec.evaluation.harness import Progress
 from coec.evaluation.network import check_dtype, checked, load_network, sizes
 from coec.models.checkpoint import find_model
 from coec.planning import choose_device, resolve_seq_len
-from coec.settings import plain
+from coec.settings import check_whole
 
 PAPER_METRICS = {
     "boolq": "acc",
@@ -121,9 +121,9 @@ def zero_shot(
     tasks: str | Sequence[str] = SEVEN,
     *,
     tasks_data: str | Path | None = None,
-    limit: int | None = None,
-    batch_size: int = 8,
-    seq_len: int | None = None,
+    limit: SupportsIndex | None = None,
+    batch_size: SupportsIndex = 8,
+    seq_len: SupportsIndex | None = None,
     device: str = "auto",
     dtype: str | None = None,
     trust_remote_code: bool = False,
@@ -160,9 +160,9 @@ def opened(
     tasks: str | Sequence[str] = SEVEN,
     *,
     tasks_data: str | Path | None = None,
-    limit: int | None = None,
-    batch_size: int = 8,
-    seq_len: int | None = None,
+    limit: SupportsIndex | None = None,
+    batch_size: SupportsIndex = 8,
+    seq_len: SupportsIndex | None = None,
     device: str = "auto",
     dtype: str | None = None,
     trust_remote_code: bool = False,
@@ -176,28 +176,27 @@ def opened(
     Raises:
         CoecError: as `zero_shot`.
     """
-    limit, batch_size, seq_len = plain(limit), plain(batch_size), plain(seq_len)
-    for name, value in (("limit", limit), ("batch_size", batch_size)):
-        if value is not None:
-            check_whole(name, value)
+    items = None if limit is None else check_whole("limit", limit)
+    requests = check_whole("batch_size", batch_size)
+    asked = None if seq_len is None else check_whole("seq_len", seq_len, least=2)
     chosen = choose_device(device)
     check_dtype(dtype)
     folder = checked(find_model(model))
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     positions, _ = sizes(folder)
-    length = resolve_seq_len(seq_len, positions, positions)
+    length = resolve_seq_len(asked, positions, positions)
     names, files = check_tasks(tasks, tasks_data)
-    with harness.quiet(), harness.loaded_tasks(names, files, limit) as loaded:
+    with harness.quiet(), harness.loaded_tasks(names, files, items) as loaded:
 
         def measure() -> ZeroShot:
             began = time.perf_counter()
             network = load_network(folder, chosen, dtype)
             lm = harness.language_model(
-                network, tokenizer, batch_size=batch_size, max_length=length, progress=progress
+                network, tokenizer, batch_size=requests, max_length=length, progress=progress
             )
-            results = _run(lm, loaded, limit)
+            results = _run(lm, loaded, items)
             scores = tuple(
-                _score(task, results, limit, _source(task.task_name, files)) for task in loaded
+                _score(task, results, items, _source(task.task_name, files)) for task in loaded
             )
             mean, mean_stderr = _mean(scores)
             return ZeroShot(
@@ -207,9 +206,9 @@ def opened(
                 mean_at_chance=_at_chance(scores),
                 at_chance=tuple(score.task for score in scores if score.at_chance),
                 truncated=lm.truncated,
-                limit=limit,
+                limit=items,
                 seq_len=length,
-                batch_size=batch_size,
+                batch_size=requests,
                 parameters=network.num_parameters(),
                 lm_eval=harness.lm_eval_version(),
                 seconds=time.perf_counter() - began,

@@ -134,9 +134,11 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
     if config.get("is_encoder_decoder") or not any(
         str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in classes
     ):
+        names = ", ".join(str(name) for name in classes)
+        kind = "an encoder with a decoder" if config.get("is_encoder_decoder") else names
         raise ModelError(
-            f"'{model_type}' is not a decoder-only language model; "
-            f"supported: {', '.join(ARCHITECTURES)}"
+            f"this is not a decoder-only language model, but {kind:.200} (model type "
+            f"'{model_type:.80}'): pruning needs one that predicts the next token (…ForCausalLM)"
         )
     if model_type not in ARCHITECTURES:
         raise ModelError(

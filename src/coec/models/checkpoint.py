@@ -244,7 +244,11 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except FileNotFoundError as error:
+        if path.exists():  # what safetensors says of a file that it may not open, too
+            raise ModelError(f"shard '{path}' cannot be read: no permission") from error
         raise ModelError(f"shard '{path.name}' is missing from '{path.parent}'") from error
+    except OSError as error:
+        raise ModelError(f"shard '{path}' cannot be read: {error.strerror or error}") from error
     except SafetensorError as error:
         raise ModelError(
             f"shard '{path.name}' is truncated or damaged ({error}); download it again"
@@ -318,10 +322,10 @@ def check_output(out: Path, model: Path, force: bool) -> None:
     if out.exists() and not out.is_dir():
         raise OutputError(f"'{out}' is a file; the output must be a folder")
     if out.is_dir() and any(out.iterdir()) and not force:
-        raise OutputError(f"'{out}' is not empty; choose another folder or pass --force")
+        raise OutputError(f"'{out}' is not empty; choose another folder or pass force=True")
     if out.is_dir() and force and any(out.iterdir()) and not (out / "config.json").is_file():
         raise OutputError(
-            f"'{out}' holds something that is no model (no config.json): --force replaces only "
+            f"'{out}' holds something that is no model (no config.json): force=True replaces only "
             "models; remove it yourself"
         )
     parent = next(p for p in target.parents if p.exists())
