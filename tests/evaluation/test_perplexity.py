@@ -132,7 +132,9 @@ def test_a_trained_model_reads_stories_better_than_noise(shared, tmp_path):
 
 @pytest.mark.parametrize("length", [1, 0, -3])
 def test_a_window_that_predicts_nothing_is_an_error(length, folders):
-    with pytest.raises(OptionError, match=f"seq_len must be a whole number of at least 2, got {length}"):
+    with pytest.raises(
+        OptionError, match=f"seq_len must be a whole number of at least 2, got {length}"
+    ):
         coec.perplexity(folders[0], IDS, seq_len=length)
 
 

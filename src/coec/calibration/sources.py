@@ -97,6 +97,14 @@ def is_file(path: Path) -> bool:
         return False
 
 
+def is_folder(path: Path) -> bool:
+    """Whether a folder is there, as `is_file`."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def _joined(documents: Iterable[str]) -> Iterator[str]:
     """Documents, each but the first with the separator before it."""
     for number, document in enumerate(documents):

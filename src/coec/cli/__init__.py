@@ -6,6 +6,7 @@ only when it runs: help is there at once. This module imports nothing but the st
 that an interrupt during any other import is caught here.
 """
 
+import io
 import os
 import sys
 
@@ -17,21 +18,25 @@ LOWER = "--samples or --seq-len (of --tasks, --batch-size)"
 def main() -> None:
     """Runs the command line; errors a user can mend become one line and exit status 1."""
     try:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows ASCII alone
         _run()
-        _flush()
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        _leave(1)
-    except OSError as error:
-        if error.filename is not None:  # a file's, which the code that opened it should have told
-            raise
-        _say(f"the output cannot be written: {error.strerror}")
-        _leave(1)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         _say("interrupted; nothing half-written is left")
         _leave(INTERRUPTED)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        _leave(1)
+    except OSError as error:
+        name = "the output" if error.filename is None else f"'{error.filename!s:.200}'"
+        _say(f"{name} cannot be used: {error.strerror or error}")
+        _leave(1)
 
 
 def _run() -> None:
+    if "" in sys.argv[1:]:
+        _say("an argument is empty: leave it out, or say what is meant")
+        sys.exit(2)
     from coec.cli.commands import app
     from coec.cli.spelling import spelled
     from coec.errors import CoecError
@@ -52,12 +57,12 @@ def _run() -> None:
     except SystemExit as error:
         if error.code == INTERRUPTED:
             raise KeyboardInterrupt from error
-        _flush()
+        sys.stdout.flush()  # while a failure can still be told
         raise
 
 
-def _first_line(error: Exception) -> list[str]:
-    return str(error).strip().splitlines()[:1]
+def _first_line(error: Exception) -> str:
+    return "".join(f"({line})" for line in str(error).strip().splitlines()[:1])
 
 
 def _fail(message: str) -> None:
@@ -66,12 +71,10 @@ def _fail(message: str) -> None:
 
 
 def _say(message: str) -> None:
-    print(f"coec: {' '.join(message.split())}", file=sys.stderr)
-
-
-def _flush() -> None:
-    """Writes what is left of the results now, while a failure can still be told."""
-    sys.stdout.flush()
+    """One line on stderr; control characters of a file's name do not reach the terminal."""
+    line = " ".join(message.split())
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    print(f"coec: {shown}", file=sys.stderr)
 
 
 def _leave(status: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from coec.calibration.sources import is_file, is_folder
 from coec.errors import CalibrationError, CoecError, OptionError
 
 Progress = Callable[[str, int, int], None]
@@ -66,10 +67,11 @@ def local_files(names: Sequence[str], folder: Path) -> dict[str, Path]:
     Raises:
         CalibrationError: one is not there.
     """
-    files = {name: folder.resolve() / f"{name}.jsonl" for name in names}
+    files = {name: folder.absolute() / f"{name}.jsonl" for name in names}
     for name, file in files.items():
-        if not file.is_file():
-            there = ", ".join(sorted(path.stem for path in folder.glob("*.jsonl"))) or "none"
+        if not is_file(file):
+            found = folder.glob("*.jsonl") if is_folder(folder) else ()
+            there = ", ".join(sorted(path.stem for path in found)) or "none"
             raise CalibrationError(
                 f"no '{folder / file.name}' for task '{name}'; tasks with a file there: {there}"
             )
