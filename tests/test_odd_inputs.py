@@ -108,7 +108,7 @@ PRUNE = "prune DENSE out --samples 24 --seq-len 32 --calibration"
         ("sweep trust.toml out --model DENSE", "unknown key 'trust-remote-code'"),
         ("sweep trusting.toml out --model DENSE", "no grid can set trust_remote_code"),
         ("eval DENSE --text LONG", "no text at"),
-        ("eval DENSE --text tokens.npy --seq-len 32 --max-windows 0", "max_windows must be a whole"),
+        ("eval DENSE --text tokens.npy --seq-len 32 --max-windows 0", "max_windows must"),
         ("eval DENSE --text tokens.npy --seq-len 1", "seq_len must be"),
         ("eval DENSE --text tokens.npy --seq-len 65", "--seq-len 65 is beyond the model's 64"),
         ("eval DENSE --text self --baseline DENSE --seed 18446744073709551616", "below 2**64"),
