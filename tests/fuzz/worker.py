@@ -88,7 +88,9 @@ def pruned(here: Path, model: Path, **changes: Any) -> None:
         for name, tensor in load_file(path).items():
             assert not tensor.is_floating_point() or torch.isfinite(tensor).all(), name
     assert json.loads((out / "coec.json").read_text())["sites"]
-    assert tm.logits(tm.load(out)).isfinite().all(), "the written model is not finite"
+    # Weights of 1e38 are finite, and may overflow where calibration does not look: at the end.
+    if tm.logits(tm.load(model)).isfinite().all():
+        assert tm.logits(tm.load(out)).isfinite().all(), "the written model is not finite"
 
 
 def model_files(here: Path) -> list[Path]:

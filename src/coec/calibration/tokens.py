@@ -141,7 +141,7 @@ def check_same_tokenizer(folder: Path, baseline: Path, *, trust_remote_code: boo
     )
     if (
         encode.get_vocab() != other.get_vocab()
-        or _encoded(encode, PROBE).tolist() != _encoded(other, PROBE).tolist()
+        or encoded(encode, PROBE).tolist() != encoded(other, PROBE).tolist()
     ):
         raise ModelError(
             f"'{folder}' and its baseline '{baseline}' have different tokenizers: the baseline "
@@ -191,13 +191,13 @@ def read_stream(
     advance = progress if progress and len(beginning) > PIECE else _unheard
     if len(beginning) <= WHOLE:
         advance("tokenising", 0, len(beginning))
-        ids = _encoded(encode, beginning)
+        ids = encoded(encode, beginning)
         advance("tokenising", len(beginning), len(beginning))
         return Stream(ids, source, sha256, special, len(beginning))
     pieces: list[Tensor] = []
     characters = tokens = 0
     for piece in _pieces(itertools.chain([beginning], parts)):
-        pieces.append(_encoded(encode, piece, special=not pieces))
+        pieces.append(encoded(encode, piece, special=not pieces))
         characters, tokens = characters + len(piece), tokens + len(pieces[-1])
         advance("tokenising", min(tokens, needed or tokens), needed or tokens)
         if needed is not None and tokens >= needed:
@@ -233,12 +233,23 @@ def _pieces(parts: Iterable[str]) -> Iterator[str]:
         yield rest
 
 
-def _encoded(
-    encode: PreTrainedTokenizerBase, text: str, *, special: bool = True
+def encoded(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = True
 ) -> Int[Tensor, " n"]:
-    # verbose=False: the warning about texts longer than the model is meant for other uses.
-    ids = encode(text, verbose=False, add_special_tokens=special)["input_ids"]
-    return torch.tensor(ids, dtype=torch.int64)
+    """The tokens of a text, special ones added unless told otherwise.
+
+    Raises:
+        ModelError: the tokenizer fails.
+    """
+    try:
+        # verbose=False: the warning about texts longer than the model is meant for other uses.
+        ids = tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
+        return torch.tensor(ids, dtype=torch.int64)
+    except Exception as error:  # what a damaged tokenizer_config.json leads to, shows only here
+        raise ModelError(
+            f"the tokenizer of '{tokenizer.name_or_path}' fails on a text ({one_line(error)}): "
+            "mend its files"
+        ) from error
 
 
 def _unheard(phase: str, done: int, total: int) -> None:

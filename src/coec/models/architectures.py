@@ -131,6 +131,8 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
             "use the original checkpoint, prune it, then quantise the result"
         )
     classes = config.get("architectures") or ["ForCausalLM"]
+    if not isinstance(classes, list):
+        raise ModelError(f"'architectures' in config.json must be a list, got {classes!r:.80}")
     if config.get("is_encoder_decoder") or not any(
         str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in classes
     ):
