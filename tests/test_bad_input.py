@@ -67,7 +67,7 @@ def test_an_encoder(model, refused):
 
 def test_a_classifier(model, refused):
     edit_config(model, architectures=["LlamaForSequenceClassification"])
-    refused(ModelError, "not a decoder-only language model")
+    refused(ModelError, "not a decoder-only language model, but LlamaForSequenceClassification")
 
 
 def test_fewer_layers_in_the_configuration_than_on_disk(model, refused):

@@ -508,3 +508,48 @@ def test_defaults_in_help_are_those_of_the_functions():
     for (command, name), default in defaults().items():
         annotation = inspect.signature(commands[command]).parameters[name].annotation
         assert f"Default: {default}" in annotation.__metadata__[0].help, (command, name)
+
+
+def test_what_was_measured_is_shown_when_the_tasks_fail(dense, run, tokens, tasks_data):
+    """An answer that is longer than the window shows only when the tasks are asked."""
+    flags = ["--tasks", "boolq", "--tasks-data", tasks_data, "--text", tokens, "--seq-len", 2]
+    pairs = tm.token_file(tasks_data / "pairs.npy", rows=30, length=2)
+    flags[flags.index(tokens)] = pairs
+    status, out, err = run("eval", dense, *flags, "--json")
+    assert status == 1
+    assert err.splitlines()[-1].startswith("coec: an answer has 4 tokens, more than --seq-len 2")
+    assert json.loads(out).keys() == {"perplexity"}
+    status, out, _ = run("eval", dense, *flags)
+    assert status == 1
+    assert "perplexity" in out
+
+
+def test_data_of_tasks_are_read_before_the_perplexity_is_measured(
+    dense, run, tokens, tasks_data, monkeypatch
+):
+    def measured(*args, **kwargs):
+        raise AssertionError("work had begun")
+
+    monkeypatch.setattr("coec.evaluation.perplexity.perplexity", measured)
+    (tasks_data / "boolq.jsonl").write_text('{"passage": "", "question": "is it", "label": -1}')
+    status, out, err = run("eval", dense, "--tasks", "boolq", "--tasks-data", tasks_data,
+                           "--text", tokens, "--seq-len", 32)  # fmt: skip
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "no right answer in column 'label'" in err
+
+
+def test_code_of_a_tokenizer_is_refused_by_its_flag(dense, run, tokens, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "cache"))
+    model = shutil.copytree(dense, tmp_path / "model")
+    path = model / "tokenizer_config.json"
+    own = {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": [None, "odd.Odd"]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    (model / "odd.py").write_text("raise SystemExit('it ran')")
+    text = tm.text_file(tmp_path / "text.txt")
+    for line in (
+        ["prune", model, tmp_path / "out", "--calibration", text],
+        ["eval", model, "--text", text],
+    ):
+        status, out, err = run(*line, "--seq-len", 32, "--samples", 8)
+        assert (status, out, err.count("\n")) == (1, "", 1)
+        assert "pass --trust-remote-code if you trust it" in err

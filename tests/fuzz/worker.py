@@ -89,8 +89,8 @@ def pruned(here: Path, model: Path, **changes: Any) -> None:
             assert not tensor.is_floating_point() or torch.isfinite(tensor).all(), name
     assert json.loads((out / "coec.json").read_text())["sites"]
     # Weights of 1e38 are finite, and may overflow where calibration does not look: at the end.
-    if tm.logits(tm.load(model)).isfinite().all():
-        assert tm.logits(tm.load(out)).isfinite().all(), "the written model is not finite"
+    if not tm.logits(tm.load(out)).isfinite().all():
+        assert not tm.logits(tm.load(model)).isfinite().all(), "the written model is not finite"
 
 
 def model_files(here: Path) -> list[Path]:

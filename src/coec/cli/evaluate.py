@@ -24,6 +24,7 @@ from coec.cli.common import (
     setting,
 )
 from coec.cli.spelling import flag_of
+from coec.errors import CoecError
 
 if TYPE_CHECKING:
     from coec.evaluation.perplexity import Perplexity
@@ -118,16 +119,17 @@ def eval_command(
     if tasks is None or text is not None:
         for_text["text"] = text or "wikitext2"
     quieten()
-    result, scores = _measured(model, for_text, tasks, for_tasks, common)
+    result, scores, failure = _measured(model, for_text, tasks, for_tasks, common)
     if result is not None and result.same_text_as_calibration:
         notes.print("note: evaluated on the text it was calibrated on")
-    if as_json:
-        print(json.dumps(_record(result, scores)))
-        return
-    if result is not None:
+    if as_json and (result or scores):
+        print(json.dumps(_record(result, scores, with_tasks=tasks is not None)))
+    elif result is not None:
         _show_perplexity(result)
-    if scores is not None:
+    if scores is not None and not as_json:
         _show_tasks(scores)
+    if failure is not None:
+        raise failure
 
 
 def _refuse_unheard(
@@ -150,26 +152,34 @@ def _measured(
     tasks: str | None,
     for_tasks: dict[str, Any],
     common: dict[str, Any],
-) -> tuple["Perplexity | None", "ZeroShot | None"]:
-    """Perplexity where there are settings for it, and scores where tasks are named."""
+) -> tuple["Perplexity | None", "ZeroShot | None", CoecError | None]:
+    """Perplexity where there are settings for it, and scores where tasks are named.
+
+    What ends the tasks comes back beside the perplexity, which may have taken hours.
+    """
     from coec.evaluation import perplexity, zero_shot
 
     with progress_bars() as advance:
         common = {**common, "progress": advance}
         if tasks is None:
-            return perplexity.perplexity(model, **for_text, **common), None
+            return perplexity.perplexity(model, **for_text, **common), None, None
         # The tasks' data are read before the perplexity is measured, which may take its time.
         with zero_shot.opened(model, tasks, **for_tasks, **common) as measure:
             result = perplexity.perplexity(model, **for_text, **common) if for_text else None
-            return result, measure()
+            try:
+                return result, measure(), None
+            except CoecError as error:
+                return result, None, error
 
 
-def _record(result: "Perplexity | None", scores: "ZeroShot | None") -> dict[str, Any]:
-    if scores is None:
-        assert result is not None
+def _record(
+    result: "Perplexity | None", scores: "ZeroShot | None", *, with_tasks: bool
+) -> dict[str, Any]:
+    """One object: of perplexity alone, or with a part for each."""
+    if not with_tasks and result is not None:
         return result.as_dict()
-    measured = {} if result is None else {"perplexity": result.as_dict()}
-    return {**measured, "zero_shot": scores.as_dict()}
+    parts = {"perplexity": result, "zero_shot": scores}
+    return {name: part.as_dict() for name, part in parts.items() if part is not None}
 
 
 def _show_perplexity(result: "Perplexity") -> None:
