@@ -202,14 +202,17 @@ def quieten(threads: int) -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     # not ignored: what a cell has half-written is then removed at once, and nobody waits for it
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in ENDING:
         signal.signal(number, _end)
 
 
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ending = threading.Event()
 """Set once a signal has told this worker to end: the pool would hand it the next cell."""
 
 
 def _end(number: int, frame: FrameType | None) -> None:
     _ending.set()
+    for other in ENDING:
+        signal.signal(other, signal.SIG_IGN)  # a second one would disturb the tidying up
     sys.exit(128 + number)
