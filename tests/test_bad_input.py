@@ -192,7 +192,7 @@ def test_an_output_inside_the_model(model, refused):
 def test_an_output_that_is_not_empty(refused, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/notes.txt").write_text("mine")
-    refused(OutputError, "is not empty; choose another folder, or replace")
+    refused(OutputError, "is not empty; choose another folder, or pass force=True")
     refused(OutputError, "holds 'notes.txt'.*remove it yourself", force=True)
     refused(OutputError, "is a file", out=tmp_path / "out/notes.txt")
     assert (tmp_path / "out/notes.txt").read_text() == "mine"

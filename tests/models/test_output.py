@@ -254,7 +254,7 @@ def test_an_empty_folder_may_be_filled_and_a_model_replaced(model, original, tmp
     check_output(tmp_path / "empty", original, force=False)
     check_output(tmp_path / "not/yet/there", original, force=False)
     check_output(model, original, force=True)
-    with pytest.raises(OutputError, match=r"replace the model that it holds with force"):
+    with pytest.raises(OutputError, match=r"pass force=True to replace"):
         check_output(model, original, force=False)
 
 

@@ -174,8 +174,8 @@ def _check_replaceable(out: Path, force: bool) -> None:
         return
     if not force:
         raise OutputError(
-            f"'{out}' is not empty; choose another folder, or replace the model that it holds with "
-            "force (--force)"
+            f"'{out}' is not empty; choose another folder, or pass force=True to replace the "
+            "model that it holds"
         )
     if foreign := foreign_entry(out):
         raise OutputError(
