@@ -1,5 +1,6 @@
 """The command as users type it."""
 
+import dataclasses
 import inspect
 import json
 import os
@@ -12,7 +13,8 @@ import torch
 
 import coec
 import tiny_models as tm
-from coec.cli import app, main
+from coec.cli import main
+from coec.cli.commands import app
 from coec.cli.prune import prune_command
 from coec.compensation import COMPENSATIONS, OPTIONS
 from coec.models.architectures import ARCHITECTURES
@@ -265,7 +267,7 @@ def test_memory_that_runs_out_is_one_line(dense, run, monkeypatch):
     def exhausted(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
-    monkeypatch.setattr("coec.cli.evaluate.perplexity", exhausted)
+    monkeypatch.setattr("coec.evaluation.perplexity.perplexity", exhausted)
     status, _, err = run("eval", dense)
     assert status == 1
     assert err.count("\n") == 1
@@ -293,7 +295,9 @@ def test_a_hub_name_is_found_in_the_hubs_cache(tmp_path):
 
 def test_memory_of_the_cpu_that_runs_out_is_one_line(dense, run, monkeypatch):
     """torch raises a plain RuntimeError there; others are bugs and keep their traceback."""
-    monkeypatch.setattr("coec.cli.evaluate.perplexity", lambda *args, **kwargs: torch.empty(10**15))
+    monkeypatch.setattr(
+        "coec.evaluation.perplexity.perplexity", lambda *args, **kwargs: torch.empty(10**15)
+    )
     status, out, err = run("eval", dense)
     assert status == 1
     assert out == ""
@@ -302,7 +306,7 @@ def test_memory_of_the_cpu_that_runs_out_is_one_line(dense, run, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("coec.cli.evaluate.perplexity", broken)
+    monkeypatch.setattr("coec.evaluation.perplexity.perplexity", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         run("eval", dense)
 
@@ -379,7 +383,7 @@ def test_tasks_are_checked_before_the_perplexity_is_measured(dense, run, monkeyp
     def measured(*args, **kwargs):
         raise AssertionError("work had begun")
 
-    monkeypatch.setattr("coec.cli.evaluate.perplexity", measured)
+    monkeypatch.setattr("coec.evaluation.perplexity.perplexity", measured)
     status, out, err = run("eval", dense, "--tasks", "boolc", "--text", "wikitext2")
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert "did you mean boolq" in err
@@ -432,3 +436,120 @@ def test_options_of_perplexity_are_not_dropped_where_there_are_only_tasks(capsys
             main()
         assert stopped.value.code == 2
         assert f"{flag[0]} belongs to perplexity" in capsys.readouterr().err
+
+
+HEAVY = ("torch", "transformers", "datasets", "huggingface_hub", "jaxtyping", "numpy", "lm_eval")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["prune", "--help"], ["--version"]])
+def test_help_imports_nothing_heavy(arguments):
+    """A test of what is imported, which is what takes seconds, and not of a clock."""
+    code = (
+        "import sys\nfrom coec.cli import main\n"
+        f"sys.argv = ['coec', *{arguments!r}]\n"
+        "try:\n    main()\nexcept SystemExit as exit_:\n    status = exit_.code\n"
+        f"loaded = [name for name in {HEAVY!r} if name in sys.modules]\n"
+        "print(status or 0, loaded, file=sys.stderr)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert shown.stderr == "0 []\n"
+    assert "Usage: coec" in shown.stdout or arguments == ["--version"]
+
+
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        ("prune", "Usage: coec prune [OPTIONS] MODEL [OUT]"),
+        ("eval", "Usage: coec eval [OPTIONS] MODEL"),
+        ("sweep", "Usage: coec sweep [OPTIONS] GRID [OUT]"),
+        ("analyze", "Usage: coec analyze [OPTIONS] MODEL [PRUNED]"),
+        ("report", "Usage: coec report [OPTIONS] OUT"),
+    ],
+)
+def test_help_fits_80_columns_and_names_arguments_as_its_texts_do(command, usage, run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    status, out, _ = run(command, "-h")
+    assert status == 0
+    assert usage in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 80
+    for value in (*SELECTIONS, *COMPENSATIONS) if command == "prune" else ():
+        assert value in out  # not cut in the middle
+
+
+def test_completion_can_be_had(run):
+    _, out, _ = run("--help")
+    assert "--install-completion" in out
+    assert "--show-completion" in out
+
+
+def defaults() -> dict[tuple[str, str], object]:
+    """Defaults of the functions that the flags of `eval` and `analyze` are handed to."""
+    from coec.evaluation import geometry
+    from coec.evaluation.perplexity import DEFAULT_SEQ_LEN, perplexity
+    from coec.evaluation.speed import Workload
+    from coec.evaluation.zero_shot import zero_shot
+
+    found: dict[tuple[str, str], object] = {("eval", "seq_len"): DEFAULT_SEQ_LEN}
+    for function, names in (
+        (perplexity, ("samples", "seed", "text_column", "device")),
+        (zero_shot, ("batch_size",)),
+    ):
+        for name in names:
+            found["eval", name] = inspect.signature(function).parameters[name].default
+    for field in dataclasses.fields(Workload):
+        found["analyze", field.name] = field.default
+    for site, rank in geometry.RANKS.items():
+        found["analyze", f"rank_{site}"] = rank
+    return found
+
+
+def test_defaults_in_help_are_those_of_the_functions():
+    commands = {command.name: command.callback for command in app.registered_commands}
+    for (command, name), default in defaults().items():
+        annotation = inspect.signature(commands[command]).parameters[name].annotation
+        assert f"Default: {default}" in annotation.__metadata__[0].help, (command, name)
+
+
+def test_what_was_measured_is_shown_when_the_tasks_fail(dense, run, tokens, tasks_data):
+    """An answer that is longer than the window shows only when the tasks are asked."""
+    flags = ["--tasks", "boolq", "--tasks-data", tasks_data, "--text", tokens, "--seq-len", 2]
+    pairs = tm.token_file(tasks_data / "pairs.npy", rows=30, length=2)
+    flags[flags.index(tokens)] = pairs
+    status, out, err = run("eval", dense, *flags, "--json")
+    assert status == 1
+    assert err.splitlines()[-1].startswith("coec: an answer has 4 tokens, more than --seq-len 2")
+    assert json.loads(out).keys() == {"perplexity"}
+    status, out, _ = run("eval", dense, *flags)
+    assert status == 1
+    assert "perplexity" in out
+
+
+def test_data_of_tasks_are_read_before_the_perplexity_is_measured(
+    dense, run, tokens, tasks_data, monkeypatch
+):
+    def measured(*args, **kwargs):
+        raise AssertionError("work had begun")
+
+    monkeypatch.setattr("coec.evaluation.perplexity.perplexity", measured)
+    (tasks_data / "boolq.jsonl").write_text('{"passage": "", "question": "is it", "label": -1}')
+    status, out, err = run("eval", dense, "--tasks", "boolq", "--tasks-data", tasks_data,
+                           "--text", tokens, "--seq-len", 32)  # fmt: skip
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "no right answer in column 'label'" in err
+
+
+def test_code_of_a_tokenizer_is_refused_by_its_flag(dense, run, tokens, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "cache"))
+    model = shutil.copytree(dense, tmp_path / "model")
+    path = model / "tokenizer_config.json"
+    own = {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": [None, "odd.Odd"]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    (model / "odd.py").write_text("raise SystemExit('it ran')")
+    text = tm.text_file(tmp_path / "text.txt")
+    for line in (
+        ["prune", model, tmp_path / "out", "--calibration", text],
+        ["eval", model, "--text", text],
+    ):
+        status, out, err = run(*line, "--seq-len", 32, "--samples", 8)
+        assert (status, out, err.count("\n")) == (1, "", 1)
+        assert "pass --trust-remote-code if you trust it" in err

@@ -73,7 +73,9 @@ def test_a_fraction_that_leaves_a_side_empty_is_refused(fraction):
     windows = sample_windows(
         Stream(torch.arange(200), "x", ""), samples=10, seq_len=20, seed=0, vocabulary=200
     )
-    with pytest.raises(CalibrationError, match="both need at least one; take more --samples"):
+    with pytest.raises(
+        CalibrationError, match=r"both need at least one; take more windows \(samples=N\)"
+    ):
         hold_out(windows, fraction, seed=0)
 
 

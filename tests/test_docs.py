@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import coec
-from coec.cli import app
+from coec.cli.commands import app
 from coec.compensation import COMPENSATIONS, OPTIONS
 from coec.models.architectures import ARCHITECTURES
 from coec.models.formats import CANDIDATES
@@ -33,7 +33,7 @@ def test_every_command_is_in_the_readme_and_has_help():
 
 
 def test_every_flag_named_in_a_document_exists():
-    known = {"version", "help", "model-impl", "shared"}
+    known = {"version", "help", "model-impl", "shared", "install-completion"}
     for command in app.registered_commands:
         names = inspect.signature(command.callback).parameters
         known |= {name.replace("_", "-") for name in names} | {"json"}

@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from coec.errors import CoecError
-from coec.types import Compensation, Gram, KeptSet
 
 if TYPE_CHECKING:
     from coec.collecting import collect
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from coec.evaluation.speed import speed
     from coec.evaluation.zero_shot import zero_shot
     from coec.pruning import plan, prune
+    from coec.types import Compensation, Gram, KeptSet
 
 __all__ = [
     "CoecError",
@@ -39,6 +39,9 @@ __all__ = [
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Compensation": "coec.types",
+    "Gram": "coec.types",
+    "KeptSet": "coec.types",
     "collect": "coec.collecting",
     "compensate": "coec.compensation",
     "efficiency": "coec.evaluation.efficiency",
@@ -52,9 +55,13 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports transformers only when a function that needs it is used."""
+    """Imports torch and transformers only when something that needs them is used."""
     if name in _LAZY:
         value = getattr(import_module(_LAZY[name]), name)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'coec' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

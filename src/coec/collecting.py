@@ -5,13 +5,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from coec.calibration.ids import token_ids
 from coec.calibration.self_text import sample_from_model
 from coec.calibration.statistics import Statistics
 from coec.calibration.stream import Block, DenseStream
 from coec.calibration.tokens import (
+    CHOICE,
     Stream,
     Windows,
     digest,
@@ -64,7 +68,7 @@ def collect(
     dense = Dense.open(model)
     plan = Plan.of(dense, recipe)
     device = choose_device(recipe.device)
-    windows_from = calibration_source(recipe, dense)
+    windows_from = calibration_source(recipe, dense, progress)
     dense.check_values()
     check_space(out, int(plan.statistics_per_block * dense.shape.layers * 1.01) + 2**24)
     forward = choose_forward_dtype(recipe.forward_dtype, dense.dtype, device)
@@ -78,14 +82,17 @@ def collect(
 
 
 def block_source(
-    recipe: Recipe, dense: Dense, statistics: str | Path | None
+    recipe: Recipe,
+    dense: Dense,
+    statistics: str | Path | None,
+    progress: Progress | None = None,
 ) -> Callable[[torch.device, torch.dtype, Progress | None], tuple[dict[str, Any], Iterator[Block]]]:
     """Checks text or saved statistics now; returns a function that starts to yield blocks.
 
     That gives the record of the calibration too.
     """
     if statistics is None:
-        windows_from = calibration_source(recipe, dense)
+        windows_from = calibration_source(recipe, dense, progress)
 
         def fresh(
             device: torch.device, dtype: torch.dtype, progress: Progress | None
@@ -134,13 +141,13 @@ def made_with(recipe: Recipe, dense: Dense, dtype: torch.dtype) -> dict[str, Any
     }
 
 
-def source_digest(source: str | Path | Tensor) -> str:
+def source_digest(source: str | Path | Tensor | np.ndarray) -> str:
     """What tells one calibration text from another: the SHA-256 of a file's or a tensor's content.
 
     A data set of the hub, and text sampled from the model, are known by their names.
     """
-    if isinstance(source, Tensor):
-        return digest(source)
+    if not isinstance(source, str | Path):
+        return digest(token_ids(source))
     path = Path(source)
     try:
         with path.open("rb") as file:
@@ -152,32 +159,33 @@ def source_digest(source: str | Path | Tensor) -> str:
 
 
 def calibration_source(
-    recipe: Recipe, dense: Dense
+    recipe: Recipe, dense: Dense, progress: Progress | None = None
 ) -> Callable[[torch.device, torch.dtype, Progress | None], Windows]:
     """Checks the calibration text now, and returns a function that makes the windows."""
     seq_len = resolve_seq_len(recipe.seq_len, dense.positions, DEFAULT_SEQ_LEN)
     sizes = {"samples": recipe.samples, "seq_len": seq_len, "seed": recipe.seed}
+
+    def tokenizer_from() -> PreTrainedTokenizerBase:
+        return load_tokenizer(dense.folder, trust_remote_code=recipe.trust_remote_code)
+
     if recipe.calibration == "self" and isinstance(recipe.calibration, str):
-        tokenizer = load_tokenizer(dense.folder)
+        tokenizer = tokenizer_from()
         return lambda device, dtype, progress: sample_from_model(
             dense.network(device, dtype), tokenizer, **sizes, progress=progress
         )
     if isinstance(recipe.calibration, Tensor):
-        ids = recipe.calibration
-        if ids.ndim not in (1, 2) or ids.is_floating_point():
-            raise CalibrationError(
-                "a calibration tensor holds integer token ids of shape (n,) or (rows, length)"
-            )
-        stream = Stream(ids.long().cpu(), "tensor", "")
+        stream = Stream(recipe.calibration, "tensor", "")
     else:
         source = str(recipe.calibration)
         if not is_token_file(source):
-            load_tokenizer(dense.folder)
+            tokenizer_from()
         stream = read_stream(
             source,
-            lambda: load_tokenizer(dense.folder),
+            tokenizer_from,
             split="train",
             text_column=recipe.text_column,
+            needed=CHOICE * recipe.samples * seq_len,
+            progress=progress,
         )
     windows = sample_windows(stream, **sizes, vocabulary=dense.vocabulary)
     return lambda device, dtype, progress: windows

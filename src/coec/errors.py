@@ -1,7 +1,8 @@
 """The errors a user can mend.
 
 Every message says what must hold, what was found, and what to change, on one line: the command
-prints it as it is, without a traceback, and exits with status 1.
+prints it as it is, without a traceback, and exits with status 1. What to change is named as a
+keyword argument, `seq_len=64`, of which the command makes a flag (`coec.cli.spelling`).
 """
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from coec.calibration.stream import TOKENS_PER_BATCH
-from coec.calibration.tokens import TOKEN_SUFFIXES
+from coec.calibration.tokens import TOKEN_SUFFIXES, WHOLE
 from coec.compensation import adds_bias
 from coec.errors import OptionError
 from coec.models.architectures import SITES, Architecture, Shape
@@ -151,14 +150,15 @@ class Plan:
     def _text_bytes(self, forward: torch.dtype) -> int:
         """What making the windows takes: tokenising a text, or a whole model that is sampled."""
         source = self.recipe.calibration
-        if isinstance(source, Tensor):
+        if not isinstance(source, str | Path):
             return 0
         if source == "self":
             return self.parameters_before * forward.itemsize
         path = Path(source)
         if path.suffix in TOKEN_SUFFIXES:
             return 2 * path.stat().st_size if path.is_file() else 0
-        return BYTES_PER_CHARACTER * (path.stat().st_size if path.is_file() else NAMED_TEXT)
+        size = path.stat().st_size if path.is_file() else NAMED_TEXT
+        return BYTES_PER_CHARACTER * min(size, WHOLE)
 
     def record(self) -> dict[str, Any]:
         """What `--dry-run --json` prints and the report keeps."""
@@ -209,14 +209,17 @@ def resolve_seq_len(asked: int | None, positions: int, default: int) -> int:
     Raises:
         OptionError: more was asked than the model has positions, or too little to predict.
     """
+    if positions < 2:
+        raise OptionError(
+            f"the model has {positions} positions (max_position_embeddings): a window needs two"
+        )
     if asked is None:
         return min(default, positions)
     if asked < 2:
-        raise OptionError(f"--seq-len must be at least 2, got {asked}")
+        raise OptionError(f"seq_len must be at least 2, got {asked}")
     if asked > positions:
         raise OptionError(
-            f"--seq-len {asked} is beyond the model's {positions} positions; "
-            f"use {positions} or less"
+            f"seq_len={asked} is beyond the model's {positions} positions; use {positions} or less"
         )
     return asked
 
@@ -242,9 +245,9 @@ def choose_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
-        torch.empty(0, device=chosen)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        torch.ones(1, device=chosen).item()  # a device that holds no data, such as meta, fails
+    except Exception as error:  # backends that are not there raise errors of many kinds
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise OptionError(f"device '{device}' cannot be used: {reason}") from error
     return chosen
 

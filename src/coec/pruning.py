@@ -27,6 +27,7 @@ from coec.planning import Plan, choose_device, choose_forward_dtype
 from coec.recipe import DTYPES, Recipe
 from coec.report import KEPT, Report, environment
 from coec.selection import keep_highest, unit_scores
+from coec.settings import SEEDS
 from coec.types import Compensation, KeptSet
 
 Progress = Callable[[str, int, int], None]
@@ -89,7 +90,7 @@ def prune(
     check_output(out, dense.folder, force)
     plan = Plan.of(dense, recipe)
     device = choose_device(recipe.device)
-    blocks_from = block_source(recipe, dense, statistics)
+    blocks_from = block_source(recipe, dense, statistics, progress)
     dense.check_values()
     dtype = DTYPES[recipe.dtype] if recipe.dtype else dense.dtype
     check_space(out, int(plan.parameters_after * dtype.itemsize * 1.01) + 2**24)
@@ -210,7 +211,7 @@ def _with_holdout(
 def _seeded(score: Callable[..., Tensor], seed: int, block: int) -> Callable[..., Tensor]:
     """A score that takes a seed gets one of its own in every block."""
     if "seed" in inspect.signature(score).parameters:
-        return functools.partial(score, seed=seed * 1_000_003 + block)
+        return functools.partial(score, seed=(seed * 1_000_003 + block) % SEEDS)
     return score
 
 

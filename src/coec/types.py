@@ -89,7 +89,7 @@ class Gram:
             raise NumericalError(
                 f"calibration statistics hold NaN or Inf in {int(bad.sum())} of {len(bad)} "
                 f"channels (first: {int(bad.nonzero()[0])}): the dense model overflows on the "
-                "calibration text; run it in float32 or bfloat16 (--forward-dtype)"
+                "calibration text; run it in float32 or bfloat16 (forward_dtype=NAME)"
             )
 
 

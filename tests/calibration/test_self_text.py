@@ -6,6 +6,7 @@ import torch
 import tiny_models as tm
 from coec.calibration.self_text import sample_from_model
 from coec.calibration.tokens import load_tokenizer
+from coec.errors import CalibrationError, ModelError
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +75,21 @@ def test_no_end_token_of_the_generation_settings_is_drawn(model):
     assert windows.ids.shape == (40, 12)
     assert (windows.ids[:, 1:] >= 150).logical_or(windows.ids[:, 1:] == 0).all()
     assert (draw(model).ids[:, 1:] < 150).any()
+
+
+@pytest.mark.parametrize(
+    ("start", "error", "match"),
+    [
+        ([300], ModelError, r"starts a text with the tokens \[300\]"),
+        ([0, 1], CalibrationError, "windows of 2 tokens hold nothing but the 2"),
+        (["x"], ModelError, "the tokenizer of '.*' fails on a text"),
+    ],
+)
+def test_a_start_that_fits_neither_model_nor_windows(
+    start, error, match, model, tmp_path, monkeypatch
+):
+    tm.write_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    monkeypatch.setattr(type(tokenizer), "__call__", lambda *_, **__: {"input_ids": start})
+    with pytest.raises(error, match=match):
+        sample_from_model(model, tokenizer, samples=1, seq_len=2, seed=0)

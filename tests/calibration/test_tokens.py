@@ -1,6 +1,8 @@
 """Windows from every kind of source."""
 
+import hashlib
 import json
+import pathlib
 import sys
 
 import numpy as np
@@ -11,6 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 import tiny_models as tm
+from coec.calibration import sources
+from coec.calibration import tokens as module
 from coec.calibration.tokens import (
     Stream,
     all_windows,
@@ -96,7 +100,7 @@ def test_rows_of_a_token_file_are_windows():
     rows = torch.arange(40).reshape(10, 4)
     windows = sample_windows(stream_of(rows), samples=3, seq_len=4, seed=0, vocabulary=50)
     assert all(row.tolist() in rows.tolist() for row in windows.ids)
-    with pytest.raises(CalibrationError, match="rows of 4 tokens; pass --seq-len 4"):
+    with pytest.raises(CalibrationError, match="rows of 4 tokens; pass seq_len=4"):
         sample_windows(stream_of(rows), samples=3, seq_len=5, seed=0, vocabulary=50)
 
 
@@ -107,10 +111,10 @@ def test_evaluation_takes_every_window_and_drops_the_tail():
 
 def test_too_little_text_says_how_much_there_is_and_how_much_is_needed():
     with pytest.raises(
-        CalibrationError, match="has 45 tokens, 5 windows of 10 need 50; .* 4 at most"
+        CalibrationError, match="has 45 tokens, 5 windows of 10 need 50; .* at most samples=4$"
     ):
         sample_windows(stream_of(range(45)), samples=5, seq_len=10, seed=0, vocabulary=50)
-    with pytest.raises(CalibrationError, match="after --seq-len 7 or less"):
+    with pytest.raises(CalibrationError, match="windows of at most seq_len=7"):
         sample_windows(stream_of(range(7)), samples=5, seq_len=10, seed=0, vocabulary=50)
 
 
@@ -124,7 +128,7 @@ def test_ids_outside_the_vocabulary_are_refused():
     ("name", "content", "match"),
     [
         ("a.jsonl", '{"text": "a"}\n{"text"', "line 2"),
-        ("a.jsonl", '{"story": "a"}', "no .*'text'.*--text-column"),
+        ("a.jsonl", '{"story": "a"}', "no .*'text'.*text_column=NAME"),
         ("a.parquet", "PAR", "not a parquet file"),
         ("a.npy", "text", "holds no token ids"),
         ("a.safetensors", "text", "holds no token ids"),
@@ -154,7 +158,7 @@ def test_a_token_file_holds_whole_numbers_in_rows(tmp_path):
 
 def test_wikitext_without_datasets_says_what_to_install_or_give(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(CalibrationError, match=r"pip install 'coec\[data\]'.*--calibration self"):
+    with pytest.raises(CalibrationError, match=r"pip install 'coec\[data\]'.*calibration=self"):
         read("wikitext2", tokenizer)
 
 
@@ -192,7 +196,7 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path):
 @pytest.mark.parametrize("rows", [["a", None, "c"], [1, 2, 3]])
 def test_a_parquet_row_without_text_is_not_turned_into_words(rows, tokenizer, tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "t.parquet")
-    with pytest.raises(CalibrationError, match=r"row [12], has no text .*--text-column"):
+    with pytest.raises(CalibrationError, match=r"row [12], has no text .*text_column=NAME"):
         read(tmp_path / "t.parquet", tokenizer)
 
 
@@ -206,3 +210,149 @@ def test_windows_keep_the_order_of_the_text():
     windows = sample_windows(stream_of(range(500)), samples=20, seq_len=10, seed=0, vocabulary=500)
     assert windows.ids[:, 0].tolist() == sorted(windows.ids[:, 0].tolist())
     assert windows.ids[:, 0].tolist() != list(range(0, 200, 10))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("s.jsonl", '{"text": "a\\ud800b"}', r"line 1, is no text: character 2 .*'\\ud800'"),
+        ("d.jsonl", '{"text": ' + "[" * 100_000, "line 1, is not JSON: maximum recursion"),
+        ("n.jsonl", '{"text": "a", "id": ' + "9" * 5000 + "}", "line 1, is not JSON: Exceeds"),
+        ("n.jsonl", '{"text": "a"}\n{"text": NaN}', "line 2, has no text in column 'text'"),
+    ],
+)
+def test_lines_that_no_text_can_come_from(name, content, match, tokenizer, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(CalibrationError, match=match) as caught:
+        read(tmp_path / name, tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("place", [0.0, 0.02, 0.5, 0.97])
+def test_a_damaged_parquet_file_is_one_line(place, tokenizer, tmp_path):
+    path = tmp_path / "t.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": [f"line {i}" for i in range(99)]}), path)
+    content = bytearray(path.read_bytes())
+    first = int(place * len(content))
+    content[first : first + 20] = b"\xff" * 20
+    path.write_bytes(content)
+    with pytest.raises(CalibrationError, match="t.parquet' is not a parquet file") as caught:
+        read(path, tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_that_no_file_can_have_is_no_file(tokenizer, tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("a" * 300, "a\0b", "loop", "loop/x.txt", "."):
+        with pytest.raises(CalibrationError, match="no text at"):
+            read(tmp_path / name, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "ids", [np.ones((2, 32), dtype=bool), np.array(["a"]), np.array([1.0]), np.array([], int)]
+)
+def test_what_no_token_ids_are(ids, tmp_path):
+    from coec.calibration.ids import token_ids
+
+    with pytest.raises(CalibrationError, match="token ids are"):
+        token_ids(ids)
+    np.save(tmp_path / "ids.npy", ids)
+    with pytest.raises(CalibrationError, match=r"ids.npy' holds no token ids .*: token ids are"):
+        read(tmp_path / "ids.npy", None)
+
+
+def test_truth_values_are_no_token_ids_in_safetensors_either(tmp_path):
+    save_file({"input_ids": torch.ones(40, dtype=torch.bool)}, tmp_path / "ids.safetensors")
+    with pytest.raises(CalibrationError, match="token ids are whole numbers, got torch.bool"):
+        read(tmp_path / "ids.safetensors", None)
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Texts of 1000 characters are long."""
+    monkeypatch.setattr(module, "WHOLE", 1000)
+    monkeypatch.setattr(module, "PIECE", 100)
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(("length", "pieces"), [(1000, False), (1001, True)])
+def test_a_text_is_tokenised_whole_up_to_a_length(length, pieces, tokenizer, tmp_path):
+    path = tm.text_file(tmp_path / "t.txt", length)
+    stream = read(path, tokenizer)
+    assert stream.in_pieces is pieces
+    assert (stream.ids.numel(), stream.characters) == (length, length)
+    whole = tokenizer(pathlib.Path(path).read_text())[
+        "input_ids"
+    ]  # this tokenizer looks at no neighbours
+    assert stream.ids.tolist() == whole
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("name", ["t.txt", "t.jsonl", "t.parquet"])
+def test_a_long_text_is_read_no_further_than_needed(name, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "PART", 300)
+    text = "the cat sat on a mat.\n\n" * 400
+    if name == "t.txt":
+        (tmp_path / name).write_text(text)
+    elif name == "t.jsonl":
+        lines = [json.dumps({"text": text[:230]})] * 40 + ["not JSON: nobody comes here"]
+        (tmp_path / name).write_text("\n".join(lines))
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"text": [text[:230]] * 40}), tmp_path / name)
+    heard = []
+    stream = read(tmp_path / name, tokenizer, needed=250, progress=lambda *step: heard.append(step))
+    assert stream.in_pieces
+    assert 250 <= stream.ids.numel() < 450
+    assert stream.characters == stream.ids.numel()
+    assert heard[0][0] == "tokenising"
+    assert heard[-1] == ("tokenising", 250, 250)
+    record = sample_windows(stream, samples=2, seq_len=10, seed=0, vocabulary=300).record()
+    assert (record["in_pieces"], record["characters"]) == (True, stream.characters)
+
+
+@pytest.mark.usefixtures("short")
+def test_one_long_text_has_one_digest_however_much_of_it_is_needed(tokenizer, tmp_path):
+    path = tm.text_file(tmp_path / "t.txt", 5000)
+    digests = {read(path, tokenizer, needed=needed).text_sha256 for needed in (10, 3000, None)}
+    assert digests == {hashlib.sha256(pathlib.Path(path).read_bytes()[:1000]).hexdigest()}
+    assert read(path, tokenizer).ids.numel() == 5000
+
+
+def test_pieces_end_where_lines_or_words_do_and_are_the_text(monkeypatch):
+    monkeypatch.setattr(module, "PIECE", 40)
+    text = "one two three four five six\n\nseven eight nine ten eleven " * 9 + "x" * 100
+    pieces = list(module._pieces([text[:70], text[70:75], text[75:]]))
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= 40
+    assert sum(piece[-1].isspace() for piece in pieces) >= len(pieces) - 4
+    assert pieces[0].endswith("six\n\n")
+
+
+CODE = """
+import pathlib
+from transformers import PreTrainedTokenizerFast
+pathlib.Path({mark!r}).write_text("ran")
+class Odd(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def test_code_that_comes_with_a_tokenizer_runs_only_if_trusted(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    tm.write_tokenizer(folder)
+    path, mark = folder / "tokenizer_config.json", tmp_path / "mark"
+    config = json.loads(path.read_text())
+    config |= {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": [None, "odd.Odd"]}}
+    path.write_text(json.dumps(config))
+    (folder / "odd.py").write_text(CODE.format(mark=str(mark)))
+    with pytest.raises(
+        ModelError, match=r"runs Python code of its own.*trust_remote_code=True"
+    ) as e:
+        load_tokenizer(folder)
+    assert "\n" not in str(e.value)
+    assert not mark.exists()
+    load_tokenizer(folder, trust_remote_code=True)
+    assert mark.read_text() == "ran"

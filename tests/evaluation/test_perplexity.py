@@ -1,7 +1,10 @@
 """Perplexity and divergence against the obvious loop."""
 
+import json
 import math
+import shutil
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -64,7 +67,7 @@ def test_a_model_is_as_good_as_itself(folders):
 
 def test_windows_are_as_long_as_the_model_allows_unless_told(folders):
     assert coec.perplexity(folders[0], IDS).seq_len == tm.POSITIONS
-    with pytest.raises(OptionError, match="--seq-len 65 is beyond the model's 64 positions"):
+    with pytest.raises(OptionError, match="seq_len=65 is beyond the model's 64 positions"):
         coec.perplexity(folders[0], IDS, seq_len=65)
 
 
@@ -80,7 +83,7 @@ def test_text_is_tokenised_and_its_digest_kept(folders, tmp_path):
 def test_too_little_text_is_an_error(folders):
     with pytest.raises(CalibrationError, match="has 20 tokens, less than one window of 32"):
         coec.perplexity(folders[0], IDS[:20], seq_len=32)
-    with pytest.raises(CalibrationError, match="integer ids"):
+    with pytest.raises(CalibrationError, match="token ids are whole numbers"):
         coec.perplexity(folders[0], torch.rand(40))
 
 
@@ -112,7 +115,7 @@ def test_a_perplexity_that_overflows_is_an_error_in_model_and_baseline(folders, 
 
 
 def test_text_of_the_model_needs_the_model(folders):
-    with pytest.raises(OptionError, match="give --baseline DENSE"):
+    with pytest.raises(OptionError, match="give baseline=DENSE"):
         coec.perplexity(folders[0], "self")
     with pytest.raises(OptionError, match="dtype must be one of"):
         coec.perplexity(folders[0], IDS, dtype="int8")
@@ -129,7 +132,9 @@ def test_a_trained_model_reads_stories_better_than_noise(shared, tmp_path):
 
 @pytest.mark.parametrize("length", [1, 0, -3])
 def test_a_window_that_predicts_nothing_is_an_error(length, folders):
-    with pytest.raises(OptionError, match=f"--seq-len must be at least 2, got {length}"):
+    with pytest.raises(
+        OptionError, match=f"seq_len must be a whole number of at least 2, got {length}"
+    ):
         coec.perplexity(folders[0], IDS, seq_len=length)
 
 
@@ -165,3 +170,39 @@ def test_two_tensors_are_not_the_same_text(folders, tmp_path):
     coec.prune(folders[0], tmp_path / "out", calibration=IDS, samples=4, seq_len=16,
                compensation="none")  # fmt: skip
     assert coec.perplexity(tmp_path / "out", IDS, seq_len=16).same_text_as_calibration is False
+
+
+def test_a_baseline_with_another_tokenizer_is_refused(folders, tmp_path):
+    """The vocabulary has the same size, and every token another meaning."""
+    dense, other = folders
+    unrelated = shutil.copytree(other, tmp_path / "unrelated")
+    path = unrelated / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    ids = list(vocabulary.values())
+    content["model"]["vocab"] = dict(zip(vocabulary, [*ids[:2], *reversed(ids[2:])]))
+    path.write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="have different tokenizers: the baseline must be") as e:
+        coec.perplexity(other, IDS, seq_len=16, baseline=unrelated)
+    assert "\n" not in str(e.value)
+    path.write_text((dense / "tokenizer.json").read_text() + "\n")  # the same in other bytes
+    assert coec.perplexity(other, IDS, seq_len=16, baseline=unrelated).kl == 0
+    path.unlink()
+    assert coec.perplexity(other, IDS, seq_len=16, baseline=unrelated).kl == 0
+
+
+def test_numbers_and_ids_may_be_of_numpy(folders):
+    asked = {"seq_len": np.int64(16), "max_windows": np.array(2)}
+    result = coec.perplexity(folders[0], IDS.numpy(), **asked)
+    assert result.windows == 2
+    assert (
+        result.perplexity == coec.perplexity(folders[0], IDS, seq_len=16, max_windows=2).perplexity
+    )
+    with pytest.raises(CalibrationError, match="whole numbers, got bool"):
+        coec.perplexity(folders[0], IDS.numpy() > 9, seq_len=16)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, np.int64(-1)])
+def test_a_seed_that_no_generator_takes(seed, folders):
+    with pytest.raises(OptionError, match="seed must be"):
+        coec.perplexity(folders[0], "self", baseline=folders[0], seed=seed)

@@ -74,7 +74,7 @@ def test_a_prompt_is_as_long_as_the_model_allows(dense_folder, pruned_folder):
     found = coec.speed(dense_folder, pruned_folder, load=asked)
     assert found.load.prompt_tokens == tm.POSITIONS - 4
     assert "60 tokens instead of 512" in oddities(found, asked)[0]
-    with pytest.raises(OptionError, match="--new-tokens 64 leaves no room .* 64 positions; use 63"):
+    with pytest.raises(OptionError, match="new_tokens=64 leaves no room .* 64 positions; use 63"):
         coec.speed(dense_folder, pruned_folder, load=Workload(new_tokens=64))
 
 

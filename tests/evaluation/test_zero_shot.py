@@ -204,7 +204,7 @@ def test_requests_beyond_the_window_are_cut_and_counted(folder, data):
     for seq_len, cut in ((context + 3, 0), (context + 2, 1), (context + 1, 2)):
         result = coec.zero_shot(folder, "boolq", tasks_data=data, seq_len=seq_len)
         assert result.truncated == cut, seq_len  # " no" has 3 tokens, " yes" 4
-    with pytest.raises(OptionError, match="an answer has 4 tokens, more than --seq-len 3"):
+    with pytest.raises(OptionError, match="an answer has 4 tokens, more than seq_len=3"):
         coec.zero_shot(folder, "boolq", tasks_data=data, seq_len=3)
 
 
@@ -308,7 +308,7 @@ def test_options_are_checked_before_the_model_is_loaded(folder, data):
     for name in ("limit", "batch_size"):
         with pytest.raises(OptionError, match=f"{name} must be a whole number of at least 1"):
             coec.zero_shot(folder, "boolq", tasks_data=data, **{name: 0})
-    with pytest.raises(OptionError, match="--seq-len 200 is beyond the model's 128 positions"):
+    with pytest.raises(OptionError, match="seq_len=200 is beyond the model's 128 positions"):
         coec.zero_shot(folder, "boolq", tasks_data=data, seq_len=200)
     with pytest.raises(OptionError, match="dtype must be one of"):
         coec.zero_shot(folder, "boolq", tasks_data=data, dtype="int8")
@@ -336,7 +336,7 @@ def test_a_hub_out_of_reach_says_what_to_give_instead(folder, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(
-        CalibrationError, match=r"task 'boolq' .*\(Couldn't reach the hub\).*--tasks-data DIR"
+        CalibrationError, match=r"task 'boolq' .*\(Couldn't reach the hub\).*tasks_data=DIR"
     ):
         coec.zero_shot(folder, "boolq")
 
@@ -382,3 +382,51 @@ def test_lm_evals_own_command_says_the_same(shared, tmp_path):
         expected = theirs[f"{score.task}_here"]
         for metric in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr"):
             assert getattr(score, metric) == expected.get(f"{metric},none"), (score.task, metric)
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize(
+    ("task", "row", "change", "match"),
+    [
+        ("boolq", 2, {"label": None}, "row 2, has no right answer in column 'label'"),
+        ("boolq", 2, {"label": -1}, r"row 2, .* column 'label' \(found: -1\).* hide theirs"),
+        ("boolq", 1, {"label": 2}, r"does not fit .*list index out of range"),
+        ("arc_easy", 1, {"answerKey": ""}, r"answerKey|not in list"),
+        ("hellaswag", 1, {"label": ""}, "hellaswag"),
+        ("hellaswag", 2, {"label": "9"}, "row 2, .*'label'.*found: 9"),
+        ("winogrande", 3, {"answer": ""}, "winogrande"),
+    ],
+)
+def test_an_answer_that_is_missing_or_hidden_is_refused(task, row, change, match, folder, data):
+    rows = [dict(one) for one in ROWS[task]]
+    rows[row - 1] |= change
+    (data / f"{task}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(CalibrationError, match=match) as caught:
+        coec.zero_shot(folder, task, tasks_data=data)
+    assert task in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_column_of_answers_that_is_not_there_is_named(folder, data):
+    rows = [{k: v for k, v in row.items() if k != "label"} for row in ROWS["boolq"]]
+    (data / "boolq.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(CalibrationError, match="task 'boolq', row 1, .* column 'label'"):
+        coec.zero_shot(folder, "boolq", tasks_data=data)
+
+
+def test_only_the_rows_that_are_asked_need_answers(folder, data):
+    rows = [*ROWS["boolq"][:2], {**ROWS["boolq"][2], "label": -1}]
+    (data / "boolq.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert coec.zero_shot(folder, "boolq", tasks_data=data, limit=2).tasks[0].items == 2
+
+
+def test_git_is_not_asked_where_the_command_runs(folder, data, capfd, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # git would complain that this is no repository
+    coec.zero_shot(folder, "boolq", tasks_data=data)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_limit_is_checked_before_the_model_is_found(tmp_path):
+    with pytest.raises(OptionError, match="limit must be a whole number"):
+        coec.zero_shot(tmp_path / "nowhere", "nonsense", limit=0)

@@ -207,7 +207,9 @@ def test_an_included_grid_brings_no_models_or_evaluation(table, tmp_path):
 
 
 def test_a_grid_without_a_model():
-    with pytest.raises(OptionError, match=r"names no model: add \[\[models\]\], or pass --model"):
+    with pytest.raises(
+        OptionError, match=r"names no model: add \[\[models\]\], or pass model=PATH"
+    ):
         expand("main")
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from coec.calibration.tokens import Windows, digest
+from coec.calibration.tokens import Windows, digest, encoded
+from coec.errors import CalibrationError, ModelError
 
 Progress = Callable[[str, int, int], None]
 BATCH = 32
@@ -34,9 +35,22 @@ def sample_from_model(
         seed: the same seed gives the same windows on one machine; use different ones for
             calibration and evaluation.
         progress: called with ("sampling text", done, samples).
+
+    Raises:
+        CoecError: the tokenizer's start does not fit the model or the windows.
     """
-    start = list(tokenizer("")["input_ids"]) if tokenizer is not None else []
+    start = [] if tokenizer is None else encoded(tokenizer, "").tolist()
     vocabulary = int(model.config.vocab_size)
+    if any(not 0 <= token < vocabulary for token in start):
+        raise ModelError(
+            f"the tokenizer starts a text with the tokens {start}, the model's vocabulary has "
+            f"{vocabulary}: it was made for another model"
+        )
+    if seq_len <= len(start):
+        raise CalibrationError(
+            f"windows of {seq_len} tokens hold nothing but the {len(start)} that the tokenizer "
+            "starts a text with; take longer ones (seq_len=N)"
+        )
     own = model.generation_config
     banned = sorted(_ids(model.config.eos_token_id) | _ids(own.eos_token_id))
     rows = []

@@ -5,7 +5,7 @@ read no further than `HUB_CHARACTERS`.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,11 +27,21 @@ About 2.5 M tokens of English, nine times the 128 windows of 2048 tokens of the 
 SEPARATOR = "\n\n"
 """Joins the documents of a data set, as the evaluation protocol does (METHODS §7)."""
 
+PART, ROWS = 2**20, 1000
+"""How many characters of a text file, and rows of a parquet file, are in memory at once."""
+
 Split = Literal["train", "validation", "test"]
 
 
 def read_text(source: str, *, split: Split, text_column: str = "text") -> str:
-    """The text of a source, documents joined by blank lines.
+    """The text of a source, documents joined by blank lines: `read_parts` in one piece."""
+    return "".join(read_parts(source, split=split, text_column=text_column))
+
+
+def read_parts(source: str, *, split: Split, text_column: str = "text") -> Iterator[str]:
+    """The text of a source in pieces that make it when joined, documents with blank lines between.
+
+    A file is read no further than pieces are taken.
 
     Args:
         source: `wikitext2`, `c4`, `hub:OWNER/NAME`, `hub:OWNER/NAME:CONFIG`, or the path of a
@@ -43,77 +53,128 @@ def read_text(source: str, *, split: Split, text_column: str = "text") -> str:
         CalibrationError: the source is missing, unreachable, empty or of the wrong form.
     """
     if source == "wikitext2":
-        text = _wikitext2(split)
+        parts = iter([_wikitext2(split)])
     elif source == "c4":
-        text = _c4("train" if split == "train" else "validation")
+        parts = iter([_c4("train" if split == "train" else "validation")])
     elif source.startswith("hub:"):
-        text = _hub(source, split, text_column)
+        parts = iter([_hub(source, split, text_column)])
     else:
-        text = _read_file(Path(source), text_column)
-    if not text.strip():
+        parts = _file_parts(Path(source), text_column)
+    empty = True
+    for part in parts:
+        empty = empty and not part.strip()
+        yield part
+    if empty:
         raise CalibrationError(f"'{source}' holds no text")
-    return text
 
 
-def _read_file(path: Path, column: str) -> str:
-    if not path.is_file():
+def _file_parts(path: Path, column: str) -> Iterator[str]:
+    if not is_file(path):
         raise CalibrationError(
             f"no text at '{path}': give 'wikitext2', 'c4', 'hub:OWNER/NAME', 'self', or a file "
             "(.txt, .jsonl, .parquet, or token ids as .npy or .safetensors)"
         )
     try:
         if path.suffix in (".jsonl", ".json"):
-            return SEPARATOR.join(_jsonl_column(path, column))
-        if path.suffix == ".parquet":
-            return SEPARATOR.join(_parquet_column(path, column))
-        return path.read_text(encoding="utf-8")
+            yield from _joined(_jsonl_column(path, column))
+        elif path.suffix == ".parquet":
+            yield from _joined(_parquet_column(path, column))
+        else:
+            with path.open(encoding="utf-8") as file:
+                while part := file.read(PART):
+                    yield part
     except UnicodeDecodeError as error:
         raise CalibrationError(f"'{path}' is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise CalibrationError(f"'{path}' cannot be read: {error.strerror or error}") from error
 
 
-def _jsonl_column(path: Path, column: str) -> list[str]:
-    texts = []
-    # not splitlines: a JSON string may hold U+2028 and its like unescaped
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise CalibrationError(f"'{path}', line {number}, is not JSON: {error}") from error
-        if not isinstance(row, dict) or not isinstance(row.get(column), str):
-            found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-            raise CalibrationError(
-                f"'{path}', line {number}, has no text in column '{column}' (it has: {found}); "
-                "name it with --text-column"
-            )
-        texts.append(row[column])
-    return texts
-
-
-def _parquet_column(path: Path, column: str) -> list[str]:
+def is_file(path: Path) -> bool:
+    """Whether a file is there; a name that no file can have, or a circle of links, is none."""
     try:
-        import pyarrow as arrow
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder is there, as `is_file`."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def _joined(documents: Iterable[str]) -> Iterator[str]:
+    """Documents, each but the first with the separator before it."""
+    for number, document in enumerate(documents):
+        yield SEPARATOR + document if number else document
+
+
+def _jsonl_column(path: Path, column: str) -> Iterator[str]:
+    # newline="\n": a JSON string may hold U+2028 and its like unescaped
+    with path.open(encoding="utf-8", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise CalibrationError(f"'{path}', line {number}, is not JSON: {error}") from error
+            if not isinstance(row, dict) or not isinstance(row.get(column), str):
+                found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+                raise CalibrationError(
+                    f"'{path}', line {number}, has no text in column '{column}' (it has: "
+                    f"{found:.200}); name it with text_column=NAME"
+                )
+            yield _encodable(row[column], f"'{path}', line {number},")
+
+
+def _encodable(text: str, where: str) -> str:
+    """The text, unless half of a surrogate pair stands alone in it, which no encoding has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CalibrationError(
+            f"{where} is no text: character {error.start + 1} is half of a surrogate pair "
+            f"({text[error.start]!a}); write the text as UTF-8"
+        ) from error
+    return text
+
+
+def _parquet_column(path: Path, column: str) -> Iterator[str]:
+    try:
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise CalibrationError("reading parquet needs pyarrow: pip install 'coec[data]'") from error
     try:
-        names = parquet.read_schema(path).names
+        file = parquet.ParquetFile(path)
+        names = file.schema_arrow.names
         if column not in names:
             raise CalibrationError(
                 f"'{path}' has no column '{column}' (it has: {', '.join(names)}); "
-                "name it with --text-column"
+                "name it with text_column=NAME"
             )
-        texts = parquet.read_table(path, columns=[column])[column].to_pylist()
-    except arrow.ArrowInvalid as error:
-        raise CalibrationError(f"'{path}' is not a parquet file: {error}") from error
-    for number, text in enumerate(texts, 1):
-        if not isinstance(text, str):
-            raise CalibrationError(
-                f"'{path}', row {number}, has no text in column '{column}' (it has: {text!r:.40}); "
-                "leave such rows out, or name another column with --text-column"
-            )
-    return texts
+        number = 0
+        for batch in file.iter_batches(ROWS, columns=[column]):
+            for text in batch.column(0).to_pylist():
+                number += 1
+                if not isinstance(text, str):
+                    raise CalibrationError(
+                        f"'{path}', row {number}, has no text in column '{column}' (it has: "
+                        f"{text!r:.40}); leave such rows out, or name another column with "
+                        "text_column=NAME"
+                    )
+                yield text
+    except CalibrationError:
+        raise
+    except Exception as error:  # of a damaged file pyarrow raises errors of many kinds
+        raise CalibrationError(f"'{path}' is not a parquet file: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """What a library says of its failure, in one line that is never empty."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _wikitext2(split: Split) -> str:
@@ -156,7 +217,7 @@ def _beginning(rows: Iterable[dict[str, Any]], column: str) -> str:
         if not isinstance(row.get(column), str):
             raise CalibrationError(
                 f"row {number} of the data set has no text in column '{column}' "
-                f"(it has: {', '.join(row)}); name it with --text-column"
+                f"(it has: {', '.join(row)}); name it with text_column=NAME"
             )
         texts.append(row[column])
         characters += len(row[column]) + len(SEPARATOR)
@@ -172,7 +233,7 @@ def _load(name: str, read: Callable[[Callable[..., Any]], Any]) -> Any:
     """
     offline = (
         f"{name} could not be loaded ({{}}). Offline, give a local file instead: "
-        "--calibration PATH (coec prune) or --text PATH (coec eval), or --calibration self"
+        "calibration=PATH to prune, text=PATH to evaluate; or calibration=self"
     )
     try:
         from datasets import load_dataset

@@ -1,7 +1,9 @@
 """Token windows for calibration and evaluation, from text (`sources`) or token files."""
 
+import filecmp
 import hashlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,16 +11,29 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Int
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from coec.calibration.sources import Split, read_text
+from coec.calibration.ids import token_ids
+from coec.calibration.sources import Split, is_file, one_line, read_parts
 from coec.errors import CalibrationError, ModelError
 from coec.models.carried import TOKENIZER_FILES
 
 TOKEN_SUFFIXES = (".npy", ".safetensors")
+WHOLE = 12_000_000
+"""Texts of up to so many characters are tokenised whole: the train split of WikiText-2 is one."""
+PIECE = 1_000_000
+"""About how many characters of a longer text are tokenised at once: 0.2 GB of memory."""
+PROBE = "The cat sat on 3 mats.\n\nIt isn't far: naïve «数» x == y  # end"
+"""Tokenizers that read this alike, from one vocabulary, are taken for one."""
+CUTS = ("\n\n", "\n", " ")
+CHOICE = 9
+"""A long text is read until it has so many times the tokens that the sampled windows take.
+
+As with `sources.HUB_CHARACTERS`, which has nine times those of the default recipe.
+"""
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +44,13 @@ class Windows:
         ids: token ids, int64.
         source: what the user named.
         available: how many tokens the source has.
-        text_sha256: of the source text (of the token ids where there is no text).
+        text_sha256: of the source text, of its first `WHOLE` characters where it is longer (of the
+            token ids where there is no text).
         special_tokens: how many the tokenizer added to the text.
-        characters: of the source text, which of a large data set is its beginning; 0 where
-            there is no text.
+        characters: how many of the source text were tokenised, which of a large data set or file
+            is its beginning; 0 where there is no text.
+        in_pieces: whether the source was longer than `WHOLE` characters, and so tokenised piece by
+            piece, and no further than the windows need.
     """
 
     ids: Int[Tensor, "n length"]
@@ -41,6 +59,7 @@ class Windows:
     text_sha256: str
     special_tokens: int = 0
     characters: int = 0
+    in_pieces: bool = False
 
     @property
     def sha256(self) -> str:
@@ -56,6 +75,7 @@ class Windows:
             "tokens_available": self.available,
             "special_tokens": self.special_tokens,
             "characters": self.characters,
+            "in_pieces": self.in_pieces,
             "text_sha256": self.text_sha256,
             "windows_sha256": self.sha256,
         }
@@ -70,24 +90,63 @@ class Stream:
     text_sha256: str
     special_tokens: int = 0
     characters: int = 0
+    in_pieces: bool = False
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The model's tokenizer.
 
+    Args:
+        folder: of the model.
+        trust_remote_code: lets a tokenizer that brings its own Python code run it. Otherwise it is
+            never run, and nobody is asked.
+
     Raises:
-        ModelError: the folder has none, or it cannot be read.
+        ModelError: the folder has none, it cannot be read, or it needs its own code.
     """
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not any(is_file(folder / name) for name in TOKENIZER_FILES):
         raise ModelError(
             f"'{folder}' has no tokenizer ({', '.join(TOKENIZER_FILES)}): copy the tokenizer "
             "files there, or give token ids (.npy, .safetensors) instead of text"
         )
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raise what they like
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"the tokenizer in '{folder}' cannot be loaded: {reason}") from error
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise ModelError(
+                f"the tokenizer in '{folder}' runs Python code of its own: read it, and pass "
+                "trust_remote_code=True if you trust it"
+            ) from error
+        raise ModelError(
+            f"the tokenizer in '{folder}' cannot be loaded: {one_line(error)}"
+        ) from error
+
+
+def check_same_tokenizer(folder: Path, baseline: Path, *, trust_remote_code: bool = False) -> None:
+    """Raises ModelError where two models read one text as different tokens.
+
+    Two vocabularies of one size are not one vocabulary: the divergence of such models is a number
+    without meaning. Nothing is known of a folder without a tokenizer, which only takes token ids.
+    """
+    files = [[one / name for name in TOKENIZER_FILES] for one in (folder, baseline)]
+    mine, theirs = ([path for path in paths if is_file(path)] for paths in files)
+    if not mine or not theirs:
+        return
+    if [p.name for p in mine] == [p.name for p in theirs] and all(
+        filecmp.cmp(*pair, shallow=False) for pair in zip(mine, theirs, strict=True)
+    ):
+        return
+    encode, other = (
+        load_tokenizer(one, trust_remote_code=trust_remote_code) for one in (folder, baseline)
+    )
+    if (
+        encode.get_vocab() != other.get_vocab()
+        or encoded(encode, PROBE).tolist() != encoded(other, PROBE).tolist()
+    ):
+        raise ModelError(
+            f"'{folder}' and its baseline '{baseline}' have different tokenizers: the baseline "
+            "must be the dense model it was pruned from"
+        )
 
 
 def is_token_file(source: str) -> bool:
@@ -101,16 +160,22 @@ def read_stream(
     *,
     split: Split,
     text_column: str = "text",
+    needed: int | None = None,
+    progress: Progress | None = None,
 ) -> Stream:
-    """Tokens of a source: a token file, or whatever text `read_text` knows.
+    """Tokens of a source: a token file, or whatever text `read_parts` knows.
 
-    Text is tokenised in one piece, special tokens added once.
+    A text of up to `WHOLE` characters is tokenised in one piece, special tokens added once. Of a
+    longer one the beginning is, in pieces of about `PIECE` characters, until there are `needed`
+    tokens; memory does not grow with the text.
 
     Args:
         source: a name or a path.
         tokenizer: called only when there is text.
         split: of a named data set.
         text_column: of jsonl and parquet files, and of data sets named by `hub:`.
+        needed: tokens after which a long text is read no further; None reads all of it.
+        progress: called with ("tokenising", done, total) for texts that take time.
 
     Raises:
         CalibrationError: the source is missing, empty or of the wrong form.
@@ -118,13 +183,77 @@ def read_stream(
     if is_token_file(source):
         ids = _read_token_file(Path(source))
         return Stream(ids, source, digest(ids))
-    text = read_text(source, split=split, text_column=text_column)
+    parts = read_parts(source, split=split, text_column=text_column)
+    beginning = _beginning(parts)
     encode = tokenizer()
-    # verbose=False: the warning about texts longer than the model is meant for other uses.
-    ids = torch.tensor(encode(text, verbose=False)["input_ids"], dtype=torch.int64)
     special = encode.num_special_tokens_to_add()
-    sha256 = hashlib.sha256(text.encode()).hexdigest()
-    return Stream(ids, source, sha256, special, len(text))
+    sha256 = hashlib.sha256(beginning[:WHOLE].encode()).hexdigest()
+    advance = progress if progress and len(beginning) > PIECE else _unheard
+    if len(beginning) <= WHOLE:
+        advance("tokenising", 0, len(beginning))
+        ids = encoded(encode, beginning)
+        advance("tokenising", len(beginning), len(beginning))
+        return Stream(ids, source, sha256, special, len(beginning))
+    pieces: list[Tensor] = []
+    characters = tokens = 0
+    for piece in _pieces(itertools.chain([beginning], parts)):
+        pieces.append(encoded(encode, piece, special=not pieces))
+        characters, tokens = characters + len(piece), tokens + len(pieces[-1])
+        advance("tokenising", min(tokens, needed or tokens), needed or tokens)
+        if needed is not None and tokens >= needed:
+            break
+    return Stream(torch.cat(pieces), source, sha256, special, characters, in_pieces=True)
+
+
+def _beginning(parts: Iterator[str]) -> str:
+    """The text, or the part of it that reaches beyond `WHOLE` characters."""
+    taken: list[str] = []
+    length = 0
+    for part in parts:
+        taken.append(part)
+        length += len(part)
+        if length > WHOLE:
+            break
+    return "".join(taken)
+
+
+def _pieces(parts: Iterable[str]) -> Iterator[str]:
+    """The same text cut anew, at the last blank line, line end or space before `PIECE`."""
+    rest = ""
+    for part in parts:
+        rest += part
+        first = 0
+        while len(rest) - first > PIECE:
+            ends = (rest.rfind(mark, first, first + PIECE) + len(mark) for mark in CUTS)
+            end = next((end for end in ends if end > first + PIECE // 2), first + PIECE)
+            yield rest[first:end]
+            first = end
+        rest = rest[first:]
+    if rest:
+        yield rest
+
+
+def encoded(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = True
+) -> Int[Tensor, " n"]:
+    """The tokens of a text, special ones added unless told otherwise.
+
+    Raises:
+        ModelError: the tokenizer fails.
+    """
+    try:
+        # verbose=False: the warning about texts longer than the model is meant for other uses.
+        ids = tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
+        return torch.tensor(ids, dtype=torch.int64)
+    except Exception as error:  # what a damaged tokenizer_config.json leads to, shows only here
+        raise ModelError(
+            f"the tokenizer of '{tokenizer.name_or_path}' fails on a text ({one_line(error)}): "
+            "mend its files"
+        ) from error
+
+
+def _unheard(phase: str, done: int, total: int) -> None:
+    """Progress that nobody listens to."""
 
 
 def sample_windows(
@@ -137,11 +266,13 @@ def sample_windows(
     """
     rows = _cut(stream, seq_len, vocabulary)
     if len(rows) < samples:
+        have = stream.ids.numel()
+        lower = f"at most samples={len(rows)}" if len(rows) else "shorter windows"
+        if not len(rows) and have > 1:
+            lower = f"windows of at most seq_len={have}"
         raise CalibrationError(
-            f"too little calibration text: '{stream.source}' has {stream.ids.numel()} tokens, "
-            f"{samples} windows of {seq_len} need {samples * seq_len}; give more text, "
-            f"or --samples {len(rows)} at most"
-            + ("" if len(rows) else f" after --seq-len {stream.ids.numel()} or less")
+            f"too little calibration text: '{stream.source}' has {have} tokens, {samples} windows "
+            f"of {seq_len} need {samples * seq_len}; give more text, or {lower}"
         )
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     chosen = rows[order[:samples].sort().values]
@@ -158,7 +289,7 @@ def all_windows(stream: Stream, *, seq_len: int, vocabulary: int) -> Windows:
     if len(rows) == 0:
         raise CalibrationError(
             f"'{stream.source}' has {stream.ids.numel()} tokens, less than one window of "
-            f"{seq_len}; give more text or a smaller --seq-len"
+            f"{seq_len}; give more text, or shorter windows (seq_len=N)"
         )
     return _windows(stream, rows)
 
@@ -175,8 +306,8 @@ def hold_out(windows: Windows, fraction: float, seed: int) -> tuple[Tensor, Tens
     held = round(fraction * n)
     if not 0 < held < n:
         raise CalibrationError(
-            f"--holdout {fraction:g} of {n} windows leaves {held} held out and {n - held} to fit "
-            "on: both need at least one; take more --samples"
+            f"holdout={fraction:g} of {n} windows leaves {held} held out and {n - held} to fit "
+            "on: both need at least one; take more windows (samples=N)"
         )
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
     return windows.ids[order[held:].sort().values], windows.ids[order[:held].sort().values]
@@ -190,6 +321,7 @@ def _windows(stream: Stream, rows: Int[Tensor, "n length"]) -> Windows:
         stream.text_sha256,
         stream.special_tokens,
         stream.characters,
+        stream.in_pieces,
     )
 
 
@@ -204,7 +336,7 @@ def _cut(stream: Stream, seq_len: int, vocabulary: int) -> Int[Tensor, "n length
         if ids.shape[1] != seq_len:
             raise CalibrationError(
                 f"'{stream.source}' holds rows of {ids.shape[1]} tokens; "
-                f"pass --seq-len {ids.shape[1]}, or save one long row"
+                f"pass seq_len={ids.shape[1]}, or save one long row"
             )
         return ids
     count = len(ids) // seq_len
@@ -212,25 +344,20 @@ def _cut(stream: Stream, seq_len: int, vocabulary: int) -> Int[Tensor, "n length
 
 
 def _read_token_file(path: Path) -> Tensor:
-    if not path.is_file():
+    if not is_file(path):
         raise CalibrationError(f"no token file at '{path}'")
     try:
         if path.suffix == ".npy":
-            ids = torch.from_numpy(
-                np.load(path, allow_pickle=False).astype(np.int64, casting="safe")
-            )
+            ids = token_ids(np.load(path, allow_pickle=False))
         else:
-            ids = load_file(path)["input_ids"]
-            if ids.is_floating_point():
-                raise TypeError(f"its 'input_ids' are {ids.dtype}")
-            ids = ids.long()
-    except (ValueError, TypeError, KeyError, OSError, SafetensorError) as error:
+            ids = token_ids(load_file(path)["input_ids"])
+    except Exception as error:  # of a damaged file numpy and safetensors raise many kinds
+        missing = isinstance(error, KeyError)
+        why = "it has no 'input_ids'" if missing else one_line(error)
         raise CalibrationError(
             f"'{path}' holds no token ids (an integer .npy array, or a safetensors file with "
-            f"'input_ids'): {error}"
+            f"'input_ids'): {why}"
         ) from error
-    if ids.ndim not in (1, 2) or ids.numel() == 0:
-        raise CalibrationError(f"'{path}' must hold ids of shape (n,) or (rows, length)")
     return ids
 
 

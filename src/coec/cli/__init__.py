@@ -1,42 +1,21 @@
 """The command: flags to settings, results to text or JSON. Nothing is computed here.
 
 Results go to stdout, everything else to stderr. Exit status 0; 1 for an error the user can mend;
-2 for wrong usage. One module per command.
+2 for wrong usage; 130 after Ctrl-C. One module per command, each of which imports what it needs
+only when it runs: help is there at once. This module imports nothing but the standard library, so
+that an interrupt during any other import is caught here.
 """
 
+import io
+import os
 import sys
-from typing import Annotated
 
-import torch
-import typer
-from huggingface_hub.utils import logging as hub_logging
-from transformers.utils import logging as transformers_logging
-
-import coec
-from coec.cli.analyze import analyze_command
-from coec.cli.evaluate import eval_command
-from coec.cli.methods import methods_command
-from coec.cli.prune import prune_command
-from coec.cli.report import report_command
 from coec.cli.signals import ENDING, end_tidily
-from coec.cli.sweep import sweep_command
-from coec.errors import CoecError
 
-app = typer.Typer(
-    name="coec",
-    help="Training-free structured pruning of large language models.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command("prune")(prune_command)
-app.command("eval")(eval_command)
-app.command("sweep")(sweep_command)
-app.command("analyze")(analyze_command)
-app.command("methods")(methods_command)
-app.command("report")(report_command)
-INTERRUPTED = (130, *(128 + number for number in ENDING))
-"""The exit status that typer gives to Ctrl-C, and those of the other signals that end a run."""
+ENDED = tuple(128 + number for number in ENDING)
+"""The exit statuses after the other signals that end a run."""
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as shells and typer have it."""
 LOWER = "--samples or --seq-len (of --tasks, --batch-size)"
 
 
@@ -44,34 +23,69 @@ def main() -> None:
     """Runs the command line; errors a user can mend become one line and exit status 1."""
     end_tidily()
     try:
-        app()
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows ASCII alone
+        _run()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        _say("interrupted; nothing half-written is left")
+        _leave(INTERRUPTED)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        _leave(1)
+    except OSError as error:
+        name = "the output" if error.filename is None else f"'{error.filename!s:.200}'"
+        _say(f"{name} cannot be used: {error.strerror or error}")
+        _leave(1)
+
+
+def _run() -> None:
+    if "" in sys.argv[1:]:
+        _say("an argument is empty: leave it out, or say what is meant")
+        sys.exit(2)
+    from coec.cli.commands import app
+    from coec.cli.spelling import spelled
+    from coec.errors import CoecError
+
+    try:
+        app(prog_name="coec")
     except CoecError as error:
-        _fail(str(error))
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        reason = str(error).strip().splitlines()[:1]
-        _fail(f"out of memory: lower {LOWER}, or use --device cpu {reason}")
+        _fail(spelled(str(error)))
+    except MemoryError as error:
+        _fail(f"out of memory: lower {LOWER}, or use --device cpu {_first_line(error)}")
     except RuntimeError as error:
+        # torch is not imported for this: whoever raised its errors has imported it.
+        if type(error).__name__ == "OutOfMemoryError":
+            _fail(f"out of memory: lower {LOWER}, or use --device cpu {_first_line(error)}")
         if "DefaultCPUAllocator" not in str(error):  # what torch raises for the CPU's memory
             raise
         _fail(f"out of memory: lower {LOWER}")
     except SystemExit as error:
-        if error.code in INTERRUPTED:
-            print("coec: interrupted; nothing half-written is left", file=sys.stderr)
+        if error.code == INTERRUPTED:
+            raise KeyboardInterrupt from error
+        if error.code in ENDED:
+            _say("interrupted; nothing half-written is left")
+        sys.stdout.flush()  # while a failure can still be told
         raise
 
 
+def _first_line(error: Exception) -> str:
+    return "".join(f"({line})" for line in str(error).strip().splitlines()[:1])
+
+
 def _fail(message: str) -> None:
-    print(f"coec: {' '.join(message.split())}", file=sys.stderr)
+    _say(message)
     sys.exit(1)
 
 
-@app.callback(invoke_without_command=True)
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-) -> None:
-    if version:
-        print(f"coec {coec.__version__}")
-        raise typer.Exit
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    hub_logging.set_verbosity_error()
+def _say(message: str) -> None:
+    """One line on stderr; control characters of a file's name do not reach the terminal."""
+    line = " ".join(message.split())
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    print(f"coec: {shown}", file=sys.stderr)
+
+
+def _leave(status: int) -> None:
+    """Ends with nothing more on stdout: what cannot be written would be tried again at exit."""
+    if sys.__stdout__ is not None and sys.stdout is sys.__stdout__:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(status)

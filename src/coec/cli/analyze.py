@@ -1,19 +1,32 @@
 """`coec analyze`."""
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
-import typer
-from rich.table import Table
-
-from coec.cli.common import Dtype, Json, notes, progress_bars, results, setting
+from coec.cli.common import (
+    NAME,
+    NUMBER,
+    WHOLE,
+    Device,
+    Dtype,
+    Json,
+    argument,
+    given,
+    notes,
+    progress_bars,
+    quieten,
+    results,
+    setting,
+    switch,
+)
+from coec.cli.spelling import spelled
 from coec.errors import OptionError
-from coec.evaluation import geometry, speed
-from coec.evaluation.efficiency import Efficiency, efficiency
-from coec.evaluation.pair import Pair
-from coec.evaluation.speed import Spread, Workload
-from coec.planning import choose_device
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from coec.evaluation.efficiency import Efficiency
+    from coec.evaluation.speed import Speed, Spread
 
 SPEED = "Measured speed"
 GEOMETRY = "Geometry"
@@ -22,94 +35,136 @@ GEOMETRY = "Geometry"
 def analyze_command(
     model: Annotated[
         str,
-        typer.Argument(
-            help="Dense model; may be left out where PRUNED was made from a folder that is here."
+        argument(
+            "Dense model; may be left out where PRUNED was made from a folder that is here.",
+            "MODEL",
         ),
     ],
-    pruned: Annotated[
-        str | None,
-        typer.Argument(help="Folder that coec prune wrote.", show_default=False),
-    ] = None,
+    pruned: Annotated[str | None, argument("Folder that coec prune wrote.", "PRUNED")] = None,
     *,
     config_only: Annotated[
         bool,
-        typer.Option(
+        switch(
             "--config-only",
-            help="Cost of MODEL (also a config.json) and of what pruning would leave of it; no "
+            "Cost of MODEL (also a config.json) and of what pruning would leave of it; no "
             "weights are read.",
         ),
     ] = False,
     sparsity: Annotated[
-        float | None, setting("For --config-only: fraction of units removed. Default: 0.3.")
+        float | None, setting("For --config-only: fraction of units removed. Default: 0.3.", NUMBER)
     ] = None,
     no_speed: Annotated[
-        bool, typer.Option("--no-speed", help="Leave out what takes running both models.")
+        bool, switch("--no-speed", "Leave out what takes running both models.")
     ] = False,
-    no_geometry: Annotated[
-        bool, typer.Option("--no-geometry", help="Leave out the decompositions.")
-    ] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")] = "auto",
+    no_geometry: Annotated[bool, switch("--no-geometry", "Leave out the decompositions.")] = False,
+    device: Device = None,
     dtype: Annotated[
         Dtype | None,
-        setting("Of weights and forward pass. Default: the models', float32 to run on the CPU."),
+        setting(
+            "Of weights and forward pass: float64, float32, bfloat16 or float16. Default: the "
+            "models', float32 to run on the CPU.",
+            NAME,
+        ),
     ] = None,
     prompt_tokens: Annotated[
-        int, typer.Option(help="Prompt of a run, capped by the model.", rich_help_panel=SPEED)
-    ] = Workload.prompt_tokens,
+        int | None,
+        setting(
+            "Prompt of a run, capped by the model. Default: 512.", WHOLE, rich_help_panel=SPEED
+        ),
+    ] = None,
     new_tokens: Annotated[
-        int, typer.Option(help="Tokens decoded after it.", rich_help_panel=SPEED)
-    ] = Workload.new_tokens,
+        int | None, setting("Tokens decoded after it. Default: 64.", WHOLE, rich_help_panel=SPEED)
+    ] = None,
     batch_size: Annotated[
-        int, typer.Option(help="Sequences at once.", rich_help_panel=SPEED)
-    ] = Workload.batch_size,
+        int | None, setting("Sequences at once. Default: 1.", WHOLE, rich_help_panel=SPEED)
+    ] = None,
     repeats: Annotated[
-        int, typer.Option(help="Timed runs of each model, in turns.", rich_help_panel=SPEED)
-    ] = Workload.repeats,
+        int | None,
+        setting("Timed runs of each model, in turns. Default: 5.", WHOLE, rich_help_panel=SPEED),
+    ] = None,
     warmup: Annotated[
-        int, typer.Option(help="Untimed runs of each before.", rich_help_panel=SPEED)
-    ] = Workload.warmup,
+        int | None,
+        setting("Untimed runs of each before. Default: 1.", WHOLE, rich_help_panel=SPEED),
+    ] = None,
     rank_attention: Annotated[
-        int, typer.Option(help="Size of the frames of o_proj.", rich_help_panel=GEOMETRY)
-    ] = geometry.RANKS["attention"],
+        int | None,
+        setting("Size of the frames of o_proj. Default: 16.", WHOLE, rich_help_panel=GEOMETRY),
+    ] = None,
     rank_mlp: Annotated[
-        int, typer.Option(help="Size of the frames of down_proj.", rich_help_panel=GEOMETRY)
-    ] = geometry.RANKS["mlp"],
+        int | None,
+        setting("Size of the frames of down_proj. Default: 64.", WHOLE, rich_help_panel=GEOMETRY),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare PRUNED with MODEL: cost, measured speed, and what happened to the weights' frames."""
+    if config_only and pruned is not None:
+        raise OptionError("--config-only takes one model; leave out PRUNED or --config-only")
+    if sparsity is not None and not config_only:
+        raise OptionError("--sparsity goes with --config-only: PRUNED has the one it was made with")
+    quieten()
+    from coec.evaluation.efficiency import efficiency
+
     if config_only:
-        if pruned is not None:
-            raise OptionError("--config-only takes one model; leave out PRUNED or --config-only")
         _show(efficiency(model, sparsity=sparsity, dtype=dtype), None, None, as_json)
         return
-    if sparsity is not None:
-        raise OptionError("--sparsity goes with --config-only: PRUNED has the one it was made with")
-    load = Workload(prompt_tokens, new_tokens, batch_size, repeats, warmup)
-    ranks = {"attention": rank_attention, "mlp": rank_mlp}
+    load = given(
+        {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "batch_size": batch_size,
+         "repeats": repeats, "warmup": warmup}
+    )  # fmt: skip
+    ranks = given({"attention": rank_attention, "mlp": rank_mlp})
+    parts = {"speed": not no_speed, "geometry": not no_geometry}
+    cost, rates, rows, odd = _measured(model, pruned, load, ranks, parts, device or "auto", dtype)
+    _show(cost, rates, rows, as_json, odd)
+
+
+def _measured(
+    model: str,
+    pruned: str | None,
+    load: dict[str, int],
+    given_ranks: dict[str, int],
+    parts: dict[str, bool],
+    device: str,
+    dtype: str | None,
+) -> tuple["Efficiency", "Speed | None", list[dict[str, Any]] | None, list[str]]:
+    """Cost, and what was asked for of speed and geometry, with notes on what looks odd."""
+    import torch
+
+    from coec.evaluation import geometry, speed
+    from coec.evaluation.efficiency import efficiency
+    from coec.evaluation.pair import Pair
+    from coec.planning import choose_device
+
+    workload = speed.Workload(**load)
+    ranks = geometry.RANKS | given_ranks
     geometry.check_ranks(ranks)
     choose_device(device)
     pair = Pair.open(None, model) if pruned is None else Pair.open(model, pruned)
     cost = efficiency(pair.dense, pair.pruned, dtype=dtype)
+    rates = rows = None
     try:
         with progress_bars() as advance:
-            rates = None if no_speed else speed.measure_speed(pair, load, device, dtype, advance)
-            rows = None if no_geometry else geometry.measure_geometry(pair, ranks, device, advance)
+            if parts["speed"]:
+                rates = speed.measure_speed(pair, workload, device, dtype, advance)
+            if parts["geometry"]:
+                rows = geometry.measure_geometry(pair, ranks, device, advance)
     except torch.OutOfMemoryError as error:
         raise OptionError(
             "out of memory: lower --prompt-tokens or --batch-size, leave out a part with "
             "--no-speed or --no-geometry, or use --device cpu"
         ) from error
-    odd = speed.oddities(rates, load) if rates else []
-    _show(cost, rates, rows, as_json, odd + geometry.oddities(rows or []))
+    odd = speed.oddities(rates, workload) if rates else []
+    return cost, rates, rows, odd + geometry.oddities(rows or [])
 
 
 def _show(
-    cost: Efficiency,
-    rates: speed.Speed | None,
+    cost: "Efficiency",
+    rates: "Speed | None",
     rows: list[dict[str, Any]] | None,
     as_json: bool,
     odd: list[str] | None = None,
 ) -> None:
+    from coec.evaluation import geometry
+
     summary = None if rows is None else geometry.summarize(rows)
     if as_json:
         record = {
@@ -134,10 +189,12 @@ def _show(
     if summary:
         results.print(_geometry_table(summary))
     for note in odd or []:
-        notes.print(f"note: {note}", markup=False)
+        notes.print(f"note: {spelled(note)}", markup=False)
 
 
-def _efficiency_table(cost: Efficiency, rates: speed.Speed | None) -> Table:
+def _efficiency_table(cost: "Efficiency", rates: "Speed | None") -> "Table":
+    from rich.table import Table
+
     table = Table("", "dense", "pruned", "ratio", box=None, header_style="bold")
     both = cost.dense, cost.pruned
     table.add_row("dtype", cost.dense.dtype, cost.pruned.dtype, "")
@@ -167,7 +224,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def _spread(spread: Spread) -> str:
+def _spread(spread: "Spread") -> str:
     numbers = spread.median, spread.least, spread.greatest
     shown = [f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in numbers]
     return f"{shown[0]} ({shown[1]}–{shown[2]})"
@@ -192,8 +249,10 @@ ROWS = {
 """Label, which ends in the average over the modules, and format of every measure."""
 
 
-def _geometry_table(summary: dict[str, dict[str, Any]]) -> Table:
+def _geometry_table(summary: dict[str, dict[str, Any]]) -> "Table":
     """Averages over modules, and the worst module, per site."""
+    from rich.table import Table
+
     heads = [
         head
         for site, found in summary.items()

@@ -6,43 +6,76 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
-from coec.compensation import COMPENSATIONS
-from coec.recipe import DTYPES, SOLVE_DTYPES
-from coec.selection import SELECTIONS
+from coec.settings import DTYPE_NAMES
 
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
 results = Console(highlight=False, soft_wrap=True)
 
 if TYPE_CHECKING:
     Dtype: TypeAlias = str
-    SolveDtype: TypeAlias = str
-    Selection: TypeAlias = str
-    Method: TypeAlias = str
 else:
-    Dtype = Literal[tuple(DTYPES)]
-    SolveDtype = Literal[SOLVE_DTYPES]
-    Selection = Literal[tuple(SELECTIONS)]
-    Method = Literal[tuple(COMPENSATIONS)]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
+    Dtype = Literal[DTYPE_NAMES]
+NAME, WHOLE, NUMBER, TEXT, PATH = "NAME", "N", "X", "TEXT", "PATH"
+"""What stands for a value in help."""
 
 
-def setting(text: str, **more: Any) -> Any:
+def switch(flag: str, text: str) -> Any:
+    """An option that is there or not."""
+    return typer.Option(flag, help=text, metavar="")
+
+
+def setting(text: str, metavar: str, **more: Any) -> Any:
     """An option whose help text says its default."""
-    return typer.Option(help=text, show_default=False, **more)
+    return typer.Option(help=text, show_default=False, metavar=metavar, **more)
+
+
+def argument(text: str, metavar: str) -> Any:
+    """An argument by the name that the texts have for it."""
+    return typer.Argument(help=text, show_default=False, metavar=metavar)
+
+
+Device = Annotated[
+    str | None,
+    setting("auto (a GPU where there is one), cpu, cuda, cuda:1, … Default: auto.", TEXT),
+]
+Json = Annotated[bool, switch("--json", "One JSON object on stdout, nothing else.")]
+TrustRemoteCode = Annotated[
+    bool,
+    switch(
+        "--trust-remote-code",
+        "Let the model's tokenizer run its own Python code. Only for a model you trust.",
+    ),
+]
+
+
+def quieten() -> None:
+    """Keeps transformers and the hub's client from writing beside the results."""
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    hub_logging.set_verbosity_error()
+
+
+def given(flags: dict[str, Any]) -> dict[str, Any]:
+    """The flags that were given."""
+    return {name: value for name, value in flags.items() if value is not None}
 
 
 @contextmanager
 def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar per phase on stderr."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
     columns = (
         TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(),
         TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),

@@ -2,52 +2,80 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from coec.cli.common import Dtype, Json, notes, progress_bars, results, setting
-from coec.evaluation.perplexity import Perplexity, perplexity
-from coec.evaluation.zero_shot import ZeroShot, check_tasks, zero_shot
+from coec.cli.common import (
+    NAME,
+    PATH,
+    TEXT,
+    WHOLE,
+    Device,
+    Dtype,
+    Json,
+    TrustRemoteCode,
+    argument,
+    given,
+    notes,
+    progress_bars,
+    quieten,
+    results,
+    setting,
+)
+from coec.cli.spelling import flag_of
+from coec.errors import CoecError
+
+if TYPE_CHECKING:
+    from coec.evaluation.perplexity import Perplexity
+    from coec.evaluation.zero_shot import ZeroShot
 
 TASKS = "Zero-shot tasks"
 
 
 def eval_command(
-    model: Annotated[str, typer.Argument(help="Model folder or hub name.")],
+    model: Annotated[str, argument("Model folder or hub name.", "MODEL")],
     *,
     text: Annotated[
         str | None,
         setting(
             "wikitext2; c4 (validation); hub:OWNER/NAME or hub:OWNER/NAME:CONFIG (its test split); "
             "a file as in `coec prune`; or self (text sampled from the baseline). Default: "
-            "wikitext2; with --tasks none, and perplexity is measured only if a text is named."
+            "wikitext2; with --tasks none, and perplexity is measured only if a text is named.",
+            TEXT,
         ),
     ] = None,
     seq_len: Annotated[
         int | None,
         setting(
             "Tokens per window; with --tasks, the most tokens of a request. Default: 4096, or the "
-            "model's maximum if less; of tasks, the model's maximum."
+            "model's maximum if less; of tasks, the model's maximum.",
+            WHOLE,
         ),
     ] = None,
     max_windows: Annotated[
-        int | None, setting("Evaluate the first so many windows. Default: all.")
+        int | None, setting("Evaluate the first so many windows. Default: all.", WHOLE)
     ] = None,
     baseline: Annotated[
-        str | None, setting("The dense model: adds KL divergence and the perplexity ratio.")
+        str | None,
+        setting("The dense model: adds KL divergence and the perplexity ratio.", "MODEL"),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Windows to sample, for --text self.")] = 64,
-    seed: Annotated[int, typer.Option(help="Of the sampled text, for --text self.")] = 1,
+    samples: Annotated[
+        int | None, setting("Windows to sample, for --text self. Default: 64.", WHOLE)
+    ] = None,
+    seed: Annotated[
+        int | None, setting("Of the sampled text, for --text self. Default: 1.", WHOLE)
+    ] = None,
     text_column: Annotated[
-        str, typer.Option(help="Column of a jsonl or parquet file, or of a hub: data set.")
-    ] = "text",
+        str | None,
+        setting("Column of a jsonl or parquet file, or of a hub: data set. Default: text.", TEXT),
+    ] = None,
     tasks: Annotated[
         str | None,
         setting(
             "seven (boolq, rte, winogrande, hellaswag, arc_easy, arc_challenge, openbookqa), or "
             "names of lm-evaluation-harness tasks, separated by commas.",
+            "NAMES",
             rich_help_panel=TASKS,
         ),
     ] = None,
@@ -56,65 +84,105 @@ def eval_command(
         setting(
             "Folder of <task>.jsonl files in the schema of the tasks' hub data sets. Default: the "
             "hub.",
+            PATH,
             rich_help_panel=TASKS,
         ),
     ] = None,
     limit: Annotated[
-        int | None, setting("The first N items of each task. Default: all.", rich_help_panel=TASKS)
+        int | None,
+        setting("The first N items of each task. Default: all.", WHOLE, rich_help_panel=TASKS),
     ] = None,
     batch_size: Annotated[
-        int | None, setting("Requests per forward pass. Default: 8.", rich_help_panel=TASKS)
+        int | None, setting("Requests per forward pass. Default: 8.", WHOLE, rich_help_panel=TASKS)
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")] = "auto",
+    device: Device = None,
     dtype: Annotated[
         Dtype | None,
-        setting("Of the forward pass. Default: the model's on a GPU, float32 on the CPU."),
+        setting(
+            "Of the forward pass: float64, float32, bfloat16 or float16. Default: the model's on "
+            "a GPU, float32 on the CPU.",
+            NAME,
+        ),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Measure token perplexity of MODEL, its distance from a baseline, and zero-shot accuracy."""
-    for_tasks = {"tasks_data": tasks_data, "limit": limit, "batch_size": batch_size}
-    given: dict[str, Any] = {name: value for name, value in for_tasks.items() if value is not None}
-    if tasks is None and given:
-        flag = next(iter(given)).replace("_", "-")
-        raise typer.BadParameter(f"--{flag} belongs to --tasks, which is not given")
-    for_text = {"baseline": baseline, "max-windows": max_windows}
-    unheard = [name for name, value in for_text.items() if value is not None]
-    if tasks is not None and text is None and unheard:
-        raise typer.BadParameter(
-            f"--{unheard[0]} belongs to perplexity: with --tasks, give --text too"
-        )
-    with progress_bars() as advance:
-        common: Any = {"seq_len": seq_len, "device": device, "dtype": dtype, "progress": advance}
-        if tasks is not None:  # before the perplexity is measured, which may take its time
-            check_tasks(tasks, tasks_data)
-        result = None
-        if tasks is None or text is not None:
-            result = perplexity(
-                model, text or "wikitext2", max_windows=max_windows, baseline=baseline,
-                samples=samples, seed=seed, text_column=text_column, **common,
-            )  # fmt: skip
-        scores = None if tasks is None else zero_shot(model, tasks, **given, **common)
+    for_tasks = given({"tasks_data": tasks_data, "limit": limit, "batch_size": batch_size})
+    for_text = given(
+        {"baseline": baseline, "max_windows": max_windows, "samples": samples, "seed": seed,
+         "text_column": text_column}
+    )  # fmt: skip
+    _refuse_unheard(text, tasks, for_text, for_tasks)
+    common = given({"seq_len": seq_len, "device": device, "dtype": dtype})
+    common["trust_remote_code"] = trust_remote_code
+    if tasks is None or text is not None:
+        for_text["text"] = text or "wikitext2"
+    quieten()
+    result, scores, failure = _measured(model, for_text, tasks, for_tasks, common)
     if result is not None and result.same_text_as_calibration:
         notes.print("note: evaluated on the text it was calibrated on")
-    if as_json:
-        print(json.dumps(_record(result, scores)))
-        return
-    if result is not None:
+    if as_json and (result or scores):
+        print(json.dumps(_record(result, scores, with_tasks=tasks is not None)))
+    elif result is not None:
         _show_perplexity(result)
-    if scores is not None:
+    if scores is not None and not as_json:
         _show_tasks(scores)
+    if failure is not None:
+        raise failure
 
 
-def _record(result: Perplexity | None, scores: ZeroShot | None) -> dict[str, Any]:
-    if scores is None:
-        assert result is not None
+def _refuse_unheard(
+    text: str | None, tasks: str | None, for_text: dict[str, Any], for_tasks: dict[str, Any]
+) -> None:
+    """Wrong usage: a flag of something that is not measured."""
+    if tasks is None and for_tasks:
+        raise typer.BadParameter(
+            f"{flag_of(next(iter(for_tasks)))} belongs to --tasks, which is not given"
+        )
+    if tasks is not None and text is None and for_text:
+        raise typer.BadParameter(
+            f"{flag_of(next(iter(for_text)))} belongs to perplexity: with --tasks, give --text too"
+        )
+
+
+def _measured(
+    model: str,
+    for_text: dict[str, Any],
+    tasks: str | None,
+    for_tasks: dict[str, Any],
+    common: dict[str, Any],
+) -> tuple["Perplexity | None", "ZeroShot | None", CoecError | None]:
+    """Perplexity where there are settings for it, and scores where tasks are named.
+
+    What ends the tasks comes back beside the perplexity, which may have taken hours.
+    """
+    from coec.evaluation import perplexity, zero_shot
+
+    with progress_bars() as advance:
+        common = {**common, "progress": advance}
+        if tasks is None:
+            return perplexity.perplexity(model, **for_text, **common), None, None
+        # The tasks' data are read before the perplexity is measured, which may take its time.
+        with zero_shot.opened(model, tasks, **for_tasks, **common) as measure:
+            result = perplexity.perplexity(model, **for_text, **common) if for_text else None
+            try:
+                return result, measure(), None
+            except CoecError as error:
+                return result, None, error
+
+
+def _record(
+    result: "Perplexity | None", scores: "ZeroShot | None", *, with_tasks: bool
+) -> dict[str, Any]:
+    """One object: of perplexity alone, or with a part for each."""
+    if not with_tasks and result is not None:
         return result.as_dict()
-    measured = {} if result is None else {"perplexity": result.as_dict()}
-    return {**measured, "zero_shot": scores.as_dict()}
+    parts = {"perplexity": result, "zero_shot": scores}
+    return {name: part.as_dict() for name, part in parts.items() if part is not None}
 
 
-def _show_perplexity(result: Perplexity) -> None:
+def _show_perplexity(result: "Perplexity") -> None:
     for name, value in result.as_dict().items():
         if value is not None and not isinstance(value, bool):
             shown = f"{value:,}" if isinstance(value, int) else value
@@ -122,8 +190,10 @@ def _show_perplexity(result: Perplexity) -> None:
             results.print(f"{name.replace('_', ' '):<20} {shown}", markup=False)
 
 
-def _show_tasks(scores: ZeroShot) -> None:
+def _show_tasks(scores: "ZeroShot") -> None:
     """A row per task, the paper's metric in bold, then what the numbers do not say."""
+    from rich.table import Table
+
     table = Table("task", "items", "acc", "acc_norm", "guessing", box=None, header_style="bold")
     for score in scores.tasks:
         cells = {"acc": _shown(score.acc, score.acc_stderr)}

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from coec.cli.common import Json, results
-from coec.compensation import COMPENSATIONS
-from coec.models.architectures import ARCHITECTURES
-from coec.selection import SELECTIONS
 
 
 def methods_command(as_json: Json = False) -> None:
     """List selections, compensations and architectures, with the source of each."""
+    from coec.compensation import COMPENSATIONS
+    from coec.models.architectures import ARCHITECTURES
+    from coec.selection import SELECTIONS
+
     listing = {
         "selections": {name: _described(f) for name, f in SELECTIONS.items()},
         "compensations": {name: _described(f) for name, f in COMPENSATIONS.items()},

@@ -4,21 +4,21 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-
-from coec.cli.common import Json, results, setting
-from coec.experiments.reporting.report import write_report
+from coec.cli.common import Json, argument, results, setting
 
 
 def report_command(
-    out: Annotated[Path, typer.Argument(help="Folder that a sweep wrote to.")],
+    out: Annotated[Path, argument("Folder that a sweep wrote to.", "OUT")],
     *,
     compare: Annotated[
-        Literal["paper"] | None, setting("Set the numbers that the paper prints beside ours.")
+        Literal["paper"] | None,
+        setting("paper: set the numbers that the paper prints beside ours.", "paper"),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Write the tables and figures of a sweep: report.md, report.tex and report.html in OUT."""
+    from coec.experiments.reporting.report import write_report
+
     written = write_report(out, compare=compare == "paper")
     paths = {path.suffix[1:]: str(path) for path in written.files}
     if as_json:

@@ -4,6 +4,7 @@ A compensation is any callable `(weight, gram, kept, *, options) -> Compensation
 writing the function and listing it here; nothing else knows their names.
 """
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from coec.compensation.rcpu import rcpu
 from coec.errors import NumericalError, OptionError
 from coec.events import record, recording
 from coec.linalg.spd import semidefinite
+from coec.settings import plain
 from coec.types import Compensation, Gram, KeptSet
 
 COMPENSATIONS: dict[str, Callable[..., Compensation]] = {
@@ -50,6 +52,7 @@ def adds_bias(method: Callable[..., Compensation]) -> bool:
     return bool(getattr(method, "adds_bias", method is bias))
 
 
+@functools.cache
 def options_of(method: Callable[..., Compensation]) -> dict[str, inspect.Parameter]:
     """The options a compensation takes: its keyword-only parameters."""
     parameters = inspect.signature(method).parameters.values()
@@ -140,6 +143,7 @@ def compensate(
         >>> result = compensate(W, Gram(xx=G, x=x, tokens=n), torch.arange(48), alpha=0.9)
         >>> result.weight.shape, result.diagnostics["error_after"]
     """
+    options = {name: plain(value) for name, value in options.items()}
     check_options(method, options)
     method = resolve(method) if isinstance(method, str) else method
     kept = kept if isinstance(kept, KeptSet) else KeptSet(kept, weight.shape[-1])

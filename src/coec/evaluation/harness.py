@@ -2,8 +2,10 @@
 
 import difflib
 import functools
+import itertools
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -13,9 +15,12 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from coec.errors import CalibrationError, OptionError
+from coec.calibration.sources import is_file, is_folder
+from coec.errors import CalibrationError, CoecError, OptionError
 
 Progress = Callable[[str, int, int], None]
+SURROUNDINGS = ("get_git_commit_hash", "add_env_info")
+"""What lm-eval's evaluator calls to describe the place it runs in, for a record not used here."""
 
 
 def lm_eval_version() -> str:
@@ -62,10 +67,11 @@ def local_files(names: Sequence[str], folder: Path) -> dict[str, Path]:
     Raises:
         CalibrationError: one is not there.
     """
-    files = {name: folder.resolve() / f"{name}.jsonl" for name in names}
+    files = {name: folder.absolute() / f"{name}.jsonl" for name in names}
     for name, file in files.items():
-        if not file.is_file():
-            there = ", ".join(sorted(path.stem for path in folder.glob("*.jsonl"))) or "none"
+        if not is_file(file):
+            found = folder.glob("*.jsonl") if is_folder(folder) else ()
+            there = ", ".join(sorted(path.stem for path in found)) or "none"
             raise CalibrationError(
                 f"no '{folder / file.name}' for task '{name}'; tasks with a file there: {there}"
             )
@@ -73,12 +79,15 @@ def local_files(names: Sequence[str], folder: Path) -> dict[str, Path]:
 
 
 @contextmanager
-def loaded_tasks(names: Sequence[str], files: dict[str, Path] | None) -> Iterator[list[Any]]:
+def loaded_tasks(
+    names: Sequence[str], files: dict[str, Path] | None, limit: int | None = None
+) -> Iterator[list[Any]]:
     """lm-eval's task objects with their data, from the hub or from local files.
 
     A local file takes the place of the split that the official definition evaluates on. lm-eval is
     given a definition that includes the official one, under its name, and overrides nothing but
-    where the data are; nothing is written outside a temporary folder.
+    where the data are; nothing is written outside a temporary folder. Of every item that will be
+    asked the right answer must be known: lm-eval counts one that is not as a wrong answer.
 
     Raises:
         CalibrationError: data that cannot be read, or do not fit the task's definition.
@@ -92,7 +101,7 @@ def loaded_tasks(names: Sequence[str], files: dict[str, Path] | None) -> Iterato
                 definition = json.dumps(_local_definition(name, file, scratch))
                 (Path(scratch) / f"{name}.yaml").write_text(definition, encoding="utf-8")
             manager = TaskManager(include_path=scratch, include_defaults=False)
-        yield [_loaded(manager, name, files) for name in names]
+        yield [_loaded(manager, name, files, limit) for name in names]
 
 
 def _local_definition(name: str, file: Path, cache: str) -> dict[str, Any]:
@@ -101,7 +110,7 @@ def _local_definition(name: str, file: Path, cache: str) -> dict[str, Any]:
     official = entry.cfg or {}
     split = next((key for key in ("test_split", "validation_split") if official.get(key)), None)
     if entry.yaml_path is None or split is None or {"class", "custom_dataset"} & official.keys():
-        raise OptionError(f"task '{name}' computes its own data: it cannot read --tasks-data")
+        raise OptionError(f"task '{name}' computes its own data: it cannot read local files")
     data = {official[split]: str(file)}
     return {
         "include": str(entry.yaml_path),
@@ -116,27 +125,75 @@ def _local_definition(name: str, file: Path, cache: str) -> dict[str, Any]:
     }
 
 
-def _loaded(manager: Any, name: str, files: dict[str, Path] | None) -> Any:
-    """A task whose every item is known to make a question, if the items are the user's own."""
+def _loaded(
+    manager: Any, name: str, files: dict[str, Path] | None, limit: int | None = None
+) -> Any:
+    """A task whose items are known to make questions that have an answer."""
     try:
         task = manager.load([name])["tasks"][name]
-        for item in task.eval_docs if files else ():
-            task.doc_to_text(item)
-            task.doc_to_target(item)
+        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+            raise OptionError(f"task '{name}' runs generated code or shows images: leave it out")
+        for number, item in enumerate(itertools.islice(task.eval_docs, limit), 1):
+            _check_item(task, item, number)
+    except CoecError:
+        raise
     except Exception as error:  # the hub, a file, or a template that misses a column
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if files is None:
             raise CalibrationError(
                 f"the data of task '{name}' could not be loaded ({reason}). Offline, give local "
-                "files: --tasks-data DIR"
+                "files: tasks_data=DIR"
             ) from error
         raise CalibrationError(
             f"'{files[name]}' does not fit lm-eval's task '{name}' ({reason}): rows must have the "
             "columns of the task's data set on the hub"
         ) from error
-    if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-        raise OptionError(f"task '{name}' runs generated code or shows images: leave it out")
     return task
+
+
+def _check_item(task: Any, item: Any, number: int) -> None:
+    """Raises CalibrationError where the right answer is missing or hidden.
+
+    Public test sets hide theirs: -1, or an empty text.
+    """
+    # The answer is a whole number or a text; lm-eval takes it from the question where every
+    # choice has a context of its own.
+    choices = task.doc_to_choice(item) if task.OUTPUT_TYPE == "multiple_choice" else None
+    question = task.doc_to_text(item)
+    try:
+        several = getattr(task, "multiple_input", 0)
+        answer = question if several else task.doc_to_target(item)
+        known = _known(answer, choices)
+    except IndexError:  # a number beyond the choices, where the definition itself picks the text
+        answer, known = item, False
+    if not known:
+        raise CalibrationError(
+            f"task '{task.task_name}', row {number}, has no right answer in "
+            f"{_answer_column(task)} (found: {answer!r:.60}): scores need rows whose answers "
+            "are known; public test sets hide theirs"
+        )
+
+
+def _known(answer: Any, choices: Sequence[Any] | None) -> bool:
+    """Whether an answer, or every one of several, is one that can be given."""
+    if isinstance(answer, list):
+        return bool(answer) and all(_known(one, choices) for one in answer)
+    if choices is None:
+        return answer is not None and answer != ""
+    if isinstance(answer, int):
+        return 0 <= answer < len(choices)
+    return answer in choices
+
+
+def _answer_column(task: Any) -> str:
+    """Where a task's definition looks for the answer, in words."""
+    column = getattr(task.config, "doc_to_target", None)
+    if isinstance(column, str):
+        names = re.findall(r"[A-Za-z_]\w*", column)
+        named = [name for name in names if name in task.eval_docs.column_names]
+        return f"column '{(named or names or [column])[-1]}'"
+    there = [c for c in task.eval_docs.column_names if c in ("answer", "answerKey", "label")]
+    return f"column '{there[0]}'" if there else "its data"
 
 
 @contextmanager
@@ -144,6 +201,7 @@ def quiet() -> Iterator[None]:
     """Keeps lm-eval and datasets from writing to stderr: progress goes through the callback."""
     import datasets
     import lm_eval.api.task as building
+    from lm_eval import evaluator
 
     loggers = {name: logging.getLogger(name) for name in ("lm_eval", "datasets")}
     levels = {name: logger.level for name, logger in loggers.items()}
@@ -152,12 +210,18 @@ def quiet() -> Iterator[None]:
         logger.setLevel(logging.CRITICAL)  # what they log as errors, they raise too
     datasets.disable_progress_bars()
     building.tqdm = functools.partial(tqdm, disable=True)  # it has no switch of its own
+    # It runs git in the working folder, and a dozen programs to describe the machine.
+    asking = {name: getattr(evaluator, name) for name in SURROUNDINGS if hasattr(evaluator, name)}
+    for name in asking:
+        setattr(evaluator, name, lambda *_: None)
     try:
         yield
     finally:
         for name, logger in loggers.items():
             logger.setLevel(levels[name])
         building.tqdm = tqdm
+        for name, function in asking.items():
+            setattr(evaluator, name, function)
         if not bars:
             datasets.enable_progress_bars()
 
@@ -192,7 +256,7 @@ def language_model(
             answer = max((len(tokens) for _, _, tokens in requests), default=0)
             if answer > max_length:
                 raise OptionError(
-                    f"an answer has {answer} tokens, more than --seq-len {max_length}: give a "
+                    f"an answer has {answer} tokens, more than seq_len={max_length}: give a "
                     "longer one, or leave its task out"
                 )
             lengths = (len(context) + len(tokens) for _, context, tokens in requests)

@@ -5,22 +5,32 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from coec.calibration.ids import token_ids
 from coec.calibration.self_text import sample_from_model
 from coec.calibration.sources import Split
-from coec.calibration.tokens import Stream, Windows, all_windows, load_tokenizer, read_stream
-from coec.errors import CalibrationError, ModelError, NumericalError, OptionError
+from coec.calibration.tokens import (
+    Stream,
+    Windows,
+    all_windows,
+    check_same_tokenizer,
+    load_tokenizer,
+    read_stream,
+)
+from coec.errors import ModelError, NumericalError, OptionError
 from coec.evaluation.network import check_dtype, load_network
 from coec.models.dense import Dense
 from coec.planning import choose_device, resolve_seq_len
 from coec.report import calibration_digest
+from coec.settings import check_seed, check_whole
 
 DEFAULT_SEQ_LEN = 4096
 LOGITS_PER_BATCH = 2**24
@@ -68,17 +78,18 @@ class Perplexity:
 
 def perplexity(
     model: str | Path | Dense,
-    text: str | Path | Tensor | Windows = "wikitext2",
+    text: str | Path | Tensor | np.ndarray | Windows = "wikitext2",
     *,
-    seq_len: int | None = None,
-    max_windows: int | None = None,
+    seq_len: SupportsIndex | None = None,
+    max_windows: SupportsIndex | None = None,
     baseline: str | Path | Dense | None = None,
     split: Split = "test",
     text_column: str = "text",
-    samples: int = 64,
-    seed: int = 1,
+    samples: SupportsIndex = 64,
+    seed: SupportsIndex = 1,
     device: str = "auto",
     dtype: str | None = None,
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Perplexity:
     """Token perplexity on non-overlapping windows of one text, the tail dropped.
@@ -88,24 +99,25 @@ def perplexity(
 
     Args:
         model: a model folder or hub name, or a model opened before.
-        text: `wikitext2`, `c4`, `hub:OWNER/NAME[:CONFIG]`, a file as in `coec prune`, a tensor of
-            token ids, or `self`: text sampled from the baseline (`samples` windows under `seed`);
-            or windows already cut.
+        text: `wikitext2`, `c4`, `hub:OWNER/NAME[:CONFIG]`, a file as in `coec prune`, a tensor or
+            array of token ids, or `self`: text sampled from the baseline (`samples` windows under
+            `seed`); or windows already cut.
         seq_len: None for 4096, or the model's maximum if that is less.
         max_windows: evaluate the first so many windows; None for all.
         baseline: the dense model, for the ratio and the KL divergence.
         split: of a data set; C4's validation split stands in for test.
         text_column: of a jsonl or parquet file, or of a data set named by `hub:`.
         dtype: of the forward pass; None as in `Recipe.forward_dtype`.
+        trust_remote_code: lets the model's tokenizer run its own Python code.
 
     Raises:
         CoecError: with one line that says what to change.
     """
     began = time.perf_counter()
+    samples, seed = check_whole("samples", samples), check_seed(seed)
+    seq_len = None if seq_len is None else check_whole("seq_len", seq_len, least=2)
     chosen = choose_device(device)
     check_dtype(dtype)
-    if samples < 1:
-        raise OptionError(f"samples must be a whole number of at least 1, got {samples}")
     model = Dense.open(model)
     base_model = None if baseline is None else Dense.open(baseline)
     seen = calibration_digest(model.folder)
@@ -114,16 +126,19 @@ def perplexity(
             f"model and baseline have different vocabularies ({model.vocabulary} and "
             f"{base_model.vocabulary}): the baseline must be the dense model it was pruned from"
         )
+    if base_model is not None:
+        check_same_tokenizer(model.folder, base_model.folder, trust_remote_code=trust_remote_code)
     if isinstance(text, str) and text == "self":
         if base_model is None:
-            raise OptionError("--text self samples from the baseline: give --baseline DENSE")
-        tokenizer, windows = load_tokenizer(base_model.folder), None
+            raise OptionError("text=self samples from the baseline: give baseline=DENSE")
+        tokenizer = load_tokenizer(base_model.folder, trust_remote_code=trust_remote_code)
+        windows = None
     elif isinstance(text, Windows):
         windows = text
     else:
         windows = evaluation_windows(
             model, text, seq_len=seq_len, max_windows=max_windows, split=split,
-            text_column=text_column,
+            text_column=text_column, trust_remote_code=trust_remote_code, progress=progress,
         )  # fmt: skip
     network = load_network(model, chosen, dtype)
     base = None if base_model is None else load_network(base_model, chosen, dtype)
@@ -160,23 +175,33 @@ def perplexity(
 
 def evaluation_windows(
     model: str | Path | Dense,
-    text: str | Path | Tensor,
+    text: str | Path | Tensor | np.ndarray,
     *,
-    seq_len: int | None = None,
-    max_windows: int | None = None,
+    seq_len: SupportsIndex | None = None,
+    max_windows: SupportsIndex | None = None,
     split: Split = "test",
     text_column: str = "text",
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
 ) -> Windows:
     """The windows that `perplexity` of these arguments is measured on.
 
     Raises:
         CoecError: with one line that says what to change.
     """
-    if max_windows is not None and max_windows < 1:
-        raise OptionError(f"max_windows must be a whole number of at least 1, got {max_windows}")
+    seq_len = None if seq_len is None else check_whole("seq_len", seq_len, least=2)
+    max_windows = None if max_windows is None else check_whole("max_windows", max_windows)
     model = Dense.open(model)
+    folder = model.folder
     length = resolve_seq_len(seq_len, model.positions, DEFAULT_SEQ_LEN)
-    stream = _stream(text, model.folder, split, text_column)
+    if isinstance(text, Tensor | np.ndarray):
+        stream = Stream(token_ids(text), "tensor", "")
+    else:
+        stream = read_stream(
+            str(text), lambda: load_tokenizer(folder, trust_remote_code=trust_remote_code),
+            split=split, text_column=text_column,
+            needed=None if max_windows is None else max_windows * length, progress=progress,
+        )  # fmt: skip
     windows = all_windows(stream, seq_len=length, vocabulary=model.vocabulary)
     return replace(windows, ids=windows.ids[:max_windows])
 
@@ -220,24 +245,12 @@ def _picked(log_p: Tensor, ids: Int[Tensor, "n length"]) -> Tensor:
     return log_p.gather(-1, ids[:, 1:, None])
 
 
-def _stream(text: str | Path | Tensor, folder: Path, split: Split, text_column: str) -> Stream:
-    if isinstance(text, Tensor):
-        if text.is_floating_point() or text.ndim not in (1, 2):
-            raise CalibrationError(
-                "a text tensor holds integer ids of shape (n,) or (rows, length)"
-            )
-        return Stream(text.long().cpu(), "tensor", "")
-    return read_stream(
-        str(text), lambda: load_tokenizer(folder), split=split, text_column=text_column
-    )
-
-
 def _exp(ce: float, whose: str) -> float:
     """Perplexity of a cross-entropy; raises NumericalError where it is no finite number."""
     if not ce < float("inf"):
         raise NumericalError(
             f"the {whose}'s cross-entropy is not finite: its logits overflow; "
-            "try --dtype float32, and check the checkpoint"
+            "try dtype=float32, and check the checkpoint"
         )
     try:
         return math.exp(ce)

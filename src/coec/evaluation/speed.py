@@ -53,9 +53,11 @@ class Workload:
             OptionError: no room for a prompt.
         """
         room = positions - self.new_tokens
+        if positions < 2:
+            raise OptionError(f"the model has {positions} positions: speed needs two")
         if room < 1:
             raise OptionError(
-                f"--new-tokens {self.new_tokens} leaves no room for a prompt in the model's "
+                f"new_tokens={self.new_tokens} leaves no room for a prompt in the model's "
                 f"{positions} positions; use {positions - 1} or less"
             )
         return Workload(**{**asdict(self), "prompt_tokens": min(self.prompt_tokens, room)})
@@ -275,7 +277,7 @@ def oddities(speed: Speed, asked: Workload) -> list[str]:
         if rates.paired.least < 1 < rates.paired.greatest:
             notes.append(
                 f"{name}: which model is faster differs between repeats "
-                f"({rates.paired.least:.2f} to {rates.paired.greatest:.2f}); raise --repeats, or "
+                f"({rates.paired.least:.2f} to {rates.paired.greatest:.2f}); raise repeats=N, or "
                 "measure on a quiet machine"
             )
         elif rates.ratio < 1:

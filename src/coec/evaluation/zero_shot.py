@@ -4,10 +4,11 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from coec.calibration.tokens import load_tokenizer
 from coec.errors import OptionError
@@ -16,6 +17,7 @@ from coec.evaluation.harness import Progress
 from coec.evaluation.network import check_dtype, load_network
 from coec.models.dense import Dense
 from coec.planning import choose_device, resolve_seq_len
+from coec.settings import check_whole
 
 PAPER_METRICS = {
     "boolq": "acc",
@@ -119,11 +121,12 @@ def zero_shot(
     tasks: str | Sequence[str] = SEVEN,
     *,
     tasks_data: str | Path | None = None,
-    limit: int | None = None,
-    batch_size: int = 8,
-    seq_len: int | None = None,
+    limit: SupportsIndex | None = None,
+    batch_size: SupportsIndex = 8,
+    seq_len: SupportsIndex | None = None,
     device: str = "auto",
     dtype: str | None = None,
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> ZeroShot:
     """Zero-shot accuracy with the task definitions of the installed lm-evaluation-harness.
@@ -138,45 +141,79 @@ def zero_shot(
         batch_size: requests per forward pass.
         seq_len: the most tokens the model is given; None for its maximum.
         dtype: of the forward pass; None as in `Recipe.forward_dtype`.
+        trust_remote_code: lets the model's tokenizer run its own Python code.
         progress: called with ("zero-shot", done, total) requests.
 
     Raises:
         CoecError: with one line that says what to change, before the model is loaded.
     """
-    began = time.perf_counter()
+    with opened(
+        model, tasks, tasks_data=tasks_data, limit=limit, batch_size=batch_size, seq_len=seq_len,
+        device=device, dtype=dtype, trust_remote_code=trust_remote_code, progress=progress,
+    ) as measure:  # fmt: skip
+        return measure()
+
+
+@contextmanager
+def opened(
+    model: str | Path | Dense,
+    tasks: str | Sequence[str] = SEVEN,
+    *,
+    tasks_data: str | Path | None = None,
+    limit: SupportsIndex | None = None,
+    batch_size: SupportsIndex = 8,
+    seq_len: SupportsIndex | None = None,
+    device: str = "auto",
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Iterator[Callable[[], ZeroShot]]:
+    """Reads and checks everything that `zero_shot` needs but the weights; then measures if asked.
+
+    Whoever measures something else on the way, such as perplexity, learns of a task that cannot be
+    used before that, and not after it.
+
+    Raises:
+        CoecError: as `zero_shot`.
+    """
+    items = None if limit is None else check_whole("limit", limit)
+    requests = check_whole("batch_size", batch_size)
+    asked = None if seq_len is None else check_whole("seq_len", seq_len, least=2)
     chosen = choose_device(device)
     check_dtype(dtype)
-    for name, value in (("limit", limit), ("batch_size", batch_size)):
-        if value is not None and value < 1:
-            raise OptionError(f"{name} must be a whole number of at least 1, got {value}")
     dense = Dense.open(model)
-    tokenizer = load_tokenizer(dense.folder)
-    length = resolve_seq_len(seq_len, dense.positions, dense.positions)
+    tokenizer = load_tokenizer(dense.folder, trust_remote_code=trust_remote_code)
+    length = resolve_seq_len(asked, dense.positions, dense.positions)
     names, files = check_tasks(tasks, tasks_data)
-    with harness.quiet(), harness.loaded_tasks(names, files) as loaded:
-        network = load_network(dense, chosen, dtype)
-        lm = harness.language_model(
-            network, tokenizer, batch_size=batch_size, max_length=length, progress=progress
-        )
-        results = _run(lm, loaded, limit)
-        scores = tuple(
-            _score(task, results, limit, _source(task.task_name, files)) for task in loaded
-        )
-    mean, mean_stderr = _mean(scores)
-    return ZeroShot(
-        tasks=scores,
-        mean=mean,
-        mean_stderr=mean_stderr,
-        mean_at_chance=_at_chance(scores),
-        at_chance=tuple(score.task for score in scores if score.at_chance),
-        truncated=lm.truncated,
-        limit=limit,
-        seq_len=length,
-        batch_size=batch_size,
-        parameters=network.num_parameters(),
-        lm_eval=harness.lm_eval_version(),
-        seconds=time.perf_counter() - began,
-    )
+    with harness.quiet(), harness.loaded_tasks(names, files, items) as loaded:
+
+        def measure() -> ZeroShot:
+            began = time.perf_counter()
+            network = load_network(dense, chosen, dtype)
+            lm = harness.language_model(
+                network, tokenizer, batch_size=requests, max_length=length, progress=progress
+            )
+            results = _run(lm, loaded, items)
+            scores = tuple(
+                _score(task, results, items, _source(task.task_name, files)) for task in loaded
+            )
+            mean, mean_stderr = _mean(scores)
+            return ZeroShot(
+                tasks=scores,
+                mean=mean,
+                mean_stderr=mean_stderr,
+                mean_at_chance=_at_chance(scores),
+                at_chance=tuple(score.task for score in scores if score.at_chance),
+                truncated=lm.truncated,
+                limit=items,
+                seq_len=length,
+                batch_size=requests,
+                parameters=network.num_parameters(),
+                lm_eval=harness.lm_eval_version(),
+                seconds=time.perf_counter() - began,
+            )
+
+        yield measure
 
 
 def check_tasks(

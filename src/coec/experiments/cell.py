@@ -156,8 +156,9 @@ def _measured(job: Job) -> dict[str, Any]:
     how = subject.evaluation
     if how.tasks:
         row["zero_shot"] = zero_shot(
-            model, how.tasks, tasks_data=how.tasks_data, limit=how.limit, device=job.device
-        ).as_dict()
+            model, how.tasks, tasks_data=how.tasks_data, limit=how.limit, device=job.device,
+            trust_remote_code=how.trust_remote_code,
+        ).as_dict()  # fmt: skip
     if how.geometry and report:
         _add_geometry(row["sites"], geometry(job.dense.folder, job.folder, device=job.device))
     row.setdefault("parameters", {"before": result.parameters, "after": result.parameters})

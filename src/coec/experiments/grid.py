@@ -8,7 +8,7 @@ import difflib
 import hashlib
 import itertools
 import json
-import tomllib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,12 +16,14 @@ from typing import Any, get_type_hints
 
 from coec.compensation import OPTIONS
 from coec.errors import OptionError
-from coec.recipe import Recipe
+from coec.recipe import APART, Recipe, read_toml
 
 READY = {path.stem: path for path in sorted((Path(__file__).parent / "grids").glob("*.toml"))}
 """The grids that come with the package, by name."""
 
-SETTINGS = OPTIONS | {f.name for f in dataclasses.fields(Recipe)} - {"options"}
+SETTINGS = OPTIONS | {f.name for f in dataclasses.fields(Recipe)} - set(APART)
+MOST_CELLS = 100_000
+"""Of one grid: more would take years."""
 TABLES = ("grids", "models", "evaluate", "variants")
 
 
@@ -33,6 +35,7 @@ class Evaluation:
         text, text_column, seq_len, max_windows: of perplexity, as in `coec.perplexity`.
         tasks, tasks_data, limit: of the zero-shot tasks; none without `tasks`.
         geometry: whether to compare read and write frames with the dense model's.
+        trust_remote_code: as in `coec.perplexity`; no grid can set it, a caller can.
     """
 
     text: str = "wikitext2"
@@ -43,6 +46,7 @@ class Evaluation:
     tasks_data: str | None = None
     limit: int | None = None
     geometry: bool = False
+    trust_remote_code: bool = False
 
     @classmethod
     def of(cls, settings: dict[str, Any], where: str) -> "Evaluation":
@@ -178,6 +182,10 @@ class Grid:
             linked = {k: v for k, v in own.items() if not isinstance(v, list)}
             axes = {k: v for k, v in axes.items() if k not in linked}
             labels = {self.name: variant["label"]} if "label" in variant else {}
+            if (count := math.prod(map(len, axes.values()))) > MOST_CELLS:
+                raise OptionError(
+                    f"grid '{self.name}': {count:.3g} cells are more than {MOST_CELLS:,}; vary less"
+                )
             for values in itertools.product(*axes.values()):
                 settings = self.fixed | defaults | dict(zip(axes, values, strict=True)) | linked
                 try:
@@ -211,7 +219,7 @@ def expand(
     grid = Grid.read(source)
     tables = [*grid.models, *({"path": path} for path in models or [])]
     if not tables:
-        raise OptionError(f"grid '{source}' names no model: add [[models]], or pass --model")
+        raise OptionError(f"grid '{source}' names no model: add [[models]], or pass model=PATH")
     found: dict[str, Cell] = {}
     dense: dict[str, Cell] = {}
     for table in tables:
@@ -228,9 +236,10 @@ def expand(
         names = tuple(dict.fromkeys(name for cell in cells for name in cell.grids))
         dense[subject.label] = Cell(subject, None, names)
         for cell in cells:
-            first = found.get(cell.id, cell)
+            digest = cell.id
+            first = found.get(digest, cell)
             grids = tuple(dict.fromkeys((*first.grids, *cell.grids)))
-            found[cell.id] = replace(first, grids=grids, labels=first.labels | cell.labels)
+            found[digest] = replace(first, grids=grids, labels=first.labels | cell.labels)
     return [*dense.values(), *found.values()]
 
 
@@ -250,7 +259,11 @@ def _subject(
     if not isinstance(own, dict):
         raise OptionError(f"{where}: [evaluate] must be a table, got {own!r}")
     _check_label(table, where)
-    return Subject(table["path"], label, Evaluation.of(grid | own | flags, where)), settings
+    evaluation = Evaluation.of(grid | own | flags, where)
+    for name in APART:
+        if name in grid | own:
+            raise OptionError(f"{where} [evaluate]: no grid can set {name}")
+    return Subject(table["path"], label, evaluation), settings
 
 
 def _check_label(table: dict[str, Any], where: str) -> None:
@@ -279,14 +292,8 @@ def _known(name: str, known: set[str] | frozenset[str], where: str, written: str
 
 
 def _load(source: str) -> dict[str, Any]:
-    path = READY.get(source, Path(source))
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise OptionError(
-            f"no grid '{source}': give a TOML file, or one of {', '.join(READY)}"
-        ) from error
-    except OSError as error:
-        raise OptionError(f"grid '{source}' cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise OptionError(f"grid '{source}' is not valid TOML: {error}") from error
+    return read_toml(
+        READY.get(source, Path(source)),
+        f"grid '{source}'",
+        f"no grid '{source}': give a TOML file, or one of {', '.join(READY)}",
+    )

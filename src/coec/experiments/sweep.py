@@ -177,8 +177,8 @@ class _Workers:
             yield from self._pool.map(run, jobs)
         except BrokenProcessPool as error:
             raise CoecError(
-                "a worker process died, probably for lack of memory: use fewer --jobs; finished "
-                "cells are kept, and the same command goes on with the rest"
+                "a worker process died, probably for lack of memory: use fewer jobs (jobs=N); "
+                "finished cells are kept, and the same command goes on with the rest"
             ) from error
 
 
@@ -205,7 +205,7 @@ def _opened(cells: list[Cell], device: str) -> dict[Subject, _Opened]:
             how = subject.evaluation
             if how.tasks:
                 check_tasks(how.tasks, how.tasks_data)
-                load_tokenizer(dense.folder)
+                load_tokenizer(dense.folder, trust_remote_code=how.trust_remote_code)
             opened[subject] = _Opened(dense, _evaluation_text(subject, dense, device))
         if recipe is None:
             continue
@@ -271,7 +271,7 @@ def _evaluation_text(subject: Subject, dense: Dense, device: str) -> Windows:
         return _sampled(subject, dense, device)
     return evaluation_windows(
         dense, how.text, seq_len=how.seq_len, max_windows=how.max_windows,
-        text_column=how.text_column,
+        text_column=how.text_column, trust_remote_code=how.trust_remote_code,
     )  # fmt: skip
 
 
@@ -279,7 +279,8 @@ def _sampled(subject: Subject, dense: Dense, device: str) -> Windows:
     """Text sampled from the dense model, as by `coec eval --text self`."""
     how = subject.evaluation
     return sample_from_model(
-        load_network(dense, choose_device(device), None), load_tokenizer(dense.folder),
+        load_network(dense, choose_device(device), None),
+        load_tokenizer(dense.folder, trust_remote_code=how.trust_remote_code),
         samples=how.max_windows or SAMPLED, seed=1,
         seq_len=resolve_seq_len(how.seq_len, dense.positions, DEFAULT_SEQ_LEN),
     )  # fmt: skip

@@ -69,6 +69,6 @@ def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     if not torch.isfinite(cast).all():
         raise NumericalError(
             f"the compensated {name} does not fit {dtype}: its largest entry is "
-            f"{float(tensor.abs().max()):.3g}; write with --dtype float32 or bfloat16"
+            f"{float(tensor.abs().max()):.3g}; write with dtype=float32 or dtype=bfloat16"
         )
     return cast

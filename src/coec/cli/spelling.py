@@ -1,0 +1,39 @@
+"""Errors name settings as Python does, `seq_len=64`; the command line spells them as flags.
+
+The package is used from Python too, where nobody can pass a flag. So a message that tells what to
+change writes a keyword argument, and this module, alone, makes `--seq-len 64` of it.
+"""
+
+import re
+
+from coec.settings import NAMES
+
+FLAGS = NAMES | {
+    "baseline", "batch_size", "force", "jobs", "limit", "max_windows", "model", "new_tokens",
+    "prompt_tokens", "repeats", "tasks", "tasks_data", "text", "trust_remote_code", "warmup",
+}  # fmt: skip
+"""Arguments that are a flag of some command."""
+
+ARGUMENT = re.compile(
+    r"(?P<quoted>(?<!\w)'[^']*')"  # a path, or what the user wrote: left as it is
+    r"|(?<![\w.])(?P<name>[a-z][a-z_]*)=(?P<value>\"[^\"]*\"|[\w.:/+-]*[\w/+-])"
+)
+
+
+def spelled(message: str) -> str:
+    """The message with every argument of Python as a flag: `force=True` is `--force`."""
+    return ARGUMENT.sub(_flag, message)
+
+
+def flag_of(name: str) -> str:
+    """The flag of an argument."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _flag(found: re.Match[str]) -> str:
+    name, value = found["name"], found["value"]
+    if name not in FLAGS:
+        return found[0]
+    flag = flag_of(name)
+    value = value.strip('"')
+    return flag if value == "True" else f"{flag} {value}"

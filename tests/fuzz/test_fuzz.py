@@ -1,0 +1,74 @@
+"""Spoiled inputs: a clear one-line error or a right result, and nothing else.
+
+    pytest -m fuzz                      2,000 cases, a few minutes
+    COEC_FUZZ=20000 pytest -m fuzz      more of them
+
+A case is a number. What is wrong with one names it, and how to run it again by itself.
+"""
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("worker.py")
+COUNT = int(os.environ.get("COEC_FUZZ", "2000"))
+PATIENCE = 30.0
+"""Seconds after which a case counts as a hang; the first one waits for imports too."""
+
+
+def cases(first: int, last: int):
+    """What the worker tells of every case; one that hangs or dies is told too, and passed over."""
+    while first < last:
+        command = [sys.executable, str(WORKER), str(first), str(last)]
+        worker = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        heard: queue.Queue[str] = queue.Queue()
+        reader = threading.Thread(target=_listen, args=(worker, heard), daemon=True)
+        reader.start()
+        begun = False
+        while first < last:
+            try:
+                line = heard.get(timeout=PATIENCE if begun else 10 * PATIENCE)
+            except queue.Empty:
+                yield {"case": first, "end": "hang", "wrong": f"no end after {PATIENCE:g} s"}
+                break
+            if not line:
+                yield {"case": first, "end": "death", "wrong": f"exit status {worker.wait()}"}
+                break
+            told = json.loads(line)
+            begun = True
+            if "begin" not in told:
+                yield told
+                first += 1
+        worker.kill()
+        worker.wait()
+        first += 1  # past the one that hung or died
+
+
+def _listen(worker: subprocess.Popen, heard: queue.Queue) -> None:
+    for line in worker.stdout:
+        heard.put(line)
+    heard.put("")
+
+
+@pytest.mark.fuzz
+def test_spoiled_inputs_are_refused_in_one_line_or_give_a_right_result():
+    told = list(cases(0, COUNT))
+    ends = Counter(one["end"] for one in told)
+    wrong = [one for one in told if one["wrong"]]
+    print(dict(ends), file=sys.stderr)
+    listing = "\n".join(
+        f"python tests/fuzz/worker.py {one['case']} {one['case'] + 1}  # {json.dumps(one)}"
+        for one in wrong
+    )
+    assert not wrong, f"{len(wrong)} of {COUNT}; run one again by itself:\n{listing}"
+    assert ends["refused"] > COUNT / 10  # the mutations reach the checks
+    assert ends["right"] > COUNT / 50

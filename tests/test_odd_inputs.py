@@ -1,0 +1,219 @@
+"""What a command line may hold that nobody means: one line on stderr, no traceback, no output."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import coec
+import tiny_models as tm
+from coec.cli import main
+from coec.errors import CalibrationError, CoecError, OptionError
+from coec.recipe import Recipe
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
+
+
+@pytest.fixture
+def place(dense, tmp_path):
+    """A folder with odd things in it, by name."""
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "deep.toml").write_text("a = " + "[" * 50_000)
+    (tmp_path / "digits.toml").write_text("seed = " + "9" * 5000)
+    (tmp_path / "seed.toml").write_text("seed = " + "9" * 100)
+    (tmp_path / "trust.toml").write_text("trust-remote-code = true")
+    (tmp_path / "options.toml").write_text("options = [1]")
+    (tmp_path / "many.toml").write_text(
+        f"samples = {list(range(1, 999))}\nseed = {list(range(999))}"
+    )
+    (tmp_path / "latin.toml").write_bytes(b'selection = "\xff"')
+    (tmp_path / "huge.toml").write_text("# " + "x" * 10_000_001)
+    (tmp_path / "trusting.toml").write_text("[evaluate]\ntrust_remote_code = true")
+    (tmp_path / "surrogate.jsonl").write_text('{"text": "\\udfff"}')
+    np.save(tmp_path / "truth.npy", np.ones((24, 32), dtype=bool))
+    tm.token_file(tmp_path / "tokens.npy")
+    return tmp_path
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, place, dense):
+    """Runs the command in the folder: status, stdout, stderr. DENSE is a model, LONG a name."""
+
+    def call(line):
+        monkeypatch.chdir(place)
+        words = {"DENSE": str(dense), "LONG": "n" * 300, "EMPTY": "", "BYTES": "a\udcff"}
+        monkeypatch.setattr("sys.argv", ["coec", *(words.get(w, w) for w in line.split())])
+        try:
+            main()
+            status = 0
+        except SystemExit as exit_:
+            status = exit_.code
+        return status, *capsys.readouterr()
+
+    return call
+
+
+PRUNE = "prune DENSE out --samples 24 --seq-len 32 --calibration"
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        (f"{PRUNE} LONG", "no text at"),
+        (f"{PRUNE} loop", "no text at"),
+        (f"{PRUNE} folder", "no text at"),
+        (f"{PRUNE} folder.npy", "no token file"),
+        (f"{PRUNE} BYTES", "no text at"),
+        (f"{PRUNE} surrogate.jsonl", "half of a surrogate pair"),
+        (f"{PRUNE} truth.npy", "whole numbers, got bool"),
+        (f"{PRUNE} tokens.npy --seed 18446744073709551616", "seed must be below 2**64"),
+        (f"{PRUNE} tokens.npy --seed -1", "seed must be a whole number of at least 0"),
+        (f"{PRUNE} tokens.npy --device meta", "device 'meta' cannot be used"),
+        (f"{PRUNE} tokens.npy --device xpu", "device 'xpu' cannot be used"),
+        (f"{PRUNE} tokens.npy --device cuda:99", "device 'cuda:99' cannot be used"),
+        (f"{PRUNE} tokens.npy --samples 99999999999999999999999", "--samples 24"),
+        (f"{PRUNE} tokens.npy --sparsity nan", "strictly between 0 and 1"),
+        (f"{PRUNE} tokens.npy --alpha nan", "alpha must be in"),
+        (f"{PRUNE} tokens.npy --lambda-a inf", "lambda_a must be"),
+        (f"{PRUNE} tokens.npy --holdout nan", "holdout is a fraction"),
+        ("prune LONG out", "no model at|cannot be used|File name too long"),
+        ("prune loop out", "no model at|cannot be used"),
+        ("prune file out", "no model at"),
+        ("prune DENSE LONG --calibration tokens.npy --samples 24 --seq-len 32", "name too long"),
+        ("prune DENSE out --config deep.toml", "not valid TOML"),
+        ("prune DENSE out --config digits.toml", "not valid TOML"),
+        ("prune DENSE out --config seed.toml", "seed must be below 2**64"),
+        ("prune DENSE out --config latin.toml", "not valid TOML"),
+        ("prune DENSE out --config huge.toml", "larger than"),
+        ("prune DENSE out --config folder", "cannot be read"),
+        ("prune DENSE out --config loop", "cannot be read"),
+        ("prune DENSE out --config LONG", "cannot be read"),
+        ("prune DENSE out --config file/x.toml", "no configuration file"),
+        ("prune DENSE out --config trust.toml", "'trust_remote_code', which no file"),
+        ("prune DENSE out --config options.toml", "'options', which no file can set"),
+        ("sweep LONG out --model DENSE", "cannot be read"),
+        ("sweep deep.toml out --model DENSE", "not valid TOML"),
+        ("sweep digits.toml out --model DENSE", "not valid TOML"),
+        ("sweep many.toml out --model DENSE --dry-run", "9.97e+05 cells"),
+        ("sweep trust.toml out --model DENSE", "unknown key 'trust-remote-code'"),
+        ("sweep trusting.toml out --model DENSE", "no grid can set trust_remote_code"),
+        ("eval DENSE --text LONG", "no text at"),
+        ("eval DENSE --text tokens.npy --seq-len 32 --max-windows 0", "max_windows must"),
+        ("eval DENSE --text tokens.npy --seq-len 1", "seq_len must be"),
+        ("eval DENSE --text tokens.npy --seq-len 65", "--seq-len 65 is beyond the model's 64"),
+        ("eval DENSE --text self --baseline DENSE --seed 18446744073709551616", "below 2**64"),
+        ("eval DENSE --text self", "give --baseline DENSE"),
+        ("eval DENSE --tasks boolq --limit 0", "limit must be a whole number of at least 1"),
+        ("eval DENSE --tasks boolq --tasks-data LONG", "boolq"),
+        ("report LONG", "LONG|nnn"),
+        ("report file", "file"),
+    ],
+)  # fmt: skip
+def test_one_line_and_status_1(line, match, run, place):
+    before = sorted(os.listdir(place))
+    status, out, err = run(line)
+    assert (status, out) == (1, "")
+    assert err.startswith("coec: ")
+    assert err.count("\n") == 1
+    assert any(part in err for part in match.split("|")), err
+    assert sorted(os.listdir(place)) == before
+
+
+@pytest.mark.parametrize(
+    "line", ["prune EMPTY out", "prune DENSE EMPTY --force", "eval DENSE --text EMPTY"]
+)
+def test_an_empty_argument_is_wrong_usage_and_not_this_folder(line, run):
+    status, out, err = run(line)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "an argument is empty" in err
+
+
+COMMAND = [sys.executable, "-m", "coec"]
+
+
+def test_results_that_cannot_be_written_are_one_line():
+    with open("/dev/full", "w") as full:
+        shown = subprocess.run([*COMMAND, "-h"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert shown.returncode == 1
+    assert shown.stderr == "coec: the output cannot be used: No space left on device\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    shown = subprocess.run([*COMMAND, "-h"], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (shown.returncode, shown.stderr) == (1, "")
+
+
+def test_an_interrupt_at_any_time_of_start_up_is_one_line():
+    command = subprocess.Popen(
+        [*COMMAND, "methods"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(0.5)  # while torch is imported
+    command.send_signal(signal.SIGINT)
+    out, err = command.communicate(timeout=60)
+    assert (command.returncode, out) == (130, "")
+    assert err == "coec: interrupted; nothing half-written is left\n"
+
+
+def test_a_terminal_that_knows_ascii_alone_shows_what_it_can():
+    shown = subprocess.run(
+        [*COMMAND, "prune", "-h"], capture_output=True, text=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+    )  # fmt: skip
+    assert (shown.returncode, shown.stderr) == (0, "")
+
+
+NUMBERS = {
+    "sparsity": np.float32(0.5), "samples": np.int64(24), "seq_len": np.array(32),
+    "seed": np.uint8(3), "alpha": torch.tensor(0.5, dtype=torch.float64), "rounds": np.int16(1),
+}  # fmt: skip
+
+
+def test_settings_may_be_numbers_of_numpy_and_torch(dense, tmp_path):
+    """And token ids an array."""
+    ids = np.load(tm.token_file(tmp_path / "tokens.npy")).astype(np.uint16)
+    report = coec.prune(dense, tmp_path / "out", calibration=ids, **NUMBERS)
+    recipe = report.recipe
+    assert (recipe["sparsity"], recipe["samples"], recipe["seq_len"]) == (0.5, 24, 32)
+    assert (recipe["seed"], recipe["options"]["alpha"], recipe["options"]["rounds"]) == (3, 0.5, 1)
+    X = torch.randn(8, 50, dtype=torch.float64)
+    gram = coec.Gram(X @ X.T, X.sum(dim=1), 50)
+    W = torch.randn(4, 8, dtype=torch.float64)
+    repaired = coec.compensate(W, gram, torch.arange(5), alpha=np.array(0.5), rounds=np.int64(1))
+    assert repaired.diagnostics["rounds"] == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "match"),
+    [
+        ({"samples": np.bool_(True)}, OptionError, "samples must be a whole number"),
+        ({"rounds": np.array(2.5)}, OptionError, "rounds must be a whole number"),
+        ({"calibration": np.ones((2, 2), bool)}, CalibrationError, "whole numbers, got bool"),
+        ({"calibration": "a\0b"}, OptionError, "calibration must be text without NUL"),
+        ({"text_column": ""}, OptionError, "text_column must be text"),
+    ],
+)
+def test_what_no_setting_can_be(settings, error, match):
+    with pytest.raises(CoecError, match=match) as caught:
+        Recipe.of(**settings)
+    assert isinstance(caught.value, error)
+
+
+def test_the_largest_seed_draws_windows_text_and_scores(dense, tmp_path):
+    settings = {"seq_len": 16, "samples": 8, "compensation": "none", "seed": 2**64 - 1}
+    for calibration in (tm.token_file(tmp_path / "tokens.npy"), "self"):
+        out = tmp_path / calibration[-4:]
+        report = coec.prune(dense, out, selection="random", calibration=calibration, **settings)
+        assert report.recipe["seed"] == 2**64 - 1
