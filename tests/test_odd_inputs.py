@@ -212,7 +212,7 @@ def test_what_no_setting_can_be(settings, error, match):
 
 
 def test_the_largest_seed_draws_windows_text_and_scores(dense, tmp_path):
-    settings = {"seq_len": 16, "samples": 8, "compensation": "none", "seed": 2**64 - 1}
+    settings = {"seq_len": 32, "samples": 8, "compensation": "none", "seed": 2**64 - 1}
     for calibration in (tm.token_file(tmp_path / "tokens.npy"), "self"):
         out = tmp_path / calibration[-4:]
         report = coec.prune(dense, out, selection="random", calibration=calibration, **settings)

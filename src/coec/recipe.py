@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import inspect
 import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -249,7 +250,10 @@ def _rehearse(recipe: Recipe) -> None:
     words = tuple(sorted((k, v) for k, v in recipe.options.items() if isinstance(v, str)))
     try:
         if isinstance(recipe.compensation, str) and isinstance(recipe.selection, str):
-            recipe.method(*_problem(range(8)), **recipe.options)
+            W, gram, everything = _problem(range(8))
+            aligned = "value_weight" in inspect.signature(recipe.method).parameters
+            value: dict[str, Any] = {"value_weight": W.T[:, :4]} if aligned else {}
+            recipe.method(W, gram, everything, **value, **recipe.options)
             _rehearsed(recipe.selection, recipe.compensation, words)
         else:
             _run(recipe.score, recipe.compensation, recipe.options)

@@ -150,6 +150,13 @@ OPTIONS = (
         methods=("coec",),
     ),
     Setting(
+        "retraction",
+        ("auto", "polar"),
+        "auto",
+        "Of `gradient`: `auto` (Cayley for square frames, polar for others) or `polar`.",
+        methods=("coec",),
+    ),
+    Setting(
         "delta",
         float,
         7e-4,

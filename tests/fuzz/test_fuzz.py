@@ -1,7 +1,7 @@
 """Spoiled inputs: a clear one-line error or a right result, and nothing else.
 
     pytest -m fuzz                      2,000 cases, a few minutes
-    COEC_FUZZ=20000 pytest -m fuzz      more of them
+    COEC_FUZZ_CASES=20000 pytest -m fuzz      more of them
 
 A case is a number. What is wrong with one names it, and how to run it again by itself.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 WORKER = Path(__file__).with_name("worker.py")
-COUNT = int(os.environ.get("COEC_FUZZ", "2000"))
+COUNT = int(os.environ.get("COEC_FUZZ_CASES", "2000"))
 PATIENCE = 30.0
 """Seconds after which a case counts as a hang; the first one waits for imports too."""
 

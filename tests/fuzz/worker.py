@@ -37,6 +37,7 @@ from coec.experiments.grid import expand
 from coec.experiments.reporting.report import write_report
 from coec.experiments.store import Store
 from coec.recipe import Recipe, read_settings
+from coec.report import KEPT
 
 MEMORY = 12 * 2**30
 """Address space of the worker: what asks for absurd sizes fails, and does not drown the machine."""
@@ -142,7 +143,7 @@ CASES: dict[str, Case] = {
     ),
     "kept set": (
         ("dense", "pruned"),
-        lambda p: [p / "pruned/coec/kept.safetensors", p / "pruned/coec.json"], geometry,
+        lambda p: [p / "pruned" / KEPT, p / "pruned/coec.json"], geometry,
     ),
     "record": (
         ("pruned", "tokens.npy"), lambda p: [p / "pruned/coec.json"],

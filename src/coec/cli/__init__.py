@@ -8,7 +8,10 @@ that an interrupt during any other import is caught here.
 
 import io
 import os
+import signal
 import sys
+import threading
+from types import FrameType
 
 from coec.cli.signals import ENDING, end_tidily
 
@@ -16,19 +19,21 @@ ENDED = tuple(128 + number for number in ENDING)
 """The exit statuses after the other signals that end a run."""
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells and typer have it."""
+STOPPED = "interrupted; nothing half-written is left"
 LOWER = "--samples or --seq-len (of --tasks, --batch-size)"
 
 
 def main() -> None:
     """Runs the command line; errors a user can mend become one line and exit status 1."""
     end_tidily()
+    _end_at_once()
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows ASCII alone
         _run()
         sys.stdout.flush()
     except KeyboardInterrupt:
-        _say("interrupted; nothing half-written is left")
+        _say(STOPPED)
         _leave(INTERRUPTED)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         _leave(1)
@@ -36,6 +41,29 @@ def main() -> None:
         name = "the output" if error.filename is None else f"'{error.filename!s:.200}'"
         _say(f"{name} cannot be used: {error.strerror or error}")
         _leave(1)
+    finally:
+        interruptible()
+
+
+def _end_at_once() -> None:
+    """Until `interruptible`, Ctrl-C ends the process on the spot: nothing has been written.
+
+    An exception would go through the libraries' start-up code in C++, which may abort at it.
+    """
+    main_thread = threading.current_thread() is threading.main_thread()
+    if main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os.write(2, f"coec: {STOPPED}\n".encode())
+    os._exit(INTERRUPTED)
+
+
+def interruptible() -> None:
+    """From now on Ctrl-C is an exception, which lets work undo what it has half done."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _run() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import typer
 from rich.console import Console
 
+from coec.cli import interruptible
 from coec.settings import DTYPE_NAMES
 
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -80,6 +81,7 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
         TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(),
         TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
     )  # fmt: skip
+    interruptible()
     bar = Progress(*columns, console=notes)
     tasks: dict[str, Any] = {}
 

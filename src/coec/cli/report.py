@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
+from coec.cli import interruptible
 from coec.cli.common import Json, argument, results, setting
 
 
@@ -19,6 +20,7 @@ def report_command(
     """Write the tables and figures of a sweep: report.md, report.tex and report.html in OUT."""
     from coec.experiments.reporting.report import write_report
 
+    interruptible()
     written = write_report(out, compare=compare == "paper")
     paths = {path.suffix[1:]: str(path) for path in written.files}
     if as_json:

@@ -117,6 +117,12 @@ def coec(
         "precision": precision,
     }.items():
         _check_range(name, value, 0)
+    aligned = value_weight is not None and lambda_a > 0
+    if slices > 1 and aligned:
+        raise OptionError(
+            "slices = 1 goes with alignment: the penalty is on the frame of the whole matrix, "
+            "which slices do not have; set lambda_a = 0 to rotate slices"
+        )
     # G^0 = I: the data-blind limit, whose best weight is the slice itself.
     if alpha == 0 or kept.everything:
         W_K = kept_columns(weight, kept)
@@ -124,12 +130,7 @@ def coec(
 
     unit = power_of_two(weight)
     anchor = None
-    if value_weight is not None and lambda_a > 0:
-        if slices > 1:
-            raise OptionError(
-                "slices = 1 goes with alignment: the penalty is on the frame of the whole matrix, "
-                "which slices do not have; set lambda_a = 0 to rotate slices"
-            )
+    if aligned and value_weight is not None:
         anchor = Anchor.of(weight / unit, value_weight, kept, lambda_a=lambda_a, r_p=r_p)
     right = RightSolver(solver, parameterization, start, retraction, delta, precision, iterations)
     shrinkage = Shrinkage(rescale, rescale_ridge, kappa)
