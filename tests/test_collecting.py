@@ -47,7 +47,7 @@ def test_pruning_from_saved_statistics_is_the_same_to_the_bit(model, saved, comp
 
 def test_saved_statistics_keep_their_precision_and_their_deviations(model, saved):
     dense = Dense.open(model)
-    for block in Statistics.open(saved).blocks(dense, torch.device("cpu")):
+    for block in saved.blocks(dense, torch.device("cpu")):
         for gram in block.grams.values():
             assert gram.precision == torch.finfo(torch.float32).eps
             loose = Gram(gram.xx, gram.x, gram.tokens)
