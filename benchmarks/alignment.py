@@ -1,6 +1,6 @@
 """What alignment costs: every attention site of the small models, with the penalty and without.
 
-    python -m benchmarks.alignment [--models wt2-llama] [--repeats 5] [--solver joint]
+    python -m benchmarks.alignment [--models wt2-llama] [--widths 512] [--repeats 5]
 
 CPU seconds of one thread for whole compensations, tempering included, the least of several runs in
 turns; steps of the right solve; the objective's two parts where it ended. The baseline of the
@@ -8,12 +8,16 @@ ratios is `lambda_a = 0` in the same run; the source reports +0.5 % at 8 B.
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import coec
 from benchmarks import record
-from benchmarks.instances import SHARED, TEXTS, Instance, sites
+from benchmarks.instances import SHARED, TEXTS, Instance, sites, synthetic
+from benchmarks.operations import Site
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -21,23 +25,33 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--shared", type=Path, default=SHARED)
     parser.add_argument("--models", nargs="*", default=list(TEXTS))
+    parser.add_argument("--widths", nargs="*", type=int, default=[512], help="synthetic sites")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--solver", default="joint")
     chosen = parser.parse_args(arguments)
     print(f"Alignment. {record.header()}\n", flush=True)
-    if not (chosen.shared / "models").is_dir():
-        print(f"skipped: no folder '{chosen.shared}' with models/ and data/\n")
-        return
+    subjects = {f"{width}×{width}": [_synthetic(width)] for width in chosen.widths}
+    if (chosen.shared / "models").is_dir():
+        for model in chosen.models:
+            subjects[model] = [one for one in sites(chosen.shared, model) if one.value is not None]
+    else:
+        print(f"skipped the models: no folder '{chosen.shared}' with models/ and data/\n")
     results = [
-        _model(chosen.shared, model, chosen.repeats, chosen.solver) for model in chosen.models
+        _measure(name, found, chosen.repeats, chosen.solver) for name, found in subjects.items()
     ]
     print(_table(results))
     record.save("alignment", arguments, {"models": results})
 
 
-def _model(shared: Path, model: str, repeats: int, solver: str) -> dict[str, Any]:
+def _synthetic(width: int) -> Instance:
+    """An output projection of that width, three quarters kept, values from heads of 64 columns."""
+    found = synthetic(Site("attention", width, width, 3 * width // 4))
+    heads = torch.randn(3 * width // 4, 64, generator=torch.Generator().manual_seed(1))
+    return replace(found, value=heads.to(found.weight))
+
+
+def _measure(name: str, attention: list[Instance], repeats: int, solver: str) -> dict[str, Any]:
     """Sums over the attention sites of a model."""
-    attention = [one for one in sites(shared, model) if one.value is not None]
     _run(attention[0], solver, aligned=True)  # first calls are nobody's time
     plain, aligned = ({"steps": 0, "seconds": 0.0, "error": 0.0} for _ in range(2))
     penalties = []
@@ -53,7 +67,7 @@ def _model(shared: Path, model: str, repeats: int, solver: str) -> dict[str, Any
             total["error"] += found["error_after"] / len(attention)
             if with_penalty:
                 penalties.append((found["alignment_before"], found["alignment_after"]))
-    return {"model": model, "sites": len(attention), "solver": solver, "plain": plain,
+    return {"model": name, "sites": len(attention), "solver": solver, "plain": plain,
             "aligned": aligned, "penalties": penalties}  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import torch
 QUICK: dict[str, list[str]] = {
     "right_solve": ["--shapes", "192x404", "--limit", "20", "20"],
     "whole_matrix": ["--synthetic", "128x256"],
-    "alignment": ["--models", "stories260K", "--repeats", "1"],
+    "alignment": ["--models", "stories260K", "--widths", "128", "--repeats", "1"],
     "growth": ["--sizes", "100", "200", "400"],
     "end_to_end": ["--layers", "1", "--models", "wt2-llama"],
     "cuda": ["--models", "Llama-3.1-8B", "--rounds", "2"],
