@@ -102,7 +102,7 @@ OPTIONS = (
         "rotation",
         ("two-sided", "left", "right", "better"),
         "two-sided",
-        "Which side turns; `better` runs left and right alone and keeps the lower error.",
+        "Which side turns; `better` runs left and right alone and keeps what ends lower.",
         methods=("coec",),
     ),
     Setting(

@@ -149,9 +149,18 @@ def test_alignment_hardly_costs_steps():
 
 def test_an_error_that_alignment_raises_above_rcpu_is_said():
     W, gram, kept, value = attention(seed=1)
-    said = "tempering and alignment left the relative error above RCPU's"
+    said = "the relative error lies above RCPU's"
     bare = coec.compensate(W, gram, kept, method="rcpu").diagnostics["error_after"]
     for weight in (1.0, 1e6):
         found = coec.compensate(W, gram, kept, value_weight=value, lambda_a=weight, r_p=3)
         assert (said in found.diagnostics["events"]) == (weight > 1)
         assert (found.diagnostics["error_after"] > bare) == (weight > 1)
+
+
+def test_a_wide_writer_and_a_vanishing_weight_are_left_out_of_the_preconditioner():
+    """Its core has r_p² columns; with a penalty of nothing there is nothing to know."""
+    W, gram, kept = case(48, 64, 48)
+    value = problems.weight(48, 40, 70)
+    wide = coec.compensate(W, gram, kept, value_weight=value, r_p=40, iterations=20, rounds=2)
+    assert wide.diagnostics["alignment_after"] < wide.diagnostics["alignment_before"]
+    coec.compensate(W, gram, kept, value_weight=value, lambda_a=1e-322, iterations=5, rounds=1)

@@ -221,6 +221,8 @@ def test_float32_survives_extreme_sizes(method, size, scale):
         ({"rescale": "uniform", "kappa": 2.0}, "kappa has no effect with rescale = uniform"),
         ({"lambda_a": 0.0, "r_p": 8}, "r_p has no effect with lambda_a = 0"),
         ({"rotation": "left", "start": "procrustes"}, "start has no effect with rotation = left"),
+        ({"rounds": 0, "iterations": 5}, "iterations has no effect with rounds = 0"),
+        ({"alpha": 0.0, "kappa": 3.0}, "kappa has no effect with alpha = 0"),
     ],
 )
 def test_an_option_without_effect_is_refused(options, why):
@@ -244,3 +246,17 @@ def test_square_frames_take_the_polar_retraction_where_asked():
     wide = case(5, 12, 9)
     both = [coec.compensate(*wide, retraction=r, **options).weight for r in ("auto", "polar")]
     assert torch.equal(*both)
+
+
+def test_slices_that_end_above_rcpu_of_the_whole_are_said():
+    W, gram, kept = case(24, 32, 22)
+    result = coec.compensate(W, gram, kept, alpha=1.0, rotation="left", slices=24)
+    bare = coec.compensate(W, gram, kept, method="rcpu")
+    assert result.diagnostics["error_after"] > bare.diagnostics["error_after"]
+    assert "the relative error lies above RCPU's" in result.diagnostics["events"]
+
+
+def test_a_weight_that_overflows_is_refused():
+    W, gram, kept = case()
+    with pytest.raises(NumericalError, match="overflows"):
+        coec.compensate(W / W.abs().max() * 1.5e308, gram, kept, method="least-squares", ridge=0.0)

@@ -222,3 +222,19 @@ def test_the_documented_grid_is_one(tmp_path):
     assert {cell.recipe.samples for cell in cells if cell.recipe} == {64}
     assert cells[0].subject.evaluation.text == "other.txt"
     assert cells[0].subject.evaluation.limit == 100
+
+
+def test_what_a_grid_says_for_all_is_dropped_where_nothing_hears_it(tmp_path):
+    path = tmp_path / "g.toml"
+    path.write_text('lambda_a = [0.0, 50.0]\nr_p = 8\nsolver = ["joint", "gradient"]\ndelta = 1e-3')
+    options = [cell.recipe.options for cell in expand(str(path), models=["m"])[1:]]
+    assert [("r_p" in o, "delta" in o) for o in options] == [
+        (False, False), (False, True), (True, False), (True, True),
+    ]  # fmt: skip
+
+
+def test_what_a_variant_says_itself_must_be_heard(tmp_path):
+    path = tmp_path / "g.toml"
+    path.write_text("[[variants]]\nlambda_a = 0.0\nr_p = 8")
+    with pytest.raises(OptionError, match="r_p has no effect with lambda_a = 0"):
+        expand(str(path), models=["m"])

@@ -102,13 +102,20 @@ def check_options(method: str | Callable[..., Compensation], options: dict[str, 
         if get_origin(expected) is Literal and value not in get_args(expected):
             choices = ", ".join(get_args(expected))
             raise OptionError(f"{option} must be one of {choices}, got {value!r}")
-    defaults = {option: parameter.default for option, parameter in known.items()}
-    idle = getattr(resolve(method) if isinstance(method, str) else method, "idle", None)
-    for option, why in idle(defaults | options).items() if idle else ():
-        if option in options and options[option] != defaults[option]:
-            raise OptionError(
-                f"{option} has no effect with {why}: leave it out, or change the other"
-            )
+    for option, why in idle_options(method, options).items():
+        raise OptionError(f"{option} has no effect with {why}: leave it out, or change the other")
+
+
+def idle_options(
+    method: str | Callable[..., Compensation], options: dict[str, Any]
+) -> dict[str, str]:
+    """Those of the options that differ from their default to no effect, each with the reason."""
+    function = resolve(method) if isinstance(method, str) else method
+    if not hasattr(function, "idle"):
+        return {}
+    defaults = {option: parameter.default for option, parameter in options_of(function).items()}
+    found: dict[str, str] = function.idle(defaults | options)
+    return {o: why for o, why in found.items() if o in options and options[o] != defaults[o]}
 
 
 def compensate(
@@ -183,7 +190,10 @@ def compensate(
     bias = None if result.bias is None else result.bias * own * inputs
     if bias is not None and not torch.isfinite(bias).all():
         raise NumericalError("the bias overflows: solve in float64")
-    return Compensation(result.weight * own, bias, diagnostics)
+    W = result.weight * own
+    if not torch.isfinite(W).all():
+        raise NumericalError("the compensated weight overflows: solve in float64")
+    return Compensation(W, bias, diagnostics)
 
 
 def _moderate(
@@ -225,4 +235,4 @@ def relative_errors(
     if result.bias is not None and yy > 0:
         residual = weight @ gram.x - result.weight @ gram.x[kept.kept]
         after += float(result.bias @ (gram.tokens * result.bias - 2 * residual)) / yy
-    return before, after
+    return before, max(after, 0.0)  # below 0 by rounding alone

@@ -74,7 +74,7 @@ def coec(
         value_weight: the pruned value projection as the consumer sees it (one row per kept
             column); switches the alignment penalty on. None for an MLP.
         alpha: Gram tempering exponent in [0, 1]; 1 is off, 0 returns the slice.
-        rotation: which side turns; `better` runs left and right alone and keeps the lower error.
+        rotation: which side turns; `better` runs left and right alone and keeps what ends lower.
         parameterization: `stiefel` turns the b×k frame, `full` the whole of O(k).
         start: of every right solve: where the frame is, or the one-sided Procrustes solution.
         slices: contiguous groups of output rows, each compensated on its own.
@@ -97,8 +97,8 @@ def coec(
         The weight; diagnostics hold the error after every round, λ, iterations and the reasons
         for stopping. Where the descent ends above RCPU (one left rotation and one scale, under the
         same objective) or above the slice, or is not finite, the better of those two is returned
-        and an event says so. An event also says where tempering or alignment have traded away so
-        much that the untempered error lies above RCPU's.
+        and an event says so. An event also says where tempering, alignment or slices have traded
+        away so much that the untempered error of the whole lies above RCPU's.
 
     Raises:
         OptionError: an option is out of its range, or slices are to be aligned.
@@ -146,7 +146,7 @@ def coec(
         summaries.append(summary)
     del target
     W = torch.cat(parts)
-    if alpha < 1 or anchor is not None:
+    if alpha < 1 or anchor is not None or slices > 1:
         _compare_with_rcpu(W, weight, gram, kept)
     diagnostics = summaries[0] if len(summaries) == 1 else {"slices": summaries}
     return Compensation(W, diagnostics=diagnostics)
@@ -154,6 +154,8 @@ def coec(
 
 def _idle(options: dict[str, Any]) -> dict[str, str]:
     """Options that have no effect beside the others, and why."""
+    if options["alpha"] == 0:
+        return dict.fromkeys(options.keys() - {"alpha"}, "alpha = 0")
     found: dict[str, str] = {}
     if options["lambda_a"] == 0:
         found["r_p"] = "lambda_a = 0"
@@ -165,9 +167,19 @@ def _idle(options: dict[str, Any]) -> dict[str, str]:
         found["precision"] = "solver = gradient"
     else:
         found |= dict.fromkeys(("delta", "retraction"), f"solver = {options['solver']}")
+    right = [
+        "solver",
+        "parameterization",
+        "start",
+        "retraction",
+        "delta",
+        "precision",
+        "iterations",
+    ]
     if options["rotation"] == "left":
-        right = "solver parameterization start retraction delta precision iterations"
-        found |= dict.fromkeys(right.split(), "rotation = left")
+        found |= dict.fromkeys(right, "rotation = left")
+    if options["rounds"] == 0:
+        found |= dict.fromkeys([*right, "tol"], "rounds = 0")
     return found
 
 
@@ -231,7 +243,7 @@ def _compare_with_rcpu(
     with recording():
         other = problem.error(rcpu(weight, gram, kept).weight)
     if own > other * (1 + RISE) + rounding(W.dtype):
-        record("tempering and alignment left the relative error above RCPU's")
+        record("the relative error lies above RCPU's")
 
 
 def _summary(result: Descended, *, anchored: bool) -> dict[str, Any]:

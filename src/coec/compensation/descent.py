@@ -233,7 +233,9 @@ class Descent:
                 record(f"a round was abandoned: {failure}")
                 return replace(done, reason="round abandoned")
             rose = _rose(state.objective, new.objective, new.frame.s.dtype)
-            if rose and not (anchor and self._faithful):
+            if rose and anchor and self._faithful:
+                record("a round raised the objective: other rows lead, and are aligned")
+            elif rose:
                 record("a round raised the objective and was taken back")
                 return replace(done, right=done.right + tuple(solves), reason="objective rose")
             done = done.then(new, solves)

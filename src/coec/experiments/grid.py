@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from coec.compensation import OPTIONS
+from coec.compensation import OPTIONS, idle_options
 from coec.errors import OptionError
 from coec.recipe import APART, Recipe, read_toml
 
@@ -189,10 +189,21 @@ class Grid:
             for values in itertools.product(*axes.values()):
                 settings = self.fixed | defaults | dict(zip(axes, values, strict=True)) | linked
                 try:
-                    recipe = Recipe.of(**settings)
+                    recipe = Recipe.of(**_heard(settings, linked))
                 except OptionError as error:
                     raise OptionError(f"grid '{self.name}': {error}") from error
                 yield Cell(subject, recipe, (self.name,), labels)
+
+
+def _heard(settings: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The settings without what a grid says for all its cells and has no effect in this one.
+
+    `lambda_a = [0.0, 50.0]` with `r_p = 8` is such a grid. What a variant says itself (`own`) is
+    kept, and refused by the recipe if nothing hears it.
+    """
+    options = {name: value for name, value in settings.items() if name in OPTIONS}
+    idle = idle_options(settings.get("compensation", Recipe.compensation), options)
+    return {k: v for k, v in settings.items() if k not in idle or k in own}
 
 
 _TOML = {list: "list", dict: "table"}

@@ -9,6 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from coec.events import record
+
+STIFF = 32
+"""Writers wider than this are left out of the preconditioner: its core would cost r⁶ a step."""
+
 
 @dataclass(frozen=True, eq=False)
 class Alignment:
@@ -25,6 +30,11 @@ class Alignment:
     target: Float[Tensor, "r r"]
     rows: Int[Tensor, " r_p"]
     weight: float
+
+    @property
+    def stiff(self) -> bool:
+        """Whether the preconditioner is to know the penalty's curvature."""
+        return 0 < self.writer.shape[1] <= STIFF and self._stiffness > 0
 
     def penalty(self, R: Float[Tensor, "b k"]) -> float:
         """`𝒜(R)`, without the weight."""
@@ -107,7 +117,8 @@ def _absorbed(
     scale = unit[upper]
     core.mul_(torch.outer(scale, scale)).diagonal().add_(1 / stiffness)
     L, info = torch.linalg.cholesky_ex(core)
-    if int(info) != 0:  # rounding made it indefinite: the step does without
+    if int(info) != 0:
+        record("rounding hid the alignment's curvature from a step of the right solve")
         return torch.zeros_like
     inverse = torch.cholesky_inverse(L)[pair][:, pair]
     # J and Jᵀ on all r² entries of XᵀD: those on the diagonal count twice.

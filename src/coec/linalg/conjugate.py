@@ -130,7 +130,7 @@ def _divided(
     local: RightProblem, R: Float[Tensor, "b k"], inverse: Float[Tensor, "b k"]
 ) -> Callable[[Tensor], Tensor]:
     """`X → (H + ε)⁻¹ X`, in place, H with the curvature of the alignment penalty."""
-    if local.alignment is None:
+    if local.alignment is None or not local.alignment.stiff:
         return lambda X: X.mul_(inverse)
     return local.alignment.divided(R, inverse)
 

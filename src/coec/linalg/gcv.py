@@ -79,9 +79,18 @@ def rescale(
     out = prior.clone()
     out[informative] = banded
     if leading is not None:
-        # The weights of what shrinking minimises, so that its objective does not rise here either.
+        # The weights of what shrinking minimises: without the band the objective cannot rise here.
         out = led(out, energy.clamp_min(rounding_level(energy)) + relative * median, leading)
+        if _objective(out, response, energy) > _objective(prior, response, energy):
+            record("keeping the lead would have raised the error: one scale for all modes instead")
+            out = prior
     return Rescaled(out, scale, relative, int((banded != shrunk).sum()))
+
+
+def _objective(
+    s: Float[Tensor, " b"], response: Float[Tensor, " b"], energy: Float[Tensor, " b"]
+) -> float:
+    return float((s.square() * energy).sum() - 2 * (s * response).sum())
 
 
 def global_scale(

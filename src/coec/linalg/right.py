@@ -115,7 +115,9 @@ class JointProblem:
         Omega = g @ R.T
         softness = self._softness(R, t)
         turn = (0.5 * (Omega - Omega.T)).mul_(softness)
-        return turn if self.alignment is None else self.alignment.resisted(R, softness, turn)
+        if self.alignment is None or not self.alignment.stiff:
+            return turn
+        return self.alignment.resisted(R, softness, turn)
 
     def _softness(self, R: Float[Tensor, "b k"], t: float) -> Float[Tensor, "b b"]:
         """What to add to the inverse curvature of every plane (i, j) of modes, as U follows R.
