@@ -1,5 +1,6 @@
 """The problems that are timed: sites of a trained model, and synthetic ones of any size."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,12 @@ from coec.types import Gram, KeptSet
 ALPHA = 0.9
 SHARED = Path("../shared")
 TRAINED = "wt2-llama"
+TEXTS = {
+    "wt2-llama": "wikitext-2/valid.raw.txt",
+    "babyllama-1M": "tinystories/train.txt",
+    "stories260K": "tinystories/train.txt",
+}
+"""The small trained models, and what each is calibrated on."""
 GRAM_DECAY = 1.0
 WEIGHT_DECAY = 0.5
 
@@ -29,12 +36,15 @@ class Instance:
         weight: `W₀`, m×d.
         gram: statistics, not tempered.
         kept: which columns stay.
+        value: the pruned value projection's rows, one per kept column, at attention sites; only
+            `benchmarks.alignment` aligns with it.
     """
 
     name: str
     weight: Tensor
     gram: Gram
     kept: KeptSet
+    value: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -77,34 +87,46 @@ def of_right_shape(b: int, k: int, *, seed: int = 0) -> Instance:
 
 
 def trained(shared: Path, site: str, *, block: int = 2, sparsity: float = 0.3) -> Instance:
-    """A site (`mlp` or `attention`) of the small Llama trained on WikiText-2, with its real Gram.
+    """A site (`mlp` or `attention`) of the small Llama trained on WikiText-2; see `sites`."""
+    found = (
+        one for one in sites(shared, sparsity=sparsity) if one.name.endswith(f"{block} {site}")
+    )
+    return next(found)
 
-    Statistics of 64 windows of 256 tokens of the validation text; selection `rcpu`; no alignment
-    penalty at attention.
+
+def sites(shared: Path, model: str = TRAINED, *, sparsity: float = 0.3) -> Iterator[Instance]:
+    """Every site of a trained model that loses units, with its real Gram, block by block.
+
+    Statistics of 64 windows of 256 tokens of the model's own calibration text; selection `rcpu`.
     """
     from coec.calibration.stream import DenseStream
     from coec.calibration.tokens import load_tokenizer, read_stream, sample_windows
-    from coec.models.architectures import SITES
+    from coec.models.architectures import ATTENTION, SITES
     from coec.models.dense import Dense
+    from coec.models.surgery import value_rows
     from coec.planning import Plan
     from coec.recipe import Recipe
     from coec.selection import keep_highest, unit_scores
 
-    folder = shared / "models" / TRAINED
+    folder = shared / "models" / model
     checkpoint = Dense.open(folder)
     plan = Plan.of(checkpoint, Recipe.of(sparsity=sparsity))
-    text = str(shared / "data" / "wikitext-2" / "valid.raw.txt")
+    text = str(shared / "data" / TEXTS[model])
     stream = read_stream(text, lambda: load_tokenizer(folder), split="train")
     windows = sample_windows(stream, samples=64, seq_len=256, seed=0, vocabulary=plan.vocabulary)
     dense = DenseStream(checkpoint, windows.ids, device=torch.device("cpu"), dtype=torch.float32)
-    chosen = next(s for s in SITES if s.name == site)
-    found = next(b for b in dense.blocks() if b.index == block)
-    gram = found.grams[site]
-    weight = found.tensors[f"{chosen.consumer}.weight"].to(gram.xx)
-    scores = unit_scores(plan.recipe.score(weight, gram), plan.dense.units(chosen))
-    units = keep_highest(scores, plan.pruned.units(chosen))
-    columns = units.columns(plan.dense.columns_per_unit(chosen))
-    return Instance(f"{TRAINED} block {block} {site}", weight, gram, columns)
+    for block in dense.blocks():
+        for site in SITES:
+            gram = block.grams[site.name]
+            weight = block.tensors[f"{site.consumer}.weight"].to(gram.xx)
+            scores = unit_scores(plan.recipe.score(weight, gram), plan.dense.units(site))
+            units = keep_highest(scores, plan.pruned.units(site))
+            columns = units.columns(plan.dense.columns_per_unit(site))
+            value = None
+            if site is ATTENTION:
+                value = value_rows(block.tensors, plan.dense, units).to(gram.xx)
+            name = f"{model} block {block.index} {site.name}"
+            yield Instance(name, weight, gram, columns, value)
 
 
 def right_solve(instance: Instance) -> tuple[RightProblem, Tensor]:
