@@ -209,10 +209,18 @@ def with_nan(tensors, counts):
     tensors["fit.mlp.xx"][0, 0] = float("nan")
 
 
+def with_nan_deviations(tensors, counts):
+    tensors["fit.mlp.centred"][0] = float("nan")
+
+
+def with_absurd_precision(tensors, counts):
+    counts["fit.mlp.precision"] = "nan"
+
+
 @pytest.mark.parametrize(
     "change",
     [without_tokens, with_words_for_counts, with_no_tokens, of_another_size, without_the_held_out,
-     with_nan],
+     with_nan, with_nan_deviations, with_absurd_precision],
 )  # fmt: skip
 def test_damaged_sums_are_one_line(change, damaged):
     def spoil(folder):

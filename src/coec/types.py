@@ -84,7 +84,8 @@ class Gram:
 
     def check_finite(self) -> None:
         """Raises NumericalError naming the first channel whose statistics are NaN or infinite."""
-        bad = ~(torch.isfinite(self.xx).all(dim=1) & torch.isfinite(self.x))
+        finite = torch.isfinite(self.xx).all(dim=1) & torch.isfinite(self.x)
+        bad = ~(finite & torch.isfinite(self.x if self.centred is None else self.centred))
         if bad.any():
             raise NumericalError(
                 f"calibration statistics hold NaN or Inf in {int(bad.sum())} of {len(bad)} "

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import coec
+import sweep_rows as sr
 import tiny_models as tm
 from coec.cli import main
-from coec.errors import CoecError, ModelError, OutputError
+from coec.errors import CoecError, ModelError, OutputError, ResultsError
 from coec.experiments import cell as cell_module
 from coec.experiments import sweep as module
 from coec.experiments.grid import expand
@@ -288,6 +289,40 @@ def test_a_number_that_is_not_finite_is_a_failure_that_names_it(place, monkeypat
     assert set(summary.reasons.values()) == {"perplexity.kl is not finite: nan"}
 
 
+@pytest.mark.parametrize("value", [1e305, "x", -1.0])
+def test_a_row_that_nobody_could_read_is_a_failure_that_names_the_field(
+    value, place, monkeypatch, tmp_path
+):
+    original = cell_module.perplexity
+
+    def wild(*arguments, **options):
+        return replace(original(*arguments, **options), perplexity=value)
+
+    monkeypatch.setattr(cell_module, "perplexity", wild)
+    summary = sweep(expand(str(place / "grid.toml"))[:1], tmp_path / "out")
+    (reason,) = summary.reasons.values()
+    assert reason == f"perplexity.perplexity must be a number of at least 1, got {value!r}"
+
+
+def test_a_reason_is_text_that_a_row_can_hold():
+    assert (
+        cell_module.reason(ValueError("\x1b[31mred\x1b[0m\n \udcff"))
+        == "ValueError: ?[31mred?[0m ?"
+    )
+
+
+def test_a_label_that_no_row_can_hold_is_refused_before_any_work(place, tmp_path):
+    grid = (
+        (place / "grid.toml")
+        .read_text()
+        .replace("[[variants]]", '[[variants]]\nlabel = "a\\u0001"')
+    )
+    (tmp_path / "odd.toml").write_text(grid)
+    with pytest.raises(ResultsError, match=r"labels.odd must be text without control .*'a\\x01'"):
+        sweep(expand(str(tmp_path / "odd.toml")), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_that_cannot_be_made_is_one_line(place, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be written"):
@@ -371,8 +406,8 @@ def test_two_sweeps_into_one_folder(place, tmp_path):
 
 
 def test_a_damaged_line_is_not_thrown_away(place, tmp_path):
-    (tmp_path / RESULTS).write_text('{"cell": "a"}\nnonsense\n{"cell": "b"}\n')
-    with pytest.raises(OutputError, match="line 2, is no row of a sweep"):
+    sr.write(tmp_path, [sr.row()], f"nonsense\n{json.dumps(sr.row(samples=8))}\n")
+    with pytest.raises(ResultsError, match="line 2 is not JSON"):
         sweep(expand(str(place / "grid.toml")), tmp_path)
     assert "nonsense" in (tmp_path / RESULTS).read_text()
 

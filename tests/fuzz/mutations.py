@@ -124,11 +124,12 @@ def in_header(content: bytes, draw: Random) -> bytes:
 def in_values(content: bytes, draw: Random) -> bytes:
     """Weights that are NaN, infinite, huge or 0 in places; the file is whole."""
     (length,) = struct.unpack("<Q", content[:8])
-    body = bytearray(content[8 + length :])
+    header, body = content[8 : 8 + length], bytearray(content[8 + length :])
+    code, size = ("<d", 8) if b'"F64"' in header else ("<f", 4)
     value = draw.choice((float("nan"), float("inf"), 3e38, 1e-42, 0.0, -1.0))
     for _ in range(draw.choice((1, 50))):
-        place = 4 * draw.randrange(max(1, len(body) // 4))
-        body[place : place + 4] = struct.pack("<f", value)
+        place = size * draw.randrange(max(1, len(body) // size))
+        body[place : place + size] = struct.pack(code, value)
     return content[: 8 + length] + bytes(body)
 
 

@@ -42,6 +42,8 @@ from coec.report import KEPT
 MEMORY = 12 * 2**30
 """Address space of the worker: what asks for absurd sizes fails, and does not drown the machine."""
 SMALL = {"samples": 8, "seq_len": 16, "compensation": "none"}
+USES_ALL = {"selection": "flap", "compensation": "least-squares"}
+"""Methods that need variances, second moments, means and the precision of the sums."""
 
 
 def originals(root: Path) -> None:
@@ -139,7 +141,7 @@ CASES: dict[str, Case] = {
     "statistics": (
         ("dense", "tokens.npy", "statistics"),
         lambda p: sorted((p / "statistics").iterdir()),
-        lambda p: pruned(p, p / "dense", statistics=p / "statistics"),
+        lambda p: pruned(p, p / "dense", statistics=p / "statistics", **USES_ALL),
     ),
     "kept set": (
         ("dense", "pruned"),

@@ -1,5 +1,6 @@
 """One cell: prune, measure, and put the account into one row."""
 
+import json
 import math
 import shutil
 import signal
@@ -23,6 +24,7 @@ from coec.evaluation.perplexity import perplexity
 from coec.evaluation.zero_shot import zero_shot
 from coec.experiments.grid import Cell
 from coec.experiments.memory import peak, reset_peak
+from coec.experiments.rows import CONTROL, checked
 from coec.models.dense import Dense
 from coec.planning import choose_device
 from coec.pruning import prune
@@ -77,6 +79,7 @@ def run(job: Job) -> dict[str, Any]:
             raise CoecError(job.error)
         measured = _measured(job)
         _check_finite(measured)
+        checked(json.loads(json.dumps(row | measured)))  # else nobody could read the file
         row |= measured
     except Exception as error:  # libraries raise what they like, and the other cells go on
         row |= {"status": "failed", "error": reason(error)}
@@ -92,7 +95,8 @@ def run(job: Job) -> dict[str, Any]:
 def reason(error: Exception) -> str:
     """An error in one line; of errors that are not our own also the kind."""
     kind = "" if isinstance(error, CoecError) else type(error).__name__
-    return ": ".join(part for part in (kind, " ".join(str(error).split())) if part)
+    words = CONTROL.sub("?", " ".join(str(error).split()))
+    return ": ".join(part for part in (kind, words) if part)
 
 
 def _check_finite(value: Any, place: str = "") -> None:

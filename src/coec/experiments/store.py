@@ -10,8 +10,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from coec.errors import OutputError
-
-RESULTS = "results.jsonl"
+from coec.experiments.rows import RESULTS, Lines, read_lines
 
 
 class Store:
@@ -26,17 +25,26 @@ class Store:
         """Reads what is there.
 
         Raises:
-            OutputError: a line other than an unfinished last one is no row.
+            ResultsError: a line other than an unfinished last one is no row.
         """
         self.path = folder / RESULTS
-        self.rows, self._whole, self.torn = _read(self.path)
+        self._read()
+
+    def _read(self) -> Lines:
+        lines = read_lines(self.path)
+        self.rows: dict[str, dict[str, Any]] = {row["cell"]: row for row in lines.records}
+        self.torn = lines.torn
+        return lines
 
     @contextmanager
     def writing(self) -> Iterator["Store"]:
         """Holds the folder for this process, and cuts an unfinished last line off.
 
+        A whole last line that lacks its newline gets it.
+
         Raises:
             OutputError: another process writes there, or nobody can.
+            ResultsError: as when the store was made.
         """
         lock = FileLock(self.path.with_name(".lock"))
         try:
@@ -50,10 +58,12 @@ class Store:
         except OSError as error:
             raise self._unwritable(error) from error
         try:
-            self.rows, self._whole, self.torn = _read(self.path)
-            if self.torn:
+            lines = self._read()
+            if lines.torn or lines.unended:
                 with self.path.open("r+b") as file:
-                    file.truncate(self._whole)
+                    file.truncate(lines.whole)
+                    file.seek(lines.whole)
+                    file.write(b"\n" if lines.unended else b"")
             yield self
         finally:
             lock.release()
@@ -75,19 +85,3 @@ class Store:
         return OutputError(
             f"'{self.path.parent}' cannot be written ({why}): make room or give another folder"
         )
-
-
-def _read(path: Path) -> tuple[dict[str, dict[str, Any]], int, bool]:
-    """The rows, how many bytes are whole lines, and whether more follows them."""
-    content = path.read_bytes() if path.is_file() else b""
-    whole = content.rfind(b"\n") + 1
-    rows: dict[str, dict[str, Any]] = {}
-    for number, line in enumerate(content[:whole].split(b"\n")[:-1], 1):
-        try:
-            row = json.loads(line)
-            rows[row["cell"]] = row
-        except (ValueError, KeyError, TypeError) as error:
-            raise OutputError(
-                f"'{path}', line {number}, is no row of a sweep: move the file away, or mend it"
-            ) from error
-    return rows, whole, whole < len(content)

@@ -27,6 +27,7 @@ from coec.evaluation.perplexity import DEFAULT_SEQ_LEN, evaluation_windows
 from coec.evaluation.zero_shot import check_tasks
 from coec.experiments.cell import Job, head, quieten, reason, run
 from coec.experiments.grid import Cell, Subject
+from coec.experiments.rows import NO_REASON, checked
 from coec.experiments.store import Store
 from coec.models.dense import Dense
 from coec.models.output import remove_leftovers
@@ -98,6 +99,8 @@ def sweep(
     if out.exists() and not out.is_dir():
         raise OutputError(f"'{out}' is a file: give a folder")
     cells = [_on(cell, chosen) for cell in cells]
+    for cell in cells:
+        checked(head(cell))
     subjects = _opened(cells, chosen)
     identities = _identities(cells, subjects)
     with Store(out).writing() as store, _Workers(jobs) as workers:
@@ -384,5 +387,7 @@ def _clear_leftovers(out: Path) -> None:
 
 def _summary(out: Path, cells: list[Cell], store: Store, ran: int) -> Summary:
     rows = [store.rows[cell.id] for cell in cells]
-    reasons = {row["cell"]: row["error"] for row in rows if row["status"] == "failed"}
+    reasons = {
+        row["cell"]: row.get("error") or NO_REASON for row in rows if row["status"] == "failed"
+    }
     return Summary(out, len(rows) - len(reasons), len(reasons), ran, reasons, store.torn)

@@ -13,7 +13,8 @@ def fitted(samples, compensation, fit, held, value=9.0, seed=0, **options):
     return sr.row(
         grids=["overfitting"], compensation=compensation, samples=samples, holdout=0.2,
         seed=seed, options=options, perplexity=sr.perplexity(value),
-        sites=[{"site": "mlp", "error_after": fit, "holdout_after": held, "holdout_before": 1.0}],
+        sites=[{"site": "mlp", "block": 0, "error_after": fit, "holdout_after": held,
+                "holdout_before": 1.0}],
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ def ridged(rule, ridge, value, rotation="left", **changes):
 
 @pytest.fixture
 def rows(tmp_path):
-    chosen = [{"site": "mlp", "gcv_lambda": value} for value in (0.1, 0.8, 0.9)]
+    chosen = [{"site": "mlp", "block": 0, "gcv_lambda": value} for value in (0.1, 0.8, 0.9)]
     made = [
         ridged("gcv", 1.0, 9.1, sites=chosen),
         ridged("fixed", 0.0, 9.5), ridged("fixed", 10.0, 9.3), ridged("fixed", 1.0, 9.0),

@@ -153,7 +153,7 @@ def test_a_mean_over_more_than_seeds_says_over_what(tmp_path):
 
 def test_modules_that_ran_into_the_cap_are_counted(tmp_path):
     def capped(rounds, solver, *taken):
-        sites = [{"site": "mlp", "rounds": n} for n in taken]
+        sites = [{"site": "mlp", "block": 0, "rounds": n} for n in taken]
         return sr.row(grids=["rounds"], options={"rounds": rounds, "solver": solver}, sites=sites)
 
     rows = [

@@ -21,6 +21,7 @@ from coec.experiments.reporting.tables import (
     models_of,
     percent,
     title_of,
+    value_text,
 )
 
 NATIVE = {"wanda-sp": "none", "flap": "bias", "rcpu": "rcpu"}
@@ -83,7 +84,9 @@ def in_order(row: Row) -> tuple[tuple[int, str], tuple[int, str]]:
 def places(rows: Sequence[Row]) -> Places:
     """Rows by selection and compensation, in the order of the paper's tables, then by model."""
     ordered = sorted(rows, key=in_order)
-    by_method = grouped(ordered, lambda r: (r.setting("selection"), r.setting("compensation")))
+    by_method = grouped(
+        ordered, lambda r: (value_text(r.setting("selection")), str(r.setting("compensation")))
+    )
     return {method: grouped(found, lambda r: r.model) for method, found in by_method.items()}
 
 

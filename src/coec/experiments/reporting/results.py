@@ -1,24 +1,16 @@
-"""What a sweep wrote: one JSON object per line, read back as rows."""
+"""What a sweep wrote, as the report reads it."""
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from coec.errors import ResultsError
-from coec.experiments.store import RESULTS
+from coec.experiments.rows import RESULTS, read_lines
 
 Status = Literal["done", "failed"]
 Metric = Literal["perplexity", "zero_shot"]
-_KINDS: dict[str, type] = {
-    "cell": str, "model": str, "settings": dict, "grids": list, "labels": dict, "error": str,
-    "perplexity": dict, "zero_shot": dict, "parameters": dict, "sites": list, "overlap": dict,
-    "calibration": dict, "cost": dict, "seconds": dict, "peak_memory_bytes": int,
-    "environment": dict,
-}  # fmt: skip
-_REQUIRED = ("cell", "model", "settings")
 
 
 @dataclass(frozen=True)
@@ -117,59 +109,21 @@ def read_results(folder: Path) -> Results:
         raise ResultsError(
             f"no {RESULTS} in {folder}: OUT must be the folder that a sweep wrote to"
         )
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    torn = lines[-1] != "" and not _is_json(lines[-1])
-    kept = lines[:-1] if torn else lines
+    lines = read_lines(path)
     rows: dict[str, Row] = {}
-    for index, line in enumerate(kept, start=1):
-        if line.strip():
-            row = _row(line, f"{path}, line {index}")
-            earlier = rows.get(row.cell)
-            rows[row.cell] = row if earlier is None else _replaced(earlier, row)
+    for read in lines.rows:
+        row = _row(read)
+        earlier = rows.get(row.cell)
+        rows[row.cell] = row if earlier is None else _replaced(earlier, row)
     if not rows:
         raise ResultsError(f"{path} holds no finished cell: run the sweep first")
-    notes = (f"The last line of {RESULTS} was cut short and is left out.",) if torn else ()
+    notes = (f"The last line of {RESULTS} was cut short and is left out.",) if lines.torn else ()
     return Results(tuple(rows.values()), notes)
 
 
-def _is_json(line: str) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
-
-
-def _row(line: str, where: str) -> Row:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ResultsError(
-            f"{where} is not JSON ({error}): remove the line and run the sweep again"
-        ) from None
-    if not isinstance(record, dict):
-        raise ResultsError(f"{where} must be a JSON object, got {type(record).__name__}")
-    if record.get("status") not in get_args(Status):
-        raise ResultsError(
-            f"{where}: status must be one of {', '.join(get_args(Status))}, "
-            f"got {record.get('status')!r}"
-        )
-    given: dict[str, Any] = {
-        name: record.get(name) for name in _KINDS if record.get(name) is not None
-    }
-    for name in _REQUIRED:
-        if name not in given:
-            raise ResultsError(f"{where} has no {name}: every row names its {name}")
-    for name, value in given.items():
-        if not isinstance(value, _KINDS[name]):
-            raise ResultsError(
-                f"{where}: {name} must be a {_KINDS[name].__name__}, got {type(value).__name__}"
-            )
-    if number(given["settings"].get("sparsity")) is None:
-        raise ResultsError(f"{where}: settings must hold a sparsity, a number of at least 0")
-    for name in ("grids", "sites"):
-        given[name] = tuple(given.get(name, ()))
-    return Row(status=record["status"], **given)
+def _row(read: Mapping[str, Any]) -> Row:
+    given = {one.name: read[one.name] for one in fields(Row) if one.name in read}
+    return Row(**given | {name: tuple(given.get(name, ())) for name in ("grids", "sites")})
 
 
 def _replaced(earlier: Row, row: Row) -> Row:

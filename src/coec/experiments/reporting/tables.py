@@ -9,6 +9,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from coec.experiments.reporting.results import Metric, Row
+from coec.experiments.rows import NO_REASON
 
 ABSENT = "–"
 SHOWN: dict[Metric, tuple[str, int, str]] = {
@@ -152,7 +153,7 @@ def measurement(rows: Sequence[Row], metric: Metric, notes: Footnotes) -> Cell:
     """
     for row in rows:
         if row.status == "failed":
-            reason = row.error or "no reason recorded"
+            reason = row.error or NO_REASON
             return Cell("failed", mark=notes.mark(f"{row.model}, {method_name(row)}: {reason}"))
     value = mean_of(row.measured(metric) for row in rows)
     if value is not None and len(rows) > 1:

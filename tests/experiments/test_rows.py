@@ -1,0 +1,160 @@
+"""What counts as a row of results.jsonl, for the sweep that goes on and for the report."""
+
+import json
+import random
+from copy import deepcopy
+
+import pytest
+
+import sweep_rows as sr
+from coec.errors import ResultsError
+from coec.experiments.reporting.report import write_report
+from coec.experiments.reporting.results import read_results
+from coec.experiments.rows import RESULTS, read_lines
+from coec.experiments.store import Store
+
+READERS = pytest.mark.parametrize("reader", [Store, read_results])
+
+
+def measured() -> dict:
+    """A row with everything in it, which a test may change."""
+    place = ("wt2-llama", 0.3, "rcpu", "coec")
+    row = sr.measured(*place, random.Random(0), grids=["main"], labels={"main": "hot"})
+    return deepcopy(row)
+
+
+def changed(place: str, value) -> dict:
+    """That row with another value at a place like `sites.0.rounds`."""
+    row = holder = measured()
+    *path, last = [int(name) if name.isdigit() else name for name in place.split(".")]
+    for name in path:
+        holder = holder[name]
+    holder[last] = value
+    return row
+
+
+WRONG = [
+    ("cell", 7, "cell must be text without control characters, got 7"),
+    ("status", "odd", "status must be 'done' or 'failed', got 'odd'"),
+    ("model", "a\0b", r"model must be text without control characters, got 'a\x00b'"),
+    ("model", "\ud800", "model must be text"),
+    ("error", ["no"], "error must be text without control characters, got ['no']"),
+    ("grids", "main", "grids must be a list, got 'main'"),
+    ("grids.0", 3, "grids[0] must be text without control characters, got 3"),
+    ("labels", [], "labels must be a JSON object, got []"),
+    ("labels.main", 1, "labels.main must be text"),
+    ("labels", {"a\nb": "c"}, r"a name in labels must be text without control characters"),
+    ("settings", None, "a row must be an object with 'settings', got ['cell'"),
+    ("settings.sparsity", "x", "settings.sparsity must be a number from 0 to 1, got 'x'"),
+    ("settings.sparsity", 1e30, "settings.sparsity must be a number from 0 to 1, got 1e+30"),
+    ("settings.seed", [1], "settings.seed must be a whole number of at least 0, got [1]"),
+    ("settings.of_mine", {}, "settings.of_mine must be a number, text, true or false, got {}"),
+    ("settings.options", 3, "settings.options must be a JSON object, got 3"),
+    ("settings.options.alpha", "x", "settings.options.alpha must be a finite number, got 'x'"),
+    ("perplexity", 5.0, "perplexity must be a JSON object, got 5.0"),
+    ("perplexity.perplexity", -3.0, "perplexity.perplexity must be a number of at least 1"),
+    ("perplexity.perplexity", 1e308, "perplexity.perplexity must be a number of at least 1"),
+    ("perplexity.text_sha256", 1, "perplexity.text_sha256 must be text"),
+    ("zero_shot.tasks.rte", "x", "zero_shot.tasks.rte must be a JSON object, got 'x'"),
+    ("zero_shot.tasks.rte.items", "x", "zero_shot.tasks.rte.items must be a whole number"),
+    ("zero_shot.at_chance", True, "zero_shot.at_chance must be a list, got True"),
+    ("parameters.after", 1.5, "parameters.after must be a whole number of at least 0, got 1.5"),
+    ("cost.peak_memory_bytes", 10**400, "cost.peak_memory_bytes must be a whole number"),
+    ("sites", {}, "sites must be a list, got {}"),
+    ("sites.1", None, "sites[1] must be a JSON object, got None"),
+    ("sites.1.block", None, "sites[1] must be an object with 'block', got ['module'"),
+    ("sites.1.rounds", "9", "sites[1].rounds must be a whole number of at least 0, got '9'"),
+    ("sites.1.errors_per_round.0", None, "sites[1].errors_per_round[0] must be a finite number"),
+    ("sites.1.events", [{}], "sites[1].events[0] must be text"),
+    ("sites.1.geometry", "x", "sites[1].geometry must be a JSON object, got 'x'"),
+    ("overlap.flagged", 1, "overlap.flagged must be true or false, got 1"),
+    ("calibration.windows", float("nan"), "calibration.windows must be a whole number"),
+    ("seconds.pruning", float("inf"), "seconds.pruning must be a finite number, got inf"),
+    ("environment.coec", 0.1, "environment.coec must be text"),
+    ("identity", {"model": 3}, "identity.model must be text"),
+]
+
+
+@pytest.mark.parametrize(("place", "value", "message"), WRONG, ids=[w[0] for w in WRONG])
+def test_a_field_of_another_kind_is_an_error_that_names_line_and_field(
+    place, value, message, tmp_path
+):
+    folder = sr.write(tmp_path, [sr.row(), changed(place, value)])
+    with pytest.raises(ResultsError) as caught:
+        read_lines(folder / RESULTS)
+    said = str(caught.value)
+    assert said.startswith(f"{folder / RESULTS}, line 2: {message}")
+    assert said.endswith(": mend the line, or remove it and run the sweep again")
+    assert "\n" not in said
+
+
+@READERS
+def test_sweep_and_report_refuse_the_same(reader, tmp_path):
+    folder = sr.write(tmp_path, [changed("sites.1.rounds", "9")])
+    with pytest.raises(ResultsError, match=r"line 1: sites\[1\]\.rounds must be a whole number"):
+        reader(folder)
+
+
+@READERS
+@pytest.mark.parametrize("line", ["[" * 3000, "[" * 3000 + "]" * 3000, "{torn", "\ufeff{}"])
+def test_what_is_no_json_is_an_error_of_one_line(reader, line, tmp_path):
+    (tmp_path / RESULTS).write_text(f"{line}\n", encoding="utf-8")
+    with pytest.raises(ResultsError, match="line 1 is not JSON .*: mend the line") as caught:
+        reader(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_no_text_are_an_error(tmp_path):
+    (tmp_path / RESULTS).write_bytes(
+        json.dumps(measured()).encode().replace(b"rcpu", b"\xff") + b"\n"
+    )
+    with pytest.raises(ResultsError, match="line 1 is not JSON .*codec can't decode"):
+        read_lines(tmp_path / RESULTS)
+
+
+def test_a_whole_row_is_read_as_it_is(tmp_path):
+    row = measured() | {"of another version": [1, {}]}
+    lines = read_lines(sr.write(tmp_path, [row]) / RESULTS)
+    assert lines.records == [row]
+    assert lines.rows[0]["sites"][0]["error_after"] == row["sites"][0]["error_after"]
+    assert "of another version" not in lines.rows[0]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "labels.main", "perplexity.text_sha256", "zero_shot.tasks", "zero_shot.at_chance",
+        "zero_shot.tasks.rte", "parameters.after", "cost.weight_bytes", "sites.1.rounds",
+        "sites.1.errors_per_round", "sites.1.geometry", "calibration.windows_sha256",
+        "seconds.pruning", "environment.coec", "settings.options", "settings.selection",
+        "settings.samples", "settings.seed", "settings.options.rounds", "error", "overlap.share",
+    ],
+)  # fmt: skip
+def test_a_field_that_is_null_is_as_one_that_is_not_there(place, tmp_path, monkeypatch):
+    monkeypatch.setattr("coec.experiments.reporting.report.html", lambda document: "")  # slow
+    for grid in ("main", "rounds", "rescale-ridge", "ablation"):
+        row = changed(place, None) | {"grids": [grid]}
+        write_report(sr.write(tmp_path / grid, [row, sr.dense(), row | {"cell": "another"}]))
+
+
+def test_settings_that_are_null_are_kept(tmp_path):
+    """No holdout is a value of its own: it varies beside a holdout of 0.2."""
+    (row,) = read_results(sr.write(tmp_path, [sr.row()])).rows
+    assert row.settings["holdout"] is None
+    assert "holdout" in row.settings
+
+
+def test_a_whole_last_line_without_its_newline_gets_it(tmp_path):
+    sr.write(tmp_path, [sr.row()], json.dumps(sr.row(samples=8)))
+    with Store(tmp_path).writing() as store:
+        assert (len(store.rows), store.torn) == (2, False)
+        store.append(sr.row(samples=9))
+    assert len(read_results(tmp_path).rows) == 3
+
+
+def test_a_torn_last_line_is_cut_off(tmp_path):
+    sr.write(tmp_path, [sr.row()], '{"cell": "a')
+    with Store(tmp_path).writing() as store:
+        assert (len(store.rows), store.torn) == (1, True)
+        store.append(sr.row(samples=9))
+    assert len(read_results(tmp_path).rows) == 2
