@@ -101,9 +101,13 @@ def non_increasing(values: Sequence[float], eps: float = EPS["float64"]) -> bool
 
 
 def falling(rows: Iterable[Row], name: str) -> tuple[int, int]:
-    """How many modules' curves never rise, and how many there are."""
+    """How many modules' curves never rise, and how many there are.
+
+    Objectives count from the second value on: the first is the slice's, on rows of its own.
+    """
+    first = 1 if name == "objectives_per_round" else 0
     fell = [
-        non_increasing(values, EPS.get(row.setting("solve_dtype"), EPS["float64"]))
+        non_increasing(values[first:], EPS.get(row.setting("solve_dtype"), EPS["float64"]))
         for row in rows
         for values in curves([row], name)
     ]
