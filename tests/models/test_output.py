@@ -179,6 +179,27 @@ def test_a_folder_of_that_name_that_is_not_ours_is_left_alone(tmp_path):
     assert listing(tmp_path) == ["out.partial", "out.partial/thesis.tex"]
 
 
+@pytest.mark.parametrize("name", ["new", "old"])
+def test_a_folder_named_like_ours_is_not_emptied_without_our_lock(name, tmp_path):
+    mine = tmp_path / f"out.partial/{name}/thesis.tex"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(OutputError, match=f"holds '{name}'"), new_folder(tmp_path / "out"):
+        raise AssertionError("work had begun")
+    with pytest.raises(OutputError, match=f"holds '{name}'"):
+        remove_leftovers(tmp_path)
+    assert mine.read_text() == "mine"
+
+
+def test_a_link_to_a_place_of_another_name_is_not_ours(tmp_path):
+    (tmp_path / "precious/new").mkdir(parents=True)
+    (tmp_path / "precious" / LOCK).write_text("")
+    (tmp_path / "out.partial").symlink_to(tmp_path / "precious")
+    with pytest.raises(OutputError, match="is a link"), new_folder(tmp_path / "out"):
+        raise AssertionError("work had begun")
+    assert listing(tmp_path / "precious") == [LOCK, "new"]
+
+
 def test_a_place_that_may_not_be_written_is_an_error_of_the_output(tmp_path, monkeypatch):
     def denied(*args, **kwargs):
         raise PermissionError(13, "Permission denied")
