@@ -300,17 +300,27 @@ def hold_out(windows: Windows, fraction: float, seed: int) -> tuple[Tensor, Tens
     Raises:
         CalibrationError: the fraction leaves no window on one of the two sides.
     """
-    if fraction == 0:
-        return windows.ids, None
     n = len(windows.ids)
+    held = held_out(n, fraction)
+    if held == 0:
+        return windows.ids, None
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    return windows.ids[order[held:].sort().values], windows.ids[order[:held].sort().values]
+
+
+def held_out(n: int, fraction: float) -> int:
+    """How many of `n` windows are held out.
+
+    Raises:
+        CalibrationError: the fraction leaves no window on one of the two sides.
+    """
     held = round(fraction * n)
-    if not 0 < held < n:
+    if fraction and not 0 < held < n:
         raise CalibrationError(
             f"holdout={fraction:g} of {n} windows leaves {held} held out and {n - held} to fit "
             "on: both need at least one; take more windows (samples=N)"
         )
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-    return windows.ids[order[held:].sort().values], windows.ids[order[:held].sort().values]
+    return held
 
 
 def _windows(stream: Stream, rows: Int[Tensor, "n length"]) -> Windows:
