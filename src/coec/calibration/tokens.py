@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from coec.calibration.ids import token_ids
 from coec.calibration.sources import Split, is_file, one_line, read_parts
 from coec.errors import CalibrationError, ModelError
-from coec.models.carried import TOKENIZER_FILES
+from coec.models.carried import TOKENIZER_FILES, tokenizer_classes
 
 TOKEN_SUFFIXES = (".npy", ".safetensors")
 WHOLE = 12_000_000
@@ -104,7 +104,8 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
     Raises:
         ModelError: the folder has none, it cannot be read, or it needs its own code.
     """
-    if not any(is_file(folder / name) for name in TOKENIZER_FILES):
+    found = any(is_file(folder / name) for name in TOKENIZER_FILES)
+    if not found and not tokenizer_classes(folder):  # only own code reads files of other names
         raise ModelError(
             f"'{folder}' has no tokenizer ({', '.join(TOKENIZER_FILES)}): copy the tokenizer "
             "files there, or give token ids (.npy, .safetensors) instead of text"
