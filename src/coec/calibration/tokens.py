@@ -27,6 +27,8 @@ PIECE = 1_000_000
 """About how many characters of a longer text are tokenised at once: 0.2 GB of memory."""
 PROBE = "The cat sat on 3 mats.\n\nIt isn't far: naïve «数» x == y  # end"
 """Tokenizers that read this alike, from one vocabulary, are taken for one."""
+ANCHOR = "\n"
+"""What stands before a later piece while it is tokenised."""
 CUTS = ("\n\n", "\n", " ")
 CHOICE = 9
 """A long text is read until it has so many times the tokens that the sampled windows take.
@@ -195,15 +197,41 @@ def read_stream(
         ids = encoded(encode, beginning)
         advance("tokenising", len(beginning), len(beginning))
         return Stream(ids, source, sha256, special, len(beginning))
-    pieces: list[Tensor] = []
-    characters = tokens = 0
+    start, end = _ends(encode)
+    pieces, ending = [start], [end]
+    characters, tokens = 0, len(start)
     for piece in _pieces(itertools.chain([beginning], parts)):
-        pieces.append(encoded(encode, piece, special=not pieces))
+        first = characters == 0
+        pieces.append(encoded(encode, piece, special=False) if first else _later(encode, piece))
         characters, tokens = characters + len(piece), tokens + len(pieces[-1])
         advance("tokenising", min(tokens, needed or tokens), needed or tokens)
         if needed is not None and tokens >= needed:
+            special, ending = len(start), []  # the text goes on
             break
+    pieces += ending
     return Stream(torch.cat(pieces), source, sha256, special, characters, in_pieces=True)
+
+
+def _ends(tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
+    """The special tokens before a text, and those after it."""
+    whole, plain = (encoded(tokenizer, PROBE, special=special) for special in (True, False))
+    for start in range(len(whole) - len(plain) + 1):
+        if torch.equal(whole[start : start + len(plain)], plain):
+            return whole[:start], whole[start + len(plain) :]
+    return whole[:0], whole[:0]
+
+
+def _later(tokenizer: PreTrainedTokenizerBase, piece: str) -> Tensor:
+    """The tokens of a piece in the middle of a text.
+
+    Some tokenizers put a space before whatever they are given: it is put before a line end here,
+    whose tokens are taken off again.
+    """
+    mark = encoded(tokenizer, ANCHOR, special=False)
+    ids = encoded(tokenizer, ANCHOR + piece, special=False)
+    if torch.equal(ids[: len(mark)], mark):
+        return ids[len(mark) :]
+    return encoded(tokenizer, piece, special=False)
 
 
 def _beginning(parts: Iterator[str]) -> str:
