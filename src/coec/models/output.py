@@ -6,6 +6,7 @@ run of the same OUT removes.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -16,10 +17,13 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from coec.errors import OutputError
+from coec.events import record
 from coec.models.carried import foreign_entry
 
 LOCK, NEW, OLD = "coec.lock", "new", "old"
 """What `OUT.partial/` holds: the lock, what is being written, and what it is about to replace."""
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""What file systems without locks answer, those of some networks among them."""
 
 
 def check_output(out: Path, model: Path, force: bool) -> None:
@@ -125,7 +129,7 @@ def _lock(partial: Path, out: Path) -> int:
         except FileNotFoundError:
             continue  # whoever held it has just removed it
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _flock(descriptor, partial)
             if os.path.samestat(os.fstat(descriptor), os.stat(partial / LOCK)):
                 return descriptor
         except BlockingIOError:
@@ -136,6 +140,19 @@ def _lock(partial: Path, out: Path) -> int:
         except FileNotFoundError:
             pass
         os.close(descriptor)
+
+
+def _flock(descriptor: int, partial: Path) -> None:
+    """Raises BlockingIOError where another run has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        record(
+            f"the file system of '{partial}' has no locks ({error.strerror}): nothing kept another "
+            "run from writing the same output"
+        )
 
 
 def _strange(partial: Path) -> str | None:
