@@ -174,9 +174,11 @@ def _with_both_ropes(config: dict[str, Any]) -> dict[str, Any]:
         ModelError: the two forms name different frequencies, so that releases would disagree.
     """
     new = config.get("rope_parameters")
-    if not isinstance(new, dict) or not new:
-        return config
     old, theta = config.get("rope_scaling"), config.get("rope_theta")
+    if not isinstance(new, dict) or not new or not isinstance(old, dict | None):
+        return config  # there is nothing to complete, or transformers refuses it
+    if any(isinstance(value, dict) for value in new.values()):
+        return config  # one for each kind of layer: the old form has no words for that
     if theta is None:
         theta = new.get("rope_theta")
     if new.get("rope_theta", theta) != theta:
@@ -185,7 +187,7 @@ def _with_both_ropes(config: dict[str, Any]) -> dict[str, Any]:
             f"{new['rope_theta']}: releases of transformers read one or the other; mend it"
         )
     scaling = _scaling(new)
-    if isinstance(old, dict) and old:
+    if old:
         if _scaling(old) != scaling or old.get("rope_theta", theta) != theta:
             raise ModelError(
                 f"rope_scaling in {CONFIG} is {old}, its rope_parameters {new}: releases of "
