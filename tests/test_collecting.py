@@ -11,6 +11,7 @@ import coec
 import tiny_models as tm
 from coec.calibration.statistics import Statistics
 from coec.calibration.tokens import Stream, hold_out, sample_windows
+from coec.collecting import source_digest
 from coec.errors import CalibrationError, CoecError, OptionError, OutputError
 from coec.models.dense import Dense
 from coec.types import Gram
@@ -52,6 +53,17 @@ def test_saved_statistics_keep_their_precision_and_their_deviations(model, saved
             assert gram.precision == torch.finfo(torch.float32).eps
             loose = Gram(gram.xx, gram.x, gram.tokens)
             torch.testing.assert_close(gram.variance, loose.variance, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["self", "c4", "wikitext2", "hub:a/b"])
+def test_a_file_named_like_a_data_set_is_not_what_is_read(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if name == "c4":
+        (tmp_path / name).mkdir()
+    elif ":" not in name:
+        (tmp_path / name).write_text("mine")
+    assert source_digest(name) == name
+    assert source_digest(tmp_path / "absent") == str(tmp_path / "absent")
 
 
 def test_held_out_windows_are_a_fraction_drawn_under_the_seed():

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from coec.calibration.ids import token_ids
 from coec.calibration.self_text import sample_from_model
+from coec.calibration.sources import is_named
 from coec.calibration.statistics import Statistics
 from coec.calibration.stream import Block, DenseStream
 from coec.calibration.tokens import (
@@ -19,6 +20,7 @@ from coec.calibration.tokens import (
     Stream,
     Windows,
     digest,
+    held_out,
     hold_out,
     is_token_file,
     load_tokenizer,
@@ -148,6 +150,9 @@ def source_digest(source: str | Path | Tensor | np.ndarray) -> str:
     """
     if not isinstance(source, str | Path):
         return digest(token_ids(source))
+    name = str(source)
+    if source == "self" or (is_named(name) and not is_token_file(name)):
+        return name  # also where a file of that name lies here: it is not what is read
     path = Path(source)
     try:
         with path.open("rb") as file:
@@ -164,28 +169,55 @@ def calibration_source(
     """Checks the calibration text now, and returns a function that makes the windows."""
     seq_len = resolve_seq_len(recipe.seq_len, dense.positions, DEFAULT_SEQ_LEN)
     sizes = {"samples": recipe.samples, "seq_len": seq_len, "seed": recipe.seed}
-
-    def tokenizer_from() -> PreTrainedTokenizerBase:
-        return load_tokenizer(dense.folder, trust_remote_code=recipe.trust_remote_code)
-
     if recipe.calibration == "self" and isinstance(recipe.calibration, str):
-        tokenizer = tokenizer_from()
+        tokenizer = load_tokenizer(dense.folder, trust_remote_code=recipe.trust_remote_code)
         return lambda device, dtype, progress: sample_from_model(
             dense.network(device, dtype), tokenizer, **sizes, progress=progress
         )
-    if isinstance(recipe.calibration, Tensor):
-        stream = Stream(recipe.calibration, "tensor", "")
-    else:
-        source = str(recipe.calibration)
-        if not is_token_file(source):
-            tokenizer_from()
-        stream = read_stream(
-            source,
-            tokenizer_from,
-            split="train",
-            text_column=recipe.text_column,
-            needed=CHOICE * recipe.samples * seq_len,
-            progress=progress,
-        )
+    stream = _stream(recipe, dense, CHOICE * recipe.samples * seq_len, progress)
     windows = sample_windows(stream, **sizes, vocabulary=dense.vocabulary)
     return lambda device, dtype, progress: windows
+
+
+def check_calibrations(recipes: list[Recipe], dense: Dense) -> None:
+    """Checks one calibration text for all recipes that name it; it is tokenised once.
+
+    Raises:
+        CoecError: it cannot be read, or is too short for one of them.
+    """
+    wanted = {
+        (r.samples, resolve_seq_len(r.seq_len, dense.positions, DEFAULT_SEQ_LEN), r.holdout): r
+        for r in recipes
+    }
+    for samples, _, holdout in wanted:
+        held_out(samples, holdout)
+    if isinstance(recipes[0].calibration, str) and recipes[0].calibration == "self":
+        calibration_source(recipes[0], dense)
+        return
+    most = max(samples * seq_len for samples, seq_len, _ in wanted)
+    stream = _stream(recipes[0], dense, CHOICE * most, None)
+    for (samples, seq_len, _), recipe in wanted.items():
+        sample_windows(
+            stream, samples=samples, seq_len=seq_len, seed=recipe.seed, vocabulary=dense.vocabulary
+        )
+
+
+def _stream(recipe: Recipe, dense: Dense, needed: int, progress: Progress | None) -> Stream:
+    """Tokens of the calibration text, `needed` of a long one."""
+    if isinstance(recipe.calibration, Tensor):
+        return Stream(recipe.calibration, "tensor", "")
+
+    def tokenizer() -> PreTrainedTokenizerBase:
+        return load_tokenizer(dense.folder, trust_remote_code=recipe.trust_remote_code)
+
+    source = str(recipe.calibration)
+    if not is_token_file(source):
+        tokenizer()
+    return read_stream(
+        source,
+        tokenizer,
+        split="train",
+        text_column=recipe.text_column,
+        needed=needed,
+        progress=progress,
+    )

@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, processors
 
 import tiny_models as tm
 from coec.calibration import sources
@@ -23,6 +24,7 @@ from coec.calibration.tokens import (
     sample_windows,
 )
 from coec.errors import CalibrationError, ModelError
+from coec.models.carried import carry_files
 
 
 @pytest.fixture(scope="module")
@@ -288,6 +290,33 @@ def test_a_text_is_tokenised_whole_up_to_a_length(length, pieces, tokenizer, tmp
 
 
 @pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("kind", ["prefix", "ends"])
+def test_pieces_make_the_tokens_of_the_whole_text(kind, request, tmp_path):
+    """Of a tokenizer that puts a space before any text, and of one that adds a start and an end."""
+    if kind == "prefix":
+        folder = request.getfixturevalue("shared") / "models/stories260K"
+        folder = tm.readable(folder, tmp_path / "model")
+    else:
+        folder = tmp_path
+        tm.write_tokenizer(folder)
+        fast = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        fast.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+        )
+        fast.save(str(folder / "tokenizer.json"))
+    encode = load_tokenizer(folder)
+    text = "Once upon a time there was a cat.\n" * 60
+    (tmp_path / "a.txt").write_text(text)
+    stream = read(tmp_path / "a.txt", encode)
+    assert stream.in_pieces
+    assert stream.ids.tolist() == encode(text)["input_ids"]
+    assert stream.special_tokens == (1 if kind == "prefix" else 2)
+    part = read(tmp_path / "a.txt", encode, needed=100)
+    assert part.ids.tolist() == stream.ids.tolist()[: part.ids.numel()]
+    assert part.special_tokens == 1
+
+
+@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("name", ["t.txt", "t.jsonl", "t.parquet"])
 def test_a_long_text_is_read_no_further_than_needed(name, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "PART", 300)
@@ -356,3 +385,10 @@ def test_code_that_comes_with_a_tokenizer_runs_only_if_trusted(tmp_path, monkeyp
     assert not mark.exists()
     load_tokenizer(folder, trust_remote_code=True)
     assert mark.read_text() == "ran"
+    out = tmp_path / "out"
+    out.mkdir()
+    carry_files(folder, out)
+    assert type(load_tokenizer(out, trust_remote_code=True)).__name__ == "Odd"
+    (folder / "tokenizer.json").rename(folder / "odd.vocab")
+    with pytest.raises(ModelError, match="runs Python code of its own"):
+        load_tokenizer(folder)

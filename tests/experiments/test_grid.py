@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from coec.cli.sweep import READY as NAMED_IN_HELP
 from coec.compensation import COMPENSATIONS
 from coec.errors import OptionError
 from coec.experiments.grid import READY, Evaluation, expand
@@ -46,6 +47,7 @@ def test_every_ready_grid_is_tested():
         "main", "ablation", "calibration-size", "seeds", "alpha", "lambda-a", "delta",
         "overfitting", "rounds", "rescale-ridge",
     }  # fmt: skip
+    assert tuple(READY) == NAMED_IN_HELP
 
 
 def test_the_ablation_names_its_rows():

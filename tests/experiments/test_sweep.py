@@ -9,12 +9,14 @@ import sys
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 import coec
 import sweep_rows as sr
 import tiny_models as tm
+from coec import collecting
 from coec.cli import main
 from coec.errors import CoecError, ModelError, OutputError, ResultsError
 from coec.experiments import cell as cell_module
@@ -40,8 +42,6 @@ IDS = torch.randint(2, tm.VOCABULARY, (400,), generator=torch.Generator().manual
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A folder with a model, token files, and a grid of eight cells in two calibrations."""
-    import numpy as np
-
     root = tmp_path_factory.mktemp("sweep")
     tm.save(tm.tiny("llama", torch.float32), root / "tiny")
     np.save(root / "train.npy", IDS[:250].numpy())
@@ -376,16 +376,43 @@ def test_a_model_with_nan_logits_fails_with_the_reason(place, tmp_path):
     assert all("is not finite" in reason for reason in summary.reasons.values())
 
 
-def test_too_little_text_for_one_calibration_fails_only_its_cells(place, tmp_path):
-    text = (place / "grid.toml").read_text().replace("samples = 6", "samples = [6, 60]")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [("samples = [6, 60]", "too little calibration text"),
+     ("samples = 6\nholdout = [0.2, 0.01]", "leaves 0 held out")],
+)  # fmt: skip
+def test_a_text_is_checked_for_every_cell_before_any_work(
+    change, reason, place, tmp_path, monkeypatch
+):
+    text = (place / "grid.toml").read_text().replace("samples = 6", change)
     (tmp_path / "g.toml").write_text(text)
+    reads, original = [], collecting.read_stream
+    monkeypatch.setattr(
+        collecting, "read_stream", lambda *a, **k: reads.append(1) or original(*a, **k)
+    )
+    with pytest.raises(CoecError, match=reason):
+        sweep(expand(str(tmp_path / "g.toml")), tmp_path / "out")
+    assert len(reads) <= 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_text_that_changes_during_the_sweep_fails_its_cells(place, tmp_path, monkeypatch):
+    """A row would name the text that was there at the start."""
+    text = shutil.copyfile(place / "train.npy", tmp_path / "train.npy")
     cells = [
-        cell for cell in expand(str(tmp_path / "g.toml"))
-        if cell.recipe is None or (cell.recipe.compensation, cell.recipe.seed) == ("none", 0)
-    ]  # fmt: skip
+        replace(cell, recipe=replace(cell.recipe, calibration=str(text)))
+        for cell in cells_of(place)[1:2]
+    ]
+    original = module.collect
+
+    def late(*arguments, **options):
+        np.save(text, IDS[5:250].numpy())
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(module, "collect", late)
     summary = sweep(cells, tmp_path / "out")
-    assert (summary.done, summary.failed) == (2, 1)
-    assert "too little calibration text" in next(iter(summary.reasons.values()))
+    assert (summary.done, summary.failed) == (0, 1)
+    assert "was changed while the sweep ran" in next(iter(summary.reasons.values()))
 
 
 def test_finished_cells_join_another_grid(place, copied, tmp_path):

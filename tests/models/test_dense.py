@@ -324,8 +324,18 @@ def test_no_quantisation_is_none(model):
 def test_a_damaged_generation_configuration_is_named(content, model):
     (model / "generation_config.json").write_text(content)
     with pytest.raises(ModelError, match=r"generation_config\.json' cannot be used") as caught:
-        Dense.open(model).network(CPU, torch.float32)
+        Dense.open(model)
     assert "\n" not in str(caught.value)
+
+
+def test_a_head_that_is_a_narrower_copy_of_the_embedding_is_tied(tmp_path):
+    folder = tm.save(tm.tiny("llama tied", torch.float32), tmp_path / "m", tokenizer=False)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].bfloat16()
+    save_file(weights, folder / "model.safetensors")
+    dense = Dense.open(folder)
+    assert dense.tied
+    assert dense.notes == ()
 
 
 def test_a_pipe_and_a_folder_are_no_shards(model):

@@ -130,6 +130,24 @@ def test_names_that_no_file_system_holds(name):
     assert "\n" not in str(caught.value)
 
 
+def test_of_a_hub_model_one_copy_of_the_weights_is_downloaded(monkeypatch, tmp_path):
+    from huggingface_hub.utils import filter_repo_objects
+
+    there = ["config.json", "model.safetensors", "consolidated.safetensors", "tekken.json",
+             "original/model.safetensors", "onnx/config.json", "tokenization_odd.py", "a.tiktoken",
+             "model.gguf"]  # fmt: skip
+
+    def download(name, **patterns):
+        (tmp_path / "got").write_text("\n".join(filter_repo_objects(there, **patterns)))
+        return tmp_path
+
+    monkeypatch.setattr("coec.models.description.snapshot_download", download)
+    assert find_model("org/model") == tmp_path
+    assert (tmp_path / "got").read_text().split() == [
+        "config.json", "model.safetensors", "tekken.json", "tokenization_odd.py", "a.tiktoken"
+    ]  # fmt: skip
+
+
 def test_a_loop_of_links_is_no_model(tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(ModelError, match="no model"):
@@ -185,6 +203,26 @@ def test_rotary_settings_that_contradict_each_other_are_refused():
         ModelError, match="rope_theta in config.json is 1.0, in its rope_parameters"
     ):
         Description.of({**new_form(**LLAMA3), "rope_theta": 1.0})
+
+
+def test_rotary_settings_are_completed_from_wherever_they_are():
+    """As transformers 5 reads them: the base from either place, a null as nothing said."""
+    plain = tm.raw_config("llama")
+    one = Description.of({**plain, "rope_theta": 5e5, "rope_parameters": LLAMA3}).config
+    two = Description.of({**new_form(**LLAMA3), "rope_scaling": None, "rope_theta": None}).config
+    three = Description.of({**new_form(**LLAMA3), "rope_scaling": LLAMA3}).config
+    for config in (one, two, three):
+        assert (config["rope_theta"], config["rope_scaling"]) == (5e5, LLAMA3)
+        theirs = skeleton(config).config.rope_parameters
+        assert (theirs["rope_theta"], theirs["rope_type"]) == (5e5, "llama3")
+
+
+@pytest.mark.parametrize(
+    "scaling", [{**LLAMA3, "factor": 4.0}, {"type": "linear", "factor": 2.0}, {"type": "default"}]
+)
+def test_a_scaling_that_contradicts_the_new_form_is_refused(scaling):
+    with pytest.raises(ModelError, match="rope_scaling in config.json is .*its rope_parameters"):
+        Description.of({**new_form(**LLAMA3), "rope_scaling": scaling})
 
 
 def test_remote_code_is_neither_asked_for_nor_run():

@@ -1,5 +1,7 @@
 """A folder appears whole or not at all, and nothing is lost for it."""
 
+import errno
+import json
 import os
 import shutil
 import signal
@@ -11,6 +13,7 @@ import torch
 
 import tiny_models as tm
 from coec.errors import OutputError
+from coec.events import recording
 from coec.models import output as module
 from coec.models.carried import carry_files, foreign_entry
 from coec.models.output import LOCK, check_output, check_space, new_folder, remove_leftovers
@@ -179,6 +182,39 @@ def test_a_folder_of_that_name_that_is_not_ours_is_left_alone(tmp_path):
     assert listing(tmp_path) == ["out.partial", "out.partial/thesis.tex"]
 
 
+@pytest.mark.parametrize("name", ["new", "old"])
+def test_a_folder_named_like_ours_is_not_emptied_without_our_lock(name, tmp_path):
+    mine = tmp_path / f"out.partial/{name}/thesis.tex"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(OutputError, match=f"holds '{name}'"), new_folder(tmp_path / "out"):
+        raise AssertionError("work had begun")
+    with pytest.raises(OutputError, match=f"holds '{name}'"):
+        remove_leftovers(tmp_path)
+    assert mine.read_text() == "mine"
+
+
+def test_a_link_to_a_place_of_another_name_is_not_ours(tmp_path):
+    (tmp_path / "precious/new").mkdir(parents=True)
+    (tmp_path / "precious" / LOCK).write_text("")
+    (tmp_path / "out.partial").symlink_to(tmp_path / "precious")
+    with pytest.raises(OutputError, match="is a link"), new_folder(tmp_path / "out"):
+        raise AssertionError("work had begun")
+    assert listing(tmp_path / "precious") == [LOCK, "new"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_an_event(code, tmp_path, monkeypatch):
+    def flock(*arguments):
+        raise OSError(code, "no locks")
+
+    monkeypatch.setattr(module.fcntl, "flock", flock)
+    with recording() as events, new_folder(tmp_path / "out") as folder:
+        fill(folder)
+    assert "has no locks (no locks)" in events[0]
+    assert listing(tmp_path) == ["out", "out/config.json", "out/model.safetensors"]
+
+
 def test_a_place_that_may_not_be_written_is_an_error_of_the_output(tmp_path, monkeypatch):
     def denied(*args, **kwargs):
         raise PermissionError(13, "Permission denied")
@@ -240,6 +276,26 @@ def test_licences_travel_by_their_kind(tmp_path):
     assert {p.stat().st_mode for p in (tmp_path / "b").iterdir()} == {
         (tmp_path / "plain").stat().st_mode
     }
+
+
+def test_a_tokenizer_s_own_code_and_vocabulary_travel_and_may_be_replaced(model, tmp_path):
+    own = {"auto_map": {"AutoTokenizer": ["odd.Odd", None]}}
+    (model / "tokenizer_config.json").write_text(json.dumps(own))
+    (model / "odd.py").write_text("import os\nfrom .parts import x\n")
+    names = ["odd.py", "parts.py", "x.tiktoken", "tekken.json", "tokenizer.model.v3"]
+    for name in [*names[1:], ".gitattributes", ".DS_Store"]:
+        (model / name).write_text("")
+    (model / ".cache/huggingface/download").mkdir(parents=True)
+    assert foreign_entry(model) is None
+    (tmp_path / "b").mkdir()
+    carry_files(model, tmp_path / "b")
+    assert set(names) < set(listing(tmp_path / "b"))
+    assert not [name for name in listing(tmp_path / "b") if name.startswith(".")]
+    (model / "train.py").write_text("")
+    assert foreign_entry(model) == "holds 'train.py'"
+    (model / "train.py").unlink()
+    (model / ".cache/mine").mkdir()
+    assert foreign_entry(model) == "holds '.cache/'"
 
 
 def test_an_output_that_leads_into_the_model_by_a_link_is_refused(model, tmp_path):

@@ -33,6 +33,11 @@ PART, ROWS = 2**20, 1000
 Split = Literal["train", "validation", "test"]
 
 
+def is_named(source: str) -> bool:
+    """Whether the source is a data set known by its name; all else is the path of a file."""
+    return source in ("wikitext2", "c4") or source.startswith("hub:")
+
+
 def read_text(source: str, *, split: Split, text_column: str = "text") -> str:
     """The text of a source, documents joined by blank lines: `read_parts` in one piece."""
     return "".join(read_parts(source, split=split, text_column=text_column))
@@ -52,14 +57,14 @@ def read_parts(source: str, *, split: Split, text_column: str = "text") -> Itera
     Raises:
         CalibrationError: the source is missing, unreachable, empty or of the wrong form.
     """
-    if source == "wikitext2":
+    if not is_named(source):
+        parts = _file_parts(Path(source), text_column)
+    elif source == "wikitext2":
         parts = iter([_wikitext2(split)])
     elif source == "c4":
         parts = iter([_c4("train" if split == "train" else "validation")])
-    elif source.startswith("hub:"):
-        parts = iter([_hub(source, split, text_column)])
     else:
-        parts = _file_parts(Path(source), text_column)
+        parts = iter([_hub(source, split, text_column)])
     empty = True
     for part in parts:
         empty = empty and not part.strip()

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from coec.calibration.ids import token_ids
 from coec.calibration.sources import Split, is_file, one_line, read_parts
 from coec.errors import CalibrationError, ModelError
-from coec.models.carried import TOKENIZER_FILES
+from coec.models.carried import TOKENIZER_FILES, tokenizer_classes
 
 TOKEN_SUFFIXES = (".npy", ".safetensors")
 WHOLE = 12_000_000
@@ -27,6 +27,8 @@ PIECE = 1_000_000
 """About how many characters of a longer text are tokenised at once: 0.2 GB of memory."""
 PROBE = "The cat sat on 3 mats.\n\nIt isn't far: naïve «数» x == y  # end"
 """Tokenizers that read this alike, from one vocabulary, are taken for one."""
+ANCHOR = "\n"
+"""What stands before a later piece while it is tokenised."""
 CUTS = ("\n\n", "\n", " ")
 CHOICE = 9
 """A long text is read until it has so many times the tokens that the sampled windows take.
@@ -104,7 +106,8 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
     Raises:
         ModelError: the folder has none, it cannot be read, or it needs its own code.
     """
-    if not any(is_file(folder / name) for name in TOKENIZER_FILES):
+    found = any(is_file(folder / name) for name in TOKENIZER_FILES)
+    if not found and not tokenizer_classes(folder):  # only own code reads files of other names
         raise ModelError(
             f"'{folder}' has no tokenizer ({', '.join(TOKENIZER_FILES)}): copy the tokenizer "
             "files there, or give token ids (.npy, .safetensors) instead of text"
@@ -194,15 +197,41 @@ def read_stream(
         ids = encoded(encode, beginning)
         advance("tokenising", len(beginning), len(beginning))
         return Stream(ids, source, sha256, special, len(beginning))
-    pieces: list[Tensor] = []
-    characters = tokens = 0
+    start, end = _ends(encode)
+    pieces, ending = [start], [end]
+    characters, tokens = 0, len(start)
     for piece in _pieces(itertools.chain([beginning], parts)):
-        pieces.append(encoded(encode, piece, special=not pieces))
+        first = characters == 0
+        pieces.append(encoded(encode, piece, special=False) if first else _later(encode, piece))
         characters, tokens = characters + len(piece), tokens + len(pieces[-1])
         advance("tokenising", min(tokens, needed or tokens), needed or tokens)
         if needed is not None and tokens >= needed:
+            special, ending = len(start), []  # the text goes on
             break
+    pieces += ending
     return Stream(torch.cat(pieces), source, sha256, special, characters, in_pieces=True)
+
+
+def _ends(tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
+    """The special tokens before a text, and those after it."""
+    whole, plain = (encoded(tokenizer, PROBE, special=special) for special in (True, False))
+    for start in range(len(whole) - len(plain) + 1):
+        if torch.equal(whole[start : start + len(plain)], plain):
+            return whole[:start], whole[start + len(plain) :]
+    return whole[:0], whole[:0]
+
+
+def _later(tokenizer: PreTrainedTokenizerBase, piece: str) -> Tensor:
+    """The tokens of a piece in the middle of a text.
+
+    Some tokenizers put a space before whatever they are given: it is put before a line end here,
+    whose tokens are taken off again.
+    """
+    mark = encoded(tokenizer, ANCHOR, special=False)
+    ids = encoded(tokenizer, ANCHOR + piece, special=False)
+    if torch.equal(ids[: len(mark)], mark):
+        return ids[len(mark) :]
+    return encoded(tokenizer, piece, special=False)
 
 
 def _beginning(parts: Iterator[str]) -> str:
@@ -300,17 +329,27 @@ def hold_out(windows: Windows, fraction: float, seed: int) -> tuple[Tensor, Tens
     Raises:
         CalibrationError: the fraction leaves no window on one of the two sides.
     """
-    if fraction == 0:
-        return windows.ids, None
     n = len(windows.ids)
+    held = held_out(n, fraction)
+    if held == 0:
+        return windows.ids, None
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    return windows.ids[order[held:].sort().values], windows.ids[order[:held].sort().values]
+
+
+def held_out(n: int, fraction: float) -> int:
+    """How many of `n` windows are held out.
+
+    Raises:
+        CalibrationError: the fraction leaves no window on one of the two sides.
+    """
     held = round(fraction * n)
-    if not 0 < held < n:
+    if fraction and not 0 < held < n:
         raise CalibrationError(
             f"holdout={fraction:g} of {n} windows leaves {held} held out and {n - held} to fit "
             "on: both need at least one; take more windows (samples=N)"
         )
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-    return windows.ids[order[held:].sort().values], windows.ids[order[:held].sort().values]
+    return held
 
 
 def _windows(stream: Stream, rows: Int[Tensor, "n length"]) -> Windows:

@@ -20,8 +20,8 @@ from coec.calibration.overlap import Overlap, overlap, passage_length
 from coec.calibration.self_text import sample_from_model
 from coec.calibration.statistics import Statistics
 from coec.calibration.tokens import Windows, load_tokenizer
-from coec.collecting import calibration_source, collect, made_with, source_digest
-from coec.errors import CoecError, OptionError, OutputError
+from coec.collecting import check_calibrations, collect, made_with, source_digest
+from coec.errors import CalibrationError, CoecError, OptionError, OutputError
 from coec.evaluation.network import load_network
 from coec.evaluation.perplexity import DEFAULT_SEQ_LEN, evaluation_windows
 from coec.evaluation.zero_shot import check_tasks
@@ -116,7 +116,8 @@ def sweep(
         ran = sum(map(len, groups))
         finished = len(cells) - ran
         for group in groups:
-            prepared = _prepare(group, subjects[group[0].subject], out, progress)
+            text = identities[group[0].id]["calibration text"]
+            prepared = _prepare(group, text, subjects[group[0].subject], out, progress)
             jobs_of_group = [
                 _job(cell, prepared, subjects[cell.subject], out, chosen, keep_models)
                 for cell in group
@@ -200,7 +201,7 @@ def _opened(cells: list[Cell], device: str) -> dict[Subject, _Opened]:
     for subject in dict.fromkeys(cell.subject for cell in cells):
         models.setdefault(subject.path, Dense.open(subject.path)).check_values()
     opened: dict[Subject, _Opened] = {}
-    sources = set()
+    sources: dict[tuple[str, str, str | None], list[Recipe]] = {}
     for cell in cells:
         subject, recipe = cell.subject, cell.recipe
         dense = models[subject.path]
@@ -213,9 +214,10 @@ def _opened(cells: list[Cell], device: str) -> dict[Subject, _Opened]:
         if recipe is None:
             continue
         Plan.of(dense, recipe)
-        if (source := (subject, recipe.calibration, recipe.text_column)) not in sources:
-            sources.add(source)
-            calibration_source(recipe, dense)
+        source = (subject.path, str(recipe.calibration), recipe.text_column)
+        sources.setdefault(source, []).append(recipe)
+    for (path, *_), recipes in sources.items():
+        check_calibrations(recipes, models[path])
     return opened
 
 
@@ -320,8 +322,13 @@ def _calibration_key(cell: Cell) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
-def _prepare(group: list[Cell], opened: _Opened, out: Path, progress: Progress | None) -> _Prepared:
-    """Statistics for the group: those that an interrupted sweep left, or a dense pass."""
+def _prepare(
+    group: list[Cell], text: str | None, opened: _Opened, out: Path, progress: Progress | None
+) -> _Prepared:
+    """Statistics for the group: those that an interrupted sweep left, or a dense pass.
+
+    They are of the text with the digest `text`: the rows say so.
+    """
     recipe = group[0].recipe
     if recipe is None:
         return _Prepared()
@@ -331,6 +338,11 @@ def _prepare(group: list[Cell], opened: _Opened, out: Path, progress: Progress |
         statistics = _saved(folder, recipe, opened.dense)
         if statistics is None:
             statistics = collect(opened.dense, folder, recipe, progress=progress)
+        if statistics.made_with["calibration"] != text:
+            raise CalibrationError(
+                f"'{recipe.calibration}' was changed while the sweep ran: run again, into another "
+                "folder"
+            )
         shared = _overlap(statistics.windows, opened)
     except Exception as error:  # as in `cell.run`: out of memory, a full disk, a library's own
         return _Prepared(error=reason(error))

@@ -1,5 +1,6 @@
 """Which files of a model folder are whose: what travels unchanged, and what a model may hold."""
 
+import re
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
@@ -7,9 +8,13 @@ from pathlib import Path
 from coec.models.files import parse_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER = (
     *TOKENIZER_FILES,
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
+    "tokenizer.model*",
+    "tekken.json",
+    "*.tiktoken",
     "special_tokens_map.json",
     "added_tokens.json",
     "merges.txt",
@@ -29,10 +34,19 @@ LICENCES = (
 """What a licence may demand to be passed on, whatever its letters' case or its suffix."""
 CARRIED = (*TOKENIZER, *LICENCES, "generation_config.json")
 """Files copied unchanged from the dense model, by pattern."""
-DOWNLOADED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", *LICENCES)
-"""What is downloaded of a model on the hub, besides weights."""
+DOWNLOADED = (
+    "*.json", "*.jinja", "*.py", "*.tiktoken", "tokenizer.model*", "merges.txt", *LICENCES,
+)  # fmt: skip
+"""What is downloaded of a model on the hub, besides weights. Code runs only where it is trusted."""
+NOT_DOWNLOADED = ("*/*", "consolidated*")
+"""What is left there: the same weights in other formats, in folders or by their makers' names."""
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 RECORDS = ("config.json", "README.md", "coec.json")
+LITTER = (".gitattributes", ".DS_Store")
+"""Files that the hub and file managers put in any folder."""
+HUB_CACHE = ".cache/huggingface"
+"""Where the hub's client notes what it downloaded into a folder."""
+IMPORT = re.compile(r"^\s*(?:from|import)\s+\.(\w+)", re.MULTILINE)
 FOLDERS = {
     "coec": ("kept.safetensors",),
     "additional_chat_templates": ("*.jinja",),
@@ -40,10 +54,38 @@ FOLDERS = {
 """Folders inside a model, and what they hold."""
 
 
+def tokenizer_classes(folder: Path) -> list[str]:
+    """The classes of a tokenizer that brings its own code, as its configuration names them."""
+    try:
+        config = parse_json(folder / TOKENIZER_CONFIG)
+    except (OSError, ValueError):
+        return []
+    named = config.get("auto_map") if isinstance(config, dict) else None
+    if isinstance(named, dict):
+        named = named.get("AutoTokenizer")
+    if isinstance(named, str):
+        named = [named]
+    return [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+
+
+def tokenizer_code(folder: Path) -> set[str]:
+    """Names of the Python files that a tokenizer brings, and of those that they import."""
+    modules = [name.split(".")[0] for name in tokenizer_classes(folder) if "--" not in name]
+    found: set[str] = set()
+    while modules:
+        name = f"{modules.pop()}.py"
+        if name in found or Path(name).name != name or not (folder / name).is_file():
+            continue
+        found.add(name)
+        modules += IMPORT.findall((folder / name).read_text(encoding="utf-8", errors="replace"))
+    return found
+
+
 def carry_files(source: Path, target: Path) -> None:
     """Copies what belongs to a model besides configuration and weights."""
+    code = tokenizer_code(source)
     for path in sorted(source.iterdir()):
-        if path.is_file() and _known(path.name, CARRIED):
+        if path.is_file() and (path.name in code or _known(path.name, CARRIED)):
             shutil.copyfile(path, target / path.name)  # with the mode of a new file
 
 
@@ -52,14 +94,17 @@ def foreign_entry(folder: Path) -> str | None:
 
     Without a model's configuration and weights, that nothing else is there says nothing.
     """
+    own = (*CARRIED, *WEIGHTS, *RECORDS, *LITTER, *tokenizer_code(folder))
     for path in sorted(folder.iterdir()):
+        if _is_hub_cache(path):
+            continue
         if path.is_dir() and (path.is_symlink() or path.name not in FOLDERS):
             return f"holds '{path.name}/'"
         inside = [path]
         if path.is_dir():
             inside = sorted(path.iterdir())
         for file in inside:
-            known = (*CARRIED, *WEIGHTS, *RECORDS) if file is path else FOLDERS[path.name]
+            known = own if file is path else FOLDERS[path.name]
             if not file.is_file() or not _known(file.name, known):
                 return f"holds '{file.relative_to(folder)}'"
     if not any(_known(path.name, WEIGHTS) for path in folder.iterdir()):
@@ -70,6 +115,13 @@ def foreign_entry(folder: Path) -> str | None:
         return "holds no config.json that can be read"
     described = isinstance(config, dict) and "model_type" in config
     return None if described else "holds a config.json that is of no model"
+
+
+def _is_hub_cache(path: Path) -> bool:
+    holder = Path(HUB_CACHE)
+    if path.name != str(holder.parent) or path.is_symlink() or not path.is_dir():
+        return False
+    return [inside.name for inside in path.iterdir()] == [holder.name]
 
 
 def _known(name: str, patterns: tuple[str, ...]) -> bool:

@@ -87,6 +87,7 @@ class Dense(Description):
                 "the weights differ"
             )
         dtype = _check(folder, headers, facts["shapes"])
+        _generation_config(folder)
         files = {name: headers[name].file for name in facts["shapes"]}
         stamps = {file: _stamp(folder / file) for file in sorted(set(files.values()))}
         return cls(**facts, name=str(model), folder=folder, files=files, stamps=stamps,
@@ -150,18 +151,8 @@ class Dense(Description):
         left = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
         if left:
             raise ModelError(f"this release of transformers has a weight {left[0]} of its own")
-        model.generation_config = self._generation_config() or model.generation_config
+        model.generation_config = _generation_config(self.folder) or model.generation_config
         return model.to(device).eval()
-
-    def _generation_config(self) -> GenerationConfig | None:
-        path = self.folder / "generation_config.json"
-        if not path.is_file():
-            return None
-        try:
-            return GenerationConfig.from_dict(parse_json(path))
-        except Exception as error:  # the class raises what it likes
-            reason = " ".join(str(error).split())
-            raise ModelError(f"'{path}' cannot be used: {reason}; mend or remove it") from error
 
     def _names_by_file(self) -> dict[str, list[str]]:
         by_file: dict[str, list[str]] = {}
@@ -176,6 +167,18 @@ class Dense(Description):
             if _stamp(path) != self.stamps[file]:
                 raise ModelError(f"'{path}' was changed while it was in use: run again")
             return {name: content.get_tensor(name) for name in names}
+
+
+def _generation_config(folder: Path) -> GenerationConfig | None:
+    """Raises ModelError where the file is there and bad: it would travel with every output."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return None
+    try:
+        return GenerationConfig.from_dict(parse_json(path))
+    except Exception as error:  # the class raises what it likes
+        reason = " ".join(str(error).split())
+        raise ModelError(f"'{path}' cannot be used: {reason}; mend or remove it") from error
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -264,14 +267,17 @@ def _check_layers(folder: Path, headers: dict[str, _Header], config: dict[str, A
 
 
 def _has_own_head(folder: Path, headers: dict[str, _Header]) -> bool:
-    """Whether a head is stored that is not the embedding, although both are said to be one."""
+    """Whether a head is stored that is not the embedding, although both are said to be one.
+
+    A copy in a narrower dtype is none of its own.
+    """
     if HEAD not in headers or EMBEDDING not in headers:
         return False
     one, two = (_stored(folder / headers[name].file, name) for name in (HEAD, EMBEDDING))
     if one.shape != two.shape:
         return True
-    wide = torch.promote_types(one.dtype, two.dtype)
-    return not torch.equal(one.to(wide), two.to(wide))
+    narrow = min(one.dtype, two.dtype, key=lambda dtype: dtype.itemsize)
+    return not torch.equal(one.to(narrow), two.to(narrow))
 
 
 def _stored(path: Path, name: str) -> Tensor:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coec.errors import ModelError
 from coec.models.architectures import LARGEST, Architecture, Shape, architecture_of, whole
-from coec.models.carried import DOWNLOADED
+from coec.models.carried import DOWNLOADED, NOT_DOWNLOADED
 from coec.models.files import parse_json
 
 CONFIG = "config.json"
@@ -112,7 +112,8 @@ def find_model(model: str | Path, *, weights: bool = True) -> Path:
         )
     try:
         wanted = [*DOWNLOADED, *["*.safetensors"] * weights]
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        left = [*NOT_DOWNLOADED]
+        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=left))
     except Exception as error:  # the hub's client raises many kinds; one line is enough
         raise ModelError(
             f"'{_short(name)}' is no local folder and could not be downloaded: "
@@ -167,20 +168,41 @@ def _with_both_ropes(config: dict[str, Any]) -> dict[str, Any]:
     A configuration that has only `rope_parameters` is read by 4.57 as one of plain frequencies,
     without a word. What the configuration has is never changed.
 
+    Where the old form is empty, both releases are told what transformers 5 computes.
+
     Raises:
         ModelError: the two forms name different frequencies, so that releases would disagree.
     """
     new = config.get("rope_parameters")
-    if not isinstance(new, dict) or "rope_theta" not in new:
-        return config
-    if config.get("rope_theta", new["rope_theta"]) != new["rope_theta"]:
+    old, theta = config.get("rope_scaling"), config.get("rope_theta")
+    if not isinstance(new, dict) or not new or not isinstance(old, dict | None):
+        return config  # there is nothing to complete, or transformers refuses it
+    if any(isinstance(value, dict) for value in new.values()):
+        return config  # one for each kind of layer: the old form has no words for that
+    if theta is None:
+        theta = new.get("rope_theta")
+    if new.get("rope_theta", theta) != theta:
         raise ModelError(
-            f"rope_theta in {CONFIG} is {config['rope_theta']}, in its rope_parameters "
+            f"rope_theta in {CONFIG} is {theta}, in its rope_parameters "
             f"{new['rope_theta']}: releases of transformers read one or the other; mend it"
         )
-    plain = new.get("rope_type", "default") == "default"
-    scaling = None if plain else {k: v for k, v in new.items() if k != "rope_theta"}
-    return {"rope_theta": new["rope_theta"], "rope_scaling": scaling} | config
+    scaling = _scaling(new)
+    if old:
+        if _scaling(old) != scaling or old.get("rope_theta", theta) != theta:
+            raise ModelError(
+                f"rope_scaling in {CONFIG} is {old}, its rope_parameters {new}: releases of "
+                "transformers read one or the other; mend it"
+            )
+        scaling = old
+    known = {} if theta is None else {"rope_theta": theta}
+    return config | known | {"rope_scaling": scaling}
+
+
+def _scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
+    """How rotary frequencies are scaled, in the old form; None where they are plain."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    rest = {k: v for k, v in rope.items() if k not in ("rope_theta", "rope_type", "type")}
+    return None if kind == "default" else {"rope_type": kind, **rest}
 
 
 def _reason(error: Exception, *, last: bool = False) -> str:

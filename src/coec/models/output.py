@@ -6,6 +6,7 @@ run of the same OUT removes.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -16,10 +17,13 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from coec.errors import OutputError
+from coec.events import record
 from coec.models.carried import foreign_entry
 
 LOCK, NEW, OLD = "coec.lock", "new", "old"
 """What `OUT.partial/` holds: the lock, what is being written, and what it is about to replace."""
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""What file systems without locks answer, those of some networks among them."""
 
 
 def check_output(out: Path, model: Path, force: bool) -> None:
@@ -114,18 +118,18 @@ def _lock(partial: Path, out: Path) -> int:
     """Makes the folder ours; the lock ends with the process, however that ends."""
     while True:
         partial.mkdir(exist_ok=True)
-        strange = [p.name for p in partial.iterdir() if p.name not in (LOCK, NEW, OLD)]
-        if strange:
+        if strange := _strange(partial):
             raise OutputError(
-                f"'{partial}' is where '{out}' would be prepared, and holds '{strange[0]}', which "
+                f"'{partial}' is where '{out}' would be prepared, and {strange}, which "
                 "coec did not write: move it away, or choose another output"
             )
         try:
-            descriptor = os.open(partial / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(partial / LOCK, flags, 0o666)
         except FileNotFoundError:
             continue  # whoever held it has just removed it
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _flock(descriptor, partial)
             if os.path.samestat(os.fstat(descriptor), os.stat(partial / LOCK)):
                 return descriptor
         except BlockingIOError:
@@ -136,6 +140,37 @@ def _lock(partial: Path, out: Path) -> int:
         except FileNotFoundError:
             pass
         os.close(descriptor)
+
+
+def _flock(descriptor: int, partial: Path) -> None:
+    """Raises BlockingIOError where another run has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        record(
+            f"the file system of '{partial}' has no locks ({error.strerror}): nothing kept another "
+            "run from writing the same output"
+        )
+
+
+def _strange(partial: Path) -> str | None:
+    """What tells that the folder is not ours: it would be emptied.
+
+    The lock is made first and removed last, so that without one nothing in there is ours.
+    """
+    if partial.is_symlink():
+        return "is a link"
+    ours = {LOCK, NEW, OLD} if os.path.lexists(partial / LOCK) else {LOCK}
+    for path in partial.iterdir():
+        if path.name in ours:
+            continue
+        # Another run may have begun or ended meanwhile: ours is what has a lock, or is gone.
+        locked = path.name in (NEW, OLD) and os.path.lexists(partial / LOCK)
+        if not locked and os.path.lexists(path):
+            return f"holds '{path.name}'"
+    return None
 
 
 def _empty(partial: Path) -> None:
