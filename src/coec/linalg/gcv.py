@@ -81,7 +81,9 @@ def rescale(
     if leading is not None:
         # The weights of what shrinking minimises: without the band the objective cannot rise here.
         out = led(out, energy.clamp_min(rounding_level(energy)) + relative * median, leading)
-        if _objective(out, response, energy) > _objective(prior, response, energy):
+        before = _objective(prior, response, energy)
+        slack = 16 * torch.finfo(s.dtype).eps * abs(before)
+        if _objective(out, response, energy) > before + slack:
             record("keeping the lead would have raised the error: one scale for all modes instead")
             out = prior
     return Rescaled(out, scale, relative, int((banded != shrunk).sum()))
