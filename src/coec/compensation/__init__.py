@@ -18,11 +18,11 @@ from torch import Tensor
 from coec.compensation.closed_form import bias, least_squares, none, ridge_to_slice
 from coec.compensation.coec import coec
 from coec.compensation.objective import (
+    above,
     kept_columns,
     output_energy,
     power_of_two,
     relative_error,
-    rounding,
 )
 from coec.compensation.rcpu import rcpu
 from coec.errors import NumericalError, OptionError
@@ -60,9 +60,6 @@ def options_of(method: Callable[..., Compensation]) -> dict[str, inspect.Paramet
         p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in SITE_ARGUMENTS
     }
 
-
-RISE = 1e-6
-"""A relative rise of the error that is worth an event."""
 
 EXTREME = 0.2
 """Numbers beyond this power of the largest of their dtype are measured in units of their own."""
@@ -178,7 +175,7 @@ def compensate(
         if not torch.isfinite(result.weight).all():
             raise NumericalError("the compensated weight holds NaN or Inf")
         before, after = relative_errors(weight, gram, kept, result)
-        if after > before * (1 + RISE) + rounding(weight.dtype):
+        if above(after, before, weight.dtype):
             record("the relative error lies above the slice's")
     diagnostics = {
         "error_before": before,

@@ -23,16 +23,13 @@ from coec.compensation.descent import (
     Start,
 )
 from coec.compensation.frame import Shrinkage, Target
-from coec.compensation.objective import Reconstruction, kept_columns, power_of_two, rounding
+from coec.compensation.objective import Reconstruction, above, kept_columns, power_of_two
 from coec.compensation.rcpu import rcpu
 from coec.errors import NumericalError, OptionError
 from coec.events import record, recording
 from coec.linalg.gcv import Rescale
 from coec.linalg.gradient import Retraction
 from coec.types import Compensation, Gram, KeptSet
-
-RISE = 1e-6
-"""How much higher, relatively, an objective must be to be called higher."""
 
 ALIGNED = ("penalties_per_round", "objectives_per_round", "alignment_before", "alignment_after")
 """Diagnostics that only an aligned descent has."""
@@ -211,7 +208,7 @@ def _solve(
         record("the descent ended at NaN or Inf")
         return _fallback(W_K, target, anchor)
     for name, bound in {"RCPU": best.rcpu, "the slice": best.objectives[0]}.items():
-        if best.objectives[-1] > bound * (1 + RISE) + rounding(W.dtype):
+        if above(best.objectives[-1], bound, W.dtype):
             record(f"the descent ended above {name}")
             return _fallback(W_K, target, anchor)
     return W, _summary(best, anchored=anchor is not None)
@@ -242,7 +239,7 @@ def _compare_with_rcpu(
     own = problem.error(W)
     with recording():
         other = problem.error(rcpu(weight, gram, kept).weight)
-    if own > other * (1 + RISE) + rounding(W.dtype):
+    if above(own, other, W.dtype):
         record("the relative error lies above RCPU's")
 
 

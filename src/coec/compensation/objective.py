@@ -10,6 +10,9 @@ from torch import Tensor
 from coec.linalg.spd import root
 from coec.types import KeptSet
 
+RISE = 1e-6
+"""How much larger, relatively, an error must be to be called larger."""
+
 ROUNDING = 16
 """A relative error is a difference of numbers of size 1: known to so many eps of its dtype."""
 
@@ -108,6 +111,11 @@ def output_energy(W: Float[Tensor, "m d"], G: Float[Tensor, "d d"]) -> float:
 def rounding(dtype: torch.dtype) -> float:
     """How far a relative error may be off by rounding alone."""
     return ROUNDING * torch.finfo(dtype).eps
+
+
+def above(error: float, bound: float, dtype: torch.dtype) -> bool:
+    """Whether an error or an objective exceeds another by more than rounding and `RISE`."""
+    return error > bound * (1 + RISE) + rounding(dtype)
 
 
 def kept_columns(weight: Float[Tensor, "m d"], kept: KeptSet) -> Float[Tensor, "m k"]:
