@@ -248,7 +248,7 @@ def test_a_failure_leaves_the_replaced_model_as_it_was(model, tmp_path, monkeypa
         ({"selection": "best"}, "unknown selection 'best'; known: rcpu, wanda-sp"),
         ({"compensation": "magic"}, "unknown compensation 'magic'; known: coec, rcpu"),
         ({"samples": 0}, "samples must be a whole number of at least 1"),
-        ({"seq_len": 1}, "seq_len must be at least 2"),
+        ({"seq_len": 1}, "seq_len must be a whole number of at least 2"),
         ({"seed": -1}, "seed must be"),
         ({"dtype": "int8"}, "dtype must be one of"),
         ({"solve_dtype": "bfloat16"}, "solve_dtype must be one of"),
@@ -339,8 +339,8 @@ def test_a_model_that_overflows_names_the_module_and_the_cure(original, model, t
 def test_a_result_that_does_not_fit_its_dtype_says_which_does(original, tmp_path):
     tokens = tm.token_file(tmp_path / "tokens.npy")
 
-    def huge(weight, gram, kept):
-        return coec.Compensation(weight[:, kept.kept] * 1e6)
+    def huge(problem):
+        return coec.SiteResult(problem.weight[:, problem.kept.kept] * 1e6)
 
     with pytest.raises(CoecError, match=r"does not fit torch\.float16.*dtype=float32"):
         coec.prune(original, tmp_path / "out", calibration=tokens, samples=24, seq_len=32,

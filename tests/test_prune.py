@@ -18,7 +18,7 @@ from coec.errors import OptionError, OutputError
 from coec.models import shards as shards_module
 from coec.models.dense import Dense
 from coec.recipe import Recipe
-from coec.types import Compensation
+from coec.types import SiteResult
 
 SETTINGS = {"samples": 24, "seq_len": 32}
 
@@ -321,8 +321,8 @@ def test_functions_of_the_user_need_no_registration(dense, tokens, tmp_path):
     def first(weight, gram):
         return -torch.arange(weight.shape[1], dtype=weight.dtype)
 
-    def half(weight, gram, kept, *, factor: float = 0.5):
-        return Compensation(factor * weight[:, kept.kept])
+    def half(problem, *, factor: float = 0.5):
+        return SiteResult(factor * problem.weight[:, problem.kept.kept])
 
     report = coec.prune(dense, tmp_path / "out", calibration=tokens, selection=first,
                         compensation=half, factor=0.25, **SETTINGS)  # fmt: skip
@@ -386,7 +386,7 @@ def test_calibration_may_be_named_by_a_path(dense, tmp_path):
 
 
 def test_a_recipe_and_settings_at_once_are_refused(dense, tokens, tmp_path):
-    recipe = Recipe(calibration=tokens, **SETTINGS)
+    recipe = Recipe.of(calibration=tokens, **SETTINGS)
     with pytest.raises(OptionError, match="a recipe or settings, not both; got 'sparsity' too"):
         coec.prune(dense, tmp_path / "out", recipe, sparsity=0.5)
     with pytest.raises(OptionError, match="a recipe or settings, not both"):
@@ -398,11 +398,12 @@ def test_a_repair_is_told_what_the_kept_value_heads_write(dense, tokens, tmp_pat
     """Each kept head's rows once for every query head; nothing at the MLP."""
     seen = []
 
-    def spy(weight, gram, kept, *, value_weight=None):
-        seen.append((kept.kept.tolist(), value_weight))
-        return Compensation(weight[:, kept.kept])
+    def spy(problem):
+        seen.append((problem.kept.kept.tolist(), problem.value))
+        return SiteResult(problem.weight[:, problem.kept.kept])
 
-    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation=spy, **SETTINGS)
+    needy = coec.Method(spy, needs={"value"})
+    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation=needy, **SETTINGS)
     written = weights(tmp_path / "out")
     told = [value for columns, value in seen if len(columns) == 24]
     assert [value for columns, value in seen if len(columns) == 28] == [None, None]

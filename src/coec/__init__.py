@@ -12,20 +12,24 @@ from coec.errors import CoecError
 
 if TYPE_CHECKING:
     from coec.collecting import collect
-    from coec.compensation import compensate
+    from coec.compensation import Method, compensate
     from coec.evaluation.efficiency import efficiency
     from coec.evaluation.geometry import geometry
     from coec.evaluation.perplexity import perplexity
     from coec.evaluation.speed import speed
     from coec.evaluation.zero_shot import zero_shot
     from coec.pruning import plan, prune
-    from coec.types import Compensation, Gram, KeptSet
+    from coec.types import Gram, KeptSet, SiteProblem, SiteResult
+    from coec.types import SiteResult as Compensation
 
 __all__ = [
     "CoecError",
     "Compensation",
     "Gram",
     "KeptSet",
+    "Method",
+    "SiteProblem",
+    "SiteResult",
     "collect",
     "compensate",
     "efficiency",
@@ -39,9 +43,12 @@ __all__ = [
 __version__ = "0.1.0"
 
 _LAZY = {
-    "Compensation": "coec.types",
+    "Compensation": "coec.types:SiteResult",  # as it was called before
     "Gram": "coec.types",
     "KeptSet": "coec.types",
+    "Method": "coec.compensation",
+    "SiteProblem": "coec.types",
+    "SiteResult": "coec.types",
     "collect": "coec.collecting",
     "compensate": "coec.compensation",
     "efficiency": "coec.evaluation.efficiency",
@@ -57,7 +64,8 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     """Imports torch and transformers only when something that needs them is used."""
     if name in _LAZY:
-        value = getattr(import_module(_LAZY[name]), name)
+        module, _, other = _LAZY[name].partition(":")
+        value = getattr(import_module(module), other or name)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'coec' has no attribute '{name}'")

@@ -69,11 +69,11 @@ def collect(
         raise OutputError(f"'{out}' exists: choose another folder for the statistics")
     dense = Dense.open(model)
     plan = Plan.of(dense, recipe)
-    device = choose_device(recipe.device)
+    device = choose_device(recipe.runtime.device)
     windows_from = calibration_source(recipe, dense, progress)
     dense.check_values()
     check_space(out, int(plan.statistics_per_block * dense.shape.layers * 1.01) + 2**24)
-    forward = choose_forward_dtype(recipe.forward_dtype, dense.dtype, device)
+    forward = choose_forward_dtype(recipe.calibration.forward_dtype, dense.dtype, device)
     windows = windows_from(device, forward, progress)
     return Statistics.write(
         out,
@@ -124,7 +124,7 @@ def dense_pass(
     progress: Progress | None,
 ) -> Iterator[Block]:
     """Every block with its statistics, those of held-out windows apart."""
-    fit, held = hold_out(windows, recipe.holdout, recipe.seed)
+    fit, held = hold_out(windows, recipe.calibration.holdout, recipe.calibration.seed)
     stream = DenseStream(dense, fit, holdout=held, device=device, dtype=dtype, progress=progress)
     return stream.blocks()
 
@@ -133,12 +133,9 @@ def made_with(recipe: Recipe, dense: Dense, dtype: torch.dtype) -> dict[str, Any
     """Every setting that the statistics depend on, JSON-ready; model and text by their content."""
     return {
         "model": dense.digest,
-        "calibration": source_digest(recipe.calibration),
-        "text_column": recipe.text_column,
-        "samples": recipe.samples,
-        "seq_len": resolve_seq_len(recipe.seq_len, dense.positions, DEFAULT_SEQ_LEN),
-        "seed": recipe.seed,
-        "holdout": recipe.holdout,
+        **recipe.calibration.record(),
+        "calibration": source_digest(recipe.calibration.source),
+        "seq_len": resolve_seq_len(recipe.calibration.seq_len, dense.positions, DEFAULT_SEQ_LEN),
         "forward_dtype": str(dtype).removeprefix("torch."),
     }
 
@@ -167,14 +164,16 @@ def calibration_source(
     recipe: Recipe, dense: Dense, progress: Progress | None = None
 ) -> Callable[[torch.device, torch.dtype, Progress | None], Windows]:
     """Checks the calibration text now, and returns a function that makes the windows."""
-    seq_len = resolve_seq_len(recipe.seq_len, dense.positions, DEFAULT_SEQ_LEN)
-    sizes = {"samples": recipe.samples, "seq_len": seq_len, "seed": recipe.seed}
-    if recipe.calibration == "self" and isinstance(recipe.calibration, str):
-        tokenizer = load_tokenizer(dense.folder, trust_remote_code=recipe.trust_remote_code)
+    asked = recipe.calibration
+    seq_len = resolve_seq_len(asked.seq_len, dense.positions, DEFAULT_SEQ_LEN)
+    sizes = {"samples": asked.samples, "seq_len": seq_len, "seed": asked.seed}
+    if isinstance(asked.source, str) and asked.source == "self":
+        trusted = recipe.runtime.trust_remote_code
+        tokenizer = load_tokenizer(dense.folder, trust_remote_code=trusted)
         return lambda device, dtype, progress: sample_from_model(
             dense.network(device, dtype), tokenizer, **sizes, progress=progress
         )
-    stream = _stream(recipe, dense, CHOICE * recipe.samples * seq_len, progress)
+    stream = _stream(recipe, dense, CHOICE * asked.samples * seq_len, progress)
     windows = sample_windows(stream, **sizes, vocabulary=dense.vocabulary)
     return lambda device, dtype, progress: windows
 
@@ -186,38 +185,39 @@ def check_calibrations(recipes: list[Recipe], dense: Dense) -> None:
         CoecError: it cannot be read, or is too short for one of them.
     """
     wanted = {
-        (r.samples, resolve_seq_len(r.seq_len, dense.positions, DEFAULT_SEQ_LEN), r.holdout): r
-        for r in recipes
+        (c.samples, resolve_seq_len(c.seq_len, dense.positions, DEFAULT_SEQ_LEN), c.holdout): c
+        for c in (recipe.calibration for recipe in recipes)
     }
     for samples, _, holdout in wanted:
         held_out(samples, holdout)
-    if isinstance(recipes[0].calibration, str) and recipes[0].calibration == "self":
+    source = recipes[0].calibration.source
+    if isinstance(source, str) and source == "self":
         calibration_source(recipes[0], dense)
         return
     most = max(samples * seq_len for samples, seq_len, _ in wanted)
     stream = _stream(recipes[0], dense, CHOICE * most, None)
-    for (samples, seq_len, _), recipe in wanted.items():
+    for (samples, seq_len, _), asked in wanted.items():
         sample_windows(
-            stream, samples=samples, seq_len=seq_len, seed=recipe.seed, vocabulary=dense.vocabulary
+            stream, samples=samples, seq_len=seq_len, seed=asked.seed, vocabulary=dense.vocabulary
         )
 
 
 def _stream(recipe: Recipe, dense: Dense, needed: int, progress: Progress | None) -> Stream:
     """Tokens of the calibration text, `needed` of a long one."""
-    if isinstance(recipe.calibration, Tensor):
-        return Stream(recipe.calibration, "tensor", "")
+    if isinstance(recipe.calibration.source, Tensor):
+        return Stream(recipe.calibration.source, "tensor", "")
 
     def tokenizer() -> PreTrainedTokenizerBase:
-        return load_tokenizer(dense.folder, trust_remote_code=recipe.trust_remote_code)
+        return load_tokenizer(dense.folder, trust_remote_code=recipe.runtime.trust_remote_code)
 
-    source = str(recipe.calibration)
+    source = str(recipe.calibration.source)
     if not is_token_file(source):
         tokenizer()
     return read_stream(
         source,
         tokenizer,
         split="train",
-        text_column=recipe.text_column,
+        text_column=recipe.calibration.text_column,
         needed=needed,
         progress=progress,
     )

@@ -10,7 +10,6 @@ import torch
 
 from coec.calibration.stream import TOKENS_PER_BATCH
 from coec.calibration.tokens import TOKEN_SUFFIXES, WHOLE
-from coec.compensation import adds_bias
 from coec.errors import OptionError
 from coec.models.architectures import SITES, Architecture, Shape
 from coec.models.description import Description
@@ -63,16 +62,16 @@ class Plan:
             OptionError: the recipe does not fit the model, or no format holds the result.
         """
         dense = model.shape
-        check_effect(dense, recipe.sparsity)
+        check_effect(dense, recipe.repair.sparsity)
         pruned = Shape(
             layers=dense.layers,
             hidden=dense.hidden,
             head_dim=dense.head_dim,
-            kv_heads=kept_count(dense.kv_heads, recipe.sparsity),
+            kv_heads=kept_count(dense.kv_heads, recipe.repair.sparsity),
             group=dense.group,
-            ffn=kept_count(dense.ffn, recipe.sparsity),
+            ffn=kept_count(dense.ffn, recipe.repair.sparsity),
         )
-        biased = adds_bias(recipe.method)
+        biased = recipe.method.adds_bias
         output = choose_format(
             model.config,
             pruned,
@@ -88,7 +87,7 @@ class Plan:
             output,
             model.shapes,
             Description.of(output.config).shapes,
-            resolve_seq_len(recipe.seq_len, model.positions, DEFAULT_SEQ_LEN),
+            resolve_seq_len(recipe.calibration.seq_len, model.positions, DEFAULT_SEQ_LEN),
             model.positions,
             model.vocabulary,
             recipe,
@@ -109,7 +108,7 @@ class Plan:
         """Where nothing goes, although a fraction of every site was asked for."""
         sites = [site for site in SITES if self.pruned.units(site) == self.dense.units(site)]
         return tuple(
-            f"nothing is removed at {site.name}: {self.recipe.sparsity:.4g} of "
+            f"nothing is removed at {site.name}: {self.recipe.repair.sparsity:.4g} of "
             f"{self.dense.units(site)} {site.unit}s is less than one"
             for site in sites
         )
@@ -122,7 +121,7 @@ class Plan:
     @property
     def statistics_per_block(self) -> int:
         """Bytes of one block's Grams in float64, held-out ones included."""
-        kinds = 2 if self.recipe.holdout else 1
+        kinds = 2 if self.recipe.calibration.holdout else 1
         return kinds * sum(d * d for d in self._widths) * torch.float64.itemsize
 
     def memory(self, stored: torch.dtype, forward: torch.dtype) -> dict[str, int]:
@@ -134,14 +133,14 @@ class Plan:
         length, hidden, widest = self.seq_len, self.dense.hidden, max(self._widths)
         per_token = (6 * hidden + 4 * self.dense.ffn) * forward.itemsize + 8 * widest
         batch = max(1, TOKENS_PER_BATCH // length) * length
-        written = self.parameters_after * DTYPES[self.recipe.dtype or "float32"].itemsize
-        solve = DTYPES[self.recipe.solve_dtype].itemsize
+        written = self.parameters_after * DTYPES[self.recipe.repair.dtype or "float32"].itemsize
+        solve = DTYPES[self.recipe.repair.solve_dtype].itemsize
         return {
             "program": resident_bytes(),
             "text": self._text_bytes(forward),
             "one block's weights": max(block, embedding) * (stored.itemsize + forward.itemsize),
-            "hidden states": self.recipe.samples * length * hidden * forward.itemsize,
-            "forward pass": min(batch, self.recipe.samples * length) * per_token,
+            "hidden states": self.recipe.calibration.samples * length * hidden * forward.itemsize,
+            "forward pass": min(batch, self.recipe.calibration.samples * length) * per_token,
             "statistics": self.statistics_per_block + 8 * widest**2,
             "solver": SOLVER_MATRICES * widest**2 * solve,
             "shard being filled": min(written, SHARD_BYTES),
@@ -149,7 +148,7 @@ class Plan:
 
     def _text_bytes(self, forward: torch.dtype) -> int:
         """What making the windows takes: tokenising a text, or a whole model that is sampled."""
-        source = self.recipe.calibration
+        source = self.recipe.calibration.source
         if not isinstance(source, str | Path):
             return 0
         if source == "self":
@@ -255,7 +254,7 @@ def choose_device(device: str) -> torch.device:
 def choose_forward_dtype(
     asked: str | None, stored: torch.dtype, device: torch.device
 ) -> torch.dtype:
-    """The dtype of the dense forward pass; see `Recipe.forward_dtype`."""
+    """The dtype of the dense forward pass; see `Calibration.forward_dtype`."""
     if asked is not None:
         return DTYPES[asked]
     if device.type == "cpu" and stored != torch.float64:

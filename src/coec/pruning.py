@@ -28,7 +28,7 @@ from coec.recipe import DTYPES, Recipe
 from coec.report import KEPT, Report, environment
 from coec.selection import keep_highest, unit_scores
 from coec.settings import SEEDS
-from coec.types import Compensation, KeptSet
+from coec.types import KeptSet, SiteResult
 
 Progress = Callable[[str, int, int], None]
 ERRORS = ("error_before", "error_after")
@@ -89,12 +89,12 @@ def prune(
     dense = Dense.open(model)
     check_output(out, dense.folder, force)
     plan = Plan.of(dense, recipe)
-    device = choose_device(recipe.device)
+    device = choose_device(recipe.runtime.device)
     blocks_from = block_source(recipe, dense, statistics, progress)
     dense.check_values()
-    dtype = DTYPES[recipe.dtype] if recipe.dtype else dense.dtype
+    dtype = DTYPES[recipe.repair.dtype] if recipe.repair.dtype else dense.dtype
     check_space(out, int(plan.parameters_after * dtype.itemsize * 1.01) + 2**24)
-    forward = choose_forward_dtype(recipe.forward_dtype, dense.dtype, device)
+    forward = choose_forward_dtype(recipe.calibration.forward_dtype, dense.dtype, device)
     seconds.lap("checking")
 
     with new_folder(out, force=force) as folder:
@@ -167,40 +167,42 @@ def _solve_block(
 
 
 def _solve_site(block: Block, site: Site, plan: Plan, device: torch.device) -> Cut:
-    recipe, dtype = plan.recipe, DTYPES[plan.recipe.solve_dtype]
+    recipe, dtype = plan.recipe, DTYPES[plan.recipe.repair.solve_dtype]
     weight = block.tensors[f"{site.consumer}.weight"].to(device)
     sums = block.grams.pop(site.name)
     sums.check_finite()
     # Variances are differences of sums: scores want the float64 that these were summed in.
-    scores = _seeded(recipe.score, recipe.seed, block.index)(weight.to(sums.xx), sums)
+    scores = _seeded(recipe.score, recipe.calibration.seed, block.index)(weight.to(sums.xx), sums)
     gram = sums.to(dtype)
     del sums  # the largest matrix there is, unless it is the one that is used
     units = keep_highest(unit_scores(scores, plan.dense.units(site)), plan.pruned.units(site))
     if units.everything:
-        return Cut(site, units, Compensation(weight))
-    value = value_rows(block.tensors, plan.dense, units) if site is ATTENTION else None
+        return Cut(site, units, SiteResult(weight))
+    value = None
+    if site is ATTENTION and "value" in recipe.method.needs:
+        value = value_rows(block.tensors, plan.dense, units)
     kept = units.columns(plan.dense.columns_per_unit(site))
     result = compensate(
         weight,
         gram,
         kept,
-        method=recipe.compensation,
+        method=recipe.method,
         value_weight=value,
-        **recipe.options,
+        **recipe.repair.options,
     )
     return Cut(site, units, _with_holdout(result, weight, block, site, kept))
 
 
 def _with_holdout(
-    result: Compensation, weight: Tensor, block: Block, site: Site, kept: KeptSet
-) -> Compensation:
+    result: SiteResult, weight: Tensor, block: Block, site: Site, kept: KeptSet
+) -> SiteResult:
     """Adds the error on the held-out windows to the diagnostics, where there are any."""
     gram = block.holdout.pop(site.name, None)
     if gram is None:
         return result
     gram.check_finite()
     kept = KeptSet(kept.kept.to(gram.x.device), kept.size)
-    wide = Compensation(
+    wide = SiteResult(
         result.weight.to(gram.x), None if result.bias is None else result.bias.to(gram.x)
     )
     before, after = relative_errors(weight.to(gram.x), gram, kept, wide)

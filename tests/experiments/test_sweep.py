@@ -256,7 +256,7 @@ def test_a_dense_pass_that_fails_costs_only_its_cells(place, monkeypatch, tmp_pa
     original = module.collect
 
     def sometimes(model, out, recipe, **options):
-        if recipe.seed == 0:
+        if recipe.calibration.seed == 0:
             raise error
         return original(model, out, recipe, **options)
 

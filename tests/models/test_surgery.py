@@ -6,7 +6,7 @@ import torch
 from coec.errors import NumericalError
 from coec.models.architectures import ATTENTION, MLP, Shape
 from coec.models.surgery import Cut, cut_block, value_rows
-from coec.types import Compensation, KeptSet
+from coec.types import KeptSet, SiteResult
 
 SHAPE = Shape(layers=1, hidden=6, head_dim=2, kv_heads=3, group=2, ffn=5)
 
@@ -32,7 +32,7 @@ def block():
 def test_a_kv_group_takes_its_query_rows_its_own_rows_and_its_columns():
     tensors, units = block(), KeptSet(torch.tensor([0, 2]), 3)
     weight = torch.zeros(6, 8, dtype=torch.float64)
-    out = cut_block(tensors, [Cut(ATTENTION, units, Compensation(weight))], torch.float64)
+    out = cut_block(tensors, [Cut(ATTENTION, units, SiteResult(weight))], torch.float64)
     queries, own = [0, 1, 2, 3, 8, 9, 10, 11], [0, 1, 4, 5]
     assert torch.equal(out["self_attn.q_proj.weight"], tensors["self_attn.q_proj.weight"][queries])
     assert out["self_attn.q_proj.bias"].tolist() == queries
@@ -45,7 +45,7 @@ def test_a_kv_group_takes_its_query_rows_its_own_rows_and_its_columns():
 
 def test_a_compensating_bias_is_added_to_the_one_that_is_there():
     units = KeptSet(torch.tensor([1, 3]), 5)
-    change = Compensation(torch.ones(6, 2), bias=torch.full((6,), 10.0))
+    change = SiteResult(torch.ones(6, 2), bias=torch.full((6,), 10.0))
     out = cut_block(block(), [Cut(MLP, units, change)], torch.float32)
     assert out["mlp.down_proj.bias"].tolist() == [10, 11, 12, 13, 14, 15]
     assert out["mlp.gate_proj.weight"].shape == (2, 6)
@@ -53,7 +53,7 @@ def test_a_compensating_bias_is_added_to_the_one_that_is_there():
 
 def test_a_site_that_keeps_everything_keeps_its_bits():
     tensors = block()
-    cut = Cut(MLP, KeptSet(torch.arange(5), 5), Compensation(torch.zeros(6, 5)))
+    cut = Cut(MLP, KeptSet(torch.arange(5), 5), SiteResult(torch.zeros(6, 5)))
     out = cut_block(tensors, [cut], torch.float64)
     assert all(torch.equal(out[name], tensors[name].double()) for name in tensors)
 
@@ -66,6 +66,6 @@ def test_value_rows_repeat_each_head_for_its_queries():
 
 
 def test_a_weight_beyond_the_dtype_is_an_error():
-    cut = Cut(MLP, KeptSet(torch.tensor([1]), 5), Compensation(torch.full((6, 1), 1e6)))
+    cut = Cut(MLP, KeptSet(torch.tensor([1]), 5), SiteResult(torch.full((6, 1), 1e6)))
     with pytest.raises(NumericalError, match=r"mlp\.down_proj does not fit torch\.float16"):
         cut_block(block(), [cut], torch.float16)

@@ -2,21 +2,18 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
 
 from coec.cli import interruptible
-from coec.settings import DTYPE_NAMES
+from coec.settings import TABLE, DtypeName
 
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
 results = Console(highlight=False, soft_wrap=True)
 
-if TYPE_CHECKING:
-    Dtype: TypeAlias = str
-else:
-    Dtype = Literal[DTYPE_NAMES]
+Dtype: TypeAlias = DtypeName
 NAME, WHOLE, NUMBER, TEXT, PATH = "NAME", "N", "X", "TEXT", "PATH"
 """What stands for a value in help."""
 
@@ -38,7 +35,7 @@ def argument(text: str, metavar: str) -> Any:
 
 Device = Annotated[
     str | None,
-    setting("auto (a GPU where there is one), cpu, cuda, cuda:1, … Default: auto.", TEXT),
+    setting(next(one.text for one in TABLE if one.name == "device"), TEXT),
 ]
 Json = Annotated[bool, switch("--json", "One JSON object on stdout, nothing else.")]
 TrustRemoteCode = Annotated[

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from coec.planning import Plan
     from coec.report import Report
 
-METAVARS = {float: NUMBER, int: WHOLE, str: TEXT}
+METAVARS: dict[Any, str] = {float: NUMBER, int: WHOLE, str: TEXT}
 
 
 def _parameter(one: settings.Setting) -> inspect.Parameter:
     """A setting as an argument of a command."""
     kind: Any = Literal[one.kind] if isinstance(one.kind, tuple) else one.kind
     panel = f"Options of --compensation {', '.join(one.methods)}" if one.methods else None
-    metavar = NAME if isinstance(one.kind, tuple) else METAVARS[one.kind]
+    metavar = METAVARS.get(one.kind, NAME)
     option = setting(one.text, metavar, rich_help_panel=panel)
     return inspect.Parameter(
         one.name,
@@ -104,9 +104,9 @@ def _show_plan(plan: "Plan", model: str, as_json: bool) -> None:
 
     from coec.planning import choose_device, choose_forward_dtype, stored_dtype
 
-    device = choose_device(plan.recipe.device)
+    device = choose_device(plan.recipe.runtime.device)
     stored = stored_dtype(plan.output.config)
-    forward = choose_forward_dtype(plan.recipe.forward_dtype, stored, device)
+    forward = choose_forward_dtype(plan.recipe.calibration.forward_dtype, stored, device)
     memory = plan.memory(stored, forward)
     record = {
         "model": model,

@@ -107,7 +107,7 @@ def perplexity(
         baseline: the dense model, for the ratio and the KL divergence.
         split: of a data set; C4's validation split stands in for test.
         text_column: of a jsonl or parquet file, or of a data set named by `hub:`.
-        dtype: of the forward pass; None as in `Recipe.forward_dtype`.
+        dtype: of the forward pass; None as in `Calibration.forward_dtype`.
         trust_remote_code: lets the model's tokenizer run its own Python code.
 
     Raises:

@@ -153,7 +153,7 @@ def speed(
         pruned: a folder that `coec.prune` wrote.
         load: what a run does; None for the defaults.
         device: `auto` (CUDA where there is one), or a torch device.
-        dtype: of both forward passes; None as in `Recipe.forward_dtype`, for the dense model.
+        dtype: of both forward passes; None as in `Calibration.forward_dtype`, for the dense model.
         progress: called with ("timing", done, total).
 
     Raises:

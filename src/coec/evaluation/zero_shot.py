@@ -140,7 +140,7 @@ def zero_shot(
         limit: the first so many items of each task; None for all.
         batch_size: requests per forward pass.
         seq_len: the most tokens the model is given; None for its maximum.
-        dtype: of the forward pass; None as in `Recipe.forward_dtype`.
+        dtype: of the forward pass; None as in `Calibration.forward_dtype`.
         trust_remote_code: lets the model's tokenizer run its own Python code.
         progress: called with ("zero-shot", done, total) requests.
 

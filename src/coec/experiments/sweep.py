@@ -33,14 +33,13 @@ from coec.models.dense import Dense
 from coec.models.output import remove_leftovers
 from coec.planning import Plan, choose_device, choose_forward_dtype, resolve_seq_len
 from coec.recipe import Recipe
+from coec.settings import Calibration
 
 SAMPLED = 64
 """Windows of `text = "self"` where `max_windows` does not say, as in `coec eval`."""
 
 Progress = Callable[[str, int, int], None]
-CALIBRATION = (
-    "calibration", "text_column", "samples", "seq_len", "seed", "holdout", "forward_dtype",
-)  # fmt: skip
+CALIBRATION = tuple(one.name for one in Calibration.table())
 """Settings that the statistics depend on: cells that agree in them share a dense pass."""
 
 
@@ -187,9 +186,11 @@ class _Workers:
 
 
 def _on(cell: Cell, device: str) -> Cell:
-    return (
-        cell if cell.recipe is None else replace(cell, recipe=replace(cell.recipe, device=device))
-    )
+    """The cell carried out on another device."""
+    if cell.recipe is None:
+        return cell
+    runtime = replace(cell.recipe.runtime, device=device)
+    return replace(cell, recipe=replace(cell.recipe, runtime=runtime))
 
 
 def _opened(cells: list[Cell], device: str) -> dict[Subject, _Opened]:
@@ -214,7 +215,7 @@ def _opened(cells: list[Cell], device: str) -> dict[Subject, _Opened]:
         if recipe is None:
             continue
         Plan.of(dense, recipe)
-        source = (subject.path, str(recipe.calibration), recipe.text_column)
+        source = (subject.path, str(recipe.calibration.source), recipe.calibration.text_column)
         sources.setdefault(source, []).append(recipe)
     for (path, *_), recipes in sources.items():
         check_calibrations(recipes, models[path])
@@ -231,8 +232,8 @@ def _identities(
         opened, recipe, how = subjects[cell.subject], cell.recipe, cell.subject.evaluation
         calibration = None
         if recipe is not None:
-            name = str(recipe.calibration)
-            calibration = digests.setdefault(name, source_digest(recipe.calibration))
+            source = recipe.calibration.source
+            calibration = digests.setdefault(str(source), source_digest(source))
         found[cell.id] = {
             "model": opened.dense.digest,
             "calibration text": calibration,
@@ -340,8 +341,8 @@ def _prepare(
             statistics = collect(opened.dense, folder, recipe, progress=progress)
         if statistics.made_with["calibration"] != text:
             raise CalibrationError(
-                f"'{recipe.calibration}' was changed while the sweep ran: run again, into another "
-                "folder"
+                f"'{recipe.calibration.source}' was changed while the sweep ran: run again, into "
+                "another folder"
             )
         shared = _overlap(statistics.windows, opened)
     except Exception as error:  # as in `cell.run`: out of memory, a full disk, a library's own
@@ -356,7 +357,7 @@ def _saved(folder: Path, recipe: Recipe, dense: Dense) -> Statistics | None:
     try:
         statistics = Statistics.open(folder)
         forward = choose_forward_dtype(
-            recipe.forward_dtype, dense.dtype, choose_device(recipe.device)
+            recipe.calibration.forward_dtype, dense.dtype, choose_device(recipe.runtime.device)
         )
         statistics.check(made_with(recipe, dense, forward))
     except CoecError:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coec.errors import NumericalError
 from coec.models.architectures import VALUE, Shape, Site
-from coec.types import Compensation, KeptSet
+from coec.types import KeptSet, SiteResult
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,7 +17,7 @@ class Cut:
 
     site: Site
     units: KeptSet
-    compensation: Compensation
+    compensation: SiteResult
 
 
 def cut_block(tensors: dict[str, Tensor], cuts: list[Cut], dtype: torch.dtype) -> dict[str, Tensor]:
