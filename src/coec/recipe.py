@@ -124,7 +124,7 @@ class Recipe:
             **self.repair.record(),
             **self.calibration.record(),
             "selection": _name(self.repair.selection),
-            "compensation": _name(self.repair.compensation),
+            "compensation": self.method.name,
             "options": {**self.method.defaults, **self.repair.options},
             "calibration": "tensor" if isinstance(source, Tensor) else str(source),
         }
@@ -179,9 +179,7 @@ def read_toml(path: Path, name: str, missing: str) -> dict[str, Any]:
         raise OptionError(f"{name} is not valid TOML: {error}") from error
 
 
-def _name(choice: str | Method | Callable[..., Any]) -> str:
-    if isinstance(choice, Method):
-        return choice.name
+def _name(choice: str | Callable[..., Any]) -> str:
     return choice if isinstance(choice, str) else getattr(choice, "__name__", repr(choice))
 
 

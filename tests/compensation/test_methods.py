@@ -1,5 +1,7 @@
 """What a method declares, and what happens to one that does otherwise."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -142,3 +144,18 @@ def test_the_name_that_results_had_before_still_works():
 def test_what_the_methods_of_the_package_declare():
     assert [n for n, m in COMPENSATIONS.items() if m.adds_bias] == ["bias"]
     assert [n for n, m in COMPENSATIONS.items() if m.needs] == ["coec"]
+
+
+@pytest.mark.parametrize("name", COMPENSATIONS)
+def test_a_method_goes_by_the_name_it_is_listed_under(name):
+    method = pickle.loads(pickle.dumps(COMPENSATIONS[name]))
+    assert method == COMPENSATIONS[name]
+    assert method.name == name
+    assert Recipe.of(compensation=method).record() == Recipe.of(compensation=name).record()
+
+
+def test_what_is_no_method_is_refused():
+    with pytest.raises(OptionError, match="unknown compensation 'magic'; known: coec, rcpu"):
+        coec.compensate(*case(), method="magic")
+    with pytest.raises(OptionError, match="unknown compensation '3'"):
+        coec.Method.of(3)

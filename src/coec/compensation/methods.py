@@ -60,14 +60,15 @@ class Method:
             return choice
         if callable(choice):
             return cls(choice)
-        if choice not in COMPENSATIONS:
+        if not isinstance(choice, str) or choice not in COMPENSATIONS:
             raise OptionError(f"unknown compensation '{choice}'; known: {', '.join(COMPENSATIONS)}")
         return COMPENSATIONS[choice]
 
     @property
     def name(self) -> str:
-        """What messages and reports call it."""
-        return getattr(self.function, "__name__", repr(self.function))
+        """What messages and reports call it: the name it is listed under, or its function's."""
+        listed = (name for name, one in COMPENSATIONS.items() if one == self)
+        return next(listed, getattr(self.function, "__name__", repr(self.function)))
 
     @property
     def settings(self) -> tuple[Setting, ...]:
@@ -116,21 +117,24 @@ class Method:
             result = self.function(problem, options)
         else:
             result = self.function(problem, **options)
+        self._check_result(result, problem)
+        return result
+
+    def _check_result(self, result: object, problem: SiteProblem) -> None:
         if not isinstance(result, SiteResult):
             raise OptionError(
                 f"compensation '{self.name}' must return a coec.SiteResult, got "
                 f"{type(result).__name__}"
             )
-        rows = len(problem.weight)
-        self._check_tensor("weight", result.weight, (rows, len(problem.kept.kept)), problem)
-        if result.bias is not None:
-            self._check_tensor("bias", result.bias, (rows,), problem)
         if result.bias is not None and not self.adds_bias:
             raise OptionError(
                 f"compensation '{self.name}' returns a bias without having declared it: pass "
                 f"coec.Method({self.name}, adds_bias=True)"
             )
-        return result
+        rows = len(problem.weight)
+        self._check_tensor("weight", result.weight, (rows, len(problem.kept.kept)), problem)
+        if result.bias is not None:
+            self._check_tensor("bias", result.bias, (rows,), problem)
 
     def _check_tensor(
         self, what: str, tensor: Tensor, shape: tuple[int, ...], problem: SiteProblem
@@ -147,7 +151,7 @@ class Method:
         for option in sorted(set(given) - set(known)):
             takes = ", ".join(known) or "none"
             raise OptionError(
-                f"compensation '{_listed(self)}' has no option '{option}'; its options: {takes}"
+                f"compensation '{self.name}' has no option '{option}'; its options: {takes}"
             )
         return {option: known[option].checked(value) for option, value in given.items()}
 
@@ -187,11 +191,6 @@ def _check_form(method: Method) -> None:
             f"{method.name}{form} -> coec.SiteResult, with problem.weight, problem.gram and "
             "problem.kept"
         )
-
-
-def _listed(method: Method) -> str:
-    """The name under which it is listed, or its function's."""
-    return next((name for name, one in COMPENSATIONS.items() if one is method), method.name)
 
 
 COMPENSATIONS: dict[str, Method] = {
