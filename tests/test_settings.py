@@ -191,3 +191,9 @@ def test_a_recipe_checks_the_options_of_its_compensation():
     with pytest.raises(OptionError, match="slices = 1 goes with alignment"):
         Recipe.of(slices=2)
     assert Recipe.of(slices=2, lambda_a=0.0).repair.options == {"slices": 2, "lambda_a": 0.0}
+
+
+def test_a_part_of_a_recipe_is_a_part():
+    match = r"the calibration of a Recipe is a Calibration, got 'text.txt': Recipe\.of\(\.\.\.\)"
+    with pytest.raises(OptionError, match=match):
+        Recipe(calibration="text.txt")

@@ -19,6 +19,7 @@ from coec.settings import (
     DTYPE_NAMES,
     NAMES,
     OPTIONS,
+    PARTS,
     Calibration,
     Options,
     Repair,
@@ -58,6 +59,13 @@ class Recipe:
     runtime: Runtime = field(default_factory=Runtime)
 
     def __post_init__(self) -> None:
+        for part in PARTS:
+            name = part.__name__.lower()
+            if not isinstance(value := getattr(self, name), part):
+                raise OptionError(
+                    f"the {name} of a Recipe is a {part.__name__}, got {value!r:.80}: "
+                    "Recipe.of(...) takes settings by name"
+                )
         if isinstance(self.calibration.source, np.ndarray | Tensor):
             ids = token_ids(self.calibration.source)
             object.__setattr__(self, "calibration", replace(self.calibration, source=ids))

@@ -66,7 +66,9 @@ def finished(place):
     passes, original = [], module.collect
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            module, "collect", lambda *a, **k: passes.append(a[2].seed) or original(*a, **k)
+            module,
+            "collect",
+            lambda *a, **k: passes.append(a[2].calibration.seed) or original(*a, **k),
         )
         summary = sweep(expand(str(place / "grid.toml")), place / "whole")
     assert (summary.done, summary.failed, summary.ran) == (9, 0, 9)
@@ -400,7 +402,12 @@ def test_a_text_that_changes_during_the_sweep_fails_its_cells(place, tmp_path, m
     """A row would name the text that was there at the start."""
     text = shutil.copyfile(place / "train.npy", tmp_path / "train.npy")
     cells = [
-        replace(cell, recipe=replace(cell.recipe, calibration=str(text)))
+        replace(
+            cell,
+            recipe=replace(
+                cell.recipe, calibration=replace(cell.recipe.calibration, source=str(text))
+            ),
+        )
         for cell in cells_of(place)[1:2]
     ]
     original = module.collect

@@ -32,6 +32,7 @@ __all__ = [
     "DTYPE_NAMES",
     "NAMES",
     "OPTIONS",
+    "PARTS",
     "RECIPE",
     "SEEDS",
     "TABLE",
