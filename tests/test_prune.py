@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 import coec
 import tiny_models as tm
+from coec import writing
 from coec.errors import OptionError, OutputError
-from coec.models import shards as shards_module
 from coec.models.dense import Dense
 from coec.recipe import Recipe
 from coec.types import SiteResult
@@ -127,7 +127,7 @@ def test_the_plan_names_the_memory_that_a_run_takes(dense, tmp_path):
 @pytest.mark.parametrize("shard", ["2GB", "20KB"])
 def test_servers_find_the_weights_and_nothing_else(shard, dense, tokens, tmp_path, monkeypatch):
     """Without an index vLLM and SGLang read every safetensors file of the folder as weights."""
-    monkeypatch.setattr(shards_module, "MAX_SHARD", shard)
+    monkeypatch.setattr(writing, "MAX_SHARD", shard)
     coec.prune(dense, tmp_path / "out", calibration=tokens, compensation="none", **SETTINGS)
     files = glob.glob(str(tmp_path / "out" / "*.safetensors"))
     assert (len(files) > 1) == (shard == "20KB")
@@ -156,12 +156,13 @@ def test_rotary_settings_are_written_in_both_forms(tokens, tmp_path):
 
 def test_a_second_run_into_the_same_folder_is_refused_at_once(dense, tokens, tmp_path):
     """The first one's result is not lost to it."""
-    from coec.models.output import new_folder
+    from coec.execution.journal import journal
 
-    with new_folder(tmp_path / "out") as folder:
-        (folder / "config.json").write_text("first")
+    with journal(tmp_path / "out", {}) as done:
+        (done.new / "config.json").write_text("first")
         with pytest.raises(OutputError, match="another run is writing"):
             coec.prune(dense, tmp_path / "out", calibration=tokens, force=True, **SETTINGS)
+        done.complete()
     assert (tmp_path / "out/config.json").read_text() == "first"
 
 
@@ -298,7 +299,7 @@ def test_both_names_of_the_dtype_are_kept_true(dense, tokens, tmp_path):
 
 
 def test_many_shards_are_written_and_read(dense, tokens, tmp_path, monkeypatch):
-    monkeypatch.setattr(shards_module, "MAX_SHARD", "20KB")
+    monkeypatch.setattr(writing, "MAX_SHARD", "20KB")
     coec.prune(dense, tmp_path / "many", calibration=tokens, compensation="none", **SETTINGS)
     monkeypatch.undo()
     coec.prune(dense, tmp_path / "one", calibration=tokens, compensation="none", **SETTINGS)

@@ -15,8 +15,9 @@ import torch
 import coec as package
 from coec import settings
 from coec.compensation import COMPENSATIONS
+from coec.devices import DTYPES
 from coec.errors import OptionError
-from coec.recipe import DTYPES, Recipe
+from coec.recipe import Recipe
 from coec.selection import SELECTIONS
 from coec.settings import Calibration, CoecOptions, Repair, RidgeOptions, Runtime
 from coec.settings.document import document

@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING, Any
 from coec.errors import CoecError
 
 if TYPE_CHECKING:
-    from coec.collecting import collect
+    from coec.calibration.statistics import Statistics
+    from coec.collecting import collect, merge
     from coec.compensation import Method, compensate
     from coec.evaluation.efficiency import efficiency
     from coec.evaluation.geometry import geometry
     from coec.evaluation.perplexity import perplexity
     from coec.evaluation.speed import speed
     from coec.evaluation.zero_shot import zero_shot
+    from coec.planning import Plan
     from coec.pruning import plan, prune
+    from coec.recipe import Recipe
+    from coec.report import Report
     from coec.types import Gram, KeptSet, SiteProblem, SiteResult
     from coec.types import SiteResult as Compensation
 
@@ -28,12 +32,17 @@ __all__ = [
     "Gram",
     "KeptSet",
     "Method",
+    "Plan",
+    "Recipe",
+    "Report",
     "SiteProblem",
     "SiteResult",
+    "Statistics",
     "collect",
     "compensate",
     "efficiency",
     "geometry",
+    "merge",
     "perplexity",
     "plan",
     "prune",
@@ -47,12 +56,17 @@ _LAZY = {
     "Gram": "coec.types",
     "KeptSet": "coec.types",
     "Method": "coec.compensation",
+    "Plan": "coec.planning",
+    "Recipe": "coec.recipe",
+    "Report": "coec.report",
     "SiteProblem": "coec.types",
     "SiteResult": "coec.types",
+    "Statistics": "coec.calibration.statistics",
     "collect": "coec.collecting",
     "compensate": "coec.compensation",
     "efficiency": "coec.evaluation.efficiency",
     "geometry": "coec.evaluation.geometry",
+    "merge": "coec.collecting",
     "perplexity": "coec.evaluation.perplexity",
     "plan": "coec.pruning",
     "prune": "coec.pruning",

@@ -3,7 +3,7 @@
 import difflib
 import tomllib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from coec.calibration.ids import token_ids
 from coec.compensation import Method, compensate
 from coec.errors import OptionError
 from coec.settings import (
-    DTYPE_NAMES,
     NAMES,
     OPTIONS,
     PARTS,
@@ -28,7 +27,6 @@ from coec.settings import (
 )
 from coec.types import Gram, KeptSet
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 APART = ("options", "trust_remote_code")
 """Settings that no recipe file or grid may hold: the one has its keys at the top level, and whether
 a model's code may run is said by whoever runs it."""
@@ -95,9 +93,9 @@ class Recipe:
         given = {name: value for name, value in settings.items() if name not in own}
         own["options"] = {**own.get("options", {}), **given}
         return cls(
-            calibration=_part(Calibration, own),
-            repair=_part(Repair, own),
-            runtime=_part(Runtime, own),
+            calibration=Calibration.of(own),
+            repair=Repair.of(own),
+            runtime=Runtime.of(own),
         )
 
     @classmethod
@@ -137,12 +135,6 @@ class Recipe:
             "calibration": "tensor" if isinstance(source, Tensor) else str(source),
         }
         return {name: found.pop(name) for name in RECORDED} | found
-
-
-def _part(kind: type[Any], settings: dict[str, Any]) -> Any:
-    """One part of a recipe, of those settings that are its own."""
-    names = {one.metadata.get("key") or one.name: one.name for one in fields(kind)}
-    return kind(**{names[k]: value for k, value in settings.items() if k in names})
 
 
 def read_settings(path: Path) -> dict[str, Any]:

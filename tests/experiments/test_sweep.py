@@ -16,7 +16,7 @@ import torch
 import coec
 import sweep_rows as sr
 import tiny_models as tm
-from coec import collecting
+from coec.calibration import windows
 from coec.cli import main
 from coec.errors import CoecError, ModelError, OutputError, ResultsError
 from coec.experiments import cell as cell_module
@@ -388,9 +388,9 @@ def test_a_text_is_checked_for_every_cell_before_any_work(
 ):
     text = (place / "grid.toml").read_text().replace("samples = 6", change)
     (tmp_path / "g.toml").write_text(text)
-    reads, original = [], collecting.read_stream
+    reads, original = [], windows.read_stream
     monkeypatch.setattr(
-        collecting, "read_stream", lambda *a, **k: reads.append(1) or original(*a, **k)
+        windows, "read_stream", lambda *a, **k: reads.append(1) or original(*a, **k)
     )
     with pytest.raises(CoecError, match=reason):
         sweep(expand(str(tmp_path / "g.toml")), tmp_path / "out")

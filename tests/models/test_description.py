@@ -12,8 +12,8 @@ import pytest
 import coec
 import tiny_models as tm
 from coec.errors import ModelError
-from coec.models.architectures import Shape
 from coec.models.description import Description, find_model, read_config, skeleton
+from coec.models.shape import Shape
 from coec.planning import Plan
 from coec.recipe import Recipe
 

@@ -5,9 +5,10 @@ import pytest
 import coec
 import tiny_models as tm
 from coec.errors import ModelError, OptionError
-from coec.models.architectures import Shape, architecture_of
+from coec.models.architectures import architecture_of
 from coec.models.description import Description, read_config
 from coec.models.formats import choose_format
+from coec.models.shape import Shape
 from coec.planning import Plan
 from coec.recipe import Recipe
 from paper_models import LLAMA_70B, QWEN_7B
@@ -15,9 +16,9 @@ from paper_models import LLAMA_70B, QWEN_7B
 
 def chosen(variant, kv_heads=3, bias=False, **changes):
     config = tm.raw_config(variant, **changes)
-    dense = Shape.of(config)
-    pruned = Shape(dense.layers, dense.hidden, dense.head_dim, kv_heads, dense.group, 28)
-    return choose_format(config, pruned, o_proj_bias=bias, down_proj_bias=bias)
+    pruned = Shape.of(config).kept({"kv_heads": kv_heads, "ffn": 28})
+    biased = frozenset({"attention", "mlp"}) if bias else frozenset()
+    return choose_format(config, pruned, biased=biased)
 
 
 @pytest.mark.parametrize(

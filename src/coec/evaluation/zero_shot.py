@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 from coec.calibration.tokens import load_tokenizer
+from coec.calibration.windows import resolve_seq_len
+from coec.devices import choose_device
 from coec.errors import OptionError
 from coec.evaluation import harness
-from coec.evaluation.harness import Progress
 from coec.evaluation.network import check_dtype, load_network
+from coec.events import Progress
 from coec.models.dense import Dense
-from coec.planning import choose_device, resolve_seq_len
 from coec.settings import check_whole
 
 PAPER_METRICS = {

@@ -6,13 +6,14 @@ Flags, keys of files, help texts and docs/SETTINGS.md are made of these fields.
 import dataclasses
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from coec.errors import OptionError
 
 Value = float | int | str | None
+T = TypeVar("T")
 Kind = type[float] | type[int] | type[str] | tuple[str, ...]
 KINDS = (float, int, str)
 DECLARED = "setting"
@@ -148,6 +149,16 @@ class Settings:
     def table(cls) -> tuple[Setting, ...]:
         """Its settings, in the order of the fields."""
         return tuple(declared(cls).values())
+
+    @classmethod
+    def of(cls: type[T], settings: Mapping[str, Any]) -> T:
+        """An object of those of the settings that are its own; names as flags and files have them.
+
+        Raises:
+            OptionError: a value is not allowed.
+        """
+        names = {f.metadata.get("key") or f.name: f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        return cls(**{names[k]: value for k, value in settings.items() if k in names})
 
     def record(self) -> dict[str, Any]:
         """Every setting's value, by name."""
