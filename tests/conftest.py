@@ -2,7 +2,7 @@
 
 Checking every call makes the solvers several times slower, so it is done where a test is about one
 function or one contract, and not where whole models are pruned: everything those call has tests of
-its own. `COEC_TYPECHECK=1` checks everywhere.
+its own. `COEC_TYPECHECK=1` checks everywhere. What a marker means is in pyproject.toml.
 """
 
 import os
@@ -12,9 +12,9 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-import jaxtyping
+import typechecker
 
-jaxtyping.install_import_hook("coec", "typechecker.check")
+typechecker.install()
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def pytest_runtest_setup(item):
     """Before any fixture of the test: whether it is one whose calls are checked."""
     small = item.path.relative_to(TESTS).parts[0] in CHECKED
     checked = EVERYWHERE or (small and item.get_closest_marker("unchecked") is None)
-    jaxtyping.config.update("jaxtyping_disable", not checked)
+    typechecker.switch(checked)
 
 
 @pytest.fixture(autouse=True)
