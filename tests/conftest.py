@@ -34,6 +34,14 @@ transformers_logging.disable_progress_bar()
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Before any is deselected: what needs a browser says so by its fixture, and is marked."""
+    for item in items:
+        if "browser" in item.fixturenames:
+            item.add_marker(pytest.mark.browser)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Before any fixture of the test: whether it is one whose calls are checked."""
     small = item.path.relative_to(TESTS).parts[0] in CHECKED

@@ -351,6 +351,7 @@ def test_a_task_without_accuracy_keeps_the_metrics_of_lm_eval(folder, tmp_path):
     assert (result.mean, result.mean_stderr, result.mean_at_chance) == (None, None, None)
 
 
+@pytest.mark.slow
 def test_lm_evals_own_command_says_the_same(shared, tmp_path):
     """Its command line, in a process of its own, on the same model and the same files."""
     model = tm.readable(shared / "models/wt2-llama", tmp_path / "model")
