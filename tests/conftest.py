@@ -5,6 +5,7 @@ function or one contract, and not where whole models are pruned: everything thos
 its own. `COEC_TYPECHECK=1` checks everywhere. What a marker means is in pyproject.toml.
 """
 
+import functools
 import os
 import random
 from pathlib import Path
@@ -62,3 +63,25 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip("needs the project's shared models and texts (../shared), which are not here")
     return SHARED
+
+
+TASKS = ("arc", "glue/rte", "hellaswag", "openbookqa", "ruler", "super_glue/boolq", "wikitext",
+         "winogrande")  # fmt: skip
+"""Folders of lm-eval's task definitions; reading all of them takes every process ten seconds."""
+
+
+@functools.cache
+def _few_tasks():
+    from lm_eval import tasks
+
+    from coec.evaluation.harness import quiet
+
+    folders = [Path(tasks.__file__).parent / name for name in TASKS]
+    with quiet():
+        return tasks.TaskManager(include_path=folders, include_defaults=False)
+
+
+@pytest.fixture
+def few_tasks(monkeypatch):
+    """lm-eval's own definitions of the paper's tasks and a few others, instead of all."""
+    monkeypatch.setattr("coec.evaluation.harness.official_tasks", _few_tasks)

@@ -356,7 +356,7 @@ def test_eval_with_json_is_one_object_for_a_program(dense, tokens):
 
 
 @pytest.fixture
-def tasks_data(tmp_path):
+def tasks_data(tmp_path, few_tasks):
     folder = tmp_path / "tasks"
     folder.mkdir()
     rows = [{"passage": "", "question": f"is {n} even", "label": 1 - n % 2} for n in range(5)]
@@ -388,6 +388,7 @@ def test_perplexity_comes_with_tasks_only_where_a_text_is_named(dense, run, toke
     assert scores["tasks"]["boolq"]["items"] == 3
 
 
+@pytest.mark.usefixtures("few_tasks")
 def test_tasks_are_checked_before_the_perplexity_is_measured(dense, run, monkeypatch):
     def measured(*args, **kwargs):
         raise AssertionError("work had begun")
