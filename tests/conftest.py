@@ -29,6 +29,9 @@ CHECKED = ("linalg", "selection", "compensation", "contracts", "models", "calibr
            "test_types.py", "test_exact_cases.py")  # fmt: skip
 """Where annotations are checked, but for tests marked `unchecked`."""
 
+LONG = ("test_demo.py", "test_sweep.py", "test_fuzz.py", "test_zero_shot.py")
+"""Files with tests of five seconds and more; the many short ones then fill up the cores."""
+
 EVERYWHERE = os.environ.get("COEC_TYPECHECK") == "1"
 
 transformers_logging.disable_progress_bar()
@@ -36,10 +39,14 @@ transformers_logging.disable_progress_bar()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Before any is deselected: what needs a browser says so by its fixture, and is marked."""
+    """Before any is deselected: what needs a browser says so by its fixture, and is marked.
+
+    Files of long tests come first, so that no core is left waiting for one at the end.
+    """
     for item in items:
         if "browser" in item.fixturenames:
             item.add_marker(pytest.mark.browser)
+    items.sort(key=lambda item: item.path.name not in LONG)
 
 
 @pytest.hookimpl(tryfirst=True)
