@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import signal
 import sys
@@ -219,6 +220,9 @@ def quieten(threads: int) -> None:
     # not ignored: what a cell has half-written is then removed at once, and nobody waits for it
     for number in ENDING:
         signal.signal(number, _end)
+    if signal.SIGINT in signal.sigpending():
+        os._exit(128 + signal.SIGINT)  # nothing is begun that wants tidying up
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -229,5 +233,6 @@ _ending = threading.Event()
 def _end(number: int, frame: FrameType | None) -> None:
     _ending.set()
     for other in ENDING:
-        signal.signal(other, signal.SIG_IGN)  # a second one would disturb the tidying up
+        # A second one would disturb the tidying up; SIG_IGN would make Python say that it came.
+        signal.signal(other, lambda number, frame: None)
     sys.exit(128 + number)

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -178,7 +179,14 @@ class _Workers:
             yield from map(run, jobs)
             return
         try:
-            yield from self._pool.map(run, jobs)
+            # A worker that still imports what it needs would answer Ctrl-C with a traceback: it
+            # inherits the mask, and lifts it once it knows how to end (`quieten`).
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            try:
+                rows = self._pool.map(run, jobs)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            yield from rows
         except BrokenProcessPool as error:
             raise CoecError(
                 "a worker process died, probably for lack of memory: use fewer jobs (jobs=N); "
