@@ -32,8 +32,6 @@ CHECKED = ("linalg", "selection", "compensation", "contracts", "models", "calibr
 LONG = ("test_demo.py", "test_sweep.py", "test_fuzz.py", "test_zero_shot.py")
 """Files with tests of five seconds and more; the many short ones then fill up the cores."""
 
-EVERYWHERE = os.environ.get("COEC_TYPECHECK") == "1"
-
 transformers_logging.disable_progress_bar()
 
 
@@ -53,7 +51,7 @@ def pytest_collection_modifyitems(items):
 def pytest_runtest_setup(item):
     """Before any fixture of the test: whether it is one whose calls are checked."""
     small = item.path.relative_to(TESTS).parts[0] in CHECKED
-    checked = EVERYWHERE or (small and item.get_closest_marker("unchecked") is None)
+    checked = typechecker.EVERYWHERE or (small and item.get_closest_marker("unchecked") is None)
     typechecker.switch(checked)
 
 

@@ -8,6 +8,7 @@ transformers anew. Here a function is decorated when it is first called with che
 
 import ast
 import functools
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import is_dataclass
@@ -19,6 +20,7 @@ import jaxtyping
 from beartype import BeartypeConf, beartype
 
 PACKAGE = "coec"
+EVERYWHERE = os.environ.get("COEC_TYPECHECK") == "1"
 check = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is as good as a float
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 import typechecker
 from coec.compensation.objective import kept_columns
 from coec.types import Convergence
-from conftest import EVERYWHERE
 
 
 def test_a_wrong_shape_is_found_here():
@@ -25,7 +24,7 @@ def test_a_wrong_field_of_a_dataclass_is_found_here():
         Convergence(True, 1, reason=3)
 
 
-@pytest.mark.skipif(EVERYWHERE, reason="COEC_TYPECHECK=1 checks all tests")
+@pytest.mark.skipif(typechecker.EVERYWHERE, reason="COEC_TYPECHECK=1 checks all tests")
 @pytest.mark.unchecked
 def test_and_is_not_looked_for_in_a_marked_test():
     with pytest.raises(AttributeError):
@@ -36,7 +35,7 @@ def square(matrix: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
     return matrix
 
 
-@pytest.mark.skipif(EVERYWHERE, reason="COEC_TYPECHECK=1 checks all tests")
+@pytest.mark.skipif(typechecker.EVERYWHERE, reason="COEC_TYPECHECK=1 checks all tests")
 @pytest.mark.unchecked
 def test_where_nothing_is_checked_nothing_is_decorated(monkeypatch):
     """Solvers make local functions by the thousand; decorating one takes a millisecond."""
