@@ -92,7 +92,7 @@ def test_the_line_that_goes_on_is_printed(dense, run, tmp_path, monkeypatch):
     monkeypatch.setattr(pruning, "solve_block", interrupted)
     command = ("prune", dense, tmp_path / "out put", "--calibration", tokens, "--samples", "12",
                "--seq-len", "32", "--compensation", "none")  # fmt: skip
-    status, out, err = run(*command, "--restart")
+    status, _, err = run(*command, "--restart")
     assert status == 130
     said = err.splitlines()[-3:]
     assert said[0] == "coec: interrupted"
