@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +24,8 @@ from coec.evaluation.perplexity import perplexity
 from coec.evaluation.zero_shot import zero_shot
 from coec.experiments.grid import Cell
 from coec.experiments.memory import peak, reset_peak
-from coec.experiments.rows import CONTROL, checked
+from coec.experiments.records import CONTROL
+from coec.experiments.rows import Row, read, write
 from coec.models.dense import Dense
 from coec.planning import choose_device
 from coec.pruning import prune
@@ -67,7 +68,7 @@ class Job:
     error: str | None
 
 
-def run(job: Job) -> dict[str, Any]:
+def run(job: Job) -> Row:
     """The cell's row; a failure is a row too, with its reason in one line."""
     if _ending.is_set():
         sys.exit(1)
@@ -79,17 +80,17 @@ def run(job: Job) -> dict[str, Any]:
             raise CoecError(job.error)
         measured = _measured(job)
         _check_finite(measured)
-        checked(json.loads(json.dumps(row | measured)))  # else nobody could read the file
-        row |= measured
+        row = read(json.loads(write(row)) | json.loads(json.dumps(measured)))
     except Exception as error:  # libraries raise what they like, and the other cells go on
-        row |= {"status": "failed", "error": reason(error)}
+        row = replace(row, status="failed", error=reason(error))
     finally:
         if not job.keep:
             shutil.rmtree(job.folder, ignore_errors=True)
-    return row | {
-        "peak_memory_bytes": _largest(row.get("peak_memory_bytes"), peak(device)),
-        "environment": {"coec": __version__, **environment(str(device))},
-    }
+    return replace(
+        row,
+        peak_memory_bytes=_largest(row.peak_memory_bytes, peak(device)),
+        environment={"coec": __version__, **environment(str(device))},
+    )
 
 
 def reason(error: Exception) -> str:
@@ -112,8 +113,8 @@ def _check_finite(value: Any, place: str = "") -> None:
         _check_finite(part, f"{place}.{name}".removeprefix("."))
 
 
-def head(cell: Cell) -> dict[str, Any]:
-    """What was asked for: the beginning of every row."""
+def head(cell: Cell) -> Row:
+    """What was asked for: the beginning of every row; ResultsError where none can hold it."""
     if cell.recipe is None:
         settings: dict[str, Any] = {
             "sparsity": 0.0,
@@ -123,16 +124,11 @@ def head(cell: Cell) -> dict[str, Any]:
         }
     else:
         settings = cell.recipe.record()
-    return {
-        "cell": cell.id,
-        "grids": list(cell.grids),
-        "labels": cell.labels,
-        "status": "done",
-        "error": None,
-        "model": cell.subject.label,
-        "path": cell.subject.path,
+    return read({
+        "cell": cell.id, "grids": list(cell.grids), "labels": cell.labels, "status": "done",
+        "error": None, "model": cell.subject.label, "path": cell.subject.path,
         "settings": settings,
-    }
+    })  # fmt: skip
 
 
 def _measured(job: Job) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from coec.evaluation.perplexity import DEFAULT_SEQ_LEN, evaluation_windows
 from coec.evaluation.zero_shot import check_tasks
 from coec.experiments.cell import Job, head, quieten, reason, run
 from coec.experiments.grid import Cell, Subject
-from coec.experiments.rows import NO_REASON, checked
+from coec.experiments.rows import NO_REASON, Row
 from coec.experiments.store import Store
 from coec.models.dense import Dense
 from coec.models.output import remove_leftovers
@@ -100,7 +99,7 @@ def sweep(
         raise OutputError(f"'{out}' is a file: give a folder")
     cells = [_on(cell, chosen) for cell in cells]
     for cell in cells:
-        checked(head(cell))
+        head(cell)
     subjects = _opened(cells, chosen)
     identities = _identities(cells, subjects)
     with Store(out).writing() as store, _Workers(jobs) as workers:
@@ -123,7 +122,7 @@ def sweep(
                 for cell in group
             ]
             for row in workers.rows(jobs_of_group):
-                store.append(row | {"identity": identities[row["cell"]]})
+                store.append(replace(row, identity=identities[row.cell]))
                 finished += 1
                 if progress:
                     progress("cells", finished, len(cells))
@@ -172,7 +171,7 @@ class _Workers:
                     process.terminate()
             self._pool.shutdown(cancel_futures=True)
 
-    def rows(self, jobs: list[Job]) -> Iterator[dict[str, Any]]:
+    def rows(self, jobs: list[Job]) -> Iterator[Row]:
         """Raises CoecError when a worker dies."""
         if self._pool is None:
             yield from map(run, jobs)
@@ -260,12 +259,11 @@ def _check_identities(
     """
     models = {cell.subject.label: identities[cell.id]["model"] for cell in cells}
     for row in store.rows.values():
-        wanted = identities.get(row["cell"], {"model": models.get(row.get("model", ""))})
-        found = row.get("identity") or {}
+        wanted = identities.get(row.cell, {"model": models.get(row.model)})
         for what, digest in wanted.items():
-            if (what != "model" or digest is not None) and found.get(what) != digest:
+            if (what != "model" or digest is not None) and row.identity.get(what) != digest:
                 raise OutputError(
-                    f"the {what} of '{row.get('model')}' is another one than that of the rows in "
+                    f"the {what} of '{row.model}' is another one than that of the rows in "
                     f"'{store.path}': give another folder, or move that file away"
                 )
 
@@ -291,8 +289,8 @@ def _sampled(subject: Subject, dense: Dense, device: str) -> Windows:
     )  # fmt: skip
 
 
-def _settled(row: dict[str, Any] | None, retry_failed: bool) -> bool:
-    return row is not None and not (retry_failed and row["status"] == "failed")
+def _settled(row: Row | None, retry_failed: bool) -> bool:
+    return row is not None and not (retry_failed and row.status == "failed")
 
 
 def _widen(cells: list[Cell], store: Store) -> None:
@@ -301,9 +299,8 @@ def _widen(cells: list[Cell], store: Store) -> None:
         row = store.rows.get(cell.id)
         if row is None:
             continue
-        wider = head(cell) | row
-        wider["grids"] = list(dict.fromkeys([*row["grids"], *cell.grids]))
-        wider["labels"] = row["labels"] | cell.labels
+        grids = tuple(dict.fromkeys((*row.grids, *cell.grids)))
+        wider = replace(row, grids=grids, labels={**row.labels, **cell.labels})
         if wider != row:
             store.append(wider)
 
@@ -399,7 +396,5 @@ def _clear_leftovers(out: Path) -> None:
 
 def _summary(out: Path, cells: list[Cell], store: Store, ran: int) -> Summary:
     rows = [store.rows[cell.id] for cell in cells]
-    reasons = {
-        row["cell"]: row.get("error") or NO_REASON for row in rows if row["status"] == "failed"
-    }
+    reasons = {row.cell: row.error or NO_REASON for row in rows if row.status == "failed"}
     return Summary(out, len(rows) - len(reasons), len(reasons), ran, reasons, store.torn)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from coec.experiments.reporting.protocol import protocol
-from coec.experiments.reporting.results import Metric, Results, Row
+from coec.experiments.reporting.results import Results
 from coec.experiments.reporting.tables import (
     ABSENT,
     SHOWN,
@@ -23,6 +23,7 @@ from coec.experiments.reporting.tables import (
     title_of,
     value_text,
 )
+from coec.experiments.rows import Metric, Row
 
 NATIVE = {"wanda-sp": "none", "flap": "bias", "rcpu": "rcpu"}
 """The repair that was published with a selection."""
@@ -94,7 +95,11 @@ def fits(rows: Sequence[Row]) -> bool:
     """Whether at most the seed differs between rows that would share an entry."""
     by_place = grouped(rows, lambda r: (r.sparsity, *in_order(r), r.model))
     return all(
-        all({**row.settings, "seed": None} == {**found[0].settings, "seed": None} for row in found)
+        all(
+            {**row.settings.values, "options": row.settings.options, "seed": None}
+            == {**found[0].settings.values, "options": found[0].settings.options, "seed": None}
+            for row in found
+        )
         for found in by_place.values()
     )
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from coec.experiments.records import number
 from coec.experiments.reporting.protocol import listed
-from coec.experiments.reporting.results import Row, number
 from coec.experiments.reporting.tables import (
     ABSENT,
     Cell,
@@ -13,6 +13,7 @@ from coec.experiments.reporting.tables import (
     percent,
     significant,
 )
+from coec.experiments.rows import Row
 
 GIB = 2**30
 
@@ -24,18 +25,18 @@ def gflops(parameters: float) -> float:
 
 def memory(rows: Sequence[Row]) -> float | None:
     """The most bytes that evaluating any of these models took; None where nobody measured it."""
-    peaks = [number(row.cost.get("peak_memory_bytes")) for row in rows]
+    peaks = [number(row.cost.peak_memory_bytes) for row in rows]
     return max((peak for peak in peaks if peak is not None), default=None)
 
 
 def cost_table(rows: Sequence[Row]) -> Table | None:
     """One line per model, sparsity and number of parameters; the dense models' first."""
-    sized = [row for row in rows if row.parameters.get("after") is not None]
+    sized = [row for row in rows if row.parameters.after is not None]
     if not any(not row.dense for row in sized):
         return None
 
     def place(r: Row) -> tuple[Any, ...]:
-        return r.model, r.sparsity, r.parameters["after"], r.cost.get("weight_bytes")
+        return r.model, r.sparsity, r.parameters.after, r.cost.weight_bytes
 
     ordered = sorted(sized, key=lambda r: (r.model, r.sparsity))
     body = tuple(_line(found) for found in grouped(ordered, place).values())
@@ -48,9 +49,9 @@ def cost_table(rows: Sequence[Row]) -> Table | None:
 
 def _line(rows: Sequence[Row]) -> tuple[Cell, ...]:
     first = rows[0]
-    after, before = first.parameters["after"], first.parameters.get("before")
+    after, before = first.parameters.after or 0, first.parameters.before
     kept = Cell(f"{100 * after / before:.1f} %", after / before) if before else Cell(ABSENT)
-    weights = number(first.cost.get("weight_bytes"))
+    weights = number(first.cost.weight_bytes)
     return (
         Cell(first.model),
         Cell("dense" if first.dense else percent(first.sparsity), first.sparsity),

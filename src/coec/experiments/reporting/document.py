@@ -8,7 +8,7 @@ from coec.experiments.reporting import figures, inside, overfitting, paper, reco
 from coec.experiments.reporting.comparison import comparison_tables, fits, pair_table
 from coec.experiments.reporting.cost import cost_table
 from coec.experiments.reporting.plots import Figure
-from coec.experiments.reporting.results import Results, Row
+from coec.experiments.reporting.results import Results
 from coec.experiments.reporting.tables import SHOWN, Table
 from coec.experiments.reporting.tasks import zero_shot_tables
 from coec.experiments.reporting.variation import (
@@ -18,6 +18,7 @@ from coec.experiments.reporting.variation import (
     generic_table,
     seed_tables,
 )
+from coec.experiments.rows import Row
 
 CURVES = {
     "calibration-size": ("samples", "Calibration size"),

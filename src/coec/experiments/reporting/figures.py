@@ -5,11 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from coec.experiments.records import number
 from coec.experiments.reporting.comparison import in_order
 from coec.experiments.reporting.inside import SITES, curves, falling
 from coec.experiments.reporting.plots import Curve, Figure, Panel, Scale, role
 from coec.experiments.reporting.protocol import protocol
-from coec.experiments.reporting.results import Results, Row, number
+from coec.experiments.reporting.results import Results
 from coec.experiments.reporting.tables import (
     described,
     grouped,
@@ -18,6 +19,7 @@ from coec.experiments.reporting.tables import (
     value_text,
     varying_within,
 )
+from coec.experiments.rows import Row
 
 LINES = 300
 """Curves drawn in one panel; of more, evenly spaced ones."""
@@ -95,11 +97,13 @@ def _curve(points: Sequence[tuple[float, float]], label: str, colour: str, **sty
 def parameters_figure(results: Results, rows: Sequence[Row]) -> Figure | None:
     """Perplexity (log) by parameters, a panel per model, a line per selection and repair."""
     known = [
-        row for row in rows if row.measured("perplexity") is not None and "after" in row.parameters
+        row
+        for row in rows
+        if row.measured("perplexity") is not None and row.parameters.after is not None
     ]
     if len({row.sparsity for row in known}) < 2:
         return None
-    largest = max(row.parameters["after"] for row in known)
+    largest = max(row.parameters.after or 0 for row in known)
     unit, word = (1e9, "billions") if largest >= 1e9 else (1e6, "millions")
     panels = []
     for model, found in grouped(sorted(known, key=in_order), lambda r: r.model).items():
@@ -108,7 +112,7 @@ def parameters_figure(results: Results, rows: Sequence[Row]) -> Figure | None:
         lines = []
         for (selection, comp), group in methods.items():
             style = LINE_STYLES[selections.index(selection) % len(LINE_STYLES)]
-            at = grouped(group, lambda r: r.parameters["after"])
+            at = grouped(group, lambda r: r.parameters.after)
             points = sorted(
                 (x / unit, y) for x, same in at.items() if (y := _mean_perplexity(same))
             )
@@ -123,7 +127,7 @@ def parameters_figure(results: Results, rows: Sequence[Row]) -> Figure | None:
 def _dense_point(results: Results, model: str, unit: float) -> list[Curve]:
     dense = results.dense.get(model)
     value = dense.measured("perplexity") if dense else None
-    size = dense.parameters.get("after", dense.parameters.get("before")) if dense else None
+    size = (dense.parameters.after or dense.parameters.before) if dense else None
     if value is None or size is None:
         return []
     return [Curve([size / unit], [value], "dense", "ink", "", "*")]
@@ -242,7 +246,7 @@ def _one_per_repair(rows: Sequence[Row]) -> list[Row]:
         return float("inf") if value is None else value
 
     def calibration(row: Row) -> tuple[Any, ...]:
-        return row.calibration.get("windows_sha256"), row.setting("holdout")
+        return row.calibration.windows_sha256, row.setting("holdout")
 
     best = min(rows, key=place)
     same = [row for row in rows if calibration(row) == calibration(best)]
@@ -252,16 +256,16 @@ def _one_per_repair(rows: Sequence[Row]) -> list[Row]:
 
 def _by_block(row: Row, site: str, name: str, label: str, colour: str, *, line: str = "-") -> Curve:
     points = [
-        (float(s["block"]), value)
+        (float(s.block), value)
         for s in row.sites
-        if s.get("site") == site and (value := number(s.get(name))) is not None
+        if s.site == site and (value := number(getattr(s, name))) is not None
     ]
     return _curve(points, label, colour, line=line, marker="o")
 
 
 def angle_figure(rows: Sequence[Row]) -> Figure | None:
     """Principal angles to the original frame by block: of the pruned, and of the repaired."""
-    measured = [row for row in rows if any(site.get("geometry") for site in row.sites)]
+    measured = [row for row in rows if any(site.geometry for site in row.sites)]
     chosen = _same_slice(measured)
     panels = []
     for model, several in grouped(chosen, lambda r: r.model).items():
@@ -289,9 +293,8 @@ def angle_figure(rows: Sequence[Row]) -> Figure | None:
 
 def _angles(row: Row, site: str, name: str) -> tuple[list[float], list[float]]:
     points = [
-        (float(s["block"]), value)
+        (float(s.block), value)
         for s in row.sites
-        if s.get("site") == site
-        and (value := number((s.get("geometry") or {}).get(name))) is not None
+        if s.site == site and (value := number(getattr(s.geometry, name))) is not None
     ]
     return [x for x, _ in points], [y for _, y in points]

@@ -1,12 +1,11 @@
 """What happened inside the modules: angles, convergence."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
 
+from coec.experiments.records import number
 from coec.experiments.reporting.protocol import protocol
-from coec.experiments.reporting.results import Row, number
 from coec.experiments.reporting.tables import (
     ABSENT,
     Cell,
@@ -15,6 +14,7 @@ from coec.experiments.reporting.tables import (
     method_name,
     significant,
 )
+from coec.experiments.rows import Geometry, Row
 
 SITES = {"attention": "attention output", "mlp": "MLP"}
 """The kinds of modules that a repair writes, with what a reader calls them."""
@@ -27,14 +27,14 @@ EPS = {"float64": 2.0**-52, "float32": 2.0**-23}
 
 def mean_over_sites(rows: Iterable[Row], site: str, name: str) -> float | None:
     """The mean of one quantity over the modules of a kind; None where nobody measured it."""
-    values = [number(s.get(name)) for row in rows for s in row.sites if s.get("site") == site]
+    values = [number(getattr(s, name)) for row in rows for s in row.sites if s.site == site]
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
 
 
 def has_geometry(row: Row) -> bool:
     """Whether principal angles of some module were measured."""
-    return any(site.get("geometry") for site in row.sites)
+    return any(site.geometry for site in row.sites)
 
 
 def geometry_table(rows: Sequence[Row]) -> Table | None:
@@ -42,9 +42,7 @@ def geometry_table(rows: Sequence[Row]) -> Table | None:
     body = []
     for row in rows:
         for site in ("attention", "mlp"):
-            measured = [
-                s["geometry"] for s in row.sites if s.get("site") == site and s.get("geometry")
-            ]
+            measured = [s.geometry for s in row.sites if s.site == site and s.geometry]
             if measured:
                 labels = (Cell(row.model), Cell(method_name(row)), Cell(site))
                 body.append((*labels, *_geometry_cells(measured)))
@@ -62,15 +60,15 @@ def geometry_table(rows: Sequence[Row]) -> Table | None:
     return Table(title, heads, tuple(body), labels=3, notes=(note,), settings=protocol(rows))
 
 
-def _geometry_cells(measured: Sequence[Mapping[str, Any]]) -> tuple[Cell, ...]:
+def _geometry_cells(measured: Sequence[Geometry]) -> tuple[Cell, ...]:
     def known(name: str) -> list[float]:
-        return [v for v in (number(g.get(name)) for g in measured) if v is not None]
+        return [v for v in (getattr(g, name) for g in measured) if v is not None]
 
     means = [
         amount(statistics.fmean(known(name)) if known(name) else None, 1)
         for name in ("angle_op", "angle_oc", "angle_pc")
     ]
-    pairs = [(number(g.get("angle_op")), number(g.get("angle_oc"))) for g in measured]
+    pairs = [(g.angle_op, g.angle_oc) for g in measured]
     compared = [(op, oc) for op, oc in pairs if op is not None and oc is not None]
     above = sum(oc > op for op, oc in compared)
     moved = known("discrepancy")
@@ -88,7 +86,7 @@ def curves(rows: Iterable[Row], name: str) -> list[list[float]]:
     found = []
     for row in rows:
         for site in row.sites:
-            values = [number(value) for value in site.get(name) or ()]
+            values = [number(value) for value in getattr(site, name) or ()]
             known = [value for value in values if value is not None]
             if len(known) > 1 and len(known) == len(values):
                 found.append(known)

@@ -9,7 +9,6 @@ from coec.experiments.reporting.comparison import in_order
 from coec.experiments.reporting.inside import SITES, mean_over_sites
 from coec.experiments.reporting.plots import Curve, Figure, Panel, role
 from coec.experiments.reporting.protocol import protocol
-from coec.experiments.reporting.results import Row
 from coec.experiments.reporting.tables import (
     SHOWN,
     Cell,
@@ -24,6 +23,7 @@ from coec.experiments.reporting.tables import (
     percent,
     varying_within,
 )
+from coec.experiments.rows import Row
 
 EXPLAINED = (
     "Errors are means over the modules of a site. Bold marks the lowest perplexity, or the lowest "
@@ -39,7 +39,7 @@ Repairs = Mapping[str, Mapping[Any, list[Row]]]
 
 def held_out(rows: Sequence[Row]) -> list[Row]:
     """The rows that have errors on held-out windows, in the order of the paper's tables."""
-    measured = [row for row in rows if any(s.get("holdout_after") is not None for s in row.sites)]
+    measured = [row for row in rows if any(s.holdout_after is not None for s in row.sites)]
     return sorted(measured, key=lambda r: (r.model, r.sparsity, in_order(r)))
 
 

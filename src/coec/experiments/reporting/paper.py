@@ -10,7 +10,6 @@ from typing import Any
 from coec.experiments.reporting.comparison import in_order
 from coec.experiments.reporting.cost import GIB, gflops, memory
 from coec.experiments.reporting.protocol import protocol
-from coec.experiments.reporting.results import Metric, Row
 from coec.experiments.reporting.tables import (
     ABSENT,
     SHOWN,
@@ -25,6 +24,7 @@ from coec.experiments.reporting.tables import (
     percent,
     varying_within,
 )
+from coec.experiments.rows import Metric, Row
 
 PREFIXES = ("meta-",)
 SUFFIXES = ("-hf",)
@@ -182,7 +182,7 @@ def efficiency_table(rows: Sequence[Row]) -> Table | None:
         for row in rows
         if normal_name(row.model) in costs
         and round(row.sparsity, 4) == source["sparsity"]
-        and {"before", "after"} <= row.parameters.keys()
+        and None not in (row.parameters.before, row.parameters.after)
     }
     if not found:
         return None
@@ -202,7 +202,7 @@ def _costs(
     row: Row, dense: Row | None, theirs: Mapping[str, Sequence[float]]
 ) -> Iterator[tuple[Cell, ...]]:
     """Parameters, operations and memory of one model: ours, the paper's, and what was kept."""
-    sizes = [row.parameters[name] for name in ("before", "after")]
+    sizes = [getattr(row.parameters, name) for name in ("before", "after")]
     held = [memory([dense] if dense else []), memory([row])]
     for name, key, ours in (
         ("Parameters, billions", "parameters", [size / 1e9 for size in sizes]),

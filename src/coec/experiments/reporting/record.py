@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from coec.experiments.records import number
 from coec.experiments.reporting.comparison import in_order
 from coec.experiments.reporting.cost import GIB
 from coec.experiments.reporting.protocol import DIGEST, listed, protocol
-from coec.experiments.reporting.results import Results, Row, number
+from coec.experiments.reporting.results import Results
 from coec.experiments.reporting.tables import (
     ABSENT,
     Cell,
@@ -22,6 +23,7 @@ from coec.experiments.reporting.tables import (
     value_text,
     varying,
 )
+from coec.experiments.rows import Row
 
 ENVIRONMENT = ("coec", "python", "torch", "transformers", "device", "machine")
 
@@ -32,7 +34,7 @@ def facts(results: Results) -> tuple[tuple[str, str], ...]:
     failed = sum(row.status == "failed" for row in rows)
     grids = dict.fromkeys(grid for row in rows for grid in row.grids)
     environments = {name: listed(row.environment.get(name) for row in rows) for name in ENVIRONMENT}
-    flagged = [row for row in rows if row.overlap.get("flagged")]
+    flagged = [row for row in rows if row.overlap.flagged]
     return (
         ("Cells", f"{len(rows) - failed} done, {failed} failed"),
         ("Grids", ", ".join(grids) or ABSENT),
@@ -50,7 +52,7 @@ def _compute(rows: Sequence[Row]) -> float:
     for row in rows:
         seconds = {name: number(value) or 0.0 for name, value in row.seconds.items()}
         collecting = seconds.pop("collecting", 0.0)
-        key = row.model, row.calibration.get("windows_sha256"), row.setting("holdout")
+        key = row.model, row.calibration.windows_sha256, row.setting("holdout")
         passes[key] = max(collecting, passes.get(key, 0.0))
         total += sum(seconds.values())
     return total + sum(passes.values())
@@ -61,7 +63,7 @@ def _overlap(results: Results, flagged: Sequence[Row]) -> str:
     if not checked:
         return "calibration and evaluation text were not compared"
     if not flagged:
-        largest = max(number(row.overlap.get("share")) or 0.0 for row in results.rows)
+        largest = max(number(row.overlap.share) or 0.0 for row in results.rows)
         return (
             f"none of {checked} cells checked is flagged; the largest share of n-grams found in "
             f"both texts is {significant(100 * largest)} %"
@@ -114,7 +116,7 @@ def best_table(results: Results) -> Table | None:
 
 
 def _kept(row: Row) -> Cell:
-    before, after = row.parameters.get("before"), row.parameters.get("after")
+    before, after = row.parameters.before, row.parameters.after
     if not before or after is None:
         return Cell(ABSENT)
     return Cell(f"{100 * after / before:.1f} %", after / before)
@@ -133,17 +135,17 @@ def record_table(rows: Sequence[Row]) -> Table:
 
 
 def _record(row: Row) -> tuple[Cell, ...]:
-    after, seed = row.parameters.get("after"), row.setting("seed")
+    after, seed = row.parameters.after, row.setting("seed")
     calibration = row.calibration
-    windows = calibration.get("windows")
-    drawn = f"{windows} × {calibration.get('seq_len')}" if windows else ABSENT
+    windows = calibration.windows
+    drawn = f"{windows} × {calibration.seq_len}" if windows else ABSENT
     peak = row.peak_memory_bytes
     return (
         Cell(row.cell), Cell(row.model), Cell(method_name(row)), Cell(row.status),
         Cell(value_text(seed), number(seed)),
         Cell(f"{after:,}", after) if after is not None else Cell(ABSENT),
         amount(row.measured("perplexity")),
-        Cell(drawn, number(windows)), Cell(str(calibration.get("windows_sha256", ABSENT))[:DIGEST]),
+        Cell(drawn, number(windows)), Cell((calibration.windows_sha256 or ABSENT)[:DIGEST]),
         *(amount(number(row.seconds.get(n)), 1) for n in ("collecting", "pruning", "evaluating")),
         amount(peak / GIB if peak is not None else None),
         Cell(row.environment.get("coec", ABSENT)),
@@ -156,15 +158,15 @@ def text_table(rows: Sequence[Row]) -> Table | None:
     for row in rows:
         p, c = row.perplexity, row.calibration
         if p:
-            read = (p.get("windows"), p.get("seq_len"))
-            key = ("perplexity", value_text(p.get("text")), p.get("text_sha256") or ABSENT, *read)
+            read = (p.windows, p.seq_len)
+            key = ("perplexity", value_text(p.text), p.text_sha256 or ABSENT, *read)
             body[key] = body.get(key, 0) + 1
         if c:
-            read = (c.get("windows"), c.get("seq_len"))
+            read = (c.windows, c.seq_len)
             key = (
                 "calibration",
-                value_text(c.get("source")),
-                c.get("text_sha256") or ABSENT,
+                value_text(c.source),
+                c.text_sha256 or ABSENT,
                 *read,
             )
             body[key] = body.get(key, 0) + 1
@@ -184,12 +186,10 @@ def _count(value: int | None) -> Cell:
 
 def event_table(rows: Sequence[Row]) -> Table | None:
     """Every safeguard that fired, how often, and in how many cells."""
-    times = Counter(e for row in rows for site in row.sites for e in site.get("events") or ())
+    times = Counter(e for row in rows for site in row.sites for e in site.events)
     if not times:
         return None
-    cells = Counter(
-        e for row in rows for e in {e for s in row.sites for e in s.get("events") or ()}
-    )
+    cells = Counter(e for row in rows for e in {e for s in row.sites for e in s.events})
     body = tuple((Cell(e), _count(n), _count(cells[e])) for e, n in times.most_common())
     return Table("Safeguards that fired", ("Event", "Modules", "Cells"), body)
 
@@ -208,7 +208,7 @@ def failure_table(rows: Sequence[Row]) -> Table | None:
 
 def overlap_table(rows: Sequence[Row]) -> Table | None:
     """Cells whose evaluation text repeats the calibration text."""
-    flagged = [row for row in rows if row.overlap.get("flagged")]
+    flagged = [row for row in rows if row.overlap.flagged]
     if not flagged:
         return None
     body = tuple(
@@ -216,10 +216,10 @@ def overlap_table(rows: Sequence[Row]) -> Table | None:
             Cell(row.cell),
             Cell(row.model),
             Cell(method_name(row)),
-            _count(row.overlap.get("n")),
-            _count(row.overlap.get("shared")),
-            _count(row.overlap.get("windows")),
-            amount(number(row.overlap.get("share")), 4),
+            _count(row.overlap.n),
+            _count(row.overlap.shared),
+            _count(row.overlap.windows),
+            amount(number(row.overlap.share), 4),
         )
         for row in flagged
     )
@@ -238,8 +238,8 @@ def overlap_table(rows: Sequence[Row]) -> Table | None:
 def settings_table(rows: Sequence[Row]) -> Table:
     """The settings that differ between cells, by cell; the note lists those that do not."""
     names = varying(rows)
-    options = {name for row in rows for name in row.settings.get("options") or {}}
-    every = dict.fromkeys([*(n for row in rows for n in row.settings if n != "options"), *options])
+    options = [name for row in rows for name in row.settings.options]
+    every = dict.fromkeys([*(n for row in rows for n in row.settings.values), *options])
     same = [
         f"{name} = {listed(row.setting(name) for row in rows) or ABSENT}"
         for name in every

@@ -4,11 +4,11 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from coec.experiments.records import number
 from coec.experiments.reporting.comparison import in_order
 from coec.experiments.reporting.figures import places
 from coec.experiments.reporting.plots import Curve, Figure, Panel
 from coec.experiments.reporting.protocol import protocol
-from coec.experiments.reporting.results import Metric, Row, number
 from coec.experiments.reporting.tables import (
     ABSENT,
     SHOWN,
@@ -26,6 +26,7 @@ from coec.experiments.reporting.tables import (
     value_text,
     varying_within,
 )
+from coec.experiments.rows import Metric, Row
 
 CHOSEN, SWEPT = "gcv", "fixed"
 """The rules of the rescale that are compared."""
@@ -99,7 +100,7 @@ def _table(model: str, rows: Sequence[Row], metric: Metric) -> Table:
 
 def _typical(rows: Sequence[Row]) -> Cell:
     """The median over modules of the ridge that was chosen."""
-    chosen = [number(site.get("gcv_lambda")) for row in rows for site in row.sites]
+    chosen = [number(site.gcv_lambda) for row in rows for site in row.sites]
     known = [value for value in chosen if value is not None]
     if not known:
         return Cell(ABSENT)

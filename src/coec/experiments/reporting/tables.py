@@ -8,8 +8,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-from coec.experiments.reporting.results import Metric, Row
-from coec.experiments.rows import NO_REASON
+from coec.experiments.rows import NO_REASON, Metric, Row
 
 ABSENT = "–"
 SHOWN: dict[Metric, tuple[str, int, str]] = {
@@ -224,7 +223,7 @@ def title_of(metric: Metric, rows: Iterable[Row]) -> str:
     """The metric's name; of zero-shot accuracy also over how many tasks the mean is."""
     name = SHOWN[metric][0]
     if metric == "zero_shot":
-        counts = {len(row.zero_shot.get("tasks", {})) for row in rows if row.zero_shot}
+        counts = {len(row.zero_shot.tasks) for row in rows if row.zero_shot}
         name = f"Zero-shot accuracy, mean of {'/'.join(map(str, sorted(counts)))} tasks, %"
     return f"{name} ({SHOWN[metric][2]} is better)"
 
@@ -236,8 +235,8 @@ def varying(rows: Sequence[Row]) -> tuple[str, ...]:
     """
     values: dict[str, set[str]] = {}
     for row in rows:
-        options = row.settings.get("options") or {}
-        for name, value in {**row.settings, **options}.items():
+        options = row.settings.options
+        for name, value in {**row.settings.values, **options}.items():
             if name != "options":
                 values.setdefault(name, set()).add(repr(value))
     return tuple(name for name, found in values.items() if len(found) > 1)

@@ -6,7 +6,6 @@ from typing import Any
 
 from coec.experiments.reporting.comparison import in_order
 from coec.experiments.reporting.protocol import protocol
-from coec.experiments.reporting.results import Metric, Row
 from coec.experiments.reporting.tables import (
     ABSENT,
     SHOWN,
@@ -25,6 +24,7 @@ from coec.experiments.reporting.tables import (
     varying,
     varying_within,
 )
+from coec.experiments.rows import Metric, Row
 
 BUILD_UP = (
     "RCPU",
@@ -119,7 +119,7 @@ def _curve(rows: Sequence[Row], name: str, metric: Metric, title: str) -> Table:
 def cap_table(rows: Sequence[Row]) -> Table | None:
     """How many modules went on until the cap on the rounds; elsewhere a higher cap does nothing."""
     caps = sorted({row.setting("rounds") for row in rows if row.setting("rounds") is not None})
-    counted = [row for row in rows if any("rounds" in site for site in row.sites)]
+    counted = [row for row in rows if any(site.rounds is not None for site in row.sites)]
     if not caps or not counted:
         return None
     others = [name for name in varying_within(counted, _method) if name != "rounds"]
@@ -139,7 +139,7 @@ def cap_table(rows: Sequence[Row]) -> Table | None:
 
 def _capped(rows: Sequence[Row]) -> Cell:
     taken = [
-        (s["rounds"], row.setting("rounds")) for row in rows for s in row.sites if "rounds" in s
+        (s.rounds, row.setting("rounds")) for row in rows for s in row.sites if s.rounds is not None
     ]
     reached = sum(rounds >= cap for rounds, cap in taken)
     return Cell(f"{reached} of {len(taken)}", reached / len(taken)) if taken else Cell(ABSENT)
@@ -233,5 +233,5 @@ def generic_table(rows: Sequence[Row], grid: str) -> Table:
 
 
 def _parameters(row: Row) -> Cell:
-    after = row.parameters.get("after")
+    after = row.parameters.after
     return Cell(ABSENT) if after is None else Cell(f"{after:,}", after)
