@@ -21,7 +21,7 @@ def report_command(
     from coec.experiments.reporting.report import write_report
 
     interruptible()
-    written = write_report(out, compare=compare == "paper")
+    written = write_report(out, compare=compare)
     paths = {path.suffix[1:]: str(path) for path in written.files}
     if as_json:
         print(json.dumps({"files": paths, **written.document.as_dict()}))

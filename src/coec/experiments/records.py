@@ -84,23 +84,18 @@ class Part:
     """A part of an object; false where nobody measured anything of it."""
 
     def __bool__(self) -> bool:
-        return any(map(known, vars(self).values()))
-
-
-def known(value: Any) -> bool:
-    """Whether there is anything: a number or a text is, be it 0 or empty."""
-    return value is not None and (bool(value) or not isinstance(value, Part | Mapping | tuple))
+        return any(getattr(self, one.name) != _default(one) for one in _own(type(self)))
 
 
 def plain(value: Any) -> Any:
-    """What JSON can say, without the parts and fields that are not known."""
+    """What JSON can say, without the fields that say no more than their defaults."""
     if is_dataclass(value):
         said: dict[str, Any] = {}
         for one in _own(type(value)):
             inner = getattr(value, one.name)
             if "others" in one.metadata:
                 said |= plain(inner)
-            elif _is_required(one) or known(inner):
+            elif _default(one) != inner:
                 said[one.name] = plain(inner)
         return said
     if isinstance(value, Mapping):
@@ -158,7 +153,7 @@ def _object(cls: Any) -> Reader:
     required = [f.name for f in _own(cls) if _is_required(f) and f.name != others]
 
     def read_it(value: Any, place: str) -> Any:
-        _check_object(value, required, place)
+        _check_object(value, required, place or f"a {cls.__name__.lower()}")
         inside = f"{place}." if place else ""
         given = {
             name: readers[name](one, inside + name)
@@ -204,9 +199,13 @@ def _own(cls: Any) -> list[Any]:
     return [one for one in fields(cls) if one.metadata.get("own", True)]
 
 
+def _default(one: Any) -> Any:
+    return one.default if one.default_factory is MISSING else one.default_factory()
+
+
 def _is_required(one: Any) -> bool:
     return one.default is MISSING and one.default_factory is MISSING
 
 
 def _mismatch(place: str, wanted: str, found: Any) -> ResultsError:
-    return ResultsError(f"{place or 'a row'} must be {wanted}, got {shortened(found)}")
+    return ResultsError(f"{place} must be {wanted}, got {shortened(found)}")

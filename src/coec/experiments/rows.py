@@ -35,6 +35,9 @@ Status = Literal["done", "failed"]
 Metric = Literal["perplexity", "zero_shot"]
 
 
+SETTING_NAMES = tuple(setting.name for setting in (*RECIPE, *OPTIONS))
+
+
 def _kinds(table: Any) -> dict[str, Kind]:
     """What the settings of a table are; the one place that asks `coec.settings`."""
     by_type: dict[Any, Kind] = {float: NUMBER, int: COUNT}
@@ -219,7 +222,7 @@ class Row:
             return self.settings.values[name]
         return self.settings.options.get(name)
 
-    def measured(self, metric: Metric) -> float | None:
+    def measured(self, metric: str) -> float | None:
         """Perplexity, or mean zero-shot accuracy in %; None where it was not measured."""
         if metric == "perplexity":
             return self.perplexity.perplexity

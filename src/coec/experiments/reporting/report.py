@@ -20,17 +20,17 @@ class Written:
     files: tuple[Path, ...]
 
 
-def write_report(folder: str | Path, *, compare: bool = False) -> Written:
+def write_report(folder: str | Path, *, compare: str | None = None) -> Written:
     """Reads `folder/results.jsonl` and writes report.md, report.tex and report.html beside it.
 
     All formats are rendered before the first is written, and each appears by one rename.
 
     Args:
-        compare: sets the paper's printed numbers beside ours.
+        compare: sets published numbers of that name beside ours.
 
     Raises:
         ResultsError: the results cannot be read.
-        OptionError: a library that the page needs is not installed.
+        OptionError: a library that the page needs is not installed, or no numbers have that name.
         OutputError: the folder cannot be written.
     """
     folder = Path(folder)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coec.errors import ResultsError
+from coec.experiments.declarations import NOTHING, Declared, read_declarations
 from coec.experiments.rows import RESULTS, Row, read_lines
 
 
@@ -13,6 +14,7 @@ class Results:
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
+    declared: Declared = NOTHING
 
     def grid(self, name: str) -> tuple[Row, ...]:
         """The rows of one grid, the dense models' left out."""
@@ -50,4 +52,4 @@ def read_results(folder: Path) -> Results:
     if not rows:
         raise ResultsError(f"{path} holds no finished cell: run the sweep first")
     notes = (f"The last line of {RESULTS} was cut short and is left out.",) if lines.torn else ()
-    return Results(tuple(rows.values()), notes)
+    return Results(tuple(rows.values()), notes, read_declarations(folder))

@@ -3,34 +3,36 @@
 from collections.abc import Sequence
 from typing import Any
 
+from coec.experiments.declarations import Declaration
 from coec.experiments.records import number
-from coec.experiments.reporting.comparison import in_order
+from coec.experiments.reporting.axes import Context, in_order
 from coec.experiments.reporting.protocol import protocol
 from coec.experiments.reporting.tables import ABSENT, Cell, Table, grouped, method_name
 from coec.experiments.rows import Row, Task
 
 
-def zero_shot_tables(rows: Sequence[Row]) -> list[Table]:
+def tasks(item: Declaration, context: Context) -> list[Table]:
     """Per model: accuracy with its standard error on every task."""
-    scored = [row for row in rows if row.zero_shot.tasks]
-    return [_zero_shot(model, found) for model, found in grouped(scored, lambda r: r.model).items()]
+    scored = [row for row in context.results.rows if row.zero_shot.tasks]
+    by_model = grouped(scored, lambda r: r.model).items()
+    return [_tasks(item.table.format(model=model), found) for model, found in by_model]
 
 
-def _zero_shot(model: str, rows: Sequence[Row]) -> Table:
-    tasks = list(dict.fromkeys(task for row in rows for task in row.zero_shot.tasks))
+def _tasks(title: str, rows: Sequence[Row]) -> Table:
+    names = list(dict.fromkeys(task for row in rows for task in row.zero_shot.tasks))
     ordered = sorted(rows, key=lambda r: (r.sparsity, in_order(r)))
     body = []
     for row in ordered:
-        cells = [_task_cell(row.zero_shot.tasks.get(task)) for task in tasks]
+        cells = [_task_cell(row.zero_shot.tasks.get(task)) for task in names]
         mean = _accuracy(row.zero_shot.mean, row.zero_shot.mean_stderr)
         body.append((Cell(method_name(row)), Cell(_grids(row)), Cell(row.cell), mean, *cells))
-    heads = ("Method", "Grids", "Cell", "Mean", *(_task_head(task, rows) for task in tasks))
+    heads = ("Method", "Grids", "Cell", "Mean", *(_task_head(task, rows) for task in names))
     return Table(
-        f"{model}: zero-shot accuracy by task, % ± standard error",
+        title,
         heads,
         tuple(body),
         labels=3,
-        notes=tuple(_chance(rows, tasks)),
+        notes=tuple(_chance(rows, names)),
         settings=protocol(rows),
     )
 
