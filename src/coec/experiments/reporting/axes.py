@@ -10,7 +10,7 @@ from coec.experiments.declarations import Declaration, Publication, Where
 from coec.experiments.reporting.results import Results
 from coec.experiments.reporting.tables import SHOWN, Cell, grouped, percent, setting_cell, varying
 from coec.experiments.reporting.tables import value_text as text_of
-from coec.experiments.rows import Row, Site
+from coec.experiments.rows import SETTING_NAMES, Row, Site
 
 SELECTIONS = ("wanda-sp", "flap", "rcpu")
 COMPENSATIONS = ("none", "bias", "least-squares", "ridge-to-slice", "rcpu", "coec")
@@ -134,6 +134,11 @@ class Axes:
         names = (n for found in grouped(self.rows, place).values() for n in varying(found))
         return tuple(name for name in dict.fromkeys(names) if name not in own | hidden)
 
+    @property
+    def told(self) -> tuple[str, ...]:
+        """The other settings, where labels say what they are."""
+        return self.others if {"others", "method", "repair"} & {*self.item.rows} else ()
+
     @cached_property
     def several(self) -> bool:
         """Whether there is more than one selection."""
@@ -176,7 +181,9 @@ def cells(name: str, key: Any) -> tuple[Cell, ...]:
     """The labels of a place along an axis."""
     if name == "others":
         return tuple(map(Cell, key))
-    return (Cell(percent(key), key),) if name == "sparsity" else (setting_cell(key),)
+    if name == "sparsity":
+        return (Cell(percent(key), key),)
+    return (setting_cell(key) if name in SETTING_NAMES else Cell(str(key)),)
 
 
 def words(keys: Mapping[str, Any]) -> dict[str, str]:

@@ -152,12 +152,12 @@ def bars(item: Declaration, context: Context) -> list[Figure]:
 
 
 def _bars(ends: Sequence[tuple[str, str, float, float]], title: str) -> Panel:
-    places = [float(y) for y in range(len(ends), 0, -1)]
+    places = range(len(ends), 0, -1)
     joined = [
         Curve([fit, held], [y, y], role=role(comp), width=3.0)
         for y, (_, comp, fit, held) in zip(places, ends)
     ]
     fits = Curve([fit for *_, fit, _ in ends], places, "fit", "ink", "", "o", hollow=True)
     helds = Curve([held for *_, held in ends], places, "held out", "ink", "", "o")
-    ticks = tuple((y, label) for y, (label, *_) in zip(places, ends))
+    ticks = tuple((float(y), label) for y, (label, *_) in zip(places, ends))
     return Panel(title, (*joined, fits, helds), "relative output error", "", y_ticks=ticks)

@@ -106,7 +106,7 @@ class _Pivot:
             (*top, *((*one, *two, *three) for one, two, three in zip(labels, body, extra))),
             labels=len(heads),
             notes=(*over, *(pair.sentence for pair in pairs), *item.notes, *notes.lines),
-            settings=protocol([*self.rows, *dense], varies=(*alone, *axes.others)),
+            settings=protocol([*self.rows, *dense], varies=(*alone, *axes.told)),
         )
         return with_columns(table, item, self.context, metric)
 

@@ -106,8 +106,8 @@ def best(item: Declaration, context: Context) -> list[Table]:
     """Per model and sparsity: the pruned model of lowest perplexity, next to the dense one."""
     dense = context.results.dense
     pruned = [r for r in context.rows if r.measured("perplexity") is not None]
-    pruned.sort(key=lambda r: (r.model, r.sparsity, r.measured("perplexity")))
-    found = grouped(pruned, lambda r: (r.model, r.sparsity))
+    ordered = sorted(pruned, key=lambda r: (r.model, r.sparsity, r.measured("perplexity")))
+    found = grouped(ordered, lambda r: (r.model, r.sparsity))
 
     def base(row: Row) -> float | None:
         return dense[row.model].measured("perplexity") if row.model in dense else None
