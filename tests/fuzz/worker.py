@@ -115,7 +115,7 @@ def geometry(here: Path) -> None:
 
 def report(here: Path) -> None:
     Store(here / "results")
-    written = write_report(here / "results", compare=True)
+    written = write_report(here / "results", compare="paper")
     assert all(path.stat().st_size for path in written.files)
 
 

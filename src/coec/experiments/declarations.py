@@ -11,37 +11,46 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from string import Formatter
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from coec.errors import OptionError, ResultsError
-from coec.experiments.records import Flag, Number, Plain, Text, plain, reader
+from coec.experiments.publications import Publication, check_template
+from coec.experiments.records import Flag, Plain, Text, plain, reader
 from coec.experiments.rows import SETTING_NAMES, Metric
 
 DECLARED = "grids.json"
 READY = {path.stem: path for path in sorted((Path(__file__).parent / "grids").glob("*.toml"))}
 """The grids that come with the package, by name."""
 
-PUBLISHED = {
-    path.stem: path
-    for path in sorted((Path(__file__).parent / "grids" / "published").glob("*.toml"))
-}
-"""Numbers that others have printed, by name."""
-
 Drawing = Literal[
-    "pivot", "pairs", "spreads", "varied", "best", "tasks", "cost", "geometry", "failures", "overlaps",
-    "cells", "settings", "texts", "events", "beside", "costs beside", "alone", "lines", "bars",
-    "blocks", "rounds",
+    "pivot", "pairs", "spreads", "varied", "best", "tasks", "cost", "geometry", "failures",
+    "overlaps", "cells", "settings", "texts", "events", "beside", "costs beside", "alone", "lines",
+    "bars", "blocks", "rounds",
 ]  # fmt: skip
 Quantity = Literal[
     "perplexity", "zero_shot", "capped", "error_before", "error_after", "holdout_before",
     "holdout_after", "angle_op", "angle_oc", "angle_pc",
 ]  # fmt: skip
 Extra = Literal["mean", "median", "spread", "reference", "gap", "gcv_lambda"]
+Role = Literal[
+    "ink", "muted", "grid", "faint", "mean", "none", "bias", "least-squares", "rcpu", "coec",
+    "other",
+]  # fmt: skip
+"""What is drawn in a colour of its own."""
+
 Where = Mapping[str, tuple[Plain, ...]]
-AXES = frozenset(
-    ("model", "cell", "label", "part", "method", "repair", "others", "site", "value", "parameters")
-) | frozenset(SETTING_NAMES)
+METRICS = frozenset(get_args(Metric))
+_SETTINGS = frozenset(SETTING_NAMES)
+_LABELS = _SETTINGS | {"model", "cell", "label", "method", "repair"}
+ALLOWED: Mapping[str, frozenset[str]] = {
+    "each": _LABELS | {"part", "site"}, "rows": _LABELS | {"others"}, "lines": _LABELS,
+    "columns": _SETTINGS | {"model", "value"}, "sort": _SETTINGS | {"model", "label"},
+    "where": _SETTINGS, "prefer": _SETTINGS, "reference": _SETTINGS, "varies": _SETTINGS,
+    "x": _SETTINGS | {"parameters"},
+}  # fmt: skip
+"""The axes that a key may name. `method` and `repair` are a compensation with what tells it from
+another, after its selection; `repair` leaves out a selection that is the only one. `others` are
+columns for what tells lines apart."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Series:
     label: Text = ""
     where: Where = field(default_factory=dict)
     value: Quantity | None = None
-    role: Text = "ink"
+    role: Role = "ink"
     line: Literal["-", "--", ":", "-."] = "-"
     marker: Literal["", "o", "s", "D", "^"] = "o"
     level: Flag = False
@@ -137,79 +146,6 @@ class Declaration:
 
 
 @dataclass(frozen=True)
-class Column:
-    """Publication numbers by the first label of a table's lines, for one metric or any."""
-
-    head: Text
-    values: Mapping[str, Number]
-    metric: Metric | None = None
-
-
-@dataclass(frozen=True)
-class Printed:
-    """Columns that a table of ours may have beside its own.
-
-    Attributes:
-        note: below the table; may name `{which}` (`the same` or `other` models) and `{count}`.
-        models: that the numbers are a mean over.
-        title: of the columns by themselves.
-    """
-
-    columns: tuple[Column, ...]
-    note: Text
-    models: tuple[Text, ...] = ()
-    title: Text = ""
-    alone: Text = ""
-
-
-@dataclass(frozen=True)
-class Block:
-    """One printed table: by selection and compensation, a number per model."""
-
-    metric: Metric
-    sparsity: Number
-    models: tuple[Text, ...]
-    values: Mapping[str, Mapping[str, tuple[Number, ...]]]
-
-
-@dataclass(frozen=True)
-class Size:
-    """Billions of parameters, GB of memory and GFLOPs per token; each before and after pruning."""
-
-    parameters: tuple[Number, ...]
-    memory: tuple[Number, ...]
-    gflops: tuple[Number, ...]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Cost before and after pruning to one sparsity, by model."""
-
-    sparsity: Number
-    models: Mapping[str, Size]
-
-
-@dataclass(frozen=True)
-class Publication:
-    """What somebody has printed.
-
-    Attributes:
-        name: what it is called in sentences (`the paper`), and in heads.
-        protocol: what its numbers were measured under, sentence by sentence.
-        prefixes, suffixes: that hub names of models carry and it does not print.
-    """
-
-    name: Text
-    short: Text
-    protocol: Mapping[str, Text] = field(default_factory=dict)
-    prefixes: tuple[Text, ...] = ()
-    suffixes: tuple[Text, ...] = ()
-    comparison: tuple[Block, ...] = ()
-    efficiency: Sizes | None = None
-    columns: Mapping[str, Printed] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Declared:
     """Of all grids of a sweep, by their names; and the published numbers that they name."""
 
@@ -243,24 +179,54 @@ def _item(table: Any) -> Declaration:
     for one in _tables(table, "series"):
         _check_keys(one, Series)
     item: Declaration = reader(Declaration)(table, "")
-    if item.table and item.figure:
-        raise ResultsError("it is a table or a figure: give one of the two titles")
-    if item.draw and not (item.table or item.figure):
-        raise ResultsError("draw needs a title: add table or figure")
-    names = [*item.each, *item.rows, *item.columns, *item.sort, *item.where, *item.reference]
-    names += [item.lines, *(one for one in (item.x, item.varies) if one)]
-    names += [name for one in item.series for name in one.where]
-    for name in names:
-        _check_name(name, AXES, "no setting and no other axis is called")
-    _check_template(item.table or item.figure, (*item.each, "metric", "count", "published"))
-    _check_template(item.head, item.columns)
-    if item.drawing == "pivot" and not (item.rows and item.columns):
-        raise ResultsError("a table needs rows and columns: name what they stand for")
-    if item.drawing == "lines" and not item.x:
-        raise ResultsError("a figure needs x: name the setting along it")
-    if item.published and item.drawing == "pivot" and not item.part:
-        raise ResultsError("published needs part: name the columns of that file")
+    for name, allowed in ALLOWED.items():
+        given = getattr(item, name)
+        for one in [given] if isinstance(given, str) and given else given:
+            _check_name(one, allowed, f"{name}: no axis is called")
+    for name in (name for one in item.series for name in one.where):
+        _check_name(name, ALLOWED["where"], "series: no setting is called")
+    check_template(item.head, item.columns, "head")
+    check_template(item.table or item.figure, _titled(item), "the title")
+    for note in item.notes if item.draw == "blocks" else ():
+        check_template(note, ("selection", "compensation", "sparsity"), "notes")
+    for wrong, why in _rules(item):
+        if wrong:
+            raise ResultsError(why)
     return item
+
+
+def _titled(item: Declaration) -> tuple[str, ...]:
+    """What a title may name."""
+    more = {"spreads": ("count",), "beside": ("published",)}.get(item.draw or "", ())
+    metrics = "value" not in item.columns and {*item.values} <= METRICS
+    return *item.each, *more, *(("metric",) if metrics else ())
+
+
+def _rules(item: Declaration) -> Iterable[tuple[bool, str]]:
+    """What must not be, and what to say then."""
+    what, metrics = item.drawing, {*item.values} <= METRICS and "value" not in item.columns
+    modules = all(one.value and one.value not in METRICS for one in item.series)
+    return (
+        (bool(item.table and item.figure), "it is a table or a figure: give one of the two titles"),
+        (what is not None and not (item.table or item.figure), "add a title: table or figure"),
+        (what == "pivot" and not (item.rows and item.columns), "a table needs rows and columns"),
+        (what == "lines" and not item.x, "a figure needs x: the setting along it"),
+        (what == "spreads" and len(item.columns) != 1, "spreads needs one axis in columns"),
+        (what == "pairs" and not item.ours, "pairs needs ours: the compensation that is compared"),
+        (what == "blocks" and not (item.series and modules),
+         "blocks needs series, each with a value of the modules"),
+        (what == "pivot" and bool(item.ours) and item.rows != ("selection", "compensation"),
+         "ours needs rows = ['selection', 'compensation']"),
+        (not metrics and bool(item.extra or item.ours or item.dense),
+         "extra, ours and dense need values of perplexity or zero_shot"),
+        (what == "pivot" and item.dense and item.columns != ("model",),
+         "dense needs columns = ['model']"),
+        (what == "lines" and item.dense and (item.x != "parameters" or "model" not in item.each),
+         "dense needs x = 'parameters' and 'model' in each"),
+        ("part" in item.each and not item.parts, "part needs parts: names of labels"),
+        (bool(item.published) and not item.part, "published needs part: columns of that file"),
+        (not item.values, "values must not be empty"),
+    )  # fmt: skip
 
 
 def _tables(table: Any, name: str) -> list[Any]:
@@ -278,39 +244,6 @@ def _check_name(name: str, known: Iterable[str], why: str) -> None:
     if name not in known:
         close = get_close_matches(name, list(known), 1)
         raise ResultsError(f"{why} '{name}'" + (f"; did you mean '{close[0]}'?" if close else ""))
-
-
-def _check_template(text: str, known: Iterable[str]) -> None:
-    try:
-        names = [name for _, name, *_ in Formatter().parse(text) if name is not None]
-    except ValueError as error:
-        raise ResultsError(f"'{text}': {error}") from None
-    for name in names:
-        _check_name(name, known, f"'{text}' names what is not there:")
-
-
-def published(content: Any, where: str) -> Publication:
-    """A file of published numbers; raises OptionError, which names the field."""
-    try:
-        found: Publication = reader(Publication)(content, "")
-        for index, block in enumerate(found.comparison):
-            for values in (v for by in block.values.values() for v in by.values()):
-                if len(values) != len(block.models):
-                    raise ResultsError(
-                        f"comparison[{index}] must have a number per model ({len(block.models)}), "
-                        f"got {len(values)}"
-                    )
-    except ResultsError as error:
-        raise OptionError(f"{where}: {error}") from None
-    return found
-
-
-def ready_published(name: str) -> Publication:
-    """Those that come with the package; raises OptionError for another name."""
-    if name not in PUBLISHED:
-        raise OptionError(f"no published numbers '{name}': there is {', '.join(PUBLISHED)}")
-    text = PUBLISHED[name].read_text(encoding="utf-8")
-    return published(tomllib.loads(text), f"published numbers '{name}'")
 
 
 def ready(name: str) -> tuple[Declaration, ...]:

@@ -25,6 +25,7 @@ from coec.evaluation.network import load_network
 from coec.evaluation.perplexity import DEFAULT_SEQ_LEN, evaluation_windows
 from coec.evaluation.zero_shot import check_tasks
 from coec.experiments.cell import Job, head, quieten, reason, run
+from coec.experiments.declarations import write_declarations
 from coec.experiments.grid import Cell, Subject
 from coec.experiments.rows import NO_REASON, Row
 from coec.experiments.store import Store
@@ -104,6 +105,8 @@ def sweep(
     identities = _identities(cells, subjects)
     with Store(out).writing() as store, _Workers(jobs) as workers:
         _check_identities(cells, identities, store)
+        for declared in {id(cell.declared): cell.declared for cell in cells}.values():
+            write_declarations(out, declared)
         _clear_leftovers(out)
         # Grouped before what is there is left out: the order of rows does not depend on that.
         groups = [

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from coec.experiments.declarations import Declaration, Publication, Where
+from coec.experiments.declarations import Declaration, Where
+from coec.experiments.publications import Publication
 from coec.experiments.reporting.results import Results
 from coec.experiments.reporting.tables import SHOWN, Cell, grouped, percent, setting_cell, varying
 from coec.experiments.reporting.tables import value_text as text_of

@@ -10,13 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from coec.errors import OptionError
-from coec.experiments.declarations import (
-    PUBLISHED,
-    Declaration,
-    items,
-    ready,
-    ready_published,
-)
+from coec.experiments.declarations import Declaration, items, ready
+from coec.experiments.publications import PUBLISHED, ready_published
 from coec.experiments.reporting import blocks, figures, pivot, published, record
 from coec.experiments.reporting.axes import Context
 from coec.experiments.reporting.cost import cost

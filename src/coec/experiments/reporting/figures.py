@@ -51,7 +51,7 @@ def lines(item: Declaration, context: Context) -> list[Figure]:
         return []
     place, scale = places(values)
     ticks = tuple((place[value], value_text(value)) for value in values)
-    label = item.x_label or name
+    label, unit = item.x_label or name, 1.0
     if name == "parameters":
         unit, word = (1e9, "billions") if values[-1] >= 1e9 else (1e6, "millions")
         place, scale, ticks = {value: value / unit for value in values}, "linear", ()
@@ -62,10 +62,12 @@ def lines(item: Declaration, context: Context) -> list[Figure]:
             _named(item, found, place) if item.series else _by_method(item, context, found, place)
         )
         if item.dense:
-            curves += _dense_point(context, keys["model"], place)
+            curves += _dense_point(context, keys["model"], unit)
         y_scale: Scale = "log" if item.y_log else "linear"
         heading = ", ".join(words(keys).values())
-        panels.append(Panel(heading, tuple(curves), label, what, scale, y_scale, ticks))
+        panels.append(
+            Panel(heading, tuple(curves), label, what.replace("_", " "), scale, y_scale, ticks)
+        )
     return [Figure(item.figure, tuple(panels), item.notes, protocol(known, varies=(name,)))]
 
 
@@ -104,18 +106,19 @@ def _by_method(
         comp = str(found[0].setting("compensation"))
         index = alike.index((found[0].setting("selection"), axes.differs(found[0])))
         style, marker = LINE_STYLES[index % len(LINE_STYLES)], MARKERS.get(comp, "o")
-        curves.append(Curve(*_points(item, found, place), label, role(comp), style, marker))
+        curves.append(
+            Curve(*_points(item, found, place), value_text(label), role(comp), style, marker)
+        )
     return curves
 
 
-def _dense_point(context: Context, model: str, place: Mapping[float, float]) -> list[Curve]:
+def _dense_point(context: Context, model: str, unit: float) -> list[Curve]:
     dense = context.results.dense.get(model)
     value = dense.measured("perplexity") if dense else None
     size = dense.parameters.after or dense.parameters.before if dense else None
     if value is None or size is None:
         return []
-    some = next(iter(place))
-    return [Curve([size * place[some] / some], [value], "dense", "ink", "", "*")]
+    return [Curve([size / unit], [value], "dense", "ink", "", "*")]
 
 
 def bars(item: Declaration, context: Context) -> list[Figure]:

@@ -38,7 +38,12 @@ from coec.experiments.reporting.tables import (
 )
 from coec.experiments.rows import Row
 
-NAMES = {"error_after": "Fit", "holdout_after": "Held out"}
+NAMES = {
+    "perplexity": "Perplexity", "zero_shot": "Zero-shot accuracy, %", "error_before": "Slice",
+    "error_after": "Fit", "holdout_before": "Slice, held out", "holdout_after": "Held out",
+    "capped": "At the cap", "angle_op": "O–P, degrees", "angle_oc": "O–C, degrees",
+    "angle_pc": "P–C, degrees",
+}  # fmt: skip
 """What a head calls a quantity of the modules."""
 
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from coec.experiments.declarations import Declaration, Publication, Size
+from coec.experiments.declarations import Declaration
+from coec.experiments.publications import Printed, Publication, Size
 from coec.experiments.reporting.axes import Axes, Context, in_order
 from coec.experiments.reporting.cost import GIB, gflops, memory
 from coec.experiments.reporting.protocol import protocol
@@ -56,10 +57,7 @@ def with_columns(table: Table, item: Declaration, context: Context, metric: str)
         return table
     own = {normal_name(row.model, theirs) for row in context.rows}
     same = own == {normal_name(model, theirs) for model in part.models}
-    words = {
-        "which": "the same" if same else "other", "count": len(part.models),
-        "models": ", ".join(part.models), **theirs.protocol,
-    }  # fmt: skip
+    words = _words(part, theirs, "the same" if same else "other")
     columns = [column for column in part.columns if column.metric in (None, metric)]
     labels = [row[0].text for row in table.rows]
     if not any(label in column.values for column in columns for label in labels):
@@ -76,11 +74,24 @@ def with_columns(table: Table, item: Declaration, context: Context, metric: str)
     )
 
 
+def _words(part: Printed, theirs: Publication, which: str) -> dict[str, Any]:
+    """What a note or a head of theirs may name."""
+    models = ", ".join(part.models)
+    return {**theirs.protocol, "which": which, "count": len(part.models), "models": models}
+
+
 def _differences(rows: Sequence[Row], theirs: Publication) -> str:
     """Both protocols, in one note."""
-    names = {name: name.replace("_", "-").capitalize() for name in theirs.protocol}
-    said = " ".join(f"{names[name]}: {value}." for name, value in theirs.protocol.items())
-    return f"Ours. {protocol(rows)} {theirs.name.capitalize()}. {said}"
+    return f"Ours. {protocol(rows)} {_capital(theirs.name)}. {_protocol(theirs)}"
+
+
+def _protocol(theirs: Publication) -> str:
+    names = {name: _capital(name.replace("_", "-")) for name in theirs.protocol}
+    return " ".join(f"{names[name]}: {value}." for name, value in theirs.protocol.items())
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def beside(item: Declaration, context: Context) -> list[Table]:
@@ -123,7 +134,6 @@ def alone(item: Declaration, context: Context) -> list[Table]:
     theirs = context.compare
     if theirs is None or beside(item, context):
         return []
-    settings = " ".join(f"{name}: {value}." for name, value in theirs.protocol.items())
     made = []
     for part in theirs.columns.values():
         columns = [(column, column.metric) for column in part.columns if column.metric]
@@ -133,8 +143,10 @@ def alone(item: Declaration, context: Context) -> list[Table]:
                 (Cell(label), *(amount(c.values.get(label), SHOWN[m][1]) for c, m in columns))
                 for label in dict.fromkeys(label for c, _ in columns for label in c.values)
             )
-            note = part.alone.format(models=", ".join(part.models))
-            made.append(Table(part.title, ("Configuration", *heads), body, 1, (note,), settings))
+            note = part.alone.format_map(_words(part, theirs, "other"))
+            made.append(
+                Table(part.title, ("Configuration", *heads), body, 1, (note,), _protocol(theirs))
+            )
     return made
 
 
@@ -156,7 +168,7 @@ def costs_beside(item: Declaration, context: Context) -> list[Table]:
         line for model, row in found.items()
         for line in _costs(row, dense.get(model), costs[normal_name(model, theirs)], theirs)
     ]  # fmt: skip
-    who = theirs.short.capitalize()
+    who = _capital(theirs.short)
     table = Table(
         f"Cost at {percent(source.sparsity)} sparsity",
         ("Model", "Cost", "Dense", "Pruned", "Kept", f"{who}, dense", f"{who}, pruned", "Kept"),

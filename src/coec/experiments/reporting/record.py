@@ -145,7 +145,7 @@ def varied(item: Declaration, context: Context) -> list[Table]:
     scored = any(row.measured("zero_shot") is not None for row in rows)
     metrics = [metric for metric in SHOWN if scored or metric == "perplexity"]
     label: Columns = {"Label": lambda row: Cell(row.labels.get(context.grid, ABSENT))}
-    columns = {
+    columns: Columns = {
         "Model": CELL["Model"],
         **(label if labelled else {}),
         **{name: partial(_setting, name) for name in names},
