@@ -22,6 +22,8 @@ from coec.errors import CoecError, ModelError, OutputError, ResultsError
 from coec.experiments import cell as cell_module
 from coec.experiments import sweep as module
 from coec.experiments.grid import expand
+from coec.experiments.reporting.document import document
+from coec.experiments.reporting.results import read_results
 from coec.experiments.store import RESULTS, Store
 from coec.experiments.sweep import sweep
 
@@ -35,6 +37,12 @@ compensation = ["none", "least-squares"]
 [[variants]]
 compensation = "coec"
 alpha = [0.0, 0.9]
+[[report]]
+section = "By seed"
+table = "{model}: {metric}"
+each = ["model"]
+rows = ["repair"]
+columns = ["seed"]
 """
 IDS = torch.randint(2, tm.VOCABULARY, (400,), generator=torch.Generator().manual_seed(1))
 
@@ -119,6 +127,16 @@ def test_a_cell_is_what_prune_and_eval_give(place, whole, tmp_path):
     assert [s["error_after"] for s in row["sites"]] == [s["error_after"] for s in report.sites]
     assert row["calibration"] == report.calibration
     assert row["settings"] == report.recipe
+
+
+def test_the_report_draws_what_the_grid_declares(finished):
+    made = document(read_results(finished[0]))
+    (section,) = [one for one in made.sections if one.title == "By seed"]
+    (table,) = section.tables
+    assert table.title == "tiny: Perplexity (lower is better)"
+    assert [line[0].text for line in table.rows] == [
+        "none", "least-squares", "coec, alpha = 0", "coec, alpha = 0.9",
+    ]  # fmt: skip
 
 
 def test_alpha_zero_is_prune_only_to_the_last_digit(whole):

@@ -4,8 +4,6 @@ A sweep writes the declarations of its grids beside the rows, so that the report
 """
 
 import json
-import os
-import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from coec.errors import OptionError, ResultsError
+from coec.experiments.files import write_whole
 from coec.experiments.publications import Publication, check_template
 from coec.experiments.records import Flag, Plain, Text, plain, reader
 from coec.experiments.rows import SETTING_NAMES, Metric
@@ -282,10 +281,5 @@ def write_declarations(folder: Path, new: Declared) -> None:
     both = Declared({**old.grids, **new.grids}, {**old.published, **new.published})
     if both == old:
         return
-    handle, name = tempfile.mkstemp(dir=folder, prefix=f".{DECLARED}-")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(plain(both), file, ensure_ascii=False, allow_nan=False, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.chmod(name, 0o644)
-    os.replace(name, folder / DECLARED)
+    text = json.dumps(plain(both), ensure_ascii=False, allow_nan=False, indent=1)
+    write_whole(folder / DECLARED, text)

@@ -136,8 +136,6 @@ def check_template(text: str, known: Sequence[str], place: str) -> None:
 
 
 def ready_published(name: str) -> Publication:
-    """Those that come with the package; raises OptionError for another name."""
-    if name not in PUBLISHED:
-        raise OptionError(f"no published numbers '{name}': there is {', '.join(PUBLISHED)}")
+    """Those that come with the package."""
     text = PUBLISHED[name].read_text(encoding="utf-8")
     return publication(tomllib.loads(text), f"published numbers '{name}'")

@@ -11,7 +11,7 @@ from typing import Any
 
 from coec.errors import OptionError
 from coec.experiments.declarations import Declaration, items, ready
-from coec.experiments.publications import PUBLISHED, ready_published
+from coec.experiments.publications import PUBLISHED, Publication, ready_published
 from coec.experiments.reporting import blocks, figures, pivot, published, record
 from coec.experiments.reporting.axes import Context
 from coec.experiments.reporting.cost import cost
@@ -79,10 +79,7 @@ def document(results: Results, *, compare: str | None = None) -> Document:
     """
     theirs = None
     if compare is not None:
-        own = results.declared.published
-        if compare not in {**own, **PUBLISHED}:
-            raise OptionError(f"no published numbers '{compare}': there is {', '.join(PUBLISHED)}")
-        theirs = own.get(compare) or ready_published(compare)
+        theirs = _published(results.declared.published, compare)
     pruned = tuple(row for row in results.rows if not row.dense)
     whole = Context(results, pruned, "", theirs, compare or "")
     names = dict.fromkeys(grid for row in results.rows for grid in row.grids)
@@ -99,6 +96,13 @@ def document(results: Results, *, compare: str | None = None) -> Document:
             sections += _grid(declared[name], replace(whole, rows=rows, grid=name))
     sections += _sections(every("after"), whole, claimed)
     return Document("Report of a pruning sweep", record.facts(results), results.notes, sections)
+
+
+def _published(own: Mapping[str, Publication], name: str) -> Publication:
+    known = sorted({*own, *PUBLISHED})
+    if name not in known:
+        raise OptionError(f"no published numbers '{name}': there is {', '.join(known)}")
+    return own.get(name) or ready_published(name)
 
 
 def _grid(declared: Sequence[Declaration], context: Context) -> tuple[Section, ...]:
