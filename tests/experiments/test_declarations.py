@@ -99,6 +99,15 @@ def test_rows_of_a_grid_that_declares_nothing_are_listed(tmp_path):
     assert sr.texts(sections["Grid other"].tables[0]) == [["wt2-llama", "7.00"]]
 
 
+def test_rows_of_which_nothing_can_be_drawn_as_declared_are_listed(tmp_path):
+    rows = of_mine(ROWS)
+    folder = sr.write(tmp_path / "out", [row | {"perplexity": None} for row in rows])
+    write_declarations(folder, declared(tmp_path, GRID))
+    sections = {one.title: one for one in document(read_results(folder)).sections}
+    assert len(sections["Grid mine"].tables[0].rows) == 4
+    assert "Mine" not in sections
+
+
 def test_numbers_of_a_users_own_file_stand_beside_where_they_are_asked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("theirs.toml").write_text(
@@ -152,7 +161,7 @@ WRONG = [
     ("[[report]]\ntable = 'T'", "a declaration must be an object with 'section', got ['table']"),
     (f"[[report]]\n{TABLE}colums = []", "unknown key 'colums'; did you mean 'columns'?"),
     (f"[[report]]\n{TABLE}each = 'model'", "each must be a list, got 'model'"),
-    (f"[[report]]\n{TABLE}each = ['modle']", "each: no axis is called 'modle'; did you mean 'model'?"),
+    (f"[[report]]\n{TABLE}each = ['modle']", "each: no axis is called 'modle'; did you mean"),
     (f"[[report]]\n{TABLE}best = 'all'", "best must be 'row' or 'column', got 'all'"),
     (f"[[report]]\n{TABLE}figure = 'F'", "it is a table or a figure: give one of the two titles"),
     (f"[[report]]\n{TABLE}values = ['speed']", "values[0] must be 'perplexity' or 'zero_shot'"),

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from coec.errors import OptionError, ResultsError
 from coec.experiments.files import write_whole
-from coec.experiments.publications import Publication, check_template
+from coec.experiments.publications import Publication, check_template, publication
 from coec.experiments.records import Flag, Plain, Text, plain, reader
 from coec.experiments.rows import SETTING_NAMES, Metric
 
@@ -196,9 +196,13 @@ def _item(table: Any) -> Declaration:
 
 def _titled(item: Declaration) -> tuple[str, ...]:
     """What a title may name."""
-    more = {"spreads": ("count",), "beside": ("published",)}.get(item.draw or "", ())
     metrics = "value" not in item.columns and {*item.values} <= METRICS
-    return *item.each, *more, *(("metric",) if metrics else ())
+    metric = ("metric",) if metrics else ()
+    named: dict[str | None, tuple[str, ...]] = {
+        "pivot": (*item.each, *metric), "spreads": ("count", *metric), "tasks": ("model",),
+        "beside": ("published",), "alone": ("published",),
+    }  # fmt: skip
+    return named.get(item.drawing, ())
 
 
 def _rules(item: Declaration) -> Iterable[tuple[bool, str]]:
@@ -266,6 +270,8 @@ def read_declarations(folder: Path) -> Declared:
         found: Declared = reader(Declared)(json.loads(path.read_bytes().decode()), "")
         for name, declared in found.grids.items():
             items([plain(item) for item in declared], f"grid '{name}'")
+        for name, numbers in found.published.items():
+            publication(plain(numbers), f"published numbers '{name}'")
     except (OSError, ValueError, RecursionError, ResultsError, OptionError) as error:
         why = " ".join(str(error).split())
         raise ResultsError(

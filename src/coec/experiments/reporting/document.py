@@ -106,13 +106,15 @@ def _published(own: Mapping[str, Publication], name: str) -> Publication:
 
 
 def _grid(declared: Sequence[Declaration], context: Context) -> tuple[Section, ...]:
-    """What a grid declares; every cell, where it declares nothing or its rows are not such."""
-    drawn = [item for item in declared if not item.claims]
-    if not declared or not all(pivot.fits(item, context) for item in drawn):
-        drawn = [
-            replace(item, section=item.section.format(grid=context.grid)) for item in every("else")
-        ]
-    return _sections(drawn, context, {})
+    """What a grid declares; a list of its cells, where that is nothing or they are not such."""
+    own = [item for item in declared if not item.claims]
+    made: tuple[Section, ...] = ()
+    if all(pivot.fits(item, context) for item in own):
+        made = _sections(own, context, {})
+    if made or (declared and not own):
+        return made
+    title = f"Grid {context.grid}"
+    return _sections([replace(item, section=title) for item in every("else")], context, {})
 
 
 def _sections(

@@ -96,11 +96,11 @@ class _Pivot:
         axes, columns = Axes(item, self.context.grid, self.rows), self._columns()
         lines = axes.grouped(*item.rows)
         body = [[self._entry(found, at, notes) for at in columns] for found in lines.values()]
-        if all(cell.text == ABSENT for line in body for cell in line):
-            return None
         pairs = paired(item, list(lines), body, metric) if item.ours else []
         body = self._stressed(body, columns)
         over, extra = self._extra(list(lines.values()), body, columns, notes)
+        if all(cell.text == ABSENT for line in (*body, *extra) for cell in line):
+            return None
         heads = [head for name in item.rows for head in axes.heads(name)]
         labels = [[c for n, key in zip(item.rows, keys) for c in cells(n, key)] for keys in lines]
         top, dense = self._dense(columns, len(heads), notes)
