@@ -77,7 +77,7 @@ def _timed(site: Instance, solver: str, *, aligned: bool) -> float:
     return record.clock() - began
 
 
-def _run(site: Instance, solver: str, *, aligned: bool) -> coec.Compensation:
+def _run(site: Instance, solver: str, *, aligned: bool) -> coec.SiteResult:
     options: dict[str, Any] = {} if aligned else {"lambda_a": 0.0}
     return coec.compensate(
         site.weight, site.gram, site.kept, value_weight=site.value, solver=solver, **options

@@ -101,7 +101,6 @@ def sites(shared: Path, model: str = TRAINED, *, sparsity: float = 0.3) -> Itera
     """
     from coec.calibration.stream import DenseStream
     from coec.calibration.tokens import load_tokenizer, read_stream, sample_windows
-    from coec.models.architectures import ATTENTION, SITES
     from coec.models.dense import Dense
     from coec.models.surgery import value_rows
     from coec.planning import Plan
@@ -113,20 +112,20 @@ def sites(shared: Path, model: str = TRAINED, *, sparsity: float = 0.3) -> Itera
     plan = Plan.of(checkpoint, Recipe.of(sparsity=sparsity))
     text = str(shared / "data" / TEXTS[model])
     stream = read_stream(text, lambda: load_tokenizer(folder), split="train")
-    windows = sample_windows(stream, samples=64, seq_len=256, seed=0, vocabulary=plan.vocabulary)
+    windows = sample_windows(
+        stream, samples=64, seq_len=256, seed=0, vocabulary=checkpoint.vocabulary
+    )
     dense = DenseStream(checkpoint, windows.ids, device=torch.device("cpu"), dtype=torch.float32)
     for block in dense.blocks():
-        for site in SITES:
+        for site in block.block.sites:
             gram = block.grams[site.name]
-            weight = block.tensors[f"{site.consumer}.weight"].to(gram.xx)
-            scores = unit_scores(plan.recipe.score(weight, gram), plan.dense.units(site))
-            units = keep_highest(scores, plan.pruned.units(site))
-            columns = units.columns(plan.dense.columns_per_unit(site))
-            value = None
-            if site is ATTENTION:
-                value = value_rows(block.tensors, plan.dense, units).to(gram.xx)
+            weight = block.tensors[site.weight].to(gram.xx)
+            scores = unit_scores(plan.recipe.score(weight, gram), site.units)
+            units = keep_highest(scores, plan.widths.of(site))
+            value = value_rows(block.tensors, site, units)
+            value = None if value is None else value.to(gram.xx)
             name = f"{model} block {block.index} {site.name}"
-            yield Instance(name, weight, gram, columns, value)
+            yield Instance(name, weight, gram, site.kept_columns(units), value)
 
 
 def right_solve(instance: Instance) -> tuple[RightProblem, Tensor]:

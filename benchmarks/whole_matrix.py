@@ -117,7 +117,7 @@ def _parts(instance: Instance) -> tuple[Any, Any, Any]:
     return instance.weight, instance.gram, instance.kept
 
 
-def _timed(instance: Instance, options: dict[str, Any]) -> tuple[float, coec.Compensation]:
+def _timed(instance: Instance, options: dict[str, Any]) -> tuple[float, coec.SiteResult]:
     """The fastest of three runs, or of one where that took more than two seconds."""
     best = math.inf
     for _ in range(3):

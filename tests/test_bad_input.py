@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 
 import coec
 import tiny_models as tm
-from coec import collecting, pruning
+from coec import pruning, writing
+from coec.calibration import measure
 from coec.cli import main
 from coec.errors import CalibrationError, CoecError, ModelError, OptionError, OutputError
-from coec.models import output as output_module
-from coec.models import shards as shards_module
+from coec.execution import output as output_module
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def refused(model, tmp_path, monkeypatch):
         def streamed(*args, **kwargs):
             raise AssertionError("work had begun")
 
-        monkeypatch.setattr(collecting, "DenseStream", streamed)
+        monkeypatch.setattr(measure, "DenseStream", streamed)
         before = sorted(tmp_path.rglob("*"))
         settings = {"model": model, "out": tmp_path / "out", "calibration": tokens,
                     "samples": 24, "seq_len": 32, **changes}  # fmt: skip
@@ -210,9 +210,9 @@ def test_a_disk_that_fills_up_on_the_way(model, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(shards_module, "write_tensors", full)
+    monkeypatch.setattr(writing, "write_tensors", full)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(OutputError, match="No space left on device"):
+    with pytest.raises(OutputError, match="No space left on device; make room"):
         coec.prune(model, tmp_path / "new" / "out", calibration=tokens, samples=24, seq_len=32,
                    compensation="none")  # fmt: skip
     assert sorted(tmp_path.rglob("*")) == before
@@ -227,10 +227,12 @@ def test_a_failure_leaves_the_replaced_model_as_it_was(model, tmp_path, monkeypa
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pruning, "_write_side_files", interrupted)
+    monkeypatch.setattr(pruning.Checkpoint, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         coec.prune(model, tmp_path / "out", force=True, **settings)
     assert {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()} == before
+    monkeypatch.undo()
+    coec.prune(model, tmp_path / "out", force=True, **settings)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out", "tokens.npy"]
 
 
@@ -248,7 +250,7 @@ def test_a_failure_leaves_the_replaced_model_as_it_was(model, tmp_path, monkeypa
         ({"selection": "best"}, "unknown selection 'best'; known: rcpu, wanda-sp"),
         ({"compensation": "magic"}, "unknown compensation 'magic'; known: coec, rcpu"),
         ({"samples": 0}, "samples must be a whole number of at least 1"),
-        ({"seq_len": 1}, "seq_len must be at least 2"),
+        ({"seq_len": 1}, "seq_len must be a whole number of at least 2"),
         ({"seed": -1}, "seed must be"),
         ({"dtype": "int8"}, "dtype must be one of"),
         ({"solve_dtype": "bfloat16"}, "solve_dtype must be one of"),
@@ -339,8 +341,8 @@ def test_a_model_that_overflows_names_the_module_and_the_cure(original, model, t
 def test_a_result_that_does_not_fit_its_dtype_says_which_does(original, tmp_path):
     tokens = tm.token_file(tmp_path / "tokens.npy")
 
-    def huge(weight, gram, kept):
-        return coec.Compensation(weight[:, kept.kept] * 1e6)
+    def huge(problem):
+        return coec.SiteResult(problem.weight[:, problem.kept.kept] * 1e6)
 
     with pytest.raises(CoecError, match=r"does not fit torch\.float16.*dtype=float32"):
         coec.prune(original, tmp_path / "out", calibration=tokens, samples=24, seq_len=32,

@@ -16,9 +16,10 @@ import tiny_models as tm
 from coec.cli import main
 from coec.cli.commands import app
 from coec.cli.prune import prune_command
-from coec.compensation import COMPENSATIONS, OPTIONS
+from coec.compensation import COMPENSATIONS
 from coec.models.architectures import ARCHITECTURES
 from coec.selection import SELECTIONS
+from coec.settings import OPTIONS
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +73,11 @@ def test_every_command_has_help(command, run):
 
 def test_every_option_of_every_compensation_is_a_flag_with_a_description(run):
     _, out, _ = run("prune", "--help")
-    for option in OPTIONS:
+    options = {option.name for option in OPTIONS}
+    for option in options:
         assert f"--{option.replace('_', '-')}" in out
     flags = inspect.signature(prune_command).parameters
-    assert flags.keys() > OPTIONS
+    assert flags.keys() > options
     assert "Default: 0.9." in out
 
 
@@ -106,6 +108,9 @@ def test_json_is_one_object_on_stdout(dense, tokens, run, tmp_path):
     assert listing["selections"].keys() == SELECTIONS.keys()
     assert listing["compensations"].keys() == COMPENSATIONS.keys()
     assert listing["architectures"].keys() == ARCHITECTURES.keys()
+    ridge = "λ relative to the mean diagonal of Gxx, at least 0. Default: 0.01."
+    assert listing["options"]["least-squares"] == {"ridge": ridge}
+    assert listing["options"]["rcpu"] == {}
 
 
 def test_methods_lists_everything_with_its_source(run):
@@ -115,6 +120,7 @@ def test_methods_lists_everything_with_its_source(run):
         lines = [line for line in out.splitlines() if line.startswith(f"  {name} ")]
         assert lines, name
         assert all(line.endswith("]") and "[]" not in line for line in lines)
+    assert out.splitlines().count("    options: ridge") == 2
 
 
 def test_a_dry_run_needs_only_the_configuration(run, tmp_path):
@@ -326,7 +332,7 @@ def test_an_interrupted_run_says_that_nothing_was_written(
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("coec.pruning._solve_block", interrupted)
+    monkeypatch.setattr("coec.pruning.solve_block", interrupted)
     status, out, err = run("prune", dense, tmp_path / "out", "--calibration", tokens,
                            "--samples", 24, "--seq-len", 32)  # fmt: skip
     assert status == 130

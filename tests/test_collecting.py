@@ -11,7 +11,7 @@ import coec
 import tiny_models as tm
 from coec.calibration.statistics import Statistics
 from coec.calibration.tokens import Stream, hold_out, sample_windows
-from coec.collecting import source_digest
+from coec.calibration.windows import source_digest
 from coec.errors import CalibrationError, CoecError, OptionError, OutputError
 from coec.models.dense import Dense
 from coec.types import Gram

@@ -9,11 +9,11 @@ import pytest
 
 import coec
 from coec.cli.commands import app
-from coec.compensation import COMPENSATIONS, OPTIONS
+from coec.compensation import COMPENSATIONS
 from coec.models.architectures import ARCHITECTURES
-from coec.models.formats import CANDIDATES
 from coec.recipe import Recipe
 from coec.selection import SELECTIONS
+from coec.settings import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -60,11 +60,13 @@ def test_every_method_is_described():
     for name in [*SELECTIONS, *COMPENSATIONS]:
         assert f"`{name}`" in METHODS
     for option in OPTIONS:
-        assert f"`{option}`" in METHODS, option
+        assert f"`{option.name}`" in METHODS, option
 
 
 def test_every_architecture_has_a_format():
-    assert set(CANDIDATES) == set(ARCHITECTURES)
+    for architecture in ARCHITECTURES.values():
+        assert set(architecture.written_as) <= set(ARCHITECTURES)
+        assert architecture.written_as[0] == architecture.model_type
 
 
 def test_links_between_documents_lead_somewhere():

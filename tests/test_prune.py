@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 import coec
 import tiny_models as tm
+from coec import writing
 from coec.errors import OptionError, OutputError
-from coec.models import shards as shards_module
 from coec.models.dense import Dense
 from coec.recipe import Recipe
-from coec.types import Compensation
+from coec.types import SiteResult
 
 SETTINGS = {"samples": 24, "seq_len": 32}
 
@@ -127,7 +127,7 @@ def test_the_plan_names_the_memory_that_a_run_takes(dense, tmp_path):
 @pytest.mark.parametrize("shard", ["2GB", "20KB"])
 def test_servers_find_the_weights_and_nothing_else(shard, dense, tokens, tmp_path, monkeypatch):
     """Without an index vLLM and SGLang read every safetensors file of the folder as weights."""
-    monkeypatch.setattr(shards_module, "MAX_SHARD", shard)
+    monkeypatch.setattr(writing, "MAX_SHARD", shard)
     coec.prune(dense, tmp_path / "out", calibration=tokens, compensation="none", **SETTINGS)
     files = glob.glob(str(tmp_path / "out" / "*.safetensors"))
     assert (len(files) > 1) == (shard == "20KB")
@@ -156,12 +156,13 @@ def test_rotary_settings_are_written_in_both_forms(tokens, tmp_path):
 
 def test_a_second_run_into_the_same_folder_is_refused_at_once(dense, tokens, tmp_path):
     """The first one's result is not lost to it."""
-    from coec.models.output import new_folder
+    from coec.execution.journal import journal
 
-    with new_folder(tmp_path / "out") as folder:
-        (folder / "config.json").write_text("first")
+    with journal(tmp_path / "out", {}) as done:
+        (done.new / "config.json").write_text("first")
         with pytest.raises(OutputError, match="another run is writing"):
             coec.prune(dense, tmp_path / "out", calibration=tokens, force=True, **SETTINGS)
+        done.complete()
     assert (tmp_path / "out/config.json").read_text() == "first"
 
 
@@ -298,7 +299,7 @@ def test_both_names_of_the_dtype_are_kept_true(dense, tokens, tmp_path):
 
 
 def test_many_shards_are_written_and_read(dense, tokens, tmp_path, monkeypatch):
-    monkeypatch.setattr(shards_module, "MAX_SHARD", "20KB")
+    monkeypatch.setattr(writing, "MAX_SHARD", "20KB")
     coec.prune(dense, tmp_path / "many", calibration=tokens, compensation="none", **SETTINGS)
     monkeypatch.undo()
     coec.prune(dense, tmp_path / "one", calibration=tokens, compensation="none", **SETTINGS)
@@ -321,8 +322,8 @@ def test_functions_of_the_user_need_no_registration(dense, tokens, tmp_path):
     def first(weight, gram):
         return -torch.arange(weight.shape[1], dtype=weight.dtype)
 
-    def half(weight, gram, kept, *, factor: float = 0.5):
-        return Compensation(factor * weight[:, kept.kept])
+    def half(problem, *, factor: float = 0.5):
+        return SiteResult(factor * problem.weight[:, problem.kept.kept])
 
     report = coec.prune(dense, tmp_path / "out", calibration=tokens, selection=first,
                         compensation=half, factor=0.25, **SETTINGS)  # fmt: skip
@@ -386,7 +387,7 @@ def test_calibration_may_be_named_by_a_path(dense, tmp_path):
 
 
 def test_a_recipe_and_settings_at_once_are_refused(dense, tokens, tmp_path):
-    recipe = Recipe(calibration=tokens, **SETTINGS)
+    recipe = Recipe.of(calibration=tokens, **SETTINGS)
     with pytest.raises(OptionError, match="a recipe or settings, not both; got 'sparsity' too"):
         coec.prune(dense, tmp_path / "out", recipe, sparsity=0.5)
     with pytest.raises(OptionError, match="a recipe or settings, not both"):
@@ -398,11 +399,12 @@ def test_a_repair_is_told_what_the_kept_value_heads_write(dense, tokens, tmp_pat
     """Each kept head's rows once for every query head; nothing at the MLP."""
     seen = []
 
-    def spy(weight, gram, kept, *, value_weight=None):
-        seen.append((kept.kept.tolist(), value_weight))
-        return Compensation(weight[:, kept.kept])
+    def spy(problem):
+        seen.append((problem.kept.kept.tolist(), problem.value))
+        return SiteResult(problem.weight[:, problem.kept.kept])
 
-    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation=spy, **SETTINGS)
+    needy = coec.Method(spy, needs={"value"})
+    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation=needy, **SETTINGS)
     written = weights(tmp_path / "out")
     told = [value for columns, value in seen if len(columns) == 24]
     assert [value for columns, value in seen if len(columns) == 28] == [None, None]

@@ -1,75 +1,200 @@
-"""The table of settings says what the functions and the recipe do."""
+"""A setting is one field: everything else that knows of it is made of that."""
 
 import dataclasses
-import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
-from typing import Literal, get_args, get_origin
 
+import numpy as np
+import pytest
+import torch
+
+import coec as package
 from coec import settings
-from coec.compensation import COMPENSATIONS, options_of
-from coec.recipe import DTYPES, SOLVE_DTYPES, Recipe
+from coec.compensation import COMPENSATIONS
+from coec.devices import DTYPES
+from coec.errors import OptionError
+from coec.recipe import Recipe
 from coec.selection import SELECTIONS
-from coec.settings import Setting
+from coec.settings import Calibration, CoecOptions, Repair, RidgeOptions, Runtime
+from coec.settings.document import document
 
+ROOT = Path(package.__file__).resolve().parents[1]
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs/SETTINGS.md"
 
+ADDED = {
+    "options.py": (
+        "    r_p: int = setting(",
+        '    extra_turns: int = setting(3, "Turns more.", least=1)\n    r_p: int = setting(',
+    ),
+    "parts.py": (
+        "    samples: int = setting(",
+        '    extra_text: str = setting("no", "More text.")\n    samples: int = setting(',
+    ),
+}
+"""A field that is added to an options dataclass, and one to a part of the recipe."""
 
-def argument_texts(method) -> dict[str, str]:
-    """Texts of the `Args:` section of a docstring, by argument."""
-    texts: dict[str, str] = {}
-    name, inside = "", False
-    for line in (inspect.getdoc(method) or "").splitlines():
-        if not line.startswith(" "):
-            inside = line == "Args:" or (inside and not line)
-        elif inside and line.startswith("     "):
-            texts[name] += " " + line.strip()
-        elif inside:
-            name, _, text = line.strip().partition(": ")
-            texts[name] = text
-    return texts
-
-
-def as_written() -> tuple[Setting, ...]:
-    """The options as the functions have them; a shared one is described by its last owner."""
-    found: dict[str, Setting] = {}
-    for method_name, method in COMPENSATIONS.items():
-        texts = argument_texts(method)
-        for name, parameter in options_of(method).items():
-            kind = parameter.annotation
-            kind = get_args(kind) if get_origin(kind) is Literal else kind
-            owners = (*found[name].methods, method_name) if name in found else (method_name,)
-            text = (
-                texts[name][0].upper() + texts[name][1:]
-                if texts[name][0].isascii()
-                else texts[name]
-            )
-            found[name] = Setting(name, kind, parameter.default, text, methods=owners)
-    return tuple(found.values())
-
-
-def test_options_are_those_of_the_functions_in_words_and_values():
-    listed = {option.name: option for option in settings.OPTIONS}
-    for option in as_written():
-        assert listed.get(option.name) == option, (
-            f"coec.settings.OPTIONS should have this entry: {option!r}"
-        )
-    assert list(listed) == [option.name for option in as_written()]
+ASK = """
+import inspect, json, sys
+from coec.settings import NAMES, OPTIONS
+from coec.settings.document import document
+before = "torch" in sys.modules
+from coec.cli.prune import prune_command
+from coec.experiments.grid import Grid
+from coec.experiments.rows import SETTINGS
+from coec.recipe import Recipe
+recipe = Recipe.of(extra_turns=5, extra_text="yes")
+flags = inspect.signature(prune_command).parameters
+grid = Grid.read(sys.argv[1])
+print(json.dumps({
+    "document": document(),
+    "torch": before,
+    "help": [flags[n].annotation.__metadata__[0].help for n in ("extra_turns", "extra_text")],
+    "record": recipe.record(),
+    "default": Recipe.of().record(),
+    "rows": ["extra_turns" in SETTINGS.known["options"].known, "extra_text" in SETTINGS.known],
+    "grid": [grid.axes, grid.fixed],
+}))
+"""
 
 
-def test_settings_are_the_fields_of_a_recipe_with_their_defaults():
-    apart = {"options", "trust_remote_code"}  # a flag of its own, and no key of any file
-    fields = {f.name: f.default for f in dataclasses.fields(Recipe) if f.name not in apart}
-    assert {setting.name: setting.default for setting in settings.RECIPE} == fields
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory) -> dict:
+    """What a copy of the package, in which two fields were added, says of them."""
+    root = tmp_path_factory.mktemp("grown")
+    shutil.copytree(ROOT / "coec", root / "coec", ignore=shutil.ignore_patterns("model", "__pyc*"))
+    for name, (line, lines) in ADDED.items():
+        path = root / "coec/settings" / name
+        text = path.read_text(encoding="utf-8")
+        assert text.count(line) == 1
+        path.write_text(text.replace(line, lines), encoding="utf-8")
+    grid = root / "grid.toml"
+    grid.write_text('extra-turns = [1, 2]\nextra-text = "maybe"\n')
+    ran = subprocess.run(
+        [sys.executable, "-c", ASK, str(grid)], capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def test_one_field_is_a_flag_with_help(grown):
+    assert grown["help"] == ["Turns more. Default: 3.", "More text. Default: no."]
+
+
+def test_one_field_is_a_row_of_the_document(grown):
+    assert "| `extra_turns` | whole number | `3` | Turns more. |" in grown["document"]
+    assert "| `extra_text` | text | `no` | More text. |" in grown["document"]
+
+
+def test_one_field_is_a_key_of_recipes_grids_and_rows(grown):
+    assert grown["record"]["options"]["extra_turns"] == 5
+    assert grown["record"]["extra_text"] == "yes"
+    assert grown["default"]["options"]["extra_turns"] == 3
+    assert grown["default"]["extra_text"] == "no"
+    assert grown["rows"] == [True, True]
+    assert grown["grid"] == [{"extra_turns": [1, 2]}, {"extra_text": "maybe"}]
+
+
+def test_settings_are_known_without_torch(grown):
+    assert grown["torch"] is False
 
 
 def test_names_are_those_of_the_tables():
-    assert tuple(SELECTIONS) == settings.SELECTION_NAMES
-    assert tuple(COMPENSATIONS) == settings.COMPENSATION_NAMES
-    assert tuple(DTYPES) == settings.DTYPE_NAMES
-    assert settings.SOLVE_DTYPE_NAMES == SOLVE_DTYPES
+    kinds = {setting.name: setting.kind for setting in settings.RECIPE}
+    assert tuple(SELECTIONS) == kinds["selection"]
+    assert tuple(COMPENSATIONS) == kinds["compensation"]
+    assert tuple(DTYPES) == kinds["dtype"] == kinds["forward_dtype"]
+    assert {
+        name: method.options for name, method in COMPENSATIONS.items() if method.options
+    } == settings.COMPENSATION_OPTIONS
+
+
+def test_an_option_of_two_methods_is_one_flag():
+    ridge = next(one for one in settings.OPTIONS if one.name == "ridge")
+    assert ridge.methods == ("least-squares", "ridge-to-slice")
+    names = [one.name for one in settings.TABLE]
+    assert len(names) == len(set(names))
 
 
 def test_the_document_lists_every_setting():
-    assert settings.document() == DOCUMENT.read_text(encoding="utf-8"), (
+    assert document() == DOCUMENT.read_text(encoding="utf-8"), (
         "write it anew: python -m coec.settings > docs/SETTINGS.md"
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "match"),
+    [
+        (CoecOptions, {"alpha": 1.5}, r"alpha must be in \[0, 1\], got 1.5"),
+        (CoecOptions, {"alpha": float("nan")}, r"alpha must be in \[0, 1\]"),
+        (CoecOptions, {"alpha": True}, "alpha must be a number, got True"),
+        (CoecOptions, {"kappa": 10**400}, "kappa must be at least 1 and finite"),
+        (CoecOptions, {"rounds": 2.5}, "rounds must be a whole number of at least 0, got 2.5"),
+        (CoecOptions, {"solver": "newton"}, "solver must be one of joint, conjugate, gradient"),
+        (CoecOptions, {"solver": ["joint"]}, "solver must be one of"),
+        (RidgeOptions, {"ridge": -1.0}, "ridge must be at least 0 and finite"),
+        (Calibration, {"source": 3}, "calibration must be text, got 3"),
+        (Calibration, {"samples": 0}, "samples must be a whole number of at least 1, got 0"),
+        (Calibration, {"seq_len": 1}, "seq_len must be a whole number of at least 2, got 1"),
+        (Calibration, {"seed": 2**64}, "seed must be below"),
+        (Calibration, {"holdout": 1.0}, "holdout is a fraction of the windows"),
+        (Calibration, {"samples": None}, "samples must be a whole number"),
+        (Repair, {"sparsity": 30}, "did you mean 0.3"),
+        (Repair, {"selection": "best"}, "unknown selection 'best'; known: rcpu, wanda-sp"),
+        (Repair, {"compensation": None}, "compensation must be text, got None"),
+        (Runtime, {"device": ""}, "device must be text"),
+        (Runtime, {"trust_remote_code": 1}, "trust_remote_code is True or False, got 1"),
+    ],
+)
+def test_a_bad_value_is_refused_when_the_dataclass_is_made(kind, values, match):
+    with pytest.raises(OptionError, match=match):
+        kind(**values)
+
+
+def test_numbers_of_numpy_and_torch_become_pythons():
+    made = CoecOptions(alpha=np.float32(0.5), rounds=torch.tensor(3))
+    assert (made.alpha, made.rounds) == (0.5, 3)
+    assert [type(made.alpha), type(made.rounds)] == [float, int]
+
+
+def test_settings_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CoecOptions().alpha = 0.5
+
+
+def test_a_recipe_of_parts_is_the_recipe_of_flat_settings():
+    parts = Recipe(
+        calibration=Calibration(source="text.txt", seed=3),
+        repair=Repair(sparsity=0.5, options={"alpha": 0.8}),
+        runtime=Runtime(device="cpu"),
+    )
+    flat = Recipe.of(calibration="text.txt", seed=3, sparsity=0.5, alpha=0.8, device="cpu")
+    assert parts == flat
+    assert parts.record() == flat.record()
+
+
+def test_a_record_lists_what_determines_the_result_in_one_order():
+    assert list(Recipe.of(device="cpu", trust_remote_code=True).record()) == [
+        "sparsity", "selection", "compensation", "options", "calibration", "text_column",
+        "samples", "seq_len", "seed", "holdout", "dtype", "forward_dtype", "solve_dtype",
+    ]  # fmt: skip
+
+
+def test_a_recipe_checks_the_options_of_its_compensation():
+    with pytest.raises(OptionError, match=r"alpha must be in \[0, 1\]"):
+        Recipe(repair=Repair(options={"alpha": 2.0}))
+    with pytest.raises(OptionError, match="'rcpu' has no option 'alpha'; its options: none"):
+        Recipe(repair=Repair(compensation="rcpu", options={"alpha": 0.5}))
+    with pytest.raises(OptionError, match="slices = 1 goes with alignment"):
+        Recipe.of(slices=2)
+    assert Recipe.of(slices=2, lambda_a=0.0).repair.options == {"slices": 2, "lambda_a": 0.0}
+
+
+def test_a_part_of_a_recipe_is_a_part():
+    match = r"the calibration of a Recipe is a Calibration, got 'text.txt': Recipe\.of\(\.\.\.\)"
+    with pytest.raises(OptionError, match=match):
+        Recipe(calibration="text.txt")

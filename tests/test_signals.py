@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from coec.cli.signals import ENDING, end_tidily
-from coec.models.output import new_folder
+from coec.execution.journal import journal
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def test_a_signal_that_ends_the_program_leaves_nothing(number, tmp_path):
     end_tidily()
 
     def write():
-        with new_folder(tmp_path / "a" / "out") as folder:
-            (folder / "model.safetensors").write_text("half")
+        with journal(tmp_path / "a" / "out", {}) as done:
+            (done.new / "model.safetensors").write_text("half")
             os.kill(os.getpid(), number)
 
     with pytest.raises(SystemExit) as caught:

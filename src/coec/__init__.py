@@ -11,25 +11,38 @@ from typing import TYPE_CHECKING, Any
 from coec.errors import CoecError
 
 if TYPE_CHECKING:
-    from coec.collecting import collect
-    from coec.compensation import compensate
+    from coec.calibration.statistics import Statistics
+    from coec.collecting import collect, merge
+    from coec.compensation import Method, compensate
     from coec.evaluation.efficiency import efficiency
     from coec.evaluation.geometry import geometry
     from coec.evaluation.perplexity import perplexity
     from coec.evaluation.speed import speed
     from coec.evaluation.zero_shot import zero_shot
+    from coec.planning import Plan
     from coec.pruning import plan, prune
-    from coec.types import Compensation, Gram, KeptSet
+    from coec.recipe import Recipe
+    from coec.report import Report
+    from coec.types import Gram, KeptSet, SiteProblem, SiteResult
+    from coec.types import SiteResult as Compensation
 
 __all__ = [
     "CoecError",
     "Compensation",
     "Gram",
     "KeptSet",
+    "Method",
+    "Plan",
+    "Recipe",
+    "Report",
+    "SiteProblem",
+    "SiteResult",
+    "Statistics",
     "collect",
     "compensate",
     "efficiency",
     "geometry",
+    "merge",
     "perplexity",
     "plan",
     "prune",
@@ -39,13 +52,21 @@ __all__ = [
 __version__ = "0.1.0"
 
 _LAZY = {
-    "Compensation": "coec.types",
+    "Compensation": "coec.types:SiteResult",  # as it was called before
     "Gram": "coec.types",
     "KeptSet": "coec.types",
+    "Method": "coec.compensation",
+    "Plan": "coec.planning",
+    "Recipe": "coec.recipe",
+    "Report": "coec.report",
+    "SiteProblem": "coec.types",
+    "SiteResult": "coec.types",
+    "Statistics": "coec.calibration.statistics",
     "collect": "coec.collecting",
     "compensate": "coec.compensation",
     "efficiency": "coec.evaluation.efficiency",
     "geometry": "coec.evaluation.geometry",
+    "merge": "coec.collecting",
     "perplexity": "coec.evaluation.perplexity",
     "plan": "coec.pruning",
     "prune": "coec.pruning",
@@ -57,7 +78,8 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     """Imports torch and transformers only when something that needs them is used."""
     if name in _LAZY:
-        value = getattr(import_module(_LAZY[name]), name)
+        module, _, other = _LAZY[name].partition(":")
+        value = getattr(import_module(module), other or name)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'coec' has no attribute '{name}'")

@@ -1,45 +1,34 @@
-"""The dense pass: from calibration text to the statistics of every block, kept if wanted."""
+"""Statistics as an end of their own: collected once, merged, used by many prunings."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from coec.calibration.ids import token_ids
-from coec.calibration.self_text import sample_from_model
-from coec.calibration.sources import is_named
-from coec.calibration.statistics import Statistics
-from coec.calibration.stream import Block, DenseStream
-from coec.calibration.tokens import (
-    CHOICE,
-    Stream,
-    Windows,
-    digest,
-    held_out,
-    hold_out,
-    is_token_file,
-    load_tokenizer,
-    read_stream,
-    sample_windows,
+from coec.calibration.measure import DensePass
+from coec.calibration.statistics import (
+    FIT,
+    HELD_OUT,
+    Grams,
+    Statistics,
+    block_file,
+    write_grams,
 )
-from coec.errors import CalibrationError, OutputError
+from coec.calibration.tokens import digest
+from coec.calibration.windows import source_digest, window_length
+from coec.errors import OptionError, OutputError
+from coec.events import Progress
+from coec.execution.journal import Journal, journal, unfinished
+from coec.execution.output import check_space
 from coec.models.dense import Dense
-from coec.models.output import check_space
-from coec.planning import (
-    DEFAULT_SEQ_LEN,
-    Plan,
-    choose_device,
-    choose_forward_dtype,
-    resolve_seq_len,
-)
 from coec.recipe import Recipe
-
-Progress = Callable[[str, int, int], None]
+from coec.settings import Calibration
 
 
 def collect(
@@ -47,177 +36,181 @@ def collect(
     out: str | Path,
     recipe: Recipe | None = None,
     *,
+    restart: bool = False,
     progress: Progress | None = None,
     **settings: Any,
 ) -> Statistics:
     """Runs the dense pass once and keeps the statistics of every block in a folder.
 
-    `prune(..., statistics=out)` then solves any sparsity, selection and compensation from them.
+    `prune(..., statistics=out)` then solves any sparsity, selection and compensation from them, to
+    the same bits as from the text. Killed or interrupted, the same call goes on with the first
+    missing block.
 
     Args:
         model: a folder with config.json and safetensors, or a hub name.
         out: the folder to make: `8 Σ d²` bytes per block, d the columns of each consumer.
         recipe: or its settings; only those of the calibration matter.
+        restart: begin anew where an unfinished run was asked for something else.
         progress: called with (phase, done, total).
 
     Raises:
         CoecError: with one line that says what to change.
     """
     recipe = Recipe.or_of(recipe, settings)
-    out = Path(out)
-    if out.exists():
-        raise OutputError(f"'{out}' exists: choose another folder for the statistics")
+    out = _free(out)
     dense = Dense.open(model)
-    plan = Plan.of(dense, recipe)
-    device = choose_device(recipe.device)
-    windows_from = calibration_source(recipe, dense, progress)
+    source = DensePass(dense, recipe.calibration, recipe.runtime, progress)
     dense.check_values()
-    check_space(out, int(plan.statistics_per_block * dense.shape.layers * 1.01) + 2**24)
-    forward = choose_forward_dtype(recipe.forward_dtype, dense.dtype, device)
-    windows = windows_from(device, forward, progress)
-    return Statistics.write(
-        out,
-        dense_pass(dense, windows, recipe, device, forward, progress),
-        windows,
-        made_with(recipe, dense, forward),
-    )
+    kinds = 2 if recipe.calibration.holdout else 1
+    bytes_per_block = 8 * kinds * sum(site.columns**2 for site in dense.layout.kinds)
+    check_space(out, int(bytes_per_block * dense.shape.layers * 1.01) + 2**24)
+    with journal(out, {"statistics": source.made_with}, restart=restart) as done:
+        if not done.finished:
+            record = source.begin(done, progress)
+            finished = {b.index for b in dense.layout.blocks if block_file(b.index) in done}
+            for measured in source.blocks(finished, progress):
+                _keep(done, measured.block.index, {FIT: measured.grams, HELD_OUT: measured.holdout})
+            settings = recipe.record()
+            kept = {name: settings[name] for name in recipe.calibration.record()}
+            assert source.windows is not None
+            Statistics(done.new, record, source.made_with, kept).finish(
+                done.new, source.windows.ids
+            )
+            done.complete()
+    return Statistics.open(out)
 
 
-def block_source(
-    recipe: Recipe,
-    dense: Dense,
-    statistics: str | Path | None,
+def merge(
+    one: str | Path | Statistics,
+    other: str | Path | Statistics,
+    out: str | Path,
+    *,
+    restart: bool = False,
     progress: Progress | None = None,
-) -> Callable[[torch.device, torch.dtype, Progress | None], tuple[dict[str, Any], Iterator[Block]]]:
-    """Checks text or saved statistics now; returns a function that starts to yield blocks.
+) -> Statistics:
+    """Adds up two statistics of one model, as if their windows had been one calibration.
 
-    That gives the record of the calibration too.
-    """
-    if statistics is None:
-        windows_from = calibration_source(recipe, dense, progress)
+    The sums are those of one pass over all windows but for the last bits, as float64 sums depend on
+    their order.
 
-        def fresh(
-            device: torch.device, dtype: torch.dtype, progress: Progress | None
-        ) -> tuple[dict[str, Any], Iterator[Block]]:
-            windows = windows_from(device, dtype, progress)
-            blocks = dense_pass(dense, windows, recipe, device, dtype, progress)
-            return windows.record(), blocks
-
-        return fresh
-    saved = Statistics.open(Path(statistics))
-
-    def kept(
-        device: torch.device, dtype: torch.dtype, progress: Progress | None
-    ) -> tuple[dict[str, Any], Iterator[Block]]:
-        saved.check(made_with(recipe, dense, dtype))
-        return saved.calibration, saved.blocks(dense, device)
-
-    return kept
-
-
-def dense_pass(
-    dense: Dense,
-    windows: Windows,
-    recipe: Recipe,
-    device: torch.device,
-    dtype: torch.dtype,
-    progress: Progress | None,
-) -> Iterator[Block]:
-    """Every block with its statistics, those of held-out windows apart."""
-    fit, held = hold_out(windows, recipe.holdout, recipe.seed)
-    stream = DenseStream(dense, fit, holdout=held, device=device, dtype=dtype, progress=progress)
-    return stream.blocks()
-
-
-def made_with(recipe: Recipe, dense: Dense, dtype: torch.dtype) -> dict[str, Any]:
-    """Every setting that the statistics depend on, JSON-ready; model and text by their content."""
-    return {
-        "model": dense.digest,
-        "calibration": source_digest(recipe.calibration),
-        "text_column": recipe.text_column,
-        "samples": recipe.samples,
-        "seq_len": resolve_seq_len(recipe.seq_len, dense.positions, DEFAULT_SEQ_LEN),
-        "seed": recipe.seed,
-        "holdout": recipe.holdout,
-        "forward_dtype": str(dtype).removeprefix("torch."),
-    }
-
-
-def source_digest(source: str | Path | Tensor | np.ndarray) -> str:
-    """What tells one calibration text from another: the SHA-256 of a file's or a tensor's content.
-
-    A data set of the hub, and text sampled from the model, are known by their names.
-    """
-    if not isinstance(source, str | Path):
-        return digest(token_ids(source))
-    name = str(source)
-    if source == "self" or (is_named(name) and not is_token_file(name)):
-        return name  # also where a file of that name lies here: it is not what is read
-    path = Path(source)
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError:
-        return str(source)
-    except OSError as error:
-        raise CalibrationError(f"'{path}' cannot be read: {error.strerror}") from error
-
-
-def calibration_source(
-    recipe: Recipe, dense: Dense, progress: Progress | None = None
-) -> Callable[[torch.device, torch.dtype, Progress | None], Windows]:
-    """Checks the calibration text now, and returns a function that makes the windows."""
-    seq_len = resolve_seq_len(recipe.seq_len, dense.positions, DEFAULT_SEQ_LEN)
-    sizes = {"samples": recipe.samples, "seq_len": seq_len, "seed": recipe.seed}
-    if recipe.calibration == "self" and isinstance(recipe.calibration, str):
-        tokenizer = load_tokenizer(dense.folder, trust_remote_code=recipe.trust_remote_code)
-        return lambda device, dtype, progress: sample_from_model(
-            dense.network(device, dtype), tokenizer, **sizes, progress=progress
-        )
-    stream = _stream(recipe, dense, CHOICE * recipe.samples * seq_len, progress)
-    windows = sample_windows(stream, **sizes, vocabulary=dense.vocabulary)
-    return lambda device, dtype, progress: windows
-
-
-def check_calibrations(recipes: list[Recipe], dense: Dense) -> None:
-    """Checks one calibration text for all recipes that name it; it is tokenised once.
+    Args:
+        one, other: made by `collect` or by `merge`, with other windows and the same settings
+            besides.
+        out: the folder to make.
+        restart: begin anew where an unfinished run was asked for something else.
+        progress: called with ("merging", done, blocks).
 
     Raises:
-        CoecError: it cannot be read, or is too short for one of them.
+        CoecError: they do not go together, or one of them is damaged.
     """
-    wanted = {
-        (r.samples, resolve_seq_len(r.seq_len, dense.positions, DEFAULT_SEQ_LEN), r.holdout): r
-        for r in recipes
+    first, second = Statistics.open(one), Statistics.open(other)
+    out = _free(out)
+    made_with, settings = _merged_settings(first, second)
+    windows = _windows_of_both(first, second)
+    blocks = len(list(first.folder.glob(block_file(0).replace("00000", "*"))))
+    cpu = torch.device("cpu")
+    with journal(out, {"statistics": made_with}, restart=restart) as done:
+        if not done.finished:
+            for index in range(blocks):
+                if block_file(index) not in done:
+                    a, b = first.grams(index, cpu), second.grams(index, cpu)
+                    both = {kind: {site: a[kind][site] + b[kind][site] for site in a[kind]}
+                            for kind in a}  # fmt: skip
+                    _keep(done, index, both)
+                if progress:
+                    progress("merging", index + 1, blocks)
+            record = first.calibration | {
+                "source": settings["calibration"],
+                "windows": len(windows),
+                "windows_sha256": digest(windows),
+                "text_sha256": made_with["calibration"],
+                "tokens_available": first.calibration["tokens_available"]
+                + second.calibration["tokens_available"],
+                "merged": [first.record(), second.record()],
+            }
+            Statistics(done.new, record, made_with, settings).finish(done.new, windows)
+            done.complete()
+    return Statistics.open(out)
+
+
+def adopted(
+    statistics: Statistics, recipe: Recipe, dense: Dense, given: Collection[str] | None
+) -> Recipe:
+    """The recipe with the calibration that statistics were made with.
+
+    Args:
+        statistics: made of this model.
+        recipe: whose calibration gives way.
+        dense: the model.
+        given: the settings that somebody asked for, which must then agree; None for those that
+            differ from their defaults.
+
+    Raises:
+        OptionError: the statistics were made with others.
+    """
+    asked, default = recipe.calibration.record(), Calibration().record()
+    if given is None:
+        given = [name for name, value in asked.items() if not _equal(value, default[name])]
+    wanted = {name: value for name, value in asked.items() if name in given and value is not None}
+    if "calibration" in wanted:
+        wanted["calibration"] = source_digest(recipe.calibration.source)
+    if "seq_len" in wanted:
+        wanted["seq_len"] = window_length(recipe.calibration, dense)
+    statistics.check(wanted)
+    return replace(recipe, calibration=Calibration.of(statistics.settings))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Token ids are no default."""
+    return not isinstance(one, Tensor | np.ndarray) and bool(one == other)
+
+
+def _free(out: str | Path) -> Path:
+    """The folder to make; raises OutputError where something else is there."""
+    out = Path(out)
+    if out.exists() and not unfinished(out):
+        raise OutputError(f"'{out}' exists: choose another folder for the statistics")
+    return out
+
+
+def _keep(done: Journal, index: int, grams: Grams) -> None:
+    name = block_file(index)
+    done.put(name, done.new / name, lambda path: write_grams(path, grams))
+
+
+SHARED = ("model", "text_column", "seq_len", "holdout", "forward_dtype")
+"""What two statistics must have been made with alike to be merged."""
+
+
+def _merged_settings(
+    first: Statistics, second: Statistics
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the sums of both depend on, and their calibration as one; raises OptionError."""
+    for name in SHARED:
+        one, other = first.made_with.get(name), second.made_with.get(name)
+        if one != other:
+            raise OptionError(
+                f"'{first.folder}' and '{second.folder}' cannot be merged: they were collected "
+                f"with {name} = {one!r} and {other!r}"
+            )
+    pair = (first, second)
+    texts = [statistics.made_with["calibration"] for statistics in pair]
+    samples = sum(statistics.made_with["samples"] for statistics in pair)
+    made_with = first.made_with | {
+        "samples": samples,
+        "calibration": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
     }
-    for samples, _, holdout in wanted:
-        held_out(samples, holdout)
-    if isinstance(recipes[0].calibration, str) and recipes[0].calibration == "self":
-        calibration_source(recipes[0], dense)
-        return
-    most = max(samples * seq_len for samples, seq_len, _ in wanted)
-    stream = _stream(recipes[0], dense, CHOICE * most, None)
-    for (samples, seq_len, _), recipe in wanted.items():
-        sample_windows(
-            stream, samples=samples, seq_len=seq_len, seed=recipe.seed, vocabulary=dense.vocabulary
+    sources = " + ".join(str(statistics.settings["calibration"]) for statistics in pair)
+    return made_with, first.settings | {"samples": samples, "calibration": sources}
+
+
+def _windows_of_both(first: Statistics, second: Statistics) -> Tensor:
+    """Raises OptionError where a window is in both: it would count twice."""
+    one, other = first.windows, second.windows
+    shared = set(map(tuple, one.tolist())) & set(map(tuple, other.tolist()))
+    if shared:
+        raise OptionError(
+            f"'{first.folder}' and '{second.folder}' have {len(shared)} windows in common, which "
+            "would count twice: collect one of them from other text"
         )
-
-
-def _stream(recipe: Recipe, dense: Dense, needed: int, progress: Progress | None) -> Stream:
-    """Tokens of the calibration text, `needed` of a long one."""
-    if isinstance(recipe.calibration, Tensor):
-        return Stream(recipe.calibration, "tensor", "")
-
-    def tokenizer() -> PreTrainedTokenizerBase:
-        return load_tokenizer(dense.folder, trust_remote_code=recipe.trust_remote_code)
-
-    source = str(recipe.calibration)
-    if not is_token_file(source):
-        tokenizer()
-    return read_stream(
-        source,
-        tokenizer,
-        split="train",
-        text_column=recipe.text_column,
-        needed=needed,
-        progress=progress,
-    )
+    return torch.cat([one, other])

@@ -26,6 +26,10 @@ class OutputError(CoecError):
     """The output folder cannot be written as asked."""
 
 
+class UnfinishedError(OutputError):
+    """An unfinished run into the output folder was asked for something else."""
+
+
 class NumericalError(CoecError):
     """Numbers that must be finite are not, and no safeguard could help."""
 

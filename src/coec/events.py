@@ -5,9 +5,12 @@ list. With nobody recording, an event becomes a Python warning.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+
+Progress = Callable[[str, int, int], None]
+"""Told how far a long computation is: `(phase, done, total)`."""
 
 _current: ContextVar[list[str] | None] = ContextVar("coec_events", default=None)
 

@@ -1,37 +1,34 @@
-"""The story: a dense checkpoint in, a smaller dense one out, one block in memory at a time."""
+"""The story: a dense checkpoint in, a smaller dense one out, one block in memory at a time.
 
-import functools
+open → measure → allocate → solve → write. Every stage is a module of its own; what is finished is
+in the journal, so that a run that was killed goes on where it was.
+"""
+
+import hashlib
 import inspect
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from coec.calibration.stream import Block
-from coec.collecting import block_source
-from coec.compensation import compensate, relative_errors
-from coec.errors import NumericalError
-from coec.models.architectures import ATTENTION, SITES, Site
-from coec.models.carried import carry_files
+from coec import __version__
+from coec.calibration.measure import DensePass, SavedPass, Source
+from coec.calibration.statistics import Statistics
+from coec.collecting import adopted
+from coec.compensation import Method
+from coec.devices import DTYPES, choose_device
+from coec.events import Progress
+from coec.execution.journal import journal, unfinished
+from coec.execution.output import check_output, check_space
 from coec.models.dense import Dense
-from coec.models.description import CONFIG, Description
-from coec.models.files import write_json, write_tensors
-from coec.models.output import check_output, check_space, new_folder
-from coec.models.shards import ShardWriter
-from coec.models.surgery import Cut, cut_block, value_rows
-from coec.planning import Plan, choose_device, choose_forward_dtype
-from coec.recipe import DTYPES, Recipe
-from coec.report import KEPT, Report, environment
-from coec.selection import keep_highest, unit_scores
-from coec.settings import SEEDS
-from coec.types import Compensation, KeptSet
-
-Progress = Callable[[str, int, int], None]
-ERRORS = ("error_before", "error_after")
+from coec.models.description import Description
+from coec.planning import Plan
+from coec.recipe import Recipe
+from coec.report import Report, environment
+from coec.solving import solve_block
+from coec.writing import Checkpoint, dtype_name, space_needed
 
 
 def plan(model: str | Path | Description, recipe: Recipe | None = None, **settings: Any) -> Plan:
@@ -53,24 +50,27 @@ def prune(
     out: str | Path,
     recipe: Recipe | None = None,
     *,
-    statistics: str | Path | None = None,
+    statistics: str | Path | Statistics | None = None,
     force: bool = False,
+    restart: bool = False,
     progress: Progress | None = None,
     **settings: Any,
 ) -> Report:
     """Prunes a dense causal language model and writes a smaller dense checkpoint.
 
-    Every check comes before any work; the output appears by one rename at the end, and on any
-    error nothing of it is left.
+    Every check comes before any work, and the output appears by one rename at the end. Killed or
+    interrupted, the same call goes on with the first block that is not on the disk, and gives what
+    an undisturbed run gives.
 
     Args:
         model: a folder with config.json and safetensors, or a hub name.
         out: the folder to make.
         recipe: what to do; or give its fields and the compensation's options as `settings`
             (`sparsity=0.3, compensation="coec", alpha=0.8`).
-        statistics: a folder made by `collect` under the same calibration settings, instead of a
-            dense pass; the result is the same to the bit.
+        statistics: what `collect` made, or its folder, instead of a dense pass; the result is the
+            same to the bit. The settings of the calibration are theirs.
         force: replace an existing model in `out`.
+        restart: begin anew where an unfinished run into `out` was asked for something else.
         progress: called with (phase, done, total).
 
     Returns:
@@ -83,40 +83,35 @@ def prune(
         >>> report = coec.prune("llama", "llama-70", sparsity=0.3, calibration="wiki.txt")
         >>> report.plan["parameters"]
     """
-    recipe = Recipe.or_of(recipe, settings)
     seconds = _Stopwatch()
-    out = Path(out)
+    given = settings.keys() if recipe is None else None
+    recipe, out = Recipe.or_of(recipe, settings), Path(out)
     dense = Dense.open(model)
-    check_output(out, dense.folder, force)
+    check_output(out, dense.folder, force=force or unfinished(out))
+    if statistics is not None:
+        statistics = Statistics.open(statistics)
+        recipe = adopted(statistics, recipe, dense, given)
     plan = Plan.of(dense, recipe)
-    device = choose_device(recipe.device)
-    blocks_from = block_source(recipe, dense, statistics, progress)
+    source = _source(dense, recipe, statistics, progress)
     dense.check_values()
-    dtype = DTYPES[recipe.dtype] if recipe.dtype else dense.dtype
-    check_space(out, int(plan.parameters_after * dtype.itemsize * 1.01) + 2**24)
-    forward = choose_forward_dtype(recipe.forward_dtype, dense.dtype, device)
+    dtype = DTYPES[recipe.repair.dtype] if recipe.repair.dtype else dense.dtype
+    check_space(out, space_needed(out, plan, dtype))
+    device = choose_device(recipe.runtime.device)
     seconds.lap("checking")
 
-    with new_folder(out, force=force) as folder:
-        calibration, blocks = blocks_from(device, forward, progress)
+    with journal(out, _identity(plan, source, dtype), force=force, restart=restart) as done:
+        if done.finished:
+            return Report.read(out)
+        checkpoint = Checkpoint(done, dense, plan, dtype)
+        calibration = source.begin(done, progress)
         seconds.lap("reading text")
-        writer = ShardWriter(folder, plan.pruned_shapes, dtype)
-        sites: list[dict[str, Any]] = []
-        kept: dict[str, Tensor] = {}
-        for block in blocks:
+        for measured in source.blocks(checkpoint.solved, progress):
             seconds.lap("calibrating")
-            cuts, rows = _solve_block(block, plan, device)
-            tensors = _fill_biases(cut_block(block.tensors, cuts, dtype), plan, block.index, dtype)
-            writer.add({f"model.layers.{block.index}.{name}": t for name, t in tensors.items()})
-            kept |= {f"layers.{block.index}.{c.site.name}": c.units.kept.cpu() for c in cuts}
-            sites += rows
+            checkpoint.keep(solve_block(measured, plan, device, dtype))
             seconds.lap("solving")
             if progress:
-                progress("solving", block.index + 1, plan.dense.layers)
-        outside = [name for name in plan.pruned_shapes if not name.startswith("model.layers.")]
-        writer.add({name: dense.tensor(name).to(dtype) for name in outside})
-        writer.finish()
-        _write_side_files(folder, dense, plan, kept, dtype)
+                progress("solving", measured.block.index + 1, plan.dense.layers)
+        checkpoint.write()
         seconds.lap("writing")
         report = Report(
             model=dense.name,
@@ -125,129 +120,50 @@ def prune(
             recipe={
                 **recipe.record(),
                 "seq_len": plan.seq_len,
-                "dtype": _dtype_name(dtype),
-                "forward_dtype": _dtype_name(forward),
+                "dtype": dtype_name(dtype),
+                "forward_dtype": source.forward_dtype,
             },
             plan=plan.record() | {"notes": [*dense.notes, *plan.notes]},
             calibration=calibration,
-            sites=sites,
+            sites=checkpoint.rows,
             seconds=seconds.laps,
             environment=environment(str(device)),
         )
-        report.write(folder)
+        report.write(done.new)
+        done.complete()
     return report
 
 
-def _solve_block(
-    block: Block, plan: Plan, device: torch.device
-) -> tuple[list[Cut], list[dict[str, Any]]]:
-    """Selects and compensates every site of one block."""
-    cuts, rows = [], []
-    for site in SITES:
-        began = time.perf_counter()
-        module = f"model.layers.{block.index}.{site.consumer}"
-        try:
-            cut = _solve_site(block, site, plan, device)
-        except NumericalError as error:
-            raise NumericalError(f"{module}: {error}") from error
-        cuts.append(cut)
-        rows.append(
-            {
-                "module": module,
-                "site": site.name,
-                "units_before": cut.units.size,
-                "units_after": len(cut.units.kept),
-                **dict.fromkeys(ERRORS),
-                "events": [],
-                **cut.compensation.diagnostics,
-                "seconds": time.perf_counter() - began,
-            }
-        )
-    return cuts, rows
+def _source(
+    dense: Dense, recipe: Recipe, statistics: Statistics | None, progress: Progress | None
+) -> Source:
+    """Statistics that are there already, or a dense pass whose text is checked now."""
+    if statistics is not None:
+        return SavedPass(statistics, dense, recipe.runtime)
+    return DensePass(dense, recipe.calibration, recipe.runtime, progress)
 
 
-def _solve_site(block: Block, site: Site, plan: Plan, device: torch.device) -> Cut:
-    recipe, dtype = plan.recipe, DTYPES[plan.recipe.solve_dtype]
-    weight = block.tensors[f"{site.consumer}.weight"].to(device)
-    sums = block.grams.pop(site.name)
-    sums.check_finite()
-    # Variances are differences of sums: scores want the float64 that these were summed in.
-    scores = _seeded(recipe.score, recipe.seed, block.index)(weight.to(sums.xx), sums)
-    gram = sums.to(dtype)
-    del sums  # the largest matrix there is, unless it is the one that is used
-    units = keep_highest(unit_scores(scores, plan.dense.units(site)), plan.pruned.units(site))
-    if units.everything:
-        return Cut(site, units, Compensation(weight))
-    value = value_rows(block.tensors, plan.dense, units) if site is ATTENTION else None
-    kept = units.columns(plan.dense.columns_per_unit(site))
-    result = compensate(
-        weight,
-        gram,
-        kept,
-        method=recipe.compensation,
-        value_weight=value,
-        **recipe.options,
-    )
-    return Cut(site, units, _with_holdout(result, weight, block, site, kept))
-
-
-def _with_holdout(
-    result: Compensation, weight: Tensor, block: Block, site: Site, kept: KeptSet
-) -> Compensation:
-    """Adds the error on the held-out windows to the diagnostics, where there are any."""
-    gram = block.holdout.pop(site.name, None)
-    if gram is None:
-        return result
-    gram.check_finite()
-    kept = KeptSet(kept.kept.to(gram.x.device), kept.size)
-    wide = Compensation(
-        result.weight.to(gram.x), None if result.bias is None else result.bias.to(gram.x)
-    )
-    before, after = relative_errors(weight.to(gram.x), gram, kept, wide)
-    held = {"holdout_before": before, "holdout_after": after}
-    return replace(result, diagnostics={**result.diagnostics, **held})
-
-
-def _seeded(score: Callable[..., Tensor], seed: int, block: int) -> Callable[..., Tensor]:
-    """A score that takes a seed gets one of its own in every block."""
-    if "seed" in inspect.signature(score).parameters:
-        return functools.partial(score, seed=(seed * 1_000_003 + block) % SEEDS)
-    return score
-
-
-def _fill_biases(
-    tensors: dict[str, Tensor], plan: Plan, block: int, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Exactly the tensors of the output format: biases it demands and nobody computed are 0."""
-    prefix = f"model.layers.{block}."
-    wanted = {
-        name.removeprefix(prefix): shape
-        for name, shape in plan.pruned_shapes.items()
-        if name.startswith(prefix)
+def _identity(plan: Plan, source: Source, dtype: torch.dtype) -> dict[str, Any]:
+    """All that determines the result to the bit: an unfinished run of another is not continued."""
+    record, repair = plan.recipe.record(), plan.recipe.repair
+    versions = environment("")
+    return {
+        **{name: record[name] for name in ("options", *repair.record())},
+        "dtype": dtype_name(dtype),
+        "code": [_code(choice) for choice in (repair.selection, repair.compensation)],
+        "statistics": source.made_with,
+        "versions": {name: versions[name] for name in ("torch", "transformers")},
+        "coec": __version__,
     }
-    zeros = {
-        name: torch.zeros(shape, dtype=dtype)
-        for name, shape in wanted.items()
-        if name.endswith(".bias") and name not in tensors
-    }
-    return {name: tensor for name, tensor in (tensors | zeros).items() if name in wanted}
 
 
-def _write_side_files(
-    folder: Path, dense: Dense, plan: Plan, kept: dict[str, Tensor], dtype: torch.dtype
-) -> None:
-    """config.json with the dtype written, the kept units, and the files that travel unchanged."""
-    config = dict(plan.output.config)
-    for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
-        config[key] = _dtype_name(dtype)
-    write_json(folder / CONFIG, config)
-    (folder / KEPT).parent.mkdir()
-    write_tensors(kept, folder / KEPT, {"format": "pt"})
-    carry_files(dense.folder, folder)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _code(choice: Any) -> str | None:
+    """A digest of a user's own function, where its source can be found."""
+    function = choice.function if isinstance(choice, Method) else choice
+    try:
+        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()
+    except (OSError, TypeError):  # a name, or a function typed into a session
+        return None
 
 
 @dataclass

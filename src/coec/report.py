@@ -1,7 +1,7 @@
 """What happened in a pruning run: one object, written as coec.json and as the model card."""
 
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,23 @@ class Report:
             sum(row[before] for row in rows) / len(rows),
             sum(row[after] for row in rows) / len(rows),
         )
+
+    @classmethod
+    def read(cls, folder: Path) -> "Report":
+        """The report of a folder that `prune` wrote.
+
+        Raises:
+            ModelError: its coec.json is no report.
+        """
+        path = folder / REPORT
+        try:
+            record = parse_json(path)
+            own = [field.name for field in fields(cls) if field.name != "out"]
+            return cls(out=str(folder), **{name: record[name] for name in own})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(
+                f"'{path}' is not the report of a pruning run: restore it, or move it away"
+            ) from error
 
     def write(self, folder: Path) -> None:
         """Writes coec.json and README.md."""
@@ -163,15 +180,9 @@ def calibration_digest(folder: Path) -> str | None:
     Raises:
         ModelError: the coec.json is no report.
     """
-    path = folder / REPORT
-    if not path.is_file():
+    if not (folder / REPORT).is_file():
         return None
-    try:
-        return str(parse_json(path)["calibration"]["text_sha256"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(
-            f"'{path}' is not the report of a pruning run: restore it, or move it away"
-        ) from error
+    return str(Report.read(folder).calibration.get("text_sha256"))
 
 
 def environment(device: str) -> dict[str, str]:

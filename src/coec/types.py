@@ -211,7 +211,33 @@ class Convergence:
 
 
 @dataclass(frozen=True, eq=False)
-class Compensation:
+class SiteProblem:
+    """One consumer, some of whose input columns go: what every compensation is given.
+
+    Attributes:
+        weight: `W₀`, the dense consumer (`down_proj` or `o_proj`), outputs × inputs.
+        gram: statistics of its inputs in the dense model; their dtype is the working precision.
+        kept: the columns that stay.
+        value: where the consumer follows attention and the method needs it: the pruned value
+            projection as the consumer sees it, one row per kept column.
+    """
+
+    weight: Float[Tensor, "m d"]
+    gram: Gram
+    kept: KeptSet
+    value: Float[Tensor, "k h"] | None = None
+
+    def __post_init__(self) -> None:
+        channels = len(self.gram.x)
+        if self.weight.ndim != 2 or self.weight.shape[1] != channels or self.kept.size != channels:
+            raise OptionError(
+                f"weight {tuple(self.weight.shape)}, statistics of {channels} channels and a kept "
+                f"set out of {self.kept.size} do not fit: the weight's columns are the channels"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class SiteResult:
     """What replaces the kept columns of one consumer.
 
     Attributes:

@@ -129,8 +129,8 @@ def test_inputs_that_are_not_finite_are_named():
 
 
 def test_an_answer_that_is_not_finite_never_leaves():
-    def broken(weight, gram, kept):
-        return coec.Compensation(weight[:, kept.kept] * float("nan"))
+    def broken(problem):
+        return coec.SiteResult(problem.weight[:, problem.kept.kept] * float("nan"))
 
     W, gram, kept, _ = case()
     with pytest.raises(NumericalError, match="the compensated weight holds NaN or Inf"):

@@ -17,7 +17,8 @@ from coec.compensation.objective import Reconstruction
 from coec.errors import NumericalError, OptionError
 from coec.events import recording
 from coec.linalg.spd import power
-from coec.types import Convergence, Gram, KeptSet
+from coec.settings import CoecOptions
+from coec.types import Convergence, Gram, KeptSet, SiteProblem
 from tolerances import CLOSED_FORM, EXACT
 
 coec_module = import_module("coec.compensation.coec")
@@ -307,10 +308,10 @@ def test_a_decomposition_that_fails_is_replaced(monkeypatch):
         ({"alpha": -0.1}, r"alpha must be in \[0, 1\]"),
         ({"kappa": 0.5}, "kappa must be at least 1"),
         ({"lambda_a": -1.0}, "lambda_a must be at least 0"),
-        ({"r_p": 0}, "r_p must be at least 1"),
-        ({"rounds": -1}, "rounds must be at least 0"),
-        ({"iterations": 0}, "iterations must be at least 1"),
-        ({"slices": 0}, "slices must be at least 1"),
+        ({"r_p": 0}, "r_p must be a whole number of at least 1"),
+        ({"rounds": -1}, "rounds must be a whole number of at least 0"),
+        ({"iterations": 0}, "iterations must be a whole number of at least 1"),
+        ({"slices": 0}, "slices must be a whole number of at least 1"),
         ({"tol": float("nan")}, "tol must be at least 0 and finite, got nan"),
         (
             {"rescale": "fixed", "rescale_ridge": float("inf")},
@@ -328,7 +329,7 @@ def test_options_out_of_range(options, match):
 def test_the_function_is_pure_and_can_be_called_by_itself():
     W, gram, kept = case()
     with recording() as events:
-        direct = method(W, gram, KeptSet(kept, W.shape[1]))
+        direct = method(SiteProblem(W, gram, KeptSet(kept, W.shape[1])), CoecOptions())
     assert torch.equal(direct.weight, coec.compensate(W, gram, kept).weight)
     assert events == []
 

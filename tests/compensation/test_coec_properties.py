@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 import coec
 import problems
-from coec.compensation import options_of
-from coec.compensation.coec import coec as method
+from coec.compensation import COMPENSATIONS
 from coec.compensation.objective import Reconstruction
 from coec.events import recording
 from coec.linalg.spd import power
@@ -21,7 +20,6 @@ EXAMPLES = int(os.environ.get("COEC_EXAMPLES", "150"))
 """Cases of the first property; more with COEC_EXAMPLES=5000 (docs/LOG.md)."""
 
 ALPHA, LAMBDA = 0.9, 50.0
-DEFAULTS = {name: option.default for name, option in options_of(method).items()}
 
 
 def cases(rows, kept, dropped):
@@ -69,7 +67,7 @@ class Case:
     def compensate(self, **options):
         if options.get("slices", 1) > 1:
             options["lambda_a"] = 0.0
-        for name in method.idle(DEFAULTS | options):
+        for name in COMPENSATIONS["coec"].idle(options):
             options.pop(name, None)
         return coec.compensate(
             self.weight, self.gram, self.kept, value_weight=self.value, **options

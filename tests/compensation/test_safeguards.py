@@ -10,7 +10,7 @@ from coec.errors import NumericalError, OptionError
 from coec.events import recording
 from coec.linalg import conjugate as conjugate_module
 from coec.linalg.spd import noise, root, solve_right
-from coec.types import Compensation, Gram, GramSum
+from coec.types import Gram, GramSum, SiteResult
 
 
 def case(m=6, d=10, k=7, kind="power law", seed=0):
@@ -53,8 +53,8 @@ def test_some_of_those_descents_do_end_above_rcpu():
 def test_an_error_above_the_slice_is_said_whatever_the_method():
     W, gram, kept = case()
 
-    def swollen(weight, gram, kept):
-        return Compensation(3 * weight[:, kept.kept])
+    def swollen(problem):
+        return SiteResult(3 * problem.weight[:, problem.kept.kept])
 
     found = coec.compensate(W, gram, kept, method=swollen).diagnostics
     assert found["error_after"] > found["error_before"]

@@ -8,7 +8,7 @@ import torch
 
 import coec
 import problems
-from coec.compensation import COMPENSATIONS, options_of
+from coec.compensation import COMPENSATIONS
 from coec.selection import SELECTIONS
 from coec.types import Gram
 
@@ -21,12 +21,17 @@ def case(dtype=torch.float64, kind="power law"):
     return problems.weight(M, D).to(dtype), gram, problems.kept(D, K)
 
 
-@pytest.mark.parametrize("function", [*SELECTIONS.values(), *COMPENSATIONS.values()])
-def test_it_says_where_it_comes_from_and_what_its_options_mean(function):
-    doc = inspect.getdoc(function)
-    assert "Source: " in doc
-    if function in COMPENSATIONS.values():
-        assert all(f"    {option}: " in doc for option in options_of(function))
+FUNCTIONS = [*SELECTIONS.values(), *(method.function for method in COMPENSATIONS.values())]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_it_says_where_it_comes_from(function):
+    assert "Source: " in inspect.getdoc(function)
+
+
+@pytest.mark.parametrize("method", COMPENSATIONS.values())
+def test_it_says_what_its_options_mean(method):
+    assert all(option.help.endswith(".") for option in method.settings)
 
 
 @pytest.mark.parametrize("name", SELECTIONS)

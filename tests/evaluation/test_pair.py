@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 import tiny_models as tm
 from coec.errors import ModelError
 from coec.evaluation.pair import Pair
-from coec.models.architectures import ATTENTION, MLP
 
 
 @pytest.fixture
@@ -36,8 +35,8 @@ def test_a_pair_knows_sizes_and_units(dense_folder, pruned_folder):
     assert (pair.before.ffn, pair.after.ffn) == (40, 28)
     assert (pair.positions, pair.vocabulary) == (tm.POSITIONS, tm.VOCABULARY)
     stored = load_file(pruned_folder / "coec/kept.safetensors")
-    for site, size in ((ATTENTION, 4), (MLP, 40)):
-        units = pair.kept(1, site)
+    for site, size in zip(pair.dense.layout.blocks[1].sites, (4, 40), strict=True):
+        units = pair.kept(site)
         assert units.size == size
         assert torch.equal(units.kept, stored[f"layers.1.{site.name}"])
 

@@ -78,12 +78,15 @@ def test_axes_are_crossed_and_variants_linked(tmp_path):
         """,
     )
     cells = pruned(expand(grid, models=["m"]))
-    found = [(c.recipe.sparsity, c.recipe.compensation, c.recipe.options) for c in cells]
+    found = [
+        (c.recipe.repair.sparsity, c.recipe.repair.compensation, c.recipe.repair.options)
+        for c in cells
+    ]
     assert found == [
         (0.1, "none", {}), (0.1, "rcpu", {}), (0.2, "none", {}), (0.2, "rcpu", {}),
         (0.4, "coec", {"alpha": 0.5}), (0.4, "coec", {"alpha": 1.0}),
     ]  # fmt: skip
-    assert {cell.recipe.seed for cell in cells} == {3}
+    assert {cell.recipe.calibration.seed for cell in cells} == {3}
     assert cells[-1].labels == {"mine": "hot"}
     assert cells[-1].grids == ("mine",)
 
@@ -108,8 +111,12 @@ def test_what_wins_over_what(tmp_path):
         """,
     )
     (cell,) = pruned(expand(grid, settings={"seq_len": 13, "samples": 8}))
-    assert (cell.recipe.seq_len, cell.recipe.seed, cell.recipe.samples) == (13, 7, 5)
-    assert cell.recipe.calibration == "model.txt"
+    assert (
+        cell.recipe.calibration.seq_len,
+        cell.recipe.calibration.seed,
+        cell.recipe.calibration.samples,
+    ) == (13, 7, 5)
+    assert cell.recipe.calibration.source == "model.txt"
 
 
 def test_a_cell_of_two_grids_is_one_cell(tmp_path):
@@ -118,7 +125,7 @@ def test_a_cell_of_two_grids_is_one_cell(tmp_path):
     both = [cell for cell in pruned(cells) if cell.grids == ("main", "ablation")]
     assert [cell.labels for cell in both] == [{"ablation": "RCPU"}, {"ablation": "+ alignment"}]
     assert len(pruned(cells)) == 18 + 23 - 2
-    assert {cell.recipe.samples for cell in pruned(cells)} == {64}
+    assert {cell.recipe.calibration.samples for cell in pruned(cells)} == {64}
     assert cells[0].grids == ("main", "ablation")
 
 
@@ -221,7 +228,7 @@ def test_the_documented_grid_is_one(tmp_path):
     cells = expand(write(tmp_path, example, "documented"))
     own = [cell for cell in pruned(cells) if "documented" in cell.grids]
     assert len(own) == 4  # two seeds × two alphas
-    assert {cell.recipe.samples for cell in cells if cell.recipe} == {64}
+    assert {cell.recipe.calibration.samples for cell in cells if cell.recipe} == {64}
     assert cells[0].subject.evaluation.text == "other.txt"
     assert cells[0].subject.evaluation.limit == 100
 
@@ -229,7 +236,7 @@ def test_the_documented_grid_is_one(tmp_path):
 def test_what_a_grid_says_for_all_is_dropped_where_nothing_hears_it(tmp_path):
     path = tmp_path / "g.toml"
     path.write_text('lambda_a = [0.0, 50.0]\nr_p = 8\nsolver = ["joint", "gradient"]\ndelta = 1e-3')
-    options = [cell.recipe.options for cell in expand(str(path), models=["m"])[1:]]
+    options = [cell.recipe.repair.options for cell in expand(str(path), models=["m"])[1:]]
     assert [("r_p" in o, "delta" in o) for o in options] == [
         (False, False), (False, True), (True, False), (True, True),
     ]  # fmt: skip

@@ -16,11 +16,12 @@ import torch
 import coec
 import sweep_rows as sr
 import tiny_models as tm
-from coec import collecting
+from coec.calibration import windows
 from coec.cli import main
 from coec.errors import CoecError, ModelError, OutputError, ResultsError
 from coec.experiments import cell as cell_module
 from coec.experiments import sweep as module
+from coec.experiments.declarations import DECLARED
 from coec.experiments.grid import expand
 from coec.experiments.reporting.document import document
 from coec.experiments.reporting.results import read_results
@@ -74,7 +75,9 @@ def finished(place):
     passes, original = [], module.collect
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            module, "collect", lambda *a, **k: passes.append(a[2].seed) or original(*a, **k)
+            module,
+            "collect",
+            lambda *a, **k: passes.append(a[2].calibration.seed) or original(*a, **k),
         )
         summary = sweep(expand(str(place / "grid.toml")), place / "whole")
     assert (summary.done, summary.failed, summary.ran) == (9, 0, 9)
@@ -179,7 +182,7 @@ def test_every_row_has_the_full_record(whole):
 def test_one_dense_pass_per_calibration_and_nothing_left_behind(finished):
     folder, passes = finished
     assert passes == [0, 1]
-    assert sorted(p.name for p in folder.iterdir()) == [".lock", RESULTS]
+    assert sorted(p.name for p in folder.iterdir()) == [".lock", DECLARED, RESULTS]
 
 
 def test_worker_processes_give_the_same_rows_in_the_same_order(place, whole, tmp_path):
@@ -279,7 +282,7 @@ def test_a_dense_pass_that_fails_costs_only_its_cells(place, monkeypatch, tmp_pa
     original = module.collect
 
     def sometimes(model, out, recipe, **options):
-        if recipe.seed == 0:
+        if recipe.calibration.seed == 0:
             raise error
         return original(model, out, recipe, **options)
 
@@ -409,9 +412,9 @@ def test_a_text_is_checked_for_every_cell_before_any_work(
 ):
     text = (place / "grid.toml").read_text().replace("samples = 6", change)
     (tmp_path / "g.toml").write_text(text)
-    reads, original = [], collecting.read_stream
+    reads, original = [], windows.read_stream
     monkeypatch.setattr(
-        collecting, "read_stream", lambda *a, **k: reads.append(1) or original(*a, **k)
+        windows, "read_stream", lambda *a, **k: reads.append(1) or original(*a, **k)
     )
     with pytest.raises(CoecError, match=reason):
         sweep(expand(str(tmp_path / "g.toml")), tmp_path / "out")
@@ -423,7 +426,12 @@ def test_a_text_that_changes_during_the_sweep_fails_its_cells(place, tmp_path, m
     """A row would name the text that was there at the start."""
     text = shutil.copyfile(place / "train.npy", tmp_path / "train.npy")
     cells = [
-        replace(cell, recipe=replace(cell.recipe, calibration=str(text)))
+        replace(
+            cell,
+            recipe=replace(
+                cell.recipe, calibration=replace(cell.recipe.calibration, source=str(text))
+            ),
+        )
         for cell in cells_of(place)[1:2]
     ]
     original = module.collect

@@ -61,8 +61,8 @@ def test_shards_are_read_as_one_file_is(model):
     assert checkpoint.dtype == torch.float32
     assert checkpoint.files.keys() == weights.keys()
     assert all(torch.equal(checkpoint.tensor(name), weights[name]) for name in weights)
-    block = checkpoint.tensors("model.layers.1.")
-    assert "mlp.down_proj.weight" in block
+    block = checkpoint.tensors(checkpoint.layout.blocks[1])
+    assert "model.layers.1.mlp.down_proj.weight" in block
     assert len(block) == 9
 
 

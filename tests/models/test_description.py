@@ -12,8 +12,8 @@ import pytest
 import coec
 import tiny_models as tm
 from coec.errors import ModelError
-from coec.models.architectures import Shape
 from coec.models.description import Description, find_model, read_config, skeleton
+from coec.models.shape import Shape
 from coec.planning import Plan
 from coec.recipe import Recipe
 
@@ -193,7 +193,7 @@ def test_rotary_settings_of_the_old_form_stay_as_they_are(variant):
     config = tm.raw_config(variant)
     kept = copy.deepcopy(config)
     assert Description.of(config).config == kept
-    written = Plan.of(Description.of(config), Recipe()).output.config
+    written = Plan.of(Description.of(config), Recipe.of()).output.config
     assert written.get("rope_scaling") == kept.get("rope_scaling")
     assert config == kept
 

@@ -5,9 +5,10 @@ import pytest
 import coec
 import tiny_models as tm
 from coec.errors import ModelError, OptionError
-from coec.models.architectures import Shape, architecture_of
+from coec.models.architectures import architecture_of
 from coec.models.description import Description, read_config
 from coec.models.formats import choose_format
+from coec.models.shape import Shape
 from coec.planning import Plan
 from coec.recipe import Recipe
 from paper_models import LLAMA_70B, QWEN_7B
@@ -15,9 +16,9 @@ from paper_models import LLAMA_70B, QWEN_7B
 
 def chosen(variant, kv_heads=3, bias=False, **changes):
     config = tm.raw_config(variant, **changes)
-    dense = Shape.of(config)
-    pruned = Shape(dense.layers, dense.hidden, dense.head_dim, kv_heads, dense.group, 28)
-    return choose_format(config, pruned, o_proj_bias=bias, down_proj_bias=bias)
+    pruned = Shape.of(config).kept({"kv_heads": kv_heads, "ffn": 28})
+    biased = frozenset({"attention", "mlp"}) if bias else frozenset()
+    return choose_format(config, pruned, biased=biased)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ def chosen(variant, kv_heads=3, bias=False, **changes):
     ],
 )
 def test_parameter_counts_are_the_papers(config, dense, pruned, widths):
-    plan = Plan.of(Description.of(config), Recipe(sparsity=0.3))
+    plan = Plan.of(Description.of(config), Recipe.of(sparsity=0.3))
     digits = 2 if dense < 10 else 1
     assert round(plan.parameters_before / 1e9, digits) == dense
     assert round(plan.parameters_after / 1e9, digits) == pruned
@@ -74,7 +75,7 @@ def test_the_head_size_is_written_where_it_was_implied(variant):
     """Fewer heads on the same hidden size would imply another."""
     config = tm.raw_config(variant)
     del config["head_dim"]
-    plan = Plan.of(Description.of(config), Recipe(sparsity=0.3))
+    plan = Plan.of(Description.of(config), Recipe.of(sparsity=0.3))
     assert plan.output.config["head_dim"] == 4
     assert plan.pruned_shapes["model.layers.0.self_attn.q_proj.weight"] == (24, 32)
 
@@ -124,10 +125,10 @@ def test_loaders_that_ignore_the_head_size_are_named():
 
 
 def test_biases_are_planned_only_where_something_goes():
-    recipe = Recipe(sparsity=0.1, compensation="bias")
+    recipe = Recipe.of(sparsity=0.1, compensation="bias")
     plan = Plan.of(Description.of(tm.raw_config("llama")), recipe)
     assert "model.layers.0.mlp.down_proj.bias" in plan.pruned_shapes
-    wide = Plan.of(Description.of(tm.raw_config("llama", intermediate_size=1)), Recipe())
+    wide = Plan.of(Description.of(tm.raw_config("llama", intermediate_size=1)), Recipe.of())
     assert "model.layers.0.mlp.down_proj.bias" not in wide.pruned_shapes
 
 

@@ -1,6 +1,5 @@
 """Token windows sampled from the dense model itself, for users without data."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,8 +7,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from coec.calibration.tokens import Windows, digest, encoded
 from coec.errors import CalibrationError, ModelError
+from coec.events import Progress
 
-Progress = Callable[[str, int, int], None]
 BATCH = 32
 
 

@@ -1,6 +1,7 @@
 """Statistics of the dense model on disk: one dense pass serves many recipes."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from coec.calibration.stream import Block
-from coec.calibration.tokens import Windows
+from coec.calibration.stream import Measured
 from coec.errors import CalibrationError, CoecError, OptionError
-from coec.models.architectures import SITES
 from coec.models.dense import Dense
 from coec.models.files import parse_json, write_json, write_tensors
-from coec.models.output import new_folder
 from coec.types import Gram
 
 RECORD = "statistics.json"
 WINDOWS = "windows.safetensors"
 FIT, HELD_OUT = "fit", "holdout"
+Grams = dict[str, dict[str, Gram]]
+"""Of one block, by kind of windows and site."""
 
 
 @dataclass(frozen=True)
@@ -32,58 +32,50 @@ class Statistics:
     Attributes:
         folder: one file per block, and a record that is written last.
         calibration: where the windows came from, as in a report.
-        made_with: every setting that the numbers depend on, by name.
+        made_with: all that the numbers depend on, by name; model and text by digests.
+        settings: the settings of the calibration, as in a recipe.
     """
 
     folder: Path
     calibration: dict[str, Any]
     made_with: dict[str, Any]
+    settings: dict[str, Any]
 
     @classmethod
-    def write(
-        cls,
-        folder: Path,
-        blocks: Iterator[Block],
-        windows: Windows,
-        made_with: dict[str, Any],
-    ) -> "Statistics":
-        """Runs the dense pass and keeps what it sums; the folder appears when it is complete."""
-        with new_folder(folder) as temporary:
-            for block in blocks:
-                tensors: dict[str, Tensor] = {}
-                counts: dict[str, str] = {}
-                for kind, grams in ((FIT, block.grams), (HELD_OUT, block.holdout)):
-                    for site, gram in grams.items():
-                        assert gram.centred is not None  # a GramSum has it
-                        sums = {"xx": gram.xx, "x": gram.x, "centred": gram.centred}
-                        tensors |= {f"{kind}.{site}.{n}": value.cpu() for n, value in sums.items()}
-                        counts[f"{kind}.{site}.tokens"] = str(gram.tokens)
-                        counts[f"{kind}.{site}.precision"] = repr(gram.precision)
-                write_tensors(tensors, temporary / _file(block.index), counts)
-            write_tensors({"input_ids": windows.ids}, temporary / WINDOWS)
-            record = {"calibration": windows.record(), "made_with": made_with}
-            write_json(temporary / RECORD, record)
-        return cls(folder, windows.record(), made_with)
-
-    @classmethod
-    def open(cls, folder: Path) -> "Statistics":
+    def open(cls, folder: "str | Path | Statistics") -> "Statistics":
         """Reads the record.
 
         Raises:
             CalibrationError: the folder holds no complete statistics.
         """
+        if isinstance(folder, Statistics):
+            return folder
+        folder = Path(folder)
         try:
             record = parse_json(folder / RECORD)
-            calibration, made_with = record["calibration"], record["made_with"]
-            if not isinstance(made_with, dict):
+            parts = [record[name] for name in ("calibration", "made_with", "settings")]
+            if not all(isinstance(part, dict) for part in parts):
                 raise TypeError("a part of the record is no table")
             for key in ("source", "windows", "seq_len", "text_sha256"):
-                calibration[key]
-            return cls(folder, calibration, made_with)
+                parts[0][key]
+            return cls(folder, *parts)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CalibrationError(
                 f"'{folder}' holds no complete statistics ({RECORD}): collect them again"
             ) from error
+
+    def record(self) -> dict[str, Any]:
+        """What the file of that name holds."""
+        return {
+            "calibration": self.calibration,
+            "made_with": self.made_with,
+            "settings": self.settings,
+        }
+
+    def finish(self, folder: Path, windows: Int[Tensor, "n length"]) -> None:
+        """Writes what makes a folder of blocks complete."""
+        write_tensors({"input_ids": windows}, folder / WINDOWS)
+        write_json(folder / RECORD, self.record())
 
     @property
     def windows(self) -> Int[Tensor, "n length"]:
@@ -98,7 +90,7 @@ class Statistics:
         return ids
 
     def check(self, wanted: dict[str, Any]) -> None:
-        """Raises OptionError naming the first setting they were not made with."""
+        """Raises OptionError naming the first of these that they were not made with."""
         for name, value in wanted.items():
             found = self.made_with.get(name)
             if found != value:
@@ -107,32 +99,63 @@ class Statistics:
                     f"not {value!r}: collect them again, or change the recipe"
                 )
 
-    def blocks(self, dense: Dense, device: torch.device) -> Iterator[Block]:
-        """Every block in order, as `DenseStream.blocks` yielded it.
+    def blocks(
+        self, dense: Dense, device: torch.device, skip: Container[int] = ()
+    ) -> Iterator[Measured]:
+        """The blocks in order, as `DenseStream.blocks` yielded them.
 
         Raises:
             CalibrationError: a file is missing or damaged.
         """
-        kinds = [FIT, HELD_OUT] if self.made_with.get("holdout") else [FIT]
-        for index in range(dense.shape.layers):
-            path = self.folder / _file(index)
-            grams: dict[str, dict[str, Gram]] = {FIT: {}, HELD_OUT: {}}
-            try:
-                with safe_open(path, framework="pt", device=str(device)) as file:
-                    counts = file.metadata() or {}
-                    for kind in kinds:
-                        for site in SITES:
-                            width = dense.shape.units(site) * dense.shape.columns_per_unit(site)
-                            gram = _read_gram(file, counts, f"{kind}.{site.name}")
-                            if gram.x.shape != (width,):
-                                raise ValueError(f"sums of {len(gram.x)} channels, not {width}")
-                            grams[kind][site.name] = gram
-            except (OSError, SafetensorError, ValueError, KeyError, CoecError) as error:
-                raise CalibrationError(
-                    f"statistics of block {index} cannot be read from '{path}': {error}"
-                ) from error
-            tensors = dense.tensors(f"model.layers.{index}.")
-            yield Block(index, tensors, grams[FIT], grams[HELD_OUT])
+        for block in dense.layout.blocks:
+            if block.index in skip:
+                continue
+            grams = self.grams(block.index, device)
+            kinds = [FIT, HELD_OUT] if self.made_with.get("holdout") else [FIT]
+            for kind, site in itertools.product(kinds, block.sites):
+                found = grams[kind].get(site.name)
+                if found is None or found.x.shape != (site.columns,):
+                    what = "none" if found is None else f"sums of {len(found.x)} channels"
+                    raise CalibrationError(
+                        f"statistics of block {block.index} cannot be used: '{self.folder}' has "
+                        f"{what} for {site.name}, which has {site.columns}: collect them again"
+                    )
+            yield Measured(block, dense.tensors(block), grams[FIT], grams[HELD_OUT])
+
+    def grams(self, index: int, device: torch.device) -> Grams:
+        """Those of one block; raises CalibrationError where its file is missing or damaged."""
+        path = self.folder / block_file(index)
+        grams: Grams = {FIT: {}, HELD_OUT: {}}
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                counts = file.metadata() or {}
+                for name in [key.removesuffix(".x") for key in file.keys() if key.endswith(".x")]:
+                    kind, site = name.split(".")
+                    grams[kind][site] = _read_gram(file, counts, name)
+        except (OSError, SafetensorError, ValueError, KeyError, CoecError) as error:
+            raise CalibrationError(
+                f"statistics of block {index} cannot be read from '{path}': {error}"
+            ) from error
+        return grams
+
+
+def write_grams(path: Path, grams: Grams) -> None:
+    """The file of one block: sums as they are, counts beside them."""
+    tensors: dict[str, Tensor] = {}
+    counts: dict[str, str] = {}
+    for kind, by_site in grams.items():
+        for site, gram in by_site.items():
+            assert gram.centred is not None  # a GramSum has it
+            sums = {"xx": gram.xx, "x": gram.x, "centred": gram.centred}
+            tensors |= {f"{kind}.{site}.{n}": value.cpu() for n, value in sums.items()}
+            counts[f"{kind}.{site}.tokens"] = str(gram.tokens)
+            counts[f"{kind}.{site}.precision"] = repr(gram.precision)
+    write_tensors(tensors, path, counts)
+
+
+def block_file(index: int) -> str:
+    """The name of a block's file."""
+    return f"block-{index:05}.safetensors"
 
 
 def _read_gram(file: Any, counts: dict[str, str], name: str) -> Gram:
@@ -142,7 +165,3 @@ def _read_gram(file: Any, counts: dict[str, str], name: str) -> Gram:
         raise ValueError(f"a precision of {precision}")
     xx, x, centred = (file.get_tensor(f"{name}.{part}") for part in ("xx", "x", "centred"))
     return Gram(xx, x, int(counts[f"{name}.tokens"]), centred, precision)
-
-
-def _file(index: int) -> str:
-    return f"block-{index:05}.safetensors"

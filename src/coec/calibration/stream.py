@@ -6,7 +6,7 @@ recorded, never rebuilt.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -16,30 +16,35 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from coec.errors import ModelError
-from coec.models.architectures import SITES
+from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.description import compute_rotary
+from coec.models.layout import BlockLayout
 from coec.types import Gram, GramSum
 
 TOKENS_PER_BATCH = 8192
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class Measured:
     """One block of the dense model after its calibration pass.
 
     Attributes:
-        index: which block.
-        tensors: its weights as stored, names relative to the block.
-        grams: statistics of every site's inputs, by site name.
+        block: which one, and where its units are.
+        tensors: its weights as stored, by their full names.
+        grams: statistics of every site's inputs, by the site's name.
         holdout: the same over the windows that were held out; empty where none were.
     """
 
-    index: int
+    block: BlockLayout
     tensors: dict[str, Tensor]
     grams: dict[str, Gram]
     holdout: dict[str, Gram] = field(default_factory=dict)
+
+    @property
+    def index(self) -> int:
+        """Of the block."""
+        return self.block.index
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,43 +104,63 @@ class DenseStream:
         self._layers: list[nn.Module] = list(self._base.layers)
 
     @torch.no_grad()
-    def blocks(self) -> Iterator[Block]:
-        """Yields every block in order, its statistics complete."""
+    def blocks(self, skip: Container[int] = ()) -> Iterator[Measured]:
+        """Yields blocks in order, their statistics complete.
+
+        Args:
+            skip: blocks that are only passed through, and not yielded; nothing runs behind the
+                last one that is.
+        """
+        wanted = [b for b in self._dense.layout.blocks if b.index not in skip]
+        if not wanted:
+            return
         states, calls = self._embed()
-        progress = self._counter()
-        for index, layer in enumerate(self._layers):
-            tensors = self._dense.tensors(f"model.layers.{index}.")
-            layer.load_state_dict(
-                {name: tensor.to(self._device, self._dtype) for name, tensor in tensors.items()},
-                assign=True,
-            )
+        progress = self._counter(wanted[-1].index + 1)
+        for block in self._dense.layout.blocks[: wanted[-1].index + 1]:
+            tensors = self._load(block)
             fit: dict[str, GramSum] = {}
             held: dict[str, GramSum] = {}
+            measured = block.index not in skip
             for sums, part in (
                 (fit, range(self._fit_batches)),
                 (held, range(self._fit_batches, len(states))),
             ):
-                with _accumulating(layer, sums):
+                with self._accumulating(block, sums if measured else None):
                     for number in part:
-                        state = states[number]
-                        call = calls[len(state)][index]
-                        out = layer(state.to(self._device), *call.args, **call.kwargs)
-                        states[number] = (out[0] if isinstance(out, tuple) else out).cpu()
+                        states[number] = self._advance(block.index, states[number], calls)
                         progress()
-            layer.to("meta")
-            # Handed over: whoever takes a Gram out of the block can free it.
-            block = Block(
-                index,
-                tensors,
-                {name: total.gram() for name, total in fit.items()},
-                {name: total.gram() for name, total in held.items()},
-            )
-            del fit, held
-            yield block
+            self._layers[block.index].to("meta")
+            if measured:
+                # Handed over: whoever takes a Gram out of the block can free it.
+                yield Measured(
+                    block,
+                    tensors,
+                    {name: fit.pop(name).gram() for name in list(fit)},
+                    {name: held.pop(name).gram() for name in list(held)},
+                )
 
-    def _counter(self) -> Callable[[], None]:
+    def _load(self, block: BlockLayout) -> dict[str, Tensor]:
+        """The block's tensors, which its layer has as well, in the dtype of the forward pass."""
+        tensors = self._dense.tensors(block)
+        self._layers[block.index].load_state_dict(
+            {
+                name.removeprefix(block.prefix): tensor.to(self._device, self._dtype)
+                for name, tensor in tensors.items()
+            },
+            assign=True,
+        )
+        return tensors
+
+    def _advance(
+        self, index: int, state: Float[Tensor, "b length h"], calls: dict[int, list[_Call]]
+    ) -> Float[Tensor, "b length h"]:
+        call = calls[len(state)][index]
+        out = self._layers[index](state.to(self._device), *call.args, **call.kwargs)
+        return (out[0] if isinstance(out, tuple) else out).cpu()
+
+    def _counter(self, blocks: int) -> Callable[[], None]:
         """Reports one more finished batch at every call."""
-        done, total = itertools.count(1), len(self._batches) * len(self._layers)
+        done, total = itertools.count(1), len(self._batches) * blocks
 
         def advance() -> None:
             if self._progress:
@@ -146,7 +171,7 @@ class DenseStream:
     def _embed(self) -> tuple[list[Float[Tensor, "batch length hidden"]], dict[int, list[_Call]]]:
         """The first hidden states, and the calls of all layers for every batch size."""
         base = self._base
-        embedding = self._dense.tensor("model.embed_tokens.weight")
+        embedding = self._dense.tensor(self._dense.layout.embedding)
         base.embed_tokens.weight = nn.Parameter(
             embedding.to(self._device, self._dtype), requires_grad=False
         )
@@ -175,19 +200,19 @@ class DenseStream:
                 return out.cpu(), calls
         raise ModelError("the decoder layers of this transformers release are called in a new way")
 
-
-@contextmanager
-def _accumulating(layer: nn.Module, sums: dict[str, GramSum]) -> Iterator[None]:
-    """Adds the inputs of every site's consumer to `sums`, by site name."""
-    hooks = [
-        layer.get_submodule(site.consumer).register_forward_pre_hook(_accumulate(sums, site.name))
-        for site in SITES
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    @contextmanager
+    def _accumulating(self, block: BlockLayout, sums: dict[str, GramSum] | None) -> Iterator[None]:
+        """Adds the inputs of every site's consumer to `sums`, by site name; None adds nothing."""
+        layer, hooks = self._layers[block.index], []
+        if sums is not None:
+            for site in block.sites:
+                consumer = layer.get_submodule(site.consumer.removeprefix(block.prefix))
+                hooks.append(consumer.register_forward_pre_hook(_accumulate(sums, site.name)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def _accumulate(sums: dict[str, GramSum], name: str) -> Callable[..., None]:

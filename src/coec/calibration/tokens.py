@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from coec.calibration.ids import token_ids
 from coec.calibration.sources import Split, is_file, one_line, read_parts
 from coec.errors import CalibrationError, ModelError
+from coec.events import Progress
 from coec.models.carried import TOKENIZER_FILES, tokenizer_classes
 
 TOKEN_SUFFIXES = (".npy", ".safetensors")
@@ -35,7 +36,6 @@ CHOICE = 9
 
 As with `sources.HUB_CHARACTERS`, which has nine times those of the default recipe.
 """
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +67,19 @@ class Windows:
     def sha256(self) -> str:
         """Digest of the windows themselves."""
         return digest(self.ids)
+
+    @classmethod
+    def of_record(cls, ids: Int[Tensor, "n length"], record: dict[str, Any]) -> "Windows":
+        """The windows that gave this record."""
+        return cls(
+            ids,
+            source=record["source"],
+            available=record["tokens_available"],
+            text_sha256=record["text_sha256"],
+            special_tokens=record["special_tokens"],
+            characters=record["characters"],
+            in_pieces=record["in_pieces"],
+        )
 
     def record(self) -> dict[str, Any]:
         """What the report keeps."""

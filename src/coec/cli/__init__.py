@@ -8,6 +8,7 @@ that an interrupt during any other import is caught here.
 
 import io
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -32,8 +33,8 @@ def main() -> None:
             sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows ASCII alone
         _run()
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        _say(STOPPED)
+    except KeyboardInterrupt as error:
+        _say_ended(error)
         _leave(INTERRUPTED)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         _leave(1)
@@ -77,21 +78,21 @@ def _run() -> None:
     try:
         app(prog_name="coec")
     except CoecError as error:
-        _fail(spelled(str(error)))
+        _fail(spelled(str(error)), error)
     except MemoryError as error:
-        _fail(f"out of memory: lower {LOWER}, or use --device cpu {_first_line(error)}")
+        _fail(f"out of memory: lower {LOWER}, or use --device cpu {_first_line(error)}", error)
     except RuntimeError as error:
         # torch is not imported for this: whoever raised its errors has imported it.
         if type(error).__name__ == "OutOfMemoryError":
-            _fail(f"out of memory: lower {LOWER}, or use --device cpu {_first_line(error)}")
+            _fail(f"out of memory: lower {LOWER}, or use --device cpu {_first_line(error)}", error)
         if "DefaultCPUAllocator" not in str(error):  # what torch raises for the CPU's memory
             raise
-        _fail(f"out of memory: lower {LOWER}")
+        _fail(f"out of memory: lower {LOWER}", error)
     except SystemExit as error:
         if error.code == INTERRUPTED:
             raise KeyboardInterrupt from error
         if error.code in ENDED:
-            _say("interrupted; nothing half-written is left")
+            _say_ended(error)
         sys.stdout.flush()  # while a failure can still be told
         raise
 
@@ -100,9 +101,39 @@ def _first_line(error: Exception) -> str:
     return "".join(f"({line})" for line in str(error).strip().splitlines()[:1])
 
 
-def _fail(message: str) -> None:
+def _fail(message: str, error: BaseException) -> None:
     _say(message)
+    _say_what_is_kept(error)
     sys.exit(1)
+
+
+def _say_ended(error: BaseException) -> None:
+    """What a signal leaves: nothing, or finished work and the line that goes on with it."""
+    if not _kept(error):
+        _say(STOPPED)
+        return
+    _say("interrupted")
+    _say_what_is_kept(error)
+
+
+def _say_what_is_kept(error: BaseException) -> None:
+    kept = _kept(error)
+    for note in kept:
+        _say(note)
+    if kept:
+        again = [word for word in sys.argv[1:] if word != "--restart"]
+        _say(f"to go on: {shlex.join(['coec', *again])}")
+
+
+def _kept(error: BaseException | None) -> list[str]:
+    """The notes that the journal put on an error, which another may have taken the place of."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if hasattr(error, "__notes__"):
+            return list(error.__notes__)
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return []
 
 
 def _say(message: str) -> None:

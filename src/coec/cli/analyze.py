@@ -129,10 +129,10 @@ def _measured(
     """Cost, and what was asked for of speed and geometry, with notes on what looks odd."""
     import torch
 
+    from coec.devices import choose_device
     from coec.evaluation import geometry, speed
     from coec.evaluation.efficiency import efficiency
     from coec.evaluation.pair import Pair
-    from coec.planning import choose_device
 
     workload = speed.Workload(**load)
     ranks = geometry.RANKS | given_ranks

@@ -1,22 +1,22 @@
 """What the commands share: where text goes, how an option is declared, progress bars."""
 
+import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 from rich.console import Console
 
 from coec.cli import interruptible
-from coec.settings import DTYPE_NAMES
+from coec.settings import TABLE, DtypeName, Setting
 
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
 results = Console(highlight=False, soft_wrap=True)
 
-if TYPE_CHECKING:
-    Dtype: TypeAlias = str
-else:
-    Dtype = Literal[DTYPE_NAMES]
+Dtype: TypeAlias = DtypeName
 NAME, WHOLE, NUMBER, TEXT, PATH = "NAME", "N", "X", "TEXT", "PATH"
 """What stands for a value in help."""
 
@@ -38,7 +38,7 @@ def argument(text: str, metavar: str) -> Any:
 
 Device = Annotated[
     str | None,
-    setting("auto (a GPU where there is one), cpu, cuda, cuda:1, … Default: auto.", TEXT),
+    setting(next(one.text for one in TABLE if one.name == "device"), TEXT),
 ]
 Json = Annotated[bool, switch("--json", "One JSON object on stdout, nothing else.")]
 TrustRemoteCode = Annotated[
@@ -48,6 +48,52 @@ TrustRemoteCode = Annotated[
         "Let the model's tokenizer run its own Python code. Only for a model you trust.",
     ),
 ]
+Config = Annotated[
+    Path | None, setting("TOML file with any of the settings here; flags win.", PATH)
+]
+Restart = Annotated[
+    bool, switch("--restart", "Throw away what an unfinished run into the same folder left.")
+]
+
+METAVARS: dict[Any, str] = {float: NUMBER, int: WHOLE, str: TEXT}
+
+
+def _parameter(one: Setting) -> inspect.Parameter:
+    """A setting as an argument of a command."""
+    kind: Any = Literal[one.kind] if isinstance(one.kind, tuple) else one.kind
+    panel = f"Options of --compensation {', '.join(one.methods)}" if one.methods else None
+    metavar = METAVARS.get(one.kind, NAME)
+    option = setting(one.text, metavar, rich_help_panel=panel)
+    return inspect.Parameter(
+        one.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, option],
+    )
+
+
+def with_settings(
+    *tables: tuple[Setting, ...],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replaces `**flags` in a command's signature by a flag for every setting.
+
+    Those of the last table come after the command's own switches, and so end its help.
+    """
+
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        places = [p for p in own if p.kind is not p.KEYWORD_ONLY]
+        switches = [p for p in own if p.kind is p.KEYWORD_ONLY]
+        *first, last = [[_parameter(one) for one in table] for table in tables]
+        flags = [*itertools.chain.from_iterable(first), *last]
+        command.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*places, *itertools.chain.from_iterable(first), *switches, *last]
+        )
+        command.__annotations__ |= {flag.name: flag.annotation for flag in flags}
+        return command
+
+    return decorated
 
 
 def quieten() -> None:

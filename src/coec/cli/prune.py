@@ -1,21 +1,17 @@
 """`coec prune`."""
 
-import inspect
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from coec import settings
 from coec.cli.common import (
-    NAME,
-    NUMBER,
     PATH,
-    TEXT,
-    WHOLE,
+    Config,
     Json,
+    Restart,
     TrustRemoteCode,
     argument,
     given,
@@ -25,74 +21,53 @@ from coec.cli.common import (
     results,
     setting,
     switch,
+    with_settings,
 )
 
 if TYPE_CHECKING:
     from coec.planning import Plan
     from coec.report import Report
 
-METAVARS = {float: NUMBER, int: WHOLE, str: TEXT}
 
-
-def _parameter(one: settings.Setting) -> inspect.Parameter:
-    """A setting as an argument of a command."""
-    kind: Any = Literal[one.kind] if isinstance(one.kind, tuple) else one.kind
-    panel = f"Options of --compensation {', '.join(one.methods)}" if one.methods else None
-    metavar = NAME if isinstance(one.kind, tuple) else METAVARS[one.kind]
-    option = setting(one.text, metavar, rich_help_panel=panel)
-    return inspect.Parameter(
-        one.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[kind | None, option],
-    )
-
-
-def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Replaces `**flags` in a command's signature by a flag for every setting."""
-    signature = inspect.signature(command)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    places = [p for p in own if p.kind is not p.KEYWORD_ONLY]
-    switches = [p for p in own if p.kind is p.KEYWORD_ONLY]
-    flags = [_parameter(one) for one in settings.TABLE]
-    recipe, options = flags[: len(settings.RECIPE)], flags[len(settings.RECIPE) :]
-    command.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*places, *recipe, *switches, *options]
-    )
-    command.__annotations__ |= {flag.name: flag.annotation for flag in flags}
-    return command
-
-
-@_with_settings
+@with_settings(settings.RECIPE, settings.OPTIONS)
 def prune_command(
     model: Annotated[str, argument("Model folder (or its config.json), or a hub name.", "MODEL")],
     out: Annotated[Path | None, argument("Folder to make; --dry-run needs none.", "OUT")] = None,
     *,
-    config: Annotated[
-        Path | None, setting("TOML file with any of the settings here; flags win.", PATH)
+    config: Config = None,
+    statistics: Annotated[
+        Path | None,
+        setting("What `coec collect` wrote, instead of a dense pass; brings its settings.", PATH),
     ] = None,
     dry_run: Annotated[
         bool, switch("--dry-run", "Print the plan from the configuration alone.")
     ] = False,
     force: Annotated[bool, switch("--force", "Replace the model that OUT holds.")] = False,
+    restart: Restart = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
     **flags: Any,
 ) -> None:
-    """Prune MODEL and write the smaller dense model to OUT."""
+    """Prune MODEL and write the smaller dense model to OUT.
+
+    Interrupted or killed, the same command goes on with the first unfinished block.
+    """
     if out is None and not dry_run:
         raise typer.BadParameter("OUT is missing (only --dry-run works without)")
     quieten()
     from coec import pruning
-    from coec.recipe import Recipe, read_settings
+    from coec.recipe import read_settings
 
     chosen = (read_settings(config) if config else {}) | given(flags)
-    recipe = Recipe.of(**chosen, trust_remote_code=trust_remote_code)
+    chosen["trust_remote_code"] = trust_remote_code
     if out is None or dry_run:
-        _show_plan(pruning.plan(model, recipe), model, as_json)
+        _show_plan(pruning.plan(model, **chosen), model, as_json)
         return
     with progress_bars() as advance:
-        report = pruning.prune(model, out, recipe, force=force, progress=advance)
+        report = pruning.prune(
+            model, out, statistics=statistics, force=force, restart=restart, progress=advance,
+            **chosen,
+        )  # fmt: skip
     if as_json:
         print(json.dumps({"out": report.out, **report.as_dict()}))
     else:
@@ -102,11 +77,11 @@ def prune_command(
 def _show_plan(plan: "Plan", model: str, as_json: bool) -> None:
     from rich.table import Table
 
-    from coec.planning import choose_device, choose_forward_dtype, stored_dtype
+    from coec.devices import choose_device, choose_forward_dtype, stored_dtype
 
-    device = choose_device(plan.recipe.device)
+    device = choose_device(plan.recipe.runtime.device)
     stored = stored_dtype(plan.output.config)
-    forward = choose_forward_dtype(plan.recipe.forward_dtype, stored, device)
+    forward = choose_forward_dtype(plan.recipe.calibration.forward_dtype, stored, device)
     memory = plan.memory(stored, forward)
     record = {
         "model": model,

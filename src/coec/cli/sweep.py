@@ -161,9 +161,10 @@ def _show_cells(cells: list["Cell"], as_json: bool) -> None:
     for cell in cells:
         recipe = cell.recipe
         what = "dense" if recipe is None else (
-            f"{recipe.sparsity:.0%} {recipe.selection} → {recipe.compensation}, "
-            f"{recipe.samples} windows, seed {recipe.seed}"
-            + "".join(f", {k} = {v}" for k, v in recipe.options.items())
+            f"{recipe.repair.sparsity:.0%} {recipe.repair.selection} → "
+            f"{recipe.repair.compensation}, {recipe.calibration.samples} windows, "
+            f"seed {recipe.calibration.seed}"
+            + "".join(f", {k} = {v}" for k, v in recipe.repair.options.items())
         )  # fmt: skip
         lines.append((cell.id, cell.subject.label, ", ".join(cell.grids), what))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]

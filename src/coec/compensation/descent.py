@@ -15,14 +15,12 @@ from coec.events import record, recording
 from coec.linalg.alignment import Alignment
 from coec.linalg.conjugate import conjugate
 from coec.linalg.gcv import Rescaled
-from coec.linalg.gradient import Retraction, gradient
+from coec.linalg.gradient import gradient
 from coec.linalg.polar import polar
+from coec.settings.options import Parameterization, Retraction, Solver, Start
 from coec.types import Convergence
 
 Side = Literal["two-sided", "left", "right"]
-Solver = Literal["joint", "conjugate", "gradient"]
-Parameterization = Literal["stiefel", "full"]
-Start = Literal["identity", "procrustes"]
 
 RCPU = Shrinkage("uniform", 0.0, 1.0)
 """One scale for all modes, which with the left rotation alone is RCPU."""

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.linalg.spd import root
-from coec.types import KeptSet
+from coec.types import KeptSet, SiteProblem
 
 RISE = 1e-6
 """How much larger, relatively, an error must be to be called larger."""
@@ -45,6 +45,11 @@ class Reconstruction:
         K = kept.kept
         WG = weight @ G
         return cls(G[K][:, K], WG[:, K], (WG * weight).sum(dim=1), precision)
+
+    @classmethod
+    def of_site(cls, problem: SiteProblem) -> "Reconstruction":
+        """The problem of one site, under its raw second moment."""
+        return cls.of(problem.weight, problem.gram.xx, problem.kept, problem.gram.precision)
 
     @classmethod
     def tempered(

@@ -1,16 +1,13 @@
 """RCPU: one left rotation and one scale (METHODS §4)."""
 
-from jaxtyping import Float
-from torch import Tensor
-
 from coec.compensation.objective import Reconstruction, kept_columns
 from coec.events import record
 from coec.linalg.decompose import svd
 from coec.linalg.polar import polar
-from coec.types import Compensation, Gram, KeptSet
+from coec.types import SiteProblem, SiteResult
 
 
-def rcpu(weight: Float[Tensor, "m d"], gram: Gram, kept: KeptSet) -> Compensation:
+def rcpu(problem: SiteProblem) -> SiteResult:
     """One left rotation and one scale: `W̃ = s* Q W_K`, `Q = polar(Gyx W_Kᵀ)`.
 
     Solves `min ‖Y − s Q W_K X_K‖_F  s.t.  QᵀQ = I`; `s* = ⟨Gyx, Q W_K⟩ / ⟨Q W_K, Q W_K Gxx⟩`.
@@ -20,13 +17,13 @@ def rcpu(weight: Float[Tensor, "m d"], gram: Gram, kept: KeptSet) -> Compensatio
 
     Source: RCPU.
     """
-    problem = Reconstruction.of(weight, gram.xx, kept, gram.precision)
-    U, s, R = svd(kept_columns(weight, kept))
-    W = (polar(problem.Gyx @ (s[:, None] * R).T, nearest=U) * s) @ R
-    linear, quadratic = float((problem.Gyx * W).sum()), float((W @ problem.Gxx * W).sum())
+    target = Reconstruction.of_site(problem)
+    U, s, R = svd(kept_columns(problem.weight, problem.kept))
+    W = (polar(target.Gyx @ (s[:, None] * R).T, nearest=U) * s) @ R
+    linear, quadratic = float((target.Gyx * W).sum()), float((W @ target.Gxx * W).sum())
     scale = 1.0
     if linear > 0 and quadratic > 0:
         scale = linear / quadratic
     else:
         record("the global scale is not positive: not applied")
-    return Compensation(W * scale, diagnostics={"scale": scale})
+    return SiteResult(W * scale, diagnostics={"scale": scale})

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
+from coec.devices import DTYPES, stored_dtype
 from coec.errors import OptionError
 from coec.evaluation.network import check_dtype
-from coec.models.architectures import Shape
 from coec.models.description import Description
-from coec.planning import Plan, stored_dtype
-from coec.recipe import DTYPES, Recipe
+from coec.models.shape import Shape
+from coec.planning import Plan
+from coec.recipe import Recipe
 
 DEFAULT_SPARSITY = 0.3
 
@@ -76,7 +77,7 @@ def efficiency(
     check_dtype(dtype)
     before = Description.read(model)
     if pruned is None:
-        recipe = Recipe(sparsity=DEFAULT_SPARSITY if sparsity is None else sparsity)
+        recipe = Recipe.of(sparsity=DEFAULT_SPARSITY if sparsity is None else sparsity)
         after = Description.of(Plan.of(before, recipe).output.config)
     else:
         after = Description.read(pruned)

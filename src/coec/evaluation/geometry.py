@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coec.devices import choose_device
 from coec.errors import NumericalError, OptionError
 from coec.evaluation.frames import compare_frames
 from coec.evaluation.pair import Pair
-from coec.events import recording
-from coec.models.architectures import ATTENTION, SITES, VALUE, Site
+from coec.events import Progress, recording
+from coec.models.dense import Dense
+from coec.models.layout import Site
 from coec.models.surgery import value_rows
-from coec.planning import choose_device
 from coec.types import KeptSet
 
 RANKS = {"attention": 16, "mlp": 64}
@@ -22,12 +23,10 @@ RANKS = {"attention": 16, "mlp": 64}
 NARROW_GAP = 1.01
 """Below this `σ_r / σ_{r+1}` rounding of the weights decides which direction is the r-th."""
 
-Progress = Callable[[str, int, int], None]
-
 
 def geometry(
-    dense: str | Path | None,
-    pruned: str | Path,
+    dense: str | Path | Dense | None,
+    pruned: str | Path | Dense,
     *,
     ranks: dict[str, int] | None = None,
     device: str = "auto",
@@ -82,11 +81,11 @@ def measure_geometry(
     chosen = choose_device(device)
     modules = list(_pruned_modules(pair))
     rows = []
-    for done, (block, site, units) in enumerate(modules, start=1):
-        name = f"model.layers.{block}.{site.consumer}"
-        weights = (_wide(c.tensor(f"{name}.weight"), chosen) for c in (pair.dense, pair.pruned))
-        value = _wide(_value(pair, block, units), chosen) if site is ATTENTION else None
-        columns = units.columns(pair.before.columns_per_unit(site))
+    for done, (site, units) in enumerate(modules, start=1):
+        name = site.consumer
+        weights = (_wide(c.tensor(site.weight), chosen) for c in (pair.dense, pair.pruned))
+        value = _value(pair, site, units, chosen)
+        columns = site.kept_columns(units)
         kept = KeptSet(columns.kept.to(chosen), columns.size)
         W0, W_tilde = weights
         try:
@@ -109,22 +108,23 @@ def measure_geometry(
     return rows
 
 
-def _pruned_modules(pair: Pair) -> Iterator[tuple[int, Site, KeptSet]]:
-    for block in range(pair.before.layers):
-        for site in SITES:
-            units = pair.kept(block, site)
-            if not units.everything:
-                yield block, site, units
+def _pruned_modules(pair: Pair) -> Iterator[tuple[Site, KeptSet]]:
+    for site in pair.dense.layout.sites:
+        units = pair.kept(site)
+        if not units.everything:
+            yield site, units
 
 
 def _wide(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, torch.float64)
 
 
-def _value(pair: Pair, block: int, units: KeptSet) -> Tensor:
-    name = f"{VALUE}.weight"
-    tensors = {name: pair.dense.tensor(f"model.layers.{block}.{name}")}
-    return value_rows(tensors, pair.before, units)
+def _value(pair: Pair, site: Site, units: KeptSet, device: torch.device) -> Tensor | None:
+    if site.value is None:
+        return None
+    name = site.value.tensor
+    rows = value_rows({name: pair.dense.tensor(name)}, site, units)
+    return None if rows is None else _wide(rows, device)
 
 
 Measure = tuple[Callable[[dict[str, Any]], float | None], Callable[..., Any]]

@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coec.calibration.sources import is_file, is_folder
 from coec.errors import CalibrationError, CoecError, OptionError
+from coec.events import Progress
 
-Progress = Callable[[str, int, int], None]
 SURROUNDINGS = ("get_git_commit_hash", "add_env_info")
 """What lm-eval's evaluator calls to describe the place it runs in, for a record not used here."""
 

@@ -3,10 +3,9 @@
 import torch
 from transformers import PreTrainedModel
 
+from coec.devices import DTYPES, choose_forward_dtype
 from coec.errors import OptionError
 from coec.models.dense import Dense
-from coec.planning import choose_forward_dtype
-from coec.recipe import DTYPES
 
 
 def check_dtype(dtype: str | None) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from coec.errors import ModelError, OptionError
-from coec.models.architectures import SITES, Shape, Site
 from coec.models.dense import Dense
 from coec.models.description import Description, find_model, read_config
 from coec.models.files import read_tensors
+from coec.models.layout import Layout, Site
+from coec.models.shape import Shape
 from coec.report import KEPT, REPORT
 from coec.types import KeptSet
 
@@ -29,8 +30,8 @@ class Pair:
     units: dict[str, KeptSet]
 
     @classmethod
-    def open(cls, dense: str | Path | Dense | None, pruned: str | Path) -> "Pair":
-        """Opens both; every weight is read once, and nothing is computed.
+    def open(cls, dense: str | Path | Dense | None, pruned: str | Path | Dense) -> "Pair":
+        """Opens both, unless they are open; every weight is read once, and nothing is computed.
 
         Args:
             dense: folder or hub name; None for the model that `coec.json` names, if it is here.
@@ -40,15 +41,14 @@ class Pair:
             ModelError: a folder is damaged or was not written by coec, or the two do not belong
                 together.
         """
-        folder = find_model(pruned)
+        folder = pruned.folder if isinstance(pruned, Dense) else find_model(pruned)
         report = _read_report(folder)
-        dense = _named_model(folder, report) if dense is None else dense
+        before = Dense.open(_named_model(folder, report) if dense is None else dense)
+        after = Dense.open(pruned if isinstance(pruned, Dense) else folder)
         # What does not belong together is said before what is damaged.
-        described = Description.read(dense), Description.read(folder)
-        _check_sizes(folder, *map(_unchanged, described))
-        units = _read_units(folder, *(one.shape for one in described))
-        pair = cls(Dense.open(dense), Dense.open(folder), units)
-        for model in (pair.dense, pair.pruned):
+        _check_sizes(folder, _unchanged(before), _unchanged(after))
+        pair = cls(before, after, _read_units(folder, before.layout, after.layout))
+        for model in (before, after):
             model.check_values()
         pair._check_kinship()
         return pair
@@ -73,21 +73,20 @@ class Pair:
         """Token ids of both."""
         return self.dense.vocabulary
 
-    def kept(self, block: int, site: Site) -> KeptSet:
-        """The units that a site of a block keeps."""
-        return self.units[f"layers.{block}.{site.name}"]
+    def kept(self, site: Site) -> KeptSet:
+        """The units that a site keeps."""
+        return self.units[site.key]
 
     def _check_kinship(self) -> None:
         """The kept rows of the first block's producers are copies, or another model's."""
-        for site in SITES:
-            name = f"model.layers.0.{site.producers[-1]}.weight"
-            rows, written = self.dense.tensor(name), self.pruned.tensor(name)
-            units = self.kept(0, site)
-            columns = units.columns(len(rows) // units.size).kept
-            if not torch.equal(rows[columns].to(written.dtype), written):
+        for site, smaller in zip(self.dense.layout.kinds, self.pruned.layout.kinds, strict=True):
+            before, after = site.producers[-1], smaller.producers[-1]
+            rows = self.dense.tensor(before.tensor)[before.of(self.kept(site))]
+            written = self.pruned.tensor(after.tensor)[after.start : after.stop]
+            if not torch.equal(rows.to(written.dtype), written):
                 raise ModelError(
                     f"'{self.pruned.folder}' was not pruned from '{self.dense.folder}': the rows "
-                    f"that {name} keeps are others; give the dense model it was made from"
+                    f"that {before.tensor} keeps are others; give the dense model it was made from"
                 )
 
 
@@ -132,24 +131,23 @@ def _check_sizes(folder: Path, dense: dict[str, int], pruned: dict[str, int]) ->
             )
 
 
-def _read_units(folder: Path, before: Shape, after: Shape) -> dict[str, KeptSet]:
-    """The kept set of every site, checked against both shapes."""
+def _read_units(folder: Path, before: Layout, after: Layout) -> dict[str, KeptSet]:
+    """The kept set of every site, checked against both layouts."""
     stored = read_tensors(folder / KEPT)
     units = {}
-    for block in range(before.layers):
-        for site in SITES:
-            key = f"layers.{block}.{site.name}"
-            if key not in stored:
-                raise ModelError(f"'{folder / KEPT}' lacks {key}: it is of another model")
-            try:
-                units[key] = KeptSet(stored[key], before.units(site))
-            except OptionError as error:
-                raise ModelError(
-                    f"{key} in '{folder / KEPT}' does not fit the dense model: {error}"
-                ) from error
-            if len(units[key].kept) != after.units(site):
-                raise ModelError(
-                    f"{key} in '{folder / KEPT}' keeps {len(units[key].kept)} units, the pruned "
-                    f"model has {after.units(site)}: the files are of different runs"
-                )
+    for site, smaller in zip(before.sites, after.sites, strict=True):
+        key = site.key
+        if key not in stored:
+            raise ModelError(f"'{folder / KEPT}' lacks {key}: it is of another model")
+        try:
+            units[key] = KeptSet(stored[key], site.units)
+        except OptionError as error:
+            raise ModelError(
+                f"{key} in '{folder / KEPT}' does not fit the dense model: {error}"
+            ) from error
+        if len(units[key].kept) != smaller.units:
+            raise ModelError(
+                f"{key} in '{folder / KEPT}' keeps {len(units[key].kept)} units, the pruned "
+                f"model has {smaller.units}: the files are of different runs"
+            )
     return units

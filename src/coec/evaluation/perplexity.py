@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -25,18 +24,18 @@ from coec.calibration.tokens import (
     load_tokenizer,
     read_stream,
 )
+from coec.calibration.windows import resolve_seq_len
+from coec.devices import choose_device
 from coec.errors import ModelError, NumericalError, OptionError
 from coec.evaluation.network import check_dtype, load_network
+from coec.events import Progress
 from coec.models.dense import Dense
-from coec.planning import choose_device, resolve_seq_len
 from coec.report import calibration_digest
 from coec.settings import check_seed, check_whole
 
 DEFAULT_SEQ_LEN = 4096
 LOGITS_PER_BATCH = 2**24
 """Logits held at once: windows are batched so that batch · length · vocabulary stays below."""
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def perplexity(
         baseline: the dense model, for the ratio and the KL divergence.
         split: of a data set; C4's validation split stands in for test.
         text_column: of a jsonl or parquet file, or of a data set named by `hub:`.
-        dtype: of the forward pass; None as in `Recipe.forward_dtype`.
+        dtype: of the forward pass; None as in `Calibration.forward_dtype`.
         trust_remote_code: lets the model's tokenizer run its own Python code.
 
     Raises:

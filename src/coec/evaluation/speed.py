@@ -2,7 +2,6 @@
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from coec.devices import choose_device, choose_forward_dtype
 from coec.errors import OptionError
 from coec.evaluation.network import check_dtype
 from coec.evaluation.pair import Pair
+from coec.events import Progress
 from coec.models.dense import Dense
-from coec.planning import choose_device, choose_forward_dtype
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,7 @@ def speed(
         pruned: a folder that `coec.prune` wrote.
         load: what a run does; None for the defaults.
         device: `auto` (CUDA where there is one), or a torch device.
-        dtype: of both forward passes; None as in `Recipe.forward_dtype`, for the dense model.
+        dtype: of both forward passes; None as in `Calibration.forward_dtype`, for the dense model.
         progress: called with ("timing", done, total).
 
     Raises:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 from coec.calibration.tokens import load_tokenizer
+from coec.calibration.windows import resolve_seq_len
+from coec.devices import choose_device
 from coec.errors import OptionError
 from coec.evaluation import harness
-from coec.evaluation.harness import Progress
 from coec.evaluation.network import check_dtype, load_network
+from coec.events import Progress
 from coec.models.dense import Dense
-from coec.planning import choose_device, resolve_seq_len
 from coec.settings import check_whole
 
 PAPER_METRICS = {
@@ -140,7 +141,7 @@ def zero_shot(
         limit: the first so many items of each task; None for all.
         batch_size: requests per forward pass.
         seq_len: the most tokens the model is given; None for its maximum.
-        dtype: of the forward pass; None as in `Recipe.forward_dtype`.
+        dtype: of the forward pass; None as in `Calibration.forward_dtype`.
         trust_remote_code: lets the model's tokenizer run its own Python code.
         progress: called with ("zero-shot", done, total) requests.
 

@@ -3,20 +3,15 @@
 import json
 import math
 import shutil
-import signal
-import sys
-import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
-
-import torch
 
 from coec import __version__
 from coec.calibration.overlap import Overlap
 from coec.calibration.tokens import Windows
+from coec.devices import choose_device
 from coec.errors import CoecError, NumericalError
 from coec.evaluation.efficiency import efficiency
 from coec.evaluation.geometry import geometry
@@ -27,12 +22,11 @@ from coec.experiments.memory import peak, reset_peak
 from coec.experiments.records import CONTROL
 from coec.experiments.rows import Row, read, write
 from coec.models.dense import Dense
-from coec.planning import choose_device
 from coec.pruning import prune
 from coec.report import Report, environment
 
 SITE_FIELDS = (
-    "module", "site", "units_before", "units_after", "error_before", "error_after",
+    "module", "block", "site", "units_before", "units_after", "error_before", "error_after",
     "holdout_before", "holdout_after", "errors_per_round", "objectives_per_round",
     "alignment_before", "alignment_after", "gcv_lambda", "rounds", "reason", "events", "seconds",
 )  # fmt: skip
@@ -70,8 +64,6 @@ class Job:
 
 def run(job: Job) -> Row:
     """The cell's row; a failure is a row too, with its reason in one line."""
-    if _ending.is_set():
-        sys.exit(1)
     device = choose_device(job.device)
     reset_peak(device)
     row = head(job.cell)
@@ -160,7 +152,7 @@ def _measured(job: Job) -> dict[str, Any]:
             trust_remote_code=how.trust_remote_code,
         ).as_dict()  # fmt: skip
     if how.geometry and report:
-        _add_geometry(row["sites"], geometry(job.dense.folder, job.folder, device=job.device))
+        _add_geometry(row["sites"], geometry(job.dense, model, device=job.device))
     row.setdefault("parameters", {"before": result.parameters, "after": result.parameters})
     row["seconds"] = {
         "collecting": job.collecting,
@@ -176,11 +168,7 @@ def _largest(*peaks: int | None) -> int | None:
 
 
 def _pruned(report: Report) -> dict[str, Any]:
-    sites = [
-        {name: site[name] for name in SITE_FIELDS if name in site}
-        | {"block": int(site["module"].split(".")[2])}
-        for site in report.sites
-    ]
+    sites = [{name: site[name] for name in SITE_FIELDS if name in site} for site in report.sites]
     return {
         "settings": report.recipe,
         "parameters": report.plan["parameters"],
@@ -203,27 +191,3 @@ def _add_geometry(sites: list[dict[str, Any]], measured: list[dict[str, Any]]) -
                 "r": found["r"],
                 "penalty": found["penalty"],
             }
-
-
-def quieten(threads: int) -> None:
-    """Sets a worker process up: its share of the cores, no chatter, a silent end at Ctrl-C."""
-    from transformers.utils import logging as transformers_logging
-
-    torch.set_num_threads(threads)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    # not ignored: what a cell has half-written is then removed at once, and nobody waits for it
-    for number in ENDING:
-        signal.signal(number, _end)
-
-
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_ending = threading.Event()
-"""Set once a signal has told this worker to end: the pool would hand it the next cell."""
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    _ending.set()
-    for other in ENDING:
-        signal.signal(other, signal.SIG_IGN)  # a second one would disturb the tidying up
-    sys.exit(128 + number)

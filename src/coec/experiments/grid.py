@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from coec.compensation import OPTIONS, idle_options
+from coec.compensation import Method
 from coec.errors import OptionError
 from coec.experiments.declarations import (
     NOTHING,
@@ -25,8 +25,8 @@ from coec.experiments.declarations import (
 )
 from coec.experiments.publications import PUBLISHED, Publication, publication
 from coec.recipe import APART, Recipe, read_toml
+from coec.settings import NAMES, OPTIONS, Repair
 
-SETTINGS = OPTIONS | {f.name for f in dataclasses.fields(Recipe)} - set(APART)
 MOST_CELLS = 100_000
 """Of one grid: more would take years."""
 TABLES = ("grids", "models", "evaluate", "variants", "report")
@@ -232,8 +232,9 @@ def _heard(settings: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     `lambda_a = [0.0, 50.0]` with `r_p = 8` is such a grid. What a variant says itself (`own`) is
     kept, and refused by the recipe if nothing hears it.
     """
-    options = {name: value for name, value in settings.items() if name in OPTIONS}
-    idle = idle_options(settings.get("compensation", Recipe.compensation), options)
+    names = {one.name for one in OPTIONS}
+    options = {name: value for name, value in settings.items() if name in names}
+    idle = Method.of(settings.get("compensation", Repair.compensation)).idle(options)
     return {k: v for k, v in settings.items() if k not in idle or k in own}
 
 
@@ -320,7 +321,7 @@ def _settings(table: Any, where: str, extra: set[str] | None = None) -> dict[str
     out = {}
     for name, value in table.items():
         key = name.replace("-", "_")
-        _known(key, SETTINGS | (extra or set()), f"grid '{where}'", written=name)
+        _known(key, NAMES | (extra or set()), f"grid '{where}'", written=name)
         if isinstance(value, dict):
             raise OptionError(f"grid '{where}': {name} must be a value or a list, got {value!r}")
         out[key] = value

@@ -41,7 +41,8 @@ SETTING_NAMES = tuple(setting.name for setting in (*RECIPE, *OPTIONS))
 def _kinds(table: Any) -> dict[str, Kind]:
     """What the settings of a table are; the one place that asks `coec.settings`."""
     by_type: dict[Any, Kind] = {float: NUMBER, int: COUNT}
-    return {setting.name: by_type.get(setting.kind, TEXT) for setting in table}
+    known = [setting for setting in table if setting.kind is not None]
+    return {setting.name: by_type.get(setting.kind, TEXT) for setting in known}
 
 
 @dataclass(frozen=True)

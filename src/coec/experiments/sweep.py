@@ -3,45 +3,40 @@
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from coec.calibration.measure import depends_on
 from coec.calibration.overlap import Overlap, overlap, passage_length
 from coec.calibration.self_text import sample_from_model
 from coec.calibration.statistics import Statistics
 from coec.calibration.tokens import Windows, load_tokenizer
-from coec.collecting import check_calibrations, collect, made_with, source_digest
-from coec.errors import CalibrationError, CoecError, OptionError, OutputError
+from coec.calibration.windows import check_calibrations, resolve_seq_len, source_digest
+from coec.collecting import collect
+from coec.devices import choose_device
+from coec.errors import CalibrationError, CoecError, OptionError, OutputError, UnfinishedError
 from coec.evaluation.network import load_network
 from coec.evaluation.perplexity import DEFAULT_SEQ_LEN, evaluation_windows
 from coec.evaluation.zero_shot import check_tasks
-from coec.experiments.cell import Job, head, quieten, reason, run
+from coec.events import Progress
+from coec.execution.output import remove_leftovers
+from coec.execution.workers import Workers
+from coec.experiments.cell import Job, head, reason, run
 from coec.experiments.declarations import write_declarations
 from coec.experiments.grid import Cell, Subject
 from coec.experiments.rows import NO_REASON, Row
 from coec.experiments.store import Store
 from coec.models.dense import Dense
-from coec.models.output import remove_leftovers
-from coec.planning import Plan, choose_device, choose_forward_dtype, resolve_seq_len
+from coec.planning import Plan
 from coec.recipe import Recipe
 
 SAMPLED = 64
 """Windows of `text = "self"` where `max_windows` does not say, as in `coec eval`."""
-
-Progress = Callable[[str, int, int], None]
-CALIBRATION = (
-    "calibration", "text_column", "samples", "seq_len", "seed", "holdout", "forward_dtype",
-)  # fmt: skip
-"""Settings that the statistics depend on: cells that agree in them share a dense pass."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +98,10 @@ def sweep(
         head(cell)
     subjects = _opened(cells, chosen)
     identities = _identities(cells, subjects)
-    with Store(out).writing() as store, _Workers(jobs) as workers:
+    with Store(out).writing() as store, Workers(jobs) as workers:
         _check_identities(cells, identities, store)
         for declared in {id(cell.declared): cell.declared for cell in cells}.values():
             write_declarations(out, declared)
-        _clear_leftovers(out)
         # Grouped before what is there is left out: the order of rows does not depend on that.
         groups = [
             [cell for cell in group if not _settled(store.rows.get(cell.id), retry_failed)]
@@ -124,7 +118,7 @@ def sweep(
                 _job(cell, prepared, subjects[cell.subject], out, chosen, keep_models)
                 for cell in group
             ]
-            for row in workers.rows(jobs_of_group):
+            for row in workers.map(run, jobs_of_group):
                 store.append(replace(row, identity=identities[row.cell]))
                 finished += 1
                 if progress:
@@ -153,45 +147,12 @@ class _Prepared:
     error: str | None = None
 
 
-class _Workers:
-    """Runs jobs here, or in processes; rows come in the order of the jobs."""
-
-    def __init__(self, count: int) -> None:
-        self._pool = None
-        if count > 1:
-            threads = max(1, (os.cpu_count() or 1) // count)
-            self._pool = ProcessPoolExecutor(
-                count, get_context("spawn"), initializer=quieten, initargs=(threads,)
-            )
-
-    def __enter__(self) -> "_Workers":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if self._pool:
-            if kind is not None:  # a signal that reached this process alone: nobody waits for cells
-                for process in list(self._pool._processes.values()):
-                    process.terminate()
-            self._pool.shutdown(cancel_futures=True)
-
-    def rows(self, jobs: list[Job]) -> Iterator[Row]:
-        """Raises CoecError when a worker dies."""
-        if self._pool is None:
-            yield from map(run, jobs)
-            return
-        try:
-            yield from self._pool.map(run, jobs)
-        except BrokenProcessPool as error:
-            raise CoecError(
-                "a worker process died, probably for lack of memory: use fewer jobs (jobs=N); "
-                "finished cells are kept, and the same command goes on with the rest"
-            ) from error
-
-
 def _on(cell: Cell, device: str) -> Cell:
-    return (
-        cell if cell.recipe is None else replace(cell, recipe=replace(cell.recipe, device=device))
-    )
+    """The cell carried out on another device."""
+    if cell.recipe is None:
+        return cell
+    runtime = replace(cell.recipe.runtime, device=device)
+    return replace(cell, recipe=replace(cell.recipe, runtime=runtime))
 
 
 def _opened(cells: list[Cell], device: str) -> dict[Subject, _Opened]:
@@ -216,10 +177,11 @@ def _opened(cells: list[Cell], device: str) -> dict[Subject, _Opened]:
         if recipe is None:
             continue
         Plan.of(dense, recipe)
-        source = (subject.path, str(recipe.calibration), recipe.text_column)
+        source = (subject.path, str(recipe.calibration.source), recipe.calibration.text_column)
         sources.setdefault(source, []).append(recipe)
     for (path, *_), recipes in sources.items():
-        check_calibrations(recipes, models[path])
+        parts = [recipe.calibration for recipe in recipes]
+        check_calibrations(models[path], parts, recipes[0].runtime)
     return opened
 
 
@@ -233,8 +195,8 @@ def _identities(
         opened, recipe, how = subjects[cell.subject], cell.recipe, cell.subject.evaluation
         calibration = None
         if recipe is not None:
-            name = str(recipe.calibration)
-            calibration = digests.setdefault(name, source_digest(recipe.calibration))
+            source = recipe.calibration.source
+            calibration = digests.setdefault(str(source), source_digest(source))
         found[cell.id] = {
             "model": opened.dense.digest,
             "calibration text": calibration,
@@ -317,8 +279,11 @@ def _groups(cells: list[Cell]) -> list[list[Cell]]:
 
 
 def _calibration_key(cell: Cell) -> str:
-    record = cell.recipe.record() if cell.recipe else {}
-    content = [cell.subject.label, {name: record.get(name) for name in CALIBRATION}]
+    """Cells that agree in all that statistics depend on share a dense pass."""
+    content: list[Any] = [cell.subject.label]
+    if cell.recipe is not None:
+        how = cell.recipe.calibration
+        content.append(how.record() | {"calibration": str(how.source)})
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
@@ -335,13 +300,11 @@ def _prepare(
     folder = out / "statistics" / _calibration_key(group[0])
     began = time.perf_counter()
     try:
-        statistics = _saved(folder, recipe, opened.dense)
-        if statistics is None:
-            statistics = collect(opened.dense, folder, recipe, progress=progress)
+        statistics = _statistics(folder, recipe, opened.dense, progress)
         if statistics.made_with["calibration"] != text:
             raise CalibrationError(
-                f"'{recipe.calibration}' was changed while the sweep ran: run again, into another "
-                "folder"
+                f"'{recipe.calibration.source}' was changed while the sweep ran: run again, into "
+                "another folder"
             )
         shared = _overlap(statistics.windows, opened)
     except Exception as error:  # as in `cell.run`: out of memory, a full disk, a library's own
@@ -349,20 +312,22 @@ def _prepare(
     return _Prepared(statistics, shared, time.perf_counter() - began)
 
 
-def _saved(folder: Path, recipe: Recipe, dense: Dense) -> Statistics | None:
-    """What an interrupted sweep collected; made again where model or text are others now."""
-    if not folder.exists():
-        return None
+def _statistics(
+    folder: Path, recipe: Recipe, dense: Dense, progress: Progress | None
+) -> Statistics:
+    """What an interrupted sweep collected, or began to; made anew where it is of something else."""
+    if folder.exists():
+        try:
+            statistics = Statistics.open(folder)
+            device = choose_device(recipe.runtime.device)
+            statistics.check(depends_on(dense, recipe.calibration, device))
+            return statistics
+        except CoecError:
+            shutil.rmtree(folder)
     try:
-        statistics = Statistics.open(folder)
-        forward = choose_forward_dtype(
-            recipe.forward_dtype, dense.dtype, choose_device(recipe.device)
-        )
-        statistics.check(made_with(recipe, dense, forward))
-    except CoecError:
-        shutil.rmtree(folder)
-        return None
-    return statistics
+        return collect(dense, folder, recipe, progress=progress)
+    except UnfinishedError:
+        return collect(dense, folder, recipe, restart=True, progress=progress)
 
 
 def _overlap(seen: Tensor, opened: _Opened) -> Overlap:

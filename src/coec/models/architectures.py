@@ -1,42 +1,29 @@
-"""Supported architectures, as data (METHODS §1).
+"""Supported architectures, as values: layout, formats, quirks (METHODS §1).
 
-All share one block: grouped-query attention with q/k/v/o projections and a gated MLP. What differs
-is which biases a configuration can express, and so which format a pruned model can be written in.
-Adding an architecture is one entry here and one in `coec.models.formats.CANDIDATES`.
+All share one block so far: grouped-query attention with q/k/v/o projections and a gated MLP. What
+differs is which biases a configuration can express, and so which format a pruned model can be
+written in. Adding an architecture is one value here; the contract tests then run over it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from coec.errors import ModelError
+from coec.models.layout import ATTENTION, LLAMA_BLOCKS, MLP, BlockPattern
+from coec.models.shape import Shape
 
 
-@dataclass(frozen=True)
-class Site:
-    """A place where units are removed: rows of the producers, columns of the consumer.
-
-    Attributes:
-        name: `mlp` or `attention`.
-        unit: what one unit is.
-        producers: modules whose output rows go with the unit.
-        consumer: the module whose input columns go with it, and which is compensated.
-    """
-
-    name: str
-    unit: str
-    producers: tuple[str, ...]
-    consumer: str
+def _nothing_added(shape: Shape) -> dict[str, Any]:
+    return {}
 
 
-ATTENTION = Site(
-    "attention",
-    "KV group",
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_attn.o_proj",
-)
-MLP = Site("mlp", "intermediate channel", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj")
-SITES = (ATTENTION, MLP)
-VALUE = "self_attn.v_proj"
+def _nothing_refused(config: dict[str, Any], pruned: Shape) -> str | None:
+    return None
+
+
+def _loads_everywhere(pruned: Shape, biased: frozenset[str]) -> dict[str, str]:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -47,17 +34,88 @@ class Architecture:
         model_type: the `model_type` of its configuration.
         class_name: the transformers class a checkpoint names.
         families: the models people know it by.
-        o_proj_flag: the configuration key that gives `o_proj` a bias, or None.
-        down_proj_flag: the configuration key that gives `down_proj` a bias, or None.
         source: where it was introduced.
+        written_as: the model types that a pruned one may be written as, the first that fits.
+        bias_flags: by site, the configuration key that gives its consumer a bias, where one does.
+        foreign: keys of other types that a configuration relabelled as this one must not carry.
+        added: what a configuration relabelled as this one gets, by the pruned sizes.
+        refuses: why this type cannot hold a model of a configuration at pruned sizes; None if it
+            can.
+        loaders: what to know of loaders other than transformers, by pruned sizes and the sites
+            whose consumer has a bias; `yes` where it says nothing. Read in their sources, not run
+            (docs/FORMATS.md names the versions).
+        blocks: how its blocks are named, and where units are removed.
     """
 
     model_type: str
     class_name: str
     families: str
-    o_proj_flag: str | None
-    down_proj_flag: str | None
     source: str
+    written_as: tuple[str, ...]
+    bias_flags: Mapping[str, str] = field(default_factory=dict)
+    foreign: tuple[str, ...] = ()
+    added: Callable[[Shape], dict[str, Any]] = _nothing_added
+    refuses: Callable[[dict[str, Any], Shape], str | None] = _nothing_refused
+    loaders: Callable[[Shape, frozenset[str]], dict[str, str]] = _loads_everywhere
+    blocks: BlockPattern = LLAMA_BLOCKS
+
+
+def _llama_refuses(config: dict[str, Any], pruned: Shape) -> str | None:
+    if pruned.hidden % pruned.heads:
+        return f"hidden size {pruned.hidden} is not a multiple of {pruned.heads} heads"
+    return None
+
+
+def _llama_loaders(pruned: Shape, biased: frozenset[str]) -> dict[str, str]:
+    dropped = {"SGLang": "no (it drops down_proj.bias without a word)"}
+    return dropped if MLP.name in biased else {}
+
+
+def _mistral_refuses(config: dict[str, Any], pruned: Shape) -> str | None:
+    return "it has no biases" if config.get("attention_bias") else None
+
+
+def _no_window(shape: Shape) -> dict[str, Any]:
+    return {"sliding_window": None}
+
+
+def _qwen2_loaders(pruned: Shape, biased: frozenset[str]) -> dict[str, str]:
+    if pruned.full_width:
+        return {}
+    return {
+        "vLLM": "with --model-impl transformers (its Qwen2 ignores head_dim)",
+        "llama.cpp": "no (its qwen2 ignores head_dim)",
+    }
+
+
+def _qwen3_loaders(pruned: Shape, biased: frozenset[str]) -> dict[str, str]:
+    return {"vLLM": "no (its Qwen3 has no o_proj bias)"} if ATTENTION.name in biased else {}
+
+
+def _neutral_multipliers(shape: Shape) -> dict[str, Any]:
+    return {
+        "attention_multiplier": shape.head_dim**-0.5,
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+    }
+
+
+def _granite_loaders(pruned: Shape, biased: frozenset[str]) -> dict[str, str]:
+    return {} if pruned.full_width else {"llama.cpp": "no (its converter drops head_dim)"}
+
+
+def _qwen2_biases(shape: Shape) -> dict[str, Any]:
+    """Qwen2, which alone is relabelled as Seed-OSS, always has q, k and v biases."""
+    return {"attention_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0}
+
+
+def _seed_oss_loaders(pruned: Shape, biased: frozenset[str]) -> dict[str, str]:
+    return {
+        "vLLM": "with --model-impl transformers",
+        "SGLang": "not known",
+        "llama.cpp": "no" if biased else "not known",
+    }
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -67,52 +125,66 @@ ARCHITECTURES: dict[str, Architecture] = {
             model_type="llama",
             class_name="LlamaForCausalLM",
             families="Llama 1, 2, 3, 3.1-3.3; DeepSeek-R1-Distill-Llama",
-            o_proj_flag="attention_bias",
-            down_proj_flag="mlp_bias",
             source="Touvron et al. 2023; Llama Team 2024",
+            written_as=("llama", "mistral", "granite"),
+            bias_flags={ATTENTION.name: "attention_bias", MLP.name: "mlp_bias"},
+            foreign=("sliding_window",),
+            refuses=_llama_refuses,
+            loaders=_llama_loaders,
         ),
         Architecture(
             model_type="mistral",
             class_name="MistralForCausalLM",
             families="Mistral 7B, Nemo, Small (text)",
-            o_proj_flag=None,
-            down_proj_flag=None,
             source="Jiang et al. 2023",
+            written_as=("mistral", "llama", "granite"),
+            foreign=("attention_bias", "mlp_bias", "pretraining_tp"),
+            added=_no_window,
+            refuses=_mistral_refuses,
         ),
         Architecture(
             model_type="qwen2",
             class_name="Qwen2ForCausalLM",
             families="Qwen2, Qwen2.5, QwQ; DeepSeek-R1-Distill-Qwen",
-            o_proj_flag=None,
-            down_proj_flag=None,
             source="Qwen Team 2024",
+            written_as=("qwen2", "seed_oss"),
+            loaders=_qwen2_loaders,
         ),
         Architecture(
             model_type="qwen3",
             class_name="Qwen3ForCausalLM",
             families="Qwen3 (dense); DeepSeek-R1-0528-Qwen3-8B",
-            o_proj_flag="attention_bias",
-            down_proj_flag=None,
             source="Qwen Team 2025",
+            written_as=("qwen3",),
+            bias_flags={ATTENTION.name: "attention_bias"},
+            loaders=_qwen3_loaders,
         ),
         Architecture(
             model_type="granite",
             class_name="GraniteForCausalLM",
             families="Granite 3 (dense); a pruned Llama with biases is written as this",
-            o_proj_flag="attention_bias",
-            down_proj_flag="mlp_bias",
             source="IBM Granite Team 2024",
+            written_as=("granite",),
+            bias_flags={ATTENTION.name: "attention_bias", MLP.name: "mlp_bias"},
+            foreign=("pretraining_tp", "sliding_window"),
+            added=_neutral_multipliers,
+            loaders=_granite_loaders,
         ),
         Architecture(
             model_type="seed_oss",
             class_name="SeedOssForCausalLM",
             families="Seed-OSS; a pruned Qwen2 with biases is written as this",
-            o_proj_flag="attention_out_bias",
-            down_proj_flag="mlp_bias",
             source="ByteDance Seed Team 2025",
+            written_as=("seed_oss",),
+            bias_flags={ATTENTION.name: "attention_out_bias", MLP.name: "mlp_bias"},
+            foreign=(
+                "use_sliding_window", "sliding_window", "max_window_layers", "layer_types",
+            ),
+            added=_qwen2_biases,
+            loaders=_seed_oss_loaders,
         ),
     )
-}
+}  # fmt: skip
 
 
 def architecture_of(config: dict[str, Any]) -> Architecture:
@@ -146,83 +218,3 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise ModelError(f"model type '{model_type}' is not supported; {supported}")
     return ARCHITECTURES[model_type]
-
-
-LARGEST = {
-    "num_hidden_layers": 512,
-    "hidden_size": 2**20,
-    "intermediate_size": 2**22,
-    "num_attention_heads": 2**14,
-    "num_key_value_heads": 2**14,
-    "head_dim": 2**14,
-    "vocab_size": 2**26,
-    "max_position_embeddings": 2**40,
-}
-"""Sizes beyond which a configuration is damaged; a skeleton of such a model would never be done."""
-
-
-def whole(config: dict[str, Any], key: str, otherwise: int | None = None) -> int:
-    """A size of a raw configuration; `otherwise` where it is absent or null.
-
-    Raises:
-        ModelError: it is missing, no whole number, below 1, or beyond `LARGEST`.
-    """
-    value = config.get(key)
-    if value is None and otherwise is not None:
-        return otherwise
-    if value is None:
-        raise ModelError(f"config.json lacks '{key}'")
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ModelError(f"{key} in config.json is no whole number: {str(value)[:40]!r}")
-    if not 1 <= value <= LARGEST[key]:
-        # Python refuses to print whole numbers of thousands of digits.
-        shown = value if abs(value) < 10**20 else "absurd"
-        raise ModelError(
-            f"{key} in config.json is {shown}: it must be at least 1 and at most {LARGEST[key]:,}"
-        )
-    return value
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes that pruning reads and changes.
-
-    Attributes:
-        layers, hidden, head_dim: unchanged by pruning.
-        kv_heads: KV groups of every block.
-        group: query heads per KV group (unchanged).
-        ffn: intermediate channels of every block.
-    """
-
-    layers: int
-    hidden: int
-    head_dim: int
-    kv_heads: int
-    group: int
-    ffn: int
-
-    @classmethod
-    def of(cls, config: dict[str, Any]) -> "Shape":
-        """Reads a raw configuration; raises ModelError naming a missing or inconsistent key."""
-        heads, hidden = whole(config, "num_attention_heads"), whole(config, "hidden_size")
-        kv_heads = whole(config, "num_key_value_heads", heads)
-        head_dim = whole(config, "head_dim", hidden // heads)
-        layers, ffn = whole(config, "num_hidden_layers"), whole(config, "intermediate_size")
-        if head_dim < 1:
-            raise ModelError(f"a hidden size of {hidden} does not hold {heads} heads")
-        if heads % kv_heads:
-            raise ModelError(f"{heads} query heads do not divide into {kv_heads} KV groups")
-        return cls(layers, hidden, head_dim, kv_heads, heads // kv_heads, ffn)
-
-    @property
-    def heads(self) -> int:
-        """Query heads."""
-        return self.kv_heads * self.group
-
-    def units(self, site: Site) -> int:
-        """How many units the site has."""
-        return self.kv_heads if site is ATTENTION else self.ffn
-
-    def columns_per_unit(self, site: Site) -> int:
-        """How many consumer columns one unit owns."""
-        return self.group * self.head_dim if site is ATTENTION else 1

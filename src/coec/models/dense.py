@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from coec.errors import ModelError
-from coec.models.architectures import Shape, architecture_of
+from coec.models.architectures import architecture_of
 from coec.models.description import (
     Description,
     compute_rotary,
@@ -26,6 +26,8 @@ from coec.models.description import (
     read_config,
 )
 from coec.models.files import FLOAT_DTYPES, opened, parse_json
+from coec.models.layout import BlockLayout
+from coec.models.shape import Shape
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -97,10 +99,9 @@ class Dense(Description):
         """One tensor, on the CPU in its stored dtype."""
         return self._read(self.files[name], [name])[name]
 
-    def tensors(self, prefix: str) -> dict[str, Tensor]:
-        """All tensors whose name starts with `prefix`, which is taken off."""
-        names = [name for name in self.files if name.startswith(prefix)]
-        return {name.removeprefix(prefix): self.tensor(name) for name in names}
+    def tensors(self, block: BlockLayout) -> dict[str, Tensor]:
+        """All tensors of a block, by their full names."""
+        return {n: self.tensor(n) for n in self.files if n.startswith(block.prefix)}
 
     @cached_property
     def digest(self) -> str:

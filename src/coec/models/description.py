@@ -1,6 +1,8 @@
 """What a configuration says about a model, before any weight is opened."""
 
 import copy
+import functools
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,11 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coec.errors import ModelError
-from coec.models.architectures import LARGEST, Architecture, Shape, architecture_of, whole
+from coec.models.architectures import Architecture, architecture_of
 from coec.models.carried import DOWNLOADED, NOT_DOWNLOADED
 from coec.models.files import parse_json
+from coec.models.layout import Layout
+from coec.models.shape import LARGEST, Shape, whole
 
 CONFIG = "config.json"
 
@@ -25,6 +29,7 @@ class Description:
         config: the configuration, complete for every supported release of transformers.
         architecture: what the package knows of its type.
         shape: the sizes that pruning reads and changes.
+        layout: its blocks, and where units can be removed.
         shapes: every tensor that a checkpoint of it stores; a tied output head is none.
         positions: the most tokens it can take.
         vocabulary: number of token ids.
@@ -34,6 +39,7 @@ class Description:
     config: dict[str, Any]
     architecture: Architecture
     shape: Shape
+    layout: Layout
     shapes: dict[str, torch.Size]
     positions: int
     vocabulary: int
@@ -75,15 +81,17 @@ def described(config: dict[str, Any]) -> dict[str, Any]:
     resolved = model.config
     tied = bool(getattr(resolved, "tie_word_embeddings", False))
     positions = getattr(resolved, "max_position_embeddings", None)
+    shapes = {
+        name: tensor.shape
+        for name, tensor in model.state_dict().items()
+        if not (tied and name == "lm_head.weight")
+    }
     return {
         "config": config,
         "architecture": architecture,
         "shape": shape,
-        "shapes": {
-            name: tensor.shape
-            for name, tensor in model.state_dict().items()
-            if not (tied and name == "lm_head.weight")
-        },
+        "layout": architecture.blocks.layout(shape, shapes),
+        "shapes": shapes,
         "positions": whole({"max_position_embeddings": positions}, "max_position_embeddings"),
         "vocabulary": whole({"vocab_size": resolved.vocab_size}, "vocab_size"),
         "tied": tied,
@@ -143,12 +151,21 @@ def skeleton(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> PreT
     Raises:
         ModelError: the installed transformers does not accept the configuration.
     """
-    # Configuration classes change the dictionaries they are given; remote code is never asked for.
-    own = copy.deepcopy({k: v for k, v in config.items() if k != "auto_map"})
+    # Remote code is never asked for.
+    own = json.dumps({k: v for k, v in config.items() if k != "auto_map"})
+    model: Any = copy.deepcopy(_skeleton(own))
+    model.config.dtype = dtype
+    retyped: PreTrainedModel = model.to(dtype)
+    return retyped
+
+
+@functools.lru_cache(maxsize=4)
+def _skeleton(config: str) -> PreTrainedModel:
+    """One that is copied, as building it takes most of a second at 80 blocks."""
     try:
-        resolved = AutoConfig.for_model(**own)
+        resolved = AutoConfig.for_model(**json.loads(config))
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(resolved, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(resolved, dtype=torch.float32)
     except Exception as error:  # configuration classes raise what they like
         raise ModelError(
             f"transformers does not accept this {CONFIG}: {_reason(error, last=True)}"

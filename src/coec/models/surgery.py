@@ -1,27 +1,30 @@
 """Cutting one block: rows of the producers, columns of the consumer (METHODS §1)."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from coec.errors import NumericalError
-from coec.models.architectures import VALUE, Shape, Site
-from coec.types import Compensation, KeptSet
+from coec.models.layout import Rows, Site
+from coec.types import KeptSet, SiteResult
 
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """What happens to one site of a block: which units stay, and the consumer's new weight."""
+    """What happens to one site: which units stay, and the consumer's new weight."""
 
     site: Site
     units: KeptSet
-    compensation: Compensation
+    result: SiteResult
 
 
-def cut_block(tensors: dict[str, Tensor], cuts: list[Cut], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The block's tensors after the cuts, cast to `dtype`; names relative to the block.
+def cut_block(
+    tensors: Mapping[str, Tensor], cuts: Sequence[Cut], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The block's tensors after the cuts, cast to `dtype`, by their full names.
 
     A site that keeps everything keeps its tensors as they are, bit for bit.
 
@@ -29,39 +32,46 @@ def cut_block(tensors: dict[str, Tensor], cuts: list[Cut], dtype: torch.dtype) -
         NumericalError: a compensated weight does not fit `dtype`.
     """
     out = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    cuts = [cut for cut in cuts if not cut.units.everything]
+    owned: dict[str, list[tuple[Rows, KeptSet]]] = {}
     for cut in cuts:
-        if cut.units.everything:
-            continue
-        for producer in cut.site.producers:
-            for name in (f"{producer}.weight", f"{producer}.bias"):
-                if name in tensors:
-                    out[name] = _unit_rows(tensors[name], cut.units).to(dtype)
-        consumer = cut.site.consumer
-        out[f"{consumer}.weight"] = _cast(cut.compensation.weight, dtype, consumer)
-        if cut.compensation.bias is not None:
-            bias = cut.compensation.bias
-            existing = tensors.get(f"{consumer}.bias")
+        for rows in cut.site.producers:
+            owned.setdefault(rows.tensor, []).append((rows, cut.units))
+    for name, parts in owned.items():
+        out[name] = tensors[name][_rows_left(len(tensors[name]), parts)].to(dtype)
+    for cut in cuts:
+        site, bias = cut.site, cut.result.bias
+        out[site.weight] = _cast(cut.result.weight, dtype, site.consumer)
+        if bias is not None:
+            existing = tensors.get(site.bias)
             if existing is not None:
                 bias = bias + existing.to(bias)
-            out[f"{consumer}.bias"] = _cast(bias, dtype, consumer)
+            out[site.bias] = _cast(bias, dtype, site.consumer)
     return out
 
 
 def value_rows(
-    tensors: dict[str, Tensor], shape: Shape, units: KeptSet
-) -> Float[Tensor, "k hidden"]:
-    """The pruned value projection as `o_proj` sees it: each head's rows repeated per query head.
+    tensors: Mapping[str, Tensor], site: Site, units: KeptSet
+) -> Float[Tensor, "k hidden"] | None:
+    """The pruned value projection as the consumer sees it; None where it follows no attention.
 
-    The order is that of `repeat_kv`, so the rows are the kept columns of `o_proj`.
+    Each unit's rows stand there once for each of its query heads, in the order of `repeat_kv`, so
+    that the rows are the kept columns of the consumer.
     """
-    rows = _unit_rows(tensors[f"{VALUE}.weight"], units)
-    heads = rows.reshape(len(units.kept), shape.head_dim, -1)
-    return heads.repeat_interleave(shape.group, dim=0).flatten(0, 1)
+    if site.value is None:
+        return None
+    rows = tensors[site.value.tensor][site.value.of(units)]
+    heads = rows.reshape(len(units.kept), -1, rows.shape[1])
+    return heads.repeat_interleave(site.columns_per_unit // heads.shape[1], dim=0).flatten(0, 1)
 
 
-def _unit_rows(tensor: Tensor, units: KeptSet) -> Tensor:
-    """The rows that the kept units own; rows divide evenly among units."""
-    return tensor[units.columns(tensor.shape[0] // units.size).kept.to(tensor.device)]
+def _rows_left(count: int, parts: list[tuple[Rows, KeptSet]]) -> Int[Tensor, " left"]:
+    """Of a tensor's rows those that kept units own, and those that no unit does."""
+    stays = torch.ones(count, dtype=torch.bool)
+    for rows, units in parts:
+        stays[rows.start : rows.stop] = False
+        stays[rows.of(units)] = True
+    return stays.nonzero().flatten()
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:

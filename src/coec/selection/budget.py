@@ -7,17 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coec.errors import NumericalError, OptionError
+from coec.errors import NumericalError
+from coec.settings import check_sparsity
 from coec.types import KeptSet
-
-
-def check_sparsity(sparsity: float) -> None:
-    """Raises OptionError unless the fraction removed lies strictly between 0 and 1."""
-    if not 0 < sparsity < 1:
-        raise OptionError(
-            f"sparsity is the fraction of units removed, strictly between 0 and 1, got {sparsity:g}"
-            + (f" (did you mean {sparsity / 100:g}?)" if 1 < sparsity < 100 else "")
-        )
 
 
 def kept_count(units: int, sparsity: float) -> int:

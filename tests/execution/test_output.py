@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ import torch
 import tiny_models as tm
 from coec.errors import OutputError
 from coec.events import recording
-from coec.models import output as module
+from coec.execution import output as module
+from coec.execution.journal import journal
+from coec.execution.output import JOURNAL, LOCK, check_output, check_space, remove_leftovers
 from coec.models.carried import carry_files, foreign_entry
-from coec.models.output import LOCK, check_output, check_space, new_folder, remove_leftovers
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +36,14 @@ def model(original, tmp_path):
 def fill(folder, text="new"):
     (folder / "model.safetensors").write_text(text)
     (folder / "config.json").write_text('{"model_type": "llama"}')
+
+
+@contextmanager
+def new_folder(out, *, force=False):
+    """A run without pieces: its folder appears where it ends well."""
+    with journal(out, {}, force=force) as done:
+        yield done.new
+        done.complete()
 
 
 def listing(folder):
@@ -93,7 +103,7 @@ def test_an_exchange_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
     with pytest.raises(OutputError, match="could not write"), new_folder(out, force=True) as folder:
         fill(folder)
     assert (out / "model.safetensors").read_text() == "old"
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out.partial/new/model.safetensors").read_text() == "new"
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -110,9 +120,9 @@ def test_what_appears_during_the_run_is_never_replaced(force, tmp_path):
     with pytest.raises(OutputError, match="appeared during the run.*out-1'|holds 'notes.txt'"):
         write()
     assert (out / "notes.txt").read_text() == "mine"
-    if not force:
-        assert (tmp_path / "out-1/model.safetensors").read_text() == "new"
-    assert not (tmp_path / "out.partial").exists()
+    result = tmp_path / ("out.partial/new" if force else "out-1") / "model.safetensors"
+    assert result.read_text() == "new"
+    assert (tmp_path / "out.partial").exists() == force
 
 
 def test_of_two_runs_into_one_folder_the_second_is_refused(tmp_path):
@@ -131,12 +141,14 @@ def test_of_two_runs_into_one_folder_the_second_is_refused(tmp_path):
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from coec.models.output import new_folder
-with new_folder(Path(sys.argv[1]), force=True) as folder:
-    (folder / "model.safetensors").write_text("half")
+from coec.execution.journal import journal
+from coec.execution import output
+with journal(Path(sys.argv[1]), {}, force=True) as done:
+    (done.new / "model.safetensors").write_text("half")
     if sys.argv[2] == "between":
-        Path.rename = lambda self, to: (os.rename(self, to), os.kill(os.getpid(), signal.SIGKILL))
-        (folder / "config.json").write_text("{}")
+        output.rename = lambda one, to: (os.rename(one, to), os.kill(os.getpid(), signal.SIGKILL))
+        (done.new / "config.json").write_text("{}")
+        done.complete()
     else:
         os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -152,7 +164,8 @@ def test_leftovers_of_a_killed_run_go_with_the_next(tmp_path):
     out = tmp_path / "out"
     killed(out, "writing")
     assert listing(tmp_path) == [
-        "out.partial", f"out.partial/{LOCK}", "out.partial/new", "out.partial/new/model.safetensors"
+        "out.partial", f"out.partial/{LOCK}", f"out.partial/{JOURNAL}", "out.partial/new",
+        "out.partial/new/model.safetensors", "out.partial/work",
     ]  # fmt: skip
     with new_folder(out) as folder:
         assert not list(folder.iterdir())

@@ -1,8 +1,8 @@
 """Folders that appear whole or not at all, and that replace nothing they should not.
 
 Work goes on in `OUT.partial/`, beside OUT: whatever ends a run, OUT itself is what it was before,
-or complete. A lock there tells a run that works from one that was killed, whose leftovers the next
-run of the same OUT removes.
+or complete. A lock there tells a run that works from one that was killed, with whose finished
+pieces (`coec.execution.journal`) the next run of the same OUT goes on.
 """
 
 import contextlib
@@ -14,21 +14,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from coec.errors import OutputError
 from coec.events import record
 from coec.models.carried import foreign_entry
 
-LOCK, NEW, OLD = "coec.lock", "new", "old"
-"""What `OUT.partial/` holds: the lock, what is being written, and what it is about to replace."""
+LOCK, NEW, OLD, WORK, JOURNAL = "coec.lock", "new", "old", "work", "journal.jsonl"
+"""What `OUT.partial/` holds: the lock, what will be OUT, what that is about to replace, other
+finished pieces, and the account of both."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """What file systems without locks answer, those of some networks among them."""
 
 
 def check_output(out: Path, model: Path, force: bool) -> None:
     """Raises OutputError when `out` cannot become a new model folder."""
-    target, source = _resolved(out), _resolved(model)
+    target, source = resolved(out), resolved(model)
     if target == source or source in target.parents or target in source.parents:
         raise OutputError(
             f"the output '{out}' and the model '{model}' lie inside each other; "
@@ -36,7 +36,7 @@ def check_output(out: Path, model: Path, force: bool) -> None:
         )
     if target.exists() and not target.is_dir():
         raise OutputError(f"'{out}' is a file; the output must be a folder")
-    _check_replaceable(target, force)
+    check_replaceable(target, force)
     parent = _nearest(target)
     if not parent.is_dir():
         raise OutputError(f"'{parent}' is not a folder, so '{out}' cannot be made in it")
@@ -44,7 +44,7 @@ def check_output(out: Path, model: Path, force: bool) -> None:
 
 def check_space(out: Path, needed: int) -> None:
     """Raises OutputError when the disk has less than `needed` bytes free."""
-    free = shutil.disk_usage(_nearest(_resolved(out))).free
+    free = shutil.disk_usage(_nearest(resolved(out))).free
     if free < needed:
         raise OutputError(
             f"not enough disk space for '{out}': {needed / 1e9:.2f} GB needed, "
@@ -53,65 +53,61 @@ def check_space(out: Path, needed: int) -> None:
 
 
 @contextmanager
-def new_folder(out: Path, *, force: bool = False) -> Iterator[Path]:
-    """A folder that becomes `out` in one rename when the block ends well.
+def claimed(out: Path) -> Iterator[Path]:
+    """`OUT.partial/`, locked: nobody else works on `out` meanwhile.
 
-    On any error, interrupts included, it is removed, and `out` stays as it was.
+    What an earlier run left there stays, but for the model that it was about to replace, which is
+    put back. Where the folder is empty in the end it is removed, with the parents made for it.
 
     Args:
-        out: the folder to make; empty, or not there.
-        force: replace the model that `out` holds.
+        out: the folder to make, as `resolved` gives it.
 
     Raises:
-        OutputError: another run works on `out`, it is no model that could be replaced, it appeared
-            in the meantime, or the disk refuses.
+        OutputError: another run holds it, it is no folder of ours, or the disk refuses.
     """
-    out = _resolved(out)
     made: list[Path] = []
     try:
         made = [parent for parent in out.parents if not parent.exists()]
         out.parent.mkdir(parents=True, exist_ok=True)
-        with _claimed(out) as partial:
-            _check_replaceable(out, force)
-            (partial / NEW).mkdir()
-            yield partial / NEW
-            _put_in_place(partial, out, force)
-    except (OSError, SafetensorError) as error:
-        raise OutputError(f"could not write '{out}': {error}") from error
+        partial = out.with_name(f"{out.name}.partial")
+        descriptor = _lock(partial, out)
+        try:
+            if (partial / OLD).exists() and not out.exists():
+                rename(partial / OLD, out)  # the run was killed between the two renames
+            yield partial
+        finally:
+            _release(partial, descriptor)
+    except OSError as error:
+        raise unwritable(out, error) from error
     finally:
         for parent in made:
             if parent.exists() and not any(parent.iterdir()):
                 parent.rmdir()
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Removes what killed runs left half-written among the folders in `folder`."""
-    for partial in folder.glob("*.partial"):
-        with _claimed(partial.with_suffix("")):
-            pass
-
-
-@contextmanager
-def _claimed(out: Path) -> Iterator[Path]:
-    """`OUT.partial/`, locked and empty of what an earlier run left; it is gone afterwards.
-
-    Raises:
-        OutputError: another run holds it, or it is no folder of ours.
-    """
-    partial = out.with_name(f"{out.name}.partial")
-    descriptor = _lock(partial, out)
-    try:
-        if (partial / OLD).exists() and not out.exists():
-            (partial / OLD).rename(out)  # the run was killed between the two renames
-        _empty(partial)
-        yield partial
-    finally:
-        # What cannot be removed now is a leftover, which the next run removes.
-        with contextlib.suppress(OSError):
-            _empty(partial)
+def _release(partial: Path, descriptor: int) -> None:
+    # What cannot be removed now is a leftover, which the next run removes.
+    with contextlib.suppress(OSError):
+        if [path.name for path in partial.iterdir()] == [LOCK]:
             (partial / LOCK).unlink()
             partial.rmdir()
-        os.close(descriptor)
+    os.close(descriptor)
+
+
+def unwritable(out: Path, error: Exception) -> OutputError:
+    """What the disk said, and what helps."""
+    why = str(error)
+    advice = ""
+    if getattr(error, "errno", None) in FULL or "No space left" in why:
+        advice = "; make room"
+    return OutputError(f"could not write '{out}': {why}{advice}")
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what killed runs left half-done among the folders in `folder`."""
+    for partial in folder.glob("*.partial"):
+        with claimed(partial.resolve().with_suffix("")):
+            empty(partial)
 
 
 def _lock(partial: Path, out: Path) -> int:
@@ -162,48 +158,73 @@ def _strange(partial: Path) -> str | None:
     """
     if partial.is_symlink():
         return "is a link"
-    ours = {LOCK, NEW, OLD} if os.path.lexists(partial / LOCK) else {LOCK}
+    ours = {LOCK, NEW, OLD, WORK, JOURNAL} if os.path.lexists(partial / LOCK) else {LOCK}
     for path in partial.iterdir():
         if path.name in ours:
             continue
         # Another run may have begun or ended meanwhile: ours is what has a lock, or is gone.
-        locked = path.name in (NEW, OLD) and os.path.lexists(partial / LOCK)
+        locked = path.name in (NEW, OLD, WORK, JOURNAL) and os.path.lexists(partial / LOCK)
         if not locked and os.path.lexists(path):
             return f"holds '{path.name}'"
     return None
 
 
-def _empty(partial: Path) -> None:
-    for name in (NEW, OLD):
-        if (partial / name).exists():
-            shutil.rmtree(partial / name)
+def empty(partial: Path) -> None:
+    """Removes everything but the lock."""
+    for path in partial.iterdir():
+        if path.name == LOCK:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
-def _put_in_place(partial: Path, out: Path, force: bool) -> None:
-    """Renames the finished folder to `out`; the system refuses where something is there."""
+def put_in_place(partial: Path, out: Path, force: bool) -> None:
+    """Renames the finished folder to `out`; the system refuses where something is there.
+
+    Raises:
+        OutputError: something appeared at `out`; the result is then beside it.
+    """
     if force and out.is_dir() and any(out.iterdir()):
-        _check_replaceable(out, force)
-        out.rename(partial / OLD)
+        check_replaceable(out, force)
+        rename(out, partial / OLD)
     try:
-        os.rename(partial / NEW, out)
+        rename(partial / NEW, out)
     except OSError as error:
         if (partial / OLD).exists() and not out.exists():
-            (partial / OLD).rename(out)
+            rename(partial / OLD, out)
             raise
         if not os.path.lexists(out):
             raise
         spare = next(p for n in range(1, 10**6) if not (p := _numbered(out, n)).exists())
-        os.rename(partial / NEW, spare)
+        rename(partial / NEW, spare)
         raise OutputError(
             f"'{out}' appeared during the run and was left as it is; the result is in '{spare}'"
         ) from error
+
+
+def rename(source: Path, target: Path) -> None:
+    """Renames, and returns when that is on the disk."""
+    os.rename(source, target)
+    for folder in {source.parent, target.parent}:
+        sync(folder)
+
+
+def sync(path: Path) -> None:
+    """Returns when a file's or a folder's content is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _numbered(out: Path, number: int) -> Path:
     return out.with_name(f"{out.name}-{number}")
 
 
-def _check_replaceable(out: Path, force: bool) -> None:
+def check_replaceable(out: Path, force: bool) -> None:
     """Raises OutputError unless `out` is free, or `force` may replace what it holds."""
     if not out.is_dir() or not any(out.iterdir()):
         return
@@ -219,12 +240,12 @@ def _check_replaceable(out: Path, force: bool) -> None:
         )
 
 
-def _resolved(path: Path) -> Path:
+def resolved(path: Path) -> Path:
     """The path without links; raises OutputError for one that no file system holds."""
     try:
-        resolved = path.resolve()
-        resolved.exists()
-        return resolved
+        place = path.resolve()
+        place.exists()
+        return place
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or no name of a file
         reason = getattr(error, "strerror", None) or str(error)[:80]
         raise OutputError(f"'{str(path)[:200]}' is no place for an output: {reason}") from error

@@ -1,0 +1,141 @@
+"""Where the statistics of a model's blocks come from: a dense pass over text, or a folder."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Container, Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from coec.calibration.statistics import Statistics
+from coec.calibration.stream import DenseStream, Measured
+from coec.calibration.tokens import Windows, hold_out
+from coec.calibration.windows import is_sampled, source_digest, window_length, window_maker
+from coec.devices import choose_device, choose_forward_dtype
+from coec.events import Progress
+from coec.execution.journal import Journal
+from coec.models.dense import Dense
+from coec.models.files import read_tensors, write_tensors
+from coec.settings import Calibration, Runtime
+
+TEXT = "windows"
+"""The piece of a run that holds its calibration windows."""
+
+
+def depends_on(dense: Dense, calibration: Calibration, device: torch.device) -> dict[str, Any]:
+    """All that the statistics of a dense pass depend on, JSON-ready, by the names of settings.
+
+    Model and text are there by digests of their content, and what a setting leaves open as it is
+    resolved for this model and device.
+    """
+    dtype = choose_forward_dtype(calibration.forward_dtype, dense.dtype, device)
+    return calibration.record() | {
+        "model": dense.digest,
+        "calibration": source_digest(calibration.source),
+        "seq_len": window_length(calibration, dense),
+        "forward_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+class Source(ABC):
+    """Where the statistics of a model's blocks come from."""
+
+    @property
+    @abstractmethod
+    def made_with(self) -> dict[str, Any]:
+        """All that they depend on, JSON-ready; model and text by digests."""
+
+    @property
+    def forward_dtype(self) -> str:
+        """In which they are computed."""
+        return str(self.made_with["forward_dtype"])
+
+    @abstractmethod
+    def begin(self, done: Journal, progress: Progress | None) -> dict[str, Any]:
+        """Makes the windows, or takes those that `done` has; returns their record."""
+
+    @abstractmethod
+    def blocks(self, skip: Container[int], progress: Progress | None) -> Iterator[Measured]:
+        """The blocks in order, without those in `skip`."""
+
+
+class DensePass(Source):
+    """The dense model run over a calibration text, which is checked before anything is computed.
+
+    Args:
+        dense: the model.
+        calibration: which text, and how much of it.
+        runtime: where to run.
+        progress: called while a long text is tokenised.
+
+    Raises:
+        CoecError: the text cannot be read, or is too short.
+    """
+
+    def __init__(
+        self,
+        dense: Dense,
+        calibration: Calibration,
+        runtime: Runtime,
+        progress: Progress | None = None,
+    ) -> None:
+        self._dense, self._calibration = dense, calibration
+        self._device = choose_device(runtime.device)
+        asked = calibration.forward_dtype
+        self._dtype = choose_forward_dtype(asked, dense.dtype, self._device)
+        self._make = window_maker(dense, calibration, runtime, progress)
+        self.windows: Windows | None = None
+
+    @cached_property
+    def made_with(self) -> dict[str, Any]:
+        return depends_on(self._dense, self._calibration, self._device)
+
+    def begin(self, done: Journal, progress: Progress | None) -> dict[str, Any]:
+        """Text sampled from the model is kept: making it again would take its time again."""
+        if TEXT in done:
+            ids = read_tensors(done.path(TEXT))["input_ids"]
+            self.windows = Windows.of_record(ids, done.facts(TEXT))
+        else:
+            made = self._make(self._device, self._dtype, progress)
+            if is_sampled(self._calibration.source):
+                done.put(
+                    TEXT,
+                    done.work / "windows.safetensors",
+                    lambda path: write_tensors({"input_ids": made.ids}, path),
+                    **made.record(),
+                )
+            self.windows = made
+        return self.windows.record()
+
+    def blocks(self, skip: Container[int], progress: Progress | None) -> Iterator[Measured]:
+        assert self.windows is not None  # `begin` made them
+        how = self._calibration
+        fit, held = hold_out(self.windows, how.holdout, how.seed)
+        stream = DenseStream(
+            self._dense, fit, holdout=held, device=self._device, dtype=self._dtype,
+            progress=progress,
+        )  # fmt: skip
+        return stream.blocks(skip)
+
+
+class SavedPass(Source):
+    """Statistics that `collect` kept, of this very model.
+
+    Raises:
+        OptionError: they are of another model.
+    """
+
+    def __init__(self, statistics: Statistics, dense: Dense, runtime: Runtime) -> None:
+        statistics.check({"model": dense.digest})
+        self._statistics, self._dense = statistics, dense
+        self._device = choose_device(runtime.device)
+
+    @property
+    def made_with(self) -> dict[str, Any]:
+        return self._statistics.made_with
+
+    def begin(self, done: Journal, progress: Progress | None) -> dict[str, Any]:
+        return self._statistics.calibration
+
+    def blocks(self, skip: Container[int], progress: Progress | None) -> Iterator[Measured]:
+        return self._statistics.blocks(self._dense, self._device, skip)

@@ -1,0 +1,152 @@
+"""Calibration text to windows: what was asked for is checked first, and made when it is needed."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from coec.calibration.ids import token_ids
+from coec.calibration.self_text import sample_from_model
+from coec.calibration.sources import is_named
+from coec.calibration.tokens import (
+    CHOICE,
+    Stream,
+    Windows,
+    digest,
+    held_out,
+    is_token_file,
+    load_tokenizer,
+    read_stream,
+    sample_windows,
+)
+from coec.errors import CalibrationError, OptionError
+from coec.events import Progress
+from coec.models.dense import Dense
+from coec.settings import Calibration, Runtime
+
+DEFAULT_SEQ_LEN = 2048
+"""Tokens of a calibration window where the model takes so many."""
+
+
+def resolve_seq_len(asked: int | None, positions: int, default: int) -> int:
+    """The window length: as asked, or the default capped at the model's positions.
+
+    Raises:
+        OptionError: more was asked than the model has positions, or too little to predict.
+    """
+    if positions < 2:
+        raise OptionError(
+            f"the model has {positions} positions (max_position_embeddings): a window needs two"
+        )
+    if asked is None:
+        return min(default, positions)
+    if asked < 2:
+        raise OptionError(f"seq_len must be at least 2, got {asked}")
+    if asked > positions:
+        raise OptionError(
+            f"seq_len={asked} is beyond the model's {positions} positions; use {positions} or less"
+        )
+    return asked
+
+
+def is_sampled(source: Any) -> bool:
+    """Whether the text is sampled from the model itself."""
+    return isinstance(source, str) and source == "self"
+
+
+def source_digest(source: str | Path | Tensor | np.ndarray) -> str:
+    """What tells one calibration text from another: the SHA-256 of a file's or a tensor's content.
+
+    A data set of the hub, and text sampled from the model, are known by their names.
+    """
+    if not isinstance(source, str | Path):
+        return digest(token_ids(source))
+    name = str(source)
+    if source == "self" or (is_named(name) and not is_token_file(name)):
+        return name  # also where a file of that name lies here: it is not what is read
+    path = Path(source)
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return str(source)
+    except OSError as error:
+        raise CalibrationError(f"'{path}' cannot be read: {error.strerror}") from error
+
+
+Maker = Callable[[torch.device, torch.dtype, Progress | None], Windows]
+
+
+def window_maker(
+    dense: Dense, calibration: Calibration, runtime: Runtime, progress: Progress | None
+) -> Maker:
+    """Checks the calibration text now, and returns a function that makes the windows."""
+    seq_len = window_length(calibration, dense)
+    sizes = {"samples": calibration.samples, "seq_len": seq_len, "seed": calibration.seed}
+    if is_sampled(calibration.source):
+        tokenizer = load_tokenizer(dense.folder, trust_remote_code=runtime.trust_remote_code)
+        return lambda device, dtype, progress: sample_from_model(
+            dense.network(device, dtype), tokenizer, **sizes, progress=progress
+        )
+    needed = CHOICE * calibration.samples * seq_len
+    stream = _stream(dense, calibration, runtime, needed, progress)
+    windows = sample_windows(stream, **sizes, vocabulary=dense.vocabulary)
+    held_out(calibration.samples, calibration.holdout)
+    return lambda device, dtype, progress: windows
+
+
+def check_calibrations(dense: Dense, parts: Sequence[Calibration], runtime: Runtime) -> None:
+    """Checks one calibration text for all calibrations that name it; it is tokenised once.
+
+    Raises:
+        CoecError: it cannot be read, or is too short for one of them.
+    """
+    wanted = {(part.samples, window_length(part, dense), part.holdout): part for part in parts}
+    for samples, _, holdout in wanted:
+        held_out(samples, holdout)
+    if is_sampled(parts[0].source):
+        window_maker(dense, parts[0], runtime, None)
+        return
+    most = max(samples * seq_len for samples, seq_len, _ in wanted)
+    stream = _stream(dense, parts[0], runtime, CHOICE * most, None)
+    for (samples, seq_len, _), part in wanted.items():
+        sample_windows(
+            stream, samples=samples, seq_len=seq_len, seed=part.seed, vocabulary=dense.vocabulary
+        )
+
+
+def window_length(calibration: Calibration, dense: Dense) -> int:
+    """Tokens of a window; raises OptionError where the model does not take so many."""
+    return resolve_seq_len(calibration.seq_len, dense.positions, DEFAULT_SEQ_LEN)
+
+
+def _stream(
+    dense: Dense,
+    calibration: Calibration,
+    runtime: Runtime,
+    needed: int,
+    progress: Progress | None,
+) -> Stream:
+    """Tokens of the calibration text, `needed` of a long one."""
+    if isinstance(calibration.source, Tensor):
+        return Stream(calibration.source, "tensor", "")
+
+    def tokenizer() -> PreTrainedTokenizerBase:
+        return load_tokenizer(dense.folder, trust_remote_code=runtime.trust_remote_code)
+
+    source = str(calibration.source)
+    if not is_token_file(source):
+        tokenizer()
+    return read_stream(
+        source,
+        tokenizer,
+        split="train",
+        text_column=calibration.text_column,
+        needed=needed,
+        progress=progress,
+    )

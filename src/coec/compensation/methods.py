@@ -1,0 +1,203 @@
+"""The compensations by name, and what a method is: a function, and what it declares of itself."""
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from coec.compensation.closed_form import bias, least_squares, none, ridge_to_slice
+from coec.compensation.coec import coec
+from coec.compensation.rcpu import rcpu
+from coec.errors import OptionError
+from coec.settings import CoecOptions, Options, RidgeOptions, Setting, of_annotation
+from coec.types import SiteProblem, SiteResult
+
+PARTS = frozenset({"value"})
+"""Parts of a problem that are prepared only for methods which need them."""
+
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A compensation, with what must be known of it before it runs.
+
+    Attributes:
+        function: `(problem, options) -> SiteResult` where `options` says which options; otherwise
+            `(problem, *, options) -> SiteResult`, whose options are its keyword-only arguments.
+        adds_bias: whether results may carry a bias, which decides the output format before any
+            work. One that was not declared is refused.
+        needs: the parts of the problem that are to be prepared: `value`, the pruned value
+            projection at sites that follow attention.
+        options: the dataclass of the options.
+    """
+
+    function: Callable[..., SiteResult]
+    adds_bias: bool = False
+    needs: Collection[str] = frozenset()
+    options: type[Options] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "needs", frozenset(self.needs))
+        if unknown := sorted(frozenset(self.needs) - PARTS):
+            raise OptionError(
+                f"compensation '{self.name}' needs '{unknown[0]}', which no problem has; a method "
+                f"can need {', '.join(sorted(PARTS))}"
+            )
+        _check_form(self)
+
+    @classmethod
+    def of(cls, choice: Any) -> "Method":
+        """The method of a name, or of a function that declares nothing.
+
+        Raises:
+            OptionError: there is none of that name, or the function has another form.
+        """
+        if isinstance(choice, Method):
+            return choice
+        if callable(choice):
+            return cls(choice)
+        if not isinstance(choice, str) or choice not in COMPENSATIONS:
+            raise OptionError(f"unknown compensation '{choice}'; known: {', '.join(COMPENSATIONS)}")
+        return COMPENSATIONS[choice]
+
+    @property
+    def name(self) -> str:
+        """What messages and reports call it: the name it is listed under, or its function's."""
+        listed = (name for name, one in COMPENSATIONS.items() if one == self)
+        return next(listed, getattr(self.function, "__name__", repr(self.function)))
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """Its options."""
+        return self.options.table() if self.options else _keywords(self.function)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The options that have a default, with it."""
+        return {one.name: one.default for one in self.settings if one.default is not REQUIRED}
+
+    def chosen(self, given: Mapping[str, Any]) -> "Options | dict[str, Any]":
+        """The options as the function takes them, checked.
+
+        Raises:
+            OptionError: one is unknown, not allowed, or without effect beside the others.
+        """
+        own = self._checked(given)
+        for option, why in self.idle(own).items():
+            raise OptionError(
+                f"{option} has no effect with {why}: leave it out, or change the other"
+            )
+        return self.options(**own) if self.options else own
+
+    def idle(self, given: Mapping[str, Any]) -> dict[str, str]:
+        """Those of the options that differ from their default to no effect, each with the reason.
+
+        Raises:
+            OptionError: an option is unknown or not allowed.
+        """
+        own = self._checked(given)
+        if self.options is None:
+            return {}
+        found, defaults = self.options(**own).idle(), self.defaults
+        return {o: why for o, why in found.items() if o in own and own[o] != defaults[o]}
+
+    def __call__(self, problem: SiteProblem, options: "Options | dict[str, Any]") -> SiteResult:
+        """Runs it, and holds it to what it declares.
+
+        Raises:
+            OptionError: what it returns is no `SiteResult`, does not fit the problem, or has a bias
+                that it did not declare.
+        """
+        if isinstance(options, Options):
+            options.check_parts(() if problem.value is None else ("value",))
+            result = self.function(problem, options)
+        else:
+            result = self.function(problem, **options)
+        self._check_result(result, problem)
+        return result
+
+    def _check_result(self, result: object, problem: SiteProblem) -> None:
+        if not isinstance(result, SiteResult):
+            raise OptionError(
+                f"compensation '{self.name}' must return a coec.SiteResult, got "
+                f"{type(result).__name__}"
+            )
+        if result.bias is not None and not self.adds_bias:
+            raise OptionError(
+                f"compensation '{self.name}' returns a bias without having declared it: pass "
+                f"coec.Method({self.name}, adds_bias=True)"
+            )
+        rows = len(problem.weight)
+        self._check_tensor("weight", result.weight, (rows, len(problem.kept.kept)), problem)
+        if result.bias is not None:
+            self._check_tensor("bias", result.bias, (rows,), problem)
+
+    def _check_tensor(
+        self, what: str, tensor: Tensor, shape: tuple[int, ...], problem: SiteProblem
+    ) -> None:
+        dtype = problem.weight.dtype
+        if tensor.shape != shape or tensor.dtype != dtype:
+            raise OptionError(
+                f"compensation '{self.name}' must return a {what} of shape {shape} in {dtype}, "
+                f"got {tuple(tensor.shape)} in {tensor.dtype}"
+            )
+
+    def _checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        known = {one.name: one for one in self.settings}
+        for option in sorted(set(given) - set(known)):
+            takes = ", ".join(known) or "none"
+            raise OptionError(
+                f"compensation '{self.name}' has no option '{option}'; its options: {takes}"
+            )
+        return {option: known[option].checked(value) for option, value in given.items()}
+
+
+REQUIRED = inspect.Parameter.empty
+"""The default of an option that must be given."""
+
+
+@functools.cache
+def _keywords(function: Callable[..., SiteResult]) -> tuple[Setting, ...]:
+    """The options of a function: its keyword-only arguments; annotations say their kinds."""
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(
+        of_annotation(one.name, one.annotation, one.default)
+        for one in parameters
+        if one.kind is one.KEYWORD_ONLY
+    )
+
+
+def _check_form(method: Method) -> None:
+    """Raises OptionError unless the function can be called with a problem, and shows how."""
+    try:
+        parameters = inspect.signature(method.function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise OptionError(
+            f"compensation '{method.name}' is no function whose arguments can be asked for: {error}"
+        ) from error
+    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        return
+    taken = [one for one in parameters if one.kind in POSITIONAL]
+    needed = [one.name for one in taken if one.default is one.empty]
+    wanted = 2 if method.options else 1
+    if len(needed) > wanted or len(taken) < wanted:
+        form = "(problem, options)" if method.options else "(problem, *, options)"
+        raise OptionError(
+            f"compensation '{method.name}' takes ({', '.join(needed)}): write it as "
+            f"{method.name}{form} -> coec.SiteResult, with problem.weight, problem.gram and "
+            "problem.kept"
+        )
+
+
+COMPENSATIONS: dict[str, Method] = {
+    "coec": Method(coec, needs={"value"}, options=CoecOptions),
+    "rcpu": Method(rcpu),
+    "bias": Method(bias, adds_bias=True),
+    "least-squares": Method(least_squares, options=RidgeOptions),
+    "ridge-to-slice": Method(ridge_to_slice, options=RidgeOptions),
+    "none": Method(none),
+}

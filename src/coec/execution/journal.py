@@ -1,0 +1,297 @@
+"""The journal of a run: what is finished is on the disk, and the same command goes on from there.
+
+A finished piece of work is one file in `OUT.partial/`: written under another name, synced, renamed,
+and then recorded with its digest in `journal.jsonl`, whose first line says what the run was asked
+for. Whatever ends the run, SIGKILL and a power cut included, at most the piece in hand is lost. A
+piece counts when it is recorded and its file is what the record says; everything else is removed
+when the run goes on.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from coec.errors import CoecError, OutputError, UnfinishedError
+from coec.events import record
+from coec.execution.output import (
+    JOURNAL,
+    NEW,
+    WORK,
+    check_replaceable,
+    claimed,
+    empty,
+    put_in_place,
+    resolved,
+    sync,
+    unwritable,
+)
+
+Identity = dict[str, Any]
+"""What determines a result, JSON-ready, models and texts by digests of their content."""
+WRITING = ".writing"
+"""The suffix of a file until it is complete."""
+PLACING = "placing"
+"""The name of the entry that says that all is done but to rename the folder to OUT."""
+SHOWN = 3
+"""How many of the settings that differ a refusal names."""
+
+
+class Journal:
+    """The finished pieces of one run; made by `journal`.
+
+    Attributes:
+        out: the folder to make.
+        partial: where work goes on.
+        new: what will be `out`.
+        work: other pieces, gone in the end.
+        finished: whether an earlier run had put `out` in place already, and was killed then.
+    """
+
+    def __init__(self, out: Path, partial: Path, identity: Identity, force: bool) -> None:
+        self.out, self.partial, self._force = out, partial, force
+        self.new, self.work = partial / NEW, partial / WORK
+        self._path = partial / JOURNAL
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._read(identity)
+        self.finished = PLACING in self._entries and not self.new.exists() and self._in_place()
+        if self.finished:
+            return
+        check_replaceable(out, force)
+        self._drop_the_unfinished()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __len__(self) -> int:
+        """How many pieces are finished."""
+        return len(self._entries)
+
+    def path(self, name: str) -> Path:
+        """The file of a finished piece."""
+        return self.partial / str(self._entries[name]["file"])
+
+    def facts(self, name: str) -> dict[str, Any]:
+        """What was recorded with a finished piece."""
+        facts: dict[str, Any] = self._entries[name]["facts"]
+        return facts
+
+    def put(self, name: str, path: Path, write: Callable[[Path], None], **facts: Any) -> None:
+        """Finishes a piece; returns when it is on the disk.
+
+        Args:
+            name: of the piece.
+            path: of its file, in `new` or in `work`.
+            write: writes the file that it is given.
+            facts: kept with it, JSON-ready.
+
+        Raises:
+            OutputError: the disk refuses.
+        """
+        temporary = path.with_name(path.name + WRITING)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(temporary)
+            sync(temporary)
+            os.rename(temporary, path)
+            sync(path.parent)
+            self._append(
+                {
+                    "name": name,
+                    "file": path.relative_to(self.partial).as_posix(),
+                    "bytes": path.stat().st_size,
+                    "sha256": _sha256(path),
+                    "facts": facts,
+                }
+            )
+        except (OSError, SafetensorError) as error:
+            raise unwritable(self.out, error) from error
+
+    def remove(self, name: str) -> None:
+        """Deletes the file of a piece that is in another one by now."""
+        self.path(name).unlink(missing_ok=True)
+        del self._entries[name]
+
+    def complete(self) -> None:
+        """Makes `new` to `out`, in one rename.
+
+        Raises:
+            OutputError: something appeared at `out`, or the disk refuses.
+        """
+        try:
+            for path in [self.new, *self.new.rglob("*")]:
+                sync(path)
+            self._append({"name": PLACING, "file": NEW, "bytes": 0, "sha256": "", "facts": {}})
+            put_in_place(self.partial, self.out, self._force)
+        except OSError as error:
+            raise unwritable(self.out, error) from error
+        finally:
+            if not self.new.exists():
+                empty(self.partial)
+
+    def _read(self, identity: Identity) -> None:
+        """Takes up what an earlier run left, or begins.
+
+        Raises:
+            OutputError: the journal is damaged, or of a run that was asked for something else.
+        """
+        content = self._path.read_bytes() if self._path.is_file() else b""
+        whole = content[: content.rfind(b"\n") + 1]  # of a torn last line nothing is kept
+        if not whole:
+            empty(self.partial)
+            self._append({"identity": identity}, fresh=True)
+            return
+        for number, line in enumerate(whole.splitlines(), start=1):
+            try:
+                entry = json.loads(line)
+                if number == 1:
+                    begun = dict(entry["identity"])
+                    continue
+                self._entries[entry["name"]] = _checked(entry)
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise OutputError(
+                    f"'{self._path}', line {number}, is damaged: pass restart=True to begin anew"
+                ) from error
+        differing = _differing(begun, json.loads(json.dumps(identity)))
+        if differing and not self._entries:  # nothing is lost
+            empty(self.partial)
+            self._append({"identity": identity}, fresh=True)
+            return
+        if differing:
+            raise UnfinishedError(
+                f"an unfinished run into '{self.out}' was asked for something else ({differing}): "
+                "ask for the same to continue it, or pass restart=True to throw it away"
+            )
+        if len(whole) < len(content):
+            with self._path.open("r+b") as file:
+                file.truncate(len(whole))
+            sync(self._path)
+
+    def _drop_the_unfinished(self) -> None:
+        """Removes files that no entry vouches for, and forgets entries that no file vouches for."""
+        self._entries.pop(PLACING, None)
+        for name, entry in list(self._entries.items()):
+            path = self.path(name)
+            if not path.is_file():
+                del self._entries[name]  # it had been removed because another piece has it
+            elif path.stat().st_size != entry["bytes"] or _sha256(path) != entry["sha256"]:
+                del self._entries[name]
+                record(f"'{path}' is not what was written: it is made again")
+        for folder in (self.new, self.work):
+            folder.mkdir(exist_ok=True)
+        kept = {self.path(name) for name in self._entries}
+        for path in sorted(p for top in (self.new, self.work) for p in top.rglob("*")):
+            if (path.is_file() or path.is_symlink()) and path not in kept:
+                path.unlink()
+
+    def _in_place(self) -> bool:
+        """Whether `out` is what the entries say that `new` was."""
+        pieces = [entry for entry in self._entries.values() if entry["file"].startswith(f"{NEW}/")]
+        return all(
+            (path := self.out / entry["file"].removeprefix(f"{NEW}/")).is_file()
+            and path.stat().st_size == entry["bytes"]
+            and _sha256(path) == entry["sha256"]
+            for entry in pieces
+        )
+
+    def _append(self, entry: dict[str, Any], *, fresh: bool = False) -> None:
+        line = json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n"
+        with self._path.open("wb" if fresh else "ab") as file:
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        if fresh:
+            sync(self.partial)
+            sync(self.partial.parent)
+        else:
+            self._entries[entry["name"]] = entry
+
+
+@contextmanager
+def journal(
+    out: Path, identity: Identity, *, force: bool = False, restart: bool = False
+) -> Iterator[Journal]:
+    """The journal of a run that makes the folder `out`, for this process alone.
+
+    When the run ends by an error that the same command would meet again, nothing is left. When it
+    is interrupted or the disk is full, finished pieces stay, and the error has a note that says so.
+
+    Args:
+        out: the folder to make; empty, or not there.
+        identity: what determines the result.
+        force: replace the model that `out` holds.
+        restart: throw away what an earlier run left.
+
+    Raises:
+        OutputError: another run works on `out`, an earlier one was asked for something else, `out`
+            holds no model that could be replaced or appeared in the meantime, or the disk refuses.
+    """
+    out = resolved(out)
+    with claimed(out) as partial:
+        if restart:
+            empty(partial)
+        one = Journal(out, partial, identity, force)
+        try:
+            yield one
+        except BaseException as error:
+            again = isinstance(error, CoecError) and not isinstance(error, OutputError)
+            if again or not len(one):
+                empty(partial)
+            else:
+                error.add_note(f"what is finished is kept in '{partial}'")
+            raise
+        if one.finished or not one.new.exists():
+            empty(partial)
+
+
+def unfinished(out: Path) -> bool:
+    """Whether an earlier run into `out` has left something to go on with."""
+    out = resolved(out)
+    return (out.with_name(f"{out.name}.partial") / JOURNAL).is_file()
+
+
+def _checked(entry: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError unless an entry has what `put` writes, its file inside the folder."""
+    kinds = {"name": str, "file": str, "bytes": int, "sha256": str, "facts": dict}
+    for name, kind in kinds.items():
+        if not isinstance(entry[name], kind):
+            raise ValueError(f"{name} is no {kind.__name__}")
+    parts = Path(entry["file"]).parts
+    if not parts or parts[0] not in (NEW, WORK) or ".." in parts:
+        raise ValueError("the file lies elsewhere")
+    return entry
+
+
+def _differing(begun: Identity, asked: Identity) -> str:
+    """What differs between the run that was begun and this one, in words; empty where nothing."""
+    old, new = _flat(begun), _flat(asked)
+    names = [name for name in {**new, **old} if old.get(name) != new.get(name)]
+    said = [
+        f"{name} was {_short(old.get(name))}, now {_short(new.get(name))}" for name in names[:SHOWN]
+    ]
+    if len(names) > SHOWN:
+        said.append(f"and {len(names) - SHOWN} more")
+    return ", ".join(said)
+
+
+def _flat(identity: Identity) -> dict[str, Any]:
+    """Nested settings by their own names."""
+    flat: dict[str, Any] = {}
+    for name, value in identity.items():
+        flat |= _flat(value) if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def _short(value: Any) -> str:
+    shown = json.dumps(value, ensure_ascii=False)
+    return shown if len(shown) <= 40 else f"{shown[:12]}…"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,112 @@
+"""Many jobs by one function: here, or in processes of their own; results in the jobs' order."""
+
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_context
+from types import FrameType
+from typing import Any, TypeVar
+
+from coec.errors import CoecError
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Workers:
+    """Carries out jobs; a context that ends its processes.
+
+    Args:
+        count: of processes; 1 works in this one.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._pool = None
+        if count > 1:
+            threads = max(1, (os.cpu_count() or 1) // count)
+            self._pool = ProcessPoolExecutor(
+                count, get_context("spawn"), initializer=_begin, initargs=(threads,)
+            )
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._pool:
+            if kind is not None:  # a signal that reached this process alone: nobody waits for jobs
+                for process in list(self._pool._processes.values()):
+                    process.terminate()
+            self._pool.shutdown(cancel_futures=True)
+
+    def map(self, function: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
+        """The results in the order of the jobs; function and jobs are pickled.
+
+        Raises:
+            CoecError: a worker died.
+        """
+        if self._pool is None:
+            yield from map(function, jobs)
+            return
+        try:
+            with _deferred():
+                results = self._pool.map(functools.partial(_carry_out, function), jobs)
+            yield from results
+        except BrokenProcessPool as error:
+            raise CoecError(
+                "a worker process died, probably for lack of memory: use fewer jobs (jobs=N); "
+                "what is finished is kept, and the same command goes on with the rest"
+            ) from error
+
+
+@contextmanager
+def _deferred() -> Iterator[None]:
+    """Signals wait, also in processes that are started meanwhile, until these can take them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+
+def _begin(threads: int) -> None:
+    """Sets a worker process up: its share of the cores, no chatter, a silent end at Ctrl-C."""
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    torch.set_num_threads(threads)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    # not ignored: what a job has half-written is then removed at once, and nobody waits for it
+    for number in ENDING:
+        signal.signal(number, _end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+
+_state: dict[str, Any] = {"busy": False, "ending": False}
+
+
+def _carry_out(function: Callable[[Job], Result], job: Job) -> Result:
+    """A job in a worker, which a signal unwinds; after it the pool would hand it the next."""
+    if _state["ending"]:
+        os._exit(1)
+    _state["busy"] = True
+    try:
+        return function(job)
+    finally:
+        _state["busy"] = False
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Unwinds a job; a worker that has none ends at once, as the pool would print an exception."""
+    _state["ending"] = True
+    for other in ENDING:
+        signal.signal(other, signal.SIG_IGN)  # a second one would disturb the tidying up
+    if not _state["busy"]:
+        os._exit(128 + number)
+    sys.exit(128 + number)

@@ -1,0 +1,223 @@
+"""Where units are removed, as plain values: complete, compared by value, picklable (METHODS §1)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from coec.errors import ModelError
+from coec.types import KeptSet
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one stored tensor that a site's units own, in equal runs and in their order.
+
+    A projection that is stored with others in one tensor is a part of its rows.
+
+    Attributes:
+        tensor: its full name.
+        start, stop: the first of the rows, and the one behind the last.
+    """
+
+    tensor: str
+    start: int
+    stop: int
+
+    def of(self, units: KeptSet) -> Int[Tensor, " rows"]:
+        """Indices of the rows that the kept units own."""
+        return self.start + units.columns((self.stop - self.start) // units.size).kept.cpu()
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place where units are removed: rows of its producers, columns of its consumer.
+
+    Attributes:
+        block: the index of its block.
+        name: what tells the sites of a block apart, such as `mlp`.
+        unit: what one unit is, in words.
+        units: how many there are.
+        columns_per_unit: consecutive columns of the consumer that one unit owns.
+        producers: the rows that go with the units.
+        consumer: the module, by its full name, whose columns go, and which is compensated.
+        value: the rows whose products with attention the consumer reads, where it follows
+            attention; every unit's rows stand there once for all its query heads.
+    """
+
+    block: int
+    name: str
+    unit: str
+    units: int
+    columns_per_unit: int
+    producers: tuple[Rows, ...]
+    consumer: str
+    value: Rows | None = None
+
+    @property
+    def columns(self) -> int:
+        """d: how many columns the consumer has."""
+        return self.units * self.columns_per_unit
+
+    @property
+    def weight(self) -> str:
+        """The name of the consumer's weight."""
+        return f"{self.consumer}.weight"
+
+    @property
+    def bias(self) -> str:
+        """The name of the consumer's bias, which may not be there."""
+        return f"{self.consumer}.bias"
+
+    @property
+    def key(self) -> str:
+        """The name of its kept units in files."""
+        return f"layers.{self.block}.{self.name}"
+
+    def kept_columns(self, units: KeptSet) -> KeptSet:
+        """The consumer's columns that the kept units own."""
+        return units.columns(self.columns_per_unit)
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """One block of a model.
+
+    Attributes:
+        index: which one.
+        prefix: what the names of its tensors begin with.
+        sites: where units are removed.
+    """
+
+    index: int
+    prefix: str
+    sites: tuple[Site, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All blocks of a model, and the tensors of which more than the name must be known.
+
+    Attributes:
+        blocks: in their order.
+        embedding: the tensor that turns token ids into hidden states.
+    """
+
+    blocks: tuple[BlockLayout, ...]
+    embedding: str
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Of all blocks, in their order."""
+        return tuple(site for block in self.blocks for site in block.sites)
+
+    @property
+    def kinds(self) -> tuple[Site, ...]:
+        """The sites of the first block: what kinds of sites the model has."""
+        return self.blocks[0].sites
+
+
+@dataclass(frozen=True)
+class SitePattern:
+    """A site of any block of an architecture: names are relative to the block.
+
+    Attributes:
+        name, unit: as in `Site`.
+        counted_by: the field of `Shape` that says how many units there are.
+        producers: modules whose output rows belong to the units.
+        consumer: the module whose input columns do.
+        value: the producer whose rows reach the consumer through attention, where one does.
+    """
+
+    name: str
+    unit: str
+    counted_by: str
+    producers: tuple[str, ...]
+    consumer: str
+    value: str | None = None
+
+    def site(self, block: int, prefix: str, units: int, shapes: Mapping[str, torch.Size]) -> Site:
+        """The site of one block; raises ModelError where tensors do not divide among the units."""
+        names = [
+            name
+            for module in self.producers
+            for name in (f"{prefix}{module}.weight", f"{prefix}{module}.bias")
+            if name in shapes
+        ]
+        consumer = f"{prefix}{self.consumer}"
+        columns = shapes[f"{consumer}.weight"][1]
+        for name, rows in [(n, shapes[n][0]) for n in names] + [(consumer, columns)]:
+            if rows % units:
+                raise ModelError(f"{name} does not divide into {units} {self.unit}s: it is {rows}")
+        value = None
+        if self.value is not None:
+            tensor = f"{prefix}{self.value}.weight"
+            value = Rows(tensor, 0, shapes[tensor][0])
+        return Site(
+            block=block,
+            name=self.name,
+            unit=self.unit,
+            units=units,
+            columns_per_unit=columns // units,
+            producers=tuple(Rows(name, 0, shapes[name][0]) for name in names),
+            consumer=consumer,
+            value=value,
+        )
+
+
+ATTENTION = SitePattern(
+    name="attention",
+    unit="KV group",
+    counted_by="kv_heads",
+    producers=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    consumer="self_attn.o_proj",
+    value="self_attn.v_proj",
+)
+MLP = SitePattern(
+    name="mlp",
+    unit="intermediate channel",
+    counted_by="ffn",
+    producers=("mlp.gate_proj", "mlp.up_proj"),
+    consumer="mlp.down_proj",
+)
+
+
+@dataclass(frozen=True)
+class BlockPattern:
+    """How an architecture names what is in its blocks.
+
+    Attributes:
+        prefix: of a block's tensors, with `{}` for the block's index.
+        sites: where units are removed.
+        embedding: as in `Layout`.
+    """
+
+    prefix: str = "model.layers.{}."
+    sites: tuple[SitePattern, ...] = (ATTENTION, MLP)
+    embedding: str = "model.embed_tokens.weight"
+
+    def layout(self, shape: Any, shapes: Mapping[str, torch.Size]) -> Layout:
+        """Every site of a model.
+
+        Args:
+            shape: its sizes, a `Shape`.
+            shapes: of its stored tensors, by name.
+        """
+        return Layout(
+            tuple(
+                BlockLayout(index, prefix, tuple(
+                    pattern.site(index, prefix, getattr(shape, pattern.counted_by), shapes)
+                    for pattern in self.sites
+                ))
+                for index in range(shape.layers)
+                for prefix in [self.prefix.format(index)]
+            ),
+            self.embedding,
+        )  # fmt: skip
+
+
+LLAMA_BLOCKS = BlockPattern()
+"""The names that Llama introduced, and most families took over."""

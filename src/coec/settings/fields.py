@@ -1,0 +1,223 @@
+"""How a setting is declared: one field of a dataclass holds its default, its limits and its help.
+
+Flags, keys of files, help texts and docs/SETTINGS.md are made of these fields.
+"""
+
+import dataclasses
+import sys
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from coec.errors import OptionError
+
+Value = float | int | str | None
+T = TypeVar("T")
+Kind = type[float] | type[int] | type[str] | tuple[str, ...]
+KINDS = (float, int, str)
+DECLARED = "setting"
+"""The key in a field's metadata under which its declaration stands."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A flag of `coec prune`, a key of recipes and grids, an argument of `coec.prune`.
+
+    Attributes:
+        name: with underscores, as in Python.
+        kind: `float`, `int` or `str`; or the names that are allowed; None for anything.
+        default: where nothing is given.
+        help: what it does.
+        otherwise: the default in words, where None stands for something.
+        least, most: the range of a number, both included; None for no limit.
+        check: raises OptionError for other values that are not allowed.
+        functions: whether a function is allowed where a name is.
+        methods: the compensations that have this option; none for a setting of every recipe.
+    """
+
+    name: str
+    kind: Kind | None
+    default: Any
+    help: str = ""
+    otherwise: str = ""
+    least: float | None = None
+    most: float | None = None
+    check: Callable[[Any], object] | None = None
+    functions: bool = False
+    methods: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The help text: what it does, what it may be, and its default."""
+        default = self.default if self.otherwise == "" else self.otherwise
+        return f"{self.help}{self._choices} Default: {default}."
+
+    @property
+    def _choices(self) -> str:
+        """The allowed values, where the sentence does not name them all."""
+        if not isinstance(self.kind, tuple) or all(value in self.help for value in self.kind):
+            return ""
+        return f" One of {', '.join(self.kind)}."
+
+    def checked(self, value: Any) -> Any:
+        """The value, numbers as Python's own; raises OptionError where it is not allowed."""
+        value = plain(value)
+        if value is None and self.default is None:
+            return None
+        if isinstance(self.kind, tuple):
+            self._check_name(value)
+        elif self.kind is int:
+            self._check_whole(value)
+        elif self.kind is float:
+            self._check_number(value)
+        elif self.kind is str:
+            self._check_text(value)
+        if self.check:
+            self.check(value)
+        return value
+
+    def _check_name(self, value: Any) -> None:
+        assert isinstance(self.kind, tuple)
+        if self.functions and callable(value):
+            return
+        known = ", ".join(self.kind)
+        if self.functions:
+            self._check_text(value)
+            if value not in self.kind:
+                raise OptionError(f"unknown {self.name} '{value}'; known: {known}")
+        elif not isinstance(value, str) or value not in self.kind:
+            raise OptionError(f"{self.name} must be one of {known}, got {value!r:.80}")
+
+    def _check_whole(self, value: Any) -> None:
+        if self.least is not None:
+            check_whole(self.name, value, int(self.least))
+        elif not isinstance(value, int) or isinstance(value, bool):
+            raise OptionError(f"{self.name} must be a whole number, got {value!r:.80}")
+
+    def _check_number(self, value: Any) -> None:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise OptionError(f"{self.name} must be a number, got {value!r:.80}")
+        if self.least is None:
+            return
+        most = sys.float_info.max if self.most is None else self.most
+        if not self.least <= value <= most:
+            unbounded = f"at least {self.least:g} and finite"
+            bound = unbounded if self.most is None else f"in [{self.least:g}, {self.most:g}]"
+            raise OptionError(f"{self.name} must be {bound}, got {value!r:.80}")
+
+    def _check_text(self, value: Any) -> None:
+        if isinstance(value, int | float | list | bool | None):
+            raise OptionError(f"{self.name} must be text, got {value!r:.80}")
+        if isinstance(value, str) and (not value or "\0" in value):
+            raise OptionError(f"{self.name} must be text without NUL characters, got {value!r:.80}")
+
+
+def setting(
+    default: Value,
+    help: str,
+    *,
+    key: str = "",
+    otherwise: str = "",
+    least: float | None = None,
+    most: float | None = None,
+    check: Callable[[Any], object] | None = None,
+) -> Any:
+    """Declares a field as a setting; its kind is the field's annotation.
+
+    Args:
+        default: where nothing is given.
+        help: what it does, as a sentence.
+        key: what flags and files call it, where that is not the field's name.
+        otherwise: the default in words, where None stands for something.
+        least, most: the range of a number, both included.
+        check: raises OptionError for other values that are not allowed.
+    """
+    declared = {"help": help, "otherwise": otherwise, "least": least, "most": most, "check": check}
+    return dataclasses.field(default=default, metadata={DECLARED: declared, "key": key})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Fields declared by `setting`; every value is checked when the object is made."""
+
+    def __post_init__(self) -> None:
+        for attribute, one in declared(type(self)).items():
+            object.__setattr__(self, attribute, one.checked(getattr(self, attribute)))
+
+    @classmethod
+    def table(cls) -> tuple[Setting, ...]:
+        """Its settings, in the order of the fields."""
+        return tuple(declared(cls).values())
+
+    @classmethod
+    def of(cls: type[T], settings: Mapping[str, Any]) -> T:
+        """An object of those of the settings that are its own; names as flags and files have them.
+
+        Raises:
+            OptionError: a value is not allowed.
+        """
+        names = {f.metadata.get("key") or f.name: f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        return cls(**{names[k]: value for k, value in settings.items() if k in names})
+
+    def record(self) -> dict[str, Any]:
+        """Every setting's value, by name."""
+        return {one.name: getattr(self, at) for at, one in declared(type(self)).items()}
+
+
+_DECLARED: dict[type, dict[str, Setting]] = {}
+"""What `declared` has found: annotations are slow to read, and grids make thousands of recipes."""
+
+
+def declared(cls: type) -> dict[str, Setting]:
+    """The settings of a dataclass by the names of its fields."""
+    if cls not in _DECLARED:
+        hints = get_type_hints(cls)
+        _DECLARED[cls] = {
+            field.name: of_annotation(
+                field.metadata["key"] or field.name,
+                hints[field.name],
+                field.default,
+                **field.metadata[DECLARED],
+            )
+            for field in dataclasses.fields(cls)
+            if DECLARED in field.metadata
+        }
+    return _DECLARED[cls]
+
+
+def of_annotation(name: str, annotation: Any, default: Any, **more: Any) -> Setting:
+    """A setting whose kind an annotation says: the first of its members that is a kind."""
+    union = get_origin(annotation) in (Union, types.UnionType)
+    members = get_args(annotation) if union else (annotation,)
+    kinds = [get_args(one) if get_origin(one) is Literal else one for one in members]
+    kind = next((one for one in kinds if one in KINDS or isinstance(one, tuple)), None)
+    functions = any(get_origin(one) is get_origin(Callable[..., Any]) for one in members)
+    return Setting(name, kind, default, functions=functions, **more)
+
+
+def plain(value: Any) -> Any:
+    """A number of numpy or torch, also in an array without dimensions, as Python's own."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    return value
+
+
+SEEDS = 2**64
+"""Generators of random numbers take seeds below this."""
+
+
+def check_whole(name: str, value: Any, least: int = 1) -> int:
+    """The value as Python's own; raises OptionError unless it is whole and at least `least`."""
+    value = plain(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise OptionError(f"{name} must be a whole number of at least {least}, got {value!r:.80}")
+    return value
+
+
+def check_seed(seed: Any) -> int:
+    """The seed as Python's own number; raises OptionError unless a generator takes it."""
+    seed = check_whole("seed", seed, least=0)
+    if seed >= SEEDS:
+        raise OptionError(f"seed must be below 2**64, got a number of {seed.bit_length()} bits")
+    return seed

@@ -1,0 +1,124 @@
+"""The options of the compensations, one dataclass per method or family of methods."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from coec.errors import OptionError
+from coec.settings.fields import Settings, setting
+
+Rotation = Literal["two-sided", "left", "right", "better"]
+Parameterization = Literal["stiefel", "full"]
+Start = Literal["identity", "procrustes"]
+Rescale = Literal["gcv", "fixed", "uniform"]
+Solver = Literal["joint", "conjugate", "gradient"]
+Retraction = Literal["auto", "polar"]
+
+OF_THE_RIGHT_SOLVE = (
+    "solver", "parameterization", "start", "retraction", "delta", "precision", "iterations",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Settings):
+    """The options of a method."""
+
+    def idle(self) -> dict[str, str]:
+        """Options that have no effect beside the others, and why."""
+        return {}
+
+    def check_parts(self, parts: Collection[str]) -> None:
+        """Raises OptionError where the options do not go with these parts of a problem."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoecOptions(Options):
+    """Of COEC (docs/METHODS.md §5)."""
+
+    alpha: float = setting(
+        0.9, "Gram tempering exponent in [0, 1]; 1 is off, 0 returns the slice.", least=0, most=1
+    )
+    rotation: Rotation = setting(
+        "two-sided",
+        "Which side turns; `better` runs left and right alone and keeps what ends lower.",
+    )
+    parameterization: Parameterization = setting(
+        "stiefel", "`stiefel` turns the b×k frame, `full` the whole of O(k)."
+    )
+    start: Start = setting(
+        "identity",
+        "Of every right solve: where the frame is, or the one-sided Procrustes solution.",
+    )
+    slices: int = setting(
+        1, "Contiguous groups of output rows, each compensated on its own.", least=1
+    )
+    rescale: Rescale = setting(
+        "gcv", "`gcv`, `fixed` (λ = rescale_ridge × median mode energy) or `uniform` (one scale)."
+    )
+    rescale_ridge: float = setting(1.0, 'For `rescale = "fixed"`.', least=0)
+    kappa: float = setting(10.0, "The band of a mode around the global scale, at least 1.", least=1)
+    solver: Solver = setting(
+        "joint",
+        "`joint` (conjugate gradient, the left factor following), `conjugate` (the left factor "
+        "held) or `gradient` (the source's).",
+    )
+    retraction: Retraction = setting(
+        "auto", "Of `gradient`: `auto` (Cayley for square frames, polar for others) or `polar`."
+    )
+    delta: float = setting(7e-4, "`gradient` stops when the rotation changes by less.", least=0)
+    precision: float = setting(
+        1e-4,
+        "`joint` and `conjugate` stop when a step lowers the objective by a smaller fraction.",
+        least=0,
+    )
+    iterations: int = setting(200, "At most so many steps in one right solve.", least=1)
+    rounds: int = setting(50, "At most so many rounds.", least=0)
+    tol: float = setting(
+        1e-4, "Stop when a round changes the objective, relative to `‖Y‖²`, by less.", least=0
+    )
+    lambda_a: float = setting(50.0, "Weight of the alignment penalty.", least=0)
+    r_p: int = setting(16, "Rank of the aligned subspaces, capped at the frame's.", least=1)
+
+    def idle(self) -> dict[str, str]:
+        """Options that have no effect beside the others, and why."""
+        if self.alpha == 0:
+            return dict.fromkeys(self.record().keys() - {"alpha"}, "alpha = 0")
+        found: dict[str, str] = {}
+        if self.lambda_a == 0:
+            found["r_p"] = "lambda_a = 0"
+        if self.rescale != "fixed":
+            found["rescale_ridge"] = f"rescale = {self.rescale}"
+        if self.rescale == "uniform":
+            found["kappa"] = "rescale = uniform"
+        if self.solver == "gradient":
+            found["precision"] = "solver = gradient"
+        else:
+            found |= dict.fromkeys(("delta", "retraction"), f"solver = {self.solver}")
+        if self.rotation == "left":
+            found |= dict.fromkeys(OF_THE_RIGHT_SOLVE, "rotation = left")
+        if self.rounds == 0:
+            found |= dict.fromkeys([*OF_THE_RIGHT_SOLVE, "tol"], "rounds = 0")
+        return found
+
+    def check_parts(self, parts: Collection[str]) -> None:
+        """The alignment penalty, on where there is a value projection, is on one frame."""
+        if self.slices > 1 and "value" in parts and self.lambda_a > 0:
+            raise OptionError(
+                "slices = 1 goes with alignment: the penalty is on the frame of the whole matrix, "
+                "which slices do not have; set lambda_a = 0 to rotate slices"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RidgeOptions(Options):
+    """Of the ridge regressions (docs/METHODS.md §4)."""
+
+    ridge: float = setting(1e-2, "λ relative to the mean diagonal of Gxx, at least 0.", least=0)
+
+
+COMPENSATION_OPTIONS: dict[str, type[Options]] = {
+    "coec": CoecOptions,
+    "least-squares": RidgeOptions,
+    "ridge-to-slice": RidgeOptions,
+}
+"""The options of every compensation that has some."""

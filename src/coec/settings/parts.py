@@ -1,0 +1,112 @@
+"""The three parts of a recipe."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+from coec.errors import OptionError
+from coec.settings.fields import Settings, check_seed, plain, setting
+
+SelectionName = Literal["rcpu", "wanda-sp", "flap", "magnitude", "random"]
+CompensationName = Literal["coec", "rcpu", "bias", "least-squares", "ridge-to-slice", "none"]
+DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
+SolveDtypeName = Literal["float64", "float32"]
+DTYPE_NAMES: tuple[str, ...] = get_args(DtypeName)
+
+Source: TypeAlias = str | Path | Any
+"""`wikitext2`, `c4`, `hub:…`, `self`, a path, or a tensor or array of token ids (n, or windows ×
+length)."""
+
+
+def check_sparsity(sparsity: float) -> None:
+    """Raises OptionError unless the fraction removed lies strictly between 0 and 1."""
+    if not 0 < sparsity < 1:
+        raise OptionError(
+            f"sparsity is the fraction of units removed, strictly between 0 and 1, got {sparsity:g}"
+            + (f" (did you mean {sparsity / 100:g}?)" if 1 < sparsity < 100 else "")
+        )
+
+
+def _check_holdout(holdout: float) -> None:
+    if not 0 <= holdout < 1:
+        raise OptionError(
+            f"holdout is a fraction of the windows, at least 0 and below 1, got {holdout!r}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repair(Settings):
+    """What is removed, and how the rest is repaired.
+
+    Attributes:
+        selection: a name in `SELECTIONS` or a function `(weight, gram) -> scores`.
+        compensation: a name in `COMPENSATIONS`, a `Method`, or a function
+            `(problem, *, options) -> SiteResult`.
+        options: of the compensation, by name, as they were given; the recipe has them checked.
+    """
+
+    sparsity: float = setting(
+        0.3, "Fraction of units removed, between 0 and 1.", check=check_sparsity
+    )
+    selection: SelectionName | Callable[..., Any] = setting("rcpu", "Which score picks the units.")
+    compensation: CompensationName | Callable[..., Any] = setting(
+        "coec", "How the kept weights are repaired."
+    )
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: DtypeName | None = setting(None, "Of the written weights.", otherwise="the model's")
+    solve_dtype: SolveDtypeName = setting("float64", "Of the compensation.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        options = {name: plain(value) for name, value in self.options.items()}
+        object.__setattr__(self, "options", options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration(Settings):
+    """All that statistics depend on, besides the dense model."""
+
+    source: Source = setting(
+        "wikitext2",
+        "wikitext2; c4; hub:OWNER/NAME or hub:OWNER/NAME:CONFIG (their train splits); self (text "
+        "sampled from the model); or a .txt, .jsonl, .parquet, .npy or .safetensors file.",
+        key="calibration",
+    )
+    text_column: str = setting("text", "Column of a jsonl or parquet file, or of a hub: data set.")
+    samples: int = setting(128, "Calibration windows.", least=1)
+    seq_len: int | None = setting(
+        None,
+        "Tokens per window.",
+        otherwise="2048, or the model's maximum if less",
+        least=2,
+    )
+    seed: int = setting(0, "Draws the windows.", least=0, check=check_seed)
+    holdout: float = setting(
+        0.0,
+        "Fraction of the windows not fitted on, whose error the report has too.",
+        check=_check_holdout,
+    )
+    forward_dtype: DtypeName | None = setting(
+        None,
+        "Of the dense forward pass.",
+        otherwise="the model's on a GPU, float32 on the CPU",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime(Settings):
+    """Where and under whose trust work is done; none of it changes a result, or is recorded.
+
+    Attributes:
+        trust_remote_code: lets the model's tokenizer run Python code that comes with the model. A
+            flag or a caller gives it, and no file can.
+    """
+
+    device: str = setting("auto", "auto (a GPU where there is one), cpu, cuda, cuda:1, …")
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.trust_remote_code, bool):
+            raise OptionError(f"trust_remote_code is True or False, got {self.trust_remote_code!r}")

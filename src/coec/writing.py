@@ -1,0 +1,158 @@
+"""The writing stage: solved blocks to durable files, and those to a checkpoint.
+
+A solved block is on the disk before the next one begins. In the end blocks and the tensors outside
+them become shards, each durable before the blocks that are wholly in it go, so that the disk holds
+the model about once, whenever the run is killed.
+"""
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
+
+from coec.execution.journal import Journal
+from coec.models.carried import carry_files
+from coec.models.dense import INDEX, Dense
+from coec.models.description import CONFIG
+from coec.models.files import opened, read_tensors, write_json, write_tensors
+from coec.models.layout import BlockLayout
+from coec.planning import Plan
+from coec.report import KEPT
+from coec.solving import Solved
+
+MAX_SHARD = "2GB"
+SHARD_BYTES = 2 * 10**9
+
+
+class Checkpoint:
+    """A checkpoint in the making: what a journal holds of it.
+
+    Args:
+        done: the journal.
+        dense: the model that is pruned.
+        plan: the sizes of the result.
+        dtype: in which it is written.
+    """
+
+    def __init__(self, done: Journal, dense: Dense, plan: Plan, dtype: torch.dtype) -> None:
+        self._done, self._dense, self._plan, self._dtype = done, dense, plan, dtype
+        state = {
+            name: torch.empty(shape, dtype=dtype, device="meta")
+            for name, shape in plan.pruned_shapes.items()
+        }
+        self._split = split_torch_state_dict_into_shards(state, max_shard_size=MAX_SHARD)
+
+    @property
+    def solved(self) -> set[int]:
+        """The blocks that are solved already, by index."""
+        return {
+            block.index
+            for block in self._dense.layout.blocks
+            if _units(block) in self._done
+            and (_weights(block) in self._done or self._written(block))
+        }
+
+    def keep(self, solved: Solved) -> None:
+        """Puts a solved block on the disk; its account last, which says that it is there."""
+        index, work = solved.block.index, self._done.work
+        self._done.put(
+            _weights(solved.block),
+            work / f"block-{index:05}.safetensors",
+            functools.partial(write_tensors, solved.tensors),
+        )
+        self._done.put(
+            _units(solved.block),
+            work / f"units-{index:05}.safetensors",
+            functools.partial(write_tensors, solved.kept),
+            sites=solved.rows,
+        )
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The account of every site, in the order of the blocks."""
+        return [
+            row
+            for block in self._dense.layout.blocks
+            for row in self._done.facts(_units(block))["sites"]
+        ]
+
+    def write(self) -> None:
+        """Everything but the report, from solved blocks."""
+        folder = self._done.new
+        for file_name, names in self._split.filename_to_tensors.items():
+            if file_name not in self._done:
+                shard = {name: self._tensor(name) for name in sorted(names)}
+                self._done.put(
+                    file_name,
+                    folder / file_name,
+                    functools.partial(write_tensors, shard, metadata={"format": "pt"}),
+                )
+            for block in self._dense.layout.blocks:
+                if _weights(block) in self._done and self._written(block):
+                    self._done.remove(_weights(block))
+        if self._split.is_sharded:
+            weight_map = dict(sorted(self._split.tensor_to_filename.items()))
+            write_json(folder / INDEX, {"metadata": self._split.metadata, "weight_map": weight_map})
+        (folder / KEPT).parent.mkdir(exist_ok=True)
+        kept = {name: units for one in self._kept() for name, units in one.items()}
+        write_tensors(kept, folder / KEPT, {"format": "pt"})
+        write_json(folder / CONFIG, self._config())
+        carry_files(self._dense.folder, folder)
+
+    def _kept(self) -> Iterator[dict[str, Tensor]]:
+        for block in self._dense.layout.blocks:
+            yield read_tensors(self._done.path(_units(block)))
+
+    def _tensor(self, name: str) -> Tensor:
+        """One tensor of the result, from its block's file or from the dense model."""
+        block = self._block_of(name)
+        if block is None:
+            return self._dense.tensor(name).to(self._dtype)
+        with opened(self._done.path(_weights(block))) as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+    def _block_of(self, name: str) -> BlockLayout | None:
+        blocks = self._dense.layout.blocks
+        return next((block for block in blocks if name.startswith(block.prefix)), None)
+
+    def _written(self, block: BlockLayout) -> bool:
+        """Whether every tensor of a block is in a shard that is on the disk."""
+        files = {
+            file
+            for name, file in self._split.tensor_to_filename.items()
+            if name.startswith(block.prefix)
+        }
+        return all(file in self._done for file in files)
+
+    def _config(self) -> dict[str, Any]:
+        """The configuration with the dtype written."""
+        config = dict(self._plan.output.config)
+        for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
+            config[key] = dtype_name(self._dtype)
+        return config
+
+
+def space_needed(out: Path, plan: Plan, dtype: torch.dtype) -> int:
+    """Bytes that a run into `out` has yet to write: the model, a shard, and what goes beside."""
+    model = int(plan.parameters_after * dtype.itemsize * 1.01)
+    partial = out.with_name(f"{out.name}.partial")
+    there = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+    return max(0, model + min(model, SHARD_BYTES) + 2**24 - there)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As configurations have it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _weights(block: BlockLayout) -> str:
+    return f"weights of block {block.index}"
+
+
+def _units(block: BlockLayout) -> str:
+    return f"units of block {block.index}"

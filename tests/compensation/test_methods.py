@@ -1,0 +1,161 @@
+"""What a method declares, and what happens to one that does otherwise."""
+
+import pickle
+
+import pytest
+import torch
+
+import coec
+import problems
+from coec.compensation import COMPENSATIONS
+from coec.errors import OptionError
+from coec.recipe import Recipe
+from coec.types import KeptSet, SiteProblem, SiteResult
+
+
+def case(m=6, d=10, k=7):
+    return problems.weight(m, d), problems.gram("power law", d), problems.kept(d, k)
+
+
+def shifted(problem):
+    """A slice, and a bias."""
+    W = problem.weight
+    return SiteResult(W[:, problem.kept.kept], bias=torch.ones(len(W), dtype=W.dtype))
+
+
+def scaled(problem, *, factor: float = 0.5, often: int = 1):
+    return SiteResult(factor**often * problem.weight[:, problem.kept.kept])
+
+
+def test_a_bias_that_was_not_declared_is_refused():
+    match = r"'shifted' returns a bias .*: pass coec\.Method\(shifted, adds_bias=True\)"
+    with pytest.raises(OptionError, match=match):
+        coec.compensate(*case(), method=shifted)
+    with pytest.raises(OptionError, match=match):
+        Recipe.of(compensation=shifted)
+
+
+def test_a_bias_that_was_declared_comes_out():
+    method = coec.Method(shifted, adds_bias=True)
+    assert torch.equal(coec.compensate(*case(), method=method).bias, torch.ones(6).double())
+    assert Recipe.of(compensation=method).method.adds_bias
+    assert not Recipe.of().method.adds_bias
+    assert Recipe.of(compensation="bias").method.adds_bias
+
+
+def test_the_value_projection_reaches_only_methods_that_need_it():
+    seen = []
+
+    def spy(problem):
+        seen.append(problem.value)
+        return SiteResult(problem.weight[:, problem.kept.kept])
+
+    value = problems.weight(7, 3)
+    coec.compensate(*case(), method=spy, value_weight=value)
+    coec.compensate(*case(), method=coec.Method(spy, needs={"value"}), value_weight=value)
+    coec.compensate(*case(), method=coec.Method(spy, needs={"value"}))
+    assert seen[0] is None
+    assert torch.equal(seen[1], value)
+    assert seen[2] is None
+
+
+def test_only_parts_that_a_problem_has_can_be_needed():
+    with pytest.raises(OptionError, match="needs 'valeu', which no problem has; .* need value"):
+        coec.Method(scaled, needs={"valeu"})
+
+
+def test_a_function_of_the_old_form_is_shown_the_new_one():
+    def old(weight, gram, kept, *, factor: float = 0.5):
+        return SiteResult(factor * weight[:, kept.kept])
+
+    match = (
+        r"'old' takes \(weight, gram, kept\): write it as old\(problem, \*, options\) -> "
+        r"coec\.SiteResult, with problem\.weight, problem\.gram and problem\.kept"
+    )
+    for attempt in (
+        lambda: coec.compensate(*case(), method=old),
+        lambda: Recipe.of(compensation=old, factor=0.25),
+        lambda: coec.Method(old),
+    ):
+        with pytest.raises(OptionError, match=match) as error:
+            attempt()
+        assert "\n" not in str(error.value)
+
+
+def test_keyword_arguments_of_a_function_are_its_options():
+    W, gram, kept = case()
+    found = coec.compensate(W, gram, kept, method=scaled, factor=0.25, often=2)
+    assert torch.equal(found.weight, 0.0625 * W[:, kept])
+    recipe = Recipe.of(compensation=scaled, factor=0.25)
+    assert recipe.record()["options"] == {"factor": 0.25, "often": 1}
+    assert recipe.record()["compensation"] == "scaled"
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"factro": 1.0}, "'scaled' has no option 'factro'; its options: factor, often"),
+        ({"factor": "half"}, "factor must be a number, got 'half'"),
+        ({"often": 1.5}, "often must be a whole number, got 1.5"),
+    ],
+)
+def test_options_of_a_function_are_checked_by_their_annotations(options, match):
+    with pytest.raises(OptionError, match=match):
+        coec.compensate(*case(), method=scaled, **options)
+    with pytest.raises(OptionError, match=match):
+        Recipe.of(compensation=scaled, **options)
+
+
+def bare(problem):
+    return problem.weight[:, problem.kept.kept]
+
+
+def wide(problem):
+    return SiteResult(problem.weight)
+
+
+def narrow(problem):
+    return SiteResult(bare(problem), bias=torch.ones(len(problem.weight)))
+
+
+@pytest.mark.parametrize(
+    ("method", "match"),
+    [
+        (bare, "'bare' must return a coec.SiteResult, got Tensor"),
+        (wide, r"'wide' must return a weight of shape \(6, 7\) in torch.float64, got \(6, 10\)"),
+        (narrow, r"'narrow' must return a bias of shape \(6,\) in torch.float64, got .*float32"),
+    ],
+)
+def test_what_a_method_returns_must_fit(method, match):
+    with pytest.raises(OptionError, match=match):
+        coec.compensate(*case(), method=coec.Method(method, adds_bias=True))
+
+
+def test_a_problem_must_fit_together():
+    W, gram, kept = case()
+    with pytest.raises(OptionError, match=r"weight \(6, 9\), statistics of 10 channels"):
+        SiteProblem(W[:, :9], gram, KeptSet(kept, 10))
+
+
+def test_the_name_that_results_had_before_still_works():
+    assert coec.Compensation is coec.SiteResult is SiteResult
+
+
+def test_what_the_methods_of_the_package_declare():
+    assert [n for n, m in COMPENSATIONS.items() if m.adds_bias] == ["bias"]
+    assert [n for n, m in COMPENSATIONS.items() if m.needs] == ["coec"]
+
+
+@pytest.mark.parametrize("name", COMPENSATIONS)
+def test_a_method_goes_by_the_name_it_is_listed_under(name):
+    method = pickle.loads(pickle.dumps(COMPENSATIONS[name]))
+    assert method == COMPENSATIONS[name]
+    assert method.name == name
+    assert Recipe.of(compensation=method).record() == Recipe.of(compensation=name).record()
+
+
+def test_what_is_no_method_is_refused():
+    with pytest.raises(OptionError, match="unknown compensation 'magic'; known: coec, rcpu"):
+        coec.compensate(*case(), method="magic")
+    with pytest.raises(OptionError, match="unknown compensation '3'"):
+        coec.Method.of(3)
