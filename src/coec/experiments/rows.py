@@ -45,6 +45,10 @@ def _kinds(table: Any) -> dict[str, Kind]:
     return {setting.name: by_type.get(setting.kind, TEXT) for setting in known}
 
 
+RECIPE_KINDS = _kinds(RECIPE) | {"sparsity": SHARE}
+OPTION_KINDS = _kinds(OPTIONS)
+
+
 @dataclass(frozen=True)
 class Settings:
     """What was asked for, defaults included; null is a value here, and tells from another.
@@ -57,9 +61,9 @@ class Settings:
 
     values: Annotated[
         Mapping[str, Plain | None],
-        Named(_kinds(RECIPE) | {"sparsity": SHARE}, required=("sparsity", "compensation")),
+        Named(RECIPE_KINDS, required=("sparsity", "compensation")),
     ] = field(metadata={"others": True})
-    options: Annotated[Mapping[str, Plain | None], Named(_kinds(OPTIONS))] = field(
+    options: Annotated[Mapping[str, Plain | None], Named(OPTION_KINDS)] = field(
         default_factory=dict
     )
 
