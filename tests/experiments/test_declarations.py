@@ -2,6 +2,9 @@
 
 import ast
 import json
+import re
+import tomllib
+from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
@@ -13,8 +16,10 @@ from coec.experiments import reporting
 from coec.experiments.declarations import (
     DECLARED,
     READY,
+    Declaration,
     Drawing,
     Role,
+    Series,
     items,
     read_declarations,
     ready,
@@ -222,6 +227,18 @@ def test_every_drawing_can_be_declared_and_every_ready_declaration_is_one():
     assert get_args(Role) == ROLES
     assert all(ready(name) for name in READY)
     assert all(every(place) for place in ("before", "else", "after"))
+
+
+def test_the_documented_declarations_are_some_and_every_key_is_documented():
+    text = (Path(__file__).parents[2] / "docs" / "EXPERIMENTS.md").read_text(encoding="utf-8")
+    section = text.partition("### What a grid declares\n")[2].partition("\n### ")[0]
+    example = section.partition("```toml\n")[2].partition("```")[0]
+    table, figure = items(tomllib.loads(example)["report"], "the document")
+    assert (table.drawing, figure.drawing) == ("pivot", "lines")
+    unsaid = {one.name for kind in (Declaration, Series) for one in fields(kind)} - set(
+        re.findall(r"[a-z_]+", section)
+    )
+    assert unsaid == set()
 
 
 def test_no_code_of_the_report_knows_a_grid_or_a_paper():

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from coec.cli import interruptible
 from coec.cli.common import Json, argument, results, setting
@@ -12,8 +12,12 @@ def report_command(
     out: Annotated[Path, argument("Folder that a sweep wrote to.", "OUT")],
     *,
     compare: Annotated[
-        Literal["paper"] | None,
-        setting("paper: set the numbers that the paper prints beside ours.", "paper"),
+        str | None,
+        setting(
+            "paper: set the numbers that the paper prints beside ours; or the name of published "
+            "numbers that a grid declares.",
+            "NAME",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
