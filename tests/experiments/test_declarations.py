@@ -95,6 +95,20 @@ def test_a_figure_of_a_users_own_is_drawn_as_it_says(tmp_path):
     assert {c.label: list(c.y) for c in panel.curves} == {"rcpu": [9.0, 12.0], "coec": [8.0, 13.0]}
 
 
+def test_what_where_chooses_among_still_tells_lines_apart(tmp_path):
+    rows = [
+        sr.row("m", 0.2, grids=["mine"], options={"solver": solver}, perplexity=sr.perplexity(9.0))
+        for solver in ("joint", "gradient", "conjugate")
+    ]
+    folder = sr.write(tmp_path / "out", rows)
+    text = GRID + 'where = { solver = ["joint", "gradient"] }\n'
+    write_declarations(folder, declared(tmp_path, text))
+    (section,) = [s for s in document(read_results(folder)).sections if s.title == "Mine"]
+    assert sr.texts(section.tables[0]) == [
+        ["coec, solver = joint", "*9.00"], ["coec, solver = gradient", "*9.00"],
+    ]  # fmt: skip
+
+
 def test_rows_of_a_grid_that_declares_nothing_are_listed(tmp_path):
     rows = [*of_mine(ROWS), sr.row(grids=["other"], perplexity=sr.perplexity(7.0))]
     folder = sr.write(tmp_path / "out", rows)

@@ -125,7 +125,7 @@ class Axes:
         """Settings that tell rows of one place apart, besides the seed and what has an axis."""
         item = self.item
         own = {*item.each, *item.rows, *item.columns, item.x}
-        hidden = {*item.where, *item.reference, *(n for s in item.series for n in s.where), "seed"}
+        hidden = {*item.reference, *(n for s in item.series for n in s.where), "seed"}
 
         def place(row: Row) -> tuple[Any, ...]:
             label = row.labels.get(self.grid) if "label" in own else None
