@@ -5,7 +5,10 @@ import json
 import random
 from pathlib import Path
 
-from coec.experiments.reporting.results import RESULTS
+from coec.experiments.reporting.document import Section, document
+from coec.experiments.reporting.results import read_results
+from coec.experiments.reporting.tables import Table
+from coec.experiments.rows import RESULTS
 
 MODELS = {"stories260K": 4.6, "babyllama-1M": 21.0, "wt2-llama": 24.0}
 TASKS = {"boolq": 0.5, "rte": 0.5, "hellaswag": 0.25, "winogrande": 0.5, "arc_easy": 0.25,
@@ -183,6 +186,23 @@ def _one_option(add) -> None:
             rule = "gcv" if ridge is None else "fixed"
             own = {"rotation": rotation, "rescale": rule, "rescale_ridge": ridge or 0.0}
             add("rescale-ridge", "wt2-llama", 0.3, "rcpu", "coec", options=OPTIONS | own)
+
+
+def section(folder: Path, rows: list[dict], title: str, **asked) -> Section:
+    """One section of the report on some rows; an empty one where there is none of that title."""
+    made = document(read_results(write(folder, rows)), **asked)
+    found = [one for one in made.sections if one.title == title]
+    return found[0] if found else Section(title, "")
+
+
+def tables(folder: Path, rows: list[dict], title: str, named: str = "", **asked) -> list[Table]:
+    """The tables of a section; those whose titles have some words in them."""
+    return [t for t in section(folder, rows, title, **asked).tables if named in t.title]
+
+
+def texts(table: Table) -> list[list[str]]:
+    """What a table says, with a star before what is bold and the letter of a footnote."""
+    return [["*" * cell.bold + cell.text + cell.mark for cell in line] for line in table.rows]
 
 
 def write(folder: Path, rows: list[dict], tail: str = "") -> Path:

@@ -3,6 +3,7 @@
 import json
 import random
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ import sweep_rows as sr
 from coec.errors import ResultsError
 from coec.experiments.reporting.report import write_report
 from coec.experiments.reporting.results import read_results
-from coec.experiments.rows import RESULTS, read_lines
+from coec.experiments.rows import RESULTS, Row, Settings, Site, read, read_lines, write
 from coec.experiments.store import Store
 
 READERS = pytest.mark.parametrize("reader", [Store, read_results])
@@ -113,11 +114,32 @@ def test_bytes_that_are_no_text_are_an_error(tmp_path):
 
 
 def test_a_whole_row_is_read_as_it_is(tmp_path):
-    row = measured() | {"of another version": [1, {}]}
-    lines = read_lines(sr.write(tmp_path, [row]) / RESULTS)
-    assert lines.records == [row]
-    assert lines.rows[0]["sites"][0]["error_after"] == row["sites"][0]["error_after"]
-    assert "of another version" not in lines.rows[0]
+    made = measured() | {"of another version": [1, {}]}
+    (row,) = read_lines(sr.write(tmp_path, [made]) / RESULTS).rows
+    assert row.record == made
+    assert row.sites[0].error_after == made["sites"][0]["error_after"]
+    assert json.loads(write(row)) == made
+
+
+def test_a_row_that_is_written_again_keeps_what_nobody_reads(tmp_path):
+    """Fields of another version, whole or within a part, outlive a change beside them."""
+    made = measured() | {"of another version": [1, {}], "error": "odd"}
+    made["perplexity"]["kl"] = 0.5
+    changed = replace(read(made), grids=("main", "mine"), error=None)
+    told = json.loads(write(changed))
+    assert told.pop("error", None) is None
+    assert told == {k: v for k, v in made.items() if k != "error"} | {"grids": ["main", "mine"]}
+
+
+def test_a_row_of_our_own_is_written_without_what_nobody_measured():
+    settings = Settings({"sparsity": 0.3, "compensation": "none", "holdout": None})
+    row = Row("a", "done", "m", settings, (), {}, sites=(Site("mlp", 0, rounds=0),))
+    assert json.loads(write(row)) == {
+        "cell": "a", "status": "done", "model": "m", "grids": [], "labels": {},
+        "settings": {"sparsity": 0.3, "compensation": "none", "holdout": None},
+        "sites": [{"site": "mlp", "block": 0, "rounds": 0}],
+    }  # fmt: skip
+    assert read(json.loads(write(row))) == row
 
 
 @pytest.mark.parametrize(
@@ -140,15 +162,14 @@ def test_a_field_that_is_null_is_as_one_that_is_not_there(place, tmp_path, monke
 def test_settings_that_are_null_are_kept(tmp_path):
     """No holdout is a value of its own: it varies beside a holdout of 0.2."""
     (row,) = read_results(sr.write(tmp_path, [sr.row()])).rows
-    assert row.settings["holdout"] is None
-    assert "holdout" in row.settings
+    assert row.settings.values["holdout"] is None
 
 
 def test_a_whole_last_line_without_its_newline_gets_it(tmp_path):
     sr.write(tmp_path, [sr.row()], json.dumps(sr.row(samples=8)))
     with Store(tmp_path).writing() as store:
         assert (len(store.rows), store.torn) == (2, False)
-        store.append(sr.row(samples=9))
+        store.append(read(sr.row(samples=9)))
     assert len(read_results(tmp_path).rows) == 3
 
 
@@ -156,5 +177,5 @@ def test_a_torn_last_line_is_cut_off(tmp_path):
     sr.write(tmp_path, [sr.row()], '{"cell": "a')
     with Store(tmp_path).writing() as store:
         assert (len(store.rows), store.torn) == (1, True)
-        store.append(sr.row(samples=9))
+        store.append(read(sr.row(samples=9)))
     assert len(read_results(tmp_path).rows) == 2

@@ -22,7 +22,10 @@ from coec.cli import main
 from coec.errors import CoecError, ModelError, OutputError, ResultsError
 from coec.experiments import cell as cell_module
 from coec.experiments import sweep as module
+from coec.experiments.declarations import DECLARED
 from coec.experiments.grid import expand
+from coec.experiments.reporting.document import document
+from coec.experiments.reporting.results import read_results
 from coec.experiments.store import RESULTS, Store
 from coec.experiments.sweep import sweep
 
@@ -36,6 +39,12 @@ compensation = ["none", "least-squares"]
 [[variants]]
 compensation = "coec"
 alpha = [0.0, 0.9]
+[[report]]
+section = "By seed"
+table = "{model}: {metric}"
+each = ["model"]
+rows = ["repair"]
+columns = ["seed"]
 """
 IDS = torch.randint(2, tm.VOCABULARY, (400,), generator=torch.Generator().manual_seed(1))
 
@@ -79,7 +88,7 @@ def finished(place):
 @pytest.fixture
 def whole(finished):
     """The rows of the uninterrupted run."""
-    return Store(finished[0]).rows
+    return records(finished[0])
 
 
 @pytest.fixture
@@ -87,6 +96,11 @@ def copied(finished, tmp_path):
     """A folder of one's own with the results of the uninterrupted run."""
     shutil.copytree(finished[0], tmp_path / "out")
     return tmp_path / "out"
+
+
+def records(folder):
+    """The rows of a folder by cell, as the file has them."""
+    return {cell: row.record for cell, row in Store(folder).rows.items()}
 
 
 def timeless(row):
@@ -117,6 +131,16 @@ def test_a_cell_is_what_prune_and_eval_give(place, whole, tmp_path):
     assert [s["error_after"] for s in row["sites"]] == [s["error_after"] for s in report.sites]
     assert row["calibration"] == report.calibration
     assert row["settings"] == report.recipe
+
+
+def test_the_report_draws_what_the_grid_declares(finished):
+    made = document(read_results(finished[0]))
+    (section,) = [one for one in made.sections if one.title == "By seed"]
+    (table,) = section.tables
+    assert table.title == "tiny: Perplexity (lower is better)"
+    assert [line[0].text for line in table.rows] == [
+        "none", "least-squares", "coec, alpha = 0", "coec, alpha = 0.9",
+    ]  # fmt: skip
 
 
 def test_alpha_zero_is_prune_only_to_the_last_digit(whole):
@@ -159,12 +183,12 @@ def test_every_row_has_the_full_record(whole):
 def test_one_dense_pass_per_calibration_and_nothing_left_behind(finished):
     folder, passes = finished
     assert passes == [0, 1]
-    assert sorted(p.name for p in folder.iterdir()) == [".lock", RESULTS]
+    assert sorted(p.name for p in folder.iterdir()) == [".lock", DECLARED, RESULTS]
 
 
 def test_worker_processes_give_the_same_rows_in_the_same_order(place, whole, tmp_path):
     sweep(expand(str(place / "grid.toml")), tmp_path / "out", jobs=2)
-    rows = Store(tmp_path / "out").rows
+    rows = records(tmp_path / "out")
     assert list(rows) == list(whole)
     for name, row in rows.items():
         ours, theirs = timeless(whole[name]), timeless(row)
@@ -192,7 +216,7 @@ def test_interrupted_and_run_again_the_rows_are_the_same(place, whole, monkeypat
     assert len(Store(tmp_path / "out").rows) == after
     summary = sweep(cells, tmp_path / "out")
     assert (summary.done, summary.ran) == (9, 9 - after)
-    rows = Store(tmp_path / "out").rows
+    rows = records(tmp_path / "out")
     for row, expected in zip(rows.values(), whole.values(), strict=True):
         ours, theirs = timeless(row), timeless(expected)
         for key in ours.keys() | theirs.keys():
@@ -446,7 +470,7 @@ def test_finished_cells_join_another_grid(place, copied, tmp_path):
     grid.write_text((place / "grid.toml").read_text())
     summary = sweep(expand(str(grid)), copied)
     assert summary.ran == 0
-    rows = Store(copied).rows
+    rows = records(copied)
     assert {tuple(row["grids"]) for row in rows.values()} == {("grid", "wider")}
 
 
@@ -507,7 +531,7 @@ def test_evaluation_text_sampled_from_the_dense_model(place, tmp_path):
     """The windows are those of `coec eval --text self`."""
     cells = expand(str(place / "grid.toml"), evaluate={"text": "self", "max_windows": 3})[:1]
     sweep(cells, tmp_path / "out")
-    (row,) = Store(tmp_path / "out").rows.values()
+    (row,) = records(tmp_path / "out").values()
     expected = coec.perplexity(
         place / "tiny", "self", baseline=place / "tiny", samples=3, seq_len=16
     )

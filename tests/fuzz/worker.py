@@ -33,7 +33,9 @@ import coec
 import sweep_rows
 import tiny_models as tm
 from coec.errors import CoecError
+from coec.experiments.declarations import READY, Declared, ready, write_declarations
 from coec.experiments.grid import expand
+from coec.experiments.publications import ready_published
 from coec.experiments.reporting.report import write_report
 from coec.experiments.store import Store
 from coec.recipe import Recipe, read_settings
@@ -67,8 +69,16 @@ def originals(root: Path) -> None:
     (root / "grid.toml").write_text(
         'samples = 8\nseed = [0, 1]\n[evaluate]\ntext = "t.txt"\nseq_len = 16\n[[variants]]\n'
         'label = "hot"\ncompensation = "coec"\nalpha = [0.8, 1.0]\n[[models]]\npath = "m"\n'
+        '[[report]]\nsection = "S"\ntable = "{model}: {metric}"\neach = ["model"]\n'
+        'rows = ["label"]\ncolumns = ["alpha"]\nbest = "row"\nextra = { Mean = "mean" }\n'
+        '[[report]]\nsection = "S"\nfigure = "F"\nx = "alpha"\nlines = "method"\n'
+        'series = [{ label = "a", where = { seed = [0] }, role = "coec" }]\n'
     )
-    sweep_rows.write(root / "results", [row for row in sweep_rows.sweep() if row["grids"]][:12])
+    rows = [row for row in sweep_rows.sweep() if row["grids"]]
+    sweep_rows.write(root / "results", rows[:12])
+    declared = {name: ready(name) for name in READY}
+    sweep_rows.write(root / "declared", rows[:8] + rows[-40::2])
+    write_declarations(root / "declared", Declared(declared, {"theirs": ready_published("paper")}))
 
 
 def measured(model: Path, text: Path) -> None:
@@ -113,9 +123,9 @@ def geometry(here: Path) -> None:
         assert math.isfinite(row["discrepancy"]), row
 
 
-def report(here: Path) -> None:
-    Store(here / "results")
-    written = write_report(here / "results", compare=True)
+def report(folder: Path, compare: str = "paper") -> None:
+    Store(folder)
+    written = write_report(folder, compare=compare)
     assert all(path.stat().st_size for path in written.files)
 
 
@@ -156,7 +166,13 @@ CASES: dict[str, Case] = {
         ("recipe.toml",), lambda p: [p / "recipe.toml"],
         lambda p: Recipe.of(**read_settings(p / "recipe.toml")).record(),
     ),
-    "results": (("results",), lambda p: [p / "results/results.jsonl"], report),
+    "results": (
+        ("results",), lambda p: [p / "results/results.jsonl"], lambda p: report(p / "results"),
+    ),
+    "declarations": (
+        ("declared",), lambda p: [p / "declared/grids.json"],
+        lambda p: report(p / "declared", "theirs"),
+    ),
     **{
         name: (
             ("dense", name), lambda p, name=name: [p / name],

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from coec.cli import interruptible
 from coec.cli.common import Json, argument, results, setting
@@ -12,8 +12,12 @@ def report_command(
     out: Annotated[Path, argument("Folder that a sweep wrote to.", "OUT")],
     *,
     compare: Annotated[
-        Literal["paper"] | None,
-        setting("paper: set the numbers that the paper prints beside ours.", "paper"),
+        str | None,
+        setting(
+            "paper: set the numbers that the paper prints beside ours; or the name of published "
+            "numbers that a grid declares.",
+            "NAME",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -21,7 +25,7 @@ def report_command(
     from coec.experiments.reporting.report import write_report
 
     interruptible()
-    written = write_report(out, compare=compare == "paper")
+    written = write_report(out, compare=compare)
     paths = {path.suffix[1:]: str(path) for path in written.files}
     if as_json:
         print(json.dumps({"files": paths, **written.document.as_dict()}))

@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from coec.evaluation.perplexity import perplexity
 from coec.evaluation.zero_shot import zero_shot
 from coec.experiments.grid import Cell
 from coec.experiments.memory import peak, reset_peak
-from coec.experiments.rows import CONTROL, checked
+from coec.experiments.records import CONTROL
+from coec.experiments.rows import Row, read, write
 from coec.models.dense import Dense
 from coec.pruning import prune
 from coec.report import Report, environment
@@ -61,7 +62,7 @@ class Job:
     error: str | None
 
 
-def run(job: Job) -> dict[str, Any]:
+def run(job: Job) -> Row:
     """The cell's row; a failure is a row too, with its reason in one line."""
     device = choose_device(job.device)
     reset_peak(device)
@@ -71,17 +72,17 @@ def run(job: Job) -> dict[str, Any]:
             raise CoecError(job.error)
         measured = _measured(job)
         _check_finite(measured)
-        checked(json.loads(json.dumps(row | measured)))  # else nobody could read the file
-        row |= measured
+        row = read(json.loads(write(row)) | json.loads(json.dumps(measured)))
     except Exception as error:  # libraries raise what they like, and the other cells go on
-        row |= {"status": "failed", "error": reason(error)}
+        row = replace(row, status="failed", error=reason(error))
     finally:
         if not job.keep:
             shutil.rmtree(job.folder, ignore_errors=True)
-    return row | {
-        "peak_memory_bytes": _largest(row.get("peak_memory_bytes"), peak(device)),
-        "environment": {"coec": __version__, **environment(str(device))},
-    }
+    return replace(
+        row,
+        peak_memory_bytes=_largest(row.peak_memory_bytes, peak(device)),
+        environment={"coec": __version__, **environment(str(device))},
+    )
 
 
 def reason(error: Exception) -> str:
@@ -104,8 +105,8 @@ def _check_finite(value: Any, place: str = "") -> None:
         _check_finite(part, f"{place}.{name}".removeprefix("."))
 
 
-def head(cell: Cell) -> dict[str, Any]:
-    """What was asked for: the beginning of every row."""
+def head(cell: Cell) -> Row:
+    """What was asked for: the beginning of every row; ResultsError where none can hold it."""
     if cell.recipe is None:
         settings: dict[str, Any] = {
             "sparsity": 0.0,
@@ -115,16 +116,11 @@ def head(cell: Cell) -> dict[str, Any]:
         }
     else:
         settings = cell.recipe.record()
-    return {
-        "cell": cell.id,
-        "grids": list(cell.grids),
-        "labels": cell.labels,
-        "status": "done",
-        "error": None,
-        "model": cell.subject.label,
-        "path": cell.subject.path,
+    return read({
+        "cell": cell.id, "grids": list(cell.grids), "labels": cell.labels, "status": "done",
+        "error": None, "model": cell.subject.label, "path": cell.subject.path,
         "settings": settings,
-    }
+    })  # fmt: skip
 
 
 def _measured(job: Job) -> dict[str, Any]:

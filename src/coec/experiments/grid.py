@@ -16,15 +16,20 @@ from typing import Any, get_type_hints
 
 from coec.compensation import Method
 from coec.errors import OptionError
+from coec.experiments.declarations import (
+    NOTHING,
+    READY,
+    Declaration,
+    Declared,
+    items,
+)
+from coec.experiments.publications import PUBLISHED, Publication, publication
 from coec.recipe import APART, Recipe, read_toml
 from coec.settings import NAMES, OPTIONS, Repair
 
-READY = {path.stem: path for path in sorted((Path(__file__).parent / "grids").glob("*.toml"))}
-"""The grids that come with the package, by name."""
-
 MOST_CELLS = 100_000
 """Of one grid: more would take years."""
-TABLES = ("grids", "models", "evaluate", "variants")
+TABLES = ("grids", "models", "evaluate", "variants", "report")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +87,14 @@ class Cell:
         recipe: how it is pruned; None measures the dense model itself.
         grids: which grids it belongs to.
         labels: its row's name in a grid, where it has one.
+        declared: what the grids of the whole file declare of their report.
     """
 
     subject: Subject
     recipe: Recipe | None
     grids: tuple[str, ...]
     labels: dict[str, str] = field(default_factory=dict)
+    declared: Declared = field(default=NOTHING, compare=False, repr=False)
 
     @property
     def id(self) -> str:
@@ -113,6 +120,7 @@ class Grid:
         includes: other grids, whose own settings win over `fixed`.
         models: the tables as written.
         evaluate: likewise.
+        report: what it declares of its report.
     """
 
     name: str
@@ -122,6 +130,7 @@ class Grid:
     includes: list["Grid"]
     models: list[dict[str, Any]]
     evaluate: dict[str, Any]
+    report: tuple[Declaration, ...] = ()
 
     @classmethod
     def read(cls, source: str, within: tuple[str, ...] = ()) -> "Grid":
@@ -161,7 +170,29 @@ class Grid:
             [cls.read(str(inner), (*within, source)) for inner in content.get("grids", [])],
             content.get("models", []),
             content.get("evaluate", {}),
+            items(content.get("report", []), f"grid '{source}'"),
         )
+
+    @property
+    def declared(self) -> Declared:
+        """What it and the grids that it includes declare, with published numbers of files.
+
+        Raises:
+            OptionError: there are no such numbers.
+        """
+        grids: dict[str, tuple[Declaration, ...]] = {}
+        published: dict[str, Publication] = {}
+        for inner in self.includes:
+            grids |= inner.declared.grids
+            published |= inner.declared.published
+        for item in self.report:
+            if item.published and item.published not in PUBLISHED:
+                where = f"published numbers '{item.published}' of grid '{self.name}'"
+                missing = f"no {where}: give a TOML file, or one of {', '.join(PUBLISHED)}"
+                content = read_toml(Path(item.published), where, missing)
+                published[Path(item.published).stem] = publication(content, where)
+        own = [replace(item, published=Path(item.published).stem) for item in self.report]
+        return Declared({**grids, self.name: tuple(own)} if own else grids, published)
 
     def cells(self, subject: Subject, defaults: dict[str, Any]) -> Iterator[Cell]:
         """Every cell of one model: first those of included grids, then its own.
@@ -232,6 +263,7 @@ def expand(
     tables = [*grid.models, *({"path": path} for path in models or [])]
     if not tables:
         raise OptionError(f"grid '{source}' names no model: add [[models]], or pass model=PATH")
+    declared = grid.declared
     found: dict[str, Cell] = {}
     dense: dict[str, Cell] = {}
     for table in tables:
@@ -252,7 +284,7 @@ def expand(
             first = found.get(digest, cell)
             grids = tuple(dict.fromkeys((*first.grids, *cell.grids)))
             found[digest] = replace(first, grids=grids, labels=first.labels | cell.labels)
-    return [*dense.values(), *found.values()]
+    return [replace(cell, declared=declared) for cell in (*dense.values(), *found.values())]
 
 
 def _subject(

@@ -1,131 +1,255 @@
-"""results.jsonl: what a row holds, and the one reader of it, for the sweep and for its report."""
+"""results.jsonl: rows as values, with one reader and one writer, for the sweep and its report."""
 
 import json
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from reprlib import repr as shortened
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from coec.errors import ResultsError
+from coec.experiments.records import (
+    COUNT,
+    NUMBER,
+    PERPLEXITY,
+    SHARE,
+    TEXT,
+    Count,
+    Flag,
+    Kind,
+    Named,
+    Number,
+    Part,
+    Plain,
+    Share,
+    Text,
+    plain,
+    reader,
+)
 from coec.settings import OPTIONS, RECIPE
 
 RESULTS = "results.jsonl"
 NO_REASON = "no reason recorded"
 """Of a cell that failed without one."""
 
-LARGEST = 1e300
-"""Beyond it sums and means of numbers overflow."""
-
-CONTROL = re.compile("[\x00-\x1f\ud800-\udfff\ufffe\uffff]")
-"""What UTF-8, the drawings of a page or a line cannot hold."""
+Status = Literal["done", "failed"]
+Metric = Literal["perplexity", "zero_shot"]
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A single value: what it must be in words, and whether one is."""
-
-    words: str
-    holds: Callable[[Any], bool]
+SETTING_NAMES = tuple(setting.name for setting in (*RECIPE, *OPTIONS))
 
 
-def _is_number(value: Any) -> bool:
-    plain = isinstance(value, int | float) and not isinstance(value, bool)
-    return plain and abs(value) <= LARGEST
+def _kinds(table: Any) -> dict[str, Kind]:
+    """What the settings of a table are; the one place that asks `coec.settings`."""
+    by_type: dict[Any, Kind] = {float: NUMBER, int: COUNT}
+    known = [setting for setting in table if setting.kind is not None]
+    return {setting.name: by_type.get(setting.kind, TEXT) for setting in known}
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**64
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and not CONTROL.search(value)
-
-
-NUMBER = Kind("a finite number", _is_number)
-SHARE = Kind("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
-PERPLEXITY = Kind("a number of at least 1", lambda value: _is_number(value) and value > 0.999)
-"""A cross-entropy of 0 may be rounded to a little less."""
-
-COUNT = Kind("a whole number of at least 0", _is_count)
-TEXT = Kind("text without control characters", _is_text)
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-PLAIN = Kind(
-    "a number, text, true or false",
-    lambda value: isinstance(value, bool) or _is_number(value) or _is_text(value),
-)
-STATUS = Kind("'done' or 'failed'", lambda value: value in ("done", "failed"))
+RECIPE_KINDS = _kinds(RECIPE) | {"sparsity": SHARE}
+OPTION_KINDS = _kinds(OPTIONS)
 
 
 @dataclass(frozen=True)
-class Fields:
-    """An object, field by field.
+class Settings:
+    """What was asked for, defaults included; null is a value here, and tells from another.
 
     Attributes:
-        known: what these fields are: a kind, an object, or `[one]` for a list of such.
-        others: what every other field is; None ignores them.
-        required: fields that must be there, and not be null.
-        nulls: whether null is a value; if not, a field that is null counts as absent.
+        values: by name, in the order in which the recipe records them; the dense model's own row
+            has sparsity 0 and compensation `dense`.
+        options: of the compensation.
     """
 
-    known: Mapping[str, Any] = field(default_factory=dict)
-    others: "Kind | Fields | None" = None
-    required: tuple[str, ...] = ()
-    nulls: bool = False
+    values: Annotated[
+        Mapping[str, Plain | None],
+        Named(RECIPE_KINDS, required=("sparsity", "compensation")),
+    ] = field(metadata={"others": True})
+    options: Annotated[Mapping[str, Plain | None], Named(OPTION_KINDS)] = field(
+        default_factory=dict
+    )
 
 
-def _all(kind: Any, names: str) -> dict[str, Any]:
-    return dict.fromkeys(names.split(), kind)
+@dataclass(frozen=True)
+class Perplexity(Part):
+    """How well the text was predicted, and which text, cut how."""
+
+    perplexity: Annotated[float, PERPLEXITY] | None = None
+    text: Text | None = None
+    text_sha256: Text | None = None
+    windows: Count | None = None
+    seq_len: Count | None = None
 
 
-_KINDS: dict[Any, Kind] = {float: NUMBER, int: COUNT, str: TEXT}
-_OPTIONS, _RECIPE = (
-    {setting.name: _KINDS.get(setting.kind, TEXT) for setting in table}
-    for table in (OPTIONS, RECIPE)
-)
-SETTINGS = Fields(
-    _RECIPE | {"sparsity": SHARE, "options": Fields(_OPTIONS, others=PLAIN, nulls=True)},
-    others=PLAIN, required=("sparsity", "compensation"), nulls=True,
-)  # fmt: skip
-SITE = Fields(
-    _all(TEXT, "module site reason")
-    | _all(COUNT, "block rounds")
-    | _all(NUMBER, "error_before error_after holdout_before holdout_after gcv_lambda seconds")
-    | _all([NUMBER], "errors_per_round objectives_per_round")
-    | {
-        "events": [TEXT],
-        "geometry": Fields(_all(NUMBER, "angle_op angle_oc angle_pc discrepancy")),
-    },
-    required=("site", "block"),
-)
-TASK = Fields(_all(NUMBER, "value stderr chance") | {"items": COUNT, "metric": TEXT})
-MEASURED = {
-    "perplexity": Fields(
-        {"perplexity": PERPLEXITY} | _all(TEXT, "text text_sha256") | _all(COUNT, "windows seq_len")
-    ),
-    "zero_shot": Fields(
-        _all(NUMBER, "mean mean_stderr") | {"tasks": Fields(others=TASK), "at_chance": [TEXT]}
-    ),
-    "parameters": Fields(_all(COUNT, "before after")),
-    "cost": Fields(_all(COUNT, "weight_bytes peak_memory_bytes")),
-    "sites": [SITE],
-    "overlap": Fields(_all(COUNT, "n windows shared") | {"share": SHARE, "flagged": FLAG}),
-    "calibration": Fields(
-        _all(TEXT, "source text_sha256 windows_sha256") | _all(COUNT, "windows seq_len")
-    ),
-    "seconds": Fields(others=NUMBER),
-    "peak_memory_bytes": COUNT,
-    "environment": Fields(others=TEXT),
-}
-ROW = Fields(
-    _all(TEXT, "cell model path error")
-    | {"status": STATUS, "settings": SETTINGS, "grids": [TEXT], "labels": Fields(others=TEXT)}
-    | {"identity": Fields(others=TEXT)}
-    | MEASURED,
-    required=("cell", "status", "model", "settings", "grids", "labels"),
-)
-"""A row. Nobody reads what else it holds."""
+@dataclass(frozen=True)
+class Task(Part):
+    """One zero-shot task: the accuracy, its standard error, and what guessing scores."""
+
+    value: Number | None = None
+    stderr: Number | None = None
+    chance: Number | None = None
+    items: Count | None = None
+    metric: Text | None = None
+
+
+@dataclass(frozen=True)
+class ZeroShot(Part):
+    """Zero-shot accuracy: the mean over tasks, and every task by its name."""
+
+    mean: Number | None = None
+    mean_stderr: Number | None = None
+    tasks: Mapping[str, Task] = field(default_factory=dict)
+    at_chance: tuple[Text, ...] = ()
+
+
+@dataclass(frozen=True)
+class Parameters(Part):
+    """How many the model had, and has."""
+
+    before: Count | None = None
+    after: Count | None = None
+
+
+@dataclass(frozen=True)
+class Cost(Part):
+    """What the weights take, and the most that evaluating the model took."""
+
+    weight_bytes: Count | None = None
+    peak_memory_bytes: Count | None = None
+
+
+@dataclass(frozen=True)
+class Geometry(Part):
+    """Mean principal angles between read frames in degrees, and the frames' discrepancy.
+
+    O is the original on the kept units, P the pruned weight, C the repaired one.
+    """
+
+    angle_op: Number | None = None
+    angle_oc: Number | None = None
+    angle_pc: Number | None = None
+    discrepancy: Number | None = None
+
+
+@dataclass(frozen=True)
+class Site(Part):
+    """One module that was repaired: its errors, rounds and what happened on the way."""
+
+    site: Text
+    block: Count
+    module: Text | None = None
+    error_before: Number | None = None
+    error_after: Number | None = None
+    holdout_before: Number | None = None
+    holdout_after: Number | None = None
+    errors_per_round: tuple[Number, ...] = ()
+    objectives_per_round: tuple[Number, ...] = ()
+    gcv_lambda: Number | None = None
+    rounds: Count | None = None
+    reason: Text | None = None
+    events: tuple[Text, ...] = ()
+    seconds: Number | None = None
+    geometry: Geometry = Geometry()
+
+
+@dataclass(frozen=True)
+class Overlap(Part):
+    """Evaluation windows that repeat n-grams of the calibration text."""
+
+    n: Count | None = None
+    windows: Count | None = None
+    shared: Count | None = None
+    share: Share | None = None
+    flagged: Flag | None = None
+
+
+@dataclass(frozen=True)
+class Calibration(Part):
+    """The text that was read, and the windows drawn from it."""
+
+    source: Text | None = None
+    text_sha256: Text | None = None
+    windows_sha256: Text | None = None
+    windows: Count | None = None
+    seq_len: Count | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell of a sweep: the settings, and what was measured under them.
+
+    Attributes:
+        cell: digest of the settings.
+        model: a label that no other model has.
+        status: `failed` comes with an error of one line and without measurements.
+        grids: the grids that the cell belongs to.
+        labels: what a grid calls the cell, where it names its rows.
+        path: where the dense model lay.
+        seconds: by phase.
+        identity: digests of the contents of model and texts.
+        record: the object that was read, with what no field above names.
+    """
+
+    cell: Text
+    status: Status
+    model: Text
+    settings: Settings
+    grids: tuple[Text, ...]
+    labels: Mapping[str, Text]
+    path: Text | None = None
+    error: Text | None = None
+    perplexity: Perplexity = Perplexity()
+    zero_shot: ZeroShot = ZeroShot()
+    parameters: Parameters = Parameters()
+    cost: Cost = Cost()
+    sites: tuple[Site, ...] = ()
+    overlap: Overlap = Overlap()
+    calibration: Calibration = Calibration()
+    seconds: Mapping[str, Number] = field(default_factory=dict)
+    peak_memory_bytes: Count | None = None
+    environment: Mapping[str, Text] = field(default_factory=dict)
+    identity: Mapping[str, Text | None] = field(default_factory=dict)
+    record: Mapping[str, Any] = field(
+        default_factory=dict, compare=False, repr=False, metadata={"own": False}
+    )
+
+    @property
+    def dense(self) -> bool:
+        """Whether this is the dense model itself."""
+        return self.settings.values["compensation"] == "dense"
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction of units removed."""
+        return float(self.settings.values["sparsity"] or 0)
+
+    def setting(self, name: str) -> Any:
+        """A setting or an option of the compensation by name; None where the row has neither."""
+        if name in self.settings.values:
+            return self.settings.values[name]
+        return self.settings.options.get(name)
+
+    def measured(self, metric: str) -> float | None:
+        """Perplexity, or mean zero-shot accuracy in %; None where it was not measured."""
+        if metric == "perplexity":
+            return self.perplexity.perplexity
+        return None if self.zero_shot.mean is None else 100 * self.zero_shot.mean
+
+
+def read(record: Any) -> Row:
+    """A row from what its line says; a field that is null is one that is not there.
+
+    Raises:
+        ResultsError: a field is not what it must be; names it.
+    """
+    row: Row = reader(Row)(record, "")
+    return replace(row, record=record)
+
+
+def write(row: Row) -> str:
+    """The row as a line; a field that is as it was read stays so, with what nobody reads of it."""
+    before, now = plain(read(row.record)) if row.record else {}, plain(row)
+    kept = {name: value for name, value in row.record.items() if before.get(name) == now.get(name)}
+    changed = {name: value for name, value in now.items() if name not in kept}
+    return json.dumps(kept | changed, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 @dataclass(frozen=True)
@@ -133,15 +257,13 @@ class Lines:
     """The content of a results.jsonl.
 
     Attributes:
-        records: every row as it is in the file.
-        rows: the same rows with the fields of `ROW` alone, those that are null left out.
+        rows: in the file's order.
         whole: how many bytes are whole lines.
         torn: whether part of a line follows them.
         unended: whether the last of them lacks its newline.
     """
 
-    records: list[dict[str, Any]]
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     whole: int
     torn: bool
     unended: bool
@@ -164,10 +286,8 @@ def read_lines(path: Path) -> Lines:
     lines = content.split(b"\n")
     torn = lines[-1] != b"" and not _is_json(lines[-1])
     kept = lines[:-1] if torn else lines
-    read = [_row(line, f"{path}, line {n}") for n, line in enumerate(kept, 1) if line.strip()]
     return Lines(
-        records=[record for record, _ in read],
-        rows=[row for _, row in read],
+        rows=[_line(line, f"{path}, line {n}") for n, line in enumerate(kept, 1) if line.strip()],
         whole=len(content) - (len(lines[-1]) if torn else 0),
         torn=torn,
         unended=not torn and lines[-1] != b"",
@@ -182,56 +302,11 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def _row(line: bytes, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _line(line: bytes, where: str) -> Row:
     try:
-        record = json.loads(line.decode())
-        return record, checked(record)
+        return read(json.loads(line.decode()))
     except (ValueError, RecursionError) as error:
         why = f" is not JSON ({error})"
     except ResultsError as error:
         why = f": {error}"
     raise ResultsError(f"{where}{why}: mend the line, or remove it and run the sweep again")
-
-
-def checked(record: Any) -> dict[str, Any]:
-    """The fields of a row that `ROW` names, those that are null left out.
-
-    Raises:
-        ResultsError: one of them is not what it must be.
-    """
-    row: dict[str, Any] = _read(record, ROW, "")
-    return row
-
-
-def _read(value: Any, wanted: Any, place: str) -> Any:
-    if isinstance(wanted, Fields):
-        return _object(value, wanted, place)
-    if isinstance(wanted, list):
-        if not isinstance(value, list):
-            raise _mismatch(place, "a list", value)
-        return [_read(one, wanted[0], f"{place}[{index}]") for index, one in enumerate(value)]
-    if not wanted.holds(value):
-        raise _mismatch(place, wanted.words, value)
-    return value
-
-
-def _object(value: Any, wanted: Fields, place: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _mismatch(place, "a JSON object", value)
-    inside = f"{place}." if place else ""
-    for name in wanted.required:
-        if value.get(name) is None:
-            raise _mismatch(place, f"an object with '{name}'", list(value))
-    read = {}
-    for name, one in value.items():
-        kind = wanted.known.get(name, wanted.others)
-        if kind is None or (one is None and not wanted.nulls):
-            continue
-        if not TEXT.holds(name):
-            raise _mismatch(f"a name in {place or 'a row'}", TEXT.words, name)
-        read[name] = None if one is None else _read(one, kind, inside + name)
-    return read
-
-
-def _mismatch(place: str, wanted: str, found: Any) -> ResultsError:
-    return ResultsError(f"{place or 'a row'} must be {wanted}, got {shortened(found)}")

@@ -1,16 +1,14 @@
 """results.jsonl: a row per cell, appended as soon as it is known; a cell's last row counts."""
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
 from coec.errors import OutputError
-from coec.experiments.rows import RESULTS, Lines, read_lines
+from coec.experiments.rows import RESULTS, Lines, Row, read_lines, write
 
 
 class Store:
@@ -32,7 +30,7 @@ class Store:
 
     def _read(self) -> Lines:
         lines = read_lines(self.path)
-        self.rows: dict[str, dict[str, Any]] = {row["cell"]: row for row in lines.records}
+        self.rows: dict[str, Row] = {row.cell: row for row in lines.rows}
         self.torn = lines.torn
         return lines
 
@@ -68,9 +66,9 @@ class Store:
         finally:
             lock.release()
 
-    def append(self, row: dict[str, Any]) -> None:
+    def append(self, row: Row) -> None:
         """Adds a row, and returns when it is on the disk; raises OutputError if it cannot be."""
-        line = json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+        line = write(row)
         try:
             with self.path.open("ab") as file:
                 file.write(line.encode())
@@ -78,7 +76,7 @@ class Store:
                 os.fsync(file.fileno())
         except OSError as error:
             raise self._unwritable(error) from error
-        self.rows[row["cell"]] = row
+        self.rows[row.cell] = row
 
     def _unwritable(self, error: OSError) -> OutputError:
         why = error.strerror or error

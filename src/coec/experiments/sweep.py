@@ -27,8 +27,9 @@ from coec.events import Progress
 from coec.execution.output import remove_leftovers
 from coec.execution.workers import Workers
 from coec.experiments.cell import Job, head, reason, run
+from coec.experiments.declarations import write_declarations
 from coec.experiments.grid import Cell, Subject
-from coec.experiments.rows import NO_REASON, checked
+from coec.experiments.rows import NO_REASON, Row
 from coec.experiments.store import Store
 from coec.models.dense import Dense
 from coec.planning import Plan
@@ -94,11 +95,13 @@ def sweep(
         raise OutputError(f"'{out}' is a file: give a folder")
     cells = [_on(cell, chosen) for cell in cells]
     for cell in cells:
-        checked(head(cell))
+        head(cell)
     subjects = _opened(cells, chosen)
     identities = _identities(cells, subjects)
     with Store(out).writing() as store, Workers(jobs) as workers:
         _check_identities(cells, identities, store)
+        for declared in {id(cell.declared): cell.declared for cell in cells}.values():
+            write_declarations(out, declared)
         # Grouped before what is there is left out: the order of rows does not depend on that.
         groups = [
             [cell for cell in group if not _settled(store.rows.get(cell.id), retry_failed)]
@@ -116,7 +119,7 @@ def sweep(
                 for cell in group
             ]
             for row in workers.map(run, jobs_of_group):
-                store.append(row | {"identity": identities[row["cell"]]})
+                store.append(replace(row, identity=identities[row.cell]))
                 finished += 1
                 if progress:
                     progress("cells", finished, len(cells))
@@ -221,12 +224,11 @@ def _check_identities(
     """
     models = {cell.subject.label: identities[cell.id]["model"] for cell in cells}
     for row in store.rows.values():
-        wanted = identities.get(row["cell"], {"model": models.get(row.get("model", ""))})
-        found = row.get("identity") or {}
+        wanted = identities.get(row.cell, {"model": models.get(row.model)})
         for what, digest in wanted.items():
-            if (what != "model" or digest is not None) and found.get(what) != digest:
+            if (what != "model" or digest is not None) and row.identity.get(what) != digest:
                 raise OutputError(
-                    f"the {what} of '{row.get('model')}' is another one than that of the rows in "
+                    f"the {what} of '{row.model}' is another one than that of the rows in "
                     f"'{store.path}': give another folder, or move that file away"
                 )
 
@@ -252,8 +254,8 @@ def _sampled(subject: Subject, dense: Dense, device: str) -> Windows:
     )  # fmt: skip
 
 
-def _settled(row: dict[str, Any] | None, retry_failed: bool) -> bool:
-    return row is not None and not (retry_failed and row["status"] == "failed")
+def _settled(row: Row | None, retry_failed: bool) -> bool:
+    return row is not None and not (retry_failed and row.status == "failed")
 
 
 def _widen(cells: list[Cell], store: Store) -> None:
@@ -262,9 +264,8 @@ def _widen(cells: list[Cell], store: Store) -> None:
         row = store.rows.get(cell.id)
         if row is None:
             continue
-        wider = head(cell) | row
-        wider["grids"] = list(dict.fromkeys([*row["grids"], *cell.grids]))
-        wider["labels"] = row["labels"] | cell.labels
+        grids = tuple(dict.fromkeys((*row.grids, *cell.grids)))
+        wider = replace(row, grids=grids, labels={**row.labels, **cell.labels})
         if wider != row:
             store.append(wider)
 
@@ -363,7 +364,5 @@ def _clear_leftovers(out: Path) -> None:
 
 def _summary(out: Path, cells: list[Cell], store: Store, ran: int) -> Summary:
     rows = [store.rows[cell.id] for cell in cells]
-    reasons = {
-        row["cell"]: row.get("error") or NO_REASON for row in rows if row["status"] == "failed"
-    }
+    reasons = {row.cell: row.error or NO_REASON for row in rows if row.status == "failed"}
     return Summary(out, len(rows) - len(reasons), len(reasons), ran, reasons, store.torn)

@@ -3,22 +3,14 @@
 import pytest
 
 import sweep_rows as sr
-from coec.experiments.reporting.comparison import comparison_tables, fits, pair_table
-from coec.experiments.reporting.paper import paper
-from coec.experiments.reporting.results import Results, read_results
+from coec.experiments.publications import ready_published
 
-
-def results_of(folder, rows) -> Results:
-    return read_results(sr.write(folder, rows))
+MAIN = "Selections, repairs and sparsities"
 
 
 def main(model, selection, compensation, value, **changes):
     measured = {"perplexity": None if value is None else sr.perplexity(value)}
     return sr.row(model, 0.3, selection, compensation, grids=["main"], **measured | changes)
-
-
-def texts(table):
-    return [[("*" if c.bold else "") + c.text + c.mark for c in row] for row in table.rows]
 
 
 def test_the_better_of_a_pair_is_bold_and_of_a_tie_both(tmp_path):
@@ -28,10 +20,9 @@ def test_the_better_of_a_pair_is_bold_and_of_a_tie_both(tmp_path):
         main("b", "rcpu", "coec", 30.0), main("b", "rcpu", "rcpu", 31.5),
         main("a", "wanda-sp", "none", 15.0), main("a", "wanda-sp", "coec", 15.5),
     ]  # fmt: skip
-    results = results_of(tmp_path, rows)
-    (table,) = comparison_tables(results, results.grid("main"), "perplexity")
+    (table,) = sr.tables(tmp_path, rows, MAIN, "Perplexity")
     assert table.heads == ("Selection", "Compensation", "a", "b")
-    assert texts(table) == [
+    assert sr.texts(table) == [
         ["dense", "–", "10.00", "20.00"],
         ["wanda-sp", "none", "*15.00", "–"],
         ["wanda-sp", "coec", "15.50", "–"],
@@ -50,45 +41,41 @@ def test_higher_accuracy_is_better(tmp_path):
         sr.row(compensation=name, grids=["main"], zero_shot=sr.zero_shot(value))
         for name, value in (("rcpu", 0.501), ("coec", 0.512))
     ]
-    results = results_of(tmp_path, rows)
-    (table,) = comparison_tables(results, results.grid("main"), "zero_shot")
-    assert texts(table)[1:] == [["rcpu", "rcpu", "50.1"], ["rcpu", "coec", "*51.2"]]
+    (table,) = sr.tables(tmp_path, rows, MAIN, "Zero-shot")
+    assert sr.texts(table)[1:] == [["rcpu", "rcpu", "50.1"], ["rcpu", "coec", "*51.2"]]
     assert table.notes == ("rcpu: COEC higher on 1 of 1 model; mean gap +1.1 (COEC − rcpu).",)
     assert table.title.startswith("Zero-shot accuracy, mean of 7 tasks, %")
 
 
 def test_a_failed_cell_says_why_and_takes_its_pair_along(tmp_path):
     failed = main("a", "flap", "bias", None, status="failed", error="the reason")
-    results = results_of(tmp_path, [failed, main("a", "flap", "coec", 12.0)])
-    (table,) = comparison_tables(results, results.grid("main"), "perplexity")
-    assert texts(table)[1:] == [["flap", "bias", "faileda"], ["flap", "coec", "12.00"]]
+    (table,) = sr.tables(tmp_path, [failed, main("a", "flap", "coec", 12.0)], MAIN, "Perplexity")
+    assert sr.texts(table)[1:] == [["flap", "bias", "faileda"], ["flap", "coec", "12.00"]]
     assert table.notes == ("a: a, flap + bias at 30 %: the reason",)
 
 
 def test_seeds_are_averaged_and_marked(tmp_path):
     rows = [main("a", "rcpu", "coec", value, seed=seed) for seed, value in enumerate((10, 13))]
-    results = results_of(tmp_path, rows)
-    (table,) = comparison_tables(results, results.grid("main"), "perplexity")
-    assert texts(table)[1:] == [["rcpu", "coec", "11.50a"]]
+    (table,) = sr.tables(tmp_path, rows, MAIN, "Perplexity")
+    assert sr.texts(table)[1:] == [["rcpu", "coec", "11.50a"]]
     assert table.notes == ("a: mean of 2 seeds",)
-    assert fits(results.grid("main"))
 
 
 def test_cells_that_differ_in_more_than_the_seed_share_no_entry(tmp_path):
     rows = [main("a", "rcpu", "coec", 10.0, samples=samples) for samples in (8, 16)]
-    assert not fits(results_of(tmp_path, rows).grid("main"))
+    assert sr.tables(tmp_path, rows, MAIN) == []
+    (table,) = sr.tables(tmp_path, rows, "Grid main")
+    assert table.heads == ("Model", "samples", "Perplexity")
 
 
 def test_a_sparsity_has_a_table_of_its_own(tmp_path):
     rows = [sr.row(sparsity=s, grids=["main"], perplexity=sr.perplexity(9.0)) for s in (0.3, 0.1)]
-    results = results_of(tmp_path, rows)
-    titles = [t.title for t in comparison_tables(results, results.grid("main"), "perplexity")]
+    titles = [t.title for t in sr.tables(tmp_path, rows, MAIN, "Perplexity")]
     assert [title.split(" at ")[1] for title in titles] == ["10 % sparsity", "30 % sparsity"]
 
 
 def test_settings_stand_under_the_table(tmp_path):
-    results = results_of(tmp_path, [main("a", "rcpu", "coec", 10.0)])
-    (table,) = comparison_tables(results, results.grid("main"), "perplexity")
+    (table,) = sr.tables(tmp_path, [main("a", "rcpu", "coec", 10.0)], MAIN, "Perplexity")
     assert table.settings == (
         f"Perplexity: test.txt (sha256 {sr.DIGEST[:12]}), 1,000 windows of 256 tokens. "
         "Calibration: train.txt, 64 windows of 256 tokens, seed 0."
@@ -99,12 +86,12 @@ def of_the_paper(blocks):
     """The paper's own numbers as rows."""
     rows = {}
     for block in blocks:
-        for selection, repairs in block["values"].items():
+        for selection, repairs in block.values.items():
             for repair, values in repairs.items():
-                for model, value in zip(block["models"], values):
-                    place = (model, block["sparsity"], selection, repair)
+                for model, value in zip(block.models, values):
+                    place = (model, block.sparsity, selection, repair)
                     row = rows.setdefault(place, sr.row(*place, grids=["main"]))
-                    if block["metric"] == "perplexity":
+                    if block.metric == "perplexity":
                         row["perplexity"] = sr.perplexity(value)
                     else:
                         row["zero_shot"] = sr.zero_shot(value / 100)
@@ -113,8 +100,8 @@ def of_the_paper(blocks):
 
 def test_the_papers_claims_follow_from_its_numbers(tmp_path):
     """Appendix A: mean gaps over RCPU 0.06, 0.20, 0.25; wins by selection and sparsity."""
-    blocks = [b for b in paper()["comparison"] if "Llama-3-70B" in b["models"]]
-    table = pair_table(results_of(tmp_path, of_the_paper(blocks)).grid("main"))
+    blocks = [b for b in ready_published("paper").comparison if "Llama-3-70B" in b.models]
+    table = sr.tables(tmp_path, of_the_paper(blocks), MAIN)[0]
     shown = {(row[0].text, row[1].text): [cell.text for cell in row[3:]] for row in table.rows}
     assert [shown[f"{s} %", "rcpu"][0] for s in (10, 20, 30)] == [
         "5 of 6 (1 equal)", "6 of 6", "6 of 6",
@@ -131,6 +118,6 @@ def test_the_papers_claims_follow_from_its_numbers(tmp_path):
 def test_the_mean_ratio_is_geometric(tmp_path):
     values = {("a", "rcpu"): 10.0, ("a", "coec"): 5.0, ("b", "rcpu"): 10.0, ("b", "coec"): 20.0}
     rows = [main(model, "rcpu", repair, value) for (model, repair), value in values.items()]
-    table = pair_table(results_of(tmp_path, rows).grid("main"))
+    table = sr.tables(tmp_path, rows, MAIN)[0]
     assert table.rows[0][5].value == pytest.approx(1)
     assert table.rows[0][4].text == "+2.50"

@@ -1,9 +1,6 @@
 """What a model costs to run, from the rows."""
 
 import sweep_rows as sr
-from coec.experiments.reporting import paper
-from coec.experiments.reporting.cost import cost_table
-from coec.experiments.reporting.results import read_results
 
 GIB = 2**30
 
@@ -26,12 +23,8 @@ def qwen():
     ]
 
 
-def found(folder, rows):
-    return read_results(sr.write(folder, rows)).rows
-
-
 def test_a_line_per_model_and_size_with_the_papers_rule(tmp_path):
-    table = cost_table(found(tmp_path, qwen()))
+    (table,) = sr.tables(tmp_path, qwen(), "Cost")
     assert [[cell.text for cell in line[1:]] for line in table.rows] == [
         ["dense", "dense", "7,620,000,000", "100.0 %", "15.2", "14", "15"],
         ["30 %", "coec, rcpu", "5,700,000,000", "74.8 %", "11.4", "10", "12"],
@@ -42,13 +35,13 @@ def test_a_line_per_model_and_size_with_the_papers_rule(tmp_path):
 
 def test_memory_that_nobody_measured_is_not_spoken_of(tmp_path):
     rows = [row | {"cost": {}} for row in qwen()]
-    table = cost_table(found(tmp_path, rows))
+    (table,) = sr.tables(tmp_path, rows, "Cost")
     assert table.notes == ("GFLOPs per token: 2 × parameters, the paper's rule.",)
-    assert cost_table(found(tmp_path, rows[:1])) is None
+    assert sr.tables(tmp_path, rows[:1], "Cost") == []
 
 
 def test_ours_stands_beside_the_papers(tmp_path):
-    table = paper.efficiency_table(found(tmp_path, qwen()[:2]))
+    _, table = sr.tables(tmp_path, qwen()[:2], "Compared with the paper", compare="paper")
     assert [[cell.text for cell in line[1:]] for line in table.rows] == [
         ["Parameters, billions", "7.62", "5.70", "74.8 %", "7.62", "5.70", "74.8 %"],
         ["GFLOPs per token", "15.24", "11.40", "74.8 %", "15.20", "11.40", "75.0 %"],

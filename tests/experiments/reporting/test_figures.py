@@ -5,20 +5,21 @@ import re
 import pytest
 
 import sweep_rows as sr
-from coec.experiments.reporting import figures, plots
-from coec.experiments.reporting.overfitting import overfitting_figure
+from coec.experiments.reporting import blocks, plots
+from coec.experiments.reporting.document import document
 from coec.experiments.reporting.plots import Curve, Panel
-from coec.experiments.reporting.rescaling import ridge_figure
 from coec.experiments.reporting.results import read_results
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return read_results(sr.write(tmp_path_factory.mktemp("sweep"), sr.sweep()))
+def whole(tmp_path_factory):
+    """The figures of a whole report, by their titles."""
+    made = document(read_results(sr.write(tmp_path_factory.mktemp("sweep"), sr.sweep())))
+    return {figure.title: figure for section in made.sections for figure in section.figures}
 
 
-def found(folder, rows):
-    return read_results(sr.write(folder, rows))
+def inside(folder, rows):
+    return {f.title: f for f in sr.section(folder, rows, "Inside the modules").figures}
 
 
 def curved(**series):
@@ -33,7 +34,7 @@ def test_convergence_is_relative_to_the_slice_and_counted(tmp_path):
         curved(errors_per_round=[0.0, 0.0]),
         curved(errors_per_round=[0.5]),
     ]
-    figure = figures.convergence_figure(found(tmp_path, [sr.row(sites=sites)]).rows)
+    figure = inside(tmp_path, [sr.row(sites=sites)])["Convergence of every module"]
     *grey, mean = figure.panels[0].curves
     assert [list(c.y) for c in grey] == [[1, 0.5, 0.25], [1, 0.5], [1, 0.5, 0.6]]
     assert mean.y == pytest.approx([1, 0.5, (0.25 + 0.5 + 0.6) / 3])  # a finished module stays
@@ -45,17 +46,17 @@ def test_convergence_is_relative_to_the_slice_and_counted(tmp_path):
 
 
 def test_more_modules_than_a_panel_takes_are_thinned_and_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "LINES", 2)
+    monkeypatch.setattr(blocks, "LINES", 2)
     sites = [curved(errors_per_round=[1.0, 0.5 + i / 100]) for i in range(5)]
-    figure = figures.convergence_figure(found(tmp_path, [sr.row(sites=sites)]).rows)
+    figure = inside(tmp_path, [sr.row(sites=sites)])["Convergence of every module"]
     *grey, mean = figure.panels[0].curves
     assert len(grey) == 2
     assert mean.y[-1] == pytest.approx(0.52)
     assert figure.caption[-1].startswith("Of more than 2 modules, evenly spaced ones are drawn")
 
 
-def test_calibration_size_has_a_panel_per_model_and_sparsity(results):
-    figure = figures.setting_figure(results.grid("calibration-size"), "samples", "t")
+def test_calibration_size_has_a_panel_per_model_and_sparsity(whole):
+    figure = whole["Perplexity by samples"]
     assert len(figure.panels) == 3 * 3
     first = figure.panels[0]
     assert first.title == "stories260K, 10 %"
@@ -64,22 +65,22 @@ def test_calibration_size_has_a_panel_per_model_and_sparsity(results):
     assert first.x_scale == "log"
 
 
-def test_a_range_with_a_zero_is_evenly_spaced(results):
-    (panel,) = figures.setting_figure(results.grid("lambda-a"), "lambda_a", "t").panels
+def test_a_range_with_a_zero_is_evenly_spaced(whole):
+    (panel,) = whole["Perplexity by lambda_a"].panels
     assert panel.curves[0].x == [0, 1, 2, 3, 4, 5]
     assert panel.x_ticks[-1] == (5, "1000")
 
 
-def test_blocks_compare_repairs_of_the_same_slice(results):
-    figure = figures.block_figure(results.grid("main"))
+def test_blocks_compare_repairs_of_the_same_slice(whole):
+    figure = whole["Error by block"]
     labels = [curve.label for curve in figure.panels[0].curves]
     assert labels == ["slice", "rcpu", "coec"]
     assert figure.panels[0].curves[0].x == [0, 1, 2, 3]
     assert figure.caption[0].startswith("Units kept by rcpu at 30 % sparsity")
 
 
-def test_the_dense_model_is_a_point_of_perplexity_by_parameters(results):
-    figure = figures.parameters_figure(results, results.grid("main"))
+def test_the_dense_model_is_a_point_of_perplexity_by_parameters(whole):
+    figure = whole["Perplexity by parameters"]
     star = figure.panels[1].curves[-1]
     assert (star.label, star.x) == ("dense", [3.05])
     assert figure.panels[1].y_scale == "log"
@@ -87,17 +88,9 @@ def test_the_dense_model_is_a_point_of_perplexity_by_parameters(results):
 
 
 def test_figures_without_data_are_left_out(tmp_path):
-    rows = found(tmp_path, [sr.row()])
-    assert figures.setting_figure(rows.rows, "samples", "t") is None
-    assert figures.parameters_figure(rows, rows.rows) is None
-    for make in (
-        figures.convergence_figure,
-        overfitting_figure,
-        ridge_figure,
-        figures.block_figure,
-        figures.angle_figure,
-    ):
-        assert make(rows.rows) is None
+    rows = [sr.row(grids=["main", "calibration-size", "rescale-ridge", "overfitting"])]
+    made = document(read_results(sr.write(tmp_path, rows)))
+    assert [figure for section in made.sections for figure in section.figures] == []
 
 
 PANEL = Panel('a "b" <&> 0.00071', (Curve([1, 2], [3, 4], "x", "coec", marker="o"),), "x", "y")
@@ -138,6 +131,6 @@ def test_of_several_cells_of_a_repair_the_best_is_drawn_on_units_all_share(tmp_p
         sliced(9.0, "few", 0.9, 0.8), sliced(8.0, "many", 0.5, 0.4), sliced(7.0, "many", 0.5, 0.3),
         sliced(9.5, "few", 0.9, 0.7, "rcpu"),
     ]  # fmt: skip
-    figure = figures.block_figure(read_results(sr.write(tmp_path, rows)).rows)
+    figure = inside(tmp_path, rows)["Error by block"]
     (panel,) = figure.panels
     assert {curve.label: list(curve.y) for curve in panel.curves} == {"slice": [0.5], "coec": [0.3]}

@@ -21,7 +21,7 @@ def page_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep")
     script = {"error": "<script>throw 1</script>", "status": "failed"}
     rows = [*sr.sweep(), sr.row("wt2-llama", 0.4, "flap", "bias", grids=["main"]) | script]
-    return write_report(sr.write(folder, rows), compare=True).files[2]
+    return write_report(sr.write(folder, rows), compare="paper").files[2]
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def column(table, index):
 
 def test_a_click_on_a_head_sorts_and_the_third_restores(visit):
     page = visit(DESKTOP)
-    table = page.locator("#best table")
+    table = page.locator("#best-results table")
     head = table.locator("thead th").nth(4)
     before = column(table, 4)
     head.locator("button").click()

@@ -3,21 +3,25 @@
 import pytest
 
 import sweep_rows as sr
-from coec.experiments.reporting import paper
+from coec.experiments.declarations import ready
+from coec.experiments.publications import ready_published
 from coec.experiments.reporting.document import document
+from coec.experiments.reporting.published import printed
 from coec.experiments.reporting.results import read_results
-from coec.experiments.reporting.variation import BUILD_UP
+
+PAPER = ready_published("paper")
 
 
 def test_every_table_of_the_paper_is_whole():
-    blocks = paper.paper()["comparison"]
-    assert sorted({(b["metric"], b["sparsity"]) for b in blocks * 2}) == [
+    blocks = PAPER.comparison
+    assert sorted({(b.metric, b.sparsity) for b in blocks}) == [
         (metric, s) for metric in ("perplexity", "zero_shot") for s in (0.1, 0.2, 0.3)
     ]
-    values = [v for b in blocks for by in b["values"].values() for vs in by.values() for v in vs]
+    values = [v for b in blocks for by in b.values.values() for vs in by.values() for v in vs]
     assert len(values) == 2 * 3 * 2 * 6 * 6
-    for metric in ("perplexity", "zero_shot"):
-        assert tuple(paper.paper()["ablation"][metric]) == BUILD_UP
+    (table,) = ready("ablation")
+    for column in PAPER.columns["ablation"].columns:
+        assert tuple(column.values) == table.parts["Build-up"]
 
 
 @pytest.mark.parametrize(
@@ -33,11 +37,11 @@ def test_every_table_of_the_paper_is_whole():
 )
 def test_a_model_is_found_by_its_hub_name(place, value, tmp_path):
     (row,) = read_results(sr.write(tmp_path, [sr.row(*place)])).rows
-    assert paper.printed(row, "perplexity") == value
+    assert printed(row, "perplexity", PAPER) == value
 
 
 def compared(folder, rows):
-    made = document(read_results(sr.write(folder, rows)), compare=True)
+    made = document(read_results(sr.write(folder, rows)), compare="paper")
     return {section.title: section for section in made.sections}
 
 
@@ -89,7 +93,7 @@ def test_cells_that_differ_in_more_than_the_seed_are_not_averaged(tmp_path):
         for a, value in ((0.5, 9.0), (0.9, 7.0))
         for s in (0, 1)
     ]
-    table = paper.paper_table(read_results(sr.write(tmp_path, rows)).rows)
+    table = compared(tmp_path, rows)["Compared with the paper"].tables[0]
     assert [(r[1].text, r[2].text, r[3].text) for r in table.rows] == [
         ("rcpu + coec at 30 %, alpha = 0.5", "9.00", "7.21"),
         ("rcpu + coec at 30 %, alpha = 0.9", "7.00", "7.21"),
@@ -102,5 +106,5 @@ def test_of_a_main_grid_only_its_own_cells_are_set_beside_the_paper(tmp_path):
         sr.row("Llama-2-7B", grids=grids, options={"alpha": a}, perplexity=sr.perplexity(value))
         for grids, a, value in ((["main"], 0.9, 7.0), (["alpha"], 0.5, 9.0))
     ]
-    table = paper.paper_table(read_results(sr.write(tmp_path, rows)).rows)
+    table = compared(tmp_path, rows)["Compared with the paper"].tables[0]
     assert [(r[1].text, r[2].text) for r in table.rows] == [("rcpu + coec at 30 %", "7.00")]

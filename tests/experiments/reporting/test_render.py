@@ -68,7 +68,7 @@ def test_latex_is_balanced_and_escaped():
 
 
 def test_every_row_of_a_whole_report_has_its_columns(tmp_path):
-    made = document(read_results(sr.write(tmp_path, sr.sweep())), compare=True)
+    made = document(read_results(sr.write(tmp_path, sr.sweep())), compare="paper")
     text = latex(made)
     balanced(text)
     assert text.isascii(), {c for c in text if not c.isascii()}

@@ -9,7 +9,7 @@ import pytest
 import sweep_rows as sr
 from coec import cli
 from coec.errors import OptionError, OutputError
-from coec.experiments.reporting import report
+from coec.experiments import files
 from coec.experiments.reporting.report import write_report
 
 
@@ -84,7 +84,7 @@ def test_a_failed_write_leaves_the_old_report(tmp_path, monkeypatch):
     def refused(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(report.os, "replace", refused)
+    monkeypatch.setattr(files.os, "replace", refused)
     with pytest.raises(OutputError, match=r"report.md \(No space left on device\): make"):
         write_report(folder)
     assert (folder / "report.md").read_text() == "old"

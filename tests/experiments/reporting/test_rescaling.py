@@ -3,8 +3,6 @@
 import pytest
 
 import sweep_rows as sr
-from coec.experiments.reporting.rescaling import ridge_figure, ridge_tables
-from coec.experiments.reporting.results import read_results
 
 
 def ridged(rule, ridge, value, rotation="left", **changes):
@@ -15,18 +13,18 @@ def ridged(rule, ridge, value, rotation="left", **changes):
 
 
 @pytest.fixture
-def rows(tmp_path):
+def section(tmp_path):
     chosen = [{"site": "mlp", "block": 0, "gcv_lambda": value} for value in (0.1, 0.8, 0.9)]
     made = [
         ridged("gcv", 1.0, 9.1, sites=chosen),
         ridged("fixed", 0.0, 9.5), ridged("fixed", 10.0, 9.3), ridged("fixed", 1.0, 9.0),
         ridged("gcv", 1.0, 8.0, "two-sided"), ridged("fixed", 1.0, 8.0, "two-sided"),
     ]  # fmt: skip
-    return read_results(sr.write(tmp_path, made)).grid("rescale-ridge")
+    return sr.section(tmp_path, made, "Ridge of the rescale")
 
 
-def test_the_gap_is_to_the_best_swept_ridge(rows):
-    (table,) = ridge_tables(rows, "perplexity")
+def test_the_gap_is_to_the_best_swept_ridge(section):
+    (table,) = section.tables
     assert table.heads == (
         "Method", "Sparsity", "λ = 0", "λ = 1", "λ = 10", "GCV", "GCV − best swept",
         "GCV's λ, median",
@@ -35,11 +33,10 @@ def test_the_gap_is_to_the_best_swept_ridge(rows):
         ["rcpu + coec, rotation = left", "30 %", "9.50", "9.00", "9.30", "9.10", "+0.10", "0.8"],
         ["rcpu + coec, rotation = two-sided", "30 %", "–", "8.00", "–", "8.00", "0.00", "–"],
     ]
-    assert ridge_tables(rows, "zero_shot") == []
 
 
-def test_the_swept_ridges_are_a_curve_and_cross_validation_is_a_level(rows):
-    left, both = ridge_figure(rows).panels
+def test_the_swept_ridges_are_a_curve_and_cross_validation_is_a_level(section):
+    left, both = section.figures[0].panels
     swept, level = left.curves
     assert [text for _, text in left.x_ticks] == ["0", "1", "10"]
     assert list(swept.y) == [9.5, 9.0, 9.3]

@@ -6,7 +6,9 @@ import pytest
 
 import sweep_rows as sr
 from coec.errors import ResultsError
-from coec.experiments.reporting.results import RESULTS, number, read_results
+from coec.experiments.records import number
+from coec.experiments.reporting.results import read_results
+from coec.experiments.rows import RESULTS
 
 
 def test_a_row_has_what_was_measured(tmp_path):

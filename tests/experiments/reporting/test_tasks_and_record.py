@@ -1,11 +1,8 @@
 """Tasks with their errors, the summary, and the record."""
 
-import dataclasses
-
 import sweep_rows as sr
 from coec.experiments.reporting import record
 from coec.experiments.reporting.results import read_results
-from coec.experiments.reporting.tasks import zero_shot_tables
 
 
 def results(folder, rows):
@@ -15,9 +12,9 @@ def results(folder, rows):
 def test_tasks_have_errors_items_and_a_sentence_on_chance(tmp_path):
     rows = [
         sr.dense(zero_shot=sr.zero_shot(0.5, at_chance=["rte"])),
-        sr.row(zero_shot=sr.zero_shot(0.25, at_chance=["rte", "boolq"])),
+        sr.row(zero_shot=sr.zero_shot(0.25, at_chance=["rte", "boolq"]), grids=["main"]),
     ]
-    (table,) = zero_shot_tables(results(tmp_path, rows).rows)
+    (table,) = sr.tables(tmp_path, rows, "Zero-shot accuracy by task")
     assert table.heads[4] == "boolq (acc, 100 items)"
     assert [cell.text for cell in table.rows[1]][::10] == ["rcpu + coec at 30 %", "25.0 ± 2.0"]
     assert table.rows[1][3].text == "25.0 ± 1.0"
@@ -40,8 +37,9 @@ def test_the_summary_counts_failures_and_flags_overlap(tmp_path):
     assert facts["Cells"] == "1 done, 1 failed"
     assert facts["Text overlap"].startswith("FLAGGED in 1 of 1 cells checked")
     assert facts["Environment"] == "coec 0.1.0, torch 2"
-    assert record.failure_table(found.rows).rows[0][3].text == "out of memory"
-    assert record.overlap_table(found.rows).rows[0][4].text == "5"
+    failures, overlaps, *_ = sr.tables(tmp_path, rows, "Record")
+    assert failures.rows[0][3].text == "out of memory"
+    assert overlaps.rows[0][4].text == "5"
 
 
 def test_what_is_not_flagged_is_not_called_clean(tmp_path):
@@ -57,7 +55,7 @@ def test_the_best_is_the_lowest_perplexity_beside_the_dense_models(tmp_path):
         sr.row(perplexity=sr.perplexity(12.0), parameters={"before": 100, "after": 76}),
         sr.row(compensation="rcpu", perplexity=sr.perplexity(13.0)),
     ]
-    table = record.best_table(results(tmp_path, rows))
+    (table,) = sr.tables(tmp_path, rows, "Best results")
     assert [cell.text for cell in table.rows[0]] == [
         "wt2-llama", "30 %", "rcpu", "coec", "12.00", "10.00", "×1.200", "76.0 %",
     ]  # fmt: skip
@@ -66,20 +64,22 @@ def test_the_best_is_the_lowest_perplexity_beside_the_dense_models(tmp_path):
 def test_the_record_holds_digests_seconds_and_memory(tmp_path):
     found = results(tmp_path, sr.sweep()).rows
     first = next(row for row in found if row.model == "babyllama-1M" and row.dense)
-    line = dict(zip(record.record_table(found).heads, record.record_table(found).rows[0]))
+    cells, _, listed = sr.tables(tmp_path, sr.sweep(), "Record")[1:]
+    line = dict(zip(cells.heads, cells.rows[0]))
     assert line["Cell"].text == first.cell
     assert line["Windows sha256"].text == sr.DIGEST[:12]
     assert (line["Collecting, s"].text, line["Peak memory, GiB"].text) == ("4.2", "0.88")
-    assert [cell.text for cell in record.text_table(found).rows[0]][:3] == [
+    assert [cell.text for cell in listed.rows[0]][:3] == [
         "perplexity", "test.txt", sr.DIGEST,
     ]  # fmt: skip
 
 
 def test_safeguards_are_counted(tmp_path):
     sites = [{"site": "mlp", "block": 0, "events": ["clamped"]}] * 3
-    found = results(tmp_path, [sr.row(sites=sites), sr.row(samples=8, sites=sites[:1])]).rows
-    assert [cell.text for cell in record.event_table(found).rows[0]] == ["clamped", "4", "2"]
-    assert record.event_table([dataclasses.replace(found[0], sites=())]) is None
+    rows = [sr.row(sites=sites), sr.row(samples=8, sites=sites[:1])]
+    (events,) = sr.tables(tmp_path, rows, "Record", "Safeguards")
+    assert sr.texts(events) == [["clamped", "4", "2"]]
+    assert sr.tables(tmp_path, [sr.row()], "Record", "Safeguards") == []
 
 
 def test_a_dense_pass_that_cells_share_counts_once(tmp_path):
@@ -97,8 +97,7 @@ def test_a_dense_pass_that_cells_share_counts_once(tmp_path):
 
 def test_windows_that_share_passages_are_called_so(tmp_path):
     found = {"n": 13, "windows": 40, "shared": 7, "share": 0.2, "flagged": True}
-    rows = read_results(sr.write(tmp_path, [sr.row(overlap=found)])).rows
-    table = record.overlap_table(rows)
+    (table,) = sr.tables(tmp_path, [sr.row(overlap=found)], "Record", "repeats")
     assert dict(zip(table.heads[4:], (c.text for c in table.rows[0][4:]))) == {
         "Windows with a shared n-gram": "7", "Of": "40", "Share of n-grams": "0.2000",
     }  # fmt: skip

@@ -1,26 +1,14 @@
 """Ablation, curves, seeds, and grids of a user's own."""
 
 import sweep_rows as sr
-from coec.experiments.reporting import figures
+from coec.experiments.reporting.blocks import falling, non_increasing
 from coec.experiments.reporting.document import document
-from coec.experiments.reporting.inside import falling, non_increasing
 from coec.experiments.reporting.results import read_results
 from coec.experiments.reporting.tables import varying
-from coec.experiments.reporting.variation import (
-    ablation_tables,
-    cap_table,
-    curve_tables,
-    generic_table,
-    seed_tables,
-)
 
 
 def grid(folder, rows, name):
     return read_results(sr.write(folder, rows)).grid(name)
-
-
-def texts(table):
-    return [[("*" if c.bold else "") + c.text + c.mark for c in row] for row in table.rows]
 
 
 def labelled(model, label, value, rounds):
@@ -38,24 +26,29 @@ def test_the_ablation_is_in_the_papers_order_with_a_mean_over_whole_models(tmp_p
         for rounds, (label, by_model) in enumerate(values.items())
         for i, model in enumerate("abc")
     ]
-    build_up, single = ablation_tables(grid(tmp_path, rows, "ablation"), "ablation", "perplexity")
+    build_up, single = sr.tables(tmp_path, rows, "Ablation")
     assert build_up.heads == ("Configuration", "a", "b", "c", "Mean")
-    assert texts(build_up) == [
+    assert sr.texts(build_up) == [
         ["RCPU", "10.00", "12.00", "3.00", "11.00"],
         ["+ GCV rescale", "9.00", "11.00", "faileda", "10.00"],
     ]
     assert build_up.notes[0] == "Mean over the models that have every row: a, b."
-    assert texts(single) == [["odd", "1.00", "2.00", "5.00", "2.67"]]
+    assert sr.texts(single) == [["odd", "1.00", "2.00", "5.00", "2.67"]]
 
 
 def test_a_curve_has_a_column_per_value_and_the_best_in_bold(tmp_path):
     rows = [
-        sr.row(compensation=repair, samples=n, grids=["g"], perplexity=sr.perplexity(value))
+        sr.row(
+            compensation=repair,
+            samples=n,
+            grids=["calibration-size"],
+            perplexity=sr.perplexity(value),
+        )
         for repair, n, value in (("coec", 128, 9.0), ("coec", 32, 9.5), ("none", 32, 12.0))
     ]
-    (table,) = curve_tables(grid(tmp_path, rows, "g"), "samples", "perplexity")
+    (table,) = sr.tables(tmp_path, rows, "Calibration size")
     assert table.heads[-2:] == ("32", "128")
-    assert texts(table) == [
+    assert sr.texts(table) == [
         ["30 %", "rcpu", "none", "12.00", "–"], ["30 %", "rcpu", "coec", "9.50", "*9.00"],
     ]  # fmt: skip
     assert "windows, as many as shown, of 256 tokens" in table.settings
@@ -67,9 +60,9 @@ def test_spread_is_the_range_over_seeds(tmp_path):
         for s, values in ((0.1, (5.0, 5.25, 5.5)), (0.3, (9.0, 9.0, 9.1)))
         for seed, value in enumerate(values)
     ]
-    spreads, cells = seed_tables(grid(tmp_path, rows, "seeds"))
-    assert texts(spreads) == [["coec", "2", "0.30", "0.50"]]
-    assert [row[-2:] for row in texts(cells)] == [["5.25", "0.50"], ["9.00", "0.10"]]
+    spreads, cells = sr.tables(tmp_path, rows, "Seeds")
+    assert sr.texts(spreads) == [["coec", "2", "0.30", "0.50"]]
+    assert [row[-2:] for row in sr.texts(cells)] == [["5.25", "0.50"], ["9.00", "0.10"]]
 
 
 def test_a_grid_of_a_users_own_shows_what_varies(tmp_path):
@@ -82,9 +75,9 @@ def test_a_grid_of_a_users_own_shows_what_varies(tmp_path):
     ]  # fmt: skip
     found = grid(tmp_path, rows, "mine")
     assert varying(found) == ("compensation", "rounds")
-    table = generic_table(found, "mine")
-    assert table.heads == ("Model", "compensation", "rounds", "Perplexity", "Parameters")
-    assert texts(table)[2] == ["wt2-llama", "none", "–", "9.00", "–"]
+    (table,) = sr.tables(tmp_path, rows, "Grid mine")
+    assert table.heads == ("Model", "compensation", "rounds", "Perplexity")
+    assert sr.texts(table)[2] == ["wt2-llama", "none", "–", "9.00"]
 
 
 def test_a_main_grid_that_varies_more_falls_back_to_what_varies(tmp_path):
@@ -124,18 +117,17 @@ def test_what_else_varies_in_a_curve_has_lines_of_its_own(tmp_path):
         }.items()
         for seed in (0, 1)
     ]  # fmt: skip
-    found = grid(tmp_path, rows, "delta")
-    (table,) = curve_tables(found, "delta", "perplexity")
+    section = sr.section(tmp_path, rows, "Stopping tolerance δ")
+    (table,) = section.tables
     assert table.heads == (
         "Sparsity", "Selection", "Compensation", "parameterization", "0.001", "0.01",
     )  # fmt: skip
-    assert texts(table) == [
+    assert sr.texts(table) == [
         ["30 %", "rcpu", "coec", "stiefel", "*8.00a", "9.00a"],
         ["30 %", "rcpu", "coec", "full", "12.00a", "*11.00a"],
     ]
     assert table.notes == ("a: mean of 2 seeds",)
-    figure = figures.setting_figure(found, "delta", "Perplexity by delta")
-    lines = {curve.label: list(curve.y) for curve in figure.panels[0].curves}
+    lines = {curve.label: list(curve.y) for curve in section.figures[0].panels[0].curves}
     assert lines == {
         "coec, parameterization = stiefel": [8.0, 9.0], "coec, parameterization = full": [12, 11],
     }  # fmt: skip
@@ -147,7 +139,7 @@ def test_a_mean_over_more_than_seeds_says_over_what(tmp_path):
         for seed in (0, 1)
         for alpha in (0.5, 0.9)
     ]
-    notes = seed_tables(grid(tmp_path, rows, "seeds"))[1].notes
+    notes = sr.tables(tmp_path, rows, "Seeds")[1].notes
     assert "a: mean of 2 cells that differ in alpha" in notes
 
 
@@ -160,9 +152,9 @@ def test_modules_that_ran_into_the_cap_are_counted(tmp_path):
         capped(1, "joint", 1, 1), capped(50, "joint", 7, 50),
         capped(1, "gradient", 1, 0), capped(50, "gradient", 3, 9),
     ]  # fmt: skip
-    table = cap_table(grid(tmp_path, rows, "rounds"))
+    (table,) = sr.tables(tmp_path, rows, "Cap on the rounds")
     assert table.heads == ("Model", "solver", "Cap 1", "Cap 50")
-    assert texts(table) == [
+    assert sr.texts(table) == [
         ["wt2-llama", "joint", "2 of 2", "1 of 2"], ["wt2-llama", "gradient", "1 of 2", "0 of 2"],
     ]  # fmt: skip
-    assert cap_table(grid(tmp_path, [sr.row(grids=["rounds"])], "rounds")) is None
+    assert sr.tables(tmp_path, [sr.row(grids=["rounds"])], "Cap on the rounds") == []

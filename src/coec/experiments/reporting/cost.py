@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from coec.experiments.declarations import Declaration
+from coec.experiments.records import number
+from coec.experiments.reporting.axes import Context
 from coec.experiments.reporting.protocol import listed
-from coec.experiments.reporting.results import Row, number
 from coec.experiments.reporting.tables import (
     ABSENT,
     Cell,
@@ -13,29 +15,30 @@ from coec.experiments.reporting.tables import (
     percent,
     significant,
 )
+from coec.experiments.rows import Row
 
 GIB = 2**30
 
 
 def gflops(parameters: float) -> float:
-    """Billions of operations per token, by the paper's rule: two for every parameter."""
+    """Billions of operations per token, two for every parameter."""
     return 2 * parameters / 1e9
 
 
 def memory(rows: Sequence[Row]) -> float | None:
     """The most bytes that evaluating any of these models took; None where nobody measured it."""
-    peaks = [number(row.cost.get("peak_memory_bytes")) for row in rows]
+    peaks = [number(row.cost.peak_memory_bytes) for row in rows]
     return max((peak for peak in peaks if peak is not None), default=None)
 
 
-def cost_table(rows: Sequence[Row]) -> Table | None:
+def cost(item: Declaration, context: Context) -> list[Table]:
     """One line per model, sparsity and number of parameters; the dense models' first."""
-    sized = [row for row in rows if row.parameters.get("after") is not None]
-    if not any(not row.dense for row in sized):
-        return None
+    sized = [row for row in context.results.rows if row.parameters.after is not None]
+    if all(row.dense for row in sized):
+        return []
 
     def place(r: Row) -> tuple[Any, ...]:
-        return r.model, r.sparsity, r.parameters["after"], r.cost.get("weight_bytes")
+        return r.model, r.sparsity, r.parameters.after, r.cost.weight_bytes
 
     ordered = sorted(sized, key=lambda r: (r.model, r.sparsity))
     body = tuple(_line(found) for found in grouped(ordered, place).values())
@@ -43,14 +46,22 @@ def cost_table(rows: Sequence[Row]) -> Table | None:
         "Model", "Sparsity", "Compensations", "Parameters", "Of the dense",
         "GFLOPs per token", "Weights, GiB", "Memory, GiB",
     )  # fmt: skip
-    return Table("Cost of a model", heads, body, labels=3, notes=_notes(sized))
+    notes = list(item.notes)
+    if memory(sized) is not None:
+        devices = listed(row.environment.get("device") for row in sized) or "device unknown"
+        notes.append(
+            f"Memory: the most held while the perplexity was measured ({devices}); allocated on a "
+            "GPU, resident in the whole process on a CPU, where Python and its libraries have a "
+            "large share."
+        )
+    return [Table(item.table, heads, body, 3, tuple(notes))]
 
 
 def _line(rows: Sequence[Row]) -> tuple[Cell, ...]:
     first = rows[0]
-    after, before = first.parameters["after"], first.parameters.get("before")
+    after, before = first.parameters.after or 0, first.parameters.before
     kept = Cell(f"{100 * after / before:.1f} %", after / before) if before else Cell(ABSENT)
-    weights = number(first.cost.get("weight_bytes"))
+    weights = number(first.cost.weight_bytes)
     return (
         Cell(first.model),
         Cell("dense" if first.dense else percent(first.sparsity), first.sparsity),
@@ -65,16 +76,3 @@ def _line(rows: Sequence[Row]) -> tuple[Cell, ...]:
 
 def _shown(value: float | None) -> Cell:
     return Cell(ABSENT) if value is None else Cell(significant(value), value)
-
-
-def _notes(rows: Sequence[Row]) -> tuple[str, ...]:
-    """What the numbers are; the device only where memory was measured."""
-    notes = ["GFLOPs per token: 2 × parameters, the paper's rule."]
-    if memory(rows) is not None:
-        devices = listed(row.environment.get("device") for row in rows) or "device unknown"
-        notes.append(
-            f"Memory: the most held while the perplexity was measured ({devices}); allocated on a "
-            "GPU, resident in the whole process on a CPU, where Python and its libraries have a "
-            "large share."
-        )
-    return tuple(notes)

@@ -1,34 +1,35 @@
 """The report as a value: which tables and figures, in which order."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
-from coec.experiments.reporting import figures, inside, overfitting, paper, record, rescaling
-from coec.experiments.reporting.comparison import comparison_tables, fits, pair_table
-from coec.experiments.reporting.cost import cost_table
+from coec.errors import OptionError
+from coec.experiments.declarations import Declaration, items, ready
+from coec.experiments.publications import PUBLISHED, Publication, ready_published
+from coec.experiments.reporting import blocks, figures, pivot, published, record
+from coec.experiments.reporting.axes import Context
+from coec.experiments.reporting.cost import cost
+from coec.experiments.reporting.pairs import pairs
 from coec.experiments.reporting.plots import Figure
-from coec.experiments.reporting.results import Results, Row
-from coec.experiments.reporting.tables import SHOWN, Table
-from coec.experiments.reporting.tasks import zero_shot_tables
-from coec.experiments.reporting.variation import (
-    ablation_tables,
-    cap_table,
-    curve_tables,
-    generic_table,
-    seed_tables,
-)
+from coec.experiments.reporting.results import Results
+from coec.experiments.reporting.tables import Table
+from coec.experiments.reporting.tasks import tasks
 
-CURVES = {
-    "calibration-size": ("samples", "Calibration size"),
-    "alpha": ("alpha", "Tempering exponent α"),
-    "lambda-a": ("lambda_a", "Alignment weight λ_a"),
-    "delta": ("delta", "Stopping tolerance δ"),
-    "rounds": ("rounds", "Cap on the rounds"),
-}
-"""Grids that vary one setting: which, and what it is called."""
-
-READY = ("main", "ablation", "seeds", "rescale-ridge", "overfitting", *CURVES)
+DRAWN: Mapping[str, Callable[[Declaration, Context], Sequence[Table | Figure]]] = {
+    "pivot": pivot.pivot, "pairs": pairs, "spreads": pivot.spreads, "varied": record.varied,
+    "best": record.best, "tasks": tasks, "cost": cost, "geometry": blocks.geometry,
+    "failures": record.failures, "overlaps": record.overlaps, "cells": record.cells,
+    "settings": record.settings, "texts": record.texts, "events": record.events,
+    "beside": published.beside, "costs beside": published.costs_beside, "alone": published.alone,
+    "lines": figures.lines, "bars": figures.bars, "blocks": blocks.blocks, "rounds": blocks.rounds,
+}  # fmt: skip
+"""How a table or a figure is drawn, by what a declaration calls it."""
 
 
 @dataclass(frozen=True)
@@ -63,147 +64,82 @@ class Document:
         }
 
 
-def document(results: Results, *, compare: bool = False) -> Document:
-    """The report on a sweep; with `compare`, the paper's numbers beside ours."""
-    rows = results.rows
-    sections = [
-        _section("Best results", "best", [record.best_table(results)]),
-        _main(results),
-        _ablation(results, compare),
-        *(_curve(results, grid) for grid in CURVES),
-        _ridge(results),
-        _seeds(results, compare),
-        _overfitting(results),
-        *_others(results),
-        _section("Zero-shot accuracy by task", "tasks", zero_shot_tables(rows)),
-        _inside(results),
-        _section("Cost", "cost", [cost_table(rows)]),
-        _paper(rows) if compare else None,
-        _record(rows),
-    ]
-    kept = tuple(s for s in sections if s is not None and (s.tables or s.figures or s.text))
-    return Document("Report of a pruning sweep", record.facts(results), results.notes, kept)
+@cache
+def every(place: str) -> tuple[Declaration, ...]:
+    """What every report has `before` and `after` what its grids declare."""
+    text = (Path(__file__).parent / "every.toml").read_text(encoding="utf-8")
+    return items(tomllib.loads(text)[place], f"every.toml, {place}")
 
 
-def _section(
-    title: str,
-    anchor: str,
-    tables: Sequence[Table | None],
-    drawn: Sequence[Figure | None] = (),
-    text: Sequence[str] = (),
-) -> Section:
-    return Section(
-        title,
-        anchor,
-        tuple(table.without_empty_columns() for table in tables if table is not None),
-        tuple(figure for figure in drawn if figure is not None),
-        tuple(text),
-    )
+def document(results: Results, *, compare: str | None = None) -> Document:
+    """The report on a sweep; with `compare`, published numbers of that name beside ours.
 
-
-def _main(results: Results) -> Section | None:
-    rows = results.grid("main")
-    if not rows or not fits(rows):
-        return _generic(rows, "main") if rows else None
-    tables = [table for metric in SHOWN for table in comparison_tables(results, rows, metric)]
-    text = (
-        "Bold marks the better of a selection's native repair and COEC on the same units, as "
-        "printed; of a tie, both."
-    )
-    figure = figures.parameters_figure(results, rows)
-    title = "Selections, repairs and sparsities"
-    return _section(title, "main", [pair_table(rows), *tables], [figure], [text])
-
-
-def _ablation(results: Results, compare: bool) -> Section | None:
-    rows = results.grid("ablation")
-    if not any("ablation" in row.labels for row in rows):
-        return _generic(rows, "ablation") if rows else None
-    tables: list[Table] = []
-    for metric in SHOWN:
-        found = ablation_tables(rows, "ablation", metric)
-        tables += [paper.with_paper_ablation(t, metric) for t in found] if compare else found
-    return _section("Ablation", "ablation", tables)
-
-
-def _curve(results: Results, grid: str) -> Section:
-    rows = results.grid(grid)
-    name, title = CURVES[grid]
-    tables: list[Table | None] = [t for m in SHOWN for t in curve_tables(rows, name, m)]
-    tables += [cap_table(rows)] if name == "rounds" else []
-    figure = figures.setting_figure(rows, name, f"Perplexity by {name}")
-    text = ["Bold marks the best of a row, as printed."] if tables else []
-    return _section(title, grid, tables, [figure], text)
-
-
-def _seeds(results: Results, compare: bool) -> Section:
-    tables = seed_tables(results.grid("seeds"))
-    if compare and tables:
-        tables = [paper.with_paper_seeds(tables[0]), *tables[1:]]
-    return _section("Seeds", "seeds", tables)
-
-
-def _ridge(results: Results) -> Section:
-    rows = results.grid("rescale-ridge")
-    tables = [table for metric in SHOWN for table in rescaling.ridge_tables(rows, metric)]
-    text = [rescaling.EXPLAINED] if tables else []
-    drawn = [rescaling.ridge_figure(rows)]
-    return _section("Ridge of the rescale", "rescale-ridge", tables, drawn, text)
-
-
-def _overfitting(results: Results) -> Section:
-    rows = results.grid("overfitting") or tuple(r for r in results.rows if not r.dense)
-    tables, figure = overfitting.overfitting_tables(rows), overfitting.overfitting_figure(rows)
-    text = [overfitting.EXPLAINED] if tables else []
-    return _section("Fit and held-out error", "overfitting", tables, [figure], text)
-
-
-def _others(results: Results) -> list[Section]:
+    Raises:
+        OptionError: no numbers are called so.
+    """
+    theirs = None
+    if compare is not None:
+        theirs = _published(results.declared.published, compare)
+    pruned = tuple(row for row in results.rows if not row.dense)
+    whole = Context(results, pruned, "", theirs, compare or "")
     names = dict.fromkeys(grid for row in results.rows for grid in row.grids)
-    rows = {name: results.grid(name) for name in names if name not in READY}
-    return [_generic(found, name) for name, found in rows.items() if found]
+    declared = {name: results.declared.grids.get(name) or ready(name) for name in names}
+    claimed: dict[str, set[str]] = {}
+    for name, own_items in declared.items():
+        for item in own_items:
+            if item.claims and results.grid(name):
+                claimed.setdefault(item.section, set()).add(name)
+    sections = _sections(every("before"), whole, claimed)
+    for name in names:
+        rows = results.grid(name)
+        if rows:
+            sections += _grid(declared[name], replace(whole, rows=rows, grid=name))
+    sections += _sections(every("after"), whole, claimed)
+    return Document("Report of a pruning sweep", record.facts(results), results.notes, sections)
 
 
-def _generic(rows: Sequence[Row], grid: str) -> Section:
-    return _section(f"Grid {grid}", f"grid-{grid}", [generic_table(rows, grid)])
+def _published(own: Mapping[str, Publication], name: str) -> Publication:
+    known = sorted({*own, *PUBLISHED})
+    if name not in known:
+        raise OptionError(f"no published numbers '{name}': there is {', '.join(known)}")
+    return own.get(name) or ready_published(name)
 
 
-def _inside(results: Results) -> Section:
-    """Of the main grid where there is one, so that ablated variants do not mix in."""
-    pruned = results.grid("main") or tuple(row for row in results.rows if not row.dense)
-    repaired = [row for row in pruned if row.setting("compensation") == "coec"]
-    angled = [row for row in repaired if inside.has_geometry(row)]
-    angled = angled or [r for r in results.rows if inside.has_geometry(r)]
-    drawn = [
-        figures.convergence_figure(repaired),
-        figures.block_figure(pruned),
-        figures.angle_figure(angled),
-    ]
-    tables = [inside.geometry_table(angled)]
-    text = [figures.SEVERAL] if any(drawn[1:]) else []
-    return _section("Inside the modules", "inside", tables, drawn, text)
+def _grid(declared: Sequence[Declaration], context: Context) -> tuple[Section, ...]:
+    """What a grid declares; a list of its cells, where that is nothing or they are not such."""
+    own = [item for item in declared if not item.claims]
+    made: tuple[Section, ...] = ()
+    if all(pivot.fits(item, context) for item in own):
+        made = _sections(own, context, {})
+    if made or (declared and not own):
+        return made
+    title = f"Grid {context.grid}"
+    return _sections([replace(item, section=title) for item in every("else")], context, {})
 
 
-def _paper(rows: Sequence[Row]) -> Section:
-    table = paper.paper_table(rows)
-    tables = [table, paper.efficiency_table(rows)]
-    text: tuple[str, ...] = (
-        "Numbers under different protocols do not compare in size; whether COEC is ahead of the "
-        "native repair does.",
-    )
-    if table is None:
-        tables = [paper.ablation_table()]
-        text = ("No model of this sweep is in the paper's tables.",)
-    return _section("Compared with the paper", "paper", tables, text=text)
+def _sections(
+    declared: Sequence[Declaration], context: Context, claimed: Mapping[str, set[str]]
+) -> tuple[Section, ...]:
+    """Sections in the order of the declarations; one without anything in it is left out."""
+    made = []
+    for title, group in groupby(declared, key=lambda item: item.section):
+        tables: list[Table] = []
+        drawings: list[Figure] = []
+        text: dict[str, None] = {}
+        grids = claimed.get(title, set())
+        rows = tuple(row for row in context.rows if not grids or grids & set(row.grids))
+        for item in group:
+            drawn = DRAWN[item.drawing or "pivot"](item, replace(context, rows=rows))
+            tables += [one.without_empty_columns() for one in drawn if isinstance(one, Table)]
+            drawings += [one for one in drawn if isinstance(one, Figure)]
+            text |= dict.fromkeys(_named(item.text, context) for _ in drawn[:1] if item.text)
+        if tables or drawings:
+            name = _named(title, context)
+            anchor = context.grid or re.sub(r"\W+", "-", name.lower())
+            made.append(Section(name, anchor, tuple(tables), tuple(drawings), tuple(text)))
+    return tuple(made)
 
 
-def _record(rows: Sequence[Row]) -> Section:
-    tables = [
-        record.failure_table(rows),
-        record.overlap_table(rows),
-        record.record_table(rows),
-        record.settings_table(rows),
-        record.text_table(rows),
-        record.event_table(rows),
-    ]
-    return _section("Record", "record", tables)
+def _named(text: str, context: Context) -> str:
+    """With the name of what is compared with, where the text names it."""
+    return text.replace("{published}", context.compare.name if context.compare else "")

@@ -4,16 +4,14 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from xml.etree import ElementTree
 
 from coec.errors import OptionError
+from coec.experiments.declarations import Role
 
 Scale = Literal["linear", "log"]
-ROLES = (
-    "ink", "muted", "grid", "faint", "mean", "none", "bias", "least-squares", "rcpu", "coec",
-    "other",
-)  # fmt: skip
+ROLES = get_args(Role)
 """What is drawn in a colour of its own; the page defines `--plot-ROLE`, light and dark."""
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from coec.experiments.reporting.results import Row
 from coec.experiments.reporting.tables import value_text
+from coec.experiments.rows import Row
 
 DIGEST = 12
 """Characters of a digest that are shown."""
@@ -38,8 +38,10 @@ def _perplexity(rows: Sequence[Row]) -> str:
     measured = [row.perplexity for row in rows if row.perplexity]
     if not measured:
         return ""
-    texts = listed(_text(p.get("text"), p.get("text_sha256")) for p in measured)
-    windows, length = (listed(p.get(name) for p in measured) for name in ("windows", "seq_len"))
+    texts = listed(_text(p.text, p.text_sha256) for p in measured)
+    windows, length = (
+        listed(getattr(p, name) for p in measured) for name in ("windows", "seq_len")
+    )
     return f"Perplexity: {texts}, {windows} windows of {length} tokens."
 
 
@@ -49,7 +51,7 @@ def _text(name: Any, digest: Any) -> str:
 
 
 def _zero_shot(rows: Sequence[Row]) -> str:
-    tasks = [task for row in rows for task in row.zero_shot.get("tasks", {})]
+    tasks = [task for row in rows for task in row.zero_shot.tasks]
     if not tasks:
         return ""
     return f"Zero-shot: {', '.join(dict.fromkeys(tasks))}."

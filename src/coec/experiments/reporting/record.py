@@ -1,20 +1,27 @@
-"""The summary on top of a report, and the full record at its end."""
+"""The summary on top of a report, and lists of cells: the best of them, and the full record."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from coec.experiments.reporting.comparison import in_order
+from coec.experiments.declarations import Declaration
+from coec.experiments.reporting.axes import Context, in_order
 from coec.experiments.reporting.cost import GIB
 from coec.experiments.reporting.protocol import DIGEST, listed, protocol
-from coec.experiments.reporting.results import Results, Row, number
+from coec.experiments.reporting.results import Results
 from coec.experiments.reporting.tables import (
     ABSENT,
+    SHOWN,
     Cell,
+    Footnotes,
     Table,
     amount,
+    count,
     decimals,
     grouped,
+    measurement,
     method_name,
     percent,
     setting_cell,
@@ -22,8 +29,17 @@ from coec.experiments.reporting.tables import (
     value_text,
     varying,
 )
+from coec.experiments.rows import Row
 
 ENVIRONMENT = ("coec", "python", "torch", "transformers", "device", "machine")
+Columns = Mapping[str, Callable[[Row], Cell]]
+"""What a list says of every row, by head."""
+
+CELL: Columns = {
+    "Cell": lambda row: Cell(row.cell),
+    "Model": lambda row: Cell(row.model),
+    "Method": lambda row: Cell(method_name(row)),
+}
 
 
 def facts(results: Results) -> tuple[tuple[str, str], ...]:
@@ -32,13 +48,12 @@ def facts(results: Results) -> tuple[tuple[str, str], ...]:
     failed = sum(row.status == "failed" for row in rows)
     grids = dict.fromkeys(grid for row in rows for grid in row.grids)
     environments = {name: listed(row.environment.get(name) for row in rows) for name in ENVIRONMENT}
-    flagged = [row for row in rows if row.overlap.get("flagged")]
     return (
         ("Cells", f"{len(rows) - failed} done, {failed} failed"),
         ("Grids", ", ".join(grids) or ABSENT),
         ("Models", ", ".join(dict.fromkeys(row.model for row in rows))),
         ("Compute time", duration(_compute(rows))),
-        ("Text overlap", _overlap(results, flagged)),
+        ("Text overlap", _overlap(rows)),
         ("Environment", ", ".join(f"{n} {v}" for n, v in environments.items() if v)),
     )
 
@@ -48,26 +63,25 @@ def _compute(rows: Sequence[Row]) -> float:
     passes: dict[tuple[Any, ...], float] = {}
     total = 0.0
     for row in rows:
-        seconds = {name: number(value) or 0.0 for name, value in row.seconds.items()}
-        collecting = seconds.pop("collecting", 0.0)
-        key = row.model, row.calibration.get("windows_sha256"), row.setting("holdout")
-        passes[key] = max(collecting, passes.get(key, 0.0))
-        total += sum(seconds.values())
+        key = row.model, row.calibration.windows_sha256, row.setting("holdout")
+        passes[key] = max(row.seconds.get("collecting", 0.0), passes.get(key, 0.0))
+        total += sum(value for name, value in row.seconds.items() if name != "collecting")
     return total + sum(passes.values())
 
 
-def _overlap(results: Results, flagged: Sequence[Row]) -> str:
-    checked = sum(bool(row.overlap) for row in results.rows)
+def _overlap(rows: Sequence[Row]) -> str:
+    checked = sum(bool(row.overlap) for row in rows)
+    flagged = sum(bool(row.overlap.flagged) for row in rows)
     if not checked:
         return "calibration and evaluation text were not compared"
     if not flagged:
-        largest = max(number(row.overlap.get("share")) or 0.0 for row in results.rows)
+        largest = max(row.overlap.share or 0.0 for row in rows)
         return (
             f"none of {checked} cells checked is flagged; the largest share of n-grams found in "
             f"both texts is {significant(100 * largest)} %"
         )
     return (
-        f"FLAGGED in {len(flagged)} of {checked} cells checked: the evaluation text shares "
+        f"FLAGGED in {flagged} of {checked} cells checked: the evaluation text shares "
         "passages with the calibration text, so perplexity there is too good"
     )
 
@@ -79,176 +93,165 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def best_table(results: Results) -> Table | None:
+def _list(
+    item: Declaration, rows: Sequence[Row], columns: Columns, labels: int, settings: str = ""
+) -> list[Table]:
+    """A line per row; no table where there is none."""
+    body = tuple(tuple(column(row) for column in columns.values()) for row in rows)
+    table = Table(item.table, tuple(columns), body, labels, item.notes, settings)
+    return [table] if rows else []
+
+
+def best(item: Declaration, context: Context) -> list[Table]:
     """Per model and sparsity: the pruned model of lowest perplexity, next to the dense one."""
-    pruned = [r for r in results.rows if not r.dense and r.measured("perplexity") is not None]
+    dense = context.results.dense
+    pruned = [r for r in context.rows if r.measured("perplexity") is not None]
     ordered = sorted(pruned, key=lambda r: (r.model, r.sparsity, r.measured("perplexity")))
-    body = []
-    for (model, sparsity), rows in grouped(ordered, lambda r: (r.model, r.sparsity)).items():
-        best, dense = rows[0], results.dense.get(model)
-        value = best.measured("perplexity")
-        base = dense.measured("perplexity") if dense else None
-        ratio = value / base if value is not None and base else None
-        body.append((
-            Cell(model), Cell(percent(sparsity), sparsity),
-            Cell(value_text(best.setting("selection"))),
-            Cell(value_text(best.setting("compensation"))), amount(value), amount(base),
-            Cell(f"×{decimals(ratio, 3)}", ratio) if ratio else Cell(ABSENT), _kept(best),
-        ))  # fmt: skip
-    if not body:
-        return None
-    heads = (
-        "Model", "Sparsity", "Selection", "Compensation", "Perplexity", "Dense", "Pruned / dense",
-        "Parameters kept",
-    )  # fmt: skip
-    note = "Over all grids, so settings other than those shown differ too; see Record."
-    used = protocol([*pruned, *results.dense.values()])
-    return Table(
-        "Lowest perplexity at every sparsity",
-        heads,
-        tuple(body),
-        labels=4,
-        notes=(note,),
-        settings=used,
-    )
+    found = grouped(ordered, lambda r: (r.model, r.sparsity))
+
+    def base(row: Row) -> float | None:
+        return dense[row.model].measured("perplexity") if row.model in dense else None
+
+    def ratio(row: Row) -> Cell:
+        value, below = row.measured("perplexity"), base(row)
+        times = value / below if value is not None and below else None
+        return Cell(f"×{decimals(times, 3)}", times) if times else Cell(ABSENT)
+
+    columns: Columns = {
+        "Model": CELL["Model"],
+        "Sparsity": lambda row: Cell(percent(row.sparsity), row.sparsity),
+        "Selection": lambda row: Cell(value_text(row.setting("selection"))),
+        "Compensation": lambda row: Cell(value_text(row.setting("compensation"))),
+        "Perplexity": lambda row: amount(row.measured("perplexity")),
+        "Dense": lambda row: amount(base(row)),
+        "Pruned / dense": ratio,
+        "Parameters kept": _kept,
+    }
+    used = protocol([*pruned, *dense.values()])
+    return _list(item, [rows[0] for rows in found.values()], columns, 4, used)
 
 
 def _kept(row: Row) -> Cell:
-    before, after = row.parameters.get("before"), row.parameters.get("after")
+    before, after = row.parameters.before, row.parameters.after
     if not before or after is None:
         return Cell(ABSENT)
     return Cell(f"{100 * after / before:.1f} %", after / before)
 
 
-def record_table(rows: Sequence[Row]) -> Table:
+def varied(item: Declaration, context: Context) -> list[Table]:
+    """One line per cell of a grid: the settings that vary, and what was measured."""
+    rows, names, notes = context.rows, varying(context.rows), Footnotes()
+    labelled = any(context.grid in row.labels for row in rows)
+    scored = any(row.measured("zero_shot") is not None for row in rows)
+    metrics = [metric for metric in SHOWN if scored or metric == "perplexity"]
+    label: Columns = {"Label": lambda row: Cell(row.labels.get(context.grid, ABSENT))}
+    columns: Columns = {
+        "Model": CELL["Model"],
+        **(label if labelled else {}),
+        **{name: partial(_setting, name) for name in names},
+        **{SHOWN[m][0]: partial(_measured, m, notes) for m in metrics},
+        "Parameters": lambda row: count(row.parameters.after),
+    }
+    made = _list(item, rows, columns, 1 + labelled + len(names), protocol(rows, varies=names))
+    return [replace(table, notes=(*table.notes, *notes.lines)) for table in made]
+
+
+def _setting(name: str, row: Row) -> Cell:
+    return setting_cell(row.setting(name))
+
+
+def _measured(metric: str, notes: Footnotes, row: Row) -> Cell:
+    return measurement([row], metric, notes)
+
+
+def cells(item: Declaration, context: Context) -> list[Table]:
     """One line per cell: digests, sizes, seconds and memory."""
-    ordered = sorted(rows, key=lambda r: (r.model, r.sparsity, in_order(r)))
-    heads = (
-        "Cell", "Model", "Method", "Status", "Seed", "Parameters", "Perplexity", "Calibration",
-        "Windows sha256", "Collecting, s", "Pruning, s", "Evaluating, s", "Peak memory, GiB",
-        "coec",
-    )  # fmt: skip
-    body = tuple(_record(row) for row in ordered)
-    return Table("Every cell", heads, body, labels=4)
+    rows = sorted(context.results.rows, key=lambda r: (r.model, r.sparsity, in_order(r)))
+    columns: Columns = {
+        **CELL,
+        "Status": lambda row: Cell(row.status),
+        "Seed": lambda row: setting_cell(row.setting("seed")),
+        "Parameters": lambda row: count(row.parameters.after),
+        "Perplexity": lambda row: amount(row.measured("perplexity")),
+        "Calibration": _drawn,
+        "Windows sha256": lambda row: Cell((row.calibration.windows_sha256 or ABSENT)[:DIGEST]),
+        "Collecting, s": lambda row: amount(row.seconds.get("collecting"), 1),
+        "Pruning, s": lambda row: amount(row.seconds.get("pruning"), 1),
+        "Evaluating, s": lambda row: amount(row.seconds.get("evaluating"), 1),
+        "Peak memory, GiB": lambda row: amount(
+            None if row.peak_memory_bytes is None else row.peak_memory_bytes / GIB
+        ),
+        "coec": lambda row: Cell(row.environment.get("coec", ABSENT)),
+    }
+    return _list(item, rows, columns, 4)
 
 
-def _record(row: Row) -> tuple[Cell, ...]:
-    after, seed = row.parameters.get("after"), row.setting("seed")
-    calibration = row.calibration
-    windows = calibration.get("windows")
-    drawn = f"{windows} × {calibration.get('seq_len')}" if windows else ABSENT
-    peak = row.peak_memory_bytes
-    return (
-        Cell(row.cell), Cell(row.model), Cell(method_name(row)), Cell(row.status),
-        Cell(value_text(seed), number(seed)),
-        Cell(f"{after:,}", after) if after is not None else Cell(ABSENT),
-        amount(row.measured("perplexity")),
-        Cell(drawn, number(windows)), Cell(str(calibration.get("windows_sha256", ABSENT))[:DIGEST]),
-        *(amount(number(row.seconds.get(n)), 1) for n in ("collecting", "pruning", "evaluating")),
-        amount(peak / GIB if peak is not None else None),
-        Cell(row.environment.get("coec", ABSENT)),
-    )  # fmt: skip
+def _drawn(row: Row) -> Cell:
+    windows, length = row.calibration.windows, row.calibration.seq_len
+    return Cell(f"{windows} × {length}" if windows else ABSENT, windows)
 
 
-def text_table(rows: Sequence[Row]) -> Table | None:
-    """Every evaluation and calibration text, with its digest and how much was read."""
-    body: dict[tuple[Any, ...], int] = {}
-    for row in rows:
-        p, c = row.perplexity, row.calibration
-        if p:
-            read = (p.get("windows"), p.get("seq_len"))
-            key = ("perplexity", value_text(p.get("text")), p.get("text_sha256") or ABSENT, *read)
-            body[key] = body.get(key, 0) + 1
-        if c:
-            read = (c.get("windows"), c.get("seq_len"))
-            key = (
-                "calibration",
-                value_text(c.get("source")),
-                c.get("text_sha256") or ABSENT,
-                *read,
-            )
-            body[key] = body.get(key, 0) + 1
-    if not body:
-        return None
-    lines = tuple(
-        (Cell(use), Cell(text), Cell(digest), _count(windows), _count(length), _count(cells))
-        for (use, text, digest, windows, length), cells in body.items()
-    )
-    heads = ("Use", "Text", "sha256", "Windows", "Tokens each", "Cells")
-    return Table("Texts", heads, lines, labels=3)
-
-
-def _count(value: int | None) -> Cell:
-    return Cell(ABSENT) if value is None else Cell(f"{value:,}", value)
-
-
-def event_table(rows: Sequence[Row]) -> Table | None:
-    """Every safeguard that fired, how often, and in how many cells."""
-    times = Counter(e for row in rows for site in row.sites for e in site.get("events") or ())
-    if not times:
-        return None
-    cells = Counter(
-        e for row in rows for e in {e for s in row.sites for e in s.get("events") or ()}
-    )
-    body = tuple((Cell(e), _count(n), _count(cells[e])) for e, n in times.most_common())
-    return Table("Safeguards that fired", ("Event", "Modules", "Cells"), body)
-
-
-def failure_table(rows: Sequence[Row]) -> Table | None:
+def failures(item: Declaration, context: Context) -> list[Table]:
     """Every failed cell and its reason."""
-    failed = [row for row in rows if row.status == "failed"]
-    if not failed:
-        return None
-    body = tuple(
-        (Cell(row.cell), Cell(row.model), Cell(method_name(row)), Cell(row.error or ABSENT))
-        for row in failed
-    )
-    return Table("Failed cells", ("Cell", "Model", "Method", "Reason"), body, labels=4)
+    failed = [row for row in context.results.rows if row.status == "failed"]
+    return _list(item, failed, {**CELL, "Reason": lambda row: Cell(row.error or ABSENT)}, 4)
 
 
-def overlap_table(rows: Sequence[Row]) -> Table | None:
+def overlaps(item: Declaration, context: Context) -> list[Table]:
     """Cells whose evaluation text repeats the calibration text."""
-    flagged = [row for row in rows if row.overlap.get("flagged")]
-    if not flagged:
-        return None
-    body = tuple(
-        (
-            Cell(row.cell),
-            Cell(row.model),
-            Cell(method_name(row)),
-            _count(row.overlap.get("n")),
-            _count(row.overlap.get("shared")),
-            _count(row.overlap.get("windows")),
-            amount(number(row.overlap.get("share")), 4),
-        )
-        for row in flagged
-    )
-    heads = (
-        "Cell",
-        "Model",
-        "Method",
-        "n",
-        "Windows with a shared n-gram",
-        "Of",
-        "Share of n-grams",
-    )
-    return Table("Evaluation text that repeats calibration text", heads, body, labels=3)
+    flagged = [row for row in context.results.rows if row.overlap.flagged]
+    columns: Columns = {
+        **CELL,
+        "n": lambda row: count(row.overlap.n),
+        "Windows with a shared n-gram": lambda row: count(row.overlap.shared),
+        "Of": lambda row: count(row.overlap.windows),
+        "Share of n-grams": lambda row: amount(row.overlap.share, 4),
+    }
+    return _list(item, flagged, columns, 3)
 
 
-def settings_table(rows: Sequence[Row]) -> Table:
+def settings(item: Declaration, context: Context) -> list[Table]:
     """The settings that differ between cells, by cell; the note lists those that do not."""
+    rows = context.results.rows
     names = varying(rows)
-    options = {name for row in rows for name in row.settings.get("options") or {}}
-    every = dict.fromkeys([*(n for row in rows for n in row.settings if n != "options"), *options])
+    every = [name for row in rows for name in row.settings.values]
+    every += [name for row in rows for name in row.settings.options]
     same = [
         f"{name} = {listed(row.setting(name) for row in rows) or ABSENT}"
-        for name in every
+        for name in dict.fromkeys(every)
         if name not in names
     ]
+    columns: Columns = {
+        "Cell": CELL["Cell"],
+        "Model": CELL["Model"],
+        **{name: partial(_setting, name) for name in names},
+    }
+    note = f"The same wherever it applies: {'; '.join(same)}."
+    made = _list(item, rows, columns, len(columns))
+    return [replace(table, notes=(*table.notes, *([note] if same else []))) for table in made]
+
+
+def texts(item: Declaration, context: Context) -> list[Table]:
+    """Every evaluation and calibration text, with its digest and how much was read."""
+    found: Counter[tuple[Any, ...]] = Counter()
+    for row in context.results.rows:
+        p, c = row.perplexity, row.calibration
+        if p:
+            found["perplexity", p.text, p.text_sha256, p.windows, p.seq_len] += 1
+        if c:
+            found["calibration", c.source, c.text_sha256, c.windows, c.seq_len] += 1
     body = tuple(
-        (Cell(row.cell), Cell(row.model), *(setting_cell(row.setting(n)) for n in names))
-        for row in rows
+        (Cell(use), Cell(value_text(text)), Cell(digest or ABSENT), *map(count, (*read, times)))
+        for (use, text, digest, *read), times in found.items()
     )
-    note = f"The same wherever it applies: {'; '.join(same)}." if same else ""
-    heads = ("Cell", "Model", *names)
-    return Table("Settings that differ", heads, body, len(heads), (note,) if note else ())
+    heads = ("Use", "Text", "sha256", "Windows", "Tokens each", "Cells")
+    return [Table(item.table, heads, body, labels=3)] if body else []
+
+
+def events(item: Declaration, context: Context) -> list[Table]:
+    """Every safeguard that fired, how often, and in how many cells."""
+    fired = [[e for site in row.sites for e in site.events] for row in context.results.rows]
+    times = Counter(event for one in fired for event in one)
+    cells = Counter(event for one in fired for event in set(one))
+    body = tuple((Cell(e), count(n), count(cells[e])) for e, n in times.most_common())
+    return [Table(item.table, ("Event", "Modules", "Cells"), body)] if body else []

@@ -1,11 +1,9 @@
 """From a sweep's folder to its report in three formats."""
 
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from coec.errors import OutputError
+from coec.experiments.files import write_whole
 from coec.experiments.reporting.document import Document, document
 from coec.experiments.reporting.page import check_page, html
 from coec.experiments.reporting.render import latex, markdown
@@ -20,17 +18,17 @@ class Written:
     files: tuple[Path, ...]
 
 
-def write_report(folder: str | Path, *, compare: bool = False) -> Written:
+def write_report(folder: str | Path, *, compare: str | None = None) -> Written:
     """Reads `folder/results.jsonl` and writes report.md, report.tex and report.html beside it.
 
     All formats are rendered before the first is written, and each appears by one rename.
 
     Args:
-        compare: sets the paper's printed numbers beside ours.
+        compare: sets published numbers of that name beside ours.
 
     Raises:
         ResultsError: the results cannot be read.
-        OptionError: a library that the page needs is not installed.
+        OptionError: a library that the page needs is not installed, or no numbers have that name.
         OutputError: the folder cannot be written.
     """
     folder = Path(folder)
@@ -43,22 +41,5 @@ def write_report(folder: str | Path, *, compare: bool = False) -> Written:
         folder / "report.html": html(made),
     }
     for path, text in texts.items():
-        _write(path, text)
+        write_whole(path, text)
     return Written(made, tuple(texts))
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a sibling and renames it, so that a reader sees the old file or the new one."""
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(name, 0o644)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
-    except OSError as error:
-        reason = error.strerror or error
-        raise OutputError(f"cannot write {path} ({reason}): make the folder writable") from None

@@ -1,6 +1,5 @@
 """Tables as values: what a cell says, sorts by and stresses. Rendering is elsewhere."""
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,15 +7,17 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-from coec.experiments.reporting.results import Metric, Row
-from coec.experiments.rows import NO_REASON
+from coec.experiments.rows import NO_REASON, Row
 
 ABSENT = "–"
-SHOWN: dict[Metric, tuple[str, int, str]] = {
+SHOWN = {
     "perplexity": ("Perplexity", 2, "lower"),
     "zero_shot": ("Zero-shot accuracy, %", 1, "higher"),
 }
 """Title, decimals and which is better, by metric."""
+
+BETTER = {name: shown[1:] for name, shown in SHOWN.items()} | {"holdout_after": (4, "lower")}
+"""Decimals and which is better, of every quantity of which one is."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,19 @@ def setting_cell(value: Any) -> Cell:
     return Cell(value_text(value), float(value) if plain else None)
 
 
-def measurement(rows: Sequence[Row], metric: Metric, notes: Footnotes) -> Cell:
+def count(value: int | None) -> Cell:
+    """A whole number as a cell."""
+    return Cell(ABSENT) if value is None else Cell(f"{value:,}", value)
+
+
+def method_name(row: Row) -> str:
+    """Selection, compensation and sparsity in words."""
+    if row.dense:
+        return "dense"
+    return f"{row.setting('selection')} + {row.setting('compensation')} at {percent(row.sparsity)}"
+
+
+def measurement(rows: Sequence[Row], metric: str, notes: Footnotes) -> Cell:
     """One metric of the rows of one place in a table: their mean, if several seeds were run.
 
     A failed cell says so, and a footnote says why.
@@ -165,13 +178,6 @@ def measurement(rows: Sequence[Row], metric: Metric, notes: Footnotes) -> Cell:
     return amount(value, SHOWN[metric][1])
 
 
-def method_name(row: Row) -> str:
-    """Selection, compensation and sparsity in words."""
-    if row.dense:
-        return "dense"
-    return f"{row.setting('selection')} + {row.setting('compensation')} at {percent(row.sparsity)}"
-
-
 def mean_of(values: Iterable[float | None]) -> float | None:
     """The mean; None if there is nothing or any value is missing."""
     found = list(values)
@@ -179,32 +185,14 @@ def mean_of(values: Iterable[float | None]) -> float | None:
     return statistics.fmean(known) if known and len(known) == len(found) else None
 
 
-def geometric_mean(values: Sequence[float]) -> float:
-    """`exp` of the mean logarithm of positive numbers."""
-    return math.exp(statistics.fmean(math.log(value) for value in values))
-
-
-def better(metric: Metric, one: Cell, other: Cell) -> int:
-    """1 if the first is better as printed, −1 if the second is, 0 if they print the same."""
-    assert one.value is not None
-    assert other.value is not None
-    digits, lower = SHOWN[metric][1], SHOWN[metric][2] == "lower"
-    difference = round(other.value, digits) - round(one.value, digits)
-    return (difference > 0) - (difference < 0) if lower else (difference < 0) - (difference > 0)
-
-
-def lowest_bold(
-    body: Sequence[Sequence[Cell]], columns: Iterable[int], digits: int
-) -> tuple[tuple[Cell, ...], ...]:
-    """The lines with the lowest value of each of those columns in bold; of a tie, all."""
-    lines = [list(line) for line in body]
-    for column in columns:
-        known = [v for line in lines if (v := line[column].value) is not None]
-        for line in lines if len(known) > 1 else []:
-            value = line[column].value
-            best = value is not None and round(value, digits) == round(min(known), digits)
-            line[column] = replace(line[column], bold=best)
-    return tuple(map(tuple, lines))
+def stressed(cells: Sequence[Cell], name: str) -> list[Cell]:
+    """The best of two cells or more in bold, as printed; of a tie, all."""
+    known = [cell.value for cell in cells if cell.value is not None]
+    if len(known) < 2 or name not in BETTER:
+        return list(cells)
+    digits, better = BETTER[name]
+    best = round(min(known) if better == "lower" else max(known), digits)
+    return [replace(c, bold=c.value is not None and round(c.value, digits) == best) for c in cells]
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
@@ -215,16 +203,11 @@ def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Ro
     return groups
 
 
-def models_of(rows: Iterable[Row]) -> list[str]:
-    """The models in the order of first appearance."""
-    return list(dict.fromkeys(row.model for row in rows))
-
-
-def title_of(metric: Metric, rows: Iterable[Row]) -> str:
+def title_of(metric: str, rows: Iterable[Row]) -> str:
     """The metric's name; of zero-shot accuracy also over how many tasks the mean is."""
     name = SHOWN[metric][0]
     if metric == "zero_shot":
-        counts = {len(row.zero_shot.get("tasks", {})) for row in rows if row.zero_shot}
+        counts = {len(row.zero_shot.tasks) for row in rows if row.zero_shot}
         name = f"Zero-shot accuracy, mean of {'/'.join(map(str, sorted(counts)))} tasks, %"
     return f"{name} ({SHOWN[metric][2]} is better)"
 
@@ -236,20 +219,6 @@ def varying(rows: Sequence[Row]) -> tuple[str, ...]:
     """
     values: dict[str, set[str]] = {}
     for row in rows:
-        options = row.settings.get("options") or {}
-        for name, value in {**row.settings, **options}.items():
-            if name != "options":
-                values.setdefault(name, set()).add(repr(value))
+        for name, value in {**row.settings.values, **row.settings.options}.items():
+            values.setdefault(name, set()).add(repr(value))
     return tuple(name for name, found in values.items() if len(found) > 1)
-
-
-def varying_within(rows: Iterable[Row], key: Callable[[Row], Any]) -> tuple[str, ...]:
-    """Settings besides the seed that take two values or more among the rows of one key."""
-    names = (name for found in grouped(rows, key).values() for name in varying(found))
-    return tuple(dict.fromkeys(name for name in names if name != "seed"))
-
-
-def described(row: Row, names: Iterable[str]) -> str:
-    """Those of the settings that the row has, after a comma each."""
-    known = ((name, row.setting(name)) for name in names)
-    return "".join(f", {name} = {value_text(v)}" for name, v in known if v is not None)

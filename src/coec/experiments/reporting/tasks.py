@@ -1,35 +1,38 @@
 """Zero-shot accuracy task by task, with standard errors and what guessing scores."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from coec.experiments.reporting.comparison import in_order
+from coec.experiments.declarations import Declaration
+from coec.experiments.records import number
+from coec.experiments.reporting.axes import Context, in_order
 from coec.experiments.reporting.protocol import protocol
-from coec.experiments.reporting.results import Row, number
 from coec.experiments.reporting.tables import ABSENT, Cell, Table, grouped, method_name
+from coec.experiments.rows import Row, Task
 
 
-def zero_shot_tables(rows: Sequence[Row]) -> list[Table]:
+def tasks(item: Declaration, context: Context) -> list[Table]:
     """Per model: accuracy with its standard error on every task."""
-    scored = [row for row in rows if row.zero_shot.get("tasks")]
-    return [_zero_shot(model, found) for model, found in grouped(scored, lambda r: r.model).items()]
+    scored = [row for row in context.results.rows if row.zero_shot.tasks]
+    by_model = grouped(scored, lambda r: r.model).items()
+    return [_tasks(item.table.format(model=model), found) for model, found in by_model]
 
 
-def _zero_shot(model: str, rows: Sequence[Row]) -> Table:
-    tasks = list(dict.fromkeys(task for row in rows for task in row.zero_shot["tasks"]))
+def _tasks(title: str, rows: Sequence[Row]) -> Table:
+    names = list(dict.fromkeys(task for row in rows for task in row.zero_shot.tasks))
     ordered = sorted(rows, key=lambda r: (r.sparsity, in_order(r)))
     body = []
     for row in ordered:
-        cells = [_task_cell(row.zero_shot["tasks"].get(task)) for task in tasks]
-        mean = _accuracy(row.zero_shot.get("mean"), row.zero_shot.get("mean_stderr"))
+        cells = [_task_cell(row.zero_shot.tasks.get(task)) for task in names]
+        mean = _accuracy(row.zero_shot.mean, row.zero_shot.mean_stderr)
         body.append((Cell(method_name(row)), Cell(_grids(row)), Cell(row.cell), mean, *cells))
-    heads = ("Method", "Grids", "Cell", "Mean", *(_task_head(task, rows) for task in tasks))
+    heads = ("Method", "Grids", "Cell", "Mean", *(_task_head(task, rows) for task in names))
     return Table(
-        f"{model}: zero-shot accuracy by task, % ± standard error",
+        title,
         heads,
         tuple(body),
         labels=3,
-        notes=tuple(_chance(rows, tasks)),
+        notes=tuple(_chance(rows, names)),
         settings=protocol(rows),
     )
 
@@ -41,15 +44,15 @@ def _grids(row: Row) -> str:
 
 
 def _task_head(task: str, rows: Sequence[Row]) -> str:
-    entries = [row.zero_shot["tasks"][task] for row in rows if task in row.zero_shot["tasks"]]
-    metrics = "/".join(dict.fromkeys(e["metric"] for e in entries if e.get("metric")))
-    items = "/".join(f"{n:,}" for n in dict.fromkeys(e["items"] for e in entries if e.get("items")))
+    entries = [row.zero_shot.tasks[task] for row in rows if task in row.zero_shot.tasks]
+    metrics = "/".join(dict.fromkeys(e.metric for e in entries if e.metric))
+    items = "/".join(f"{n:,}" for n in dict.fromkeys(e.items for e in entries if e.items))
     inside = ", ".join(part for part in (metrics, f"{items} items" if items else "") if part)
     return f"{task} ({inside})" if inside else task
 
 
-def _task_cell(entry: Mapping[str, Any] | None) -> Cell:
-    return _accuracy(entry.get("value"), entry.get("stderr")) if entry else Cell(ABSENT)
+def _task_cell(entry: Task | None) -> Cell:
+    return _accuracy(entry.value, entry.stderr) if entry else Cell(ABSENT)
 
 
 def _accuracy(value: Any, error: Any) -> Cell:
@@ -62,21 +65,17 @@ def _accuracy(value: Any, error: Any) -> Cell:
 
 def _chance(rows: Sequence[Row], tasks: Sequence[str]) -> list[str]:
     """Where a score says nothing, because guessing does as well."""
-    counts = {
-        task: sum(task in row.zero_shot.get("at_chance", ()) for row in rows) for task in tasks
-    }
+    counts = {task: sum(task in row.zero_shot.at_chance for row in rows) for task in tasks}
     found = [f"{task} in {n} of {len(rows)} cells" for task, n in counts.items() if n]
     sentences = [f"No better than guessing: {', '.join(found)}."] if found else []
-    dense = [t for row in rows if row.dense for t in row.zero_shot.get("at_chance", ())]
+    dense = [t for row in rows if row.dense for t in row.zero_shot.at_chance]
     if dense:
         sentences.append(
             f"The dense model itself scores no better than guessing on {', '.join(dense)}: "
             "differences between repairs there say little."
         )
     guesses = {
-        task: number(row.zero_shot["tasks"][task].get("chance"))
-        for row in rows
-        for task in row.zero_shot["tasks"]
+        task: row.zero_shot.tasks[task].chance for row in rows for task in row.zero_shot.tasks
     }
     levels = [f"{t} {100 * level:.1f}" for t, level in guesses.items() if level is not None]
     return [*sentences, *([f"Guessing scores, in %: {', '.join(levels)}."] if levels else [])]

@@ -1,0 +1,30 @@
+"""Text files that are there whole, or as they were before."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from coec.errors import OutputError
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a sibling and renames it, so that a reader sees the old file or the new one.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        reason = error.strerror or error
+        raise OutputError(f"cannot write {path} ({reason}): make the folder writable") from None

@@ -1,0 +1,277 @@
+"""What a grid declares of its report: read before any work, kept beside the rows, drawn."""
+
+import ast
+import json
+import re
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+import sweep_rows as sr
+from coec.errors import OptionError, ResultsError
+from coec.experiments import reporting
+from coec.experiments.declarations import (
+    DECLARED,
+    READY,
+    Declaration,
+    Drawing,
+    Role,
+    Series,
+    items,
+    read_declarations,
+    ready,
+    write_declarations,
+)
+from coec.experiments.grid import expand
+from coec.experiments.publications import PUBLISHED, publication
+from coec.experiments.reporting.document import DRAWN, document, every
+from coec.experiments.reporting.plots import ROLES
+from coec.experiments.reporting.results import read_results
+
+GRID = """
+sparsity = [0.2, 0.3]
+compensation = ["rcpu", "coec"]
+
+[[report]]
+section = "Mine"
+table = "{model}: {metric}"
+each = ["model"]
+rows = ["repair"]
+columns = ["sparsity"]
+values = ["perplexity"]
+best = "column"
+notes = ["A sentence."]
+text = "Above."
+"""
+
+
+def written(folder, text, name="mine"):
+    path = folder / f"{name}.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def declared(folder, text):
+    """What the cells of a grid file carry."""
+    return expand(written(folder, text), models=["m"])[0].declared
+
+
+def of_mine(values):
+    return [
+        sr.row("m", sparsity, "rcpu", repair, grids=["mine"], perplexity=sr.perplexity(value))
+        for (sparsity, repair), value in values.items()
+    ]
+
+
+ROWS = {(0.2, "rcpu"): 9.0, (0.2, "coec"): 8.0, (0.3, "rcpu"): 12.0, (0.3, "coec"): 13.0}
+
+
+def test_a_grid_of_a_users_own_is_drawn_as_it_says(tmp_path):
+    folder = sr.write(tmp_path / "out", of_mine(ROWS))
+    write_declarations(folder, declared(tmp_path, GRID))
+    made = document(read_results(folder))
+    (section,) = [one for one in made.sections if one.title == "Mine"]
+    (table,) = section.tables
+    assert (table.title, table.heads) == (
+        "m: Perplexity (lower is better)",
+        ("Repair", "20 %", "30 %"),
+    )
+    assert sr.texts(table) == [["rcpu", "9.00", "*12.00"], ["coec", "*8.00", "13.00"]]
+    assert (table.notes, section.text) == (("A sentence.",), ("Above.",))
+    assert "Grid mine" not in [one.title for one in made.sections]
+
+
+def test_a_figure_of_a_users_own_is_drawn_as_it_says(tmp_path):
+    figure = (
+        '[[report]]\nsection = "Mine"\nfigure = "By sparsity"\nx = "sparsity"\neach = ["model"]'
+    )
+    folder = sr.write(tmp_path / "out", of_mine(ROWS))
+    write_declarations(folder, declared(tmp_path, f"seed = 1\n{figure}"))
+    (section,) = [s for s in document(read_results(folder)).sections if s.title == "Mine"]
+    (panel,) = section.figures[0].panels
+    assert {c.label: list(c.y) for c in panel.curves} == {"rcpu": [9.0, 12.0], "coec": [8.0, 13.0]}
+
+
+def test_what_where_chooses_among_still_tells_lines_apart(tmp_path):
+    rows = [
+        sr.row("m", 0.2, grids=["mine"], options={"solver": solver}, perplexity=sr.perplexity(9.0))
+        for solver in ("joint", "gradient", "conjugate")
+    ]
+    folder = sr.write(tmp_path / "out", rows)
+    text = GRID + 'where = { solver = ["joint", "gradient"] }\n'
+    write_declarations(folder, declared(tmp_path, text))
+    (section,) = [s for s in document(read_results(folder)).sections if s.title == "Mine"]
+    assert sr.texts(section.tables[0]) == [
+        ["coec, solver = joint", "*9.00"], ["coec, solver = gradient", "*9.00"],
+    ]  # fmt: skip
+
+
+def test_rows_of_a_grid_that_declares_nothing_are_listed(tmp_path):
+    rows = [*of_mine(ROWS), sr.row(grids=["other"], perplexity=sr.perplexity(7.0))]
+    folder = sr.write(tmp_path / "out", rows)
+    write_declarations(folder, declared(tmp_path, GRID))
+    sections = {one.title: one for one in document(read_results(folder)).sections}
+    assert len(sections["Mine"].tables[0].rows) == 2
+    assert sr.texts(sections["Grid other"].tables[0]) == [["wt2-llama", "7.00"]]
+
+
+def test_rows_of_which_nothing_can_be_drawn_as_declared_are_listed(tmp_path):
+    rows = of_mine(ROWS)
+    folder = sr.write(tmp_path / "out", [row | {"perplexity": None} for row in rows])
+    write_declarations(folder, declared(tmp_path, GRID))
+    sections = {one.title: one for one in document(read_results(folder)).sections}
+    assert len(sections["Grid mine"].tables[0].rows) == 4
+    assert "Mine" not in sections
+
+
+def test_numbers_of_a_users_own_file_stand_beside_where_they_are_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.toml").write_text(
+        'name = "the others"\nshort = "others"\n[columns.sizes]\nnote = "Theirs."\n'
+        'columns = [{ head = "Others", values = { coec = 7.5 } }]\n'
+    )
+    text = GRID + 'published = "theirs.toml"\npart = "sizes"\n'
+    folder = sr.write(tmp_path / "out", of_mine(ROWS))
+    write_declarations(folder, declared(tmp_path, text))
+    Path("theirs.toml").unlink()  # the folder of the results needs nothing else
+    results = read_results(folder)
+    for asked, last in ((None, "30 %"), ("theirs", "Others"), ("paper", "30 %")):
+        made = document(results, compare=asked)
+        (table,) = next(one for one in made.sections if one.title == "Mine").tables
+        assert table.heads[-1] == last
+    with pytest.raises(OptionError, match="no published numbers 'x': there is paper, theirs"):
+        document(results, compare="x")
+
+
+def test_what_grids_declare_lies_beside_the_rows_and_grows(tmp_path):
+    small, wide = (declared(tmp_path, GRID), expand("seeds", models=["m"])[0].declared)
+    assert read_declarations(tmp_path).grids == {}
+    write_declarations(tmp_path, small)
+    write_declarations(tmp_path, wide)
+    found = read_declarations(tmp_path)
+    assert found.grids == {"mine": small.grids["mine"], "seeds": ready("seeds")}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [DECLARED, "mine.toml"]
+
+
+def test_included_grids_bring_their_declarations(tmp_path):
+    found = declared(tmp_path, 'grids = ["main", "seeds"]\n' + GRID)
+    assert list(found.grids) == ["main", "seeds", "mine"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"grids": {"a": [{}]}}', '{"grids": {"a": 3}}'])
+def test_a_file_of_declarations_that_is_none_is_an_error_of_one_line(text, tmp_path):
+    folder = sr.write(tmp_path, of_mine(ROWS))
+    (folder / DECLARED).write_text(text)
+    with pytest.raises(
+        ResultsError, match="does not say what the grids declare .*: remove it"
+    ) as e:
+        read_results(folder)
+    assert "\n" not in str(e.value)
+
+
+TABLE = 'section = "S"\ntable = "T"\nrows = ["model"]\ncolumns = ["seed"]\n'
+WRONG = [
+    ("report = 3", "report must be a list of tables: write [[report]]"),
+    ("[report]\nsection = 'S'", "report must be a list of tables: write [[report]]"),
+    ("report = [3]", "a declaration must be a JSON object, got 3"),
+    ("[[report]]\ntable = 'T'", "a declaration must be an object with 'section', got ['table']"),
+    (f"[[report]]\n{TABLE}colums = []", "unknown key 'colums'; did you mean 'columns'?"),
+    (f"[[report]]\n{TABLE}each = 'model'", "each must be a list, got 'model'"),
+    (f"[[report]]\n{TABLE}each = ['modle']", "each: no axis is called 'modle'; did you mean"),
+    (f"[[report]]\n{TABLE}best = 'all'", "best must be 'row' or 'column', got 'all'"),
+    (f"[[report]]\n{TABLE}figure = 'F'", "it is a table or a figure: give one of the two titles"),
+    (f"[[report]]\n{TABLE}values = ['speed']", "values[0] must be 'perplexity' or 'zero_shot'"),
+    (f"[[report]]\n{TABLE}where = {{ alfa = [1] }}", "no axis is called 'alfa'; did you mean"),
+    (f"[[report]]\n{TABLE}where = {{ alpha = 1 }}", "where.alpha must be a list, got 1"),
+    (f"[[report]]\n{TABLE}head = '{{model}}'", "head: '{model}' may have {seed} in braces"),
+    ("[[report]]\nsection = 'S'\ntable = '{x}'", "the title: '{x}' may have {metric} in braces"),
+    ("[[report]]\nsection = 'S'\ntable = '{metric:>9}'", "may have {metric} in braces"),
+    ("[[report]]\nsection = 'S'\ntable = '{'", "'{' is no template"),
+    ("[[report]]\nsection = 'S'\ntable = 'T'", "a table needs rows and columns"),
+    ("[[report]]\nsection = 'S'\nfigure = 'F'", "a figure needs x: the setting along it"),
+    ("[[report]]\nsection = 'S'\ndraw = 'bars'", "add a title: table or figure"),
+    ("[[report]]\nsection = 'S'\nfigure = 'F'\ndraw = 'pies'", "draw must be 'pivot' or"),
+    ("[[report]]\nsection = 'S'\nfigure = 'F'\ndraw = 'blocks'", "blocks needs series"),
+    (f"[[report]]\n{TABLE}dense = true", "dense needs columns = ['model']"),
+    (f"[[report]]\n{TABLE}ours = 'coec'", "ours needs rows = ['selection', 'compensation']"),
+    (f"[[report]]\n{TABLE}values = ['capped']\nextra = {{ M = 'mean' }}", "extra, ours and"),
+    (f"[[report]]\n{TABLE}each = ['part']", "part needs parts: names of labels"),
+    (f"[[report]]\n{TABLE}published = 'paper'", "published needs part: columns of that file"),
+    (f"[[report]]\n{TABLE}published = 'no.toml'\npart = 'a'", "give a TOML file, or one of paper"),
+    (f"[[report]]\n{TABLE}series = [{{ colour = 'red' }}]", "unknown key 'colour'"),
+    (f"[[report]]\n{TABLE}series = [{{ role = 'red' }}]", "series[0].role must be 'ink' or"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_an_error_in_a_declaration_is_one_line_before_any_work(text, message, tmp_path):
+    with pytest.raises(OptionError) as caught:
+        expand(written(tmp_path, text), models=["m"])
+    said = str(caught.value)
+    assert "mine" in said
+    assert message in said
+    assert "\n" not in said
+    assert text.startswith(("report", "[report]")) or "[[report]] 1" in said or "published" in said
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, "a publication must be an object with 'name'"),
+        ({"comparison": [{"metric": "speed"}]}, "comparison[0] must be an object with 'sparsity'"),
+        ({"comparison": [{"metric": "perplexity", "sparsity": 0.1, "models": ["a", "b"],
+                          "values": {"rcpu": {"coec": [1.0]}}}]},
+         "comparison[0].values.rcpu.coec must be 2 numbers, got 1"),
+        ({"columns": {"a": {"columns": [], "note": "{who}"}}}, "columns.a: '{who}' may have"),
+    ],
+)  # fmt: skip
+def test_an_error_in_published_numbers_names_the_field(content, message):
+    whole = {"name": "the paper", "short": "paper"} | content if content else {}
+    with pytest.raises(OptionError) as caught:
+        publication(whole, "file")
+    assert str(caught.value).startswith("file: ")
+    assert message in str(caught.value)
+
+
+def test_every_drawing_can_be_declared_and_every_ready_declaration_is_one():
+    assert set(DRAWN) == set(get_args(Drawing))
+    assert get_args(Role) == ROLES
+    assert all(ready(name) for name in READY)
+    assert all(every(place) for place in ("before", "else", "after"))
+
+
+def test_the_documented_declarations_are_some_and_every_key_is_documented():
+    text = (Path(__file__).parents[2] / "docs" / "EXPERIMENTS.md").read_text(encoding="utf-8")
+    section = text.partition("### What a grid declares\n")[2].partition("\n### ")[0]
+    example = section.partition("```toml\n")[2].partition("```")[0]
+    table, figure = items(tomllib.loads(example)["report"], "the document")
+    assert (table.drawing, figure.drawing) == ("pivot", "lines")
+    unsaid = {one.name for kind in (Declaration, Series) for one in fields(kind)} - set(
+        re.findall(r"[a-z_]+", section)
+    )
+    assert unsaid == set()
+
+
+def test_no_code_of_the_report_knows_a_grid_or_a_paper():
+    """Names of grids that mean nothing else, as whole strings; `paper` in any string."""
+    names = set(READY) - {"alpha", "delta", "rounds", "seeds"}
+    for path in Path(reporting.__file__).parent.glob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert node.value not in names, f"{path.name}: {node.value}"
+                assert not any(p in node.value.lower() for p in PUBLISHED), (
+                    f"{path.name}: {node.value}"
+                )
+
+
+def test_declarations_survive_json(tmp_path):
+    for name in READY:
+        write_declarations(tmp_path, expand(name, models=["m"])[0].declared)
+    found = json.loads((tmp_path / DECLARED).read_text())
+    assert list(read_declarations(tmp_path).grids.values()) == [
+        items(content, name) for name, content in found["grids"].items()
+    ]
