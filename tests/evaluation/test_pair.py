@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import coec
 import tiny_models as tm
 from coec.errors import ModelError
 from coec.evaluation.pair import Pair
