@@ -11,7 +11,7 @@ CODE := src tests tools benchmarks
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz lint check format bench quality results clean
+.PHONY: help demo test slow fuzz lint check format bench quality results clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,17 +23,20 @@ help:  ## this list
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: .venv/ready  ## prune a bundled model five ways, compare, plot (under 3 minutes)
+demo: .venv/ready  ## prune a bundled model five ways, compare, plot (about a minute)
 	@$(BIN)/python -m coec.demo
 
 # A process for every core up to four; more would wait for the longest test.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; n = min(os.cpu_count() or 1, 4); print(n if n > 1 else 0)')
 
-test: .venv/ready  ## the test suite
+test: .venv/ready  ## the test suite (under 4 minutes on 2 cores)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-fuzz: .venv/ready  ## mutated inputs, which test leaves out (COEC_FUZZ_CASES of them)
-	@$(BIN)/python -m pytest -m fuzz -n $(WORKERS)
+slow: .venv/ready  ## what test leaves out: many cases, crashes, a browser, a GPU, lm-eval's command
+	@$(BIN)/python -m pytest -m "crash or many or browser or gpu or slow" -n $(WORKERS) --dist worksteal
+
+fuzz: .venv/ready  ## mutated inputs, which test leaves out too (COEC_FUZZ_CASES of them)
+	@$(BIN)/python -m pytest -m fuzz -n $(WORKERS) --dist worksteal
 
 lint: .venv/ready  ## format, style, types, import contracts
 	@$(BIN)/ruff format --check $(CODE)

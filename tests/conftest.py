@@ -2,9 +2,10 @@
 
 Checking every call makes the solvers several times slower, so it is done where a test is about one
 function or one contract, and not where whole models are pruned: everything those call has tests of
-its own. `COEC_TYPECHECK=1` checks everywhere.
+its own. `COEC_TYPECHECK=1` checks everywhere. What a marker means is in pyproject.toml.
 """
 
+import functools
 import os
 import random
 from pathlib import Path
@@ -12,9 +13,9 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-import jaxtyping
+import typechecker
 
-jaxtyping.install_import_hook("coec", "typechecker.check")
+typechecker.install()
 
 import pytest
 import torch
@@ -28,17 +29,30 @@ CHECKED = ("linalg", "selection", "compensation", "contracts", "models", "calibr
            "test_types.py", "test_exact_cases.py")  # fmt: skip
 """Where annotations are checked, but for tests marked `unchecked`."""
 
-EVERYWHERE = os.environ.get("COEC_TYPECHECK") == "1"
+LONG = ("test_demo.py", "test_sweep.py", "test_fuzz.py", "test_zero_shot.py")
+"""Files with tests of five seconds and more; the many short ones then fill up the cores."""
 
 transformers_logging.disable_progress_bar()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Before any is deselected: what needs a browser says so by its fixture, and is marked.
+
+    Files of long tests come first, so that no core is left waiting for one at the end.
+    """
+    for item in items:
+        if "browser" in item.fixturenames:
+            item.add_marker(pytest.mark.browser)
+    items.sort(key=lambda item: item.path.name not in LONG)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Before any fixture of the test: whether it is one whose calls are checked."""
     small = item.path.relative_to(TESTS).parts[0] in CHECKED
-    checked = EVERYWHERE or (small and item.get_closest_marker("unchecked") is None)
-    jaxtyping.config.update("jaxtyping_disable", not checked)
+    checked = typechecker.EVERYWHERE or (small and item.get_closest_marker("unchecked") is None)
+    typechecker.switch(checked)
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +68,25 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip("needs the project's shared models and texts (../shared), which are not here")
     return SHARED
+
+
+TASKS = ("arc", "glue/rte", "hellaswag", "openbookqa", "ruler", "super_glue/boolq", "wikitext",
+         "winogrande")  # fmt: skip
+"""Folders of lm-eval's task definitions; reading all of them takes every process ten seconds."""
+
+
+@functools.cache
+def _few_tasks():
+    from lm_eval import tasks
+
+    from coec.evaluation.harness import quiet
+
+    folders = [Path(tasks.__file__).parent / name for name in TASKS]
+    with quiet():
+        return tasks.TaskManager(include_path=folders, include_defaults=False)
+
+
+@pytest.fixture
+def few_tasks(monkeypatch):
+    """lm-eval's own definitions of the paper's tasks and a few others, instead of all."""
+    monkeypatch.setattr("coec.evaluation.harness.official_tasks", _few_tasks)

@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -289,22 +288,19 @@ def test_memory_that_runs_out_is_one_line(dense, run, monkeypatch):
     assert "out of memory" in err
 
 
-def test_a_hub_name_is_found_in_the_hubs_cache(tmp_path):
+def test_a_hub_name_is_found_in_the_hubs_cache(run, tokens, monkeypatch, tmp_path):
     """The real download code, offline: the cache as the hub's client leaves it."""
     repository = tmp_path / "hub" / "models--org--tiny"
     snapshot = repository / "snapshots" / "0123456789"
     tm.save(tm.tiny("llama", torch.float32), snapshot)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0123456789")
-    shown = subprocess.run(
-        [sys.executable, "-m", "coec", "prune", "org/tiny", str(tmp_path / "out"), "--calibration",
-         tm.token_file(tmp_path / "tokens.npy"), "--samples", "24", "--seq-len", "32",
-         "--compensation", "none", "--json"],
-        env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert shown.returncode == 0, shown.stderr
-    assert json.loads(shown.stdout)["model"] == "org/tiny"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    status, out, err = run("prune", "org/tiny", tmp_path / "out", "--calibration", tokens,
+                           "--samples", 24, "--seq-len", 32, "--compensation", "none",
+                           "--json")  # fmt: skip
+    assert status == 0, err
+    assert json.loads(out)["model"] == "org/tiny"
     assert tm.load(tmp_path / "out").config.intermediate_size == 28
 
 
@@ -362,7 +358,7 @@ def test_eval_with_json_is_one_object_for_a_program(dense, tokens):
 
 
 @pytest.fixture
-def tasks_data(tmp_path):
+def tasks_data(tmp_path, few_tasks):
     folder = tmp_path / "tasks"
     folder.mkdir()
     rows = [{"passage": "", "question": f"is {n} even", "label": 1 - n % 2} for n in range(5)]
@@ -394,6 +390,7 @@ def test_perplexity_comes_with_tasks_only_where_a_text_is_named(dense, run, toke
     assert scores["tasks"]["boolq"]["items"] == 3
 
 
+@pytest.mark.usefixtures("few_tasks")
 def test_tasks_are_checked_before_the_perplexity_is_measured(dense, run, monkeypatch):
     def measured(*args, **kwargs):
         raise AssertionError("work had begun")

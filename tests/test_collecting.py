@@ -1,5 +1,6 @@
 """Statistics kept on disk, and held-out ones."""
 
+import json
 import shutil
 
 import pytest
@@ -9,6 +10,8 @@ from safetensors.torch import load_file, save_file
 
 import coec
 import tiny_models as tm
+from coec import collecting
+from coec.calibration import windows as windows_module
 from coec.calibration.statistics import Statistics
 from coec.calibration.tokens import Stream, hold_out, sample_windows
 from coec.calibration.windows import source_digest
@@ -201,11 +204,11 @@ def without_tokens(tensors, counts):
 
 
 def with_words_for_counts(tensors, counts):
-    counts["fit.mlp.tokens"] = "many"
+    counts["fit.mlp"][0] = "many"
 
 
 def with_no_tokens(tensors, counts):
-    counts["fit.mlp.tokens"] = "0"
+    counts["fit.mlp"][0] = 0
 
 
 def of_another_size(tensors, counts):
@@ -226,7 +229,7 @@ def with_nan_deviations(tensors, counts):
 
 
 def with_absurd_precision(tensors, counts):
-    counts["fit.mlp.precision"] = "nan"
+    counts["fit.mlp"][1] = float("nan")
 
 
 @pytest.mark.parametrize(
@@ -238,9 +241,10 @@ def test_damaged_sums_are_one_line(change, damaged):
     def spoil(folder):
         path = folder / "block-00001.safetensors"
         with safe_open(path, "pt") as file:
-            counts, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+            counts = json.loads(file.metadata()["counts"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
         change(tensors, counts)
-        save_file(tensors, path, metadata=counts)
+        save_file(tensors, path, metadata={"counts": json.dumps(counts)})
 
     damaged(spoil)
 
@@ -265,3 +269,161 @@ def test_statistics_of_other_weights_of_the_same_sizes_are_refused(model, saved,
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(OptionError, match="collected with model = "):
         coec.prune(other, tmp_path / "out", statistics=saved.folder, holdout=0.2, **SETTINGS)
+
+
+def test_what_collect_returns_brings_its_settings(model, saved, tmp_path):
+    """Nothing of the calibration need be said again, and what is said must agree."""
+    one = coec.prune(model, tmp_path / "one", holdout=0.2, sparsity=0.4, **SETTINGS)
+    two = coec.prune(model, tmp_path / "two", statistics=saved, sparsity=0.4)
+    assert two.recipe == one.recipe
+    assert two.calibration == one.calibration
+    first, second = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    coec.prune(model, tmp_path / "three", coec.Recipe.of(sparsity=0.4), statistics=saved)
+    third = weights(tmp_path / "three")
+    assert all(torch.equal(first[name], third[name]) for name in first)
+
+
+@pytest.mark.parametrize("setting", [{"samples": 128}, {"text_column": "x"}, {"seq_len": 12},
+                                     {"calibration": IDS + 1}, {"forward_dtype": "bfloat16"},
+                                     {"holdout": 0.0}])  # fmt: skip
+def test_a_setting_that_the_statistics_do_not_have_is_refused(setting, model, saved, tmp_path):
+    """Also one that says a default."""
+    name = next(iter(setting))
+    with pytest.raises(OptionError, match=f"were collected with {name} = "):
+        coec.prune(model, tmp_path / "out", statistics=saved, **setting)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def halves(model, tmp_path_factory):
+    """Statistics of two texts, and of both together."""
+    root = tmp_path_factory.mktemp("halves")
+    parts = {"a": IDS[:6], "b": IDS[6:], "both": IDS}
+    return {
+        name: coec.collect(model, root / name, calibration=ids, samples=len(ids), seq_len=24,
+                           holdout=0.5)
+        for name, ids in parts.items()
+    }  # fmt: skip
+
+
+def test_merged_statistics_are_the_sums_of_both(model, halves, tmp_path):
+    made = coec.merge(halves["a"], halves["b"].folder, tmp_path / "merged")
+    assert torch.equal(made.windows, IDS)
+    assert made.made_with["samples"] == 12
+    assert made.calibration["windows"] == 12
+    assert [one["made_with"] for one in made.calibration["merged"]] == [
+        halves["a"].made_with, halves["b"].made_with
+    ]  # fmt: skip
+    dense, cpu = Dense.open(model), torch.device("cpu")
+    blocks = [
+        {block.index: block for block in one.blocks(dense, cpu)}
+        for one in (made, halves["a"], halves["b"], halves["both"])
+    ]
+    for index in range(2):
+        merged, one, two, whole = (part[index] for part in blocks)
+        for kind in ("grams", "holdout"):
+            for site in ("attention", "mlp"):
+                a, b, c = (getattr(part, kind)[site] for part in (merged, one, two))
+                assert torch.equal(a.xx, b.xx + c.xx)
+                assert a.tokens == b.tokens + c.tokens
+        everything = {
+            site: [part.grams[site] + part.holdout[site] for part in (merged, whole)]
+            for site in ("attention", "mlp")
+        }
+        for a, b in everything.values():
+            assert (a.xx - b.xx).norm() < 1e-6 * b.xx.norm()
+            torch.testing.assert_close(a.variance, b.variance, rtol=1e-4, atol=1e-6)
+    report = coec.prune(model, tmp_path / "out", statistics=made, compensation="rcpu")
+    assert report.recipe["samples"] == 12
+    assert report.recipe["calibration"] == "tensor + tensor"
+
+
+def test_statistics_that_do_not_go_together_are_not_merged(model, saved, halves, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(OptionError, match="6 windows in common, which would count twice"):
+        coec.merge(halves["a"], halves["both"], out)
+    with pytest.raises(OptionError, match=r"collected with holdout = 0\.2 and 0\.5"):
+        coec.merge(saved, halves["a"], out)
+    other = tm.save(tm.tiny("llama", torch.float32), tmp_path / "other")
+    made = coec.collect(other, tmp_path / "s", calibration=IDS[:6].flip(1), samples=6, seq_len=24,
+                        holdout=0.5)  # fmt: skip
+    with pytest.raises(OptionError, match="collected with model = "):
+        coec.merge(halves["b"], made, out)
+    with pytest.raises(CalibrationError, match="holds no complete statistics"):
+        coec.merge(halves["b"], tmp_path, out)
+    with pytest.raises(OutputError, match="exists: choose another folder"):
+        coec.merge(halves["a"], halves["b"], tmp_path / "s")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("step", ["collect", "merge"])
+def test_an_interrupted_collection_goes_on(step, model, halves, tmp_path, monkeypatch):
+    """The block that was there is not computed again, and the files are the same to the byte."""
+
+    def run(out):
+        if step == "merge":
+            return coec.merge(halves["a"], halves["b"], out)
+        return coec.collect(model, out, holdout=0.2, **SETTINGS)
+
+    whole = run(tmp_path / "whole").folder
+    original, written = collecting.write_grams, []
+
+    def once(path, grams):
+        written.append(path.name)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        original(path, grams)
+
+    monkeypatch.setattr(collecting, "write_grams", once)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    run(tmp_path / "out")
+    assert [name[:11] for name in written] == ["block-00000", "block-00001", "block-00001"]
+    for path in whole.iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_a_collection_of_something_else_is_not_continued(model, tmp_path, monkeypatch):
+    original = collecting.write_grams
+
+    def interrupted(path, grams):
+        if "00001" in path.name:
+            raise KeyboardInterrupt
+        original(path, grams)
+
+    monkeypatch.setattr(collecting, "write_grams", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        coec.collect(model, tmp_path / "out", **SETTINGS)
+    monkeypatch.undo()
+    with pytest.raises(OutputError, match="seed was 0, now 1.*restart=True"):
+        coec.collect(model, tmp_path / "out", seed=1, **SETTINGS)
+    made = coec.collect(model, tmp_path / "out", seed=1, restart=True, **SETTINGS)
+    assert made.made_with["seed"] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_text_sampled_from_the_model_is_sampled_once(model, tmp_path, monkeypatch):
+    settings = {"calibration": "self", "samples": 4, "seq_len": 16, "compensation": "none"}
+    coec.prune(model, tmp_path / "whole", **settings)
+    calls, original = [], windows_module.sample_from_model
+
+    def sampled(*arguments, **options):
+        calls.append(1)
+        return original(*arguments, **options)
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(windows_module, "sample_from_model", sampled)
+    with monkeypatch.context() as patch:
+        patch.setattr("coec.pruning.solve_block", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            coec.prune(model, tmp_path / "out", **settings)
+    report = coec.prune(model, tmp_path / "out", **settings)
+    assert len(calls) == 1
+    assert report.calibration["source"] == "self (seed 0)"
+    one, two = weights(tmp_path / "whole"), weights(tmp_path / "out")
+    assert all(torch.equal(one[name], two[name]) for name in one)

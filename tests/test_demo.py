@@ -1,10 +1,11 @@
-"""The demo does what it says, on less text."""
+"""The demo does what it says, on less text and in a few steps."""
 
 from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
 
+import coec
 import tiny_models as tm
 from coec.demo import __main__ as demo
 from coec.demo.plot import picture
@@ -31,11 +32,17 @@ def test_the_picture_has_every_repair_twice_sorted_and_none_behind_another():
     assert all(end < start for (_, end), (start, _) in pairwise(spans))
 
 
+def hasty(model, out, **settings):
+    few = {"rounds": 1, "iterations": 3} if settings["compensation"] == "coec" else {}
+    return coec.prune(model, out, **settings, **few)
+
+
 def test_the_demo_compares_repairs_and_leaves_a_checkpoint_and_a_plot(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(demo, "WINDOWS", 8)
     monkeypatch.setattr(demo, "SEQ_LEN", 128)
+    monkeypatch.setattr(demo, "prune", hasty)
     demo.run(tmp_path / "out")
     shown = capsys.readouterr().out
     for method in demo.METHODS:

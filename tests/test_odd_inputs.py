@@ -66,6 +66,7 @@ def run(monkeypatch, capsys, place, dense):
 PRUNE = "prune DENSE out --samples 24 --seq-len 32 --calibration"
 
 
+@pytest.mark.usefixtures("few_tasks")
 @pytest.mark.parametrize(
     ("line", "match"),
     [

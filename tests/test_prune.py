@@ -16,6 +16,8 @@ import coec
 import tiny_models as tm
 from coec import writing
 from coec.errors import OptionError, OutputError
+from coec.models import dense as dense_module
+from coec.models import description
 from coec.models.dense import Dense
 from coec.recipe import Recipe
 from coec.types import SiteResult
@@ -459,3 +461,53 @@ def test_what_belongs_to_the_model_travels_and_nothing_else(dense, tokens, tmp_p
         [*carried, "README.md", "coec.json", "config.json", "generation_config.json",
          "coec", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     )  # fmt: skip
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """How often each folder is opened, and how many skeletons are built."""
+    counts: dict[str, int] = {}
+    headers, build = dense_module._headers, description.AutoModelForCausalLM.from_config
+
+    def read(folder):
+        counts[folder.name] = counts.get(folder.name, 0) + 1
+        return headers(folder)
+
+    def built(*arguments, **options):
+        counts["skeletons"] = counts.get("skeletons", 0) + 1
+        return build(*arguments, **options)
+
+    description._skeleton.cache_clear()
+    monkeypatch.setattr(dense_module, "_headers", read)
+    monkeypatch.setattr(description.AutoModelForCausalLM, "from_config", built)
+    return counts
+
+
+def test_a_model_is_opened_once_and_built_once_for_each_of_its_forms(
+    dense, tokens, tmp_path, opened
+):
+    out = tmp_path / "out"
+    coec.prune(dense, out, calibration=tokens, **SETTINGS)
+    assert opened == {dense.name: 1, "skeletons": 2}
+    opened.clear()
+    coec.perplexity(out, tokens, baseline=dense, seq_len=32)
+    assert opened == {"out": 1, dense.name: 1}
+    opened.clear()
+    coec.geometry(dense, out)
+    assert opened == {"out": 1, dense.name: 1}
+
+
+def test_sampled_text_needs_no_further_opening(dense, tmp_path, opened):
+    coec.prune(dense, tmp_path / "out", calibration="self", samples=4, seq_len=16,
+               compensation="none")  # fmt: skip
+    assert opened == {dense.name: 1, "skeletons": 2}
+
+
+def test_skeletons_of_one_configuration_are_apart(dense):
+    """They are copies: what a stream does to one is not seen by another."""
+    model = Dense.open(dense)
+    one, two = model.skeleton(torch.float64), model.skeleton(torch.bfloat16)
+    assert next(one.parameters()).dtype == torch.float64
+    assert next(two.parameters()).dtype == torch.bfloat16
+    one.base_model.layers = torch.nn.ModuleList()
+    assert len(two.base_model.layers) == 2

@@ -2,12 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,14 +18,12 @@ from coec.calibration.statistics import (
     write_grams,
 )
 from coec.calibration.tokens import digest
-from coec.calibration.windows import source_digest, window_length
 from coec.errors import OptionError, OutputError
 from coec.events import Progress
 from coec.execution.journal import Journal, journal, unfinished
 from coec.execution.output import check_space
 from coec.models.dense import Dense
 from coec.recipe import Recipe
-from coec.settings import Calibration
 
 
 def collect(
@@ -131,38 +126,6 @@ def merge(
             Statistics(done.new, record, made_with, settings).finish(done.new, windows)
             done.complete()
     return Statistics.open(out)
-
-
-def adopted(
-    statistics: Statistics, recipe: Recipe, dense: Dense, given: Collection[str] | None
-) -> Recipe:
-    """The recipe with the calibration that statistics were made with.
-
-    Args:
-        statistics: made of this model.
-        recipe: whose calibration gives way.
-        dense: the model.
-        given: the settings that somebody asked for, which must then agree; None for those that
-            differ from their defaults.
-
-    Raises:
-        OptionError: the statistics were made with others.
-    """
-    asked, default = recipe.calibration.record(), Calibration().record()
-    if given is None:
-        given = [name for name, value in asked.items() if not _equal(value, default[name])]
-    wanted = {name: value for name, value in asked.items() if name in given and value is not None}
-    if "calibration" in wanted:
-        wanted["calibration"] = source_digest(recipe.calibration.source)
-    if "seq_len" in wanted:
-        wanted["seq_len"] = window_length(recipe.calibration, dense)
-    statistics.check(wanted)
-    return replace(recipe, calibration=Calibration.of(statistics.settings))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Token ids are no default."""
-    return not isinstance(one, Tensor | np.ndarray) and bool(one == other)
 
 
 def _free(out: str | Path) -> Path:

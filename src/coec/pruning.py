@@ -7,16 +7,15 @@ in the journal, so that a run that was killed goes on where it was.
 import hashlib
 import inspect
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from coec import __version__
-from coec.calibration.measure import DensePass, SavedPass, Source
+from coec.calibration.measure import Source, adopted, source_of
 from coec.calibration.statistics import Statistics
-from coec.collecting import adopted
 from coec.compensation import Method
 from coec.devices import DTYPES, choose_device
 from coec.events import Progress
@@ -90,9 +89,9 @@ def prune(
     check_output(out, dense.folder, force=force or unfinished(out))
     if statistics is not None:
         statistics = Statistics.open(statistics)
-        recipe = adopted(statistics, recipe, dense, given)
+        recipe = replace(recipe, calibration=adopted(statistics, recipe.calibration, dense, given))
     plan = Plan.of(dense, recipe)
-    source = _source(dense, recipe, statistics, progress)
+    source = source_of(dense, recipe.calibration, recipe.runtime, statistics, progress)
     dense.check_values()
     dtype = DTYPES[recipe.repair.dtype] if recipe.repair.dtype else dense.dtype
     check_space(out, space_needed(out, plan, dtype))
@@ -132,15 +131,6 @@ def prune(
         report.write(done.new)
         done.complete()
     return report
-
-
-def _source(
-    dense: Dense, recipe: Recipe, statistics: Statistics | None, progress: Progress | None
-) -> Source:
-    """Statistics that are there already, or a dense pass whose text is checked now."""
-    if statistics is not None:
-        return SavedPass(statistics, dense, recipe.runtime)
-    return DensePass(dense, recipe.calibration, recipe.runtime, progress)
 
 
 def _identity(plan: Plan, source: Source, dtype: torch.dtype) -> dict[str, Any]:

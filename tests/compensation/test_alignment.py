@@ -14,6 +14,8 @@ from coec.errors import OptionError
 from coec.types import KeptSet
 from tolerances import CLOSED_FORM
 
+pytestmark = pytest.mark.unchecked  # whole solves
+
 
 def case(m, d, k, seed=0):
     return (

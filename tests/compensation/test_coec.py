@@ -23,6 +23,8 @@ from tolerances import CLOSED_FORM, EXACT
 
 coec_module = import_module("coec.compensation.coec")
 
+pytestmark = pytest.mark.unchecked  # whole solves
+
 SHAPES = [(6, 10, 7), (10, 10, 7), (5, 9, 3), (1, 6, 4), (4, 5, 1)]
 """m, d, k: wide and tall slices, one row, one column."""
 

@@ -16,8 +16,9 @@ from coec.linalg.spd import power
 from coec.types import Gram, KeptSet
 
 pytestmark = pytest.mark.unchecked  # thousands of solves
-EXAMPLES = int(os.environ.get("COEC_EXAMPLES", "150"))
-"""Cases of the first property; more with COEC_EXAMPLES=5000 (docs/LOG.md)."""
+FEW, EXAMPLES = 30, int(os.environ.get("COEC_EXAMPLES", "300"))
+"""Cases of the first property in every run, and where many are asked for (`make slow`); more with
+COEC_EXAMPLES=5000 (docs/LOG.md)."""
 
 ALPHA, LAMBDA = 0.9, 50.0
 
@@ -96,20 +97,31 @@ def never_worse(case):
     assert case.error(result.weight) + after <= limit + 1e-9 * max(1.0, limit)
 
 
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
-@given(cases(24, 24, 16))
+def holds(one_in, *strategies):
+    """A property of drawn cases: of one in so many of FEW, and of EXAMPLES under the marker."""
+
+    def decorate(check):
+        @pytest.mark.parametrize("cases", [FEW, pytest.param(EXAMPLES, marks=pytest.mark.many)])
+        def test(cases):
+            drawn = settings(max_examples=cases // one_in, deadline=None, derandomize=True)
+            drawn(given(*strategies)(check))()
+
+        return test
+
+    return decorate
+
+
+@holds(1, cases(24, 24, 16))
 def test_never_worse_than_the_slice_or_rcpu(case):
     never_worse(Case(**case))
 
 
-@settings(max_examples=EXAMPLES // 20, deadline=None, derandomize=True)
-@given(cases(300, 300, 100))
+@holds(15, cases(300, 300, 100))
 def test_nor_with_larger_matrices(case):
     never_worse(Case(**case))
 
 
-@settings(max_examples=EXAMPLES // 4, deadline=None, derandomize=True)
-@given(cases(16, 16, 12), OPTIONS)
+@holds(3, cases(16, 16, 12), OPTIONS)
 def test_no_combination_of_options_is_worse_than_the_slice(case, options):
     case = Case(**case | {"aligned": False})
     result = case.compensate(rounds=5, **options)

@@ -9,6 +9,8 @@ from torch.utils._pytree import tree_leaves
 import coec
 import problems
 
+pytestmark = pytest.mark.unchecked  # whole solves
+
 
 class Peak(TorchDispatchMode):
     """The largest sum of bytes of all tensors alive after an operation, some left out."""

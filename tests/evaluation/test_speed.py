@@ -112,6 +112,7 @@ def test_bad_settings_are_refused_before_a_model_is_opened():
         coec.speed("nowhere", "nowhere", device="warp")
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="peak memory needs a CUDA device")
 def test_peak_memory_on_cuda(dense_folder, pruned_folder):
     found = coec.speed(dense_folder, pruned_folder, load=SMALL, device="cuda")

@@ -22,6 +22,7 @@ from coec.evaluation import zero_shot as module
 from coec.evaluation.harness import official_tasks
 from coec.evaluation.zero_shot import TaskScore
 
+pytestmark = pytest.mark.usefixtures("few_tasks")
 ROWS = {
     "boolq": [
         {"question": "is it far", "passage": "It is near.", "label": 0},
@@ -351,8 +352,10 @@ def test_a_task_without_accuracy_keeps_the_metrics_of_lm_eval(folder, tmp_path):
     assert (result.mean, result.mean_stderr, result.mean_at_chance) == (None, None, None)
 
 
-def test_lm_evals_own_command_says_the_same(shared, tmp_path):
+@pytest.mark.slow
+def test_lm_evals_own_command_says_the_same(shared, tmp_path, monkeypatch):
     """Its command line, in a process of its own, on the same model and the same files."""
+    monkeypatch.setattr(harness, "official_tasks", official_tasks)  # all of them here
     model = tm.readable(shared / "models/wt2-llama", tmp_path / "model")
     names = ["boolq", "winogrande", "hellaswag", "arc_challenge"]
     definitions = tmp_path / "definitions"

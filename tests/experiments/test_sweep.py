@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -368,21 +369,39 @@ def test_an_interrupted_cell_leaves_no_model(place, monkeypatch, tmp_path):
 def test_workers_are_quiet_when_they_are_interrupted(place, tmp_path):
     """Ctrl-C reaches every process of the terminal's group."""
     out = tmp_path / "out"
+    said = interrupted_with_workers(
+        place,
+        out,
+        lambda child: (out / RESULTS).is_file() and b"\n" in (out / RESULTS).read_bytes(),
+    )
+    assert "the same command goes on with the rest" in said
+
+
+def test_and_when_they_have_not_begun(place, tmp_path):
+    """A worker takes seconds to import what it needs, and cannot answer a signal before."""
+    interrupted_with_workers(place, tmp_path / "out", lambda child: len(children(child.pid)) > 2)
+
+
+def children(pid):
+    """Processes that this one started: two workers, and what keeps track of shared memory."""
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def interrupted_with_workers(place, out, begun):
+    """What a sweep in two processes says when it is interrupted as soon as it has begun."""
     command = [sys.executable, "-m", "coec", "sweep", str(place / "grid.toml"), str(out)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     child = subprocess.Popen(
         [*command, "--jobs", "2"], env=environment, stderr=subprocess.PIPE, start_new_session=True
     )
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and child.poll() is None:
-        if (out / RESULTS).is_file() and b"\n" in (out / RESULTS).read_bytes():
-            break
+    while time.monotonic() < deadline and child.poll() is None and not begun(child):
         time.sleep(0.01)
     os.killpg(child.pid, signal.SIGINT)
     said = child.communicate(timeout=60)[1].decode()
     assert child.returncode == 130
     assert "Traceback" not in said
-    assert "the same command goes on with the rest" in said
+    return said
 
 
 def test_a_model_with_nan_logits_fails_with_the_reason(place, tmp_path):

@@ -19,6 +19,9 @@ import pytest
 
 WORKER = Path(__file__).with_name("worker.py")
 COUNT = int(os.environ.get("COEC_FUZZ_CASES", "2000"))
+PARTS = max(1, min(4, COUNT // 100))
+"""Tests that the cases are dealt out to, so that a machine of several cores runs some at a time."""
+
 PATIENCE = 30.0
 """Seconds after which a case counts as a hang; the first one waits for imports too."""
 
@@ -60,8 +63,10 @@ def _listen(worker: subprocess.Popen, heard: queue.Queue) -> None:
 
 
 @pytest.mark.fuzz
-def test_spoiled_inputs_are_refused_in_one_line_or_give_a_right_result():
-    told = list(cases(0, COUNT))
+@pytest.mark.parametrize("part", range(PARTS))
+def test_spoiled_inputs_are_refused_in_one_line_or_give_a_right_result(part):
+    first, last = COUNT * part // PARTS, COUNT * (part + 1) // PARTS
+    told = list(cases(first, last))
     ends = Counter(one["end"] for one in told)
     wrong = [one for one in told if one["wrong"]]
     print(dict(ends), file=sys.stderr)
@@ -69,6 +74,6 @@ def test_spoiled_inputs_are_refused_in_one_line_or_give_a_right_result():
         f"python tests/fuzz/worker.py {one['case']} {one['case'] + 1}  # {json.dumps(one)}"
         for one in wrong
     )
-    assert not wrong, f"{len(wrong)} of {COUNT}; run one again by itself:\n{listing}"
-    assert ends["refused"] > COUNT / 10  # the mutations reach the checks
-    assert ends["right"] > COUNT / 50
+    assert not wrong, f"{len(wrong)} of {last - first}; run one again by itself:\n{listing}"
+    assert ends["refused"] > (last - first) / 10  # the mutations reach the checks
+    assert ends["right"] > (last - first) / 50

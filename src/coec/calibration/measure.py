@@ -1,11 +1,13 @@
 """Where the statistics of a model's blocks come from: a dense pass over text, or a folder."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from coec.calibration.statistics import Statistics
 from coec.calibration.stream import DenseStream, Measured
@@ -139,3 +141,52 @@ class SavedPass(Source):
 
     def blocks(self, skip: Container[int], progress: Progress | None) -> Iterator[Measured]:
         return self._statistics.blocks(self._dense, self._device, skip)
+
+
+def source_of(
+    dense: Dense,
+    calibration: Calibration,
+    runtime: Runtime,
+    statistics: Statistics | None = None,
+    progress: Progress | None = None,
+) -> Source:
+    """Statistics that are there already, or a dense pass whose text is checked now.
+
+    Raises:
+        CoecError: the statistics are of another model, or the text cannot be used.
+    """
+    if statistics is not None:
+        return SavedPass(statistics, dense, runtime)
+    return DensePass(dense, calibration, runtime, progress)
+
+
+def adopted(
+    statistics: Statistics, asked: Calibration, dense: Dense, given: Collection[str] | None
+) -> Calibration:
+    """The calibration that statistics were made with, instead of the one that was asked for.
+
+    Args:
+        statistics: made of this model.
+        asked: what gives way.
+        dense: the model.
+        given: the settings that somebody asked for, which must then agree; None for those that
+            differ from their defaults.
+
+    Raises:
+        OptionError: the statistics were made with others.
+    """
+    settings, default = asked.record(), Calibration().record()
+    if given is None:
+        given = [name for name, value in settings.items() if not _equal(value, default[name])]
+    wanted = {n: value for n, value in settings.items() if n in given and value is not None}
+    if "calibration" in wanted:
+        wanted["calibration"] = source_digest(asked.source)
+    if "seq_len" in wanted:
+        wanted["seq_len"] = window_length(asked, dense)
+    statistics.check(wanted)
+    return Calibration.of(statistics.settings)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Token ids are no default."""
+    return not isinstance(one, Tensor | np.ndarray) and bool(one == other)

@@ -1,6 +1,7 @@
 """Statistics of the dense model on disk: one dense pass serves many recipes."""
 
 import itertools
+import json
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from coec.types import Gram
 RECORD = "statistics.json"
 WINDOWS = "windows.safetensors"
 FIT, HELD_OUT = "fit", "holdout"
+COUNTS = "counts"
+"""The entry in a file's metadata that holds tokens and precision of its Grams."""
 Grams = dict[str, dict[str, Gram]]
 """Of one block, by kind of windows and site."""
 
@@ -128,11 +131,11 @@ class Statistics:
         grams: Grams = {FIT: {}, HELD_OUT: {}}
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
-                counts = file.metadata() or {}
+                counts = json.loads(file.metadata()[COUNTS])
                 for name in [key.removesuffix(".x") for key in file.keys() if key.endswith(".x")]:
                     kind, site = name.split(".")
                     grams[kind][site] = _read_gram(file, counts, name)
-        except (OSError, SafetensorError, ValueError, KeyError, CoecError) as error:
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, CoecError) as error:
             raise CalibrationError(
                 f"statistics of block {index} cannot be read from '{path}': {error}"
             ) from error
@@ -142,15 +145,15 @@ class Statistics:
 def write_grams(path: Path, grams: Grams) -> None:
     """The file of one block: sums as they are, counts beside them."""
     tensors: dict[str, Tensor] = {}
-    counts: dict[str, str] = {}
+    counts: dict[str, list[float]] = {}
     for kind, by_site in grams.items():
         for site, gram in by_site.items():
             assert gram.centred is not None  # a GramSum has it
             sums = {"xx": gram.xx, "x": gram.x, "centred": gram.centred}
             tensors |= {f"{kind}.{site}.{n}": value.cpu() for n, value in sums.items()}
-            counts[f"{kind}.{site}.tokens"] = str(gram.tokens)
-            counts[f"{kind}.{site}.precision"] = repr(gram.precision)
-    write_tensors(tensors, path, counts)
+            counts[f"{kind}.{site}"] = [gram.tokens, gram.precision]
+    # In one entry: safetensors writes several in any order, and equal sums make equal files.
+    write_tensors(tensors, path, {COUNTS: json.dumps(counts)})
 
 
 def block_file(index: int) -> str:
@@ -158,10 +161,10 @@ def block_file(index: int) -> str:
     return f"block-{index:05}.safetensors"
 
 
-def _read_gram(file: Any, counts: dict[str, str], name: str) -> Gram:
+def _read_gram(file: Any, counts: dict[str, list[float]], name: str) -> Gram:
     """One Gram of an open file; raises ValueError, KeyError or a CoecError where it is damaged."""
-    precision = float(counts[f"{name}.precision"])
-    if not 0 <= precision < 1:
-        raise ValueError(f"a precision of {precision}")
+    tokens, precision = counts[name]
+    if not isinstance(tokens, int) or not 0 <= precision < 1:
+        raise ValueError(f"{tokens} tokens, and a precision of {precision}")
     xx, x, centred = (file.get_tensor(f"{name}.{part}") for part in ("xx", "x", "centred"))
-    return Gram(xx, x, int(counts[f"{name}.tokens"]), centred, precision)
+    return Gram(xx, x, tokens, centred, precision)

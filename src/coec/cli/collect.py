@@ -25,13 +25,11 @@ if TYPE_CHECKING:
     from coec.calibration.statistics import Statistics
 
 
-@with_settings(Calibration.table(), Runtime.table())
+@with_settings((*Calibration.table(), *Runtime.table()), ())
 def collect_command(
     model: Annotated[str, argument("Model folder, or a hub name; with --merge: A.", "MODEL")],
     out: Annotated[Path, argument("Folder to make; with --merge: B.", "STATS")],
-    merged: Annotated[
-        Path | None, argument("With --merge: the folder to make.", "[MERGED]")
-    ] = None,
+    merged: Annotated[Path | None, argument("With --merge: the folder to make.", "MERGED")] = None,
     *,
     config: Config = None,
     merge: Annotated[

@@ -21,5 +21,9 @@ def end_tidily() -> None:
 
 def _end(number: int, frame: FrameType | None) -> None:
     for other in ENDING:
-        signal.signal(other, signal.SIG_IGN)  # a second signal must not disturb the tidying up
+        signal.signal(other, _unheard)
     raise SystemExit(128 + number)
+
+
+def _unheard(number: int, frame: FrameType | None) -> None:
+    """A second signal does not disturb the tidying up. Ignored, it might be printed about."""

@@ -10,7 +10,8 @@ from coec.settings import NAMES
 
 FLAGS = NAMES | {
     "baseline", "batch_size", "force", "jobs", "limit", "max_windows", "model", "new_tokens",
-    "prompt_tokens", "repeats", "tasks", "tasks_data", "text", "trust_remote_code", "warmup",
+    "prompt_tokens", "repeats", "restart", "statistics", "tasks", "tasks_data", "text",
+    "trust_remote_code", "warmup",
 }  # fmt: skip
 """Arguments that are a flag of some command."""
 

@@ -106,7 +106,8 @@ def _end(number: int, frame: FrameType | None) -> None:
     """Unwinds a job; a worker that has none ends at once, as the pool would print an exception."""
     _state["ending"] = True
     for other in ENDING:
-        signal.signal(other, signal.SIG_IGN)  # a second one would disturb the tidying up
+        # A second one would disturb the tidying up; of one that SIG_IGN overtakes Python complains.
+        signal.signal(other, lambda number, frame: None)
     if not _state["busy"]:
         os._exit(128 + number)
     sys.exit(128 + number)

@@ -9,7 +9,6 @@ import pytest
 import sweep_rows as sr
 from coec.experiments.reporting.report import write_report
 
-pytestmark = pytest.mark.browser
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",

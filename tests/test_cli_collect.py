@@ -1,0 +1,110 @@
+"""`coec collect`, and what takes its statistics."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import coec
+import tiny_models as tm
+from coec.cli import main
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs the command in this process: exit status, stdout, stderr."""
+
+    def call(*arguments):
+        monkeypatch.setattr("sys.argv", ["coec", *map(str, arguments)])
+        try:
+            main()
+            status = 0
+        except SystemExit as exit_:
+            status = exit_.code
+        shown = capsys.readouterr()
+        return status, shown.out, shown.err
+
+    return call
+
+
+def test_one_collection_serves_many_prunings(dense, run, tmp_path):
+    tokens = tm.token_file(tmp_path / "tokens.npy")
+    stats, how = tmp_path / "stats", ("--calibration", tokens, "--samples", 12, "--seq-len", 32)
+    status, out, _ = run("collect", dense, stats, *how)
+    assert status == 0
+    assert f"12 windows of 32 tokens from {tokens}" in out
+    assert f"use it: coec prune {dense} OUT --statistics {stats}" in out
+    for sparsity in (0.3, 0.5):
+        given = ("--sparsity", sparsity, "--compensation", "rcpu", "--json")
+        direct, saved = tmp_path / f"direct{sparsity}", tmp_path / f"saved{sparsity}"
+        assert run("prune", dense, direct, *how, *given)[0] == 0
+        status, out, _ = run("prune", dense, saved, "--statistics", stats, *given)
+        assert status == 0
+        assert json.loads(out)["recipe"]["samples"] == 12
+        one, two = (load_file(folder / "model.safetensors") for folder in (direct, saved))
+        assert all(torch.equal(one[name], two[name]) for name in one)
+    status, _, err = run("prune", dense, tmp_path / "out", "--statistics", stats, "--samples", 9)
+    assert status == 1
+    assert err.startswith("coec: the statistics in ")
+    assert "were collected with samples = 12, not 9" in err
+
+
+def test_merging_two_collections(dense, run, tmp_path):
+    for name, seed in {"a": 0, "b": 1}.items():
+        ids = torch.randint(
+            2, tm.VOCABULARY, (6, 32), generator=torch.Generator().manual_seed(seed)
+        )
+        coec.collect(dense, tmp_path / name, calibration=ids, samples=6, seq_len=32)
+    places = [tmp_path / name for name in ("a", "b", "both")]
+    status, out, _ = run("collect", "--merge", *places, "--json")
+    assert status == 0
+    assert json.loads(out)["calibration"]["windows"] == 12
+    for arguments, said in (
+        (places[:2], "give --merge A B MERGED"),
+        ([*places[:2], tmp_path / "x", "--samples", 3], "--samples has no effect with --merge"),
+    ):
+        status, out, err = run("collect", "--merge", *arguments)
+        assert status == 2
+        assert said in " ".join(err.replace("│", " ").split())
+    status, _, err = run("collect", dense, tmp_path / "y", tmp_path / "z")
+    assert status == 2
+    assert not (tmp_path / "y").exists()
+
+
+def test_the_line_that_goes_on_is_printed(dense, run, tmp_path, monkeypatch):
+    tokens = tm.token_file(tmp_path / "tokens.npy")
+    from coec import pruning
+
+    original, calls = pruning.solve_block, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(pruning, "solve_block", interrupted)
+    command = ("prune", dense, tmp_path / "out put", "--calibration", tokens, "--samples", "12",
+               "--seq-len", "32", "--compensation", "none")  # fmt: skip
+    status, _, err = run(*command, "--restart")
+    assert status == 130
+    said = err.splitlines()[-3:]
+    assert said[0] == "coec: interrupted"
+    assert said[1] == f"coec: what is finished is kept in '{tmp_path / 'out put.partial'}'"
+    assert said[2] == (
+        f"coec: to go on: coec prune {dense} '{tmp_path / 'out put'}' --calibration {tokens} "
+        "--samples 12 --seq-len 32 --compensation none"
+    )
+    status, _, err = run(*command, "--sparsity", 0.5)
+    assert status == 1
+    assert "sparsity was 0.3, now 0.5" in err
+    assert "pass --restart to throw it away" in err
+    assert run(*command)[0] == 0
+    assert len(calls) == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out put", "tokens.npy"]
