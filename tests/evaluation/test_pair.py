@@ -115,3 +115,13 @@ def test_missing_and_damaged_files_are_refused(dense_folder, pruned):
     (pruned / "coec/kept.safetensors").write_bytes(b"nothing")
     with pytest.raises(ModelError, match="'kept.safetensors' is truncated or damaged"):
         Pair.open(dense_folder, pruned)
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama biases", "qwen2"])
+def test_a_format_with_more_biases_is_no_other_model(variant, tmp_path):
+    """Whoever needs one bias may get a format that has others too, which are zero."""
+    dense = tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense")
+    tokens = tm.token_file(tmp_path / "tokens.npy")
+    coec.prune(dense, tmp_path / "out", calibration=tokens, samples=8, seq_len=32,
+               compensation="bias")  # fmt: skip
+    assert Pair.open(dense, tmp_path / "out").after.ffn == 28

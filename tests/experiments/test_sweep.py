@@ -19,7 +19,7 @@ import sweep_rows as sr
 import tiny_models as tm
 from coec.calibration import windows
 from coec.cli import main
-from coec.errors import CoecError, ModelError, OutputError, ResultsError
+from coec.errors import CoecError, ModelError, OptionError, OutputError, ResultsError
 from coec.experiments import cell as cell_module
 from coec.experiments import sweep as module
 from coec.experiments.declarations import DECLARED
@@ -28,6 +28,7 @@ from coec.experiments.reporting.document import document
 from coec.experiments.reporting.results import read_results
 from coec.experiments.store import RESULTS, Store
 from coec.experiments.sweep import sweep
+from coec.settings import Calibration
 
 GRID = """
 sparsity = 0.4
@@ -638,3 +639,50 @@ def test_a_sweep_with_failed_cells_exits_1(place, monkeypatch, tmp_path, capsys)
         main()
     assert stopped.value.code == 1
     assert "0 cells done, 9 failed" in capsys.readouterr().out
+
+
+def test_statistics_that_were_collected_before_serve_the_cells(place, whole, tmp_path, monkeypatch):
+    """The rows are those of the sweep's own dense pass, and what was given stays."""
+    everything = cells_of(place)
+    cells = [cell for cell in everything if not (cell.recipe and cell.recipe.calibration.seed)]
+    how = cells[1].recipe
+    given = coec.collect(place / "tiny", tmp_path / "given", how)
+    passes = []
+    monkeypatch.setattr(module, "collect", lambda *a, **k: passes.append(1))
+    summary = sweep(cells, tmp_path / "out", statistics=[given.folder])
+    assert (summary.done, summary.failed, passes) == (5, 0, [])
+    for cell, record in records(tmp_path / "out").items():
+        assert timeless(record) == timeless(whole[cell])
+    assert (given.folder / "statistics.json").is_file()
+    assert not (tmp_path / "out/statistics").exists()
+    # A grid that says nothing of the calibration takes all of it from there.
+    plain = replace(cells[1], recipe=replace(how, calibration=Calibration()))
+    assert sweep([cells[0], plain], tmp_path / "out", statistics=[given]).ran == 0
+
+
+def test_statistics_that_do_not_serve_a_cell_are_refused_before_any_work(place, tmp_path):
+    cells = cells_of(place)
+    given = coec.collect(place / "tiny", tmp_path / "given", cells[1].recipe)
+    with pytest.raises(OptionError, match="collected with seed = 0, not 1"):
+        sweep(cells, tmp_path / "out", statistics=[given])
+    other = tm.save(tm.tiny("qwen2", torch.float32), tmp_path / "other")
+    strange = coec.collect(other, tmp_path / "strange", cells[1].recipe)
+    with pytest.raises(OptionError, match="are of none of these models"):
+        sweep(cells, tmp_path / "out", statistics=[strange])
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_takes_statistics(place, tmp_path, monkeypatch, capsys):
+    given = coec.collect(place / "tiny", tmp_path / "given", cells_of(place)[1].recipe)
+    (tmp_path / "small.toml").write_text('sparsity = 0.3\ncompensation = ["none", "rcpu"]\n')
+    monkeypatch.setattr(sys, "argv", [
+        "coec", "sweep", str(tmp_path / "small.toml"), str(tmp_path / "out"),
+        "--model", str(place / "tiny"), "--text", str(place / "test.npy"), "--eval-seq-len", "16",
+        "--statistics", str(given.folder),
+    ])  # fmt: skip
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 0
+    assert "3 cells done, 0 failed" in capsys.readouterr().out
+    rows = records(tmp_path / "out").values()
+    assert {row["settings"].get("samples") for row in rows} == {None, 6}

@@ -75,6 +75,10 @@ def sweep_command(
         int, setting("Cells solved at once, each in its own process. Default: 1.", WHOLE)
     ] = 1,
     device: Device = None,
+    statistics: Annotated[
+        list[Path] | None,
+        setting("What `coec collect` made of a model; may be given several times.", PATH),
+    ] = None,
     keep_models: Annotated[
         bool, switch("--keep-models", "Keep every pruned model in OUT/models.")
     ] = False,
@@ -113,7 +117,8 @@ def sweep_command(
     try:
         with progress_bars() as advance:
             summary = sweep(
-                cells, out, jobs=jobs, device=device or "auto", keep_models=keep_models,
+                cells, out, jobs=jobs, device=device or "auto",
+                statistics=statistics or (), keep_models=keep_models,
                 keep_statistics=keep_statistics, retry_failed=retry_failed, progress=advance,
             )  # fmt: skip
     except KeyboardInterrupt:

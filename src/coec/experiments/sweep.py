@@ -5,6 +5,7 @@ import hashlib
 import json
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,30 +14,28 @@ from torch import Tensor
 
 from coec.calibration.measure import depends_on
 from coec.calibration.overlap import Overlap, overlap, passage_length
-from coec.calibration.self_text import sample_from_model
 from coec.calibration.statistics import Statistics
-from coec.calibration.tokens import Windows, load_tokenizer
-from coec.calibration.windows import check_calibrations, resolve_seq_len, source_digest
 from coec.collecting import collect
 from coec.devices import choose_device
 from coec.errors import CalibrationError, CoecError, OptionError, OutputError, UnfinishedError
-from coec.evaluation.network import load_network
-from coec.evaluation.perplexity import DEFAULT_SEQ_LEN, evaluation_windows
-from coec.evaluation.zero_shot import check_tasks
 from coec.events import Progress
 from coec.execution.output import remove_leftovers
 from coec.execution.workers import Workers
 from coec.experiments.cell import Job, head, reason, run
 from coec.experiments.declarations import write_declarations
-from coec.experiments.grid import Cell, Subject
+from coec.experiments.grid import Cell
 from coec.experiments.rows import NO_REASON, Row
 from coec.experiments.store import Store
+from coec.experiments.subjects import (
+    Identity,
+    Opened,
+    identities,
+    open_models,
+    open_subjects,
+    with_statistics,
+)
 from coec.models.dense import Dense
-from coec.planning import Plan
 from coec.recipe import Recipe
-
-SAMPLED = 64
-"""Windows of `text = "self"` where `max_windows` does not say, as in `coec eval`."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,7 @@ def sweep(
     *,
     jobs: int = 1,
     device: str = "auto",
+    statistics: Sequence[str | Path | Statistics] = (),
     keep_models: bool = False,
     keep_statistics: bool = False,
     retry_failed: bool = False,
@@ -79,6 +79,8 @@ def sweep(
     Args:
         cells: of `experiments.grid.expand`.
         out: the folder; created where it does not exist.
+        statistics: what `collect` made of some of the models, whose cells then take their
+            calibration from there; settings that differ from their defaults must agree.
         jobs: worker processes; rows are written in the grid's order all the same.
         keep_models: keep every pruned model under `out/models/<cell>`.
         keep_statistics: keep `out/statistics`.
@@ -93,13 +95,15 @@ def sweep(
     out, chosen = Path(out), str(choose_device(device))
     if out.exists() and not out.is_dir():
         raise OutputError(f"'{out}' is a file: give a folder")
-    cells = [_on(cell, chosen) for cell in cells]
     for cell in cells:
         head(cell)
-    subjects = _opened(cells, chosen)
-    identities = _identities(cells, subjects)
+    saved = [Statistics.open(one) for one in statistics]
+    models = open_models(cells)
+    cells = [_on(cell, chosen) for cell in with_statistics(cells, models, saved)]
+    subjects = open_subjects(cells, models, saved, chosen)
+    known_by = identities(cells, subjects)
     with Store(out).writing() as store, Workers(jobs) as workers:
-        _check_identities(cells, identities, store)
+        _check_identities(cells, known_by, store)
         for declared in {id(cell.declared): cell.declared for cell in cells}.values():
             write_declarations(out, declared)
         # Grouped before what is there is left out: the order of rows does not depend on that.
@@ -112,29 +116,21 @@ def sweep(
         ran = sum(map(len, groups))
         finished = len(cells) - ran
         for group in groups:
-            text = identities[group[0].id]["calibration text"]
+            text = known_by[group[0].id]["calibration text"]
             prepared = _prepare(group, text, subjects[group[0].subject], out, progress)
             jobs_of_group = [
                 _job(cell, prepared, subjects[cell.subject], out, chosen, keep_models)
                 for cell in group
             ]
             for row in workers.map(run, jobs_of_group):
-                store.append(replace(row, identity=identities[row.cell]))
+                store.append(replace(row, identity=known_by[row.cell]))
                 finished += 1
                 if progress:
                     progress("cells", finished, len(cells))
-            if prepared.statistics and not keep_statistics:
-                shutil.rmtree(prepared.statistics.folder, ignore_errors=True)
+            if not keep_statistics:
+                shutil.rmtree(_folder_of_statistics(out, group[0]), ignore_errors=True)
         _clear_leftovers(out)
         return _summary(out, cells, store, ran)
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """A dense model and its evaluation text, checked and open."""
-
-    dense: Dense
-    windows: Windows
 
 
 @dataclass(frozen=True)
@@ -155,103 +151,21 @@ def _on(cell: Cell, device: str) -> Cell:
     return replace(cell, recipe=replace(cell.recipe, runtime=runtime))
 
 
-def _opened(cells: list[Cell], device: str) -> dict[Subject, _Opened]:
-    """Every model and its evaluation text, and every calibration text, known to be usable.
-
-    Every weight is read here, once: a damaged model is found before any work.
-    """
-    models: dict[str, Dense] = {}
-    for subject in dict.fromkeys(cell.subject for cell in cells):
-        models.setdefault(subject.path, Dense.open(subject.path)).check_values()
-    opened: dict[Subject, _Opened] = {}
-    sources: dict[tuple[str, str, str | None], list[Recipe]] = {}
-    for cell in cells:
-        subject, recipe = cell.subject, cell.recipe
-        dense = models[subject.path]
-        if subject not in opened:
-            how = subject.evaluation
-            if how.tasks:
-                check_tasks(how.tasks, how.tasks_data)
-                load_tokenizer(dense.folder, trust_remote_code=how.trust_remote_code)
-            opened[subject] = _Opened(dense, _evaluation_text(subject, dense, device))
-        if recipe is None:
-            continue
-        Plan.of(dense, recipe)
-        source = (subject.path, str(recipe.calibration.source), recipe.calibration.text_column)
-        sources.setdefault(source, []).append(recipe)
-    for (path, *_), recipes in sources.items():
-        parts = [recipe.calibration for recipe in recipes]
-        check_calibrations(models[path], parts, recipes[0].runtime)
-    return opened
-
-
-def _identities(
-    cells: list[Cell], subjects: dict[Subject, _Opened]
-) -> dict[str, dict[str, str | None]]:
-    """What tells the models and texts of every cell from others: digests of their content."""
-    digests: dict[str, str] = {}
-    found: dict[str, dict[str, str | None]] = {}
-    for cell in cells:
-        opened, recipe, how = subjects[cell.subject], cell.recipe, cell.subject.evaluation
-        calibration = None
-        if recipe is not None:
-            source = recipe.calibration.source
-            calibration = digests.setdefault(str(source), source_digest(source))
-        found[cell.id] = {
-            "model": opened.dense.digest,
-            "calibration text": calibration,
-            "evaluation text": opened.windows.sha256,
-            "tasks' data": _tasks_digest(how.tasks, how.tasks_data),
-        }
-    return found
-
-
-def _tasks_digest(tasks: str | None, folder: str | None) -> str | None:
-    files = None if tasks is None else check_tasks(tasks, folder)[1]
-    if files is None:
-        return None
-    content = [(name, source_digest(path)) for name, path in sorted(files.items())]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def _check_identities(
-    cells: list[Cell], identities: dict[str, dict[str, str | None]], store: Store
-) -> None:
+def _check_identities(cells: list[Cell], known_by: dict[str, Identity], store: Store) -> None:
     """Rows that are there already are of these very models and texts.
 
     Raises:
         OutputError: naming what changed since; rows of both would stand in one table.
     """
-    models = {cell.subject.label: identities[cell.id]["model"] for cell in cells}
+    models = {cell.subject.label: known_by[cell.id]["model"] for cell in cells}
     for row in store.rows.values():
-        wanted = identities.get(row.cell, {"model": models.get(row.model)})
+        wanted = known_by.get(row.cell, {"model": models.get(row.model)})
         for what, digest in wanted.items():
             if (what != "model" or digest is not None) and row.identity.get(what) != digest:
                 raise OutputError(
                     f"the {what} of '{row.model}' is another one than that of the rows in "
                     f"'{store.path}': give another folder, or move that file away"
                 )
-
-
-def _evaluation_text(subject: Subject, dense: Dense, device: str) -> Windows:
-    how = subject.evaluation
-    if how.text == "self":
-        return _sampled(subject, dense, device)
-    return evaluation_windows(
-        dense, how.text, seq_len=how.seq_len, max_windows=how.max_windows,
-        text_column=how.text_column, trust_remote_code=how.trust_remote_code,
-    )  # fmt: skip
-
-
-def _sampled(subject: Subject, dense: Dense, device: str) -> Windows:
-    """Text sampled from the dense model, as by `coec eval --text self`."""
-    how = subject.evaluation
-    return sample_from_model(
-        load_network(dense, choose_device(device), None),
-        load_tokenizer(dense.folder, trust_remote_code=how.trust_remote_code),
-        samples=how.max_windows or SAMPLED, seed=1,
-        seq_len=resolve_seq_len(how.seq_len, dense.positions, DEFAULT_SEQ_LEN),
-    )  # fmt: skip
 
 
 def _settled(row: Row | None, retry_failed: bool) -> bool:
@@ -288,19 +202,19 @@ def _calibration_key(cell: Cell) -> str:
 
 
 def _prepare(
-    group: list[Cell], text: str | None, opened: _Opened, out: Path, progress: Progress | None
+    group: list[Cell], text: str | None, opened: Opened, out: Path, progress: Progress | None
 ) -> _Prepared:
-    """Statistics for the group: those that an interrupted sweep left, or a dense pass.
+    """Statistics for the group: those given, those that an interrupted sweep left, or a dense pass.
 
     They are of the text with the digest `text`: the rows say so.
     """
     recipe = group[0].recipe
     if recipe is None:
         return _Prepared()
-    folder = out / "statistics" / _calibration_key(group[0])
     began = time.perf_counter()
     try:
-        statistics = _statistics(folder, recipe, opened.dense, progress)
+        folder = _folder_of_statistics(out, group[0])
+        statistics = opened.statistics or _collected(folder, recipe, opened.dense, progress)
         if statistics.made_with["calibration"] != text:
             raise CalibrationError(
                 f"'{recipe.calibration.source}' was changed while the sweep ran: run again, into "
@@ -312,9 +226,11 @@ def _prepare(
     return _Prepared(statistics, shared, time.perf_counter() - began)
 
 
-def _statistics(
-    folder: Path, recipe: Recipe, dense: Dense, progress: Progress | None
-) -> Statistics:
+def _folder_of_statistics(out: Path, cell: Cell) -> Path:
+    return out / "statistics" / _calibration_key(cell)
+
+
+def _collected(folder: Path, recipe: Recipe, dense: Dense, progress: Progress | None) -> Statistics:
     """What an interrupted sweep collected, or began to; made anew where it is of something else."""
     if folder.exists():
         try:
@@ -330,7 +246,7 @@ def _statistics(
         return collect(dense, folder, recipe, restart=True, progress=progress)
 
 
-def _overlap(seen: Tensor, opened: _Opened) -> Overlap:
+def _overlap(seen: Tensor, opened: Opened) -> Overlap:
     """Passages that calibration and evaluation share, as long as their windows allow."""
     asked = opened.windows
     length = passage_length(opened.dense.vocabulary)
@@ -338,7 +254,7 @@ def _overlap(seen: Tensor, opened: _Opened) -> Overlap:
 
 
 def _job(
-    cell: Cell, prepared: _Prepared, opened: _Opened, out: Path, device: str, keep: bool
+    cell: Cell, prepared: _Prepared, opened: Opened, out: Path, device: str, keep: bool
 ) -> Job:
     return Job(
         cell=cell,

@@ -1,0 +1,163 @@
+"""The models and texts of a sweep: all of them checked, and opened once, before any cell runs."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from coec.calibration.measure import adopted
+from coec.calibration.self_text import sample_from_model
+from coec.calibration.statistics import Statistics
+from coec.calibration.tokens import Windows, load_tokenizer
+from coec.calibration.windows import check_calibrations, resolve_seq_len, source_digest
+from coec.devices import choose_device
+from coec.errors import OptionError
+from coec.evaluation.network import load_network
+from coec.evaluation.perplexity import DEFAULT_SEQ_LEN, evaluation_windows
+from coec.evaluation.zero_shot import check_tasks
+from coec.experiments.grid import Cell, Subject
+from coec.models.dense import Dense
+from coec.planning import Plan
+from coec.recipe import Recipe
+
+SAMPLED = 64
+"""Windows of `text = "self"` where `max_windows` does not say, as in `coec eval`."""
+
+
+Identity = dict[str, str | None]
+"""What tells the models and texts of a cell from others: digests of their content."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A dense model and its evaluation text, checked and open.
+
+    Attributes:
+        dense: the model.
+        windows: the evaluation text, cut.
+        statistics: that somebody collected of it before.
+    """
+
+    dense: Dense
+    windows: Windows
+    statistics: Statistics | None = None
+
+
+def open_models(cells: list[Cell]) -> dict[str, Dense]:
+    """Every model by its path. Each weight is read here, once: damage is found before any work."""
+    models: dict[str, Dense] = {}
+    for path in dict.fromkeys(cell.subject.path for cell in cells):
+        models[path] = Dense.open(path)
+        models[path].check_values()
+    return models
+
+
+def with_statistics(
+    cells: list[Cell], models: dict[str, Dense], saved: Sequence[Statistics]
+) -> list[Cell]:
+    """The cells, of models of which there are statistics with the calibration of those.
+
+    Raises:
+        OptionError: a cell asks for another calibration, or statistics are of no model here.
+    """
+    by_model = {statistics.made_with["model"]: statistics for statistics in saved}
+    digests = {dense.digest for dense in models.values()} if saved else set()
+    for digest, statistics in by_model.items():
+        if digest not in digests:
+            raise OptionError(
+                f"the statistics in '{statistics.folder}' are of none of these models: name the "
+                "model that they were collected from, or leave them out"
+            )
+    found = []
+    for cell in cells:
+        dense, recipe = models[cell.subject.path], cell.recipe
+        fitting = by_model.get(dense.digest) if saved else None
+        if recipe is not None and fitting is not None:
+            how = adopted(fitting, recipe.calibration, dense, None)
+            cell = replace(cell, recipe=replace(recipe, calibration=how))
+        found.append(cell)
+    return found
+
+
+def open_subjects(
+    cells: list[Cell], models: dict[str, Dense], saved: Sequence[Statistics], device: str
+) -> dict[Subject, Opened]:
+    """Every model with its evaluation text, and every calibration text known to be usable.
+
+    Raises:
+        CoecError: a text or a setting cannot be used.
+    """
+    by_model = {statistics.made_with["model"]: statistics for statistics in saved}
+    opened: dict[Subject, Opened] = {}
+    sources: dict[tuple[str, str, str | None], list[Recipe]] = {}
+    for cell in cells:
+        subject, recipe = cell.subject, cell.recipe
+        dense = models[subject.path]
+        if subject not in opened:
+            how = subject.evaluation
+            if how.tasks:
+                check_tasks(how.tasks, how.tasks_data)
+                load_tokenizer(dense.folder, trust_remote_code=how.trust_remote_code)
+            statistics = by_model.get(dense.digest) if saved else None
+            text = _evaluation_text(subject, dense, device)
+            opened[subject] = Opened(dense, text, statistics)
+        if recipe is None:
+            continue
+        Plan.of(dense, recipe)
+        source = (subject.path, str(recipe.calibration.source), recipe.calibration.text_column)
+        if opened[subject].statistics is None:
+            sources.setdefault(source, []).append(recipe)
+    for (path, *_), recipes in sources.items():
+        parts = [recipe.calibration for recipe in recipes]
+        check_calibrations(models[path], parts, recipes[0].runtime)
+    return opened
+
+
+def identities(cells: list[Cell], subjects: dict[Subject, Opened]) -> dict[str, Identity]:
+    """Of every cell, by its id."""
+    digests: dict[str, str] = {}
+    found: dict[str, Identity] = {}
+    for cell in cells:
+        opened, recipe, how = subjects[cell.subject], cell.recipe, cell.subject.evaluation
+        calibration = None
+        if recipe is not None and opened.statistics is not None:
+            calibration = str(opened.statistics.made_with["calibration"])
+        elif recipe is not None:
+            source = recipe.calibration.source
+            calibration = digests.setdefault(str(source), source_digest(source))
+        found[cell.id] = {
+            "model": opened.dense.digest,
+            "calibration text": calibration,
+            "evaluation text": opened.windows.sha256,
+            "tasks' data": _tasks_digest(how.tasks, how.tasks_data),
+        }
+    return found
+
+
+def _tasks_digest(tasks: str | None, folder: str | None) -> str | None:
+    files = None if tasks is None else check_tasks(tasks, folder)[1]
+    if files is None:
+        return None
+    content = [(name, source_digest(path)) for name, path in sorted(files.items())]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _evaluation_text(subject: Subject, dense: Dense, device: str) -> Windows:
+    how = subject.evaluation
+    if how.text == "self":
+        return _sampled(subject, dense, device)
+    return evaluation_windows(
+        dense, how.text, seq_len=how.seq_len, max_windows=how.max_windows,
+        text_column=how.text_column, trust_remote_code=how.trust_remote_code,
+    )  # fmt: skip
+
+
+def _sampled(subject: Subject, dense: Dense, device: str) -> Windows:
+    """Text sampled from the dense model, as by `coec eval --text self`."""
+    how = subject.evaluation
+    return sample_from_model(
+        load_network(dense, choose_device(device), None),
+        load_tokenizer(dense.folder, trust_remote_code=how.trust_remote_code),
+        samples=how.max_windows or SAMPLED, seed=1,
+        seq_len=resolve_seq_len(how.seq_len, dense.positions, DEFAULT_SEQ_LEN),
+    )  # fmt: skip
