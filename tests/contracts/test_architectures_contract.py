@@ -1,5 +1,7 @@
 """Every architecture keeps the same promises, on random models in float64."""
 
+import dataclasses
+
 import pytest
 import torch
 import transformers
@@ -12,7 +14,7 @@ from coec.compensation import COMPENSATIONS
 from coec.errors import OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
-from coec.types import GramSum
+from coec.types import GramSum, KeptSet
 
 pytestmark = pytest.mark.unchecked  # whole models
 
@@ -62,46 +64,66 @@ def test_a_written_checkpoint_computes_the_masked_dense_model(
     assert torch.equal(tm.logits(again), tm.logits(loaded))
 
 
+def check_that_removing_is_masking(model, tokens, out):
+    """With no repair: the dense model with the removed units' outputs set to zero."""
+    coec.prune(model, out, **SETTINGS, calibration=tokens, compensation="none",
+               selection="magnitude")  # fmt: skip
+    kept = load_file(out / "coec/kept.safetensors")
+    dense = tm.load(model)
+    for site in Dense.open(model).layout.sites:
+        mask = torch.zeros(site.columns, dtype=torch.float64)
+        mask[site.kept_columns(KeptSet(kept[site.key], site.units)).kept] = 1
+        dense.get_submodule(site.consumer).register_forward_pre_hook(
+            lambda _, args, mask=mask: (args[0] * mask,)
+        )
+    difference = tm.logits(dense) - tm.logits(tm.load(out))
+    assert float(difference.abs().max()) < 1e-10
+
+
+def check_that_streamed_statistics_are_those_of_the_whole_model(model):
+    ids = torch.randint(2, tm.VOCABULARY, (5, 32))
+    checkpoint = Dense.open(model)
+    stream = DenseStream(checkpoint, ids, device=torch.device("cpu"), dtype=torch.float64)
+    measured = list(stream.blocks())
+    dense, sums = tm.load(model), {}
+    for site in checkpoint.layout.sites:
+        total = sums[site.key] = GramSum(site.columns)
+        dense.get_submodule(site.consumer).register_forward_pre_hook(
+            lambda _, args, total=total: total.update(args[0])
+        )
+    tm.logits(dense, ids)
+    assert len(measured) == 2
+    for block in measured:
+        for site in block.block.sites:
+            gram, expected = block.grams[site.name], sums[site.key].gram()
+            assert gram.tokens == expected.tokens == 160
+            torch.testing.assert_close(gram.xx, expected.xx, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(gram.x, expected.x, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("variant", tm.VARIANTS)
 def test_removing_is_masking(variant, folders, tmp_path):
-    """With no repair: the dense model with the removed units' outputs set to zero."""
     models, tokens = folders
-    coec.prune(models[variant], tmp_path / "out", **SETTINGS, calibration=tokens,
-               compensation="none", selection="magnitude")  # fmt: skip
-    kept = load_file(tmp_path / "out/coec/kept.safetensors")
-    dense = tm.load(models[variant])
-    config = dense.config
-    width = config.head_dim * config.num_attention_heads // config.num_key_value_heads
-    for index, layer in enumerate(dense.model.layers):
-        for site, module, columns in (
-            ("attention", layer.self_attn.o_proj, width),
-            ("mlp", layer.mlp.down_proj, 1),
-        ):
-            mask = torch.zeros(module.in_features, dtype=torch.float64)
-            units = kept[f"layers.{index}.{site}"]
-            mask[(units[:, None] * columns + torch.arange(columns)).flatten()] = 1
-            module.register_forward_pre_hook(lambda _, args, mask=mask: (args[0] * mask,))
-    difference = tm.logits(dense) - tm.logits(tm.load(tmp_path / "out"))
-    assert float(difference.abs().max()) < 1e-10
+    check_that_removing_is_masking(models[variant], tokens, tmp_path / "out")
 
 
 @pytest.mark.parametrize("variant", tm.VARIANTS)
 def test_streamed_statistics_are_those_of_the_whole_model(variant, folders):
     models, _ = folders
-    ids = torch.randint(2, tm.VOCABULARY, (5, 32))
-    checkpoint = Dense.open(models[variant])
-    stream = DenseStream(checkpoint, ids, device=torch.device("cpu"), dtype=torch.float64)
-    blocks = list(stream.blocks())
-    dense, sums = tm.load(models[variant]), {}
-    for index, layer in enumerate(dense.model.layers):
-        for site, module in (("attention", layer.self_attn.o_proj), ("mlp", layer.mlp.down_proj)):
-            total = sums[index, site] = GramSum(module.in_features)
-            module.register_forward_pre_hook(lambda _, args, total=total: total.update(args[0]))
-    tm.logits(dense, ids)
-    assert len(blocks) == 2
-    for block in blocks:
-        for site, gram in block.grams.items():
-            expected = sums[block.index, site].gram()
-            assert gram.tokens == expected.tokens == 160
-            torch.testing.assert_close(gram.xx, expected.xx, rtol=1e-9, atol=1e-9)
-            torch.testing.assert_close(gram.x, expected.x, rtol=1e-9, atol=1e-9)
+    check_that_streamed_statistics_are_those_of_the_whole_model(models[variant])
+
+
+@pytest.mark.parametrize("model_type", ["hunyuan_v1_dense", "ernie4_5"])
+def test_an_architecture_is_one_value(model_type, tmp_path, monkeypatch):
+    """Two that the package does not list: nothing but the value is needed."""
+    listed = dataclasses.replace(
+        ARCHITECTURES["llama"],
+        model_type=model_type,
+        class_name=type(tm.tiny(model_type=model_type, head_dim=4)).__name__,
+        written_as=(model_type,),
+        refuses=lambda config, pruned: None,
+    )
+    monkeypatch.setitem(ARCHITECTURES, model_type, listed)
+    model = tm.save(tm.tiny(model_type=model_type), tmp_path / "model")
+    check_that_removing_is_masking(model, tm.token_file(tmp_path / "t.npy"), tmp_path / "out")
+    check_that_streamed_statistics_are_those_of_the_whole_model(model)
