@@ -90,3 +90,22 @@ def _few_tasks():
 def few_tasks(monkeypatch):
     """lm-eval's own definitions of the paper's tasks and a few others, instead of all."""
     monkeypatch.setattr("coec.evaluation.harness.official_tasks", _few_tasks)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs a command in this process: exit status, stdout, stderr."""
+    from coec.cli import main
+
+    def call(*arguments, columns=200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr("sys.argv", ["coec", *map(str, arguments)])
+        try:
+            main()
+            status = 0
+        except SystemExit as exit_:
+            status = exit_.code
+        shown = capsys.readouterr()
+        return status, shown.out, shown.err
+
+    return call

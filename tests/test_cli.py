@@ -27,24 +27,6 @@ def dense(tmp_path_factory):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Runs the command in this process: exit status, stdout, stderr."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*arguments):
-        monkeypatch.setattr("sys.argv", ["coec", *map(str, arguments)])
-        try:
-            main()
-            status = 0
-        except SystemExit as exit_:
-            status = exit_.code
-        shown = capsys.readouterr()
-        return status, shown.out, shown.err
-
-    return call
-
-
-@pytest.fixture
 def tokens(tmp_path):
     return tm.token_file(tmp_path / "tokens.npy")
 

@@ -8,29 +8,11 @@ from safetensors.torch import load_file
 
 import coec
 import tiny_models as tm
-from coec.cli import main
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
     return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Runs the command in this process: exit status, stdout, stderr."""
-
-    def call(*arguments):
-        monkeypatch.setattr("sys.argv", ["coec", *map(str, arguments)])
-        try:
-            main()
-            status = 0
-        except SystemExit as exit_:
-            status = exit_.code
-        shown = capsys.readouterr()
-        return status, shown.out, shown.err
-
-    return call
 
 
 def test_one_collection_serves_many_prunings(dense, run, tmp_path):
