@@ -454,15 +454,15 @@ def test_help_imports_nothing_heavy(arguments):
     ("command", "usage"),
     [
         ("prune", "Usage: coec prune [OPTIONS] MODEL [OUT]"),
+        ("collect", "Usage: coec collect [OPTIONS] MODEL STATS [MERGED]"),
         ("eval", "Usage: coec eval [OPTIONS] MODEL"),
         ("sweep", "Usage: coec sweep [OPTIONS] GRID [OUT]"),
         ("analyze", "Usage: coec analyze [OPTIONS] MODEL [PRUNED]"),
         ("report", "Usage: coec report [OPTIONS] OUT"),
     ],
 )
-def test_help_fits_80_columns_and_names_arguments_as_its_texts_do(command, usage, run, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    status, out, _ = run(command, "-h")
+def test_help_fits_80_columns_and_names_arguments_as_its_texts_do(command, usage, run):
+    status, out, _ = run(command, "-h", columns=80)
     assert status == 0
     assert usage in " ".join(out.split())
     assert max(map(len, out.splitlines())) <= 80
