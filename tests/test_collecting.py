@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import coec
 import tiny_models as tm
-from coec import collecting
+from coec import collecting, pruning
 from coec.calibration import windows as windows_module
 from coec.calibration.statistics import Statistics
 from coec.calibration.tokens import Stream, hold_out, sample_windows
@@ -161,13 +161,24 @@ def test_a_folder_without_statistics_is_refused(model, tmp_path):
         coec.prune(model, tmp_path / "out", statistics=tmp_path, **SETTINGS)
 
 
-def test_a_damaged_file_names_the_block_and_leaves_nothing(model, tmp_path):
+def test_a_damaged_file_names_the_block_and_what_was_finished_stays(model, tmp_path, monkeypatch):
     made = coec.collect(model, tmp_path / "s", **SETTINGS)
+    whole = (made.folder / "block-00001.safetensors").read_bytes()
     (made.folder / "block-00001.safetensors").write_bytes(b"torn")
     with pytest.raises(CalibrationError, match="statistics of block 1 cannot be read"):
         coec.prune(model, tmp_path / "out", statistics=made.folder, **SETTINGS)
     assert not (tmp_path / "out").exists()
     assert Statistics.open(made.folder).made_with["samples"] == 10
+    (made.folder / "block-00001.safetensors").write_bytes(whole)
+    solved, solve = [], pruning.solve_block
+
+    def counted(measured, *rest):
+        solved.append(measured.block.index)
+        return solve(measured, *rest)
+
+    monkeypatch.setattr(pruning, "solve_block", counted)
+    coec.prune(model, tmp_path / "out", statistics=made.folder, **SETTINGS)
+    assert solved == [1]
 
 
 def test_statistics_are_not_written_over(model, saved):
@@ -185,7 +196,10 @@ def damaged(model, saved, tmp_path):
         with pytest.raises(CoecError) as caught:
             coec.prune(model, tmp_path / "out", statistics=folder, holdout=0.2, **SETTINGS)
         assert "\n" not in str(caught.value)
-        assert [p.name for p in tmp_path.iterdir()] == ["damaged"]
+        assert not (tmp_path / "out").exists()
+        kept = getattr(caught.value, "__notes__", [])
+        assert len(kept) == (tmp_path / "out.partial").exists()
+        return kept
 
     return prune
 
@@ -196,7 +210,7 @@ def damaged(model, saved, tmp_path):
      '{"calibration": {}, "made_with": {}}', '{"calibration": {}, "made_with": []}'],
 )  # fmt: skip
 def test_a_damaged_record_of_statistics_is_one_line(content, damaged):
-    damaged(lambda folder: (folder / "statistics.json").write_text(content))
+    assert not damaged(lambda folder: (folder / "statistics.json").write_text(content))
 
 
 def without_tokens(tensors, counts):

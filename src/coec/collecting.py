@@ -18,10 +18,11 @@ from coec.calibration.statistics import (
     write_grams,
 )
 from coec.calibration.tokens import digest
+from coec.devices import computed_by
 from coec.errors import OptionError, OutputError
 from coec.events import Progress
 from coec.execution.journal import Journal, journal, unfinished
-from coec.execution.output import check_space
+from coec.execution.output import check_space, clear_remains, resolved
 from coec.models.dense import Dense
 from coec.recipe import Recipe
 
@@ -59,7 +60,8 @@ def collect(
     kinds = 2 if recipe.calibration.holdout else 1
     bytes_per_block = 8 * kinds * sum(site.columns**2 for site in dense.layout.kinds)
     check_space(out, int(bytes_per_block * dense.shape.layers * 1.01) + 2**24)
-    with journal(out, {"statistics": source.made_with}, restart=restart) as done:
+    identity = {"statistics": source.made_with, "computed_by": computed_by(source.device)}
+    with journal(out, identity, restart=restart) as done:
         if not done.finished:
             record = source.begin(done, progress)
             finished = {b.index for b in dense.layout.blocks if block_file(b.index) in done}
@@ -131,6 +133,7 @@ def merge(
 def _free(out: str | Path) -> Path:
     """The folder to make; raises OutputError where something else is there."""
     out = Path(out)
+    clear_remains(resolved(out))
     if out.exists() and not unfinished(out):
         raise OutputError(f"'{out}' exists: choose another folder for the statistics")
     return out
@@ -141,7 +144,7 @@ def _keep(done: Journal, index: int, grams: Grams) -> None:
     done.put(name, done.new / name, lambda path: write_grams(path, grams))
 
 
-SHARED = ("model", "text_column", "seq_len", "holdout", "forward_dtype")
+SHARED = ("model", "tokenizer", "text_column", "seq_len", "holdout", "forward_dtype")
 """What two statistics must have been made with alike to be merged."""
 
 
@@ -157,11 +160,11 @@ def _merged_settings(
                 f"with {name} = {one!r} and {other!r}"
             )
     pair = (first, second)
-    texts = [statistics.made_with["calibration"] for statistics in pair]
+    parts = [statistics.made_with for statistics in pair]
     samples = sum(statistics.made_with["samples"] for statistics in pair)
     made_with = first.made_with | {
         "samples": samples,
-        "calibration": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
+        "calibration": hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
     }
     sources = " + ".join(str(statistics.settings["calibration"]) for statistics in pair)
     return made_with, first.settings | {"samples": samples, "calibration": sources}

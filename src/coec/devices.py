@@ -1,11 +1,14 @@
 """Devices, and the dtypes in which work is done there."""
 
+import platform
 import resource
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from coec import __version__
 from coec.errors import OptionError
 from coec.settings import DTYPE_NAMES
 
@@ -49,3 +52,20 @@ def choose_forward_dtype(
     if device.type == "cpu" and stored != torch.float64:
         return torch.float32
     return stored
+
+
+def environment(device: str) -> dict[str, str]:
+    """Versions and device, for the record."""
+    names = ("transformers", "safetensors", "tokenizers")
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{name: version(name) for name in names},
+        "device": device,
+        "machine": platform.machine(),
+    }
+
+
+def computed_by(device: torch.device) -> dict[str, str]:
+    """What computes: the bits of a result depend on it as they do on the settings."""
+    return {"coec": __version__, **environment(device.type)}

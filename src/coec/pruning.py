@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from coec import __version__
 from coec.calibration.measure import Source, adopted, source_of
 from coec.calibration.statistics import Statistics
 from coec.compensation import Method
-from coec.devices import DTYPES, choose_device
+from coec.devices import DTYPES, choose_device, computed_by, environment
 from coec.events import Progress
 from coec.execution.journal import journal, unfinished
 from coec.execution.output import check_output, check_space
@@ -25,7 +24,7 @@ from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.planning import Plan
 from coec.recipe import Recipe
-from coec.report import Report, environment
+from coec.report import Report
 from coec.solving import solve_block
 from coec.writing import Checkpoint, dtype_name, space_needed
 
@@ -98,7 +97,7 @@ def prune(
     device = choose_device(recipe.runtime.device)
     seconds.lap("checking")
 
-    with journal(out, _identity(plan, source, dtype), force=force, restart=restart) as done:
+    with journal(out, _identity(plan, source, dtype, device), force=force, restart=restart) as done:
         if done.finished:
             return Report.read(out)
         checkpoint = Checkpoint(done, dense, plan, dtype)
@@ -133,17 +132,17 @@ def prune(
     return report
 
 
-def _identity(plan: Plan, source: Source, dtype: torch.dtype) -> dict[str, Any]:
+def _identity(
+    plan: Plan, source: Source, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
     """All that determines the result to the bit: an unfinished run of another is not continued."""
     record, repair = plan.recipe.record(), plan.recipe.repair
-    versions = environment("")
     return {
         **{name: record[name] for name in ("options", *repair.record())},
         "dtype": dtype_name(dtype),
         "code": [_code(choice) for choice in (repair.selection, repair.compensation)],
         "statistics": source.made_with,
-        "versions": {name: versions[name] for name in ("torch", "transformers")},
-        "coec": __version__,
+        "computed_by": computed_by(device),
     }
 
 

@@ -1,12 +1,8 @@
 """What happened in a pruning run: one object, written as coec.json and as the model card."""
 
-import platform
 from dataclasses import dataclass, fields
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from coec import __version__
 from coec.errors import ModelError
@@ -183,15 +179,3 @@ def calibration_digest(folder: Path) -> str | None:
     if not (folder / REPORT).is_file():
         return None
     return str(Report.read(folder).calibration.get("text_sha256"))
-
-
-def environment(device: str) -> dict[str, str]:
-    """Versions and device, for the record."""
-    names = ("transformers", "safetensors", "tokenizers")
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        **{name: version(name) for name in names},
-        "device": device,
-        "machine": platform.machine(),
-    }

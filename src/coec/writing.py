@@ -15,6 +15,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
 from coec.execution.journal import Journal
+from coec.execution.output import partial_of
 from coec.models.carried import carry_files
 from coec.models.dense import INDEX, Dense
 from coec.models.description import CONFIG
@@ -140,7 +141,7 @@ class Checkpoint:
 def space_needed(out: Path, plan: Plan, dtype: torch.dtype) -> int:
     """Bytes that a run into `out` has yet to write: the model, a shard, and what goes beside."""
     model = int(plan.parameters_after * dtype.itemsize * 1.01)
-    partial = out.with_name(f"{out.name}.partial")
+    partial = partial_of(out)
     there = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
     return max(0, model + min(model, SHARD_BYTES) + 2**24 - there)
 

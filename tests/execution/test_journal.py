@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from coec.errors import NumericalError, OutputError
+from coec.errors import ModelError, NumericalError, OptionError, OutputError, UnfinishedError
 from coec.events import recording
 from coec.execution import journal as module
 from coec.execution.journal import journal, unfinished
@@ -56,12 +56,13 @@ def test_a_run_that_never_finished_a_piece_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_error_that_the_same_run_would_meet_again_leaves_nothing(tmp_path):
-    interrupted(tmp_path / "out", ["one"], error=NumericalError)
+@pytest.mark.parametrize("error", [NumericalError, OptionError])
+def test_an_error_that_the_same_run_would_meet_again_leaves_nothing(error, tmp_path):
+    interrupted(tmp_path / "out", ["one"], error=error)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("error", [SystemExit, MemoryError, OutputError, RuntimeError])
+@pytest.mark.parametrize("error", [SystemExit, MemoryError, OutputError, RuntimeError, ModelError])
 def test_other_errors_keep_what_is_finished_and_say_so(error, tmp_path):
     with pytest.raises(error) as caught, journal(tmp_path / "out", ASKED) as done:  # noqa: PT012
         done.put("one", done.new / "one", text("one"))
@@ -104,7 +105,7 @@ def test_a_run_without_pieces_hinders_no_other(tmp_path):
     partial = tmp_path / "out.partial"
     partial.mkdir()
     (partial / LOCK).touch()
-    (partial / JOURNAL).write_text(json.dumps({"identity": {"sparsity": 0.1}}) + "\n")
+    (partial / JOURNAL).write_bytes(module.sealed({"identity": {"sparsity": 0.1}}))
     with journal(tmp_path / "out", ASKED) as done:
         done.put("one", done.new / "one", text("one"))
         done.complete()
@@ -141,6 +142,8 @@ def test_a_damaged_journal_is_refused_by_its_line(line, number, tmp_path):
     interrupted(out, ["one"])
     path = tmp_path / "out.partial" / JOURNAL
     lines = path.read_text().splitlines()
+    if line.startswith('{"name"'):  # whole, but not what a run writes
+        line = module.sealed(json.loads(line)).decode().strip()
     path.write_text("\n".join([*lines[:number], line, *lines[number:]]) + "\n")
     with (
         pytest.raises(OutputError, match=f"line {number + 1}, is damaged: pass restart=True"),
@@ -149,6 +152,20 @@ def test_a_damaged_journal_is_refused_by_its_line(line, number, tmp_path):
         raise AssertionError("work had begun")
     with journal(out, ASKED, restart=True) as done:
         done.complete()
+
+
+def test_a_line_that_says_something_else_than_what_was_written_is_refused(tmp_path):
+    """What was recorded goes into the report, and no other file vouches for it."""
+    out = tmp_path / "out"
+    interrupted(out, ["one", "two"])
+    path = tmp_path / "out.partial" / JOURNAL
+    path.write_text(path.read_text().replace('"size": 3', '"size": 4', 1))
+    with (
+        pytest.raises(UnfinishedError, match="line 2, is damaged: pass restart=True"),
+        journal(out, ASKED),
+    ):
+        raise AssertionError("work had begun")
+    assert "new/two" in "".join(listing(tmp_path / "out.partial"))
 
 
 @pytest.mark.parametrize("damage", [lambda p: p.write_text("eno"), lambda p: p.write_text("")])
@@ -225,6 +242,46 @@ def test_a_full_disk_keeps_what_is_finished(when, tmp_path, monkeypatch):
         done.put("two", done.new / "two", text("two"))
         done.complete()
     assert listing(tmp_path) == ["out/one", "out/two"]
+
+
+def test_a_disk_that_was_full_from_the_start_has_nothing_left_on_it(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module.os, "fsync", full)
+    with pytest.raises(OutputError, match="make room"), journal(tmp_path / "out", ASKED):
+        raise AssertionError("work had begun")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_there_is_not_thrown_away_by_an_interrupt_while_it_is_read(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    interrupted(out, ["one"])
+
+    def interrupt(line):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "unsealed", interrupt)
+        with pytest.raises(KeyboardInterrupt) as caught, journal(out, ASKED):
+            raise AssertionError("work had begun")
+    assert caught.value.__notes__ == [f"what is finished is kept in '{tmp_path / 'out.partial'}'"]
+    with journal(out, ASKED) as done:
+        assert "one" in done
+        done.complete()
+
+
+def test_after_a_run_that_was_finished_another_one_may_be_asked_for(tmp_path, monkeypatch):
+    """Killed while it tidied up, it has nothing to lose."""
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "empty", lambda partial: None)
+        with journal(out, ASKED) as done:
+            done.put("one", done.new / "one", text("one"))
+            done.complete()
+    with pytest.raises(OutputError, match="is not empty"), journal(out, ASKED | {"sparsity": 0.5}):
+        raise AssertionError("work had begun")
+    assert listing(tmp_path) == ["out/one"]
 
 
 def test_removed_pieces_are_made_again_without_a_word(tmp_path):

@@ -16,6 +16,7 @@ from coec.calibration.windows import is_sampled, source_digest, window_length, w
 from coec.devices import choose_device, choose_forward_dtype
 from coec.events import Progress
 from coec.execution.journal import Journal
+from coec.models.carried import tokenizer_digest
 from coec.models.dense import Dense
 from coec.models.files import read_tensors, write_tensors
 from coec.settings import Calibration, Runtime
@@ -33,6 +34,7 @@ def depends_on(dense: Dense, calibration: Calibration, device: torch.device) -> 
     dtype = choose_forward_dtype(calibration.forward_dtype, dense.dtype, device)
     return calibration.record() | {
         "model": dense.digest,
+        "tokenizer": tokenizer_digest(dense.folder),
         "calibration": source_digest(calibration.source),
         "seq_len": window_length(calibration, dense),
         "forward_dtype": str(dtype).removeprefix("torch."),
@@ -82,15 +84,15 @@ class DensePass(Source):
         progress: Progress | None = None,
     ) -> None:
         self._dense, self._calibration = dense, calibration
-        self._device = choose_device(runtime.device)
+        self.device = choose_device(runtime.device)
         asked = calibration.forward_dtype
-        self._dtype = choose_forward_dtype(asked, dense.dtype, self._device)
+        self._dtype = choose_forward_dtype(asked, dense.dtype, self.device)
         self._make = window_maker(dense, calibration, runtime, progress)
         self.windows: Windows | None = None
 
     @cached_property
     def made_with(self) -> dict[str, Any]:
-        return depends_on(self._dense, self._calibration, self._device)
+        return depends_on(self._dense, self._calibration, self.device)
 
     def begin(self, done: Journal, progress: Progress | None) -> dict[str, Any]:
         """Text sampled from the model is kept: making it again would take its time again."""
@@ -98,7 +100,7 @@ class DensePass(Source):
             ids = read_tensors(done.path(TEXT))["input_ids"]
             self.windows = Windows.of_record(ids, done.facts(TEXT))
         else:
-            made = self._make(self._device, self._dtype, progress)
+            made = self._make(self.device, self._dtype, progress)
             if is_sampled(self._calibration.source):
                 done.put(
                     TEXT,
@@ -114,7 +116,7 @@ class DensePass(Source):
         how = self._calibration
         fit, held = hold_out(self.windows, how.holdout, how.seed)
         stream = DenseStream(
-            self._dense, fit, holdout=held, device=self._device, dtype=self._dtype,
+            self._dense, fit, holdout=held, device=self.device, dtype=self._dtype,
             progress=progress,
         )  # fmt: skip
         return stream.blocks(skip)

@@ -1,6 +1,5 @@
 """Calibration text to windows: what was asked for is checked first, and made when it is needed."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from coec.calibration.tokens import (
 from coec.errors import CalibrationError, OptionError
 from coec.events import Progress
 from coec.models.dense import Dense
+from coec.models.files import sha256
 from coec.settings import Calibration, Runtime
 
 DEFAULT_SEQ_LEN = 2048
@@ -71,8 +71,7 @@ def source_digest(source: str | Path | Tensor | np.ndarray) -> str:
         return name  # also where a file of that name lies here: it is not what is read
     path = Path(source)
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256(path)
     except FileNotFoundError:
         return str(source)
     except OSError as error:

@@ -4,9 +4,10 @@ A finished piece of work is one file in `OUT.partial/`: written under another na
 and then recorded with its digest in `journal.jsonl`, whose first line says what the run was asked
 for. Whatever ends the run, SIGKILL and a power cut included, at most the piece in hand is lost. A
 piece counts when it is recorded and its file is what the record says; everything else is removed
-when the run goes on.
+when the run goes on. A line carries its own digest: what it records may be in no other file.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,9 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
-from coec.errors import CoecError, OutputError, UnfinishedError
+from coec.errors import NumericalError, OptionError, OutputError, UnfinishedError
 from coec.events import record
 from coec.execution.output import (
     JOURNAL,
@@ -26,11 +25,13 @@ from coec.execution.output import (
     check_replaceable,
     claimed,
     empty,
+    partial_of,
     put_in_place,
     resolved,
     sync,
     unwritable,
 )
+from coec.models.files import sha256
 
 Identity = dict[str, Any]
 """What determines a result, JSON-ready, models and texts by digests of their content."""
@@ -38,6 +39,10 @@ WRITING = ".writing"
 """The suffix of a file until it is complete."""
 PLACING = "placing"
 """The name of the entry that says that all is done but to rename the folder to OUT."""
+SEAL = "line_sha256"
+"""The key of a line's own digest, in every line."""
+AGAIN = (NumericalError, OptionError)
+"""Errors that the same command would meet again: what was finished before is of no use then."""
 SHOWN = 3
 """How many of the settings that differ a refusal names."""
 
@@ -58,12 +63,10 @@ class Journal:
         self.new, self.work = partial / NEW, partial / WORK
         self._path = partial / JOURNAL
         self._entries: dict[str, dict[str, Any]] = {}
-        self._read(identity)
-        self.finished = PLACING in self._entries and not self.new.exists() and self._in_place()
-        if self.finished:
-            return
-        check_replaceable(out, force)
-        self._drop_the_unfinished()
+        self.finished = self._read(identity)
+        if not self.finished:
+            check_replaceable(out, force)
+            self._drop_the_unfinished()
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -105,11 +108,11 @@ class Journal:
                     "name": name,
                     "file": path.relative_to(self.partial).as_posix(),
                     "bytes": path.stat().st_size,
-                    "sha256": _sha256(path),
+                    "sha256": sha256(path),
                     "facts": facts,
                 }
             )
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise unwritable(self.out, error) from error
 
     def remove(self, name: str) -> None:
@@ -134,34 +137,33 @@ class Journal:
             if not self.new.exists():
                 empty(self.partial)
 
-    def _read(self, identity: Identity) -> None:
-        """Takes up what an earlier run left, or begins.
+    def _read(self, identity: Identity) -> bool:
+        """Takes up what an earlier run left, or begins; whether that run had come to its end.
 
         Raises:
-            OutputError: the journal is damaged, or of a run that was asked for something else.
+            UnfinishedError: the journal is damaged, or of a run that was asked for something else.
         """
         content = self._path.read_bytes() if self._path.is_file() else b""
         whole = content[: content.rfind(b"\n") + 1]  # of a torn last line nothing is kept
         if not whole:
-            empty(self.partial)
-            self._append({"identity": identity}, fresh=True)
-            return
+            self._begin(identity)
+            return False
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
-                entry = json.loads(line)
+                entry = unsealed(line)
                 if number == 1:
                     begun = dict(entry["identity"])
                     continue
                 self._entries[entry["name"]] = _checked(entry)
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise OutputError(
+                raise UnfinishedError(
                     f"'{self._path}', line {number}, is damaged: pass restart=True to begin anew"
                 ) from error
+        placed = PLACING in self._entries and not self.new.exists() and self._in_place()
         differing = _differing(begun, json.loads(json.dumps(identity)))
-        if differing and not self._entries:  # nothing is lost
-            empty(self.partial)
-            self._append({"identity": identity}, fresh=True)
-            return
+        if differing and (placed or not self._entries):  # nothing is lost
+            self._begin(identity)
+            return False
         if differing:
             raise UnfinishedError(
                 f"an unfinished run into '{self.out}' was asked for something else ({differing}): "
@@ -171,6 +173,12 @@ class Journal:
             with self._path.open("r+b") as file:
                 file.truncate(len(whole))
             sync(self._path)
+        return placed
+
+    def _begin(self, identity: Identity) -> None:
+        empty(self.partial)
+        self._entries.clear()
+        self._append({"identity": identity}, fresh=True)
 
     def _drop_the_unfinished(self) -> None:
         """Removes files that no entry vouches for, and forgets entries that no file vouches for."""
@@ -179,7 +187,7 @@ class Journal:
             path = self.path(name)
             if not path.is_file():
                 del self._entries[name]  # it had been removed because another piece has it
-            elif path.stat().st_size != entry["bytes"] or _sha256(path) != entry["sha256"]:
+            elif path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
                 del self._entries[name]
                 record(f"'{path}' is not what was written: it is made again")
         for folder in (self.new, self.work):
@@ -195,14 +203,13 @@ class Journal:
         return all(
             (path := self.out / entry["file"].removeprefix(f"{NEW}/")).is_file()
             and path.stat().st_size == entry["bytes"]
-            and _sha256(path) == entry["sha256"]
+            and sha256(path) == entry["sha256"]
             for entry in pieces
         )
 
     def _append(self, entry: dict[str, Any], *, fresh: bool = False) -> None:
-        line = json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n"
         with self._path.open("wb" if fresh else "ab") as file:
-            file.write(line.encode())
+            file.write(sealed(entry))
             file.flush()
             os.fsync(file.fileno())
         if fresh:
@@ -212,14 +219,31 @@ class Journal:
             self._entries[entry["name"]] = entry
 
 
+def sealed(entry: dict[str, Any]) -> bytes:
+    """A line of the journal, which carries the digest of what it says."""
+    return (json.dumps(entry | {SEAL: _seal(entry)}, allow_nan=False) + "\n").encode()
+
+
+def unsealed(line: bytes) -> dict[str, Any]:
+    """What a line says; raises ValueError, KeyError or TypeError unless it is as it was written."""
+    entry: dict[str, Any] = json.loads(line)
+    if entry.pop(SEAL) != _seal(entry):
+        raise ValueError("it was changed")
+    return entry
+
+
+def _seal(entry: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(entry, allow_nan=False).encode()).hexdigest()
+
+
 @contextmanager
 def journal(
     out: Path, identity: Identity, *, force: bool = False, restart: bool = False
 ) -> Iterator[Journal]:
     """The journal of a run that makes the folder `out`, for this process alone.
 
-    When the run ends by an error that the same command would meet again, nothing is left. When it
-    is interrupted or the disk is full, finished pieces stay, and the error has a note that says so.
+    When the run ends before its first piece, or by an error that the same command would meet again,
+    nothing is left. Otherwise finished pieces stay, and the error has a note that says so.
 
     Args:
         out: the folder to make; empty, or not there.
@@ -233,26 +257,36 @@ def journal(
     """
     out = resolved(out)
     with claimed(out) as partial:
-        if restart:
-            empty(partial)
-        one = Journal(out, partial, identity, force)
+        one: Journal | None = None
         try:
+            if restart:
+                empty(partial)
+            one = Journal(out, partial, identity, force)
             yield one
         except BaseException as error:
-            again = isinstance(error, CoecError) and not isinstance(error, OutputError)
-            if again or not len(one):
-                empty(partial)
-            else:
+            if isinstance(error, AGAIN) or not _has_pieces(partial):
+                with contextlib.suppress(OSError):
+                    empty(partial)
+            elif one is not None or not isinstance(error, OutputError):
                 error.add_note(f"what is finished is kept in '{partial}'")
             raise
         if one.finished or not one.new.exists():
             empty(partial)
 
 
+def _has_pieces(partial: Path) -> bool:
+    """Whether a journal there has more than its first line, be it readable or not."""
+    try:
+        return (partial / JOURNAL).read_bytes().count(b"\n") > 1
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # nobody knows
+
+
 def unfinished(out: Path) -> bool:
     """Whether an earlier run into `out` has left something to go on with."""
-    out = resolved(out)
-    return (out.with_name(f"{out.name}.partial") / JOURNAL).is_file()
+    return (partial_of(resolved(out)) / JOURNAL).is_file()
 
 
 def _checked(entry: dict[str, Any]) -> dict[str, Any]:
@@ -290,8 +324,3 @@ def _flat(identity: Identity) -> dict[str, Any]:
 def _short(value: Any) -> str:
     shown = json.dumps(value, ensure_ascii=False)
     return shown if len(shown) <= 40 else f"{shown[:12]}…"
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -29,6 +29,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 def check_output(out: Path, model: Path, force: bool) -> None:
     """Raises OutputError when `out` cannot become a new model folder."""
     target, source = resolved(out), resolved(model)
+    clear_remains(target)
     if target == source or source in target.parents or target in source.parents:
         raise OutputError(
             f"the output '{out}' and the model '{model}' lie inside each other; "
@@ -69,7 +70,7 @@ def claimed(out: Path) -> Iterator[Path]:
     try:
         made = [parent for parent in out.parents if not parent.exists()]
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial = out.with_name(f"{out.name}.partial")
+        partial = partial_of(out)
         descriptor = _lock(partial, out)
         try:
             if (partial / OLD).exists() and not out.exists():
@@ -103,11 +104,24 @@ def unwritable(out: Path, error: Exception) -> OutputError:
     return OutputError(f"could not write '{out}': {why}{advice}")
 
 
+def partial_of(out: Path) -> Path:
+    """Where work on `out` goes on."""
+    return out.with_name(f"{out.name}.partial")
+
+
 def remove_leftovers(folder: Path) -> None:
     """Removes what killed runs left half-done among the folders in `folder`."""
     for partial in folder.glob("*.partial"):
         with claimed(partial.resolve().with_suffix("")):
             empty(partial)
+
+
+def clear_remains(out: Path) -> None:
+    """Removes `OUT.partial/` where no journal is in it: its run was killed while it tidied up."""
+    partial = partial_of(out)
+    if partial.is_dir() and not (partial / JOURNAL).exists():
+        with contextlib.suppress(OutputError), claimed(out):
+            pass  # an empty folder goes with its lock
 
 
 def _lock(partial: Path, out: Path) -> int:
@@ -170,8 +184,8 @@ def _strange(partial: Path) -> str | None:
 
 
 def empty(partial: Path) -> None:
-    """Removes everything but the lock."""
-    for path in partial.iterdir():
+    """Removes everything but the lock; the journal last, which says what the rest is."""
+    for path in sorted(partial.iterdir(), key=lambda path: path.name == JOURNAL):
         if path.name == LOCK:
             continue
         if path.is_dir() and not path.is_symlink():
@@ -188,6 +202,8 @@ def put_in_place(partial: Path, out: Path, force: bool) -> None:
     """
     if force and out.is_dir() and any(out.iterdir()):
         check_replaceable(out, force)
+        if (partial / OLD).exists():  # replaced by a run that was killed then
+            shutil.rmtree(partial / OLD)
         rename(out, partial / OLD)
     try:
         rename(partial / NEW, out)

@@ -11,8 +11,8 @@ from typing import Any
 from coec import __version__
 from coec.calibration.overlap import Overlap
 from coec.calibration.tokens import Windows
-from coec.devices import choose_device
-from coec.errors import CoecError, NumericalError
+from coec.devices import choose_device, environment
+from coec.errors import CoecError, NumericalError, UnfinishedError
 from coec.evaluation.efficiency import efficiency
 from coec.evaluation.geometry import geometry
 from coec.evaluation.perplexity import perplexity
@@ -23,7 +23,8 @@ from coec.experiments.records import CONTROL
 from coec.experiments.rows import Row, read, write
 from coec.models.dense import Dense
 from coec.pruning import prune
-from coec.report import Report, environment
+from coec.recipe import Recipe
+from coec.report import Report
 
 SITE_FIELDS = (
     "module", "block", "site", "units_before", "units_after", "error_before", "error_after",
@@ -130,9 +131,7 @@ def _measured(job: Job) -> dict[str, Any]:
     model = job.dense
     row: dict[str, Any] = {}
     if job.cell.recipe is not None:
-        report = prune(
-            job.dense, job.folder, job.cell.recipe, statistics=job.statistics, force=True
-        )
+        report = _pruned_model(job, job.cell.recipe)
         model = Dense.open(job.folder)
         row |= _pruned(report)
     pruned_at = time.perf_counter()
@@ -160,6 +159,15 @@ def _measured(job: Job) -> dict[str, Any]:
         "evaluating": time.perf_counter() - pruned_at,
     }
     return row
+
+
+def _pruned_model(job: Job, recipe: Recipe) -> Report:
+    """Goes on where an interrupted sweep was in this cell, if that was asked for the same."""
+    shutil.rmtree(job.folder, ignore_errors=True)  # left by a sweep that was killed
+    try:
+        return prune(job.dense, job.folder, recipe, statistics=job.statistics)
+    except UnfinishedError:
+        return prune(job.dense, job.folder, recipe, statistics=job.statistics, restart=True)
 
 
 def _largest(*peaks: int | None) -> int | None:

@@ -1,5 +1,8 @@
 """Text files that are there whole, or as they were before."""
 
+import contextlib
+import fcntl
+import glob
 import os
 import tempfile
 from pathlib import Path
@@ -14,9 +17,12 @@ def write_whole(path: Path, text: str) -> None:
         OutputError: the folder cannot be written.
     """
     try:
+        _remove_strays(path)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
+                with contextlib.suppress(OSError):  # of a file system without locks
+                    fcntl.flock(file, fcntl.LOCK_EX)
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
@@ -28,3 +34,11 @@ def write_whole(path: Path, text: str) -> None:
     except OSError as error:
         reason = error.strerror or error
         raise OutputError(f"cannot write {path} ({reason}): make the folder writable") from None
+
+
+def _remove_strays(path: Path) -> None:
+    """Removes siblings whose writer was killed: nobody holds their lock."""
+    for stray in path.parent.glob(f".{glob.escape(path.name)}-*"):
+        with contextlib.suppress(OSError), stray.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stray.unlink()

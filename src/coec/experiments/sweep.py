@@ -129,7 +129,7 @@ def sweep(
                     progress("cells", finished, len(cells))
             if not keep_statistics:
                 shutil.rmtree(_folder_of_statistics(out, group[0]), ignore_errors=True)
-        _clear_leftovers(out)
+        _clear_leftovers(out, () if keep_statistics else _groups(cells))
         return _summary(out, cells, store, ran)
 
 
@@ -270,8 +270,13 @@ def _job(
     )
 
 
-def _clear_leftovers(out: Path) -> None:
-    """Removes what an interrupted run left half-written, and folders that have become empty."""
+def _clear_leftovers(out: Path, groups: Sequence[list[Cell]]) -> None:
+    """Removes what an interrupted run left half-written, and folders that have become empty.
+
+    Of `groups` also the statistics: a run that was killed may not have come to that.
+    """
+    for group in groups:
+        shutil.rmtree(_folder_of_statistics(out, group[0]), ignore_errors=True)
     for name in ("statistics", "models"):
         remove_leftovers(out / name)
         with contextlib.suppress(OSError):

@@ -1,11 +1,13 @@
 """Which files of a model folder are whose: what travels unchanged, and what a model may hold."""
 
+import hashlib
 import re
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 
-from coec.models.files import parse_json
+from coec.errors import ModelError
+from coec.models.files import parse_json, sha256
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -79,6 +81,23 @@ def tokenizer_code(folder: Path) -> set[str]:
         found.add(name)
         modules += IMPORT.findall((folder / name).read_text(encoding="utf-8", errors="replace"))
     return found
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """SHA-256 of all that makes a model's tokenizer: from one text, another makes other windows.
+
+    Raises:
+        ModelError: a file of it cannot be read.
+    """
+    content = hashlib.sha256()
+    code = tokenizer_code(folder)
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and (path.name in code or _known(path.name, TOKENIZER)):
+            try:
+                content.update(f"{path.name} {sha256(path)}\n".encode())
+            except OSError as error:
+                raise ModelError(f"'{path}' cannot be read: {error.strerror}") from error
+    return content.hexdigest()
 
 
 def carry_files(source: Path, target: Path) -> None:

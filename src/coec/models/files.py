@@ -1,6 +1,7 @@
 """JSON and safetensors files, read with limits and written so that others can read them."""
 
 import errno
+import hashlib
 import json
 import os
 import stat
@@ -56,11 +57,24 @@ def write_json(path: Path, content: Any) -> None:
 def write_tensors(
     tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """One safetensors file, of the mode that any new file gets (safetensors' own is 0600)."""
+    """One safetensors file, of the mode that any new file gets (safetensors' own is 0600).
+
+    Raises:
+        OSError: the disk refuses.
+    """
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
-    save_file(tensors, path, metadata=metadata)
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
     path.chmod(mode)
+
+
+def sha256(path: Path) -> str:
+    """The digest of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

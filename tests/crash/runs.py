@@ -1,0 +1,119 @@
+"""What is run and ended: commands on a trained model, and what must be the same in the end."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+RUNS = int(os.environ.get("COEC_CRASH_RUNS", "100"))
+"""How many runs of each command are killed at random moments."""
+
+HOW = ("--calibration", "text.txt", "--samples", "6", "--seq-len", "48")
+PRUNE = ("prune", "model", "out", *HOW, "--compensation", "rcpu", "--holdout", "0.3")
+COMMANDS = {
+    "prune": PRUNE,
+    "prune sampled text": ("prune", "model", "out", "--calibration", "self", *HOW[2:],
+                           "--compensation", "none"),
+    "prune from statistics": ("prune", "model", "out", "--statistics", "stats",
+                              "--compensation", "rcpu"),
+    "replace": (*PRUNE, "--force"),
+    "collect": ("collect", "model", "out", *HOW, "--holdout", "0.3"),
+    "merge": ("collect", "--merge", "stats", "more", "out"),
+    "sweep": ("sweep", "grid.toml", "out"),
+}  # fmt: skip
+"""Each makes `out`."""
+
+GRID = """samples = 6
+seq_len = 48
+calibration = "text.txt"
+evaluate = { text = "other.txt", seq_len = 48, max_windows = 4 }
+[[variants]]
+compensation = ["none", "rcpu"]
+[[models]]
+path = "model"
+"""
+TIMES = ("seconds", "peak_memory_bytes", "timings")
+"""What a run need not have in common with another, by the name it has in any record."""
+
+
+class Place:
+    """A folder with what a command needs, in which it is run.
+
+    Args:
+        server: of the driver.
+        root: an empty folder.
+        beside: another one, for what is told of runs.
+        shared: the models and texts.
+        name: of the command.
+    """
+
+    def __init__(self, server, root: Path, beside: Path, shared: Path, name: str) -> None:
+        self._server, self.name, self.argv = server, name, COMMANDS[name]
+        self.root, self.beside = root, beside
+        self.out, self.partial = self.root / "out", self.root / "out.partial"
+        (self.root / "model").symlink_to(shared / "models/stories260K")
+        text = (shared / "data/tinystories/train.txt").read_text(encoding="utf-8")
+        for file, start in {"text.txt": 0, "more.txt": 20_000, "other.txt": 40_000}.items():
+            (self.root / file).write_text(text[start : start + 20_000], encoding="utf-8")
+        (self.root / "grid.toml").write_text(GRID)
+        for file, stats in {"text.txt": "stats", "more.txt": "more"}.items():
+            if stats in self.argv:
+                how = ("--calibration", file, *HOW[2:])
+                assert self.send(("collect", "model", stats, *how))["status"] == 0, self.log()
+        if name == "replace":
+            earlier = ("prune", "model", "out", *HOW, "--compensation", "none")
+            assert self.send(earlier)["status"] == 0, self.log()
+
+    def run(self, **how):
+        """Runs the command, which something may befall."""
+        return self.send(self.argv, **how)
+
+    def send(self, argv, **how):
+        return self._server({
+            "argv": argv, "cwd": str(self.root), "log": str(self.beside / "log"),
+            "told": str(self.beside / "told"), "shard": "200KB", **how,
+        })  # fmt: skip
+
+    def log(self) -> str:
+        """What the last command printed."""
+        return (self.beside / "log").read_text()
+
+    def recorded(self) -> set[int]:
+        """The blocks that the journal has."""
+        path = self.partial / "journal.jsonl"
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        names = [json.loads(line).get("name", "") for line in lines]
+        return {int(name.split()[-1]) for name in names if name.startswith("units of block")}
+
+    def finished(self, wanted: dict[str, str]) -> bool:
+        """Whether all is there, and no journal any more that says so."""
+        journal = self.partial / "journal.jsonl"
+        return not journal.exists() and wanted.items() <= self.listing().items()
+
+    def listing(self) -> dict[str, str]:
+        """Everything below the root by path: what it holds, without times."""
+        found = {}
+        for path in sorted(self.root.rglob("*")):
+            if path.is_file():
+                found[str(path.relative_to(self.root))] = _content(path)
+        return found
+
+    def clear(self) -> None:
+        """Removes what the command made."""
+        for path in (self.out, self.partial):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _content(path: Path) -> str:
+    content = path.read_bytes()
+    if path.suffix in (".json", ".jsonl"):
+        lines = content.splitlines() if path.suffix == ".jsonl" else [content]
+        content = json.dumps([_timeless(json.loads(line)) for line in lines]).encode()
+    return hashlib.sha256(content).hexdigest()
+
+
+def _timeless(value):
+    if isinstance(value, dict):
+        return {name: _timeless(inner) for name, inner in value.items() if name not in TIMES}
+    return [_timeless(inner) for inner in value] if isinstance(value, list) else value

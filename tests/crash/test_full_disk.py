@@ -1,0 +1,59 @@
+"""A disk that fills up at any moment: one line that says so, and the same command goes on."""
+
+import subprocess
+
+import pytest
+from runs import RUNS
+
+FULL = "No space left on device"
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A file system of 48 MB: what a run wants to find free, and a little more."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a file system: run the tests as root")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def _fills_up(here, wanted, at):
+    start = here.listing()
+    answer = here.run(at=at, what="fill")
+    (here.root / "filler").unlink()
+    said = [line for line in here.log().splitlines() if line.startswith("coec: ")]
+    assert "Traceback" not in here.log()
+    if answer["status"]:
+        assert answer["status"] == 1
+        assert FULL in said[0], here.log()
+        assert "make room" in said[0]
+        kept = [line for line in said[1:] if "what is finished is kept in" in line]
+        assert bool(kept) == here.partial.exists(), here.log()
+        if not kept:
+            assert here.listing() == start, "something is left"
+        answer = here.run()
+        assert answer["status"] == 0, here.log()
+    assert here.listing() == wanted
+    here.clear()
+    return bool(said)
+
+
+def _fills_up_at_boundaries(here, undisturbed, count):
+    wanted, answer = undisturbed(here.name)
+    events = len(answer["events"])
+    numbers = sorted({round(i * (events - 1) / (count - 1)) for i in range(count)})
+    refused = [_fills_up(here, wanted, at) for at in numbers]
+    assert sum(refused) > len(numbers) / 2  # it did fill up
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("name", ["prune", "collect", "merge"])
+def test_a_disk_that_fills_up_at_boundaries(name, disk, place, undisturbed):
+    _fills_up_at_boundaries(place(name, disk), undisturbed, RUNS)
+
+
+def test_a_disk_that_fills_up(disk, place, undisturbed):
+    _fills_up_at_boundaries(place("prune", disk), undisturbed, 3)
