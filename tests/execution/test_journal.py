@@ -130,7 +130,7 @@ def test_a_torn_last_line_is_a_piece_that_was_not_finished(cut, tmp_path):
 @pytest.mark.parametrize(
     "line",
     [
-        "{", "[]", "{}", '{"name": "x"}',
+        "{", "[]", "{}", '"x"', '{"name": "x"}',
         '{"name": "x", "file": "/etc/passwd", "bytes": 1, "sha256": "", "facts": {}}',
         '{"name": "x", "file": "new/../../x", "bytes": 1, "sha256": "", "facts": {}}',
         '{"name": 3, "file": "new/x", "bytes": 1, "sha256": "", "facts": {}}',

@@ -63,6 +63,7 @@ def originals(root: Path) -> None:
     tokens = str(root / "tokens.npy")
     coec.prune(dense, root / "pruned", calibration=tokens, **SMALL)
     coec.collect(dense, root / "statistics", calibration=tokens, samples=8, seq_len=16)
+    unfinished(root, dense, tokens)
     (root / "recipe.toml").write_text(
         'sparsity = 0.3\nselection = "flap"\nalpha = 0.8\nrounds = 2\nseed = 1\nrotation = "left"\n'
     )
@@ -92,11 +93,13 @@ def pruned(here: Path, model: Path, **changes: Any) -> None:
     out = here / "out"
     try:
         coec.prune(model, out, **({"calibration": str(here / "tokens.npy")} | SMALL | changes))
-    except CoecError:
+    except CoecError as error:
         assert not out.exists(), "a refused run left an output"
+        if getattr(error, "__notes__", None):  # finished blocks stay, and the error says so
+            shutil.rmtree(here / "out.partial")
         raise
     finally:
-        assert not list(here.glob(".out*partial*")), "something half-written is left"
+        assert not list(here.glob("out*partial*")), "something half-written is left"
     for path in out.glob("*.safetensors"):
         for name, tensor in load_file(path).items():
             assert not tensor.is_floating_point() or torch.isfinite(tensor).all(), name
@@ -104,6 +107,56 @@ def pruned(here: Path, model: Path, **changes: Any) -> None:
     # Weights of 1e38 are finite, and may overflow where calibration does not look: at the end.
     if not tm.logits(tm.load(out)).isfinite().all():
         assert not tm.logits(tm.load(model)).isfinite().all(), "the written model is not finite"
+
+
+def unfinished(root: Path, dense: Path, tokens: str) -> None:
+    """A run that was ended before its second block; and what it would have given."""
+    coec.prune(dense, root / "whole", calibration=tokens, **SMALL)
+    solve = coec.pruning.solve_block
+
+    def interrupted(measured: Any, *rest: Any) -> Any:
+        if measured.block.index:
+            raise KeyboardInterrupt
+        return solve(measured, *rest)
+
+    coec.pruning.solve_block = interrupted
+    try:
+        coec.prune(dense, root / "out", calibration=tokens, **SMALL)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        coec.pruning.solve_block = solve
+
+
+def journal_files(here: Path) -> list[Path]:
+    """The journal more often than the pieces that it vouches for."""
+    pieces = [path for path in (here / "out.partial").rglob("*") if path.is_file()]
+    return [here / "out.partial/journal.jsonl"] * len(pieces) + sorted(pieces)
+
+
+def resumed(here: Path) -> None:
+    """What is given is what an undisturbed run gives; what is refused may be begun anew."""
+    asked = {"calibration": str(here / "tokens.npy")} | SMALL
+    try:
+        coec.prune(here / "dense", here / "out", **asked)
+    except CoecError:
+        coec.prune(here / "dense", here / "out", restart=True, **asked)
+        same(here)
+        raise
+    same(here)
+
+
+def same(here: Path) -> None:
+    assert not (here / "out.partial").exists(), "something half-written is left"
+    out, whole = (
+        {p.name: p for p in (here / n).rglob("*") if p.is_file()} for n in ("out", "whole")
+    )
+    assert out.keys() == whole.keys()
+    for name in out.keys() - {"coec.json", "README.md"}:  # which name the text's place
+        assert out[name].read_bytes() == whole[name].read_bytes(), f"another {name}"
+    reports = [json.loads(path["coec.json"].read_text()) for path in (out, whole)]
+    errors = [[site["error_after"] for site in report["sites"]] for report in reports]
+    assert errors[0] == errors[1], "another report"
 
 
 def model_files(here: Path) -> list[Path]:
@@ -153,6 +206,7 @@ CASES: dict[str, Case] = {
         lambda p: sorted((p / "statistics").iterdir()),
         lambda p: pruned(p, p / "dense", statistics=p / "statistics", **USES_ALL),
     ),
+    "journal": (("dense", "tokens.npy", "whole", "out.partial"), journal_files, resumed),
     "kept set": (
         ("dense", "pruned"),
         lambda p: [p / "pruned" / KEPT, p / "pruned/coec.json"], geometry,

@@ -226,8 +226,8 @@ def sealed(entry: dict[str, Any]) -> bytes:
 
 def unsealed(line: bytes) -> dict[str, Any]:
     """What a line says; raises ValueError, KeyError or TypeError unless it is as it was written."""
-    entry: dict[str, Any] = json.loads(line)
-    if entry.pop(SEAL) != _seal(entry):
+    entry = json.loads(line)
+    if not isinstance(entry, dict) or entry.pop(SEAL) != _seal(entry):
         raise ValueError("it was changed")
     return entry
 

@@ -4,11 +4,12 @@ import functools
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -86,6 +87,15 @@ def _begin(threads: int) -> None:
     for number in ENDING:
         signal.signal(number, _end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+
+
+def _end_with_the_parent() -> None:
+    """Where the parent is killed, nobody would tell a worker: it would wait for jobs for ever."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 _state: dict[str, Any] = {"busy": False, "ending": False}

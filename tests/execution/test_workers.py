@@ -1,0 +1,47 @@
+"""Worker processes end with the one that started them, however that ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PROGRAM = """
+import os, time
+from coec.execution.workers import Workers
+
+def work(seconds):
+    print(os.getpid(), flush=True)
+    time.sleep(seconds)
+
+if __name__ == "__main__":
+    with Workers(2) as workers:
+        list(workers.map(work, [600, 600]))
+"""
+
+
+def test_workers_end_when_their_parent_is_killed(tmp_path):
+    """They would wait for more jobs for ever, each with its memory."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen(
+        [sys.executable, str(program)], stdout=subprocess.PIPE, env=environment, text=True
+    )
+    workers = [Path("/proc") / parent.stdout.readline().strip() / "stat" for _ in range(2)]
+    assert all(map(alive, workers))
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 60
+    while any(map(alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, workers))
+
+
+def alive(stat):
+    """Whether there is such a process; one that nobody has asked about since it ended is none."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
