@@ -24,6 +24,7 @@ from coec.experiments.rows import Row, read, write
 from coec.models.dense import Dense
 from coec.pruning import prune
 from coec.report import Report, environment
+from coec.settings import Calibration
 
 SITE_FIELDS = (
     "module", "block", "site", "units_before", "units_after", "error_before", "error_after",
@@ -130,9 +131,9 @@ def _measured(job: Job) -> dict[str, Any]:
     model = job.dense
     row: dict[str, Any] = {}
     if job.cell.recipe is not None:
-        report = prune(
-            job.dense, job.folder, job.cell.recipe, statistics=job.statistics, force=True
-        )
+        # The statistics bring the calibration: their text need not be at its place any more.
+        recipe = replace(job.cell.recipe, calibration=Calibration())
+        report = prune(job.dense, job.folder, recipe, statistics=job.statistics, force=True)
         model = Dense.open(job.folder)
         row |= _pruned(report)
     pruned_at = time.perf_counter()
