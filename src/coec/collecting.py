@@ -157,11 +157,11 @@ def _merged_settings(
                 f"with {name} = {one!r} and {other!r}"
             )
     pair = (first, second)
-    texts = [statistics.made_with["calibration"] for statistics in pair]
-    samples = sum(statistics.made_with["samples"] for statistics in pair)
+    parts = [statistics.made_with for statistics in pair]
+    samples = sum(part["samples"] for part in parts)
     made_with = first.made_with | {
         "samples": samples,
-        "calibration": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
+        "calibration": hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
     }
     sources = " + ".join(str(statistics.settings["calibration"]) for statistics in pair)
     return made_with, first.settings | {"samples": samples, "calibration": sources}
