@@ -50,7 +50,7 @@ class Recipe:
     Attributes:
         calibration: all that statistics depend on.
         repair: what is removed, and how the rest is repaired.
-        runtime: where it is done, which never changes the result.
+        runtime: where it is done, by which results differ as rounding does.
     """
 
     calibration: Calibration = field(default_factory=Calibration)
