@@ -31,10 +31,30 @@ def test_one_collection_serves_many_prunings(dense, run, tmp_path):
         assert json.loads(out)["recipe"]["samples"] == 12
         one, two = (load_file(folder / "model.safetensors") for folder in (direct, saved))
         assert all(torch.equal(one[name], two[name]) for name in one)
-    status, _, err = run("prune", dense, tmp_path / "out", "--statistics", stats, "--samples", 9)
-    assert status == 1
-    assert err.startswith("coec: the statistics in ")
-    assert "were collected with samples = 12, not 9" in err
+    for how in ((tmp_path / "out",), ("--dry-run",)):
+        status, _, err = run("prune", dense, *how, "--statistics", stats, "--samples", 9)
+        assert status == 1
+        assert err.startswith("coec: the statistics in ")
+        assert "were collected with samples = 12, not 9" in err
+
+
+def test_a_plan_with_statistics_has_their_settings(dense, run, tmp_path):
+    """And no text is read or run: that takes no memory."""
+    tokens = tm.token_file(tmp_path / "tokens.npy")
+    settings = {"calibration": tokens, "samples": 12, "seq_len": 32, "holdout": 0.25}
+    made = coec.collect(dense, tmp_path / "stats", **settings)
+    status, out, _ = run("prune", dense, "--statistics", made.folder, "--dry-run", "--json")
+    assert status == 0
+    plan = json.loads(out)
+    assert plan["seq_len"] == 32
+    of_text = ("text", "hidden states", "forward pass")
+    assert [plan["memory_bytes"][purpose] for purpose in of_text] == [0, 0, 0]
+    flags = [word for name, value in settings.items()
+             for word in (f"--{name.replace('_', '-')}", value)]  # fmt: skip
+    alike = json.loads(run("prune", dense, *flags, "--dry-run", "--json")[1])
+    assert plan["memory_bytes"]["statistics"] == alike["memory_bytes"]["statistics"]
+    assert coec.plan(dense, statistics=made).recipe.calibration.samples == 12
+    assert coec.plan(dense, coec.Recipe(), statistics=made).recipe.calibration.samples == 12
 
 
 def test_merging_two_collections(dense, run, tmp_path):

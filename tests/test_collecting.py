@@ -371,6 +371,18 @@ def test_statistics_that_do_not_go_together_are_not_merged(model, saved, halves,
     assert not out.exists()
 
 
+def test_other_windows_of_one_text_are_another_merger(model, halves, tmp_path):
+    """An unfinished run from the one does not go on with the other."""
+    others = [
+        coec.collect(model, tmp_path / f"seed{seed}", calibration=IDS[6:], samples=3, seq_len=24,
+                     holdout=0.5, seed=seed)
+        for seed in (0, 1)
+    ]  # fmt: skip
+    assert not torch.equal(others[0].windows, others[1].windows)
+    made = [coec.merge(halves["a"], other, tmp_path / str(n)) for n, other in enumerate(others)]
+    assert made[0].made_with != made[1].made_with
+
+
 @pytest.mark.parametrize("step", ["collect", "merge"])
 def test_an_interrupted_collection_goes_on(step, model, halves, tmp_path, monkeypatch):
     """The block that was there is not computed again, and the files are the same to the byte."""

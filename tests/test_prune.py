@@ -187,7 +187,10 @@ def test_what_is_not_compensated_keeps_its_values(dense, tokens, tmp_path):
 
 def test_the_record_holds_everything_needed_to_repeat_the_run(dense, tmp_path):
     text = tm.text_file(tmp_path / "text.txt")
-    coec.prune(dense, tmp_path / "out", calibration=text, samples=9, seq_len=16, seed=5, kappa=7)
+    report = coec.prune(
+        dense, tmp_path / "out", calibration=text, samples=9, seq_len=16, seed=5, kappa=7
+    )
+    assert coec.Report.read(str(tmp_path / "out")) == report
     record = json.loads((tmp_path / "out/coec.json").read_text())
     assert record["coec"] == coec.__version__
     recipe = record["recipe"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from coec.recipe import Recipe
 from coec.selection import SELECTIONS
 from coec.settings import Calibration, CoecOptions, Repair, RidgeOptions, Runtime
 from coec.settings.document import document
+from coec.types import SiteResult
 
 ROOT = Path(package.__file__).resolve().parents[1]
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs/SETTINGS.md"
@@ -192,6 +194,35 @@ def test_a_recipe_checks_the_options_of_its_compensation():
     with pytest.raises(OptionError, match="slices = 1 goes with alignment"):
         Recipe.of(slices=2)
     assert Recipe.of(slices=2, lambda_a=0.0).repair.options == {"slices": 2, "lambda_a": 0.0}
+
+
+def told(problem, *, what=None):
+    """A compensation with a diagnostic of whatever it is given."""
+    return SiteResult(problem.weight[:, problem.kept.kept], diagnostics={"what": what})
+
+
+def no_sum(problem):
+    return problem.weight + "1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"selection": lambda weight: weight}, r"'<lambda>' fails .* called with \(weight, gram\)"),
+        ({"selection": lambda weight, gram: weight}, r"'<lambda>' must .* \(8,\), got \(6, 8\)"),
+        ({"selection": lambda weight, gram: [1.0] * 8}, r"'<lambda>' must .* \(8,\), got a list"),
+        ({"compensation": no_sum}, "compensation 'no_sum' fails on a small problem .*operand"),
+        ({"compensation": told, "what": {1, 2}}, "'told' has .* that no report holds: .* type set"),
+        (
+            {"compensation": told, "what": math.nan},
+            "'told' has .* that no report holds: Out of range",
+        ),
+    ],
+)
+def test_functions_are_tried_before_any_work(settings, match):
+    with pytest.raises(OptionError, match=match) as error:
+        Recipe.of(**settings)
+    assert "\n" not in str(error.value)
 
 
 def test_a_part_of_a_recipe_is_a_part():

@@ -161,7 +161,7 @@ def _merged_settings(
             )
     pair = (first, second)
     parts = [statistics.made_with for statistics in pair]
-    samples = sum(statistics.made_with["samples"] for statistics in pair)
+    samples = sum(part["samples"] for part in parts)
     made_with = first.made_with | {
         "samples": samples,
         "calibration": hashlib.sha256(json.dumps(parts).encode()).hexdigest(),

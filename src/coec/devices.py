@@ -46,7 +46,7 @@ def choose_device(device: str) -> torch.device:
 def choose_forward_dtype(
     asked: str | None, stored: torch.dtype, device: torch.device
 ) -> torch.dtype:
-    """The dtype of the dense forward pass; see `Recipe.forward_dtype`."""
+    """The dtype of the dense forward pass; see `Calibration.forward_dtype`."""
     if asked is not None:
         return DTYPES[asked]
     if device.type == "cpu" and stored != torch.float64:

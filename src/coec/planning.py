@@ -24,6 +24,8 @@ BYTES_PER_CHARACTER = 170
 NAMED_TEXT = 11_000_000
 """Characters that are read of a data set at most."""
 SHARD_BYTES = 2 * 10**9
+OF_TEXT = ("text", "hidden states", "forward pass")
+"""What a dense pass takes memory for."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,16 @@ class Plan:
         squares = sum(site.columns**2 for site in self.model.layout.kinds)
         return kinds * squares * torch.float64.itemsize
 
-    def memory(self, stored: torch.dtype, forward: torch.dtype) -> dict[str, int]:
-        """Bytes in memory at the fullest moment, by purpose (docs/FORMATS.md explains each)."""
+    def memory(
+        self, stored: torch.dtype, forward: torch.dtype, *, measured: bool = False
+    ) -> dict[str, int]:
+        """Bytes in memory at the fullest moment, by purpose (docs/FORMATS.md explains each).
+
+        Args:
+            stored: the dtype of the dense weights.
+            forward: that of the dense pass.
+            measured: there are statistics already, and no text is run.
+        """
         layout, shapes = self.model.layout, self.model.shapes
         first = layout.blocks[0].prefix
         block = sum(shape.numel() for name, shape in shapes.items() if name.startswith(first))
@@ -120,7 +130,7 @@ class Plan:
         batch = max(1, TOKENS_PER_BATCH // length) * length
         written = self.parameters_after * DTYPES[self.recipe.repair.dtype or "float32"].itemsize
         solve = DTYPES[self.recipe.repair.solve_dtype].itemsize
-        return {
+        found = {
             "program": resident_bytes(),
             "text": self._text_bytes(forward),
             "one block's weights": max(block, embedding) * (stored.itemsize + forward.itemsize),
@@ -130,6 +140,7 @@ class Plan:
             "solver": SOLVER_MATRICES * widest**2 * solve,
             "shard being filled": min(written, SHARD_BYTES),
         }
+        return found | dict.fromkeys(OF_TEXT, 0) if measured else found
 
     def _text_bytes(self, forward: torch.dtype) -> int:
         """What making the windows takes: tokenising a text, or a whole model that is sampled."""

@@ -7,6 +7,7 @@ in the journal, so that a run that was killed goes on where it was.
 import hashlib
 import inspect
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,18 +30,28 @@ from coec.solving import solve_block
 from coec.writing import Checkpoint, dtype_name, space_needed
 
 
-def plan(model: str | Path | Description, recipe: Recipe | None = None, **settings: Any) -> Plan:
+def plan(
+    model: str | Path | Description,
+    recipe: Recipe | None = None,
+    *,
+    statistics: str | Path | Statistics | None = None,
+    **settings: Any,
+) -> Plan:
     """What `prune` would do, from the configuration alone: no weights are read.
 
     Args:
         model: a model folder, a config.json, or a hub name.
         recipe: or its settings, as in `prune`.
+        statistics: as in `prune`; whether they are of this model, only its weights would tell.
 
     Raises:
         CoecError: the model or a setting cannot be used.
     """
-    recipe = Recipe.or_of(recipe, settings)
-    return Plan.of(Description.read(model), recipe)
+    given = settings.keys() if recipe is None else None
+    recipe, described = Recipe.or_of(recipe, settings), Description.read(model)
+    if statistics is not None:
+        recipe = _calibrated(recipe, Statistics.open(statistics), described, given)
+    return Plan.of(described, recipe)
 
 
 def prune(
@@ -88,7 +99,7 @@ def prune(
     check_output(out, dense.folder, force=force or unfinished(out))
     if statistics is not None:
         statistics = Statistics.open(statistics)
-        recipe = replace(recipe, calibration=adopted(statistics, recipe.calibration, dense, given))
+        recipe = _calibrated(recipe, statistics, dense, given)
     plan = Plan.of(dense, recipe)
     source = source_of(dense, recipe.calibration, recipe.runtime, statistics, progress)
     dense.check_values()
@@ -130,6 +141,14 @@ def prune(
         report.write(done.new)
         done.complete()
     return report
+
+
+def _calibrated(
+    recipe: Recipe, statistics: Statistics, model: Description, given: Collection[str] | None
+) -> Recipe:
+    """The recipe with the calibration that statistics were made with."""
+    how = adopted(statistics, recipe.calibration, model, given)
+    return replace(recipe, calibration=how)
 
 
 def _identity(

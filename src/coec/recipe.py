@@ -1,6 +1,7 @@
 """The recipe: everything that determines a pruned model, besides the dense one."""
 
 import difflib
+import json
 import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -49,7 +50,7 @@ class Recipe:
     Attributes:
         calibration: all that statistics depend on.
         repair: what is removed, and how the rest is repaired.
-        runtime: where it is done, which never changes the result.
+        runtime: where it is done, by which results differ as rounding does.
     """
 
     calibration: Calibration = field(default_factory=Calibration)
@@ -186,16 +187,31 @@ def _name(choice: str | Callable[..., Any]) -> str:
 def _rehearse(recipe: Recipe) -> None:
     """Tries the functions of a user on a 6×8 problem: what is wrong fails here, not after hours."""
     W, gram, kept = _problem([0, 2, 3, 5, 6])
-    options = recipe.repair.options
+    _rehearse_selection(f"selection '{_name(recipe.repair.selection)}'", recipe.score, W, gram)
+    name, options = f"compensation '{recipe.method.name}'", recipe.repair.options
     try:
-        scores = recipe.score(W, gram)
-        compensate(W, gram, kept, method=recipe.method, value_weight=W[:5, :4], **options)
+        result = compensate(W, gram, kept, method=recipe.method, value_weight=W[:5, :4], **options)
     except TypeError as error:
-        raise OptionError(f"an option has the wrong type: {error}") from error
-    if scores.shape != (8,):
+        raise OptionError(f"{name} fails on a small problem with these options: {error}") from error
+    try:
+        json.dumps([options, result.diagnostics], allow_nan=False)
+    except (TypeError, ValueError) as error:
         raise OptionError(
-            f"a selection returns one score per column: expected shape (8,), got "
-            f"{tuple(scores.shape)}"
+            f"{name} has options or diagnostics that no report holds: {error}"
+        ) from error
+
+
+def _rehearse_selection(name: str, score: Callable[..., Any], W: Tensor, gram: Gram) -> None:
+    try:
+        scores = score(W, gram)
+    except TypeError as error:
+        raise OptionError(
+            f"{name} fails on a small problem; it is called with (weight, gram): {error}"
+        ) from error
+    if not isinstance(scores, Tensor) or scores.shape != (8,):
+        got = tuple(scores.shape) if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+        raise OptionError(
+            f"{name} must return one score per column, a tensor of shape (8,), got {got}"
         )
 
 

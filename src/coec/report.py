@@ -77,13 +77,13 @@ class Report:
         )
 
     @classmethod
-    def read(cls, folder: Path) -> "Report":
+    def read(cls, folder: str | Path) -> "Report":
         """The report of a folder that `prune` wrote.
 
         Raises:
             ModelError: its coec.json is no report.
         """
-        path = folder / REPORT
+        path = Path(folder) / REPORT
         try:
             record = parse_json(path)
             own = [field.name for field in fields(cls) if field.name != "out"]

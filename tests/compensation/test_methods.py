@@ -1,6 +1,7 @@
 """What a method declares, and what happens to one that does otherwise."""
 
 import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -104,6 +105,39 @@ def test_options_of_a_function_are_checked_by_their_annotations(options, match):
         coec.compensate(*case(), method=scaled, **options)
     with pytest.raises(OptionError, match=match):
         Recipe.of(compensation=scaled, **options)
+
+
+def needy(problem, *, factor: float):
+    return SiteResult(factor * bare(problem))
+
+
+def test_an_option_without_a_default_must_be_given():
+    for attempt in (
+        lambda: coec.compensate(*case(), method=needy),
+        lambda: Recipe.of(compensation=needy),
+    ):
+        with pytest.raises(OptionError, match="'needy' needs the option 'factor'"):
+            attempt()
+    assert Recipe.of(compensation=needy, factor=2).record()["options"] == {"factor": 2}
+
+
+@dataclass
+class Halved:
+    """Callable, and without a hash."""
+
+    factor: float = 0.5
+
+    def __call__(self, problem):
+        return SiteResult(self.factor * bare(problem))
+
+
+def test_any_callable_is_a_method():
+    W, gram, kept = case()
+    assert torch.equal(coec.compensate(W, gram, kept, method=Halved()).weight, 0.5 * W[:, kept])
+
+
+def test_one_need_may_be_a_word():
+    assert coec.Method(scaled, needs="value").needs == {"value"}
 
 
 def bare(problem):

@@ -656,7 +656,7 @@ def test_statistics_that_were_collected_before_serve_the_cells(place, whole, tmp
     assert (given.folder / "statistics.json").is_file()
     assert not (tmp_path / "out/statistics").exists()
     # A grid that says nothing of the calibration takes all of it from there.
-    plain = replace(cells[1], recipe=replace(how, calibration=Calibration()))
+    plain = replace(cells[1], recipe=replace(how, calibration=Calibration()), given=None)
     assert sweep([cells[0], plain], tmp_path / "out", statistics=[given]).ran == 0
 
 
@@ -669,6 +669,44 @@ def test_statistics_that_do_not_serve_a_cell_are_refused_before_any_work(place, 
     strange = coec.collect(other, tmp_path / "strange", cells[1].recipe)
     with pytest.raises(OptionError, match="are of none of these models"):
         sweep(cells, tmp_path / "out", statistics=[strange])
+    assert not (tmp_path / "out").exists()
+
+
+def test_statistics_serve_where_their_text_is_not(place, tmp_path, monkeypatch):
+    """Text at its place no more, or two texts added up: nobody asks for it again."""
+    parts = []
+    for name, ids in {"a": IDS[:120], "b": IDS[120:250]}.items():
+        np.save(tmp_path / f"{name}.npy", ids.numpy())
+        parts.append(coec.collect(place / "tiny", tmp_path / name, samples=6, seq_len=16,
+                                  calibration=str(tmp_path / f"{name}.npy")))  # fmt: skip
+        (tmp_path / f"{name}.npy").unlink()
+    grid = tmp_path / "small.toml"
+    grid.write_text('compensation = "none"\n')
+    how = {"text": str(place / "test.npy"), "seq_len": 16}
+    cells = expand(str(grid), models=[str(place / "tiny")], evaluate=how)
+    for made in (parts[0], coec.merge(*parts, tmp_path / "both")):
+        out = tmp_path / f"out of {made.folder.name}"
+        summary = sweep(cells, out, statistics=[made])
+        assert (summary.done, summary.reasons) == (2, {})
+
+
+def test_what_a_grid_says_of_its_calibration_must_agree_with_the_statistics(place, tmp_path):
+    """Also where it says a default: its cells would otherwise be others than they say."""
+    given = coec.collect(place / "tiny", tmp_path / "given", cells_of(place)[1].recipe)
+    grid = tmp_path / "sizes.toml"
+    grid.write_text('compensation = "none"\nsamples = [6, 128]\n')
+    how = {"text": str(place / "test.npy"), "seq_len": 16}
+    cells = expand(str(grid), models=[str(place / "tiny")], evaluate=how)
+    with pytest.raises(OptionError, match="collected with samples = 6, not 128"):
+        sweep(cells, tmp_path / "out", statistics=[given])
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_statistics_of_one_model_are_refused(place, tmp_path):
+    how = cells_of(place)[1].recipe
+    given = [coec.collect(place / "tiny", tmp_path / name, how) for name in ("a", "b")]
+    with pytest.raises(OptionError, match="'.*a' and '.*b' are of one model"):
+        sweep(cells_of(place)[:2], tmp_path / "out", statistics=given)
     assert not (tmp_path / "out").exists()
 
 

@@ -18,6 +18,7 @@ from coec.events import Progress
 from coec.execution.journal import Journal
 from coec.models.carried import tokenizer_digest
 from coec.models.dense import Dense
+from coec.models.description import Description
 from coec.models.files import read_tensors, write_tensors
 from coec.settings import Calibration, Runtime
 
@@ -163,14 +164,14 @@ def source_of(
 
 
 def adopted(
-    statistics: Statistics, asked: Calibration, dense: Dense, given: Collection[str] | None
+    statistics: Statistics, asked: Calibration, model: Description, given: Collection[str] | None
 ) -> Calibration:
     """The calibration that statistics were made with, instead of the one that was asked for.
 
     Args:
         statistics: made of this model.
         asked: what gives way.
-        dense: the model.
+        model: the dense one.
         given: the settings that somebody asked for, which must then agree; None for those that
             differ from their defaults.
 
@@ -184,7 +185,7 @@ def adopted(
     if "calibration" in wanted:
         wanted["calibration"] = source_digest(asked.source)
     if "seq_len" in wanted:
-        wanted["seq_len"] = window_length(asked, dense)
+        wanted["seq_len"] = window_length(asked, model)
     statistics.check(wanted)
     return Calibration.of(statistics.settings)
 

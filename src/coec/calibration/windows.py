@@ -26,6 +26,7 @@ from coec.calibration.tokens import (
 from coec.errors import CalibrationError, OptionError
 from coec.events import Progress
 from coec.models.dense import Dense
+from coec.models.description import Description
 from coec.models.files import sha256
 from coec.settings import Calibration, Runtime
 
@@ -119,9 +120,9 @@ def check_calibrations(dense: Dense, parts: Sequence[Calibration], runtime: Runt
         )
 
 
-def window_length(calibration: Calibration, dense: Dense) -> int:
+def window_length(calibration: Calibration, model: Description) -> int:
     """Tokens of a window; raises OptionError where the model does not take so many."""
-    return resolve_seq_len(calibration.seq_len, dense.positions, DEFAULT_SEQ_LEN)
+    return resolve_seq_len(calibration.seq_len, model.positions, DEFAULT_SEQ_LEN)
 
 
 def _stream(

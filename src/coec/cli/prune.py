@@ -61,7 +61,8 @@ def prune_command(
     chosen = (read_settings(config) if config else {}) | given(flags)
     chosen["trust_remote_code"] = trust_remote_code
     if out is None or dry_run:
-        _show_plan(pruning.plan(model, **chosen), model, as_json)
+        plan = pruning.plan(model, statistics=statistics, **chosen)
+        _show_plan(plan, model, as_json, measured=statistics is not None)
         return
     with progress_bars() as advance:
         report = pruning.prune(
@@ -74,7 +75,7 @@ def prune_command(
         _show_report(report)
 
 
-def _show_plan(plan: "Plan", model: str, as_json: bool) -> None:
+def _show_plan(plan: "Plan", model: str, as_json: bool, *, measured: bool) -> None:
     from rich.table import Table
 
     from coec.devices import choose_device, choose_forward_dtype, stored_dtype
@@ -82,7 +83,7 @@ def _show_plan(plan: "Plan", model: str, as_json: bool) -> None:
     device = choose_device(plan.recipe.runtime.device)
     stored = stored_dtype(plan.output.config)
     forward = choose_forward_dtype(plan.recipe.calibration.forward_dtype, stored, device)
-    memory = plan.memory(stored, forward)
+    memory = plan.memory(stored, forward, measured=measured)
     record = {
         "model": model,
         **plan.record(),

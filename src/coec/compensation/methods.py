@@ -1,6 +1,5 @@
 """The compensations by name, and what a method is: a function, and what it declares of itself."""
 
-import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -41,7 +40,8 @@ class Method:
     options: type[Options] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "needs", frozenset(self.needs))
+        needs = {self.needs} if isinstance(self.needs, str) else self.needs
+        object.__setattr__(self, "needs", frozenset(needs))
         if unknown := sorted(frozenset(self.needs) - PARTS):
             raise OptionError(
                 f"compensation '{self.name}' needs '{unknown[0]}', which no problem has; a method "
@@ -84,9 +84,11 @@ class Method:
         """The options as the function takes them, checked.
 
         Raises:
-            OptionError: one is unknown, not allowed, or without effect beside the others.
+            OptionError: one is unknown, missing, not allowed, or without effect beside the others.
         """
         own = self._checked(given)
+        if missing := [one.name for one in self.settings if one.name not in self.defaults | own]:
+            raise OptionError(f"compensation '{self.name}' needs the option '{missing[0]}'")
         for option, why in self.idle(own).items():
             raise OptionError(
                 f"{option} has no effect with {why}: leave it out, or change the other"
@@ -160,7 +162,6 @@ REQUIRED = inspect.Parameter.empty
 """The default of an option that must be given."""
 
 
-@functools.cache
 def _keywords(function: Callable[..., SiteResult]) -> tuple[Setting, ...]:
     """The options of a function: its keyword-only arguments; annotations say their kinds."""
     parameters = inspect.signature(function).parameters.values()

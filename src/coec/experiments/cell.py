@@ -25,6 +25,7 @@ from coec.models.dense import Dense
 from coec.pruning import prune
 from coec.recipe import Recipe
 from coec.report import Report
+from coec.settings import Calibration
 
 SITE_FIELDS = (
     "module", "block", "site", "units_before", "units_after", "error_before", "error_after",
@@ -162,7 +163,11 @@ def _measured(job: Job) -> dict[str, Any]:
 
 
 def _pruned_model(job: Job, recipe: Recipe) -> Report:
-    """Goes on where an interrupted sweep was in this cell, if that was asked for the same."""
+    """Goes on where an interrupted sweep was in this cell, if that was asked for the same.
+
+    The statistics bring the calibration: their text need not be at its place any more.
+    """
+    recipe = replace(recipe, calibration=Calibration())
     shutil.rmtree(job.folder, ignore_errors=True)  # left by a sweep that was killed
     try:
         return prune(job.dense, job.folder, recipe, statistics=job.statistics)

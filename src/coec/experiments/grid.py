@@ -88,6 +88,8 @@ class Cell:
         grids: which grids it belongs to.
         labels: its row's name in a grid, where it has one.
         declared: what the grids of the whole file declare of their report.
+        given: the settings that somebody asked for; None for those that differ from their
+            defaults.
     """
 
     subject: Subject
@@ -95,6 +97,7 @@ class Cell:
     grids: tuple[str, ...]
     labels: dict[str, str] = field(default_factory=dict)
     declared: Declared = field(default=NOTHING, compare=False, repr=False)
+    given: frozenset[str] | None = field(default=None, compare=False, repr=False)
 
     @property
     def id(self) -> str:
@@ -223,7 +226,7 @@ class Grid:
                     recipe = Recipe.of(**_heard(settings, linked))
                 except OptionError as error:
                     raise OptionError(f"grid '{self.name}': {error}") from error
-                yield Cell(subject, recipe, (self.name,), labels)
+                yield Cell(subject, recipe, (self.name,), labels, given=frozenset(settings))
 
 
 def _heard(settings: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

@@ -58,9 +58,10 @@ def with_statistics(
     """The cells, of models of which there are statistics with the calibration of those.
 
     Raises:
-        OptionError: a cell asks for another calibration, or statistics are of no model here.
+        OptionError: a cell asks for another calibration, or statistics are of no model here, or two
+            of one.
     """
-    by_model = {statistics.made_with["model"]: statistics for statistics in saved}
+    by_model = _by_model(saved)
     digests = {dense.digest for dense in models.values()} if saved else set()
     for digest, statistics in by_model.items():
         if digest not in digests:
@@ -73,7 +74,7 @@ def with_statistics(
         dense, recipe = models[cell.subject.path], cell.recipe
         fitting = by_model.get(dense.digest) if saved else None
         if recipe is not None and fitting is not None:
-            how = adopted(fitting, recipe.calibration, dense, None)
+            how = adopted(fitting, recipe.calibration, dense, cell.given)
             cell = replace(cell, recipe=replace(recipe, calibration=how))
         found.append(cell)
     return found
@@ -87,7 +88,7 @@ def open_subjects(
     Raises:
         CoecError: a text or a setting cannot be used.
     """
-    by_model = {statistics.made_with["model"]: statistics for statistics in saved}
+    by_model = _by_model(saved)
     opened: dict[Subject, Opened] = {}
     sources: dict[tuple[str, str, str | None], list[Recipe]] = {}
     for cell in cells:
@@ -111,6 +112,18 @@ def open_subjects(
         parts = [recipe.calibration for recipe in recipes]
         check_calibrations(models[path], parts, recipes[0].runtime)
     return opened
+
+
+def _by_model(saved: Sequence[Statistics]) -> dict[str, Statistics]:
+    found: dict[str, Statistics] = {}
+    for statistics in saved:
+        other = found.setdefault(statistics.made_with["model"], statistics)
+        if other is not statistics:
+            raise OptionError(
+                f"the statistics in '{other.folder}' and '{statistics.folder}' are of one model: "
+                "give one of them, or merge them"
+            )
+    return found
 
 
 def identities(cells: list[Cell], subjects: dict[Subject, Opened]) -> dict[str, Identity]:

@@ -80,7 +80,7 @@ def sweep(
         cells: of `experiments.grid.expand`.
         out: the folder; created where it does not exist.
         statistics: what `collect` made of some of the models, whose cells then take their
-            calibration from there; settings that differ from their defaults must agree.
+            calibration from there; what the cells were given of it must agree.
         jobs: worker processes; rows are written in the grid's order all the same.
         keep_models: keep every pruned model under `out/models/<cell>`.
         keep_statistics: keep `out/statistics`.

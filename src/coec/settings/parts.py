@@ -96,7 +96,7 @@ class Calibration(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime(Settings):
-    """Where and under whose trust work is done; none of it changes a result, or is recorded.
+    """Where and under whose trust work is done; results differ by what rounding makes of them.
 
     Attributes:
         trust_remote_code: lets the model's tokenizer run Python code that comes with the model. A
