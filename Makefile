@@ -11,7 +11,7 @@ CODE := src tests tools benchmarks
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow fuzz lint check format bench quality results clean
+.PHONY: help demo test slow crash fuzz lint check format bench quality results clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,8 +32,11 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; n = min(os.cpu_count() or 1, 4); pri
 test: .venv/ready  ## the test suite (under 4 minutes on 2 cores)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-slow: .venv/ready  ## what test leaves out: many cases, crashes, a browser, a GPU, lm-eval's command
-	@$(BIN)/python -m pytest -m "crash or many or browser or gpu or slow" -n $(WORKERS) --dist worksteal
+slow: .venv/ready  ## what test leaves out: many cases, a browser, a GPU, lm-eval's command
+	@$(BIN)/python -m pytest -m "many or browser or gpu or slow" -n $(WORKERS) --dist worksteal
+
+crash: .venv/ready  ## runs that are killed and go on, which test leaves out too (COEC_CRASH_RUNS each)
+	@$(BIN)/python -m pytest -m crash -n $(WORKERS) --dist worksteal
 
 fuzz: .venv/ready  ## mutated inputs, which test leaves out too (COEC_FUZZ_CASES of them)
 	@$(BIN)/python -m pytest -m fuzz -n $(WORKERS) --dist worksteal

@@ -1,5 +1,6 @@
 """What is run and ended: commands on a trained model, and what must be the same in the end."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -109,7 +110,8 @@ def _content(path: Path) -> str:
     content = path.read_bytes()
     if path.suffix in (".json", ".jsonl"):
         lines = content.splitlines() if path.suffix == ".jsonl" else [content]
-        content = json.dumps([_timeless(json.loads(line)) for line in lines]).encode()
+        with contextlib.suppress(ValueError):  # of a file that was not finished
+            content = json.dumps([_timeless(json.loads(line)) for line in lines]).encode()
     return hashlib.sha256(content).hexdigest()
 
 
