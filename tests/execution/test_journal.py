@@ -9,6 +9,7 @@ import pytest
 from coec.errors import ModelError, NumericalError, OptionError, OutputError, UnfinishedError
 from coec.events import recording
 from coec.execution import journal as module
+from coec.execution.entries import sealed
 from coec.execution.journal import journal, unfinished
 from coec.execution.output import JOURNAL, LOCK, NEW, WORK
 
@@ -81,6 +82,7 @@ def test_other_errors_keep_what_is_finished_and_say_so(error, tmp_path):
         ({"statistics": {"samples": 64, "model": "b" * 64}}, 'model was "aaaaaaaaaaa…, now "bbb'),
         ({"alpha": 0.9}, r"alpha was null, now 0\.9"),
         ({"a": 1, "b": 2, "c": 3, "d": 4}, "and 1 more"),
+        ({"options": {"samples": 3}}, "samples was null, now 3"),  # not those of the statistics
     ],
 )
 def test_a_run_that_was_asked_for_something_else_is_named(changes, said, tmp_path):
@@ -105,7 +107,7 @@ def test_a_run_without_pieces_hinders_no_other(tmp_path):
     partial = tmp_path / "out.partial"
     partial.mkdir()
     (partial / LOCK).touch()
-    (partial / JOURNAL).write_bytes(module.sealed({"identity": {"sparsity": 0.1}}))
+    (partial / JOURNAL).write_bytes(sealed({"identity": {"sparsity": 0.1}}))
     with journal(tmp_path / "out", ASKED) as done:
         done.put("one", done.new / "one", text("one"))
         done.complete()
@@ -143,7 +145,7 @@ def test_a_damaged_journal_is_refused_by_its_line(line, number, tmp_path):
     path = tmp_path / "out.partial" / JOURNAL
     lines = path.read_text().splitlines()
     if line.startswith('{"name"'):  # whole, but not what a run writes
-        line = module.sealed(json.loads(line)).decode().strip()
+        line = sealed(json.loads(line)).decode().strip()
     path.write_text("\n".join([*lines[:number], line, *lines[number:]]) + "\n")
     with (
         pytest.raises(OutputError, match=f"line {number + 1}, is damaged: pass restart=True"),

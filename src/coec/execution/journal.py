@@ -8,7 +8,6 @@ when the run goes on. A line carries its own digest: what it records may be in n
 """
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 from coec.errors import NumericalError, OptionError, OutputError, UnfinishedError
 from coec.events import record
+from coec.execution.entries import Identity, checked, sealed, unsealed, what_differs
 from coec.execution.output import (
     JOURNAL,
     NEW,
@@ -33,18 +33,12 @@ from coec.execution.output import (
 )
 from coec.models.files import sha256
 
-Identity = dict[str, Any]
-"""What determines a result, JSON-ready, models and texts by digests of their content."""
 WRITING = ".writing"
 """The suffix of a file until it is complete."""
 PLACING = "placing"
 """The name of the entry that says that all is done but to rename the folder to OUT."""
-SEAL = "line_sha256"
-"""The key of a line's own digest, in every line."""
 AGAIN = (NumericalError, OptionError)
 """Errors that the same command would meet again: what was finished before is of no use then."""
-SHOWN = 3
-"""How many of the settings that differ a refusal names."""
 
 
 class Journal:
@@ -70,10 +64,6 @@ class Journal:
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
-
-    def __len__(self) -> int:
-        """How many pieces are finished."""
-        return len(self._entries)
 
     def path(self, name: str) -> Path:
         """The file of a finished piece."""
@@ -154,13 +144,13 @@ class Journal:
                 if number == 1:
                     begun = dict(entry["identity"])
                     continue
-                self._entries[entry["name"]] = _checked(entry)
+                self._entries[entry["name"]] = checked(entry)
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise UnfinishedError(
                     f"'{self._path}', line {number}, is damaged: pass restart=True to begin anew"
                 ) from error
         placed = PLACING in self._entries and not self.new.exists() and self._in_place()
-        differing = _differing(begun, json.loads(json.dumps(identity)))
+        differing = what_differs(begun, json.loads(json.dumps(identity)))
         if differing and (placed or not self._entries):  # nothing is lost
             self._begin(identity)
             return False
@@ -219,23 +209,6 @@ class Journal:
             self._entries[entry["name"]] = entry
 
 
-def sealed(entry: dict[str, Any]) -> bytes:
-    """A line of the journal, which carries the digest of what it says."""
-    return (json.dumps(entry | {SEAL: _seal(entry)}, allow_nan=False) + "\n").encode()
-
-
-def unsealed(line: bytes) -> dict[str, Any]:
-    """What a line says; raises ValueError, KeyError or TypeError unless it is as it was written."""
-    entry = json.loads(line)
-    if not isinstance(entry, dict) or entry.pop(SEAL) != _seal(entry):
-        raise ValueError("it was changed")
-    return entry
-
-
-def _seal(entry: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(entry, allow_nan=False).encode()).hexdigest()
-
-
 @contextmanager
 def journal(
     out: Path, identity: Identity, *, force: bool = False, restart: bool = False
@@ -287,40 +260,3 @@ def _has_pieces(partial: Path) -> bool:
 def unfinished(out: Path) -> bool:
     """Whether an earlier run into `out` has left something to go on with."""
     return (partial_of(resolved(out)) / JOURNAL).is_file()
-
-
-def _checked(entry: dict[str, Any]) -> dict[str, Any]:
-    """Raises ValueError unless an entry has what `put` writes, its file inside the folder."""
-    kinds = {"name": str, "file": str, "bytes": int, "sha256": str, "facts": dict}
-    for name, kind in kinds.items():
-        if not isinstance(entry[name], kind):
-            raise ValueError(f"{name} is no {kind.__name__}")
-    parts = Path(entry["file"]).parts
-    if not parts or parts[0] not in (NEW, WORK) or ".." in parts:
-        raise ValueError("the file lies elsewhere")
-    return entry
-
-
-def _differing(begun: Identity, asked: Identity) -> str:
-    """What differs between the run that was begun and this one, in words; empty where nothing."""
-    old, new = _flat(begun), _flat(asked)
-    names = [name for name in {**new, **old} if old.get(name) != new.get(name)]
-    said = [
-        f"{name} was {_short(old.get(name))}, now {_short(new.get(name))}" for name in names[:SHOWN]
-    ]
-    if len(names) > SHOWN:
-        said.append(f"and {len(names) - SHOWN} more")
-    return ", ".join(said)
-
-
-def _flat(identity: Identity) -> dict[str, Any]:
-    """Nested settings by their own names."""
-    flat: dict[str, Any] = {}
-    for name, value in identity.items():
-        flat |= _flat(value) if isinstance(value, dict) else {name: value}
-    return flat
-
-
-def _short(value: Any) -> str:
-    shown = json.dumps(value, ensure_ascii=False)
-    return shown if len(shown) <= 40 else f"{shown[:12]}…"
