@@ -1,5 +1,6 @@
 """`coec analyze` as users type it."""
 
+import functools
 import json
 import shutil
 
@@ -8,7 +9,6 @@ import torch
 
 import coec
 import tiny_models as tm
-from coec.cli import main
 from coec.cli.analyze import ROWS
 from coec.evaluation.geometry import MEASURES
 from paper_models import QWEN_7B
@@ -26,21 +26,9 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(run):
     """Runs the command in this process: exit status, stdout, stderr."""
-
-    def call(*arguments, columns=80):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        monkeypatch.setattr("sys.argv", ["coec", "analyze", *map(str, arguments)])
-        try:
-            main()
-            status = 0
-        except SystemExit as exit_:
-            status = exit_.code
-        shown = capsys.readouterr()
-        return status, shown.out, shown.err
-
-    return call
+    return functools.partial(run, "analyze", columns=80)
 
 
 def test_tables_for_readers(folders, run):

@@ -32,6 +32,16 @@ def interrupted(out, pieces, identity=ASKED, error=KeyboardInterrupt, **options)
         raise error("stop")
 
 
+def killed_while_it_tidied_up(folder, monkeypatch):
+    """A run that had put its one piece in place."""
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "empty", lambda partial: None)
+        with journal(folder / "out", ASKED) as done:
+            done.put("one", done.new / "one", text("one"))
+            done.complete()
+    return folder / "out"
+
+
 def test_what_is_finished_is_there_for_the_next_run(tmp_path):
     out = tmp_path / "a/out"
     interrupted(out, ["one", "two"])
@@ -196,12 +206,7 @@ def test_files_that_nobody_recorded_go(tmp_path):
 
 def test_a_run_killed_after_its_last_rename_is_found_finished(tmp_path, monkeypatch):
     """All that was left was to tidy up."""
-    out = tmp_path / "out"
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "empty", lambda partial: None)
-        with journal(out, ASKED) as done:
-            done.put("one", done.new / "one", text("one"))
-            done.complete()
+    out = killed_while_it_tidied_up(tmp_path, monkeypatch)
     assert unfinished(out)
     assert (out / "one").exists()
     with journal(out, ASKED) as done:
@@ -210,12 +215,7 @@ def test_a_run_killed_after_its_last_rename_is_found_finished(tmp_path, monkeypa
 
 
 def test_what_appeared_instead_is_not_taken_for_the_result(tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "empty", lambda partial: None)
-        with journal(out, ASKED) as done:
-            done.put("one", done.new / "one", text("one"))
-            done.complete()
+    out = killed_while_it_tidied_up(tmp_path, monkeypatch)
     (out / "one").write_text("eno")
     with pytest.raises(OutputError, match="is not empty"), journal(out, ASKED):
         raise AssertionError("work had begun")
@@ -275,12 +275,7 @@ def test_what_is_there_is_not_thrown_away_by_an_interrupt_while_it_is_read(tmp_p
 
 def test_after_a_run_that_was_finished_another_one_may_be_asked_for(tmp_path, monkeypatch):
     """Killed while it tidied up, it has nothing to lose."""
-    out = tmp_path / "out"
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "empty", lambda partial: None)
-        with journal(out, ASKED) as done:
-            done.put("one", done.new / "one", text("one"))
-            done.complete()
+    out = killed_while_it_tidied_up(tmp_path, monkeypatch)
     with pytest.raises(OutputError, match="is not empty"), journal(out, ASKED | {"sparsity": 0.5}):
         raise AssertionError("work had begun")
     assert listing(tmp_path) == ["out/one"]
