@@ -390,6 +390,9 @@ def test_tasks_are_checked_before_the_perplexity_is_measured(dense, run, monkeyp
         ["--batch-size", "3"],
         ["--tasks-data", "folder"],
         ["--tasks", "boolq", "--baseline", "dense"],
+        ["--samples", "3"],
+        ["--text", "text.txt", "--seed", "3"],
+        ["--text", "self", "--max-windows", "3"],
     ],
 )
 def test_flags_that_would_not_be_heard_are_wrong_usage(flags, dense, run):
@@ -541,9 +544,9 @@ def test_code_of_a_tokenizer_is_refused_by_its_flag(dense, run, tokens, tmp_path
     (model / "odd.py").write_text("raise SystemExit('it ran')")
     text = tm.text_file(tmp_path / "text.txt")
     for line in (
-        ["prune", model, tmp_path / "out", "--calibration", text],
+        ["prune", model, tmp_path / "out", "--calibration", text, "--samples", 8],
         ["eval", model, "--text", text],
     ):
-        status, out, err = run(*line, "--seq-len", 32, "--samples", 8)
+        status, out, err = run(*line, "--seq-len", 32)
         assert (status, out, err.count("\n")) == (1, "", 1)
         assert "pass --trust-remote-code if you trust it" in err

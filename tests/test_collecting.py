@@ -371,6 +371,23 @@ def test_statistics_that_do_not_go_together_are_not_merged(model, saved, halves,
     assert not out.exists()
 
 
+@pytest.mark.parametrize("one", ["a", "b"])
+@pytest.mark.parametrize("damage", ["file", "sums"])
+def test_damaged_statistics_are_not_merged(damage, one, halves, tmp_path):
+    parts = {name: Statistics.open(shutil.copytree(halves[name].folder, tmp_path / name))
+             for name in ("a", "b")}  # fmt: skip
+    path = parts[one].folder / "block-00001.safetensors"
+    if damage == "file":
+        path.unlink()
+    else:
+        with safe_open(path, "pt") as file:
+            tensors = {n: file.get_tensor(n) for n in file.keys() if not n.startswith("fit.mlp")}
+            save_file(tensors, path, metadata=file.metadata())
+    with pytest.raises(CalibrationError, match="statistics of block 1 cannot be"):
+        coec.merge(parts["a"], parts["b"], tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
+
+
 def test_other_windows_of_one_text_are_another_merger(model, halves, tmp_path):
     """An unfinished run from the one does not go on with the other."""
     others = [

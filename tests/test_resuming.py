@@ -3,6 +3,7 @@
 How a run survives being killed at any moment is in `tests/crash`.
 """
 
+import functools
 import json
 import shutil
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import coec
 import tiny_models as tm
 from coec import devices, pruning, writing
-from coec.errors import UnfinishedError
+from coec.errors import OptionError, UnfinishedError
 from coec.types import SiteResult
 
 SETTINGS = {"samples": 24, "seq_len": 32, "rounds": 1}
@@ -74,6 +75,10 @@ def magnitude(weight, gram):
 def halve(problem):
     """A compensation of the user's own, which changes what is kept."""
     return SiteResult(problem.weight[:, problem.kept.kept] / 2)
+
+
+def scaled(problem, *, factor):
+    return SiteResult(problem.weight[:, problem.kept.kept] * factor)
 
 
 PAIRS = [
@@ -192,6 +197,54 @@ def test_a_function_with_other_code_is_refused(begun, tmp_path, dense, monkeypat
 
     other.__name__ = other.__qualname__ = "magnitude"
     refused(tmp_path, "code was", **(asked | {"selection": other}))
+
+
+def scaled_by(factor):
+    def halve(problem):
+        return SiteResult(problem.weight[:, problem.kept.kept] * factor)
+
+    return halve
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (scaled_by(0.5), scaled_by(0.4), "code was"),
+        (functools.partial(scaled, factor=0.5), functools.partial(scaled, factor=0.4), "code was"),
+        (coec.Method(halve), coec.Method(halve, adds_bias=True), "adds_bias was false, now true"),
+    ],
+)
+def test_a_function_that_does_something_else_is_refused(
+    first, second, said, dense, tmp_path, monkeypatch
+):
+    """Also where its source is the same, and its name."""
+    shutil.copytree(dense, tmp_path / "model")
+    asked = {"calibration": tm.text_file(tmp_path / "text.txt"), "samples": 8, "seq_len": 32}
+    interrupt(monkeypatch, tmp_path / "model", tmp_path / "out", compensation=first, **asked)
+    refused(tmp_path, said, compensation=second, **asked)
+
+
+def test_diagnostics_that_no_report_holds_are_refused(dense, tmp_path):
+    def late(problem):
+        last = problem.weight.shape[1] == 40  # not on the small problem that is tried first
+        diagnostics = {"mine": float("nan") if last else 0.0}
+        return SiteResult(problem.weight[:, problem.kept.kept], None, diagnostics)
+
+    text = tm.text_file(tmp_path / "text.txt")
+    with pytest.raises(OptionError, match="diagnostics for model.layers.0.mlp.*no report holds"):
+        coec.prune(dense, tmp_path / "out", calibration=text, samples=8, seq_len=32,
+                   compensation=late)  # fmt: skip
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_other_threads_are_refused(begun, tmp_path):
+    """They add up in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        refused(tmp_path, f'threads was "{threads}", now "{threads + 1}"', **begun)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_statistics_instead_of_the_same_text_are_no_other_run(begun, solved, tmp_path):

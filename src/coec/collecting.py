@@ -19,7 +19,7 @@ from coec.calibration.statistics import (
 )
 from coec.calibration.tokens import digest
 from coec.devices import computed_by
-from coec.errors import OptionError, OutputError
+from coec.errors import CalibrationError, OptionError, OutputError
 from coec.events import Progress
 from coec.execution.journal import Journal, journal, unfinished
 from coec.execution.output import check_space, clear_remains, resolved
@@ -104,16 +104,13 @@ def merge(
     out = _free(out)
     made_with, settings = _merged_settings(first, second)
     windows = _windows_of_both(first, second)
-    blocks = len(list(first.folder.glob(block_file(0).replace("00000", "*"))))
-    cpu = torch.device("cpu")
+    files = block_file(0).replace("00000", "*")
+    blocks = max(len(list(one.folder.glob(files))) for one in (first, second))
     with journal(out, {"statistics": made_with}, restart=restart) as done:
         if not done.finished:
             for index in range(blocks):
                 if block_file(index) not in done:
-                    a, b = first.grams(index, cpu), second.grams(index, cpu)
-                    both = {kind: {site: a[kind][site] + b[kind][site] for site in a[kind]}
-                            for kind in a}  # fmt: skip
-                    _keep(done, index, both)
+                    _keep(done, index, _sums_of_both(first, second, index))
                 if progress:
                     progress("merging", index + 1, blocks)
             record = first.calibration | {
@@ -142,6 +139,17 @@ def _free(out: str | Path) -> Path:
 def _keep(done: Journal, index: int, grams: Grams) -> None:
     name = block_file(index)
     done.put(name, done.new / name, lambda path: write_grams(path, grams))
+
+
+def _sums_of_both(first: Statistics, second: Statistics, index: int) -> Grams:
+    """Of one block; raises CalibrationError where one of the two is damaged."""
+    a, b = (one.grams(index, torch.device("cpu")) for one in (first, second))
+    if any(a[kind].keys() != b[kind].keys() for kind in a):
+        raise CalibrationError(
+            f"statistics of block {index} cannot be merged: '{first.folder}' and "
+            f"'{second.folder}' have sums of other sites: collect them again"
+        )
+    return {kind: {site: a[kind][site] + b[kind][site] for site in a[kind]} for kind in a}
 
 
 SHARED = ("model", "tokenizer", "text_column", "seq_len", "holdout", "forward_dtype")

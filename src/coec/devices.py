@@ -68,4 +68,5 @@ def environment(device: str) -> dict[str, str]:
 
 def computed_by(device: torch.device) -> dict[str, str]:
     """What computes: the bits of a result depend on it as they do on the settings."""
-    return {"coec": __version__, **environment(device.type)}
+    threads = {"threads": str(torch.get_num_threads())} if device.type == "cpu" else {}
+    return {"coec": __version__, **environment(device.type), **threads}

@@ -4,8 +4,6 @@ open → measure → allocate → solve → write. Every stage is a module of it
 in the journal, so that a run that was killed goes on where it was.
 """
 
-import hashlib
-import inspect
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -19,6 +17,7 @@ from coec.calibration.statistics import Statistics
 from coec.compensation import Method
 from coec.devices import DTYPES, choose_device, computed_by, environment
 from coec.events import Progress
+from coec.execution.code import code_digest
 from coec.execution.journal import journal, unfinished
 from coec.execution.output import check_output, check_space
 from coec.models.dense import Dense
@@ -159,19 +158,21 @@ def _identity(
     return {
         **{name: record[name] for name in ("options", *repair.record())},
         "dtype": dtype_name(dtype),
-        "code": [_code(choice) for choice in (repair.selection, repair.compensation)],
+        "selecting": _code(repair.selection),
+        "compensating": _code(repair.compensation),
         "statistics": source.made_with,
         "computed_by": computed_by(device),
     }
 
 
-def _code(choice: Any) -> str | None:
-    """A digest of a user's own function, where its source can be found."""
-    function = choice.function if isinstance(choice, Method) else choice
-    try:
-        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()
-    except (OSError, TypeError):  # a name, or a function typed into a session
+def _code(choice: Any) -> Any:
+    """What a user's own function does and declares; a name says it with the version."""
+    if isinstance(choice, str):
         return None
+    if isinstance(choice, Method):
+        declared = {"adds_bias": choice.adds_bias, "needs": sorted(choice.needs)}
+        return {"code": code_digest(choice.function), **declared}
+    return {"code": code_digest(choice)}
 
 
 @dataclass

@@ -15,6 +15,7 @@ from torch import Tensor
 from coec import selection as selections
 from coec.calibration.ids import token_ids
 from coec.compensation import Method, compensate
+from coec.compensation.methods import called
 from coec.errors import OptionError
 from coec.settings import (
     NAMES,
@@ -181,7 +182,7 @@ def read_toml(path: Path, name: str, missing: str) -> dict[str, Any]:
 
 
 def _name(choice: str | Callable[..., Any]) -> str:
-    return choice if isinstance(choice, str) else getattr(choice, "__name__", repr(choice))
+    return choice if isinstance(choice, str) else called(choice)
 
 
 def _rehearse(recipe: Recipe) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from torch import Tensor
 from coec.calibration.stream import Measured
 from coec.compensation import compensate, relative_errors
 from coec.devices import DTYPES
-from coec.errors import NumericalError
+from coec.errors import NumericalError, OptionError
 from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import Cut, cut_block, value_rows
 from coec.planning import Plan
@@ -71,6 +72,7 @@ def solve_block(measured: Measured, plan: Plan, device: torch.device, dtype: tor
                 "seconds": time.perf_counter() - began,
             }
         )
+        _check_recordable(rows[-1])
     tensors = _as_planned(cut_block(measured.tensors, cuts, dtype), plan, measured.block, dtype)
     kept = {cut.site.key: cut.units.kept.cpu() for cut in cuts}
     return Solved(measured.block, tensors, kept, rows)
@@ -101,6 +103,16 @@ def _solve_site(measured: Measured, site: Site, plan: Plan, device: torch.device
     if held is not None:
         result = _with_holdout(result, weight, held, site.kept_columns(units))
     return Cut(site, units, result)
+
+
+def _check_recordable(row: dict[str, Any]) -> None:
+    """Raises OptionError where a method's diagnostics cannot stand in a report."""
+    try:
+        json.dumps(row, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise OptionError(
+            f"the compensation has diagnostics for {row['module']} that no report holds: {error}"
+        ) from error
 
 
 def _with_holdout(result: SiteResult, weight: Tensor, gram: Gram, kept: KeptSet) -> SiteResult:

@@ -29,6 +29,7 @@ from coec.experiments.grid import expand
 from coec.experiments.publications import PUBLISHED, publication
 from coec.experiments.reporting.document import DRAWN, document, every
 from coec.experiments.reporting.plots import ROLES
+from coec.experiments.reporting.render import markdown
 from coec.experiments.reporting.results import read_results
 
 GRID = """
@@ -84,6 +85,15 @@ def test_a_grid_of_a_users_own_is_drawn_as_it_says(tmp_path):
     assert "Grid mine" not in [one.title for one in made.sections]
 
 
+def test_a_mean_says_what_it_is_over(tmp_path):
+    """The columns that have every row, whatever they stand for."""
+    values = dict(list(ROWS.items())[:3])
+    folder = sr.write(tmp_path / "out", of_mine({**values, (0.4, "rcpu"): 20.0}))
+    write_declarations(folder, declared(tmp_path, GRID + 'extra = { Mean = "mean" }\n'))
+    (section,) = [s for s in document(read_results(folder)).sections if s.title == "Mine"]
+    assert section.tables[0].notes[0] == "Mean over the columns that have every row: 20 %."
+
+
 def test_a_figure_of_a_users_own_is_drawn_as_it_says(tmp_path):
     figure = (
         '[[report]]\nsection = "Mine"\nfigure = "By sparsity"\nx = "sparsity"\neach = ["model"]'
@@ -93,6 +103,7 @@ def test_a_figure_of_a_users_own_is_drawn_as_it_says(tmp_path):
     (section,) = [s for s in document(read_results(folder)).sections if s.title == "Mine"]
     (panel,) = section.figures[0].panels
     assert {c.label: list(c.y) for c in panel.curves} == {"rcpu": [9.0, 12.0], "coec": [8.0, 13.0]}
+    assert "\n### By sparsity\n\nThe figure is in" in markdown(document(read_results(folder)))
 
 
 def test_what_where_chooses_among_still_tells_lines_apart(tmp_path):

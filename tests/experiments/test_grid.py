@@ -156,6 +156,7 @@ def test_a_digest_depends_on_everything_asked_for():
 
     base = ids()
     assert base == ids(settings={"samples": 128})  # the default, said aloud
+    assert base == ids(evaluate={"trust_remote_code": True}, settings={"trust_remote_code": True})
     for change in (
         {"settings": {"samples": 64}},
         {"settings": {"text_column": "x"}},

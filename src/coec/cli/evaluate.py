@@ -144,6 +144,17 @@ def _refuse_unheard(
         raise typer.BadParameter(
             f"{flag_of(next(iter(for_text)))} belongs to perplexity: with --tasks, give --text too"
         )
+    sampled = text == "self"
+    for name in ("max_windows", "text_column") if sampled else ("samples", "seed"):
+        if name in for_text:
+            raise typer.BadParameter(
+                f"{flag_of(name)} belongs to "
+                + (
+                    "text that is read: with --text self, give --samples"
+                    if sampled
+                    else "--text self"
+                )
+            )
 
 
 def _measured(

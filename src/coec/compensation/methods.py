@@ -1,5 +1,6 @@
 """The compensations by name, and what a method is: a function, and what it declares of itself."""
 
+import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ class Method:
     def name(self) -> str:
         """What messages and reports call it: the name it is listed under, or its function's."""
         listed = (name for name, one in COMPENSATIONS.items() if one == self)
-        return next(listed, getattr(self.function, "__name__", repr(self.function)))
+        return next(listed, called(self.function))
 
     @property
     def settings(self) -> tuple[Setting, ...]:
@@ -156,6 +157,13 @@ class Method:
                 f"compensation '{self.name}' has no option '{option}'; its options: {takes}"
             )
         return {option: known[option].checked(value) for option, value in given.items()}
+
+
+def called(function: Callable[..., Any]) -> str:
+    """What messages and reports call a function; the same in every process."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 REQUIRED = inspect.Parameter.empty

@@ -107,7 +107,8 @@ class Cell:
         what it holds is in the row (`identity`), which a sweep compares.
         """
         recipe = None if self.recipe is None else self.recipe.record()
-        content = [self.subject.label, dataclasses.asdict(self.subject.evaluation), recipe]
+        evaluation = replace(self.subject.evaluation, trust_remote_code=False)  # as in the recipe's
+        content = [self.subject.label, dataclasses.asdict(evaluation), recipe]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 

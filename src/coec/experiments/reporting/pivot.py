@@ -182,8 +182,9 @@ class _Pivot:
         """The columns at the end, and a sentence on what a mean is over."""
         names = list(self.item.extra.values())
         whole = [i for i in range(len(columns)) if all(line[i].value is not None for line in body)]
-        over = ", ".join(str(columns[i].get("model", "")) for i in whole) or "none"
-        said = [f"Mean over the models that have every row: {over}."] if "mean" in names else []
+        what = "models" if self.item.columns == ("model",) else "columns"
+        over = ", ".join(self._head(columns[i], columns) for i in whole) or "none"
+        said = [f"Mean over the {what} that have every row: {over}."] if "mean" in names else []
         made = []
         for rows, line in zip(lines, body):
             compared = [row for row in rows if self._compared(row)]

@@ -57,7 +57,8 @@ def _markdown_cell(cell: Cell) -> str:
 
 def _markdown_figure(figure: Figure) -> str:
     caption = " ".join(figure.caption)
-    return f"### {_md(figure.title)}\n\n{_md(caption)} The figure is in [{PAGE}]({PAGE}).\n"
+    words = f"{_md(caption)} The figure is in [{PAGE}]({PAGE}).".strip()
+    return f"### {_md(figure.title)}\n\n{words}\n"
 
 
 def _md(text: str) -> str:
