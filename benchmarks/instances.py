@@ -49,7 +49,7 @@ class Instance:
     @property
     def shape(self) -> tuple[int, int]:
         """`(b, k)` of the right solve."""
-        k = len(self.kept.kept)
+        k = len(self.kept.indices)
         return min(len(self.weight), k), k
 
 

@@ -104,7 +104,7 @@ def measure(instance: Instance, rounds: int) -> dict[str, Any]:
     m, d = instance.weight.shape
     return {
         "name": instance.name, "m": m, "d": d, "b": b, "k": k,
-        "error_of_slice": problem.error(instance.weight[:, instance.kept.kept]), "methods": rows,
+        "error_of_slice": problem.error(instance.weight[:, instance.kept.indices]), "methods": rows,
     }  # fmt: skip
 
 

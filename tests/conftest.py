@@ -21,8 +21,7 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
-"""Third-party models, texts and reference vectors that may not be committed."""
+from places import SHARED
 
 TESTS = Path(__file__).resolve().parent
 CHECKED = ("linalg", "selection", "compensation", "contracts", "models", "calibration",

@@ -342,7 +342,7 @@ def test_a_result_that_does_not_fit_its_dtype_says_which_does(original, tmp_path
     tokens = tm.token_file(tmp_path / "tokens.npy")
 
     def huge(problem):
-        return coec.SiteResult(problem.weight[:, problem.kept.kept] * 1e6)
+        return coec.SiteResult(problem.weight[:, problem.kept.indices] * 1e6)
 
     with pytest.raises(CoecError, match=r"does not fit torch\.float16.*dtype=float32"):
         coec.prune(original, tmp_path / "out", calibration=tokens, samples=24, seq_len=32,

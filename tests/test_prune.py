@@ -328,7 +328,7 @@ def test_functions_of_the_user_need_no_registration(dense, tokens, tmp_path):
         return -torch.arange(weight.shape[1], dtype=weight.dtype)
 
     def half(problem, *, factor: float = 0.5):
-        return SiteResult(factor * problem.weight[:, problem.kept.kept])
+        return SiteResult(factor * problem.weight[:, problem.kept.indices])
 
     report = coec.prune(dense, tmp_path / "out", calibration=tokens, selection=first,
                         compensation=half, factor=0.25, **SETTINGS)  # fmt: skip
@@ -405,8 +405,8 @@ def test_a_repair_is_told_what_the_kept_value_heads_write(dense, tokens, tmp_pat
     seen = []
 
     def spy(problem):
-        seen.append((problem.kept.kept.tolist(), problem.value))
-        return SiteResult(problem.weight[:, problem.kept.kept])
+        seen.append((problem.kept.indices.tolist(), problem.value))
+        return SiteResult(problem.weight[:, problem.kept.indices])
 
     needy = coec.Method(spy, needs={"value"})
     coec.prune(dense, tmp_path / "out", calibration=tokens, compensation=needy, **SETTINGS)

@@ -74,11 +74,11 @@ def magnitude(weight, gram):
 
 def halve(problem):
     """A compensation of the user's own, which changes what is kept."""
-    return SiteResult(problem.weight[:, problem.kept.kept] / 2)
+    return SiteResult(problem.weight[:, problem.kept.indices] / 2)
 
 
 def scaled(problem, *, factor):
-    return SiteResult(problem.weight[:, problem.kept.kept] * factor)
+    return SiteResult(problem.weight[:, problem.kept.indices] * factor)
 
 
 PAIRS = [
@@ -201,7 +201,7 @@ def test_a_function_with_other_code_is_refused(begun, tmp_path, dense, monkeypat
 
 def scaled_by(factor):
     def halve(problem):
-        return SiteResult(problem.weight[:, problem.kept.kept] * factor)
+        return SiteResult(problem.weight[:, problem.kept.indices] * factor)
 
     return halve
 
@@ -228,7 +228,7 @@ def test_diagnostics_that_no_report_holds_are_refused(dense, tmp_path):
     def late(problem):
         last = problem.weight.shape[1] == 40  # not on the small problem that is tried first
         diagnostics = {"mine": float("nan") if last else 0.0}
-        return SiteResult(problem.weight[:, problem.kept.kept], None, diagnostics)
+        return SiteResult(problem.weight[:, problem.kept.indices], None, diagnostics)
 
     text = tm.text_file(tmp_path / "text.txt")
     with pytest.raises(OptionError, match="diagnostics for model.layers.0.mlp.*no report holds"):

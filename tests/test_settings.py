@@ -198,7 +198,7 @@ def test_a_recipe_checks_the_options_of_its_compensation():
 
 def told(problem, *, what=None):
     """A compensation with a diagnostic of whatever it is given."""
-    return SiteResult(problem.weight[:, problem.kept.kept], diagnostics={"what": what})
+    return SiteResult(problem.weight[:, problem.kept.indices], diagnostics={"what": what})
 
 
 def no_sum(problem):

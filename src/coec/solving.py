@@ -65,7 +65,7 @@ def solve_block(measured: Measured, plan: Plan, device: torch.device, dtype: tor
                 "block": site.block,
                 "site": site.name,
                 "units_before": site.units,
-                "units_after": len(cut.units.kept),
+                "units_after": len(cut.units.indices),
                 **dict.fromkeys(ERRORS),
                 "events": [],
                 **cut.result.diagnostics,
@@ -74,7 +74,7 @@ def solve_block(measured: Measured, plan: Plan, device: torch.device, dtype: tor
         )
         _check_recordable(rows[-1])
     tensors = _as_planned(cut_block(measured.tensors, cuts, dtype), plan, measured.block, dtype)
-    kept = {cut.site.key: cut.units.kept.cpu() for cut in cuts}
+    kept = {cut.site.key: cut.units.indices.cpu() for cut in cuts}
     return Solved(measured.block, tensors, kept, rows)
 
 
@@ -118,7 +118,7 @@ def _check_recordable(row: dict[str, Any]) -> None:
 def _with_holdout(result: SiteResult, weight: Tensor, gram: Gram, kept: KeptSet) -> SiteResult:
     """Adds the error on the held-out windows to the diagnostics."""
     gram.check_finite()
-    kept = KeptSet(kept.kept.to(gram.x.device), kept.size)
+    kept = KeptSet(kept.indices.to(gram.x.device), kept.size)
     wide = SiteResult(
         result.weight.to(gram.x), None if result.bias is None else result.bias.to(gram.x)
     )

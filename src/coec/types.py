@@ -158,11 +158,11 @@ def _symmetrize(A: Float[Tensor, "n n"], block: int = 4096) -> None:
 class KeptSet:
     """Which of `size` units stay: sorted, distinct, at least one."""
 
-    kept: Int[Tensor, " k"]
+    indices: Int[Tensor, " k"]
     size: int
 
     def __post_init__(self) -> None:
-        kept = self.kept
+        kept = self.indices
         if kept.ndim != 1 or kept.dtype not in (torch.int64, torch.int32) or len(kept) == 0:
             raise OptionError(
                 f"a kept set is a non-empty 1-D integer tensor, got {kept.dtype} of shape "
@@ -179,17 +179,17 @@ class KeptSet:
     @property
     def everything(self) -> bool:
         """True when nothing is removed."""
-        return len(self.kept) == self.size
+        return len(self.indices) == self.size
 
     def columns(self, width: int) -> "KeptSet":
         """The kept columns when every unit owns `width` consecutive columns."""
-        offsets = torch.arange(width, device=self.kept.device)
-        return KeptSet((self.kept[:, None] * width + offsets).flatten(), self.size * width)
+        offsets = torch.arange(width, device=self.indices.device)
+        return KeptSet((self.indices[:, None] * width + offsets).flatten(), self.size * width)
 
     def dropped(self) -> Int[Tensor, " dropped"]:
         """The indices that do not stay, sorted."""
-        mask = torch.ones(self.size, dtype=torch.bool, device=self.kept.device)
-        mask[self.kept] = False
+        mask = torch.ones(self.size, dtype=torch.bool, device=self.indices.device)
+        mask[self.indices] = False
         return mask.nonzero().flatten()
 
 

@@ -130,7 +130,7 @@ def test_inputs_that_are_not_finite_are_named():
 
 def test_an_answer_that_is_not_finite_never_leaves():
     def broken(problem):
-        return coec.SiteResult(problem.weight[:, problem.kept.kept] * float("nan"))
+        return coec.SiteResult(problem.weight[:, problem.kept.indices] * float("nan"))
 
     W, gram, kept, _ = case()
     with pytest.raises(NumericalError, match="the compensated weight holds NaN or Inf"):

@@ -21,11 +21,11 @@ def case(m=6, d=10, k=7):
 def shifted(problem):
     """A slice, and a bias."""
     W = problem.weight
-    return SiteResult(W[:, problem.kept.kept], bias=torch.ones(len(W), dtype=W.dtype))
+    return SiteResult(W[:, problem.kept.indices], bias=torch.ones(len(W), dtype=W.dtype))
 
 
 def scaled(problem, *, factor: float = 0.5, often: int = 1):
-    return SiteResult(factor**often * problem.weight[:, problem.kept.kept])
+    return SiteResult(factor**often * problem.weight[:, problem.kept.indices])
 
 
 def test_a_bias_that_was_not_declared_is_refused():
@@ -49,7 +49,7 @@ def test_the_value_projection_reaches_only_methods_that_need_it():
 
     def spy(problem):
         seen.append(problem.value)
-        return SiteResult(problem.weight[:, problem.kept.kept])
+        return SiteResult(problem.weight[:, problem.kept.indices])
 
     value = problems.weight(7, 3)
     coec.compensate(*case(), method=spy, value_weight=value)
@@ -67,7 +67,7 @@ def test_only_parts_that_a_problem_has_can_be_needed():
 
 def test_a_function_of_the_old_form_is_shown_the_new_one():
     def old(weight, gram, kept, *, factor: float = 0.5):
-        return SiteResult(factor * weight[:, kept.kept])
+        return SiteResult(factor * weight[:, kept.indices])
 
     match = (
         r"'old' takes \(weight, gram, kept\): write it as old\(problem, \*, options\) -> "
@@ -141,7 +141,7 @@ def test_one_need_may_be_a_word():
 
 
 def bare(problem):
-    return problem.weight[:, problem.kept.kept]
+    return problem.weight[:, problem.kept.indices]
 
 
 def wide(problem):

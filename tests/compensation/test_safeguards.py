@@ -54,7 +54,7 @@ def test_an_error_above_the_slice_is_said_whatever_the_method():
     W, gram, kept = case()
 
     def swollen(problem):
-        return SiteResult(3 * problem.weight[:, problem.kept.kept])
+        return SiteResult(3 * problem.weight[:, problem.kept.indices])
 
     found = coec.compensate(W, gram, kept, method=swollen).diagnostics
     assert found["error_after"] > found["error_before"]

@@ -72,7 +72,7 @@ def check_that_removing_is_masking(model, tokens, out):
     dense = tm.load(model)
     for site in Dense.open(model).layout.sites:
         mask = torch.zeros(site.columns, dtype=torch.float64)
-        mask[site.kept_columns(KeptSet(kept[site.key], site.units)).kept] = 1
+        mask[site.kept_columns(KeptSet(kept[site.key], site.units)).indices] = 1
         dense.get_submodule(site.consumer).register_forward_pre_hook(
             lambda _, args, mask=mask: (args[0] * mask,)
         )

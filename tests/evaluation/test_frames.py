@@ -51,9 +51,9 @@ def test_angles_are_those_of_the_definition(seed):
     W0, C = problems.weight(M, D, seed), problems.weight(M, K, seed + 50)
     found = compare_frames(W0, KEPT, C, R)
     V_full, V_P, V_C = (
-        np.linalg.svd(W.numpy())[2][:R].T for W in (W0, W0[:, KEPT.kept], C)
+        np.linalg.svd(W.numpy())[2][:R].T for W in (W0, W0[:, KEPT.indices], C)
     )  # fmt: skip
-    O = V_full[KEPT.kept.numpy()]  # noqa: E741  # the paper's name
+    O = V_full[KEPT.indices.numpy()]  # noqa: E741  # the paper's name
     for measured, (A, B) in {
         found.original_pruned: (O, V_P),
         found.original_compensated: (O, V_C),
@@ -67,7 +67,7 @@ def test_angles_are_those_of_the_definition(seed):
 
 def test_without_compensation_nothing_turns():
     W0 = problems.weight(M, D)
-    found = compare_frames(W0, KEPT, W0[:, KEPT.kept], R, value_weight=problems.weight(K, 9))
+    found = compare_frames(W0, KEPT, W0[:, KEPT.indices], R, value_weight=problems.weight(K, 9))
     assert found.original_pruned == found.original_compensated
     assert found.original_pruned.mean > 1
     assert found.pruned_compensated.greatest < TINY_ANGLE
@@ -82,7 +82,7 @@ def test_without_compensation_nothing_turns():
 def test_a_known_rotation_of_the_inputs_is_the_angle(degrees):
     """Every read direction turns toward one of its own outside the frame, U stays."""
     W0 = spectrum([9, 8, 7, 6], M, D)
-    W_K = W0[:, KEPT.kept]
+    W_K = W0[:, KEPT.indices]
     _, _, Vt = torch.linalg.svd(W_K, full_matrices=True)
     V, outside = Vt[:R].T, Vt[R : 2 * R].T
     angle = math.radians(degrees)
@@ -97,7 +97,7 @@ def test_a_known_rotation_of_the_inputs_is_the_angle(degrees):
 def test_a_rotation_of_both_sides_alike_keeps_the_pairing():
     """`Q_l W_K Q_r` with the same generator in both frames: `Q_u = Q_v`."""
     W0 = problems.weight(M, D)
-    U, s, Vt = torch.linalg.svd(W0[:, KEPT.kept], full_matrices=False)
+    U, s, Vt = torch.linalg.svd(W0[:, KEPT.indices], full_matrices=False)
     T = torch.linalg.matrix_exp(0.2 * (A := problems.weight(K, K)) - 0.2 * A.T)
     found = compare_frames(W0, KEPT, (U @ T) @ torch.diag(s / 2) @ (T.T @ Vt), R)
     assert found.discrepancy < CLOSED_FORM
@@ -142,7 +142,7 @@ def walk(value):
 
 def test_the_discrepancy_is_that_of_the_definition():
     W0, C = problems.weight(M, D), problems.weight(M, K, 3)
-    U_P, _, Vt_P = np.linalg.svd(W0[:, KEPT.kept].numpy(), full_matrices=False)
+    U_P, _, Vt_P = np.linalg.svd(W0[:, KEPT.indices].numpy(), full_matrices=False)
     U_C, _, Vt_C = np.linalg.svd(C.numpy(), full_matrices=False)
     Q_u, Q_v = U_P[:, :R].T @ U_C[:, :R], Vt_P[:R] @ Vt_C[:R].T
     expected = np.linalg.norm(Q_u - Q_v) / np.linalg.norm(Q_u)
@@ -154,7 +154,7 @@ def test_the_penalty_is_the_one_that_compensation_minimises():
     anchor = Anchor.of(W0, value, KEPT, lambda_a=1.0, r_p=R)
     penalty = compare_frames(W0, KEPT, C, R, value_weight=value).penalty
     alignment = Alignment(anchor.writer, anchor.target, torch.arange(R), 1.0)
-    for W, measured in ((W0[:, KEPT.kept], penalty.pruned), (C, penalty.compensated)):
+    for W, measured in ((W0[:, KEPT.indices], penalty.pruned), (C, penalty.compensated)):
         V_r = torch.linalg.svd(W, full_matrices=False)[2][:R]
         assert measured == pytest.approx(alignment.penalty(V_r), rel=CLOSED_FORM)
 
@@ -168,7 +168,7 @@ def test_the_weighted_penalty_is_its_formula_and_the_plain_one_for_equal_values(
         V = Vt[:R].T if V is None else V
         return V @ torch.diag(s[:R] ** 2 / (s[:R] ** 2).sum()) @ V.T
 
-    L, _, Zt = torch.linalg.svd(torch.linalg.svd(W0)[2][:R].T[KEPT.kept], full_matrices=False)
+    L, _, Zt = torch.linalg.svd(torch.linalg.svd(W0)[2][:R].T[KEPT.indices], full_matrices=False)
     difference = U_v.T @ (read(C) - read(W0, L @ Zt)) @ U_v
     measured = compare_frames(W0, KEPT, C, R, value_weight=value).penalty
     assert measured.weighted_compensated == pytest.approx(
@@ -181,7 +181,7 @@ def test_the_weighted_penalty_is_its_formula_and_the_plain_one_for_equal_values(
 
 def test_a_frame_is_no_larger_than_the_rank():
     W0 = spectrum([5, 4, 3], M, D)
-    found = compare_frames(W0, KEPT, W0[:, KEPT.kept], 8, value_weight=problems.weight(K, 2))
+    found = compare_frames(W0, KEPT, W0[:, KEPT.indices], 8, value_weight=problems.weight(K, 2))
     assert found.r == 3
     assert found.gap_dense is None
     assert found.pruned_compensated.greatest < TINY_ANGLE
@@ -201,11 +201,11 @@ def test_directions_that_only_the_removed_columns_read_leave_the_frame():
     outer = problems.orthonormal(M, 1)[:, 0]
     W0 = W0 - outer[:, None] * (outer @ W0)
     W0[:, gone] = 1000 * outer
-    found = compare_frames(W0, KEPT, W0[:, KEPT.kept], 1 + R)
+    found = compare_frames(W0, KEPT, W0[:, KEPT.indices], 1 + R)
     assert found.r == 1 + R
     assert math.isfinite(found.original_pruned.mean)
     with pytest.raises(NumericalError, match="leading directions vanish on the kept columns"):
-        compare_frames(W0, KEPT, W0[:, KEPT.kept], 1)
+        compare_frames(W0, KEPT, W0[:, KEPT.indices], 1)
 
 
 def test_what_has_no_frames_is_an_error():

@@ -39,7 +39,7 @@ def test_a_pair_knows_sizes_and_units(dense_folder, pruned_folder):
     for site, size in zip(pair.dense.layout.blocks[1].sites, (4, 40), strict=True):
         units = pair.kept(site)
         assert units.size == size
-        assert torch.equal(units.kept, stored[f"layers.1.{site.name}"])
+        assert torch.equal(units.indices, stored[f"layers.1.{site.name}"])
 
 
 def test_the_report_names_the_dense_model(dense_folder, pruned, monkeypatch):

@@ -59,8 +59,8 @@ def test_a_sparsity_is_strictly_between_0_and_1(sparsity):
 
 def test_the_highest_stay_and_ties_go_to_the_lower_index():
     scores = torch.tensor([1.0, 3.0, 2.0, 2.0, 2.0, 0.0])
-    assert keep_highest(scores, 3).kept.tolist() == [1, 2, 3]
-    assert keep_highest(torch.zeros(5), 2).kept.tolist() == [0, 1]
+    assert keep_highest(scores, 3).indices.tolist() == [1, 2, 3]
+    assert keep_highest(torch.zeros(5), 2).indices.tolist() == [0, 1]
     assert keep_highest(scores, 6).everything
 
 
@@ -92,6 +92,6 @@ def test_a_kept_set_is_sorted_distinct_and_in_range():
 
 def test_units_own_consecutive_columns():
     units = KeptSet(torch.tensor([0, 2]), 3)
-    assert units.columns(2).kept.tolist() == [0, 1, 4, 5]
+    assert units.columns(2).indices.tolist() == [0, 1, 4, 5]
     assert units.dropped().tolist() == [1]
     assert not units.everything

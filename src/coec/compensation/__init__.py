@@ -70,7 +70,7 @@ def compensate(
     method = Method.of(method)
     chosen = method.chosen(options)
     kept = kept if isinstance(kept, KeptSet) else KeptSet(kept, weight.shape[-1])
-    kept = KeptSet(kept.kept.to(gram.xx.device), kept.size)
+    kept = KeptSet(kept.indices.to(gram.xx.device), kept.size)
     problem = SiteProblem(weight, gram, kept, value_weight)
     _check_finite(problem)
     value = (
@@ -148,6 +148,6 @@ def relative_errors(
     before = relative_error(weight, gram.xx, kept, kept_columns(weight, kept), yy)
     after = relative_error(weight, gram.xx, kept, result.weight, yy)
     if result.bias is not None and yy > 0:
-        residual = weight @ gram.x - result.weight @ gram.x[kept.kept]
+        residual = weight @ gram.x - result.weight @ gram.x[kept.indices]
         after += float(result.bias @ (gram.tokens * result.bias - 2 * residual)) / yy
     return before, max(after, 0.0)  # below 0 by rounding alone

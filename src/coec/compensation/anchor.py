@@ -42,7 +42,7 @@ class Anchor:
         r_p: int,
     ) -> "Anchor":
         """Builds the anchor from the unpruned consumer and the pruned value projection."""
-        k = len(kept.kept)
+        k = len(kept.indices)
         if value_weight.shape[0] != k:
             raise OptionError(
                 f"value_weight needs one row per kept column ({k}), got {value_weight.shape[0]}: "
@@ -50,7 +50,7 @@ class Anchor:
             )
         U_v = _left_frame(value_weight)[:, :r_p]
         V_full = _left_frame(weight.T)[:, :r_p]
-        V = _left_frame(V_full[kept.kept])
+        V = _left_frame(V_full[kept.indices])
         seen = U_v.T @ V
         return cls(U_v, seen @ seen.T, lambda_a, r_p)
 

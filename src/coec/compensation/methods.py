@@ -135,7 +135,7 @@ class Method:
                 f"coec.Method({self.name}, adds_bias=True)"
             )
         rows = len(problem.weight)
-        self._check_tensor("weight", result.weight, (rows, len(problem.kept.kept)), problem)
+        self._check_tensor("weight", result.weight, (rows, len(problem.kept.indices)), problem)
         if result.bias is not None:
             self._check_tensor("bias", result.bias, (rows,), problem)
 

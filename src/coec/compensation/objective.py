@@ -42,7 +42,7 @@ class Reconstruction:
         precision: float = 0.0,
     ) -> "Reconstruction":
         """The problem of replacing `weight` by its kept columns under the second moment G."""
-        K = kept.kept
+        K = kept.indices
         WG = weight @ G
         return cls(G[K][:, K], WG[:, K], (WG * weight).sum(dim=1), precision)
 
@@ -70,7 +70,7 @@ class Reconstruction:
         if F is None:
             plain = cls.of(weight, G, kept)
             return cls(plain.Gxx / unit, plain.Gyx / unit, plain.energy / unit, precision)
-        F_K, WF = F[kept.kept], weight @ F
+        F_K, WF = F[kept.indices], weight @ F
         del F
         return cls(F_K @ F_K.T, WF @ F_K.T, WF.square().sum(dim=1))
 
@@ -104,7 +104,7 @@ def relative_error(
     Args:
         yy: `tr(W₀ G W₀ᵀ)`, the `output_energy` of `weight`.
     """
-    lost = weight.index_add(1, kept.kept, W, alpha=-1)
+    lost = weight.index_add(1, kept.indices, W, alpha=-1)
     return max(output_energy(lost, G), 0.0) / yy if yy > 0 else 0.0
 
 
@@ -125,7 +125,7 @@ def above(error: float, bound: float, dtype: torch.dtype) -> bool:
 
 def kept_columns(weight: Float[Tensor, "m d"], kept: KeptSet) -> Float[Tensor, "m k"]:
     """`W_K = W₀[:, K]`, the uncompensated slice."""
-    return torch.index_select(weight, 1, kept.kept)
+    return torch.index_select(weight, 1, kept.indices)
 
 
 def power_of_two(values: Float[Tensor, "..."]) -> float:

@@ -120,10 +120,10 @@ def compare_frames(
         NumericalError: a weight is not finite, or has no frame.
     """
     _check_shapes(W0, kept, W_tilde, r, value_weight)
-    dense, pruned, compensated = (_Modes.of(W) for W in (W0, W0[:, kept.kept], W_tilde))
+    dense, pruned, compensated = (_Modes.of(W) for W in (W0, W0[:, kept.indices], W_tilde))
     r = min(r, len(dense.s), len(pruned.s), len(compensated.s))
     P, C = pruned.top(r), compensated.top(r)
-    basis, V0 = _restricted(dense.V[kept.kept, :r])
+    basis, V0 = _restricted(dense.V[kept.indices, :r])
     if basis.shape[1] == 0:
         raise NumericalError(
             "the weight, its slice or the compensated weight is 0, or the dense weight's leading "
@@ -148,7 +148,7 @@ def compare_frames(
 def _check_shapes(
     W0: Tensor, kept: KeptSet, W_tilde: Tensor, r: int, value_weight: Tensor | None
 ) -> None:
-    k = len(kept.kept)
+    k = len(kept.indices)
     if W0.shape[1] != kept.size or W_tilde.shape != (W0.shape[0], k):
         raise OptionError(
             f"a dense weight {tuple(W0.shape)}, a kept set of {k} out of {kept.size} and a "

@@ -86,7 +86,7 @@ def measure_geometry(
         weights = (_wide(c.tensor(site.weight), chosen) for c in (pair.dense, pair.pruned))
         value = _value(pair, site, units, chosen)
         columns = site.kept_columns(units)
-        kept = KeptSet(columns.kept.to(chosen), columns.size)
+        kept = KeptSet(columns.indices.to(chosen), columns.size)
         W0, W_tilde = weights
         try:
             with recording() as events:
@@ -98,7 +98,7 @@ def measure_geometry(
                 "module": name,
                 "site": site.name,
                 "units_before": units.size,
-                "units_after": len(units.kept),
+                "units_after": len(units.indices),
                 **frames.as_dict(),
                 "events": events,
             }

@@ -149,9 +149,9 @@ def _read_units(folder: Path, before: Layout, after: Layout) -> dict[str, KeptSe
             raise ModelError(
                 f"{key} in '{folder / KEPT}' does not fit the dense model: {error}"
             ) from error
-        if len(units[key].kept) != smaller.units:
+        if len(units[key].indices) != smaller.units:
             raise ModelError(
-                f"{key} in '{folder / KEPT}' keeps {len(units[key].kept)} units, the pruned "
+                f"{key} in '{folder / KEPT}' keeps {len(units[key].indices)} units, the pruned "
                 f"model has {smaller.units}: the files are of different runs"
             )
     return units

@@ -29,7 +29,7 @@ class Rows:
 
     def of(self, units: KeptSet) -> Int[Tensor, " rows"]:
         """Indices of the rows that the kept units own."""
-        return self.start + units.columns((self.stop - self.start) // units.size).kept.cpu()
+        return self.start + units.columns((self.stop - self.start) // units.size).indices.cpu()
 
 
 @dataclass(frozen=True)

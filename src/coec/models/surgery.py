@@ -61,7 +61,7 @@ def value_rows(
     if site.value is None:
         return None
     rows = tensors[site.value.tensor][site.value.of(units)]
-    heads = rows.reshape(len(units.kept), -1, rows.shape[1])
+    heads = rows.reshape(len(units.indices), -1, rows.shape[1])
     return heads.repeat_interleave(site.columns_per_unit // heads.shape[1], dim=0).flatten(0, 1)
 
 
