@@ -8,6 +8,7 @@ its own. `COEC_TYPECHECK=1` checks everywhere. What a marker means is in pyproje
 import functools
 import os
 import random
+import signal
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -32,6 +33,11 @@ LONG = ("test_demo.py", "test_sweep.py", "test_fuzz.py", "test_zero_shot.py")
 """Files with tests of five seconds and more; the many short ones then fill up the cores."""
 
 transformers_logging.disable_progress_bar()
+
+# Started by nohup, or in the background of a script, the tests and the programs that they start
+# would be deaf to what some of them send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.hookimpl(tryfirst=True)

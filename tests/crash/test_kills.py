@@ -15,8 +15,8 @@ BLOCKS = 5
 PRUNINGS = ("prune", "prune sampled text", "prune from statistics", "replace")
 STATUS = {"kill": -9, "power": -9, "term": 143}
 FEW = {
-    "prune": ("kill", 5), "replace": ("power", 4), "collect": ("term", 3), "merge": ("kill", 3),
-    "sweep": ("kill", 3),
+    "prune": ("kill", 4), "replace": ("power", 3), "collect": ("term", 3), "merge": ("kill", 2),
+    "sweep": ("kill", 2),
 }  # fmt: skip
 """Boundaries of each command in every run of the suite."""
 

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -56,13 +57,29 @@ class Workers:
             return
         try:
             with _deferred():
-                results = self._pool.map(functools.partial(_carry_out, function), jobs)
+                results = self._pool.map(
+                    functools.partial(_carry_out, function), map(_ByValue, jobs)
+                )
             yield from results
         except BrokenProcessPool as error:
             raise CoecError(
                 "a worker process died, probably for lack of memory: use fewer jobs (jobs=N); "
                 "what is finished is kept, and the same command goes on with the rest"
             ) from error
+
+
+class _ByValue:
+    """A job on its way to a worker, where it arrives as itself.
+
+    Otherwise torch hands tensors over through a thread of this process, which complains on stderr
+    of a worker that has gone meanwhile.
+    """
+
+    def __init__(self, job: Any) -> None:
+        self._job = job
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return pickle.loads, (pickle.dumps(self._job),)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -66,7 +67,8 @@ def gradient(
         if change < delta:
             reason, converged = f"rotation changed by less than delta = {delta:g}", True
             break
-    if not history[-1] <= history[0]:
+    slack = 16 * torch.finfo(R.dtype).eps * abs(history[0])  # a rise by rounding is none
+    if not history[-1] <= history[0] + slack:
         record("right rotation rejected: the gradient solver raised its objective")
         R, reason, converged = start, "objective rose", False
     return R, Convergence(converged, len(history) - 1, reason, tuple(history))
