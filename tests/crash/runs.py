@@ -106,6 +106,11 @@ class Place:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def spread(events: int, count: int) -> list[int]:
+    """So many numbers of events, from the first to the last."""
+    return sorted({round(i * (events - 1) / max(1, count - 1)) for i in range(count)})
+
+
 def _content(path: Path) -> str:
     content = path.read_bytes()
     if path.suffix in (".json", ".jsonl"):

@@ -3,7 +3,7 @@
 import subprocess
 
 import pytest
-from runs import RUNS
+from runs import RUNS, spread
 
 FULL = "No space left on device"
 
@@ -41,19 +41,9 @@ def _fills_up(here, wanted, at):
     return bool(said)
 
 
-def _fills_up_at_boundaries(here, undisturbed, count):
-    wanted, answer = undisturbed(here.name)
-    events = len(answer["events"])
-    numbers = sorted({round(i * (events - 1) / (count - 1)) for i in range(count)})
-    refused = [_fills_up(here, wanted, at) for at in numbers]
-    assert sum(refused) > len(numbers) / 2  # it did fill up
-
-
 @pytest.mark.crash
 @pytest.mark.parametrize("name", ["prune", "collect", "merge"])
 def test_a_disk_that_fills_up_at_boundaries(name, disk, place, undisturbed):
-    _fills_up_at_boundaries(place(name, disk), undisturbed, RUNS)
-
-
-def test_a_disk_that_fills_up(disk, place, undisturbed):
-    _fills_up_at_boundaries(place("prune", disk), undisturbed, 3)
+    here, (wanted, answer) = place(name, disk), undisturbed(name)
+    refused = [_fills_up(here, wanted, at) for at in spread(len(answer["events"]), RUNS)]
+    assert sum(refused) > len(refused) / 2  # it did fill up

@@ -51,12 +51,11 @@ def test_different_functions_have_different_digests():
 def test_the_same_functions_have_the_same_digests_in_every_process():
     program = "import test_code; print([test_code.code_digest(f) for f in test_code.listed()])"
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    for seed in ("1", "2"):
-        answer = subprocess.run(
-            [sys.executable, "-c", program], check=True, capture_output=True, text=True,
-            env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed},
-        )  # fmt: skip
-        assert answer.stdout.strip() == str([code_digest(function) for function in listed()])
+    answer = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "1"},
+    )  # fmt: skip
+    assert answer.stdout.strip() == str([code_digest(function) for function in listed()])
 
 
 def test_what_cannot_be_known_is_equal_to_nothing():
