@@ -46,4 +46,4 @@ def _fills_up(here, wanted, at):
 def test_a_disk_that_fills_up_at_boundaries(name, disk, place, undisturbed):
     here, (wanted, answer) = place(name, disk), undisturbed(name)
     refused = [_fills_up(here, wanted, at) for at in spread(len(answer["events"]), RUNS)]
-    assert sum(refused) > len(refused) / 2  # it did fill up
+    assert 2 * sum(refused) >= len(refused)  # it did fill up
