@@ -419,7 +419,11 @@ def test_evaluation_on_the_calibration_text_is_noted(dense, tokens, run, tmp_pat
 
 def test_a_record_that_is_none_is_one_line(dense, tokens, run, tmp_path):
     shutil.copytree(dense, tmp_path / "model")
-    for content in ("{", "[]", '{"calibration": null}'):
+    run("prune", dense, tmp_path / "out", "--calibration", tokens, "--samples", 24,
+        "--seq-len", 32, "--compensation", "none")  # fmt: skip
+    whole = json.loads((tmp_path / "out/coec.json").read_text())
+    spoiled = [json.dumps(whole | {name: 3.0}) for name in ("calibration", "sites", "recipe")]
+    for content in ("{", "[]", '{"calibration": null}', *spoiled):
         (tmp_path / "model" / "coec.json").write_text(content)
         status, _, err = run("eval", tmp_path / "model", "--text", tokens, "--seq-len", 32)
         assert (status, err.count("\n")) == (1, 1)

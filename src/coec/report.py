@@ -1,8 +1,8 @@
 """What happened in a pruning run: one object, written as coec.json and as the model card."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 from coec import __version__
 from coec.errors import ModelError
@@ -86,7 +86,11 @@ class Report:
         path = Path(folder) / REPORT
         try:
             record = parse_json(path)
-            own = [field.name for field in fields(cls) if field.name != "out"]
+            own = {name: get_origin(kind) or kind for name, kind in get_type_hints(cls).items()}
+            del own["out"]
+            for name, kind in own.items():
+                if not isinstance(record[name], kind):
+                    raise TypeError(f"{name} is no {kind.__name__}")
             return cls(out=str(folder), **{name: record[name] for name in own})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelError(
