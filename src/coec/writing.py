@@ -21,12 +21,11 @@ from coec.models.dense import INDEX, Dense
 from coec.models.description import CONFIG
 from coec.models.files import opened, read_tensors, write_json, write_tensors
 from coec.models.layout import BlockLayout
-from coec.planning import Plan
+from coec.planning import SHARD_BYTES, Plan
 from coec.report import KEPT
 from coec.solving import Solved
 
 MAX_SHARD = "2GB"
-SHARD_BYTES = 2 * 10**9
 
 
 class Checkpoint:

@@ -177,7 +177,7 @@ class Journal:
             path = self.path(name)
             if not path.is_file():
                 del self._entries[name]  # it had been removed because another piece has it
-            elif path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
+            elif not _is_recorded(path, entry):
                 del self._entries[name]
                 record(f"'{path}' is not what was written: it is made again")
         for folder in (self.new, self.work):
@@ -192,8 +192,7 @@ class Journal:
         pieces = [entry for entry in self._entries.values() if entry["file"].startswith(f"{NEW}/")]
         return all(
             (path := self.out / entry["file"].removeprefix(f"{NEW}/")).is_file()
-            and path.stat().st_size == entry["bytes"]
-            and sha256(path) == entry["sha256"]
+            and _is_recorded(path, entry)
             for entry in pieces
         )
 
@@ -207,6 +206,11 @@ class Journal:
             sync(self.partial.parent)
         else:
             self._entries[entry["name"]] = entry
+
+
+def _is_recorded(path: Path, entry: dict[str, Any]) -> bool:
+    """Whether a file is what an entry says of it; one of another size is not read."""
+    return path.stat().st_size == entry["bytes"] and sha256(path) == entry["sha256"]
 
 
 @contextmanager
