@@ -45,3 +45,43 @@ def alive(stat):
         return stat.read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+INTERRUPTED = """
+import os, signal, threading, time
+from multiprocessing import util
+from coec.execution.workers import Workers
+
+start = util.spawnv_passfds
+
+def start_and_interrupt(*arguments):
+    '''Before a worker has been told what it is for: it would find its pipe at an end.'''
+    pid = start(*arguments)
+    if "spawn_main" in str(arguments[1]):  # not for what keeps track of shared memory
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)  # until another thread has taken it
+    return pid
+
+def work(seconds):
+    time.sleep(seconds)
+
+if __name__ == "__main__":
+    # As torch has: a signal that one thread holds back is another's.
+    threading.Thread(target=time.sleep, args=[600], daemon=True).start()
+    util.spawnv_passfds = start_and_interrupt
+    try:
+        with Workers(2) as workers:
+            list(workers.map(work, [600, 600]))
+    except KeyboardInterrupt:
+        raise SystemExit(130)
+"""
+
+
+def test_a_signal_waits_until_workers_have_been_told_what_they_are_for(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(INTERRUPTED)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(
+        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (ended.returncode, ended.stderr) == (130, "")

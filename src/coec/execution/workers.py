@@ -84,12 +84,23 @@ class _ByValue:
 
 @contextmanager
 def _deferred() -> Iterator[None]:
-    """Signals wait, also in processes that are started meanwhile, until these can take them."""
+    """Signals wait, also in processes that are started meanwhile, until these can take them.
+
+    The mask is for those, which inherit it. Here it holds back nothing: it is this thread's alone,
+    and Python hands the main thread what any other one takes.
+    """
+    came: list[int] = []
+    main = threading.current_thread() is threading.main_thread()
+    before = {n: signal.signal(n, lambda got, _: came.append(got)) for n in ENDING if main}
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+        for first in came[:1]:
+            signal.raise_signal(first)
 
 
 def _begin(threads: int) -> None:
