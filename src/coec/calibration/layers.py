@@ -1,0 +1,166 @@
+"""A model's decoder layers, one at a time: loaded, called as the model calls them, dropped again.
+
+Layers are the model's own, and are called with the keyword arguments that the model itself passed
+them in a recording pass without weights: nothing of rotary embeddings, masks or positions is
+rebuilt.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from coec.errors import ModelError
+from coec.models.description import Description, compute_rotary
+from coec.models.layout import BlockLayout, Site
+
+TOKENS_PER_BATCH = 8192
+State = Float[Tensor, "_ length hidden"]
+"""Hidden states of a batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """How the model calls one of its layers: everything but the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def imitate(layer: nn.Module, stand_in: nn.Module) -> None:
+    """Some models read attributes of a layer, such as its attention type, before the call."""
+    for name, value in vars(layer).items():
+        if not name.startswith("_") and not hasattr(stand_in, name):
+            setattr(stand_in, name, value)
+
+
+class _Recorder(nn.Module):
+    """Stands in for a decoder layer, notes how it is called, and passes hidden states through."""
+
+    def __init__(self, layer: nn.Module, calls: list[_Call], *, in_tuple: bool) -> None:
+        super().__init__()
+        self._calls, self._in_tuple = calls, in_tuple
+        imitate(layer, self)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._calls.append(_Call(args, kwargs))
+        return (hidden_states,) if self._in_tuple else hidden_states
+
+
+class _Silent(nn.Module):
+    """Stands in for a part of a layer, and adds nothing to the hidden states."""
+
+    def __init__(self, *, in_tuple: bool) -> None:
+        super().__init__()
+        self._in_tuple = in_tuple
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        zeros = torch.zeros_like(args[0] if args else kwargs["hidden_states"])
+        return (zeros, None) if self._in_tuple else zeros
+
+
+class Layers:
+    """The layers of a model over batches of windows of one length.
+
+    Args:
+        model: which one.
+        device: where layers run; hidden states wait on the CPU.
+        dtype: of the forward pass.
+    """
+
+    def __init__(self, model: Description, *, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        self._model = model.skeleton(dtype).requires_grad_(requires_grad=False)
+        self._base = cast(Any, self._model.base_model)
+        self.modules: list[nn.Module] = list(self._base.layers)
+        self._calls: dict[int, list[_Call]] = {}
+
+    @torch.no_grad()
+    def embed(
+        self, batches: Sequence[Int[Tensor, "_ length"]], embedding: Float[Tensor, "v hidden"]
+    ) -> list[State]:
+        """The hidden states before the first layer; notes how each layer is called."""
+        base = self._base
+        base.embed_tokens.weight = nn.Parameter(
+            embedding.to(self._device, self._dtype), requires_grad=False
+        )
+        compute_rotary(self._model, self._device)
+        base.norm = nn.Identity()
+        states = []
+        for batch in batches:
+            state, self._calls[len(batch)] = self._record(batch)
+            states.append(state)
+        base.embed_tokens.to("meta")
+        return states
+
+    def _record(self, batch: Int[Tensor, "_ length"]) -> tuple[State, list[_Call]]:
+        """Embeds a batch and notes how the model calls each of its layers."""
+        # Layers of some releases return a tuple, and their model takes its first element, which
+        # of a tensor would be the first row: the shape that comes out tells which is meant.
+        for in_tuple in (False, True):
+            calls: list[_Call] = []
+            self._base.layers = nn.ModuleList(
+                _Recorder(layer, calls, in_tuple=in_tuple) for layer in self.modules
+            )
+            out = self._base(input_ids=batch.to(self._device), use_cache=False).last_hidden_state
+            if out.shape[:-1] == batch.shape:
+                return out.cpu(), calls
+        raise ModelError("the decoder layers of this transformers release are called in a new way")
+
+    def load(
+        self, block: BlockLayout, tensors: Mapping[str, Tensor], *, part: bool = False
+    ) -> None:
+        """Gives a layer its weights, by their full names, in the dtype of the forward pass.
+
+        Args:
+            block: of the layer.
+            tensors: all of them; or some.
+            part: whether others may be missing.
+        """
+        self.modules[block.index].load_state_dict(
+            {
+                name.removeprefix(block.prefix): tensor.to(self._device, self._dtype)
+                for name, tensor in tensors.items()
+            },
+            assign=True,
+            strict=not part,
+        )
+
+    def drop(self, index: int) -> None:
+        """Frees the weights of a layer."""
+        self.modules[index].to("meta")
+
+    def advance(self, index: int, state: State) -> State:
+        """What a layer makes of a batch of hidden states."""
+        return self.call(self.modules[index], index, state.to(self._device)).cpu()
+
+    def half(self, block: BlockLayout, site: Site) -> nn.Module:
+        """A layer whose other parts add nothing: its halves one after the other are the layer.
+
+        It shares the layer's modules, and so its weights.
+        """
+        layer = self.modules[block.index]
+        half = copy.copy(layer)
+        half._modules = dict(layer._modules)
+        for other in block.sites:
+            if other.name != site.name:
+                # What follows attention returns attention's weights as well.
+                silent = _Silent(in_tuple=other.value is not None)
+                half._modules[_child(other, block)] = silent
+        return half
+
+    def call(self, module: Callable[..., Any], index: int, state: State) -> State:
+        """What a module makes of a batch, called as the model calls its layer of this index."""
+        call = self._calls[len(state)][index]
+        out = module(state, *call.args, **call.kwargs)
+        first: Tensor = out[0] if isinstance(out, tuple) else out
+        return first
+
+
+def _child(site: Site, block: BlockLayout) -> str:
+    """The part of a layer that a site is in."""
+    return site.consumer.removeprefix(block.prefix).partition(".")[0]
