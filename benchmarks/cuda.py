@@ -76,6 +76,7 @@ OPERATORS: dict[Any, Callable[..., float]] = {
     torch.ops.aten.addmm_.default: lambda C, A, B: _product(A, B),
     torch.ops.aten.mv.default: lambda A, x: 2.0 * A.numel(),
     torch.ops.aten.linalg_cholesky_ex.default: lambda A, *_: operations.cholesky(len(A)),
+    torch.ops.aten.cholesky_inverse.default: lambda L, *_: 2 / 3 * len(L) ** 3,
     torch.ops.aten.cholesky_solve.default: lambda B, L, *_: (
         2 * operations.triangular_solve(len(L), B.numel() // len(L))
     ),

@@ -84,6 +84,21 @@ def cholesky(n: int) -> float:
     return n**3 / 3
 
 
+def inverse(n: int) -> float:
+    """Of an n×n positive definite matrix: its Cholesky factor, and from that the inverse."""
+    return cholesky(n) + 2 / 3 * n**3
+
+
+def elimination(site: Site, panel: int = 128) -> float:
+    """Greedy elimination of d − k columns, without the inverse it starts from; leading order.
+
+    `WᵀW`, three rank-one updates of a triangle for every column that goes, on the columns that are
+    left, and the three rows that it takes to form in a panel half filled.
+    """
+    m, d, k = site.m, site.d, site.k
+    return m * d**2 + 3 * (d**3 - k**3) / 3 + 3 * panel * (d**2 - k**2) / 2
+
+
 def triangular_solve(n: int, columns: int) -> float:
     """An n×n triangle against so many columns."""
     return float(n) ** 2 * columns

@@ -3,7 +3,7 @@ import torch
 
 import problems
 from coec.events import recording
-from coec.linalg.spd import power, rounding_level, solve_right
+from coec.linalg.spd import power, regularized_inverse, rounding_level, solve_right
 from tolerances import CLOSED_FORM
 
 
@@ -93,3 +93,33 @@ def test_a_negative_matrix_is_all_clamped():
     with recording() as events:
         assert not power(-torch.eye(3, dtype=torch.float64), 0.9).any()
     assert "indefinite Gram" in events[0]
+
+
+def test_a_regularized_inverse_inverts_in_its_units():
+    G = problems.gram("power law", 9).xx
+    for factor in (1.0, 2.0**600, 2.0**-600):
+        inverse, ridge = regularized_inverse(G * factor, 1e-3)
+        unit = ridge / float(1e-3 * G.diagonal().mean())
+        regular = G * unit + ridge * torch.eye(9, dtype=G.dtype)
+        torch.testing.assert_close(
+            inverse @ regular, torch.eye(9, dtype=G.dtype), rtol=0, atol=1e-9
+        )
+        assert torch.equal(inverse, inverse.T)
+        assert inverse.is_contiguous()
+
+
+@pytest.mark.parametrize("negative", [-1e-4, -0.9e-3 / 2, -0.1])
+def test_negative_eigenvalues_do_not_enlarge_a_regularized_inverse(negative):
+    """Neither those that Cholesky finds nor those that the ridge only just outweighs."""
+    G = torch.diag(torch.tensor([1.0, negative], dtype=torch.float64))
+    with recording() as events:
+        inverse, ridge = regularized_inverse(G, 1e-3)
+    assert float(inverse.max()) <= 2 / ridge
+    assert bool(events) == (negative < -2.5e-4)
+
+
+def test_nothing_at_all_is_inverted_as_the_identity():
+    zero = torch.zeros(3, 3, dtype=torch.float64)
+    inverse, ridge = regularized_inverse(zero, 1e-3)
+    assert torch.equal(inverse, torch.eye(3, dtype=torch.float64))
+    assert ridge == 1

@@ -4,7 +4,14 @@ import torch
 
 import problems
 from coec.errors import NumericalError, OptionError
-from coec.selection import SELECTIONS, keep_highest, kept_count, resolve, unit_scores
+from coec.selection import (
+    SELECTIONS,
+    column_scores,
+    keep_highest,
+    kept_count,
+    resolve,
+    unit_scores,
+)
 from coec.types import KeptSet
 
 
@@ -95,3 +102,38 @@ def test_units_own_consecutive_columns():
     assert units.columns(2).indices.tolist() == [0, 1, 4, 5]
     assert units.dropped().tolist() == [1]
     assert not units.everything
+
+
+def test_leverage_of_independent_inputs_is_their_share():
+    energy = torch.tensor([4.0, 0.0, 1.0, 3.0], dtype=torch.float64)
+    gram = problems.Gram(energy.diag(), energy, 10)
+    expected = energy / (energy + 2)
+    found = SELECTIONS["leverage"](problems.weight(3, 4), gram)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_leverage_is_the_diagonal_of_the_ridge_hat_matrix():
+    G = problems.gram("rank deficient", 9).xx
+    hat = G @ torch.linalg.inv(G + G.diagonal().mean() * torch.eye(9, dtype=G.dtype))
+    for scale in (1.0, 1e-150, 1e150):
+        gram = problems.Gram(G * scale, G[0], 10)
+        found = SELECTIONS["leverage"](problems.weight(3, 9), gram)
+        torch.testing.assert_close(found, hat.diagonal(), rtol=1e-10, atol=1e-12)
+
+
+def test_a_score_is_given_what_it_declares():
+    W, gram = problems.weight(4, 6), problems.gram("white", 6)
+    given = []
+
+    def both(weight, gram, *, keep, units):
+        given.append((units, keep))
+        return weight[0]
+
+    def seeded(weight, gram, *, seed):
+        given.append(seed)
+        return weight[0]
+
+    for score in (both, seeded, lambda weight, gram: weight[0]):
+        scores = column_scores(score, W, gram, units=3, keep=2, seed=7)
+        assert torch.equal(scores, W[0])
+    assert given == [(3, 2), 7]

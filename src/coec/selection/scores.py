@@ -1,9 +1,11 @@
 """Column scores: higher means keep (METHODS §3).
 
 A score is any callable `(weight, gram) -> scores`, one number per input column of the consumer.
-Add one by writing the function and listing it here.
+Those of `units`, `keep` and `seed` that it declares it is given by keyword. Add one by writing the
+function and listing it here.
 """
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -11,9 +13,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.errors import OptionError
+from coec.linalg.spd import regularized_inverse
+from coec.selection.elimination import obs
 from coec.types import Gram
 
-Score = Callable[[Tensor, Gram], Tensor]
+Score = Callable[..., Tensor]
+LEVERAGE_RIDGE = 1.0
+"""λ of the leverage scores, relative to the mean channel energy."""
 
 
 def rcpu(weight: Float[Tensor, "m d"], gram: Gram) -> Float[Tensor, " d"]:
@@ -40,6 +46,21 @@ def flap(weight: Float[Tensor, "m d"], gram: Gram) -> Float[Tensor, " d"]:
     return weight.square().sum(dim=0) * gram.variance
 
 
+def leverage(weight: Float[Tensor, "m d"], gram: Gram) -> Float[Tensor, " d"]:
+    """Ridge leverage, without the weight: `[G (G + λI)⁻¹]_jj`.
+
+    `λ = mean(diag G)`. How much of a channel the others do not explain, from 0 to 1: MoDeGPT
+    chooses the kept columns of its Nyström approximation of G by it. Its own λ is a constant in the
+    units of its statistics; with one relative to the mean energy, neither units nor the number of
+    tokens matter.
+
+    Source: MoDeGPT (Lin et al. 2025); a control.
+    """
+    inverse, ridge = regularized_inverse(gram.xx, LEVERAGE_RIDGE)
+    # G (G + λI)⁻¹ = I − λ (G + λI)⁻¹
+    return (1 - ridge * inverse.diagonal()).clamp(0, 1).to(weight)
+
+
 def magnitude(weight: Float[Tensor, "m d"], gram: Gram) -> Float[Tensor, " d"]:
     """The column norm alone, without data: `‖W₀[:, j]‖₂`.
 
@@ -62,6 +83,8 @@ SELECTIONS: dict[str, Score] = {
     "rcpu": rcpu,
     "wanda-sp": wanda_sp,
     "flap": flap,
+    "obs": obs,
+    "leverage": leverage,
     "magnitude": magnitude,
     "random": random,
 }
@@ -72,6 +95,24 @@ def resolve(selection: str) -> Score:
     if selection not in SELECTIONS:
         raise OptionError(f"unknown selection '{selection}'; known: {', '.join(SELECTIONS)}")
     return SELECTIONS[selection]
+
+
+def column_scores(
+    score: Score, weight: Float[Tensor, "m d"], gram: Gram, *, units: int, keep: int, seed: int
+) -> Float[Tensor, " d"]:
+    """What a score returns, given those of these arguments that it declares.
+
+    Args:
+        score: `(weight, gram) -> scores`, with any of `units`, `keep` and `seed` by keyword.
+        weight: `W₀`.
+        gram: statistics of its inputs.
+        units: how many there are, each of as many consecutive columns.
+        keep: how many of them will stay.
+        seed: of random choices.
+    """
+    offered = {"units": units, "keep": keep, "seed": seed}
+    declared = inspect.signature(score).parameters
+    return score(weight, gram, **{name: offered[name] for name in offered if name in declared})
 
 
 def unit_scores(scores: Float[Tensor, " d"], units: int) -> Float[Tensor, " u"]:

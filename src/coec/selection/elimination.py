@@ -1,0 +1,228 @@
+"""Greedy backward elimination: the optimal brain surgeon on whole columns (METHODS §3).
+
+Some columns went, and those of a set S stay, refitted by ridge regression: W is their weight and
+`A = (G_SS + λI)⁻¹`. To remove unit g, some columns of both, costs
+
+    tr(W_g A_gg⁻¹ W_gᵀ)          (‖W_j‖² / A_jj for a single column j)
+
+and leaves `A − A_:g A_gg⁻¹ A_g:` and `W − W_g A_gg⁻¹ A_g:`. The cheapest unit goes, again and
+again. Costs depend on W through `N = WᵀW` alone, which takes its place. With `A_gg = C Cᵀ` and
+
+    L = C⁻¹ A_g:,   V = C⁻¹ N_g:,   K = V_:g C⁻ᵀ,   U = V − ½ K L,
+
+a removal costs tr K and is `A ← A − LᵀL`, `N ← N − UᵀL − LᵀU`.
+
+Single columns are removed in panels. Inside a panel only the diagonals of A and N are kept up to
+date. A row of either is formed where it is needed, from the matrix at the panel's start and the
+rows of L and U so far; the matrices are updated at the panel's end, by products of matrices. They
+are symmetric: only their lower triangles are kept up to date.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from coec.errors import NumericalError, OptionError
+from coec.linalg.spd import regularized_inverse
+from coec.linalg.units import power_of_two
+from coec.types import Gram
+
+RIDGE = 1e-3
+"""λ, relative to the mean channel energy."""
+PANEL = 128
+"""Columns of a panel. More make the products of matrices faster, fewer the rows that are formed
+inside it at the speed of memory, which are the average of `3 d · PANEL` operations each."""
+STRIP = 512
+"""Rows of a triangle that are updated together."""
+CROWDED = 15 / 16
+"""What was removed is dropped from the matrices when less than this share of them is left."""
+TIE = 1e-9
+"""Costs that differ by less than this, relatively, are equal: A is not known better."""
+
+
+def obs(weight: Float[Tensor, "m d"], gram: Gram, *, units: int, keep: int) -> Float[Tensor, " d"]:
+    """The unit that costs least once the rest is refitted goes first, one by one.
+
+    The scores rank the units by the step at which they went, counted from 0; those that stay share
+    the highest. Of units that cost the same, the highest index goes.
+
+    Three d×d matrices in float64 at the peak, `gram.xx` included if it is of that dtype.
+
+    Args:
+        weight: `W₀`.
+        gram: statistics of its inputs.
+        units: how many there are, each of as many consecutive columns.
+        keep: how many of them stay.
+
+    Raises:
+        NumericalError: the weight is not finite.
+
+    Source: optimal brain surgeon (Hassibi and Stork 1993); structured, ZipLM (Kurtić et al. 2023).
+    """
+    if weight.shape[1] % units or not 0 < keep <= units:
+        raise OptionError(f"{weight.shape[1]} columns are not {units} units of which {keep} stay")
+    removed = removal_order(weight, gram.xx, units, keep)
+    steps = torch.full((units,), len(removed))
+    steps[removed] = torch.arange(len(removed))
+    return steps.repeat_interleave(weight.shape[1] // units).to(gram.xx)
+
+
+def removal_order(
+    weight: Float[Tensor, "m d"],
+    G: Float[Tensor, "d d"],
+    units: int,
+    keep: int,
+    panel: int = PANEL,
+) -> list[int]:
+    """The units that go, first to last.
+
+    Args:
+        weight: `W₀`.
+        G: the Gram.
+        units: how many there are.
+        keep: how many of them stay, at least 1.
+        panel: columns whose removals are gathered, where a unit is one column.
+    """
+    if not torch.isfinite(weight).all():
+        raise NumericalError("the weight holds NaN or Inf")
+    if keep == units:
+        return []
+    rest = _Rest.of(weight, G, units)
+    order: list[int] = []
+    while True:
+        left = units - keep - len(order)
+        gone, L, U = rest.panel(min(panel, left)) if rest.width == 1 else rest.group()
+        order += rest.names[gone].tolist()
+        if len(gone) == left:
+            return order
+        rest.remove(gone, L, U)
+
+
+Removal = tuple[list[int], Float[Tensor, "b n"], Float[Tensor, "b n"]]
+"""Which units go, by their place among those that A and N hold, and the rows of L and U."""
+
+
+@dataclass(eq=False)
+class _Rest:
+    """What is left, at the start of a panel.
+
+    Attributes:
+        A: `(G_S + λI)⁻¹`, lower triangle, with columns that went and were not yet dropped.
+        N: `WᵀW`, likewise.
+        width: columns of a unit.
+        least: a bound below all eigenvalues of A, whatever is removed; only rounding goes below.
+        names: the original indices of the units that A and N hold.
+        stays: which of these are left.
+    """
+
+    A: Float[Tensor, "n n"]
+    N: Float[Tensor, "n n"]
+    width: int
+    least: float
+    names: Int[Tensor, " u"]
+    stays: Bool[Tensor, " u"]
+
+    @classmethod
+    def of(cls, weight: Float[Tensor, "m d"], G: Float[Tensor, "d d"], units: int) -> "_Rest":
+        """Everything. The weight is measured in units of its own, since costs are only compared."""
+        d = len(G)
+        A, ridge = regularized_inverse(G, RIDGE)
+        N, unit = torch.zeros_like(A), power_of_two(weight)
+        for rows in weight.split(STRIP):
+            part = rows.to(A.dtype) / unit
+            _add(N, part, part)
+        names, stays = torch.arange(units), torch.ones(units, dtype=torch.bool)
+        # No eigenvalue of G + λI exceeds the trace.
+        return cls(A, N, d // units, RIDGE / (d * ridge * (1 + RIDGE)), names, stays)
+
+    def panel(self, steps: int) -> Removal:
+        """The next columns to go, of units of one column."""
+        A, N = self.A, self.N
+        L, U = A.new_empty(steps, len(A)), A.new_empty(steps, len(A))
+        a, w = A.diagonal().clone(), N.diagonal().clone()  # A_jj and ‖W_j‖² of every column
+        out = ~self.stays.to(A.device)
+        gone: list[int] = []
+        for t in range(steps):
+            j = _cheapest((w / a).masked_fill_(out, torch.inf))
+            root, half = a[j].sqrt(), w[j] / a[j] / 2
+            l_j, u_j = L[:t, j], U[:t, j]
+            L[t] = (_rows(A, j, j + 1)[0] - l_j @ L[:t]) / root
+            V = (_rows(N, j, j + 1)[0] - u_j @ L[:t] - l_j @ U[:t]) / root
+            U[t] = V - half * L[t]
+            a = (a - L[t].square()).clamp_min_(self.least)
+            w = (w - 2 * U[t] * L[t]).clamp_min_(0)
+            out[j] = True
+            gone.append(j)
+        return gone, L, U
+
+    def group(self) -> Removal:
+        """The next unit of several columns to go."""
+        A, N, c = self.A, self.N, self.width
+        starts = range(0, len(A), c)
+        C = torch.linalg.cholesky(torch.stack([_diagonal_block(A, i, i + c) for i in starts]))
+        N_gg = torch.stack([_diagonal_block(N, i, i + c) for i in starts])
+        costs = torch.cholesky_solve(N_gg, C).diagonal(dim1=1, dim2=2).sum(dim=1)
+        g = _cheapest(costs.clamp_min_(0))
+        here = slice(g * c, (g + 1) * c)
+        L = _divided(_rows(A, here.start, here.stop), C[g])
+        V = _divided(_rows(N, here.start, here.stop), C[g])
+        K = _divided(V[:, here].T, C[g])
+        return [g], L, V - K @ L / 2
+
+    def remove(self, gone: list[int], L: Float[Tensor, "b n"], U: Float[Tensor, "b n"]) -> None:
+        """`A ← A − LᵀL`, `N ← N − UᵀL − LᵀU`, in place; what went is dropped when that pays."""
+        _add(self.A, L, L, -1)
+        _add(self.N, U, L, -1)
+        _add(self.N, L, U, -1)
+        self.stays[gone] = False
+        if self.width > 1 or int(self.stays.sum()) < CROWDED * len(self.stays):
+            columns = self.stays.repeat_interleave(self.width).nonzero().flatten()
+            self.A = _dropped(self.A, columns.to(self.A.device))
+            self.N = _dropped(self.N, columns.to(self.N.device))
+            self.names = self.names[self.stays]
+            self.stays = torch.ones(len(self.names), dtype=torch.bool)
+
+
+def _cheapest(costs: Float[Tensor, " n"]) -> int:
+    """Where the least cost is; of equal ones, the last."""
+    return int((costs <= costs.min() * (1 + TIE)).nonzero()[-1])
+
+
+def _rows(S: Float[Tensor, "n n"], start: int, stop: int) -> Float[Tensor, "c n"]:
+    """Whole rows of the symmetric matrix of which S holds the lower triangle."""
+    block = _diagonal_block(S, start, stop)
+    return torch.cat([S[start:stop, :start], block, S[stop:, start:stop].T], dim=1)
+
+
+def _diagonal_block(S: Float[Tensor, "n n"], start: int, stop: int) -> Float[Tensor, "c c"]:
+    lower = S[start:stop, start:stop].tril()
+    return lower + lower.tril(-1).T
+
+
+def _divided(B: Float[Tensor, "c n"], C: Float[Tensor, "c c"]) -> Float[Tensor, "c n"]:
+    """`C⁻¹ B`, C lower triangular."""
+    return torch.linalg.solve_triangular(C, B, upper=False)
+
+
+def _add(
+    S: Float[Tensor, "n n"], X: Float[Tensor, "b n"], Y: Float[Tensor, "b n"], factor: float = 1
+) -> None:
+    """`S ← S + factor · XᵀY`, in the lower triangle."""
+    for i in range(0, len(S), STRIP):
+        j = i + STRIP
+        S[i:j, :j].addmm_(X[:, i:j].T, Y[:, :j], alpha=factor)
+
+
+def _dropped(S: Float[Tensor, "n n"], columns: Int[Tensor, " r"]) -> Float[Tensor, "r r"]:
+    """`S[columns][:, columns]`, columns ascending, in the memory of S.
+
+    Row i of the result ends where row i + 1 of S begins or before, and what it is made of lies at
+    its own place or after it: when it is written, nothing there is needed any more.
+    """
+    r, flat = len(columns), S.view(-1)
+    for i in range(0, r, STRIP):
+        strip = S.index_select(0, columns[i : i + STRIP]).index_select(1, columns)
+        flat[i * r : (i + len(strip)) * r] = strip.flatten()
+    return flat[: r * r].view(r, r)
