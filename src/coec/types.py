@@ -216,16 +216,23 @@ class SiteProblem:
 
     Attributes:
         weight: `W₀`, the dense consumer (`down_proj` or `o_proj`), outputs × inputs.
-        gram: statistics of its inputs in the dense model; their dtype is the working precision.
+        gram: statistics of its inputs, as many as W₀ has columns; their dtype is the working
+            precision.
         kept: the columns that stay.
         value: where the consumer follows attention and the method needs it: the pruned value
             projection as the consumer sees it, one row per kept column.
+        held_out: where the method needs it: statistics of further windows' inputs, on which
+            nothing is fitted unless the method does it.
+        target: T, whose products with the inputs are what the outputs should be, where that is
+            not W₀: see `aim`.
     """
 
     weight: Float[Tensor, "m d"]
     gram: Gram
     kept: KeptSet
     value: Float[Tensor, "k h"] | None = None
+    target: Float[Tensor, "m d"] | None = None
+    held_out: Gram | None = None
 
     def __post_init__(self) -> None:
         channels = len(self.gram.x)
@@ -234,6 +241,32 @@ class SiteProblem:
                 f"weight {tuple(self.weight.shape)}, statistics of {channels} channels and a kept "
                 f"set out of {self.kept.size} do not fit: the weight's columns are the channels"
             )
+        if self.target is not None and self.target.shape != self.weight.shape:
+            raise OptionError(
+                f"the target {tuple(self.target.shape)} does not fit the weight "
+                f"{tuple(self.weight.shape)}: it has the same outputs and the same inputs"
+            )
+        if self.held_out is not None and len(self.held_out.x) != channels:
+            raise OptionError(
+                f"the held-out statistics are of {len(self.held_out.x)} channels, the others of "
+                f"{channels}: both are of one consumer's inputs"
+            )
+
+    @property
+    def aim(self) -> Float[Tensor, "m d"]:
+        """T: the outputs that a repair is to give are `T x`. The target, or W₀ where there is none.
+
+        On the dense model's inputs x, W₀ x is the dense output. On inputs x̃ of a pruned model the
+        output y to be restored is no product of W₀: the target is then the least-squares map
+        `T = W₀ + (Σ y x̃ᵀ − W₀ G)(G + ε I)⁻¹`, so that `T G` is `Σ y x̃ᵀ`. The slice `W₀[:, K]`, from
+        which every repair starts, may then have a relative error above 1.
+        """
+        return self.weight if self.target is None else self.target
+
+    @property
+    def nothing_to_repair(self) -> bool:
+        """Whether W₀ itself is the answer: every column stays, and its products are the aim."""
+        return self.kept.everything and self.target is None
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,16 +15,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from coec.compensation.methods import COMPENSATIONS, Method
-from coec.compensation.objective import (
-    above,
-    kept_columns,
-    output_energy,
-    power_of_two,
-    relative_error,
-)
-from coec.errors import NumericalError
+from coec.compensation.objective import above, relative_errors
+from coec.errors import NumericalError, OptionError
 from coec.events import record, recording
 from coec.linalg.spd import semidefinite
+from coec.linalg.units import power_of_two
 from coec.types import Gram, KeptSet, SiteProblem, SiteResult
 
 __all__ = ["COMPENSATIONS", "Method", "compensate", "relative_errors"]
@@ -40,18 +35,26 @@ def compensate(
     *,
     method: str | Method | Callable[..., SiteResult] = "coec",
     value_weight: Float[Tensor, "k h"] | None = None,
+    target: Float[Tensor, "m d"] | None = None,
+    held_out: Gram | None = None,
     **options: Any,
 ) -> SiteResult:
     """Replaces the kept columns of one weight from second-order statistics (METHODS §§4, 5).
 
     Args:
         weight: `W₀`, the dense consumer (`down_proj` or `o_proj`), outputs × inputs.
-        gram: statistics of its inputs in the dense model; their dtype is the working precision.
+        gram: statistics of its inputs, as many as W₀ has columns; their dtype is the working
+            precision.
         kept: indices of the columns that stay, sorted; or a KeptSet.
         method: a name in COMPENSATIONS, a function `(problem, *, options) -> SiteResult`, or a
             `Method`, where that must declare something.
         value_weight: for an attention output projection: the pruned value projection's rows, one
             per kept column; given to methods that need it.
+        target: T, where `T x` and not `W₀ x` is what the outputs should be, as on the inputs of a
+            pruned model: see `SiteProblem.aim`. Errors are relative to it, and the slice's may be
+            above 1; with every column kept there is still something to repair.
+        held_out: statistics of the same inputs over further windows; given to methods that need
+            them, as `auto` does.
         options: of the method; unknown ones are errors.
 
     Returns:
@@ -59,8 +62,8 @@ def compensate(
         before and after and every safeguard that fired.
 
     Raises:
-        OptionError: an unknown method or option, one out of range, shapes that do not fit, or a
-            bias that the method did not declare.
+        OptionError: an unknown method or option, one out of range, shapes that do not fit, a
+            method that needs held-out statistics without them, or a bias that it did not declare.
         NumericalError: an input holds NaN or Inf, or numbers overflow in the statistics' dtype.
 
     Example:
@@ -69,33 +72,58 @@ def compensate(
     """
     method = Method.of(method)
     chosen = method.chosen(options)
+    if held_out is None and "held_out" in method.needs:
+        raise OptionError(
+            f"compensation '{method.name}' needs held-out statistics: give held_out=Gram(...), "
+            "sums over windows that are not in the others"
+        )
     kept = kept if isinstance(kept, KeptSet) else KeptSet(kept, weight.shape[-1])
     kept = KeptSet(kept.indices.to(gram.xx.device), kept.size)
-    problem = SiteProblem(weight, gram, kept, value_weight)
+    problem = SiteProblem(weight, gram, kept, value_weight, target, held_out)
     _check_finite(problem)
-    value = (
-        None if value_weight is None or "value" not in method.needs else value_weight.to(gram.xx)
-    )
-    problem = replace(problem, weight=weight.to(gram.xx), value=value)
     with recording() as events:
-        problem, units = _moderate(replace(problem, gram=replace(gram, xx=semidefinite(gram.xx))))
-        everything = problem.kept.everything
-        result = SiteResult(problem.weight) if everything else method(problem, chosen)
+        problem, units = _moderate(_prepared(problem, method))
+        whole = problem.nothing_to_repair
+        result = SiteResult(problem.weight) if whole else method(problem, chosen)
         if not torch.isfinite(result.weight).all():
             raise NumericalError("the compensated weight holds NaN or Inf")
-        before, after = relative_errors(problem.weight, problem.gram, kept, result)
+        before, after = relative_errors(
+            problem.weight, problem.gram, kept, result, target=problem.target
+        )
         if above(after, before, problem.weight.dtype):
             record("the relative error lies above the slice's")
     errors = {"error_before": before, "error_after": after}
     return _in_units(result, units, {**errors, **result.diagnostics, "events": events})
 
 
+def _prepared(problem: SiteProblem, method: Method) -> SiteProblem:
+    """All in the working precision, Grams semidefinite, parts that nobody needs left out."""
+    like = problem.gram.xx
+    value = problem.value if "value" in method.needs else None
+    held = problem.held_out if "held_out" in method.needs else None
+    if held is not None:
+        held = held.to(like.dtype)
+        held = replace(held, xx=semidefinite(held.xx))
+    return replace(
+        problem,
+        weight=problem.weight.to(like),
+        gram=replace(problem.gram, xx=semidefinite(like)),
+        value=None if value is None else value.to(like),
+        target=None if problem.target is None else problem.target.to(like),
+        held_out=held,
+    )
+
+
 def _check_finite(problem: SiteProblem) -> None:
     problem.gram.check_finite()
+    if problem.held_out is not None:
+        problem.held_out.check_finite()
     if not torch.isfinite(problem.weight).all():
         raise NumericalError("the weight holds NaN or Inf")
     if problem.value is not None and not torch.isfinite(problem.value).all():
         raise NumericalError("the value weight holds NaN or Inf")
+    if problem.target is not None and not torch.isfinite(problem.target).all():
+        raise NumericalError("the target holds NaN or Inf")
 
 
 def _in_units(
@@ -115,12 +143,14 @@ def _in_units(
 def _moderate(problem: SiteProblem) -> tuple[SiteProblem, tuple[float, float]]:
     """The problem in units in which no product over- or underflows, and the units.
 
-    Powers of two, so that nothing is rounded: of the weight, and of the inputs. Both are 1 unless
-    sizes are extreme for the dtype: products of four factors must stay in its range.
+    Powers of two, so that nothing is rounded: of weight and target, the larger, and of the inputs.
+    Both are 1 unless sizes are extreme for the dtype: products of four factors must stay in its
+    range.
     """
-    weight, gram = problem.weight, problem.gram
+    weight, target, gram = problem.weight, problem.target, problem.gram
     limit = torch.finfo(weight.dtype).max ** EXTREME
-    units = [power_of_two(weight), power_of_two(gram.xx.diagonal())]
+    sizes = torch.stack([*weight.aminmax(), *problem.aim.aminmax()])
+    units = [power_of_two(sizes), power_of_two(gram.xx.diagonal())]
     units[1] = 2.0 ** (math.frexp(units[1])[1] // 2)
     for number, power in enumerate((1, 2)):
         if 1 / limit < units[number] ** power < limit:
@@ -128,26 +158,15 @@ def _moderate(problem: SiteProblem) -> tuple[SiteProblem, tuple[float, float]]:
     own, inputs = units
     if own != 1.0:
         weight = weight / own
+        target = None if target is None else target / own
+    held = problem.held_out
     if inputs != 1.0:
-        centred = None if gram.centred is None else gram.centred / inputs**2
-        gram = replace(gram, xx=gram.xx / inputs**2, x=gram.x / inputs, centred=centred)
-    return replace(problem, weight=weight, gram=gram), (own, inputs)
+        gram, held = _in_unit(gram, inputs), None if held is None else _in_unit(held, inputs)
+    moderate = replace(problem, weight=weight, target=target, gram=gram, held_out=held)
+    return moderate, (own, inputs)
 
 
-def relative_errors(
-    weight: Float[Tensor, "m d"], gram: Gram, kept: KeptSet, result: SiteResult
-) -> tuple[float, float]:
-    """`𝓛` of the slice and of a compensation, bias included, on any statistics (METHODS §4).
-
-    On the statistics that the compensation was made from this is the fit; on others, such as
-    held-out ones, it says how well the fit carries over.
-    """
-    yy = output_energy(weight, gram.xx)
-    if not math.isfinite(yy):
-        raise NumericalError("the energy of the dense output overflows: solve in float64")
-    before = relative_error(weight, gram.xx, kept, kept_columns(weight, kept), yy)
-    after = relative_error(weight, gram.xx, kept, result.weight, yy)
-    if result.bias is not None and yy > 0:
-        residual = weight @ gram.x - result.weight @ gram.x[kept.indices]
-        after += float(result.bias @ (gram.tokens * result.bias - 2 * residual)) / yy
-    return before, max(after, 0.0)  # below 0 by rounding alone
+def _in_unit(gram: Gram, unit: float) -> Gram:
+    """Statistics of the inputs divided by a unit."""
+    centred = None if gram.centred is None else gram.centred / unit**2
+    return replace(gram, xx=gram.xx / unit**2, x=gram.x / unit, centred=centred)

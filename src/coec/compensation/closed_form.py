@@ -17,15 +17,20 @@ def none(problem: SiteProblem) -> SiteResult:
 def bias(problem: SiteProblem) -> SiteResult:
     """The slice, plus the mean output of what is removed as a bias: `W₀[:, dropped] μ_dropped`.
 
+    With a target T it is what the slice lacks of the target's mean output, `T μ − W_K μ_K`.
+
     Source: FLAP (An et al. 2024).
     """
     W, dropped = problem.weight, problem.kept.dropped()
-    mean = problem.gram.mean[dropped].to(W.dtype)
-    return SiteResult(kept_columns(W, problem.kept), bias=W[:, dropped] @ mean)
+    mean = problem.gram.mean.to(W.dtype)
+    lost = W[:, dropped] @ mean[dropped]
+    if problem.target is not None:
+        lost = lost + (problem.target - W) @ mean
+    return SiteResult(kept_columns(W, problem.kept), bias=lost)
 
 
 def least_squares(problem: SiteProblem, options: RidgeOptions) -> SiteResult:
-    """Ridge regression of the dense output on the kept inputs: `W̃ = Gyx (Gxx + λ I)⁻¹`.
+    """Ridge regression of the wanted output on the kept inputs: `W̃ = Gyx (Gxx + λ I)⁻¹`.
 
     A ridge of 0 gives the minimum-norm least-squares solution.
 

@@ -14,10 +14,11 @@ from torch import Tensor
 from coec.compensation.anchor import Anchor
 from coec.compensation.descent import Descended, Descent, Origin, RightSolver, Side
 from coec.compensation.frame import Shrinkage, Target
-from coec.compensation.objective import Reconstruction, above, kept_columns, power_of_two
+from coec.compensation.objective import Reconstruction, above, kept_columns
 from coec.compensation.rcpu import rcpu
 from coec.errors import NumericalError
 from coec.events import record, recording
+from coec.linalg.units import power_of_two
 from coec.settings import CoecOptions
 from coec.types import SiteProblem, SiteResult
 
@@ -46,7 +47,7 @@ def coec(problem: SiteProblem, options: CoecOptions) -> SiteResult:
     """
     weight, gram, kept = problem.weight, problem.gram, problem.kept
     # G^0 = I: the data-blind limit, whose best weight is the slice itself.
-    if options.alpha == 0 or kept.everything:
+    if options.alpha == 0 or problem.nothing_to_repair:
         W_K = kept_columns(weight, kept)
         return SiteResult(W_K, diagnostics={"reason": "nothing to compensate"})
 
@@ -58,7 +59,7 @@ def coec(problem: SiteProblem, options: CoecOptions) -> SiteResult:
         )
     descents = _descents(options)
     target = Target.of(
-        Reconstruction.tempered(weight / unit, gram.xx, kept, options.alpha, gram.precision)
+        Reconstruction.tempered(problem.aim / unit, gram.xx, kept, options.alpha, gram.precision)
     )
     parts, summaries = [], []
     for rows in _chunks(len(weight), options.slices):

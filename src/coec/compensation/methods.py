@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from coec.compensation.auto import auto
 from coec.compensation.closed_form import bias, least_squares, none, ridge_to_slice
 from coec.compensation.coec import coec
 from coec.compensation.rcpu import rcpu
@@ -15,7 +16,7 @@ from coec.errors import OptionError
 from coec.settings import CoecOptions, Options, RidgeOptions, Setting, of_annotation
 from coec.types import SiteProblem, SiteResult
 
-PARTS = frozenset({"value"})
+PARTS = frozenset({"value", "held_out"})
 """Parts of a problem that are prepared only for methods which need them."""
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -31,7 +32,8 @@ class Method:
         adds_bias: whether results may carry a bias, which decides the output format before any
             work. One that was not declared is refused.
         needs: the parts of the problem that are to be prepared: `value`, the pruned value
-            projection at sites that follow attention.
+            projection at sites that follow attention; `held_out`, statistics of windows that are
+            not in the others, which there must be.
         options: the dataclass of the options.
     """
 
@@ -209,4 +211,5 @@ COMPENSATIONS: dict[str, Method] = {
     "least-squares": Method(least_squares, options=RidgeOptions),
     "ridge-to-slice": Method(ridge_to_slice, options=RidgeOptions),
     "none": Method(none),
+    "auto": Method(auto, needs={"value", "held_out"}),
 }

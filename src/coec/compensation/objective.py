@@ -7,8 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from coec.errors import NumericalError
 from coec.linalg.spd import root
-from coec.types import KeptSet, SiteProblem
+from coec.linalg.units import power_of_two
+from coec.types import Gram, KeptSet, SiteProblem, SiteResult
 
 RISE = 1e-6
 """How much larger, relatively, an error must be to be called larger."""
@@ -23,8 +25,9 @@ class Reconstruction:
 
     Attributes:
         Gxx: `G[K, K]`.
-        Gyx: `W₀ G[:, K]`.
-        energy: `diag(W₀ G W₀ᵀ)`, the energy of every output.
+        Gyx: `T G[:, K]`, T what the outputs should be products of (`SiteProblem.aim`): W₀ where the
+            inputs are the dense model's.
+        energy: `diag(T G Tᵀ)`, the energy of every output.
         precision: of the entries of Gxx, see `coec.linalg.spd.noise`.
     """
 
@@ -36,25 +39,25 @@ class Reconstruction:
     @classmethod
     def of(
         cls,
-        weight: Float[Tensor, "m d"],
+        aim: Float[Tensor, "m d"],
         G: Float[Tensor, "d d"],
         kept: KeptSet,
         precision: float = 0.0,
     ) -> "Reconstruction":
-        """The problem of replacing `weight` by its kept columns under the second moment G."""
+        """The problem of giving `T x` from the kept columns, under the second moment G."""
         K = kept.indices
-        WG = weight @ G
-        return cls(G[K][:, K], WG[:, K], (WG * weight).sum(dim=1), precision)
+        TG = aim @ G
+        return cls(G[K][:, K], TG[:, K], (TG * aim).sum(dim=1), precision)
 
     @classmethod
     def of_site(cls, problem: SiteProblem) -> "Reconstruction":
         """The problem of one site, under its raw second moment."""
-        return cls.of(problem.weight, problem.gram.xx, problem.kept, problem.gram.precision)
+        return cls.of(problem.aim, problem.gram.xx, problem.kept, problem.gram.precision)
 
     @classmethod
     def tempered(
         cls,
-        weight: Float[Tensor, "m d"],
+        aim: Float[Tensor, "m d"],
         G: Float[Tensor, "d d"],
         kept: KeptSet,
         alpha: float,
@@ -68,19 +71,19 @@ class Reconstruction:
         unit = power_of_two(G.diagonal())
         F = root(G, alpha, unit, precision)
         if F is None:
-            plain = cls.of(weight, G, kept)
+            plain = cls.of(aim, G, kept)
             return cls(plain.Gxx / unit, plain.Gyx / unit, plain.energy / unit, precision)
-        F_K, WF = F[kept.indices], weight @ F
+        F_K, TF = F[kept.indices], aim @ F
         del F
-        return cls(F_K @ F_K.T, WF @ F_K.T, WF.square().sum(dim=1))
+        return cls(F_K @ F_K.T, TF @ F_K.T, TF.square().sum(dim=1))
 
     @property
     def yy(self) -> float:
-        """`tr(W₀ G W₀ᵀ) = ‖Y‖_F²`."""
+        """`tr(T G Tᵀ) = ‖Y‖_F²`."""
         return float(self.energy.sum())
 
     def error(self, W: Float[Tensor, "m k"]) -> float:
-        """`𝓛(W)`; 0 when the dense output is itself 0 on the calibration data."""
+        """`𝓛(W)`; 0 when what the outputs should be is itself 0 on the calibration data."""
         yy = self.yy
         if not yy > 0:
             return 0.0
@@ -89,23 +92,52 @@ class Reconstruction:
 
 
 def relative_error(
-    weight: Float[Tensor, "m d"],
+    aim: Float[Tensor, "m d"],
     G: Float[Tensor, "d d"],
     kept: KeptSet,
     W: Float[Tensor, "m k"],
     yy: float,
 ) -> float:
-    """`𝓛(W) = tr(Δ G Δᵀ) / yy`, `Δ = W₀ − W̃`, W̃ holding W at the kept columns and 0 elsewhere.
+    """`𝓛(W) = tr(Δ G Δᵀ) / yy`, `Δ = T − W̃`, W̃ holding W at the kept columns and 0 elsewhere.
 
     One quadratic form of what is lost: unlike `Reconstruction.error` no difference of numbers of
     the size of yy, so small errors keep their digits. Nothing of the size of G is formed. Below 0
     by rounding alone, which is returned as 0.
 
     Args:
-        yy: `tr(W₀ G W₀ᵀ)`, the `output_energy` of `weight`.
+        aim: T, what the outputs should be products of.
+        yy: `tr(T G Tᵀ)`, its `output_energy`.
     """
-    lost = weight.index_add(1, kept.indices, W, alpha=-1)
+    lost = aim.index_add(1, kept.indices, W, alpha=-1)
     return max(output_energy(lost, G), 0.0) / yy if yy > 0 else 0.0
+
+
+def relative_errors(
+    weight: Float[Tensor, "m d"],
+    gram: Gram,
+    kept: KeptSet,
+    result: SiteResult,
+    *,
+    target: Float[Tensor, "m d"] | None = None,
+) -> tuple[float, float]:
+    """`𝓛` of the slice and of a compensation, bias included, on any statistics (METHODS §4).
+
+    On the statistics that the compensation was made from this is the fit; on others, such as
+    held-out ones, it says how well the fit carries over.
+
+    Args:
+        target: what the errors are relative to, where that is not the weight (`SiteProblem.aim`).
+    """
+    aim = weight if target is None else target
+    yy = output_energy(aim, gram.xx)
+    if not math.isfinite(yy):
+        raise NumericalError("the energy of the dense output overflows: solve in float64")
+    before = relative_error(aim, gram.xx, kept, kept_columns(weight, kept), yy)
+    after = relative_error(aim, gram.xx, kept, result.weight, yy)
+    if result.bias is not None and yy > 0:
+        residual = aim @ gram.x - result.weight @ gram.x[kept.indices]
+        after += float(result.bias @ (gram.tokens * result.bias - 2 * residual)) / yy
+    return before, max(after, 0.0)  # below 0 by rounding alone
 
 
 def output_energy(W: Float[Tensor, "m d"], G: Float[Tensor, "d d"]) -> float:
@@ -126,10 +158,3 @@ def above(error: float, bound: float, dtype: torch.dtype) -> bool:
 def kept_columns(weight: Float[Tensor, "m d"], kept: KeptSet) -> Float[Tensor, "m k"]:
     """`W_K = W₀[:, K]`, the uncompensated slice."""
     return torch.index_select(weight, 1, kept.indices)
-
-
-def power_of_two(values: Float[Tensor, "..."]) -> float:
-    """A power of two about the largest magnitude, so that dividing by it is exact; 1 for zeros."""
-    low, high = values.aminmax()
-    largest = max(-float(low), float(high))
-    return math.ldexp(1.0, math.frexp(largest)[1] - 1) if largest > 0 else 1.0
