@@ -14,6 +14,8 @@ QUICK: dict[str, list[str]] = {
     "whole_matrix": ["--synthetic", "128x256"],
     "alignment": ["--models", "stories260K", "--widths", "128", "--repeats", "1"],
     "growth": ["--sizes", "100", "200", "400"],
+    "elimination": ["--sites", "3072x1024"],
+    "reconstruction": ["--hidden", "512", "--width", "1280", "--tokens", "512"],
     "end_to_end": ["--layers", "1", "--models", "wt2-llama"],
     "cuda": ["--models", "Llama-3.1-8B", "--rounds", "2"],
 }

@@ -4,7 +4,16 @@ import argparse
 from itertools import groupby
 from typing import Any
 
-from benchmarks import cuda, end_to_end, growth, record, right_solve, whole_matrix
+from benchmarks import (
+    cuda,
+    elimination,
+    end_to_end,
+    growth,
+    reconstruction,
+    record,
+    right_solve,
+    whole_matrix,
+)
 
 
 def main() -> None:
@@ -36,6 +45,8 @@ TABLES = {
     "right_solve": lambda found: map(right_solve.describe, found["problems"]),
     "whole_matrix": lambda found: map(whole_matrix.describe, found["matrices"]),
     "growth": lambda found: [growth.describe(found["sizes"], found["slopes"])],
+    "elimination": lambda found: [elimination.describe(found["sites"])],
+    "reconstruction": lambda found: [reconstruction.describe(found)],
     "cuda": _cuda,
     "cuda_rehearsal": _cuda,
     "end_to_end": lambda found: map(end_to_end.describe, found["models"]),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import coec
-from benchmarks import operations, record
+from benchmarks import elimination, operations, reconstruction, record
 from benchmarks.cuda import PHASES, Counter, Meter
 from benchmarks.instances import right_solve, synthetic, tempered
 from benchmarks.literal import literal
@@ -16,6 +16,9 @@ from benchmarks.operations import MODELS, Site
 from benchmarks.peers import BORROWED, OURS, PEERS, SOLVERS, Eliminated, OutOfTimeError, Trace, run
 from coec.linalg import conjugate as conjugate_module
 from coec.linalg.conjugate import conjugate
+from coec.linalg.spd import regularized_inverse
+from coec.selection import elimination as elimination_module
+from coec.selection.elimination import removal_order
 
 WIDE, SQUARE = Site("mlp", 8, 20, 14), Site("attention", 12, 12, 8)
 
@@ -80,6 +83,27 @@ def test_a_conjugate_step_takes_the_operations_counted(monkeypatch, site):
     # The energies of the objective and of the step's scale are matrix-vector products.
     energies = 2 * 2 * R.numel()
     assert count(3) - count(2) == pytest.approx(step + energies)
+
+
+def test_an_elimination_takes_the_operations_counted(monkeypatch):
+    monkeypatch.setattr(elimination_module, "STRIP", 16)
+    site, panel = Site("mlp", m=100, d=300, k=210), 10
+    W, G = elimination.problem(site)
+    with Counter() as counter:
+        regularized_inverse(G, 1e-3)
+        inverse = counter.operations
+        assert inverse == pytest.approx(operations.inverse(300))
+        removal_order(W, G, 300, 210, panel)
+    # Blocks on the diagonal are whole, and what went is dropped a little later.
+    rest = counter.operations - 2 * inverse
+    assert rest == pytest.approx(operations.elimination(site, panel), rel=0.15)
+
+
+def test_an_elimination_is_measured_in_parts():
+    result = elimination.measure(Site("mlp", m=20, d=60, k=42))
+    assert result["removed"] == 18
+    assert min(result["inverse_seconds"], result["rest_seconds"], result["rate"]) > 0
+    assert "| 60×20, 18 removed | rest |" in elimination.describe([result])
 
 
 @pytest.mark.parametrize("site", [WIDE, SQUARE], ids=lambda site: site.name)
@@ -159,3 +183,12 @@ def test_results_are_json_without_infinities(tmp_path, monkeypatch):
 
 def test_slope_of_a_power():
     assert record.slope([1, 2, 4], [3.0, 24.0, 192.0]) == pytest.approx(3)
+
+
+def test_a_reconstruction_by_hand_is_that_of_forward_and_reverse_mode():
+    found = reconstruction.measure(16, 24, 32, "cpu", torch.float32)
+    assert found["difference"] < 1e-5
+    assert found["operations"]["iteration"] == pytest.approx(
+        1.1 * found["operations"]["iteration by hand"]
+    )
+    assert "| iteration by hand |" in reconstruction.describe(found)

@@ -1,0 +1,6 @@
+"""Reconstruction: a part of a model fitted to given outputs by local least squares (METHODS §8)."""
+
+from coec.reconstruction.gauss_newton import Fitted, Step, fit
+from coec.reconstruction.least_squares import Batch, LeastSquares
+
+__all__ = ["Batch", "Fitted", "LeastSquares", "Step", "fit"]

@@ -1,0 +1,172 @@
+"""Damped Gauss–Newton steps, each by preconditioned conjugate gradients (METHODS §8).
+
+A step solves `(Jᵀ w J + μ) δ = Jᵀ w r` roughly, and is taken whole, by a half or by a quarter: the
+first of these that lowers the error, on held-out windows as well; otherwise none is taken.
+"""
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coec.errors import NumericalError
+from coec.events import record
+from coec.reconstruction.least_squares import LeastSquares, Parameters
+from coec.reconstruction.preconditioner import Preconditioner
+
+LENGTHS = (1.0, 0.5, 0.25)
+"""The fractions of a step that are tried."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        length: the fraction that was taken; 0 for none.
+        error: afterwards, relative to the energy of the targets.
+        held_out: the same on held-out windows; None where there are none.
+        residual: of the linear system at the end, relative to its right-hand side; None where
+            there is no finite solution.
+    """
+
+    length: float
+    error: float
+    held_out: float | None
+    residual: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """How a fit ended; errors are relative to `Σ_t w_t ‖T_t − h_t‖²`.
+
+    Attributes:
+        theta: the parameters.
+        error: before the first step.
+        held_out: the same on held-out windows; None where there are none.
+        steps: those that were tried.
+    """
+
+    theta: Parameters
+    error: float
+    held_out: float | None
+    steps: list[Step] = field(default_factory=list)
+
+    def taken_back(self) -> "Fitted":
+        """The same with no step taken."""
+        steps = [Step(0.0, self.error, self.held_out, step.residual) for step in self.steps]
+        return Fitted(self.theta, self.error, self.held_out, steps)
+
+    def record(self) -> dict[str, Any]:
+        """For the report; JSON-ready: numbers that are not finite are None."""
+        last = self.steps[-1] if self.steps else None
+        return {
+            "error_before": _finite(self.error),
+            "error_after": _finite(last.error if last else self.error),
+            "holdout_before": _finite(self.held_out),
+            "holdout_after": _finite(last.held_out if last else self.held_out),
+            "steps": [
+                {name: _finite(value) for name, value in asdict(step).items()}
+                for step in self.steps
+            ],
+        }
+
+
+def fit(
+    problem: LeastSquares,
+    held_out: LeastSquares | None,
+    theta: Parameters,
+    *,
+    steps: int,
+    iterations: int,
+    damping: float,
+    seed: int,
+) -> Fitted:
+    """Lowers the error of a problem by at most so many steps; never raises it.
+
+    Args:
+        problem: what is fitted.
+        held_out: the same over other windows, on which a step must not raise the error either.
+        theta: where to start.
+        steps: at most so many; the first that is not taken is the last.
+        iterations: of conjugate gradients in each.
+        damping: λ, relative to the mean diagonal of every matrix's block.
+        seed: of the random signs in the preconditioner.
+    """
+    scale = problem.energy() or 1.0
+    held_scale = (held_out.energy() or 1.0) if held_out else 1.0
+    error = problem.error(theta) / scale
+    held = held_out.error(theta) / held_scale if held_out else None
+    fitted = Fitted(theta, error, held)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        try:
+            delta, residual = _direction(problem, theta, iterations, damping, generator)
+        except NumericalError as failure:
+            record(f"a step of the reconstruction is not taken: {failure}")
+            fitted.steps.append(Step(0.0, error, held, None))
+            break
+        for length in LENGTHS:
+            new = {name: p + length * delta[name] for name, p in theta.items()}
+            new_error = problem.error(new) / scale
+            new_held = held_out.error(new) / held_scale if held_out else None
+            if new_error < error and (held is None or (new_held is not None and new_held <= held)):
+                theta, error, held = new, new_error, new_held
+                fitted.steps.append(Step(length, error, held, residual))
+                break
+        else:
+            if not math.isfinite(new_error):
+                record("a step of the reconstruction is not finite: taken back")
+            fitted.steps.append(Step(0.0, error, held, residual))
+            break
+    return Fitted(theta, fitted.error, fitted.held_out, fitted.steps)
+
+
+def _direction(
+    problem: LeastSquares,
+    theta: Parameters,
+    iterations: int,
+    damping: float,
+    generator: torch.Generator,
+) -> tuple[Parameters, float]:
+    """`δ` of one step, and the relative residual of its linear system."""
+    r = problem.gradient(theta)
+    _check_finite(r)
+    precondition = Preconditioner(problem.factors(theta, generator), damping)
+    x = {name: torch.zeros_like(v) for name, v in r.items()}
+    start = dot(r, r)
+    z = precondition(r)
+    p, rz = z, dot(r, z)
+    for _ in range(iterations):
+        if rz <= 0:  # solved to the last bit
+            break
+        Hp = problem.normal(theta, p)
+        Hp = {name: Hp[name] + precondition.damping[name] * p[name] for name in Hp}
+        curvature = dot(p, Hp)
+        if not curvature > 0:
+            break
+        alpha = rz / curvature
+        x = {name: x[name] + alpha * p[name] for name in x}
+        r = {name: r[name] - alpha * Hp[name] for name in r}
+        z = precondition(r)
+        rz, last = dot(r, z), rz
+        p = {name: z[name] + rz / last * p[name] for name in z}
+    _check_finite(x)
+    return x, math.sqrt(dot(r, r) / start) if start > 0 else 0.0
+
+
+def dot(one: Parameters, other: Parameters) -> float:
+    """The inner product over all matrices, summed in float64."""
+    return sum(float((one[name] * other[name]).sum(dtype=torch.float64)) for name in one)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _check_finite(vector: dict[str, Tensor]) -> None:
+    for name, part in vector.items():
+        if not torch.isfinite(part).all():
+            raise NumericalError(f"its direction for {name} holds NaN or Inf")

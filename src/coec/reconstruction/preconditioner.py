@@ -1,0 +1,70 @@
+"""The preconditioner: every matrix's block of the Gauss–Newton matrix as a Kronecker product."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from coec.linalg.decompose import eigh
+from coec.reconstruction.least_squares import Factor, Parameters
+
+SAME = 1e-5
+"""Rows of a factor that differ by less, relatively, differ by rounding."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Inverse:
+    """`(diag(rows) ⊗ columns + μ I)⁻¹` in the eigenbasis of the columns."""
+
+    basis: Float[Tensor, "inp inp"]
+    denominator: Float[Tensor, "out inp"]
+
+    def __call__(self, R: Float[Tensor, "out inp"]) -> Float[Tensor, "out inp"]:
+        return (R @ self.basis / self.denominator) @ self.basis.T
+
+
+@dataclass(frozen=True, eq=False)
+class _SameRows:
+    """`(I ⊗ columns + μ I)⁻¹`: one inverse for all rows, far cheaper than eigenvectors."""
+
+    inverse: Float[Tensor, "inp inp"]
+
+    def __call__(self, R: Float[Tensor, "out inp"]) -> Float[Tensor, "out inp"]:
+        return R @ self.inverse
+
+
+def _inverted(factor: Factor, damped: float) -> _Inverse | _SameRows:
+    rows, columns = factor.rows, factor.columns
+    if damped > 0 and float(rows.max() - rows.min()) < SAME * float(rows.max()):
+        shifted = columns + damped * torch.eye(len(columns), dtype=rows.dtype, device=rows.device)
+        L, failed = torch.linalg.cholesky_ex(shifted)
+        if not failed:
+            return _SameRows(torch.cholesky_inverse(L))
+    mu, basis = eigh(columns)
+    # Where nothing depends on a matrix it stays as it is: its gradient is 0 as well.
+    least = damped or torch.finfo(mu.dtype).eps * float(mu.abs().max()) or 1.0
+    return _Inverse(basis, rows[:, None] * mu.clamp_min(0) + least)
+
+
+class Preconditioner:
+    """`(P + μ)⁻¹`, P block-diagonal over the matrices of θ, and the damping μ of each.
+
+    Args:
+        factors: of every matrix.
+        damping: λ; `μ = λ · mean(diag P)`, matrix by matrix.
+
+    Raises:
+        NumericalError: a factor is not finite.
+    """
+
+    def __init__(self, factors: dict[str, Factor], damping: float) -> None:
+        self.damping: dict[str, float] = {}
+        self._inverses: dict[str, _Inverse | _SameRows] = {}
+        for name, factor in factors.items():
+            mean = float(factor.columns.diagonal().mean())
+            self.damping[name] = damping * mean
+            self._inverses[name] = _inverted(factor, damping * mean)
+
+    def __call__(self, residual: Parameters) -> Parameters:
+        return {name: inverse(residual[name]) for name, inverse in self._inverses.items()}
