@@ -57,3 +57,26 @@ def right_objective(R, s, Gxx, C, yy, penalty=None):
     t = linear / quadratic
     value = (t**2 * quadratic - 2 * t * linear + yy) / yy
     return value if penalty is None else value + penalty(R)
+
+
+def greedy_elimination(W0, G, units, keep, ridge=1e-3):
+    """METHODS §3 word for word, on W itself: the units that go, first to last."""
+    width = W0.shape[1] // units
+    A = torch.linalg.inv(G + ridge * G.diagonal().mean() * torch.eye(len(G), dtype=G.dtype))
+    W, rest, order = W0.clone(), list(range(units)), []
+
+    def columns(g):
+        return slice(g * width, (g + 1) * width)
+
+    def cost(g):
+        c = columns(g)
+        return float(torch.trace(W[:, c] @ torch.linalg.inv(A[c, c]) @ W[:, c].T))
+
+    while len(rest) > keep:
+        g = min(reversed(rest), key=cost)
+        c = columns(g)
+        pivot = torch.linalg.inv(A[c, c])
+        W, A = W - W[:, c] @ pivot @ A[c], A - A[:, c] @ pivot @ A[c]
+        rest.remove(g)
+        order.append(g)
+    return order

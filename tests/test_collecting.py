@@ -13,10 +13,11 @@ import tiny_models as tm
 from coec import collecting, pruning
 from coec.calibration import windows as windows_module
 from coec.calibration.statistics import Statistics
-from coec.calibration.tokens import Stream, hold_out, sample_windows
+from coec.calibration.tokens import Stream, held_out, hold_out, sample_windows
 from coec.calibration.windows import source_digest
 from coec.errors import CalibrationError, CoecError, OptionError, OutputError
 from coec.models.dense import Dense
+from coec.recipe import Recipe
 from coec.types import Gram
 
 IDS = torch.randint(2, tm.VOCABULARY, (12, 24), generator=torch.Generator().manual_seed(5))
@@ -37,9 +38,11 @@ def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("compensation", ["coec", "bias"])
+@pytest.mark.parametrize("compensation", ["coec", "bias", "ridge-to-slice"])
 def test_pruning_from_saved_statistics_is_the_same_to_the_bit(model, saved, compensation, tmp_path):
     settings = {**SETTINGS, "holdout": 0.2, "sparsity": 0.4, "compensation": compensation}
+    if compensation == "ridge-to-slice":
+        settings["selection"] = "obs"
     one = coec.prune(model, tmp_path / "one", **settings)
     two = coec.prune(model, tmp_path / "two", statistics=saved.folder, **settings)
     first, second = weights(tmp_path / "one"), weights(tmp_path / "two")
@@ -47,6 +50,34 @@ def test_pruning_from_saved_statistics_is_the_same_to_the_bit(model, saved, comp
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert one.calibration == two.calibration
     assert [row["holdout_after"] for row in one.sites] == [r["holdout_after"] for r in two.sites]
+
+
+def test_statistics_bring_the_held_out_windows_that_a_compensation_needs(model, saved, tmp_path):
+    same = {**SETTINGS, "sparsity": 0.4, "compensation": "auto"}
+    one = coec.prune(model, tmp_path / "one", holdout=0.2, **same)
+    two = coec.prune(model, tmp_path / "two", statistics=saved.folder, **same)
+    assert one.sites[0]["candidates"] == two.sites[0]["candidates"]
+    assert two.recipe["holdout"] == 0.2
+    plan = coec.plan(model, statistics=saved.folder, **same)
+    assert plan.recipe.calibration.holdout == 0.2
+    recipe = Recipe.of(compensation="auto", holdout=0.2, sparsity=0.4)
+    assert coec.prune(model, tmp_path / "three", recipe, statistics=saved).sites[0]["chosen"]
+    with pytest.raises(OptionError, match="holdout"):
+        coec.prune(model, tmp_path / "four", statistics=saved, **same, holdout=0.5)
+
+
+def test_statistics_without_held_out_windows_are_refused_where_they_are_needed(model, tmp_path):
+    bare = coec.collect(model, tmp_path / "bare", **SETTINGS)
+    recipe = Recipe.of(compensation="auto", holdout=0.2)
+    for attempt in (
+        lambda: coec.prune(model, tmp_path / "out", statistics=bare, compensation="auto"),
+        lambda: coec.plan(model, statistics=bare, compensation="auto"),
+        lambda: coec.prune(model, tmp_path / "out", compensation="auto", **SETTINGS),
+        lambda: coec.prune(model, tmp_path / "out", recipe, statistics=bare),
+    ):
+        with pytest.raises(OptionError, match="holdout"):
+            attempt()
+    assert not (tmp_path / "out").exists()
 
 
 def test_saved_statistics_keep_their_precision_and_their_deviations(model, saved):
@@ -83,10 +114,18 @@ def test_held_out_windows_are_a_fraction_drawn_under_the_seed():
     assert hold_out(windows, 0.0, seed=0)[1] is None
 
 
-@pytest.mark.parametrize("fraction", [0.01, 0.99])
-def test_a_fraction_that_leaves_a_side_empty_is_refused(fraction):
+@pytest.mark.parametrize(
+    ("windows", "fraction", "held"),
+    [(4, 0.125, 1), (2, 0.01, 1), (10, 0.01, 1), (8, 0.125, 1), (64, 0.125, 8), (1, 0.0, 0)],
+)
+def test_a_fraction_holds_out_at_least_one_window(windows, fraction, held):
+    assert held_out(windows, fraction) == held
+
+
+@pytest.mark.parametrize(("count", "fraction"), [(10, 0.99), (1, 0.01), (1, 0.5), (2, 0.8)])
+def test_a_fraction_that_leaves_nothing_to_fit_on_is_refused(count, fraction):
     windows = sample_windows(
-        Stream(torch.arange(200), "x", ""), samples=10, seq_len=20, seed=0, vocabulary=200
+        Stream(torch.arange(200), "x", ""), samples=count, seq_len=20, seed=0, vocabulary=200
     )
     with pytest.raises(
         CalibrationError, match=r"both need at least one; take more windows \(samples=N\)"

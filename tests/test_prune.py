@@ -21,6 +21,7 @@ from coec.models import description
 from coec.models.dense import Dense
 from coec.recipe import Recipe
 from coec.types import SiteResult
+from oracles import greedy_elimination
 
 SETTINGS = {"samples": 24, "seq_len": 32}
 
@@ -228,6 +229,37 @@ def test_kept_units_are_those_of_highest_score(dense, tokens, tmp_path):
     kept = load_file(tmp_path / "out/coec/kept.safetensors")["layers.1.mlp"]
     scores = weights(dense)["model.layers.1.mlp.down_proj.weight"].norm(dim=0)
     assert kept.tolist() == scores.topk(28).indices.sort().values.tolist()
+
+
+def test_units_that_greed_keeps(dense, tokens, tmp_path):
+    """Channels one by one, and whole KV groups."""
+    given = {**SETTINGS, "calibration": tokens}
+    report = coec.prune(dense, tmp_path / "out", selection="obs", sparsity=0.5,
+                        compensation="ridge-to-slice", **given)  # fmt: skip
+    saved = coec.collect(dense, tmp_path / "statistics", **given)
+    kept = load_file(tmp_path / "out/coec/kept.safetensors")
+    sites = {"mlp": (40, "mlp.down_proj"), "attention": (4, "self_attn.o_proj")}
+    for block in saved.blocks(Dense.open(dense), torch.device("cpu")):
+        for name, (units, module) in sites.items():
+            W = weights(dense)[f"model.layers.{block.index}.{module}.weight"].double()
+            gone = greedy_elimination(W, block.grams[name].xx, units, units // 2)
+            left = sorted(set(range(units)) - set(gone))
+            assert kept[f"layers.{block.index}.{name}"].tolist() == left
+    assert all(row["error_after"] < row["error_before"] for row in report.sites)
+
+
+def test_a_selection_of_the_user_is_told_how_many_stay(dense, tokens, tmp_path):
+    told = set()
+
+    def outer(weight, gram, *, units, keep):
+        told.add((weight.shape[1], units, keep))
+        return torch.arange(weight.shape[1]).to(weight)
+
+    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation="none", selection=outer,
+               **SETTINGS)  # fmt: skip
+    assert told == {(8, 4, 3), (40, 40, 28), (32, 4, 3)}
+    kept = load_file(tmp_path / "out/coec/kept.safetensors")
+    assert kept["layers.1.attention"].tolist() == [1, 2, 3]
 
 
 def test_random_units_follow_the_seed_and_differ_between_blocks(dense, tokens, tmp_path):

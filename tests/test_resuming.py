@@ -88,6 +88,7 @@ PAIRS = [
     {"compensation": "ridge-to-slice", "sparsity": 0.5, "forward_dtype": "bfloat16"},
     {"selection": "random", "rotation": "left", "holdout": 0.5, "seed": 3},
     {"selection": magnitude, "compensation": halve},
+    {"selection": "obs", "compensation": "ridge-to-slice", "holdout": 0.25},
     {"calibration": "self", "samples": 4, "compensation": "least-squares"},
     {"calibration": "self", "samples": 4, "holdout": 0.5, "selection": "magnitude"},
 ]

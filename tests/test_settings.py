@@ -181,8 +181,10 @@ def test_a_recipe_of_parts_is_the_recipe_of_flat_settings():
 
 def test_a_record_lists_what_determines_the_result_in_one_order():
     assert list(Recipe.of(device="cpu", trust_remote_code=True).record()) == [
-        "sparsity", "selection", "compensation", "options", "calibration", "text_column",
-        "samples", "seq_len", "seed", "holdout", "dtype", "forward_dtype", "solve_dtype",
+        "preset", "sparsity", "selection", "compensation", "options", "propagate", "reconstruct",
+        "inner", "damping", "token_weights", "final_norm", "kv_groups", "calibration",
+        "text_column", "samples", "seq_len", "seed", "holdout", "dtype", "forward_dtype",
+        "solve_dtype",
     ]  # fmt: skip
 
 
@@ -209,6 +211,10 @@ def no_sum(problem):
     ("settings", "match"),
     [
         ({"selection": lambda weight: weight}, r"'<lambda>' fails .* called with \(weight, gram\)"),
+        (
+            {"selection": lambda weight, gram, *, best: weight},
+            "'<lambda>' .* units, keep .* 'best'",
+        ),
         ({"selection": lambda weight, gram: weight}, r"'<lambda>' must .* \(8,\), got \(6, 8\)"),
         ({"selection": lambda weight, gram: [1.0] * 8}, r"'<lambda>' must .* \(8,\), got a list"),
         ({"compensation": no_sum}, "compensation 'no_sum' fails on a small problem .*operand"),

@@ -1,8 +1,10 @@
-"""How many units every site keeps (METHODS §1): uniform over blocks so far."""
+"""How many units every site keeps (METHODS §§1, 8): uniform over blocks so far."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+import torch
 
 from coec.errors import OptionError
 from coec.models.layout import Layout, Site
@@ -60,3 +62,43 @@ def uniform(layout: Layout, sparsity: float) -> Widths:
         )
         raise OptionError(f"sparsity {sparsity:g} removes nothing from {counts}: {advice}")
     return widths
+
+
+def whole_attention(layout: Layout, shapes: Mapping[str, torch.Size], sparsity: float) -> Widths:
+    """All units behind attention stay; the other sites give as many parameters as `uniform` takes.
+
+    Args:
+        layout: where units are.
+        shapes: of the dense model's tensors, by name.
+        sparsity: the fraction that `uniform` removes.
+
+    Raises:
+        OptionError: the other sites have too few.
+    """
+    widths = uniform(layout, sparsity)
+    kept: dict[tuple[int, str], int] = {}
+    for block in layout.blocks:
+        spared = 0
+        for site in block.sites:
+            if site.value is not None:
+                spared += (site.units - widths.of(site)) * _parameters(site, shapes)
+                kept[site.block, site.name] = site.units
+        paying = [site for site in block.sites if site.value is None]
+        for site in paying:
+            less = math.ceil(spared / len(paying) / _parameters(site, shapes))
+            if less >= widths.of(site):
+                raise OptionError(
+                    f"sparsity {sparsity:g} with kv_groups = all leaves no {site.unit}s: remove "
+                    "less, or keep kv_groups = uniform"
+                )
+            kept[site.block, site.name] = widths.of(site) - less
+    return Widths(kept)
+
+
+def _parameters(site: Site, shapes: Mapping[str, torch.Size]) -> int:
+    """Of one unit: rows of its producers, columns of its consumer."""
+    rows = sum(
+        (one.stop - one.start) // site.units * shapes[one.tensor][1:].numel()
+        for one in site.producers
+    )
+    return rows + site.columns_per_unit * shapes[site.weight][0]

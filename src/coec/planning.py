@@ -1,24 +1,29 @@
 """The plan: what pruning will do, from the configuration alone, in seconds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from coec.allocation import Widths, uniform
-from coec.calibration.stream import TOKENS_PER_BATCH
+from coec.allocation import Widths, uniform, whole_attention
+from coec.calibration.layers import TOKENS_PER_BATCH
 from coec.calibration.tokens import TOKEN_SUFFIXES, WHOLE
 from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len
 from coec.devices import DTYPES, resident_bytes
+from coec.errors import OptionError
 from coec.models.description import Description
 from coec.models.formats import OutputFormat, choose_format
+from coec.models.layout import Site
 from coec.models.shape import Shape
 from coec.recipe import Recipe
+from coec.selection import kept_count
 
 SOLVER_MATRICES = 6
 """Matrices of the wider consumer's size in a solve: four are counted (benchmarks), and an
 eigendecomposition takes two more inside."""
+SOLVER_OPERATIONS = 20
+"""Times d³: an eigendecomposition takes 9, an inverse 2, and what a repair adds the rest."""
 BYTES_PER_CHARACTER = 170
 """Memory that tokenising takes, measured (docs/FORMATS.md)."""
 NAMED_TEXT = 11_000_000
@@ -40,6 +45,7 @@ class Plan:
         output: the format the result is written in.
         pruned_shapes: every tensor that the result stores.
         seq_len: tokens of a calibration window.
+        remarks: on other plans that cannot be made.
     """
 
     model: Description
@@ -49,22 +55,60 @@ class Plan:
     output: OutputFormat
     pruned_shapes: dict[str, torch.Size]
     seq_len: int
+    remarks: tuple[str, ...] = ()
+
+    @classmethod
+    def candidates(cls, model: Description, recipe: Recipe) -> dict[str, "Plan"]:
+        """The plans among which held-out windows choose, by name; mostly there is one.
+
+        Raises:
+            ModelError, OptionError: as `of`.
+        """
+        asked = recipe.rebuilding.kv_groups
+        names = ("uniform", "all") if asked == "held-out" else (asked,)
+        plans: dict[str, Plan] = {}
+        refused: dict[str, OptionError] = {}
+        for name in names:
+            try:
+                plans[name] = cls._with(model, recipe, name)
+            except OptionError as error:
+                refused[name] = error
+        if not plans:
+            raise next(iter(refused.values()))
+        remarks = tuple(f"kv_groups = {n} was not tried: {error}" for n, error in refused.items())
+        plans = {name: replace(plan, remarks=remarks) for name, plan in plans.items()}
+        # Where the rule removes no group there is nothing to choose.
+        distinct = {plan.pruned: name for name, plan in reversed(plans.items())}
+        return {name: plan for name, plan in plans.items() if name in distinct.values()}
 
     @classmethod
     def of(cls, model: Description, recipe: Recipe) -> "Plan":
-        """Decides widths and output format.
+        """Decides widths and output format; of several candidates this is the first.
 
         Raises:
             ModelError: the model cannot be pruned.
             OptionError: the recipe does not fit the model, or no format holds the result.
         """
-        widths = uniform(model.layout, recipe.repair.sparsity)
+        return next(iter(cls.candidates(model, recipe).values()))
+
+    @classmethod
+    def _with(cls, model: Description, recipe: Recipe, kv_groups: str) -> "Plan":
+        sparsity = recipe.repair.sparsity
+        widths = (
+            whole_attention(model.layout, model.shapes, sparsity)
+            if kv_groups == "all"
+            else uniform(model.layout, sparsity)
+        )
         patterns = model.architecture.blocks.sites
         pruned = model.shape.kept({p.counted_by: widths.everywhere(p.name) for p in patterns})
         biased = frozenset(
             site.name
             for site in model.layout.kinds
-            if site.bias in model.shapes or (recipe.method.adds_bias and widths.removes_from(site))
+            if site.bias in model.shapes
+            or (
+                recipe.method.adds_bias
+                and (widths.removes_from(site) or recipe.rebuilding.propagate)
+            )
         )
         output = choose_format(model.config, pruned, biased=biased)
         return cls(
@@ -95,11 +139,11 @@ class Plan:
     @property
     def notes(self) -> tuple[str, ...]:
         """Where nothing goes, although a fraction of every site was asked for."""
-        return tuple(
+        return self.remarks + tuple(
             f"nothing is removed at {site.name}: {self.recipe.repair.sparsity:.4g} of "
             f"{site.units} {site.unit}s is less than one"
             for site in self.model.layout.kinds
-            if not self.widths.removes_from(site)
+            if kept_count(site.units, self.recipe.repair.sparsity) == site.units
         )
 
     @property
@@ -134,13 +178,55 @@ class Plan:
             "program": resident_bytes(),
             "text": self._text_bytes(forward),
             "one block's weights": max(block, embedding) * (stored.itemsize + forward.itemsize),
-            "hidden states": samples * length * hidden * forward.itemsize,
+            "hidden states": self._streams * samples * length * hidden * forward.itemsize,
             "forward pass": min(batch, samples * length) * per_token,
             "statistics": self.statistics_per_block + 8 * widest**2,
             "solver": SOLVER_MATRICES * widest**2 * solve,
             "shard being filled": min(written, SHARD_BYTES),
         }
         return found | dict.fromkeys(OF_TEXT, 0) if measured else found
+
+    @property
+    def _streams(self) -> int:
+        """How many sets of hidden states there are at once: the dense model's before a block, and,
+        where the pruned one runs beside it, behind each of its parts, and the pruned one's own.
+        """
+        beside = 1 + len(self.model.layout.kinds)
+        return 1 + beside if self.recipe.rebuilding.in_order else 1
+
+    def operations(self) -> dict[str, float]:
+        """Floating-point operations by purpose, of products that grow with text or width alone.
+
+        A product with all weights is 2 operations per weight and token; attention maps are left
+        out. An iteration of a reconstruction is a forward pass with its derivative, and back:
+        eleven thirds of a product with the weights that are fitted (docs/METHODS.md §8).
+        """
+        how = self.recipe.rebuilding
+        tokens = self.recipe.calibration.samples * self.seq_len
+        sites = self.model.layout.sites
+        embedding = self.model.shapes[self.model.layout.embedding].numel()
+        found = {
+            "dense pass": 2.0 * (self.parameters_before - embedding) * tokens,
+            "statistics": sum(2.0 * site.columns**2 * tokens for site in sites),
+            "solving": sum(SOLVER_OPERATIONS * float(site.columns) ** 3 for site in sites),
+        }
+        if how.in_order:
+            found["pruned pass"] = 2.0 * (self.parameters_after - embedding) * tokens
+        if how.reconstruct:
+            found["reconstruction"] = sum(
+                22 / 3 * tokens * self._fitted(site) * how.inner
+                * (1 if site.value is not None else how.reconstruct)
+                for site in sites
+            )  # fmt: skip
+        candidates = len(Plan.candidates(self.model, self.recipe)) if how.in_order else 1
+        return {name: candidates * count for name, count in found.items()}
+
+    def _fitted(self, site: Site) -> int:
+        """Weights of a site that reconstruction fits."""
+        block = self.model.layout.blocks[site.block].prefix
+        first = self.model.layout.blocks[0].prefix
+        names = [name.replace(block, first, 1) for name in site.fitted]
+        return sum(self.pruned_shapes[name].numel() for name in names)
 
     def _text_bytes(self, forward: torch.dtype) -> int:
         """What making the windows takes: tokenising a text, or a whole model that is sampled."""
@@ -176,6 +262,14 @@ class Plan:
             "notes": list(self.notes),
             "seq_len": self.seq_len,
         }
+
+    @property
+    def alternatives(self) -> dict[str, "Plan"]:
+        """The candidates besides this one, among which held-out windows choose."""
+        if self.recipe.rebuilding.kv_groups != "held-out":
+            return {}
+        found = Plan.candidates(self.model, self.recipe)
+        return {name: plan for name, plan in found.items() if plan.pruned != self.pruned}
 
 
 def _share(before: int, after: int) -> float:

@@ -16,6 +16,7 @@ from coec.calibration.measure import Source, adopted, source_of
 from coec.calibration.statistics import Statistics
 from coec.compensation import Method
 from coec.devices import DTYPES, choose_device, computed_by, environment
+from coec.errors import OptionError
 from coec.events import Progress
 from coec.execution.code import code_digest
 from coec.execution.journal import journal, unfinished
@@ -23,6 +24,7 @@ from coec.execution.output import check_output, check_space
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.planning import Plan
+from coec.rebuilding import rebuilt
 from coec.recipe import Recipe
 from coec.report import Report
 from coec.solving import solve_block
@@ -47,9 +49,11 @@ def plan(
         CoecError: the model or a setting cannot be used.
     """
     given = settings.keys() if recipe is None else None
-    recipe, described = Recipe.or_of(recipe, settings), Description.read(model)
     if statistics is not None:
-        recipe = _calibrated(recipe, Statistics.open(statistics), described, given)
+        statistics = Statistics.open(statistics)
+    recipe, described = _asked(recipe, settings, statistics), Description.read(model)
+    if statistics is not None:
+        recipe = _calibrated(recipe, statistics, described, given)
     return Plan.of(described, recipe)
 
 
@@ -93,14 +97,20 @@ def prune(
     """
     seconds = _Stopwatch()
     given = settings.keys() if recipe is None else None
-    recipe, out = Recipe.or_of(recipe, settings), Path(out)
+    if statistics is not None:
+        statistics = Statistics.open(statistics)
+    recipe, out = _asked(recipe, settings, statistics), Path(out)
     dense = Dense.open(model)
     check_output(out, dense.folder, force=force or unfinished(out))
     if statistics is not None:
-        statistics = Statistics.open(statistics)
         recipe = _calibrated(recipe, statistics, dense, given)
     plan = Plan.of(dense, recipe)
     source = source_of(dense, recipe.calibration, recipe.runtime, statistics, progress)
+    if recipe.rebuilding.reconstruct and source.forward_dtype == "float16":
+        raise OptionError(
+            "reconstruct sums over tokens in the dtype of the forward pass, which overflow in "
+            "float16: set forward_dtype=bfloat16 or forward_dtype=float32"
+        )
     dense.check_values()
     dtype = DTYPES[recipe.repair.dtype] if recipe.repair.dtype else dense.dtype
     check_space(out, space_needed(out, plan, dtype))
@@ -110,15 +120,20 @@ def prune(
     with journal(out, _identity(plan, source, dtype, device), force=force, restart=restart) as done:
         if done.finished:
             return Report.read(out)
-        checkpoint = Checkpoint(done, dense, plan, dtype)
         calibration = source.begin(done, progress)
         seconds.lap("reading text")
-        for measured in source.blocks(checkpoint.solved, progress):
-            seconds.lap("calibrating")
-            checkpoint.keep(solve_block(measured, plan, device, dtype))
-            seconds.lap("solving")
-            if progress:
-                progress("solving", measured.block.index + 1, plan.dense.layers)
+        if recipe.rebuilding.in_order:
+            checkpoint, rebuilding = rebuilt(done, dense, recipe, source, device, dtype, progress)
+            plan = checkpoint.plan
+            seconds.lap("rebuilding")
+        else:
+            checkpoint, rebuilding = Checkpoint(done, dense, plan, dtype), {}
+            for measured in source.blocks(checkpoint.solved, progress):
+                seconds.lap("calibrating")
+                checkpoint.keep(solve_block(measured, plan, device, dtype))
+                seconds.lap("solving")
+                if progress:
+                    progress("solving", measured.block.index + 1, plan.dense.layers)
         checkpoint.write()
         seconds.lap("writing")
         report = Report(
@@ -136,16 +151,27 @@ def prune(
             sites=checkpoint.rows,
             seconds=seconds.laps,
             environment=environment(str(device)),
+            rebuilding=rebuilding,
         )
         report.write(done.new)
         done.complete()
     return report
 
 
+def _asked(
+    recipe: Recipe | None, settings: dict[str, Any], statistics: Statistics | None
+) -> Recipe:
+    """The recipe given, or one of settings; statistics bring their held-out windows to those."""
+    if recipe is None and statistics is not None:
+        settings = {"holdout": statistics.settings["holdout"], **settings}
+    return Recipe.or_of(recipe, settings)
+
+
 def _calibrated(
     recipe: Recipe, statistics: Statistics, model: Description, given: Collection[str] | None
 ) -> Recipe:
     """The recipe with the calibration that statistics were made with."""
+    recipe.check_for_statistics()
     how = adopted(statistics, recipe.calibration, model, given)
     return replace(recipe, calibration=how)
 
@@ -157,6 +183,7 @@ def _identity(
     record, repair = plan.recipe.record(), plan.recipe.repair
     return {
         **{name: record[name] for name in ("options", *repair.record())},
+        **plan.recipe.rebuilding.record(),
         "dtype": dtype_name(dtype),
         "selecting": _code(repair.selection),
         "compensating": _code(repair.compensation),

@@ -21,11 +21,14 @@ from coec.settings import (
     NAMES,
     OPTIONS,
     PARTS,
+    PRESETS,
     Calibration,
     Options,
+    Rebuilding,
     Repair,
     Runtime,
     plain,
+    with_preset,
 )
 from coec.types import Gram, KeptSet
 
@@ -33,8 +36,9 @@ APART = ("options", "trust_remote_code")
 """Settings that no recipe file or grid may hold: the one has its keys at the top level, and whether
 a model's code may run is said by whoever runs it."""
 RECORDED = (
-    "sparsity", "selection", "compensation", "options", "calibration", "text_column", "samples",
-    "seq_len", "seed", "holdout", "dtype", "forward_dtype", "solve_dtype",
+    "preset", "sparsity", "selection", "compensation", "options", "propagate", "reconstruct",
+    "inner", "damping", "token_weights", "final_norm", "kv_groups", "calibration", "text_column",
+    "samples", "seq_len", "seed", "holdout", "dtype", "forward_dtype", "solve_dtype",
 )  # fmt: skip
 """The order in which reports list settings; one that is not named here comes after these."""
 TOML_BYTES = 10_000_000
@@ -51,11 +55,13 @@ class Recipe:
     Attributes:
         calibration: all that statistics depend on.
         repair: what is removed, and how the rest is repaired.
+        rebuilding: what of the pruned model is fitted to the dense one besides.
         runtime: where it is done, by which results differ as rounding does.
     """
 
     calibration: Calibration = field(default_factory=Calibration)
     repair: Repair = field(default_factory=Repair)
+    rebuilding: Rebuilding = field(default_factory=Rebuilding)
     runtime: Runtime = field(default_factory=Runtime)
 
     def __post_init__(self) -> None:
@@ -73,8 +79,47 @@ class Recipe:
         chosen = method.chosen(self.repair.options)
         if isinstance(chosen, Options):
             chosen.check_parts(method.needs)
+        self._check_rebuilding()
+        if "held_out" in method.needs and not self.calibration.holdout:
+            raise OptionError(
+                f"compensation '{method.name}' needs held-out windows: set the fraction of the "
+                "windows that are held out (holdout=0.125)"
+            )
         if callable(self.repair.compensation) or callable(self.repair.selection):
             _rehearse(self)
+
+    def _check_rebuilding(self) -> None:
+        """Raises OptionError where its settings have no effect, or need windows held out."""
+        how, defaults = self.rebuilding.record(), Rebuilding().record()
+        record = self.record()
+        for name, value in PRESETS[self.rebuilding.preset].fixed.items():
+            if record[name] != value:
+                raise OptionError(
+                    f"preset = {self.rebuilding.preset} means {name} = {value}, got "
+                    f"{record[name]}: Recipe.of(preset=...) sets all that a preset means"
+                )
+        for name, why in self.rebuilding.idle().items():
+            if how[name] != defaults[name]:
+                raise OptionError(
+                    f"{name} has no effect with {why}: leave it out, or change the other"
+                )
+        if self.rebuilding.in_order and "held_out" in self.method.needs:
+            raise OptionError(
+                f"compensation '{self.method.name}' fits what it chose on the held-out windows as "
+                f"well, by which {self.rebuilding.in_order} judges: use another compensation"
+            )
+        if how["kv_groups"] == "held-out" and not self.calibration.holdout:
+            raise OptionError(
+                "kv_groups = held-out needs windows that are held out: set holdout, say 0.125"
+            )
+
+    def check_for_statistics(self) -> None:
+        """Raises OptionError where statistics do not do: it asks for the token streams."""
+        if name := self.rebuilding.in_order:
+            raise OptionError(
+                f"{name} runs the pruned model over the text, of which statistics hold sums only: "
+                f"leave out the statistics, or {name}"
+            )
 
     @classmethod
     def of(cls, **settings: Any) -> "Recipe":
@@ -83,7 +128,7 @@ class Recipe:
         Raises:
             OptionError: an unknown setting or a bad value.
         """
-        settings = {name: plain(value) for name, value in settings.items()}
+        settings = with_preset({name: plain(value) for name, value in settings.items()})
         known = NAMES | set(APART)
         options = {one.name for one in OPTIONS}
         own = {k: v for k, v in settings.items() if k in known and k not in options}
@@ -97,6 +142,7 @@ class Recipe:
         return cls(
             calibration=Calibration.of(own),
             repair=Repair.of(own),
+            rebuilding=Rebuilding.of(own),
             runtime=Runtime.of(own),
         )
 
@@ -130,6 +176,7 @@ class Recipe:
         source = self.calibration.source
         found = {
             **self.repair.record(),
+            **self.rebuilding.record(),
             **self.calibration.record(),
             "selection": _name(self.repair.selection),
             "compensation": self.method.name,
@@ -191,7 +238,9 @@ def _rehearse(recipe: Recipe) -> None:
     _rehearse_selection(f"selection '{_name(recipe.repair.selection)}'", recipe.score, W, gram)
     name, options = f"compensation '{recipe.method.name}'", recipe.repair.options
     try:
-        result = compensate(W, gram, kept, method=recipe.method, value_weight=W[:5, :4], **options)
+        result = compensate(
+            W, gram, kept, method=recipe.method, value_weight=W[:5, :4], held_out=gram, **options
+        )
     except TypeError as error:
         raise OptionError(f"{name} fails on a small problem with these options: {error}") from error
     try:
@@ -204,10 +253,11 @@ def _rehearse(recipe: Recipe) -> None:
 
 def _rehearse_selection(name: str, score: Callable[..., Any], W: Tensor, gram: Gram) -> None:
     try:
-        scores = score(W, gram)
+        scores = selections.column_scores(score, W, gram, units=4, keep=3, seed=0)
     except TypeError as error:
         raise OptionError(
-            f"{name} fails on a small problem; it is called with (weight, gram): {error}"
+            f"{name} fails on a small problem; it is called with (weight, gram), and with units, "
+            f"keep and seed by keyword where it declares them: {error}"
         ) from error
     if not isinstance(scores, Tensor) or scores.shape != (8,):
         got = tuple(scores.shape) if isinstance(scores, Tensor) else f"a {type(scores).__name__}"

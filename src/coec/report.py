@@ -1,6 +1,6 @@
 """What happened in a pruning run: one object, written as coec.json and as the model card."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
@@ -25,6 +25,8 @@ class Report:
         plan: widths, parameters, output format, loaders.
         calibration: where the windows came from, with digests.
         sites: one entry per block and site.
+        rebuilding: where the pruned model was run beside the dense one: how well every candidate
+            predicts the held-out windows, and which was chosen.
         seconds: wall-clock time by phase.
         environment: versions and device.
     """
@@ -38,6 +40,7 @@ class Report:
     sites: list[dict[str, Any]]
     seconds: dict[str, float]
     environment: dict[str, str]
+    rebuilding: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything but the output folder's place, which the file itself shows."""
@@ -49,6 +52,7 @@ class Report:
             "plan": self.plan,
             "calibration": self.calibration,
             "sites": self.sites,
+            "rebuilding": self.rebuilding,
             "seconds": self.seconds,
             "environment": self.environment,
         }
@@ -85,7 +89,7 @@ class Report:
         """
         path = Path(folder) / REPORT
         try:
-            record = parse_json(path)
+            record = {"rebuilding": {}, **parse_json(path)}
             own = {name: get_origin(kind) or kind for name, kind in get_type_hints(cls).items()}
             del own["out"]
             for name, kind in own.items():

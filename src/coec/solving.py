@@ -1,10 +1,8 @@
 """The solving stage: a measured block in, its smaller tensors and an account of every site out."""
 
-import functools
-import inspect
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +13,11 @@ from coec.calibration.stream import Measured
 from coec.compensation import compensate, relative_errors
 from coec.devices import DTYPES
 from coec.errors import NumericalError, OptionError
+from coec.events import recording
 from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import Cut, cut_block, value_rows
 from coec.planning import Plan
-from coec.selection import keep_highest, unit_scores
+from coec.selection import column_scores, keep_highest, unit_scores
 from coec.settings import SEEDS
 from coec.types import Gram, KeptSet, SiteResult
 
@@ -53,56 +52,118 @@ def solve_block(measured: Measured, plan: Plan, device: torch.device, dtype: tor
     """
     cuts, rows = [], []
     for site in measured.block.sites:
-        began = time.perf_counter()
-        try:
-            cut = _solve_site(measured, site, plan, device)
-        except NumericalError as error:
-            raise NumericalError(f"{site.consumer}: {error}") from error
-        cuts.append(cut)
-        rows.append(
-            {
-                "module": site.consumer,
-                "block": site.block,
-                "site": site.name,
-                "units_before": site.units,
-                "units_after": len(cut.units.indices),
-                **dict.fromkeys(ERRORS),
-                "events": [],
-                **cut.result.diagnostics,
-                "seconds": time.perf_counter() - began,
-            }
+        statistics = SiteStatistics(
+            measured.grams.pop(site.name), measured.holdout.pop(site.name, None)
         )
-        _check_recordable(rows[-1])
-    tensors = _as_planned(cut_block(measured.tensors, cuts, dtype), plan, measured.block, dtype)
+        cut, row = solve_site(site, measured.tensors, statistics, plan, device)
+        cuts.append(cut)
+        rows.append(row)
+    return assembled(measured.block, cut_block(measured.tensors, cuts, dtype), cuts, rows, plan)
+
+
+@dataclass(eq=False)
+class SiteStatistics:
+    """What is known of the inputs of one site's consumer.
+
+    Attributes:
+        gram: over the windows fitted on; taken out when it is used, as it is large.
+        held_out: over others; None where there are none.
+        target: as in `compensate`; None where the inputs are the dense model's.
+    """
+
+    gram: Gram | None
+    held_out: Gram | None = None
+    target: Tensor | None = None
+
+
+def solve_site(
+    site: Site,
+    tensors: Mapping[str, Tensor],
+    statistics: SiteStatistics,
+    plan: Plan,
+    device: torch.device,
+) -> tuple[Cut, dict[str, Any]]:
+    """Selects the units of one site and compensates for the others; and the account of it.
+
+    Raises:
+        NumericalError: statistics or weights are not finite, naming the module.
+    """
+    began = time.perf_counter()
+    try:
+        cut, diagnostics = _solve_site(site, tensors, statistics, plan, device)
+    except NumericalError as error:
+        raise NumericalError(f"{site.consumer}: {error}") from error
+    row = {
+        "module": site.consumer,
+        "block": site.block,
+        "site": site.name,
+        "units_before": site.units,
+        "units_after": len(cut.units.indices),
+        **dict.fromkeys(ERRORS),
+        "events": [],
+        **diagnostics,
+        "seconds": time.perf_counter() - began,
+    }
+    _check_recordable(row)
+    return cut, row
+
+
+def assembled(
+    block: BlockLayout,
+    tensors: dict[str, Tensor],
+    cuts: Sequence[Cut],
+    rows: list[dict[str, Any]],
+    plan: Plan,
+) -> Solved:
+    """A solved block of its cut tensors, which are completed to those of the output format."""
     kept = {cut.site.key: cut.units.indices.cpu() for cut in cuts}
-    return Solved(measured.block, tensors, kept, rows)
+    return Solved(block, _as_planned(tensors, plan, block), kept, rows)
 
 
-def _solve_site(measured: Measured, site: Site, plan: Plan, device: torch.device) -> Cut:
+def _solve_site(
+    site: Site,
+    tensors: Mapping[str, Tensor],
+    statistics: SiteStatistics,
+    plan: Plan,
+    device: torch.device,
+) -> tuple[Cut, dict[str, Any]]:
     recipe = plan.recipe
-    weight = measured.tensors[site.weight].to(device)
-    sums = measured.grams.pop(site.name)
+    weight = tensors[site.weight].to(device)
+    sums, statistics.gram = statistics.gram, None
+    assert sums is not None
     sums.check_finite()
     # Variances are differences of sums: scores want the float64 that these were summed in.
-    scores = _seeded(recipe.score, recipe.calibration.seed, site.block)(weight.to(sums.xx), sums)
+    keep = plan.widths.of(site)
+    with recording() as events:
+        scores = column_scores(
+            recipe.score,
+            weight.to(sums.xx),
+            sums,
+            units=site.units,
+            keep=keep,
+            seed=own_seed(recipe.calibration.seed, site.block),
+        )
     gram = sums.to(DTYPES[recipe.repair.solve_dtype])
     del sums  # the largest matrix there is, unless it is the one that is used
-    units = keep_highest(unit_scores(scores, site.units), plan.widths.of(site))
-    if units.everything:
-        return Cut(site, units, SiteResult(weight))
-    needs_value = "value" in recipe.method.needs
+    units = keep_highest(unit_scores(scores, site.units), keep)
+    target, held = statistics.target, statistics.held_out
+    if units.everything and target is None:
+        return Cut(site, units, None), {"events": events}
+    needs = recipe.method.needs
     result = compensate(
         weight,
         gram,
         site.kept_columns(units),
         method=recipe.method,
-        value_weight=value_rows(measured.tensors, site, units) if needs_value else None,
+        value_weight=value_rows(tensors, site, units) if "value" in needs else None,
+        held_out=held if "held_out" in needs else None,
+        target=target,
         **recipe.repair.options,
     )
-    held = measured.holdout.pop(site.name, None)
-    if held is not None:
-        result = _with_holdout(result, weight, held, site.kept_columns(units))
-    return Cut(site, units, result)
+    if held is not None and "held_out" not in needs:
+        result = _with_holdout(result, weight, held, site.kept_columns(units), target)
+    events = list(dict.fromkeys([*events, *result.diagnostics.get("events", [])]))
+    return Cut(site, units, result), {**result.diagnostics, "events": events}
 
 
 def _check_recordable(row: dict[str, Any]) -> None:
@@ -115,28 +176,27 @@ def _check_recordable(row: dict[str, Any]) -> None:
         ) from error
 
 
-def _with_holdout(result: SiteResult, weight: Tensor, gram: Gram, kept: KeptSet) -> SiteResult:
+def _with_holdout(
+    result: SiteResult, weight: Tensor, gram: Gram, kept: KeptSet, target: Tensor | None
+) -> SiteResult:
     """Adds the error on the held-out windows to the diagnostics."""
     gram.check_finite()
     kept = KeptSet(kept.indices.to(gram.x.device), kept.size)
     wide = SiteResult(
         result.weight.to(gram.x), None if result.bias is None else result.bias.to(gram.x)
     )
-    before, after = relative_errors(weight.to(gram.x), gram, kept, wide)
+    aim = None if target is None else target.to(gram.x)
+    before, after = relative_errors(weight.to(gram.x), gram, kept, wide, target=aim)
     held = {"holdout_before": before, "holdout_after": after}
     return replace(result, diagnostics={**result.diagnostics, **held})
 
 
-def _seeded(score: Callable[..., Tensor], seed: int, block: int) -> Callable[..., Tensor]:
+def own_seed(seed: int, block: int) -> int:
     """A score that takes a seed gets one of its own in every block."""
-    if "seed" in inspect.signature(score).parameters:
-        return functools.partial(score, seed=(seed * 1_000_003 + block) % SEEDS)
-    return score
+    return (seed * 1_000_003 + block) % SEEDS
 
 
-def _as_planned(
-    tensors: dict[str, Tensor], plan: Plan, block: BlockLayout, dtype: torch.dtype
-) -> dict[str, Tensor]:
+def _as_planned(tensors: dict[str, Tensor], plan: Plan, block: BlockLayout) -> dict[str, Tensor]:
     """Exactly the tensors of the output format: biases it demands and nobody computed are 0.
 
     A tensor that the plan did not foresee is an error of this program: none is ever dropped.
@@ -144,6 +204,7 @@ def _as_planned(
     planned = {
         name: shape for name, shape in plan.pruned_shapes.items() if name.startswith(block.prefix)
     }
+    dtype = next(iter(tensors.values())).dtype
     zeros = {
         name: torch.zeros(shape, dtype=dtype)
         for name, shape in planned.items()

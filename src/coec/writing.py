@@ -36,10 +36,14 @@ class Checkpoint:
         dense: the model that is pruned.
         plan: the sizes of the result.
         dtype: in which it is written.
+        name: what tells its pieces from those of other candidates in the same journal.
     """
 
-    def __init__(self, done: Journal, dense: Dense, plan: Plan, dtype: torch.dtype) -> None:
-        self._done, self._dense, self._plan, self._dtype = done, dense, plan, dtype
+    def __init__(
+        self, done: Journal, dense: Dense, plan: Plan, dtype: torch.dtype, name: str = ""
+    ) -> None:
+        self._done, self._dense, self.plan, self._dtype = done, dense, plan, dtype
+        self._name = name
         state = {
             name: torch.empty(shape, dtype=dtype, device="meta")
             for name, shape in plan.pruned_shapes.items()
@@ -52,21 +56,52 @@ class Checkpoint:
         return {
             block.index
             for block in self._dense.layout.blocks
-            if _units(block) in self._done
-            and (_weights(block) in self._done or self._written(block))
+            if self._units(block) in self._done
+            and (self._weights(block) in self._done or self._written(block))
         }
+
+    def tensors(self, block: BlockLayout) -> dict[str, Tensor]:
+        """The written tensors of a solved block, wherever they are by now."""
+        if self._weights(block) in self._done:
+            return read_tensors(self._done.path(self._weights(block)))
+        found: dict[str, Tensor] = {}
+        for name, file_name in self._split.tensor_to_filename.items():
+            if name.startswith(block.prefix):
+                with opened(self._done.path(self._shard(file_name))) as file:
+                    found[name] = file.get_tensor(name)
+        return found
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is known how the pruned model ends (`end`)."""
+        return self._ending in self._done
+
+    def end(self, norm: Tensor | None, facts: dict[str, Any]) -> None:
+        """Keeps the final norm's weight, where it is changed, and what goes with it."""
+        tensors = {} if norm is None else {self._dense.layout.norm: norm}
+        self._done.put(
+            self._ending,
+            self._done.work / f"{self._prefix}ending.safetensors",
+            functools.partial(write_tensors, tensors),
+            **facts,
+        )
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What was kept with the ending; nothing where there is none."""
+        return self._done.facts(self._ending) if self.ended else {}
 
     def keep(self, solved: Solved) -> None:
         """Puts a solved block on the disk; its account last, which says that it is there."""
         index, work = solved.block.index, self._done.work
         self._done.put(
-            _weights(solved.block),
-            work / f"block-{index:05}.safetensors",
+            self._weights(solved.block),
+            work / f"{self._prefix}block-{index:05}.safetensors",
             functools.partial(write_tensors, solved.tensors),
         )
         self._done.put(
-            _units(solved.block),
-            work / f"units-{index:05}.safetensors",
+            self._units(solved.block),
+            work / f"{self._prefix}units-{index:05}.safetensors",
             functools.partial(write_tensors, solved.kept),
             sites=solved.rows,
         )
@@ -77,23 +112,23 @@ class Checkpoint:
         return [
             row
             for block in self._dense.layout.blocks
-            for row in self._done.facts(_units(block))["sites"]
+            for row in self._done.facts(self._units(block))["sites"]
         ]
 
     def write(self) -> None:
         """Everything but the report, from solved blocks."""
         folder = self._done.new
         for file_name, names in self._split.filename_to_tensors.items():
-            if file_name not in self._done:
+            if self._shard(file_name) not in self._done:
                 shard = {name: self._tensor(name) for name in sorted(names)}
                 self._done.put(
-                    file_name,
+                    self._shard(file_name),
                     folder / file_name,
                     functools.partial(write_tensors, shard, metadata={"format": "pt"}),
                 )
             for block in self._dense.layout.blocks:
-                if _weights(block) in self._done and self._written(block):
-                    self._done.remove(_weights(block))
+                if self._weights(block) in self._done and self._written(block):
+                    self._done.remove(self._weights(block))
         if self._split.is_sharded:
             weight_map = dict(sorted(self._split.tensor_to_filename.items()))
             write_json(folder / INDEX, {"metadata": self._split.metadata, "weight_map": weight_map})
@@ -105,14 +140,15 @@ class Checkpoint:
 
     def _kept(self) -> Iterator[dict[str, Tensor]]:
         for block in self._dense.layout.blocks:
-            yield read_tensors(self._done.path(_units(block)))
+            yield read_tensors(self._done.path(self._units(block)))
 
     def _tensor(self, name: str) -> Tensor:
         """One tensor of the result, from its block's file or from the dense model."""
         block = self._block_of(name)
         if block is None:
-            return self._dense.tensor(name).to(self._dtype)
-        with opened(self._done.path(_weights(block))) as file:
+            changed = read_tensors(self._done.path(self._ending)) if self.ended else {}
+            return (changed[name] if name in changed else self._dense.tensor(name)).to(self._dtype)
+        with opened(self._done.path(self._weights(block))) as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
 
@@ -127,11 +163,29 @@ class Checkpoint:
             for name, file in self._split.tensor_to_filename.items()
             if name.startswith(block.prefix)
         }
-        return all(file in self._done for file in files)
+        return all(self._shard(file) in self._done for file in files)
+
+    def _weights(self, block: BlockLayout) -> str:
+        return f"{self._prefix}weights of block {block.index}"
+
+    def _units(self, block: BlockLayout) -> str:
+        return f"{self._prefix}units of block {block.index}"
+
+    def _shard(self, file_name: str) -> str:
+        """Candidates have files of the same names, of which one is written."""
+        return f"{self._prefix}{file_name}"
+
+    @property
+    def _ending(self) -> str:
+        return f"{self._prefix}ending"
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self._name}-" if self._name else ""
 
     def _config(self) -> dict[str, Any]:
         """The configuration with the dtype written."""
-        config = dict(self._plan.output.config)
+        config = dict(self.plan.output.config)
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
             config[key] = dtype_name(self._dtype)
         return config
@@ -140,19 +194,14 @@ class Checkpoint:
 def space_needed(out: Path, plan: Plan, dtype: torch.dtype) -> int:
     """Bytes that a run into `out` has yet to write: the model, a shard, and what goes beside."""
     model = int(plan.parameters_after * dtype.itemsize * 1.01)
+    others = sum(
+        int(other.parameters_after * dtype.itemsize * 1.01) for other in plan.alternatives.values()
+    )
     partial = partial_of(out)
     there = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
-    return max(0, model + min(model, SHARD_BYTES) + 2**24 - there)
+    return max(0, model + others + min(model, SHARD_BYTES) + 2**24 - there)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """As configurations have it."""
     return str(dtype).removeprefix("torch.")
-
-
-def _weights(block: BlockLayout) -> str:
-    return f"weights of block {block.index}"
-
-
-def _units(block: BlockLayout) -> str:
-    return f"units of block {block.index}"

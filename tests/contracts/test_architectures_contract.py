@@ -1,19 +1,25 @@
 """Every architecture keeps the same promises, on random models in float64."""
 
 import dataclasses
+import math
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import coec
 import tiny_models as tm
+from coec.calibration.layers import Layers
 from coec.calibration.stream import DenseStream
+from coec.calibration.tokens import Windows, hold_out
 from coec.compensation import COMPENSATIONS
 from coec.errors import OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
+from coec.reconstruction import Batch, LeastSquares
 from coec.types import GramSum, KeptSet
 
 pytestmark = pytest.mark.unchecked  # whole models
@@ -45,7 +51,7 @@ def test_a_written_checkpoint_computes_the_masked_dense_model(
     variant, compensation, folders, tmp_path
 ):
     models, tokens = folders
-    options = {"rounds": 1} if compensation == "coec" else {}
+    options = {"coec": {"rounds": 1}, "auto": {"holdout": 0.125}}.get(compensation, {})
     settings = {**SETTINGS, "calibration": tokens, "compensation": compensation, **options}
     if compensation == "bias" and variant in BIASED:
         with pytest.raises(OptionError, match=BIASED[variant]):
@@ -127,3 +133,84 @@ def test_an_architecture_is_one_value(model_type, tmp_path, monkeypatch):
     model = tm.save(tm.tiny(model_type=model_type), tmp_path / "model")
     check_that_removing_is_masking(model, tm.token_file(tmp_path / "t.npy"), tmp_path / "out")
     check_that_streamed_statistics_are_those_of_the_whole_model(model)
+
+
+@pytest.mark.parametrize("variant", tm.VARIANTS)
+def test_the_parts_of_a_layer_one_after_the_other_are_the_layer(variant, folders):
+    models, tokens = folders
+    dense = Dense.open(models[variant])
+    layers, states = embedded(dense, tokens)
+    with torch.no_grad():
+        for block in dense.layout.blocks:
+            layers.load(block, dense.tensors(block))
+            whole = layers.advance(block.index, states)
+            for site in block.sites:
+                states = layers.call(layers.half(block, site), block.index, states)
+            torch.testing.assert_close(states, whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("variant", tm.VARIANTS)
+def test_products_with_the_jacobian_are_those_of_forward_and_reverse_mode(variant, folders):
+    """Of both parts, by torch.func on the layer itself; attention without its fused form."""
+    models, tokens = folders
+    dense = Dense.open(models[variant])
+    layers, states = embedded(dense, tokens)
+    block = dense.layout.blocks[0]
+    layers.load(block, dense.tensors(block))
+    weights = torch.rand(states.shape[:2], dtype=torch.float64)
+    for site in block.sites:
+        half = layers.half(block, site)
+        names = {name: name.removeprefix(block.prefix) for name in site.fitted}
+        assert len(names) == (2 if site.value else 3)
+
+        def function(theta, state, half=half, names=names):
+            own = {names[n]: p for n, p in theta.items()}
+            return layers.call(
+                lambda *a, **k: torch.func.functional_call(half, own, a, k), block.index, state
+            )
+
+        theta = {n: half.get_parameter(own).detach() for n, own in names.items()}
+        batch = Batch(states, torch.randn_like(states), weights)
+        modules = {n: half.get_submodule(o.removesuffix(".weight")) for n, o in names.items()}
+        made = LeastSquares(
+            function, modules, [batch], torch.device("cpu"), quadratic=site.value is not None
+        )
+        delta = {n: torch.randn_like(p) for n, p in theta.items()}
+        with sdpa_kernel(SDPBackend.MATH):
+            moved = torch.func.jvp(lambda t, f=function: f(t, states), (theta,), (delta,))[1]
+            out, back = torch.func.vjp(lambda t, f=function: f(t, states), theta)
+            normal = back(weights[..., None] * moved)[0]
+            gradient = back(weights[..., None] * (batch.targets - out))[0]
+        found = [made.normal(theta, delta), made.gradient(theta)]
+        for one, expected in zip(found, (normal, gradient), strict=True):
+            for name in theta:
+                scale = float(expected[name].norm())
+                assert float((one[name] - expected[name]).norm()) < 1e-6 * scale, name
+
+
+def embedded(dense, tokens):
+    """The layers of a model, and the hidden states before the first of them."""
+    layers = Layers(dense, device=torch.device("cpu"), dtype=torch.float64)
+    windows = torch.from_numpy(np.load(tokens))[:3, :16].long()
+    return layers, layers.embed([windows], dense.tensor(dense.layout.embedding))[0]
+
+
+@pytest.mark.parametrize("variant", tm.VARIANTS)
+def test_a_reconstructed_checkpoint_is_what_the_streams_ended_with(variant, folders, tmp_path):
+    """Loaded by stock transformers it predicts the held-out windows as the report says."""
+    models, tokens = folders
+    report = coec.prune(
+        models[variant], tmp_path / "out", **SETTINGS, calibration=tokens, preset="best",
+        reconstruct=1, inner=3, kv_groups="uniform",
+    )  # fmt: skip
+    held = hold_out(Windows(torch.from_numpy(np.load(tokens)).long(), "", 0, ""), 0.125, 0)[1]
+    loss = 0.0
+    with torch.no_grad():
+        model = tm.load(tmp_path / "out")
+        loss = float(model(input_ids=held, labels=held).loss)
+    facts = report.rebuilding["candidates"]["uniform"]
+    assert facts["perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)
+    for row in report.sites:
+        steps = row["reconstruction"]
+        assert steps["error_after"] <= steps["error_before"]
+        assert steps["holdout_after"] <= steps["holdout_before"]

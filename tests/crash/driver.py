@@ -156,17 +156,16 @@ def child(request: dict[str, Any]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    import coec.pruning
     import coec.writing
 
     coec.writing.MAX_SHARD = request.get("shard", coec.writing.MAX_SHARD)
-    solve, solved = coec.pruning.solve_block, []
+    keep, solved = coec.writing.Checkpoint.keep, []
 
-    def solve_block(measured: Any, *rest: Any) -> Any:
-        solved.append(measured.block.index)
-        return solve(measured, *rest)
+    def kept(checkpoint: Any, block: Any) -> None:
+        solved.append(checkpoint._units(block.block))
+        keep(checkpoint, block)
 
-    coec.pruning.solve_block = solve_block
+    coec.writing.Checkpoint.keep = kept
     watch = Watch(cwd, request.get("at"), request.get("what", "kill"))
     watch.start()
     sys.argv = ["coec", *request["argv"]]

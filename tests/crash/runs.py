@@ -19,6 +19,8 @@ COMMANDS = {
     "prune from statistics": ("prune", "model", "out", "--statistics", "stats",
                               "--compensation", "rcpu"),
     "replace": (*PRUNE, "--force"),
+    "rebuild": ("prune", "model", "out", *HOW, "--preset", "best", "--reconstruct", "1",
+                "--inner", "1", "--holdout", "0.3"),
     "collect": ("collect", "model", "out", *HOW, "--holdout", "0.3"),
     "merge": ("collect", "--merge", "stats", "more", "out"),
     "sweep": ("sweep", "grid.toml", "out"),
@@ -80,12 +82,12 @@ class Place:
         """What the last command printed."""
         return (self.beside / "log").read_text()
 
-    def recorded(self) -> set[int]:
-        """The blocks that the journal has."""
+    def recorded(self) -> set[str]:
+        """The solved blocks that the journal has, by the names of their pieces."""
         path = self.partial / "journal.jsonl"
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         names = [json.loads(line).get("name", "") for line in lines]
-        return {int(name.split()[-1]) for name in names if name.startswith("units of block")}
+        return {name for name in names if "units of block" in name}
 
     def finished(self, wanted: dict[str, str]) -> bool:
         """Whether all is there, and no journal any more that says so."""

@@ -11,17 +11,24 @@ from random import Random
 import pytest
 from runs import COMMANDS, RUNS, spread
 
-BLOCKS = 5
-PRUNINGS = ("prune", "prune sampled text", "prune from statistics", "replace")
+PRUNINGS = ("prune", "prune sampled text", "prune from statistics", "replace", "rebuild")
 STATUS = {"kill": -9, "power": -9, "term": 143}
 FEW = {
     "prune": ("kill", 4), "replace": ("power", 2), "collect": ("term", 2), "sweep": ("kill", 2),
+    "rebuild": ("kill", 3),
 }  # fmt: skip
 """Boundaries of each command in every run of the suite."""
 
 
-def _end_and_go_on(here, wanted, **how):
-    """Ends the command at one moment, and sees that it goes on to what is wanted."""
+def _end_and_go_on(here, wanted, solved, **how):
+    """Ends the command at one moment, and sees that it goes on to what is wanted.
+
+    Args:
+        here: where it runs.
+        wanted: what an undisturbed run leaves.
+        solved: the blocks that such a run solves.
+        how: it is ended.
+    """
     answer = here.run(**how)
     if "at" in how:
         assert answer["status"] == STATUS[how["what"]], here.log()
@@ -33,7 +40,7 @@ def _end_and_go_on(here, wanted, **how):
     else:
         assert answer["status"] == 0, here.log()
         if here.name in PRUNINGS:
-            assert sorted(answer["solved"]) == sorted(set(range(BLOCKS)) - before)
+            assert sorted(answer["solved"]) == sorted(set(solved) - before)
     assert here.listing() == wanted
     if here.name != "replace":  # what it makes is replaced again
         here.clear()
@@ -45,7 +52,7 @@ def _at_boundaries(here, undisturbed, what, count):
     wrong = []
     for at in spread(len(events), count):
         try:
-            _end_and_go_on(here, wanted, at=at, what=what)
+            _end_and_go_on(here, wanted, answer["solved"], at=at, what=what)
         except AssertionError as error:
             wrong.append(f"{what} before event {at}, {events[at]}: {error}")
             here.clear()
@@ -69,7 +76,7 @@ def test_killed_at_random_moments(name, place, undisturbed):
     for _ in range(RUNS):
         after = draw.uniform(0, answer["seconds"])
         try:
-            _end_and_go_on(here, wanted, after=after)
+            _end_and_go_on(here, wanted, answer["solved"], after=after)
         except AssertionError as error:
             raise AssertionError(f"killed after {after:.4f} s: {error}") from error
 

@@ -425,7 +425,7 @@ def test_a_model_with_nan_logits_fails_with_the_reason(place, tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [("samples = [6, 60]", "too little calibration text"),
-     ("samples = 6\nholdout = [0.2, 0.01]", "leaves 0 held out")],
+     ("samples = 6\nholdout = [0.2, 0.99]", "leaves 6 held out and 0 to fit")],
 )  # fmt: skip
 def test_a_text_is_checked_for_every_cell_before_any_work(
     change, reason, place, tmp_path, monkeypatch
@@ -724,3 +724,39 @@ def test_the_command_takes_statistics(place, tmp_path, monkeypatch, capsys):
     assert "3 cells done, 0 failed" in capsys.readouterr().out
     rows = records(tmp_path / "out").values()
     assert {row["settings"].get("samples") for row in rows} == {None, 6}
+
+
+def test_rows_say_what_auto_chose_and_of_what(place, tmp_path):
+    text = (place / "grid.toml").read_text().partition("[[variants]]")
+    models = "[[models]]" + text[2].partition("[[models]]")[2]
+    head = text[0].replace("seed = [0, 1]", 'compensation = "auto"')
+    (tmp_path / "bare.toml").write_text(head + models)
+    with pytest.raises(OptionError, match=r"'auto' needs held-out windows: .*holdout=0\.125"):
+        expand(str(tmp_path / "bare.toml"))
+    (tmp_path / "g.toml").write_text("holdout = 0.2\n" + head + models)
+    assert sweep(expand(str(tmp_path / "g.toml")), tmp_path / "out").failed == 0
+    row = next(row for row in Store(tmp_path / "out").rows.values() if not row.dense)
+    for site in row.sites:
+        assert site.candidates[site.chosen] == min(site.candidates.values()) == site.holdout_after
+        assert len(site.candidates) == 10
+
+
+def test_cells_that_run_both_models_take_the_text_itself(place, tmp_path):
+    """Beside cells that are solved from the group's statistics, with the same windows."""
+    text = (place / "grid.toml").read_text().partition("[[variants]]")
+    models = "[[models]]" + text[2].partition("[[models]]")[2]
+    head = "holdout = 0.2\n" + text[0].replace("seed = [0, 1]", "")
+    variants = (
+        '[[variants]]\nselection = "obs"\n'
+        '[[variants]]\npreset = "best"\nkv_groups = "uniform"\nreconstruct = 1\ninner = 2\n'
+    )
+    (tmp_path / "g.toml").write_text(head + variants + models)
+    assert sweep(expand(str(tmp_path / "g.toml")), tmp_path / "out").failed == 0
+    rows = [row for row in Store(tmp_path / "out").rows.values() if not row.dense]
+    paper, best = sorted(rows, key=lambda row: row.settings.values["preset"] == "best")
+    assert best.settings.values["propagate"] is True
+    assert paper.settings.values["propagate"] is False
+    assert best.calibration.windows_sha256 == paper.calibration.windows_sha256
+    for site in best.sites:
+        assert site.reconstruction.error_after <= site.reconstruction.error_before
+    assert not any(site.reconstruction for site in paper.sites)

@@ -66,9 +66,19 @@ def test_a_compensating_bias_is_added_to_the_one_that_is_there():
 
 def test_a_site_that_keeps_everything_keeps_its_bits():
     tensors = block()
-    cut = Cut(MLP_SITE, KeptSet(torch.arange(5), 5), SiteResult(torch.zeros(6, 5)))
+    cut = Cut(MLP_SITE, KeptSet(torch.arange(5), 5), None)
     out = cut_block(tensors, [cut], torch.float64)
     assert all(torch.equal(out[name], tensors[name].double()) for name in tensors)
+
+
+def test_a_site_that_keeps_everything_may_have_a_new_weight():
+    """That of the inputs which a pruned model has: there is something to repair all the same."""
+    tensors = block()
+    cut = Cut(MLP_SITE, KeptSet(torch.arange(5), 5), SiteResult(torch.ones(6, 5)))
+    out = cut_block(tensors, [cut], torch.float64)
+    changed = [name for name in tensors if not torch.equal(out[name], tensors[name].double())]
+    assert changed == [MLP_SITE.weight]
+    assert torch.equal(out[MLP_SITE.weight], torch.ones(6, 5, dtype=torch.float64))
 
 
 def test_value_rows_repeat_each_head_for_its_queries():

@@ -112,10 +112,18 @@ class DensePass(Source):
             self.windows = made
         return self.windows.record()
 
-    def blocks(self, skip: Container[int], progress: Progress | None) -> Iterator[Measured]:
+    def parts(self) -> tuple[Tensor, Tensor | None]:
+        """The windows to fit on, and those that are held out, where some are."""
         assert self.windows is not None  # `begin` made them
-        how = self._calibration
-        fit, held = hold_out(self.windows, how.holdout, how.seed)
+        return hold_out(self.windows, self._calibration.holdout, self._calibration.seed)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the forward pass."""
+        return self._dtype
+
+    def blocks(self, skip: Container[int], progress: Progress | None) -> Iterator[Measured]:
+        fit, held = self.parts()
         stream = DenseStream(
             self._dense, fit, holdout=held, device=self.device, dtype=self._dtype,
             progress=progress,

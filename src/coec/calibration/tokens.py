@@ -337,10 +337,10 @@ def all_windows(stream: Stream, *, seq_len: int, vocabulary: int) -> Windows:
 
 
 def hold_out(windows: Windows, fraction: float, seed: int) -> tuple[Tensor, Tensor | None]:
-    """Windows to fit on, and those held out: `round(fraction · n)` of them, drawn under the seed.
+    """Windows to fit on, and those held out, as many as `held_out` says, drawn under the seed.
 
     Raises:
-        CalibrationError: the fraction leaves no window on one of the two sides.
+        CalibrationError: no window is left on one of the two sides.
     """
     n = len(windows.ids)
     held = held_out(n, fraction)
@@ -351,13 +351,15 @@ def hold_out(windows: Windows, fraction: float, seed: int) -> tuple[Tensor, Tens
 
 
 def held_out(n: int, fraction: float) -> int:
-    """How many of `n` windows are held out.
+    """How many of `n` windows are held out: `round(fraction · n)`, at least one unless it is 0.
 
     Raises:
-        CalibrationError: the fraction leaves no window on one of the two sides.
+        CalibrationError: no window is left on one of the two sides.
     """
-    held = round(fraction * n)
-    if fraction and not 0 < held < n:
+    if not fraction:
+        return 0
+    held = max(1, round(fraction * n))
+    if held >= n:
         raise CalibrationError(
             f"holdout={fraction:g} of {n} windows leaves {held} held out and {n - held} to fit "
             "on: both need at least one; take more windows (samples=N)"

@@ -88,6 +88,7 @@ def window_maker(
     """Checks the calibration text now, and returns a function that makes the windows."""
     seq_len = window_length(calibration, dense)
     sizes = {"samples": calibration.samples, "seq_len": seq_len, "seed": calibration.seed}
+    held_out(calibration.samples, calibration.holdout)
     if is_sampled(calibration.source):
         tokenizer = load_tokenizer(dense.folder, trust_remote_code=runtime.trust_remote_code)
         return lambda device, dtype, progress: sample_from_model(
@@ -96,7 +97,6 @@ def window_maker(
     needed = CHOICE * calibration.samples * seq_len
     stream = _stream(dense, calibration, runtime, needed, progress)
     windows = sample_windows(stream, **sizes, vocabulary=dense.vocabulary)
-    held_out(calibration.samples, calibration.holdout)
     return lambda device, dtype, progress: windows
 
 

@@ -64,6 +64,11 @@ def _parameter(one: Setting) -> inspect.Parameter:
     panel = f"Options of --compensation {', '.join(one.methods)}" if one.methods else None
     metavar = METAVARS.get(one.kind, NAME)
     option = setting(one.text, metavar, rich_help_panel=panel)
+    if one.kind is bool:
+        flag = one.name.replace("_", "-")
+        option = typer.Option(
+            f"--{flag}/--no-{flag}", help=one.text, show_default=False, rich_help_panel=panel
+        )
     return inspect.Parameter(
         one.name,
         inspect.Parameter.KEYWORD_ONLY,

@@ -6,15 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from coec.cli.common import Json, results
+from coec.settings import Preset
 
 
 def methods_command(as_json: Json = False) -> None:
-    """List selections, compensations with their options, and architectures; the source of each."""
+    """List presets, selections, compensations with their options, and architectures."""
     from coec.compensation import COMPENSATIONS
     from coec.models.architectures import ARCHITECTURES
     from coec.selection import SELECTIONS
+    from coec.settings import PRESETS
 
     listing: dict[str, dict[str, Any]] = {
+        "presets": {name: _of_preset(preset) for name, preset in PRESETS.items()},
         "selections": {name: _described(f) for name, f in SELECTIONS.items()},
         "compensations": {name: _described(m.function) for name, m in COMPENSATIONS.items()},
         "architectures": {
@@ -34,6 +37,13 @@ def methods_command(as_json: Json = False) -> None:
             results.print(f"  {name:<16} {line}", markup=False)
             if kind == "compensations" and options[name]:
                 results.print(f"    options: {', '.join(options[name])}", markup=False)
+
+
+def _of_preset(preset: Preset) -> str:
+    """What it is for, and what it sets."""
+    shown = {k: str(v).lower() if isinstance(v, bool) else v for k, v in preset.settings.items()}
+    settings = ", ".join(f"{name} = {value}" for name, value in shown.items())
+    return f"{preset.about.rstrip('.')}{settings and f' [{settings}]'}"
 
 
 def _described(f: Callable[..., Any]) -> str:

@@ -1,6 +1,7 @@
 """`coec prune`."""
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -88,6 +89,7 @@ def _show_plan(plan: "Plan", model: str, as_json: bool, *, measured: bool) -> No
         "model": model,
         **plan.record(),
         "memory_bytes": {**memory, "total": sum(memory.values())},
+        "operations": plan.operations(),
         "device": str(device),
     }
     if as_json:
@@ -103,6 +105,12 @@ def _show_plan(plan: "Plan", model: str, as_json: bool, *, measured: bool) -> No
     before, after = plan.parameters_before, plan.parameters_after
     table.add_row("parameters", f"{before:,}", f"{after:,} ({after / before:.1%})")
     results.print(table)
+    for name, other in plan.alternatives.items():
+        results.print(
+            f"or, if held-out windows say so (kv_groups = {name}): {other.pruned.kv_heads} KV "
+            f"groups, {other.pruned.ffn:,} MLP channels, stored as {other.output.model_type}",
+            markup=False,
+        )
     for note in plan.notes:
         results.print(note, markup=False)
     results.print(f"\nstored as {plan.output.model_type}", markup=False)
@@ -113,6 +121,10 @@ def _show_plan(plan: "Plan", model: str, as_json: bool, *, measured: bool) -> No
     results.print(f"\nmemory on {device}: about {sum(memory.values()) / 1e9:.2f} GB")
     for purpose, size in memory.items():
         results.print(f"  {purpose:<22} {size / 1e9:8.2f} GB", markup=False)
+    operations = record["operations"]
+    results.print(f"\noperations: about {sum(operations.values()):.2g}")
+    for purpose, count in operations.items():
+        results.print(f"  {purpose:<22} {count:8.1e}", markup=False)
 
 
 def _show_report(report: "Report") -> None:
@@ -132,9 +144,12 @@ def _show_report(report: "Report") -> None:
             f"{site + ' error':<16} {error[0]:.4f} → {error[1]:.4f} "
             "(relative output error on the calibration data, mean over blocks)"
         )
-        if report.recipe["holdout"]:
+        if report.recipe["holdout"] and any(
+            row.get("holdout_after") is not None for row in report.sites
+        ):
             held = report.mean_errors(site, held_out=True)
             lines.append(f"{'  held out':<16} {held[0]:.4f} → {held[1]:.4f}")
+    lines += _rebuilt_lines(report)
     if report.plan["relabelled"]:
         lines.append(
             f"stored as        {report.plan['output_model_type']} ({report.plan['relabelled']})"
@@ -145,4 +160,34 @@ def _show_report(report: "Report") -> None:
     for event, modules in report.events.items():
         where = modules[0] if len(modules) == 1 else f"{modules[0]} and {len(modules) - 1} more"
         notes.print(f"note: {where}: {event}", markup=False)
+    if report.recipe.get("preset") == "paper" and not report.rebuilding:
+        results.print(
+            "beyond the paper: --preset best fits every block to the dense model's hidden states",
+            markup=False,
+        )
     results.print(f"measure it: coec eval {report.out} --baseline {report.model}", markup=False)
+
+
+def _rebuilt_lines(report: "Report") -> list[str]:
+    """What reconstruction left of the errors, and how the candidates predict held-out windows."""
+    lines = []
+    for site in ("attention", "mlp"):
+        rows = [r["reconstruction"] for r in report.sites
+                if r["site"] == site and "reconstruction" in r]  # fmt: skip
+        if rows:
+            before, after = (
+                sum(row[f"error_{when}"] for row in rows) / len(rows)
+                for when in ("before", "after")
+            )
+            lines.append(
+                f"{site + ' rebuilt':<16} {before:.4f} → {after:.4f} "
+                "(error of the hidden states, relative to what the part adds)"
+            )
+    for name, facts in report.rebuilding.get("candidates", {}).items():
+        chosen = ", chosen" if name == report.rebuilding["kv_groups"] else ""
+        mine, dense = (facts[which] or math.inf for which in ("perplexity", "dense"))
+        lines.append(
+            f"{'KV groups ' + name:<20} perplexity {mine:.2f} on {facts['windows']} windows "
+            f"(dense {dense:.2f}){chosen}"
+        )
+    return lines

@@ -29,8 +29,9 @@ from coec.settings import Calibration
 
 SITE_FIELDS = (
     "module", "block", "site", "units_before", "units_after", "error_before", "error_after",
-    "holdout_before", "holdout_after", "errors_per_round", "objectives_per_round",
-    "alignment_before", "alignment_after", "gcv_lambda", "rounds", "reason", "events", "seconds",
+    "holdout_before", "holdout_after", "chosen", "candidates", "reconstruction",
+    "errors_per_round", "objectives_per_round", "alignment_before", "alignment_after",
+    "gcv_lambda", "rounds", "reason", "events", "seconds",
 )  # fmt: skip
 """What a row keeps of a site's entry in coec.json."""
 
@@ -165,9 +166,11 @@ def _measured(job: Job) -> dict[str, Any]:
 def _pruned_model(job: Job, recipe: Recipe) -> Report:
     """Goes on where an interrupted sweep was in this cell, if that was asked for the same.
 
-    The statistics bring the calibration: their text need not be at its place any more.
+    The statistics bring the calibration: their text need not be at its place any more. What a
+    compensation may need of it, held-out windows, has to be asked for all the same.
     """
-    recipe = replace(recipe, calibration=Calibration())
+    if job.statistics is not None:
+        recipe = replace(recipe, calibration=Calibration(holdout=recipe.calibration.holdout))
     shutil.rmtree(job.folder, ignore_errors=True)  # left by a sweep that was killed
     try:
         return prune(job.dense, job.folder, recipe, statistics=job.statistics)

@@ -69,6 +69,7 @@ NUMBER = Kind("a finite number", _is_number)
 SHARE = Kind("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
 COUNT = Kind("a whole number of at least 0", _is_count)
 TEXT = Kind("text without control characters", _is_text)
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 PERPLEXITY = Kind("a number of at least 1", lambda value: _is_number(value) and value > 0.999)
 """A cross-entropy of 0 may be rounded to a little less."""
 
@@ -76,7 +77,7 @@ Number = Annotated[float, NUMBER]
 Share = Annotated[float, SHARE]
 Count = Annotated[int, COUNT]
 Text = Annotated[str, TEXT]
-Flag = Annotated[bool, Kind("true or false", lambda value: isinstance(value, bool))]
+Flag = Annotated[bool, FLAG]
 Plain = Annotated[float | str | bool, Kind("a number, text, true or false", _is_plain)]
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from coec.errors import ResultsError
 from coec.experiments.records import (
     COUNT,
+    FLAG,
     NUMBER,
     PERPLEXITY,
     SHARE,
@@ -40,7 +41,7 @@ SETTING_NAMES = tuple(setting.name for setting in (*RECIPE, *OPTIONS))
 
 def _kinds(table: Any) -> dict[str, Kind]:
     """What the settings of a table are; the one place that asks `coec.settings`."""
-    by_type: dict[Any, Kind] = {float: NUMBER, int: COUNT}
+    by_type: dict[Any, Kind] = {float: NUMBER, int: COUNT, bool: FLAG}
     known = [setting for setting in table if setting.kind is not None]
     return {setting.name: by_type.get(setting.kind, TEXT) for setting in known}
 
@@ -130,6 +131,16 @@ class Geometry(Part):
 
 
 @dataclass(frozen=True)
+class Reconstruction(Part):
+    """Errors of a part's hidden states before and after it was fitted, on both kinds of windows."""
+
+    error_before: Number | None = None
+    error_after: Number | None = None
+    holdout_before: Number | None = None
+    holdout_after: Number | None = None
+
+
+@dataclass(frozen=True)
 class Site(Part):
     """One module that was repaired: its errors, rounds and what happened on the way."""
 
@@ -140,6 +151,9 @@ class Site(Part):
     error_after: Number | None = None
     holdout_before: Number | None = None
     holdout_after: Number | None = None
+    chosen: Text | None = None
+    candidates: Mapping[str, Number] = field(default_factory=dict)
+    reconstruction: Reconstruction = Reconstruction()
     errors_per_round: tuple[Number, ...] = ()
     objectives_per_round: tuple[Number, ...] = ()
     gcv_lambda: Number | None = None

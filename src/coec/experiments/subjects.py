@@ -74,6 +74,7 @@ def with_statistics(
         dense, recipe = models[cell.subject.path], cell.recipe
         fitting = by_model.get(dense.digest) if saved else None
         if recipe is not None and fitting is not None:
+            recipe.check_for_statistics()
             how = adopted(fitting, recipe.calibration, dense, cell.given)
             cell = replace(cell, recipe=replace(recipe, calibration=how))
         found.append(cell)

@@ -263,11 +263,17 @@ def _job(
         folder=out / "models" / cell.id,
         keep=keep,
         device=device,
-        statistics=prepared.statistics.folder if prepared.statistics else None,
+        statistics=_needed(cell, prepared.statistics),
         overlap=prepared.overlap,
         collecting=prepared.seconds,
         error=prepared.error,
     )
+
+
+def _needed(cell: Cell, statistics: Statistics | None) -> Path | None:
+    """Where a cell's statistics are; None for one that runs over the text itself."""
+    alone = cell.recipe is None or cell.recipe.rebuilding.in_order
+    return None if alone or statistics is None else statistics.folder
 
 
 def _clear_leftovers(out: Path, groups: Sequence[list[Cell]]) -> None:

@@ -77,6 +77,21 @@ class Site:
         """The name of its kept units in files."""
         return f"layers.{self.block}.{self.name}"
 
+    @property
+    def fitted(self) -> tuple[str, ...]:
+        """The weights that reconstruction fits: the consumer's, and those it reads at once.
+
+        Behind attention these are the values; queries and keys are held, as the map that they make
+        is.
+        """
+        producers = [self.value] if self.value else self.producers
+        return (*(r.tensor for r in producers if r.tensor.endswith(".weight")), self.weight)
+
+    @property
+    def tensors(self) -> frozenset[str]:
+        """Every tensor of the site, by full names; some may not be there."""
+        return frozenset({*(rows.tensor for rows in self.producers), self.weight, self.bias})
+
     def kept_columns(self, units: KeptSet) -> KeptSet:
         """The consumer's columns that the kept units own."""
         return units.columns(self.columns_per_unit)
@@ -104,10 +119,14 @@ class Layout:
     Attributes:
         blocks: in their order.
         embedding: the tensor that turns token ids into hidden states.
+        norm: the weight of the norm behind the last block.
+        head: the tensor that turns hidden states into logits, where it is not the embedding.
     """
 
     blocks: tuple[BlockLayout, ...]
     embedding: str
+    norm: str
+    head: str
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -192,12 +211,14 @@ class BlockPattern:
     Attributes:
         prefix: of a block's tensors, with `{}` for the block's index.
         sites: where units are removed.
-        embedding: as in `Layout`.
+        embedding, norm, head: as in `Layout`.
     """
 
     prefix: str = "model.layers.{}."
     sites: tuple[SitePattern, ...] = (ATTENTION, MLP)
     embedding: str = "model.embed_tokens.weight"
+    norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
 
     def layout(self, shape: Any, shapes: Mapping[str, torch.Size]) -> Layout:
         """Every site of a model.
@@ -216,6 +237,8 @@ class BlockPattern:
                 for prefix in [self.prefix.format(index)]
             ),
             self.embedding,
+            self.norm,
+            self.head,
         )  # fmt: skip
 
 

@@ -14,11 +14,11 @@ from coec.types import KeptSet, SiteResult
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """What happens to one site: which units stay, and the consumer's new weight."""
+    """What happens to one site: which units stay, and the consumer's new weight; None for none."""
 
     site: Site
     units: KeptSet
-    result: SiteResult
+    result: SiteResult | None
 
 
 def cut_block(
@@ -26,13 +26,12 @@ def cut_block(
 ) -> dict[str, Tensor]:
     """The block's tensors after the cuts, cast to `dtype`, by their full names.
 
-    A site that keeps everything keeps its tensors as they are, bit for bit.
+    A site that keeps everything and has no new weight keeps its tensors as they are, bit for bit.
 
     Raises:
         NumericalError: a compensated weight does not fit `dtype`.
     """
     out = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    cuts = [cut for cut in cuts if not cut.units.everything]
     owned: dict[str, list[tuple[Rows, KeptSet]]] = {}
     for cut in cuts:
         for rows in cut.site.producers:
@@ -40,13 +39,15 @@ def cut_block(
     for name, parts in owned.items():
         out[name] = tensors[name][_rows_left(len(tensors[name]), parts)].to(dtype)
     for cut in cuts:
+        if cut.result is None:
+            continue
         site, bias = cut.site, cut.result.bias
-        out[site.weight] = _cast(cut.result.weight, dtype, site.consumer)
+        out[site.weight] = cast(cut.result.weight, dtype, site.consumer)
         if bias is not None:
             existing = tensors.get(site.bias)
             if existing is not None:
                 bias = bias + existing.to(bias)
-            out[site.bias] = _cast(bias, dtype, site.consumer)
+            out[site.bias] = cast(bias, dtype, site.consumer)
     return out
 
 
@@ -74,11 +75,12 @@ def _rows_left(count: int, parts: list[tuple[Rows, KeptSet]]) -> Int[Tensor, " l
     return stays.nonzero().flatten()
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    cast = tensor.to(dtype).cpu().contiguous()
-    if not torch.isfinite(cast).all():
+def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """A new weight as it is written; raises NumericalError where it does not fit the dtype."""
+    written = tensor.to(dtype).cpu().contiguous()
+    if not torch.isfinite(written).all():
         raise NumericalError(
             f"the compensated {name} does not fit {dtype}: its largest entry is "
             f"{float(tensor.abs().max()):.3g}; write with dtype=float32 or dtype=bfloat16"
         )
-    return cast
+    return written

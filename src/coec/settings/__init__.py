@@ -21,11 +21,13 @@ from coec.settings.parts import (
     DTYPE_NAMES,
     Calibration,
     DtypeName,
+    Rebuilding,
     Repair,
     Runtime,
     Source,
     check_sparsity,
 )
+from coec.settings.presets import PRESETS, Preset, with_preset
 
 __all__ = [
     "COMPENSATION_OPTIONS",
@@ -33,6 +35,7 @@ __all__ = [
     "NAMES",
     "OPTIONS",
     "PARTS",
+    "PRESETS",
     "RECIPE",
     "SEEDS",
     "TABLE",
@@ -40,6 +43,8 @@ __all__ = [
     "CoecOptions",
     "DtypeName",
     "Options",
+    "Preset",
+    "Rebuilding",
     "Repair",
     "RidgeOptions",
     "Runtime",
@@ -52,6 +57,7 @@ __all__ = [
     "of_annotation",
     "plain",
     "setting",
+    "with_preset",
 ]
 
 
@@ -65,7 +71,7 @@ def _options() -> tuple[Setting, ...]:
     return tuple(found.values())
 
 
-PARTS = (Repair, Calibration, Runtime)
+PARTS = (Repair, Rebuilding, Calibration, Runtime)
 RECIPE = tuple(one for part in PARTS for one in part.table())
 """Settings of every recipe."""
 

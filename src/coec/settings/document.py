@@ -7,7 +7,7 @@ PREFACE = """# Settings
 Each is a flag of `coec prune` (`--seq-len`), a key of a recipe or grid (`seq-len` or `seq_len`),
 and an argument of `coec.prune` (`seq_len`). This file is written by `python -m coec.settings`.
 """
-WORDS = {float: "number", int: "whole number", str: "text"}
+WORDS = {float: "number", int: "whole number", str: "text", bool: "on, off"}
 
 
 def document() -> str:
@@ -32,4 +32,6 @@ def _row(one: Setting) -> str:
     else:
         values = WORDS[kind] if kind else "anything"
     default = one.otherwise or f"`{one.default}`"
+    if kind is bool:
+        default = "on" if one.default else "off"
     return f"| `{one.name}` | {values} | {default} | {one.help} |"

@@ -12,10 +12,10 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from coec.errors import OptionError
 
-Value = float | int | str | None
+Value = float | int | str | bool | None
 T = TypeVar("T")
-Kind = type[float] | type[int] | type[str] | tuple[str, ...]
-KINDS = (float, int, str)
+Kind = type[float] | type[int] | type[str] | type[bool] | tuple[str, ...]
+KINDS = (float, int, str, bool)
 DECLARED = "setting"
 """The key in a field's metadata under which its declaration stands."""
 
@@ -26,7 +26,7 @@ class Setting:
 
     Attributes:
         name: with underscores, as in Python.
-        kind: `float`, `int` or `str`; or the names that are allowed; None for anything.
+        kind: `float`, `int`, `str` or `bool`; or the names that are allowed; None for anything.
         default: where nothing is given.
         help: what it does.
         otherwise: the default in words, where None stands for something.
@@ -51,6 +51,8 @@ class Setting:
     def text(self) -> str:
         """The help text: what it does, what it may be, and its default."""
         default = self.default if self.otherwise == "" else self.otherwise
+        if self.kind is bool:
+            default = "on" if self.default else "off"
         return f"{self.help}{self._choices} Default: {default}."
 
     @property
@@ -73,6 +75,8 @@ class Setting:
             self._check_number(value)
         elif self.kind is str:
             self._check_text(value)
+        elif self.kind is bool and not isinstance(value, bool):
+            raise OptionError(f"{self.name} must be true or false, got {value!r:.80}")
         if self.check:
             self.check(value)
         return value

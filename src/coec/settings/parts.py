@@ -1,4 +1,4 @@
-"""The three parts of a recipe."""
+"""The parts of a recipe."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,8 +8,13 @@ from typing import Any, Literal, TypeAlias, get_args
 from coec.errors import OptionError
 from coec.settings.fields import Settings, check_seed, plain, setting
 
-SelectionName = Literal["rcpu", "wanda-sp", "flap", "magnitude", "random"]
-CompensationName = Literal["coec", "rcpu", "bias", "least-squares", "ridge-to-slice", "none"]
+SelectionName = Literal["rcpu", "wanda-sp", "flap", "obs", "leverage", "magnitude", "random"]
+CompensationName = Literal[
+    "coec", "rcpu", "bias", "least-squares", "ridge-to-slice", "none", "auto"
+]
+PresetName = Literal["paper", "fast", "best"]
+KvGroups = Literal["uniform", "all", "held-out"]
+TokenWeights = Literal["equal", "residual"]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 SolveDtypeName = Literal["float64", "float32"]
 DTYPE_NAMES: tuple[str, ...] = get_args(DtypeName)
@@ -40,7 +45,8 @@ class Repair(Settings):
     """What is removed, and how the rest is repaired.
 
     Attributes:
-        selection: a name in `SELECTIONS` or a function `(weight, gram) -> scores`.
+        selection: a name in `SELECTIONS` or a function `(weight, gram) -> scores`, with any of
+            `units`, `keep` and `seed` by keyword.
         compensation: a name in `COMPENSATIONS`, a `Method`, or a function
             `(problem, *, options) -> SiteResult`.
         options: of the compensation, by name, as they were given; the recipe has them checked.
@@ -51,7 +57,7 @@ class Repair(Settings):
     )
     selection: SelectionName | Callable[..., Any] = setting("rcpu", "Which score picks the units.")
     compensation: CompensationName | Callable[..., Any] = setting(
-        "coec", "How the kept weights are repaired."
+        "coec", "How the kept weights are repaired; `auto` needs holdout."
     )
     options: dict[str, Any] = field(default_factory=dict)
     dtype: DtypeName | None = setting(None, "Of the written weights.", otherwise="the model's")
@@ -61,6 +67,68 @@ class Repair(Settings):
         super().__post_init__()
         options = {name: plain(value) for name, value in self.options.items()}
         object.__setattr__(self, "options", options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rebuilding(Settings):
+    """What goes beyond the paper: the pruned model run beside the dense one, and fitted to it."""
+
+    preset: PresetName = setting(
+        "paper",
+        "A named set of settings: `paper` (COEC as published), `fast` (closed forms, one dense "
+        "pass) or `best` (block reconstruction); those given beside it win.",
+    )
+    propagate: bool = setting(
+        False,
+        "Statistics of the inputs that the pruned model has, and targets that hold the error made "
+        "so far.",
+    )
+    reconstruct: int = setting(
+        0,
+        "Gauss-Newton steps that fit each block's MLP to the dense hidden states, producers "
+        "included; attention's values and output take one. 0 is off.",
+        least=0,
+    )
+    inner: int = setting(10, "Conjugate-gradient iterations of one such step.", least=1)
+    damping: float = setting(
+        0.1, "λ of such a step, relative to the mean curvature of each matrix.", least=0
+    )
+    token_weights: TokenWeights = setting(
+        "equal",
+        "Of tokens in statistics and fits: `equal`, or `residual`, one over the mean square of the "
+        "hidden state, which is what the next norm divides by.",
+    )
+    final_norm: bool = setting(
+        False, "Rescale the final norm's channels, kept where held-out perplexity falls."
+    )
+    kv_groups: KvGroups = setting(
+        "uniform",
+        "How many stay: `uniform`, the fraction of everything else; `all`, the MLP cut more for "
+        "the same parameters; `held-out`, whichever has the lower held-out perplexity.",
+    )
+
+    @property
+    def in_order(self) -> str | None:
+        """The setting for which the pruned model is run beside the dense one; None for none.
+
+        A block then waits for the ones before it.
+        """
+        asked = {
+            "propagate": self.propagate,
+            "reconstruct": self.reconstruct,
+            "final_norm": self.final_norm,
+            "kv_groups": self.kv_groups == "held-out",
+        }
+        return next((name for name, value in asked.items() if value), None)
+
+    def idle(self) -> dict[str, str]:
+        """Settings that have no effect beside the others, and why."""
+        found: dict[str, str] = {}
+        if not self.reconstruct:
+            found |= dict.fromkeys(("inner", "damping"), "reconstruct = 0")
+        if not (self.propagate or self.reconstruct):
+            found["token_weights"] = "neither propagate nor reconstruct"
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +152,7 @@ class Calibration(Settings):
     seed: int = setting(0, "Draws the windows.", least=0, check=check_seed)
     holdout: float = setting(
         0.0,
-        "Fraction of the windows not fitted on, whose error the report has too.",
+        "Fraction of the windows, at least one, not fitted on, whose error the report has too.",
         check=_check_holdout,
     )
     forward_dtype: DtypeName | None = setting(

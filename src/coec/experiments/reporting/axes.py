@@ -14,7 +14,7 @@ from coec.experiments.reporting.tables import value_text as text_of
 from coec.experiments.rows import SETTING_NAMES, Row, Site
 
 SELECTIONS = ("wanda-sp", "flap", "rcpu")
-COMPENSATIONS = ("none", "bias", "least-squares", "ridge-to-slice", "rcpu", "coec")
+COMPENSATIONS = ("none", "bias", "least-squares", "ridge-to-slice", "rcpu", "coec", "auto")
 """The order of lines; what is not listed comes last."""
 
 SITES = {"attention": "attention output", "mlp": "MLP"}

@@ -1,0 +1,407 @@
+"""The solving stage in order: the pruned model beside the dense one, a block after the other.
+
+Each site is measured on the inputs that the pruned model has there, aims at the dense model's
+hidden states, the error made so far included, and is then fitted to them, its producers too
+(METHODS §8). What is solved already is only run through.
+"""
+
+import math
+import time
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from coec.calibration.head import Head, rescaled_norm
+from coec.calibration.layers import TOKENS_PER_BATCH, Layers, State
+from coec.calibration.measure import DensePass, Source
+from coec.errors import NumericalError
+from coec.events import Progress, record, recording
+from coec.execution.journal import Journal
+from coec.linalg.spd import solve_right
+from coec.models.dense import Dense
+from coec.models.description import Description
+from coec.models.layout import BlockLayout, Site
+from coec.models.surgery import cast, cut_block
+from coec.planning import Plan
+from coec.recipe import Recipe
+from coec.reconstruction import Batch, LeastSquares, fit
+from coec.solving import SiteStatistics, Solved, assembled, own_seed, solve_site
+from coec.types import Gram
+from coec.writing import Checkpoint
+
+States = list[State]
+TARGET_RIDGE = 1e-3
+"""Of the least-squares map from inputs to targets, relative to the mean diagonal of the Gram."""
+ATTENTION_STEPS = 1
+"""Steps that fit attention: more gain nothing (docs/LOG.md)."""
+SMALLEST = 1e-3
+"""Mean squares of hidden states below this share of the median count as that much."""
+Finished = Callable[[BlockLayout], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Ending:
+    """What is known when the last block is passed.
+
+    Attributes:
+        norm: the final norm's weight, where it is changed.
+        facts: scores on held-out windows (on the fitted ones where none are held out), JSON-ready.
+    """
+
+    norm: Float[Tensor, " h"] | None
+    facts: dict[str, Any]
+
+
+def rebuilt(
+    done: Journal,
+    dense: Dense,
+    recipe: Recipe,
+    source: Source,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+) -> tuple[Checkpoint, dict[str, Any]]:
+    """Solves every block of every candidate, and returns the one that predicts best.
+
+    Args:
+        done: holds what is finished.
+        dense: the model.
+        recipe: says which candidates there are.
+        source: whose windows have been made.
+        device: where to compute.
+        dtype: of the written weights.
+        progress: called with (phase, finished blocks, blocks).
+
+    Returns:
+        The checkpoint, all of whose blocks are solved; and what is known of every candidate.
+    """
+    assert isinstance(source, DensePass)  # statistics are refused before
+    plans = Plan.candidates(dense, recipe)
+    made: dict[str, Checkpoint] = {}
+    for name, plan in plans.items():
+        one = made[name] = Checkpoint(done, dense, plan, dtype, name if len(plans) > 1 else "")
+        if one.ended and len(one.solved) == len(dense.layout.blocks):
+            continue
+        both = SideBySide(
+            dense, plan, *source.parts(), device=device, dtype=source.dtype, written=dtype
+        )
+        phase = f"rebuilding {name}" if len(plans) > 1 else "rebuilding"
+        for solved in both.blocks(one.tensors, one.solved, phase, progress):
+            one.keep(solved)
+        ending = both.end()
+        one.end(ending.norm, ending.facts)
+    chosen = min(made, key=lambda name: _of(made[name].facts["perplexity"]))
+    candidates = {
+        name: {**one.facts, "widths": one.plan.record()["widths"]} for name, one in made.items()
+    }
+    return made[chosen], {"kv_groups": chosen, "candidates": candidates}
+
+
+class SideBySide:
+    """The dense and the pruned model over the same windows.
+
+    Args:
+        dense: the model.
+        plan: the sizes of the pruned one, and how it is made.
+        windows: token ids to fit on.
+        held_out: others, on which nothing may get worse.
+        device: where to compute; hidden states wait on the CPU.
+        dtype: of the forward pass.
+        written: the dtype of the written weights, with which the pruned model is run on.
+    """
+
+    def __init__(
+        self,
+        dense: Dense,
+        plan: Plan,
+        windows: Int[Tensor, "n length"],
+        held_out: Int[Tensor, "h length"] | None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        written: torch.dtype,
+    ) -> None:
+        self._dense, self._plan, self._how = dense, plan, plan.recipe.rebuilding
+        self._device, self._dtype, self._written = device, dtype, written
+        size = max(1, TOKENS_PER_BATCH // windows.shape[1])
+        self._windows = windows if held_out is None else held_out
+        fitted = windows.split(size)
+        self._batches = fitted if held_out is None else fitted + held_out.split(size)
+        self._fit = range(len(fitted))
+        self._held = range(len(fitted), len(self._batches))
+        self._big = Layers(dense, device=device, dtype=dtype)
+        self._small = Layers(Description.of(plan.output.config), device=device, dtype=dtype)
+
+    def blocks(
+        self,
+        finished: Finished,
+        solved: Container[int],
+        phase: str = "rebuilding",
+        progress: Progress | None = None,
+    ) -> Iterator[Solved]:
+        """Yields the blocks that are not solved yet, in order.
+
+        Args:
+            finished: the written tensors of a solved block.
+            solved: which are.
+            phase: what progress calls this.
+            progress: called with (phase, finished blocks, blocks).
+        """
+        embedding = self._dense.tensor(self._dense.layout.embedding)
+        self._above = self._big.embed(self._batches, embedding)
+        self._below = self._small.embed(self._batches, embedding.to(self._written))
+        for block in self._dense.layout.blocks:
+            tensors = self._dense.tensors(block)
+            self._big.load(block, tensors)
+            if block.index in solved:
+                written: Mapping[str, Tensor] = finished(block)
+                with torch.no_grad():
+                    self._above = [self._big.advance(block.index, state) for state in self._above]
+            else:
+                result = self._solve(block, tensors)
+                written = result.tensors
+                yield result
+            # As it is written: a run that goes on from the disk has nothing else.
+            self._small.load(block, written)
+            with torch.no_grad():
+                self._below = [self._small.advance(block.index, state) for state in self._below]
+            self._big.drop(block.index)
+            self._small.drop(block.index)
+            if progress:
+                progress(phase, block.index + 1, len(self._dense.layout.blocks))
+
+    def end(self) -> Ending:
+        """What the pruned model's end needs, and how well it predicts; after the last block."""
+        head = Head(self._dense, device=self._device, dtype=self._dtype)
+        judged = self._held or self._fit
+        mine, theirs = ([states[n] for n in judged] for states in (self._below, self._above))
+        facts = {
+            "windows": "held out" if self._held else "fitted",
+            "dense": head.score(theirs, theirs, self._windows).perplexity,
+        }
+        plain = head.score(mine, theirs, self._windows)
+        if not self._how.final_norm:
+            return Ending(None, {**facts, **asdict(plain)})
+        fitted = ([states[n] for n in self._fit] for states in (self._below, self._above))
+        try:
+            norm = cast(rescaled_norm(head, *fitted), self._written, "final norm")
+        except NumericalError as error:
+            record(f"the final norm is not rescaled: {error}")
+            return Ending(None, {**facts, **asdict(plain)})
+        rescaled = head.score(mine, theirs, self._windows, norm)
+        taken = _of(rescaled.perplexity) < _of(plain.perplexity)
+        tried = {"taken": taken, "without": plain.perplexity, "with": rescaled.perplexity}
+        score = asdict(rescaled if taken else plain)
+        return Ending(norm if taken else None, {**facts, **score, "final_norm": tried})
+
+    @torch.no_grad()
+    def _after(self, block: BlockLayout) -> list[States]:
+        """The dense hidden states behind every part of a block, in the order of its sites."""
+        states, found = self._above, []
+        for site in block.sites:
+            half = self._big.half(block, site)
+            states = [self._run(self._big, half, block, state) for state in states]
+            found.append(states)
+        return found
+
+    def _solve(self, block: BlockLayout, tensors: dict[str, Tensor]) -> Solved:
+        before = self._above
+        after = self._after(block)
+        weights = self._token_weights(after[-1])
+        self._above = after[-1]
+        below, cuts, rows = self._below, [], []
+        written = {name: tensor.to(self._written) for name, tensor in tensors.items()}
+        for site, targets in zip(block.sites, after, strict=True):
+            inputs = below if self._how.propagate else before
+            statistics = self._measured(block, site, tensors, inputs, targets, weights)
+            cut, row = solve_site(site, tensors, statistics, self._plan, self._device)
+            small = cut_block(tensors, [cut], self._written)
+            written |= {name: small[name] for name in site.tensors if name in small}
+            self._load_half(block, site, written)
+            if self._how.reconstruct:
+                began = time.perf_counter()
+                written |= self._fitted(block, site, inputs, targets, weights, written, row)
+                self._load_half(block, site, written)
+                row["seconds"] += time.perf_counter() - began
+            half = self._small.half(block, site)
+            with torch.no_grad():
+                below = [self._run(self._small, half, block, state) for state in below]
+            before = targets
+            cuts.append(cut)
+            rows.append(row)
+        return assembled(block, written, cuts, rows, self._plan)
+
+    @torch.no_grad()
+    def _measured(
+        self,
+        block: BlockLayout,
+        site: Site,
+        tensors: Mapping[str, Tensor],
+        inputs: States,
+        targets: States,
+        weights: list[Tensor],
+    ) -> SiteStatistics:
+        """Statistics of the consumer's inputs, with the dense weights before it.
+
+        What is missing in the hidden states behind it, the consumer has to add: with `δ` that
+        difference, `T = W₀ + (Σ w δ xᵀ)(G + ε)⁻¹` is the consumer that comes closest.
+        """
+        half = self._big.half(block, site)
+        consumer = half.get_submodule(site.consumer.removeprefix(block.prefix))
+        seen: list[tuple[Tensor, Tensor]] = []
+        hook = consumer.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))
+        sums = {kind: _Sums(site.columns, self._device) for kind in ("fit", "held")}
+        missing: Tensor | float = 0.0
+        added = scale = 0.0
+        try:
+            for n, (state, target) in enumerate(zip(inputs, targets, strict=True)):
+                state = state.to(self._device)
+                out = self._big.call(half, block.index, state)
+                x, consumed = seen.pop()
+                w = weights[n].to(self._device)
+                sums["fit" if n in self._fit else "held"].add(x, w)
+                if n in self._fit and self._how.propagate:
+                    delta = _flat(target.to(self._device)) - _flat(out)
+                    weighted = delta * w.reshape(-1, 1).to(delta)
+                    missing = missing + (weighted.T @ _flat(x)).double()
+                    # A model may scale what a part adds, by one number for all.
+                    part = _flat(out) - _flat(state)
+                    added += float((part * _flat(consumed)).sum(dtype=torch.float64))
+                    scale += float(_flat(consumed).square().sum(dtype=torch.float64))
+        finally:
+            hook.remove()
+        gram = sums["fit"].gram()
+        try:
+            gram.check_finite()
+        except NumericalError as error:
+            raise NumericalError(f"{site.consumer}: {error}") from error
+        target_weight = None
+        if isinstance(missing, Tensor):
+            weight = tensors[site.weight].to(gram.xx)
+            factor = added / scale if scale > 0 else 1.0
+            correction = solve_right(
+                missing / (factor or 1.0), gram.xx, TARGET_RIDGE, gram.precision
+            )
+            target_weight = weight + correction
+        # The target is of the windows fitted on: what it misses on others is not known.
+        held = sums["held"].gram() if self._held and target_weight is None else None
+        return SiteStatistics(gram, held, target_weight)
+
+    def _fitted(
+        self,
+        block: BlockLayout,
+        site: Site,
+        inputs: States,
+        targets: States,
+        weights: list[Tensor],
+        written: Mapping[str, Tensor],
+        row: dict[str, Any],
+    ) -> dict[str, Tensor]:
+        """Those weights of a half that were fitted to the targets; the account goes into `row`."""
+        half = self._small.half(block, site)
+        names = {name: name.removeprefix(block.prefix) for name in site.fitted}
+
+        def function(theta: dict[str, Tensor], state: Tensor) -> Tensor:
+            own = {names[name]: value for name, value in theta.items()}
+            call = lambda *args, **kwargs: functional_call(half, own, args, kwargs)  # noqa: E731
+            return self._small.call(call, block.index, state)
+
+        modules = {
+            name: half.get_submodule(own.removesuffix(".weight")) for name, own in names.items()
+        }
+        parts = [
+            [Batch(inputs[n], targets[n], weights[n]) for n in numbers]
+            for numbers in (self._fit, self._held)
+        ]
+        problems = [
+            LeastSquares(function, modules, part, self._device, quadratic=site.value is not None)
+            if part
+            else None
+            for part in parts
+        ]
+        assert problems[0] is not None
+        wide = torch.promote_types(self._dtype, torch.float32)
+        theta = {name: written[name].to(self._device, wide) for name in names}
+        steps = self._how.reconstruct
+        with recording() as events:
+            found = fit(
+                problems[0], problems[1], theta,
+                steps=steps if site.value is None else min(steps, ATTENTION_STEPS),
+                iterations=self._how.inner, damping=self._how.damping,
+                seed=own_seed(self._plan.recipe.calibration.seed, site.block),
+            )  # fmt: skip
+            fitted: dict[str, Tensor] = {}
+            try:
+                if any(step.length for step in found.steps):
+                    fitted = {n: cast(p, self._written, n) for n, p in found.theta.items()}
+            except NumericalError as error:
+                record(f"the reconstruction is taken back: {error}")
+                found = found.taken_back()
+        row["reconstruction"] = found.record()
+        row["events"] = [*row["events"], *events]
+        return fitted
+
+    def _load_half(self, block: BlockLayout, site: Site, written: Mapping[str, Tensor]) -> None:
+        """Gives the pruned model's layer what a half of it needs."""
+        others = {name for s in block.sites if s.name != site.name for name in s.tensors}
+        own = {name: tensor for name, tensor in written.items() if name not in others}
+        # Biases of a format that has them everywhere, where nobody computed any.
+        for name, shape in self._plan.pruned_shapes.items():
+            inside = name.startswith(block.prefix) and name.endswith(".bias")
+            if inside and name not in own and name not in others:
+                own[name] = torch.zeros(shape, dtype=self._written)
+        self._small.load(block, own, part=True)
+
+    def _run(self, layers: Layers, half: nn.Module, block: BlockLayout, state: State) -> State:
+        return layers.call(half, block.index, state.to(self._device)).cpu()
+
+    def _token_weights(self, states: States) -> list[Float[Tensor, "_ length"]]:
+        """W of every token, of mean 1 over the windows fitted on."""
+        if self._how.token_weights == "equal":
+            return [torch.ones(state.shape[:2]) for state in states]
+        squares = [state.float().square().mean(dim=-1) for state in states]
+        least = SMALLEST * float(torch.cat([squares[n].flatten() for n in self._fit]).median())
+        weights = [1 / square.clamp_min(least or 1.0) for square in squares]
+        total = math.fsum(float(weights[n].sum(dtype=torch.float64)) for n in self._fit)
+        mean = total / sum(weights[n].numel() for n in self._fit)
+        return [weight / mean for weight in weights]
+
+
+class _Sums:
+    """`Σ w x xᵀ` and `Σ w x`: batch products in float32, sums in float64."""
+
+    def __init__(self, d: int, device: torch.device) -> None:
+        self._xx = torch.zeros(d, d, dtype=torch.float64, device=device)
+        self._x = torch.zeros(d, dtype=torch.float64, device=device)
+        self._tokens, self._precision, self._total = 0, 0.0, 0.0
+
+    def add(self, inputs: Tensor, weights: Tensor) -> None:
+        rows = _flat(inputs)
+        weighted = rows * weights.reshape(-1, 1).to(rows)
+        self._xx += weighted.T @ rows
+        self._x += weighted.sum(dim=0, dtype=torch.float64)
+        self._tokens += len(rows)
+        self._total += float(weights.sum(dtype=torch.float64))
+        if rows.dtype != torch.float64:
+            self._precision = torch.finfo(rows.dtype).eps
+
+    def gram(self) -> Gram:
+        """The sums, with weights of mean 1."""
+        scale = self._tokens / self._total
+        xx = (self._xx + self._xx.T) * (scale / 2)
+        return Gram(xx, self._x * scale, self._tokens, None, self._precision)
+
+
+def _of(perplexity: float | None) -> float:
+    """To be compared: one that is not finite is the worst."""
+    return math.inf if perplexity is None else perplexity
+
+
+def _flat(tensor: Tensor) -> Float[Tensor, "tokens d"]:
+    """Every token a row, in float32 or wider."""
+    return tensor.flatten(0, -2).to(torch.promote_types(tensor.dtype, torch.float32))
