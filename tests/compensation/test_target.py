@@ -13,6 +13,8 @@ from tolerances import CLOSED_FORM, EXACT
 
 M, D, K = 6, 9, 6
 
+pytestmark = pytest.mark.usefixtures("hasty_auto")
+
 
 class Case:
     """Inputs, outputs that are no product of the weight, and the target that stands for them."""

@@ -22,7 +22,7 @@ from coec.models.dense import Dense
 from coec.reconstruction import Batch, LeastSquares
 from coec.types import GramSum, KeptSet
 
-pytestmark = pytest.mark.unchecked  # whole models
+pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("hasty_auto")]  # whole models
 
 SETTINGS = {"sparsity": 0.3, "samples": 24, "seq_len": 32, "forward_dtype": "float64"}
 BIASED = {

@@ -12,6 +12,7 @@ from coec.compensation import COMPENSATIONS
 from coec.selection import SELECTIONS, column_scores
 from coec.types import Gram
 
+pytestmark = pytest.mark.usefixtures("hasty_auto")
 D, M, K = 9, 6, 6
 
 

@@ -15,7 +15,7 @@ PRUNINGS = ("prune", "prune sampled text", "prune from statistics", "replace", "
 STATUS = {"kill": -9, "power": -9, "term": 143}
 FEW = {
     "prune": ("kill", 4), "replace": ("power", 2), "collect": ("term", 2), "sweep": ("kill", 2),
-    "rebuild": ("kill", 3),
+    "rebuild": ("kill", 1),
 }  # fmt: skip
 """Boundaries of each command in every run of the suite."""
 
