@@ -102,7 +102,7 @@ class LeastSquares:
         for b in self._moved():
             leaves = _leaves(theta, b.inputs.dtype)
             if self._quadratic and b.inputs.dtype.itemsize >= torch.float32.itemsize:
-                tangent = self._difference(theta, direction, b)  # narrower dtypes would cancel
+                tangent = self._central_difference(theta, direction, b)  # narrower ones cancel
                 out = self._function(leaves, b.inputs)
             else:
                 out, tangent = self._with_tangent(leaves, direction, b)
@@ -153,7 +153,7 @@ class LeastSquares:
             return out.primal, out.tangent.detach()
 
     @torch.no_grad()
-    def _difference(self, theta: Parameters, direction: Parameters, b: Batch) -> Tensor:
+    def _central_difference(self, theta: Parameters, direction: Parameters, b: Batch) -> Tensor:
         """`(F(θ + h δ) − F(θ − h δ)) / 2h`, with h so large that little cancels."""
         h = math.sqrt(
             sum(float(p.square().sum()) for p in theta.values())
