@@ -83,3 +83,18 @@ def test_the_package_offers_what_it_lists():
     assert all(hasattr(coec, name) for name in coec.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         coec.nonsense  # noqa: B018
+
+
+def test_weights_count_tokens_as_often():
+    """But for the scale: sums of weighted tokens are as if the weights' mean were 1."""
+    rows = torch.randn(3, 4, 5, dtype=torch.float64)
+    weights = torch.tensor([1, 2, 3]).repeat(4).reshape(3, 4)
+    weighted, repeated = GramSum(5), GramSum(5)
+    for row, weight in zip(rows, weights, strict=True):
+        weighted.update(row, weight.double())
+        repeated.update(row.repeat_interleave(weight, dim=0))
+    one, other = weighted.gram(), repeated.gram()
+    assert (one.tokens, other.tokens) == (12, 24)
+    for name in ("xx", "x", "centred"):
+        torch.testing.assert_close(2 * getattr(one, name), getattr(other, name))
+    torch.testing.assert_close(one.mean, other.mean)

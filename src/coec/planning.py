@@ -14,7 +14,6 @@ from coec.devices import DTYPES, resident_bytes
 from coec.errors import OptionError
 from coec.models.description import Description
 from coec.models.formats import OutputFormat, choose_format
-from coec.models.layout import Site
 from coec.models.shape import Shape
 from coec.recipe import Recipe
 from coec.selection import kept_count
@@ -214,19 +213,13 @@ class Plan:
             found["pruned pass"] = 2.0 * (self.parameters_after - embedding) * tokens
         if how.reconstruct:
             found["reconstruction"] = sum(
-                22 / 3 * tokens * self._fitted(site) * how.inner
+                22 / 3 * tokens * how.inner
+                * sum(self.pruned_shapes[name].numel() for name in site.fitted)
                 * (1 if site.value is not None else how.reconstruct)
                 for site in sites
             )  # fmt: skip
         candidates = len(Plan.candidates(self.model, self.recipe)) if how.in_order else 1
         return {name: candidates * count for name, count in found.items()}
-
-    def _fitted(self, site: Site) -> int:
-        """Weights of a site that reconstruction fits."""
-        block = self.model.layout.blocks[site.block].prefix
-        first = self.model.layout.blocks[0].prefix
-        names = [name.replace(block, first, 1) for name in site.fitted]
-        return sum(self.pruned_shapes[name].numel() for name in names)
 
     def _text_bytes(self, forward: torch.dtype) -> int:
         """What making the windows takes: tokenising a text, or a whole model that is sampled."""

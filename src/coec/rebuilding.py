@@ -30,8 +30,8 @@ from coec.models.surgery import cast, cut_block
 from coec.planning import Plan
 from coec.recipe import Recipe
 from coec.reconstruction import Batch, LeastSquares, fit
-from coec.solving import SiteStatistics, Solved, assembled, own_seed, solve_site
-from coec.types import Gram
+from coec.solving import SiteStatistics, Solved, assembled, naming, own_seed, solve_site
+from coec.types import GramSum
 from coec.writing import Checkpoint
 
 States = list[State]
@@ -228,9 +228,10 @@ class SideBySide:
                 written |= self._fitted(block, site, inputs, targets, weights, written, row)
                 self._load_half(block, site, written)
                 row["seconds"] += time.perf_counter() - began
-            half = self._small.half(block, site)
-            with torch.no_grad():
-                below = [self._run(self._small, half, block, state) for state in below]
+            if site is not block.sites[-1]:  # behind the last the whole layer is run, as written
+                half = self._small.half(block, site)
+                with torch.no_grad():
+                    below = [self._run(self._small, half, block, state) for state in below]
             before = targets
             cuts.append(cut)
             rows.append(row)
@@ -255,7 +256,7 @@ class SideBySide:
         consumer = half.get_submodule(site.consumer.removeprefix(block.prefix))
         seen: list[tuple[Tensor, Tensor]] = []
         hook = consumer.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))
-        sums = {kind: _Sums(site.columns, self._device) for kind in ("fit", "held")}
+        sums = {kind: GramSum(site.columns, self._device) for kind in ("fit", "held")}
         missing: Tensor | float = 0.0
         added = scale = 0.0
         try:
@@ -264,7 +265,7 @@ class SideBySide:
                 out = self._big.call(half, block.index, state)
                 x, consumed = seen.pop()
                 w = weights[n].to(self._device)
-                sums["fit" if n in self._fit else "held"].add(x, w)
+                sums["fit" if n in self._fit else "held"].update(x, w)
                 if n in self._fit and self._how.propagate:
                     delta = _flat(target.to(self._device)) - _flat(out)
                     weighted = delta * w.reshape(-1, 1).to(delta)
@@ -276,10 +277,8 @@ class SideBySide:
         finally:
             hook.remove()
         gram = sums["fit"].gram()
-        try:
+        with naming(site.consumer):
             gram.check_finite()
-        except NumericalError as error:
-            raise NumericalError(f"{site.consumer}: {error}") from error
         target_weight = None
         if isinstance(missing, Tensor):
             weight = tensors[site.weight].to(gram.xx)
@@ -370,31 +369,6 @@ class SideBySide:
         total = math.fsum(float(weights[n].sum(dtype=torch.float64)) for n in self._fit)
         mean = total / sum(weights[n].numel() for n in self._fit)
         return [weight / mean for weight in weights]
-
-
-class _Sums:
-    """`Σ w x xᵀ` and `Σ w x`: batch products in float32, sums in float64."""
-
-    def __init__(self, d: int, device: torch.device) -> None:
-        self._xx = torch.zeros(d, d, dtype=torch.float64, device=device)
-        self._x = torch.zeros(d, dtype=torch.float64, device=device)
-        self._tokens, self._precision, self._total = 0, 0.0, 0.0
-
-    def add(self, inputs: Tensor, weights: Tensor) -> None:
-        rows = _flat(inputs)
-        weighted = rows * weights.reshape(-1, 1).to(rows)
-        self._xx += weighted.T @ rows
-        self._x += weighted.sum(dim=0, dtype=torch.float64)
-        self._tokens += len(rows)
-        self._total += float(weights.sum(dtype=torch.float64))
-        if rows.dtype != torch.float64:
-            self._precision = torch.finfo(rows.dtype).eps
-
-    def gram(self) -> Gram:
-        """The sums, with weights of mean 1."""
-        scale = self._tokens / self._total
-        xx = (self._xx + self._xx.T) * (scale / 2)
-        return Gram(xx, self._x * scale, self._tokens, None, self._precision)
 
 
 def _of(perplexity: float | None) -> float:

@@ -29,6 +29,7 @@ from coec.settings import (
     Runtime,
     plain,
     with_preset,
+    without_effect,
 )
 from coec.types import Gram, KeptSet
 
@@ -41,6 +42,8 @@ RECORDED = (
     "samples", "seq_len", "seed", "holdout", "dtype", "forward_dtype", "solve_dtype",
 )  # fmt: skip
 """The order in which reports list settings; one that is not named here comes after these."""
+REBUILDING = Rebuilding().record()
+"""Its defaults."""
 TOML_BYTES = 10_000_000
 """The largest recipe or grid that is read."""
 
@@ -90,19 +93,18 @@ class Recipe:
 
     def _check_rebuilding(self) -> None:
         """Raises OptionError where its settings have no effect, or need windows held out."""
-        how, defaults = self.rebuilding.record(), Rebuilding().record()
-        record = self.record()
-        for name, value in PRESETS[self.rebuilding.preset].fixed.items():
-            if record[name] != value:
-                raise OptionError(
-                    f"preset = {self.rebuilding.preset} means {name} = {value}, got "
-                    f"{record[name]}: Recipe.of(preset=...) sets all that a preset means"
-                )
+        how = self.rebuilding.record()
+        if fixed := PRESETS[self.rebuilding.preset].fixed:
+            record = self.record()
+            for name, value in fixed.items():
+                if record[name] != value:
+                    raise OptionError(
+                        f"preset = {self.rebuilding.preset} means {name} = {value}, got "
+                        f"{record[name]}: Recipe.of(preset=...) sets all that a preset means"
+                    )
         for name, why in self.rebuilding.idle().items():
-            if how[name] != defaults[name]:
-                raise OptionError(
-                    f"{name} has no effect with {why}: leave it out, or change the other"
-                )
+            if how[name] != REBUILDING[name]:
+                raise without_effect(name, why)
         if self.rebuilding.in_order and "held_out" in self.method.needs:
             raise OptionError(
                 f"compensation '{self.method.name}' fits what it chose on the held-out windows as "

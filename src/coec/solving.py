@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,6 +77,15 @@ class SiteStatistics:
     target: Tensor | None = None
 
 
+@contextmanager
+def naming(module: str) -> Iterator[None]:
+    """Says of which module a NumericalError is."""
+    try:
+        yield
+    except NumericalError as error:
+        raise NumericalError(f"{module}: {error}") from error
+
+
 def solve_site(
     site: Site,
     tensors: Mapping[str, Tensor],
@@ -89,10 +99,8 @@ def solve_site(
         NumericalError: statistics or weights are not finite, naming the module.
     """
     began = time.perf_counter()
-    try:
+    with naming(site.consumer):
         cut, diagnostics = _solve_site(site, tensors, statistics, plan, device)
-    except NumericalError as error:
-        raise NumericalError(f"{site.consumer}: {error}") from error
     row = {
         "module": site.consumer,
         "block": site.block,

@@ -102,42 +102,56 @@ class GramSum:
         self.x = torch.zeros(d, dtype=torch.float64, device=device)
         self.centred = torch.zeros(d, dtype=torch.float64, device=device)
         self.tokens = 0
+        self.weight = 0.0
         self.precision = 0.0
 
-    def update(self, inputs: Float[Tensor, "... d"]) -> None:
-        """Adds every row of `inputs` (any leading shape)."""
+    def update(
+        self, inputs: Float[Tensor, "... d"], weights: Float[Tensor, "..."] | None = None
+    ) -> None:
+        """Adds every row of `inputs` (any leading shape), times its weight where there are some."""
         rows = inputs.detach().reshape(-1, inputs.shape[-1])
         if len(rows) == 0:
             return
         # bfloat16 and float16 products are exact in float32; a float64 model keeps its digits.
         exact = rows.dtype == torch.float64
         rows = rows.to(torch.float64 if exact else torch.float32)
-        self.xx += rows.T @ rows
-        x, n = rows.sum(dim=0, dtype=torch.float64), rows.shape[0]
+        w = None if weights is None else weights.reshape(-1, 1).to(rows)
+        weighted = rows if w is None else rows * w
+        self.xx += weighted.T @ rows
+        x = weighted.sum(dim=0, dtype=torch.float64)
+        n = len(rows) if w is None else float(w.sum(dtype=torch.float64))
         # Squares around the batch's own mean: those of the raw values would drown the deviations.
         deviations = rows - (x / n).to(rows.dtype)
-        off = deviations.sum(dim=0, dtype=torch.float64)
-        centred = deviations.square_().sum(dim=0, dtype=torch.float64) - off.square() / n
+        off = (deviations if w is None else deviations * w).sum(dim=0, dtype=torch.float64)
+        squares = deviations.square_() if w is None else deviations.square_() * w
+        centred = squares.sum(dim=0, dtype=torch.float64) - off.square() / n
         if self.tokens:
-            centred = _pooled(self.centred, self.x / self.tokens, self.tokens, centred, x / n, n)
+            centred = _pooled(self.centred, self.x / self.weight, self.weight, centred, x / n, n)
         self.centred = centred
         self.x += x
-        self.tokens += n
+        self.tokens += len(rows)
+        self.weight += n
         self.precision = max(self.precision, 0.0 if exact else torch.finfo(rows.dtype).eps)
 
     def gram(self) -> Gram:
-        """The sums, made symmetric in place and handed over, not copied: update no more."""
+        """The sums, made symmetric in place and handed over, not copied: update no more.
+
+        Weights count as if their mean were 1.
+        """
         _symmetrize(self.xx)
+        if self.weight != self.tokens:
+            for sums in (self.xx, self.x, self.centred):
+                sums *= self.tokens / self.weight
         return Gram(self.xx, self.x, self.tokens, self.centred, self.precision)
 
 
 def _pooled(
     centred: Float[Tensor, " d"],
     mean: Float[Tensor, " d"],
-    tokens: int,
+    tokens: float,
     other: Float[Tensor, " d"],
     other_mean: Float[Tensor, " d"],
-    other_tokens: int,
+    other_tokens: float,
 ) -> Float[Tensor, " d"]:
     """`Σ (x − μ)²` of two samples together, μ the mean of both."""
     weight = tokens * other_tokens / (tokens + other_tokens)

@@ -13,7 +13,14 @@ from coec.compensation.closed_form import bias, least_squares, none, ridge_to_sl
 from coec.compensation.coec import coec
 from coec.compensation.rcpu import rcpu
 from coec.errors import OptionError
-from coec.settings import CoecOptions, Options, RidgeOptions, Setting, of_annotation
+from coec.settings import (
+    CoecOptions,
+    Options,
+    RidgeOptions,
+    Setting,
+    of_annotation,
+    without_effect,
+)
 from coec.types import SiteProblem, SiteResult
 
 PARTS = frozenset({"value", "held_out"})
@@ -93,9 +100,7 @@ class Method:
         if missing := [one.name for one in self.settings if one.name not in self.defaults | own]:
             raise OptionError(f"compensation '{self.name}' needs the option '{missing[0]}'")
         for option, why in self.idle(own).items():
-            raise OptionError(
-                f"{option} has no effect with {why}: leave it out, or change the other"
-            )
+            raise without_effect(option, why)
         return self.options(**own) if self.options else own
 
     def idle(self, given: Mapping[str, Any]) -> dict[str, str]:

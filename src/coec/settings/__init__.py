@@ -15,6 +15,7 @@ from coec.settings.fields import (
     of_annotation,
     plain,
     setting,
+    without_effect,
 )
 from coec.settings.options import COMPENSATION_OPTIONS, CoecOptions, Options, RidgeOptions
 from coec.settings.parts import (
@@ -58,6 +59,7 @@ __all__ = [
     "plain",
     "setting",
     "with_preset",
+    "without_effect",
 ]
 
 

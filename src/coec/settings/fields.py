@@ -207,6 +207,11 @@ def plain(value: Any) -> Any:
     return value
 
 
+def without_effect(name: str, why: str) -> OptionError:
+    """The error for a setting that others make idle."""
+    return OptionError(f"{name} has no effect with {why}: leave it out, or change the other")
+
+
 SEEDS = 2**64
 """Generators of random numbers take seeds below this."""
 
