@@ -116,6 +116,7 @@ def merge(
             record = first.calibration | {
                 "source": settings["calibration"],
                 "windows": len(windows),
+                "sampled": sum(one.calibration.get("sampled", 0) for one in (first, second)),
                 "windows_sha256": digest(windows),
                 "text_sha256": made_with["calibration"],
                 "tokens_available": first.calibration["tokens_available"]
@@ -152,7 +153,7 @@ def _sums_of_both(first: Statistics, second: Statistics, index: int) -> Grams:
     return {kind: {site: a[kind][site] + b[kind][site] for site in a[kind]} for kind in a}
 
 
-SHARED = ("model", "tokenizer", "text_column", "seq_len", "holdout", "forward_dtype")
+SHARED = ("model", "tokenizer", "text_column", "seq_len", "holdout", "sampled", "forward_dtype")
 """What two statistics must have been made with alike to be merged."""
 
 

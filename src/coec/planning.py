@@ -28,6 +28,8 @@ BYTES_PER_CHARACTER = 170
 NAMED_TEXT = 11_000_000
 """Characters that are read of a data set at most."""
 SHARD_BYTES = 2 * 10**9
+BRIEF_ITERATIONS = 3
+"""Of conjugate gradients in the one step that a candidate is tried with (docs/LOG.md)."""
 OF_TEXT = ("text", "hidden states", "forward pass")
 """What a dense pass takes memory for."""
 
@@ -79,6 +81,14 @@ class Plan:
         # Where the rule removes no group there is nothing to choose.
         distinct = {plan.pruned: name for name, plan in reversed(plans.items())}
         return {name: plan for name, plan in plans.items() if name in distinct.values()}
+
+    def briefly(self) -> "Plan":
+        """The same with little reconstruction: enough to see which of several candidates leads."""
+        how = self.recipe.rebuilding
+        if not how.reconstruct:
+            return self
+        brief = replace(how, reconstruct=1, inner=min(how.inner, BRIEF_ITERATIONS))
+        return replace(self, recipe=replace(self.recipe, rebuilding=brief))
 
     @classmethod
     def of(cls, model: Description, recipe: Recipe) -> "Plan":
@@ -166,7 +176,7 @@ class Plan:
         first = layout.blocks[0].prefix
         block = sum(shape.numel() for name, shape in shapes.items() if name.startswith(first))
         embedding = shapes[layout.embedding].numel()
-        samples = self.recipe.calibration.samples
+        samples = self.recipe.calibration.windows
         length, hidden = self.seq_len, self.dense.hidden
         widest = max(site.columns for site in layout.kinds)
         per_token = (6 * hidden + 4 * self.dense.ffn) * forward.itemsize + 8 * widest
@@ -196,12 +206,24 @@ class Plan:
     def operations(self) -> dict[str, float]:
         """Floating-point operations by purpose, of products that grow with text or width alone.
 
+        Where there are several candidates, each is fitted briefly, and one of them then in full.
+        """
+        found = self._operations()
+        plans = Plan.candidates(self.model, self.recipe)
+        for plan in plans.values() if len(plans) > 1 else ():
+            for name, count in plan.briefly()._operations().items():
+                found[name] += count
+        return found
+
+    def _operations(self) -> dict[str, float]:
+        """Of one candidate.
+
         A product with all weights is 2 operations per weight and token; attention maps are left
         out. An iteration of a reconstruction is a forward pass with its derivative, and back:
         eleven thirds of a product with the weights that are fitted (docs/METHODS.md §8).
         """
         how = self.recipe.rebuilding
-        tokens = self.recipe.calibration.samples * self.seq_len
+        tokens = self.recipe.calibration.windows * self.seq_len
         sites = self.model.layout.sites
         embedding = self.model.shapes[self.model.layout.embedding].numel()
         found = {
@@ -213,26 +235,26 @@ class Plan:
             found["pruned pass"] = 2.0 * (self.parameters_after - embedding) * tokens
         if how.reconstruct:
             found["reconstruction"] = sum(
-                22 / 3 * tokens * how.inner
+                22 / 3 * tokens * how.inner * how.curvature
                 * sum(self.pruned_shapes[name].numel() for name in site.fitted)
                 * (1 if site.value is not None else how.reconstruct)
                 for site in sites
             )  # fmt: skip
-        candidates = len(Plan.candidates(self.model, self.recipe)) if how.in_order else 1
-        return {name: candidates * count for name, count in found.items()}
+        return found
 
     def _text_bytes(self, forward: torch.dtype) -> int:
         """What making the windows takes: tokenising a text, or a whole model that is sampled."""
-        source = self.recipe.calibration.source
-        if not isinstance(source, str | Path):
-            return 0
-        if source == "self":
-            return self.parameters_before * forward.itemsize
+        calibration = self.recipe.calibration
+        source = calibration.source
+        sampled = calibration.added or (isinstance(source, str) and source == "self")
+        whole = self.parameters_before * forward.itemsize if sampled else 0
+        if not isinstance(source, str | Path) or source == "self":
+            return whole
         path = Path(source)
-        if path.suffix in TOKEN_SUFFIXES:
-            return 2 * path.stat().st_size if path.is_file() else 0
         size = path.stat().st_size if path.is_file() else NAMED_TEXT
-        return BYTES_PER_CHARACTER * min(size, WHOLE)
+        if path.suffix in TOKEN_SUFFIXES:
+            return max(whole, 2 * size if path.is_file() else 0)
+        return max(whole, BYTES_PER_CHARACTER * min(size, WHOLE))
 
     def record(self) -> dict[str, Any]:
         """What `--dry-run --json` prints and the report keeps."""
@@ -259,8 +281,6 @@ class Plan:
     @property
     def alternatives(self) -> dict[str, "Plan"]:
         """The candidates besides this one, among which held-out windows choose."""
-        if self.recipe.rebuilding.kv_groups != "held-out":
-            return {}
         found = Plan.candidates(self.model, self.recipe)
         return {name: plan for name, plan in found.items() if plan.pruned != self.pruned}
 

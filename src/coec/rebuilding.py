@@ -5,10 +5,12 @@ hidden states, the error made so far included, and is then fitted to them, its p
 (METHODS §8). What is solved already is only run through.
 """
 
+import functools
 import math
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from coec.execution.journal import Journal
 from coec.linalg.spd import solve_right
 from coec.models.dense import Dense
 from coec.models.description import Description
+from coec.models.files import write_json
 from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import cast, cut_block
 from coec.planning import Plan
@@ -41,6 +44,8 @@ ATTENTION_STEPS = 1
 """Steps that fit attention: more gain nothing (docs/LOG.md)."""
 SMALLEST = 1e-3
 """Mean squares of hidden states below this share of the median count as that much."""
+LEAST_BATCHES = 8
+"""So many where there are windows enough: a share of them can stand for all."""
 Finished = Callable[[BlockLayout], Mapping[str, Tensor]]
 
 
@@ -66,7 +71,7 @@ def rebuilt(
     dtype: torch.dtype,
     progress: Progress | None = None,
 ) -> tuple[Checkpoint, dict[str, Any]]:
-    """Solves every block of every candidate, and returns the one that predicts best.
+    """Solves every block, of that candidate which predicts best when each is fitted briefly.
 
     Args:
         done: holds what is finished.
@@ -78,28 +83,44 @@ def rebuilt(
         progress: called with (phase, finished blocks, blocks).
 
     Returns:
-        The checkpoint, all of whose blocks are solved; and what is known of every candidate.
+        The checkpoint, all of whose blocks are solved; and how well it and every candidate predict.
     """
     assert isinstance(source, DensePass)  # statistics are refused before
-    plans = Plan.candidates(dense, recipe)
-    made: dict[str, Checkpoint] = {}
-    for name, plan in plans.items():
-        one = made[name] = Checkpoint(done, dense, plan, dtype, name if len(plans) > 1 else "")
-        if one.ended and len(one.solved) == len(dense.layout.blocks):
-            continue
-        both = SideBySide(
+
+    def beside(plan: Plan) -> SideBySide:
+        return SideBySide(
             dense, plan, *source.parts(), device=device, dtype=source.dtype, written=dtype
         )
-        phase = f"rebuilding {name}" if len(plans) > 1 else "rebuilding"
-        for solved in both.blocks(one.tensors, one.solved, phase, progress):
-            one.keep(solved)
+
+    plans = Plan.candidates(dense, recipe)
+    tried: dict[str, dict[str, Any]] = {}
+    for name, plan in plans.items() if len(plans) > 1 else ():
+        piece = f"trial-{name}.json"
+        if piece not in done:
+            facts = _trial(beside(plan.briefly()), f"trying {name}", progress)
+            facts["widths"] = plan.record()["widths"]
+            done.put(piece, done.work / piece, functools.partial(_write, facts), **facts)
+        tried[name] = done.facts(piece)
+    chosen = min(tried or plans, key=lambda name: _of(tried.get(name, {}).get("perplexity")))
+    made = Checkpoint(done, dense, plans[chosen], dtype)
+    if not made.ended or len(made.solved) < len(dense.layout.blocks):
+        both = beside(plans[chosen])
+        for solved in both.blocks(made.tensors, made.solved, "rebuilding", progress):
+            made.keep(solved)
         ending = both.end()
-        one.end(ending.norm, ending.facts)
-    chosen = min(made, key=lambda name: _of(made[name].facts["perplexity"]))
-    candidates = {
-        name: {**one.facts, "widths": one.plan.record()["widths"]} for name, one in made.items()
-    }
-    return made[chosen], {"kv_groups": chosen, "candidates": candidates}
+        made.end(ending.norm, ending.facts)
+    return made, {"kv_groups": chosen, **made.facts, "candidates": tried}
+
+
+def _write(facts: dict[str, Any], path: Path) -> None:
+    write_json(path, facts)
+
+
+def _trial(both: "SideBySide", phase: str, progress: Progress | None) -> dict[str, Any]:
+    """How well a pruned model predicts; nothing of it is kept."""
+    for _ in both.blocks(lambda block: {}, (), phase, progress):
+        pass
+    return both.end().facts
 
 
 class SideBySide:
@@ -128,7 +149,7 @@ class SideBySide:
     ) -> None:
         self._dense, self._plan, self._how = dense, plan, plan.recipe.rebuilding
         self._device, self._dtype, self._written = device, dtype, written
-        size = max(1, TOKENS_PER_BATCH // windows.shape[1])
+        size = max(1, min(TOKENS_PER_BATCH // windows.shape[1], len(windows) // LEAST_BATCHES))
         self._windows = windows if held_out is None else held_out
         fitted = windows.split(size)
         self._batches = fitted if held_out is None else fitted + held_out.split(size)
@@ -318,7 +339,14 @@ class SideBySide:
             for numbers in (self._fit, self._held)
         ]
         problems = [
-            LeastSquares(function, modules, part, self._device, quadratic=site.value is not None)
+            LeastSquares(
+                function,
+                modules,
+                part,
+                self._device,
+                quadratic=site.value is not None,
+                curvature=self._how.curvature,
+            )
             if part
             else None
             for part in parts

@@ -108,6 +108,7 @@ class Report:
 
     def card(self) -> str:
         """The model card. Holds no times, so that the same run writes the same card."""
+        calibration = self.calibration
         widths, parameters = self.plan["widths"], self.plan["parameters"]
         before, after = parameters["before"], parameters["after"]
         name = Path(self.model).name
@@ -123,6 +124,8 @@ class Report:
         )
         loaders = "\n".join(f"- {loader}: {how}" for loader, how in self.plan["loads_in"].items())
         options = ", ".join(f"{k} = {v}" for k, v in self.recipe["options"].items()) or "none"
+        added = calibration.get("sampled", 0)
+        sampled = f" and, {added} of them, from the dense model itself" if added else ""
         relabelled = self.plan["relabelled"]
         note = (
             f"\nThe weights are stored as `{self.plan['output_model_type']}` "
@@ -131,7 +134,6 @@ class Report:
             else ""
         )
         notes = "".join(f"\n{note[0].upper()}{note[1:]}.\n" for note in self.plan["notes"])
-        calibration = self.calibration
         return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -167,7 +169,7 @@ Errors are on the calibration data; they say nothing about other text. Evaluate 
 - selection: {self.recipe["selection"]}; compensation: {self.recipe["compensation"]}
 - options: {options}
 - calibration: {calibration["windows"]} windows of {calibration["seq_len"]} tokens from
-  `{calibration["source"]}`, seed {self.recipe["seed"]}
+  `{calibration["source"]}`{sampled}, seed {self.recipe["seed"]}
 - details: `{REPORT}`; kept units: `{KEPT}`
 
 ## Loads in

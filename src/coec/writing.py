@@ -26,6 +26,8 @@ from coec.report import KEPT
 from coec.solving import Solved
 
 MAX_SHARD = "2GB"
+ENDING = "ending"
+"""The piece that holds what follows the last block, and how well the model predicts."""
 
 
 class Checkpoint:
@@ -36,14 +38,10 @@ class Checkpoint:
         dense: the model that is pruned.
         plan: the sizes of the result.
         dtype: in which it is written.
-        name: what tells its pieces from those of other candidates in the same journal.
     """
 
-    def __init__(
-        self, done: Journal, dense: Dense, plan: Plan, dtype: torch.dtype, name: str = ""
-    ) -> None:
+    def __init__(self, done: Journal, dense: Dense, plan: Plan, dtype: torch.dtype) -> None:
         self._done, self._dense, self.plan, self._dtype = done, dense, plan, dtype
-        self._name = name
         state = {
             name: torch.empty(shape, dtype=dtype, device="meta")
             for name, shape in plan.pruned_shapes.items()
@@ -67,21 +65,21 @@ class Checkpoint:
         found: dict[str, Tensor] = {}
         for name, file_name in self._split.tensor_to_filename.items():
             if name.startswith(block.prefix):
-                with opened(self._done.path(self._shard(file_name))) as file:
+                with opened(self._done.path(file_name)) as file:
                     found[name] = file.get_tensor(name)
         return found
 
     @property
     def ended(self) -> bool:
         """Whether it is known how the pruned model ends (`end`)."""
-        return self._ending in self._done
+        return ENDING in self._done
 
     def end(self, norm: Tensor | None, facts: dict[str, Any]) -> None:
         """Keeps the final norm's weight, where it is changed, and what goes with it."""
         tensors = {} if norm is None else {self._dense.layout.norm: norm}
         self._done.put(
-            self._ending,
-            self._done.work / f"{self._prefix}ending.safetensors",
+            ENDING,
+            self._done.work / "ending.safetensors",
             functools.partial(write_tensors, tensors),
             **facts,
         )
@@ -89,19 +87,19 @@ class Checkpoint:
     @property
     def facts(self) -> dict[str, Any]:
         """What was kept with the ending; nothing where there is none."""
-        return self._done.facts(self._ending) if self.ended else {}
+        return self._done.facts(ENDING) if self.ended else {}
 
     def keep(self, solved: Solved) -> None:
         """Puts a solved block on the disk; its account last, which says that it is there."""
         index, work = solved.block.index, self._done.work
         self._done.put(
             self._weights(solved.block),
-            work / f"{self._prefix}block-{index:05}.safetensors",
+            work / f"block-{index:05}.safetensors",
             functools.partial(write_tensors, solved.tensors),
         )
         self._done.put(
             self._units(solved.block),
-            work / f"{self._prefix}units-{index:05}.safetensors",
+            work / f"units-{index:05}.safetensors",
             functools.partial(write_tensors, solved.kept),
             sites=solved.rows,
         )
@@ -119,10 +117,10 @@ class Checkpoint:
         """Everything but the report, from solved blocks."""
         folder = self._done.new
         for file_name, names in self._split.filename_to_tensors.items():
-            if self._shard(file_name) not in self._done:
+            if file_name not in self._done:
                 shard = {name: self._tensor(name) for name in sorted(names)}
                 self._done.put(
-                    self._shard(file_name),
+                    file_name,
                     folder / file_name,
                     functools.partial(write_tensors, shard, metadata={"format": "pt"}),
                 )
@@ -146,7 +144,7 @@ class Checkpoint:
         """One tensor of the result, from its block's file or from the dense model."""
         block = self._block_of(name)
         if block is None:
-            changed = read_tensors(self._done.path(self._ending)) if self.ended else {}
+            changed = read_tensors(self._done.path(ENDING)) if self.ended else {}
             return (changed[name] if name in changed else self._dense.tensor(name)).to(self._dtype)
         with opened(self._done.path(self._weights(block))) as file:
             tensor: Tensor = file.get_tensor(name)
@@ -163,25 +161,13 @@ class Checkpoint:
             for name, file in self._split.tensor_to_filename.items()
             if name.startswith(block.prefix)
         }
-        return all(self._shard(file) in self._done for file in files)
+        return all(file in self._done for file in files)
 
     def _weights(self, block: BlockLayout) -> str:
-        return f"{self._prefix}weights of block {block.index}"
+        return f"weights of block {block.index}"
 
     def _units(self, block: BlockLayout) -> str:
-        return f"{self._prefix}units of block {block.index}"
-
-    def _shard(self, file_name: str) -> str:
-        """Candidates have files of the same names, of which one is written."""
-        return f"{self._prefix}{file_name}"
-
-    @property
-    def _ending(self) -> str:
-        return f"{self._prefix}ending"
-
-    @property
-    def _prefix(self) -> str:
-        return f"{self._name}-" if self._name else ""
+        return f"units of block {block.index}"
 
     def _config(self) -> dict[str, Any]:
         """The configuration with the dtype written."""
@@ -194,12 +180,9 @@ class Checkpoint:
 def space_needed(out: Path, plan: Plan, dtype: torch.dtype) -> int:
     """Bytes that a run into `out` has yet to write: the model, a shard, and what goes beside."""
     model = int(plan.parameters_after * dtype.itemsize * 1.01)
-    others = sum(
-        int(other.parameters_after * dtype.itemsize * 1.01) for other in plan.alternatives.values()
-    )
     partial = partial_of(out)
     there = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
-    return max(0, model + others + min(model, SHARD_BYTES) + 2**24 - there)
+    return max(0, model + min(model, SHARD_BYTES) + 2**24 - there)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

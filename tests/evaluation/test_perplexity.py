@@ -32,7 +32,7 @@ IDS = torch.randint(2, tm.VOCABULARY, (70,), generator=torch.Generator().manual_
 def naive(folders, length):
     """Cross-entropies and the divergence, one prediction at a time."""
     dense, other = (tm.load(folder) for folder in folders)
-    ce, base_ce, kl = [], [], []
+    ce, base_ce, kl, same = [], [], [], []
     for first in range(0, len(IDS) - length + 1, length):
         window = IDS[first : first + length]
         p = F.log_softmax(tm.logits(other, window[None])[0].double(), -1)
@@ -41,7 +41,8 @@ def naive(folders, length):
             ce.append(-p[position, window[position + 1]])
             base_ce.append(-q[position, window[position + 1]])
             kl.append((q[position].exp() * (q[position] - p[position])).sum())
-    means = (float(torch.stack(values).mean()) for values in (ce, base_ce, kl))
+            same.append((p[position].argmax() == q[position].argmax()).double())
+    means = (float(torch.stack(values).mean()) for values in (ce, base_ce, kl, same))
     return *means, len(ce)
 
 
@@ -50,19 +51,20 @@ def test_perplexity_is_that_of_the_naive_loop(folders, batch, monkeypatch):
     monkeypatch.setattr(module, "LOGITS_PER_BATCH", batch)
     dense, other = folders
     result = coec.perplexity(other, IDS, seq_len=16, baseline=dense)
-    ce, base_ce, kl, count = naive(folders, 16)
+    ce, base_ce, kl, same, count = naive(folders, 16)
     assert (result.windows, result.tokens, result.seq_len) == (4, count, 16)  # 6 tokens dropped
     assert result.perplexity == pytest.approx(math.exp(ce), rel=1e-5)
     assert result.baseline_perplexity == pytest.approx(math.exp(base_ce), rel=1e-5)
     assert result.ratio == pytest.approx(math.exp(ce - base_ce), rel=1e-5)
     assert result.kl == pytest.approx(kl, rel=1e-3)
+    assert result.agreement == same
     assert result.parameters == sum(p.numel() for p in tm.load(other).parameters())
 
 
 def test_a_model_is_as_good_as_itself(folders):
     result = coec.perplexity(folders[0], IDS, seq_len=16, baseline=folders[0])
     assert result.kl == 0
-    assert result.ratio == 1
+    assert result.ratio == result.agreement == 1
 
 
 def test_windows_are_as_long_as_the_model_allows_unless_told(folders):

@@ -39,7 +39,7 @@ class Bilinear(nn.Module):
         return x + self.out(self.mixing @ self.value(x))
 
 
-def problem(module, names, batches=2, seed=0, quadratic=False):
+def problem(module, names, batches=2, seed=0, quadratic=False, curvature=1.0):
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -56,7 +56,9 @@ def problem(module, names, batches=2, seed=0, quadratic=False):
 
     modules = {n: module.get_submodule(name.removesuffix(".weight")) for n, name in names.items()}
     theta = {n: module.get_parameter(name).detach().clone() for n, name in names.items()}
-    made = LeastSquares(function, modules, parts, torch.device("cpu"), quadratic=quadratic)
+    made = LeastSquares(
+        function, modules, parts, torch.device("cpu"), quadratic=quadratic, curvature=curvature
+    )
     return made, function, parts, theta
 
 
@@ -252,3 +254,25 @@ def test_a_matrix_on_which_nothing_depends_stays():
     found = fit(made, None, theta, **options(steps=1, damping=0.1))
     torch.testing.assert_close(found.theta["gate"], theta["gate"])
     assert found.steps[0].length == 1
+
+
+@pytest.mark.parametrize("make", [gated, bilinear])
+@pytest.mark.parametrize(("share", "taken"), [(0.5, (0, 2)), (0.01, (0,)), (0.75, (0, 1, 2))])
+def test_a_share_of_the_batches_stands_for_all(make, share, taken):
+    """Products are those of the batches taken, scaled up; gradient and error are of all."""
+    torch.manual_seed(0)
+    whole, function, parts, theta = make(batches=4)
+    torch.manual_seed(0)
+    some = make(batches=4, curvature=share)[0]
+    direction = {n: torch.randn_like(p) for n, p in theta.items()}
+    wanted = sum(
+        jacobian(function, theta, parts[n].inputs).T
+        @ (
+            parts[n].weights[..., None].expand_as(parts[n].targets).flatten()
+            * (jacobian(function, theta, parts[n].inputs) @ flat(direction))
+        )
+        for n in taken
+    ) * (4 / len(taken))
+    torch.testing.assert_close(flat(some.normal(theta, direction)), wanted)
+    assert some.error(theta) == whole.error(theta)
+    assert torch.equal(flat(some.gradient(theta)), flat(whole.gradient(theta)))

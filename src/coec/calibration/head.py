@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from coec.calibration.layers import imitate
+from coec.calibration.prediction import Prediction
 from coec.models.dense import Dense
 from coec.models.description import compute_rotary
 
@@ -111,20 +112,19 @@ class Head:
             windows: token ids.
             norm: another weight of the final norm, for the model alone.
         """
-        entropy = divergence = 0.0
+        sums = Prediction()
         size = max(1, LOGITS_PER_PASS // self._model.config.vocab_size)
         # No token sees another here: any run of them can be taken.
         next_tokens = windows[:, 1:].split([len(state) for state in states])
         for mine, theirs, ids in zip(states, dense, next_tokens, strict=True):
             runs = [state[:, :-1].flatten(0, 1).split(size) for state in (mine, theirs)]
             for one, other, wanted in zip(*runs, ids.flatten().split(size), strict=True):
-                log_p = self._log_probabilities(one, norm)
-                log_q = self._log_probabilities(other, None)
-                entropy -= float(log_p.gather(-1, wanted[:, None].to(self._device)).double().sum())
-                both = F.kl_div(log_p, log_q, log_target=True, reduction="none")
-                divergence += float(both.double().sum())
-        count = windows[:, 1:].numel()
-        mean, kl = entropy / count, divergence / count
+                sums.update(
+                    self._log_probabilities(one, norm),
+                    wanted.to(self._device),
+                    self._log_probabilities(other, None),
+                )
+        mean, kl = sums.cross_entropy, sums.kl
         return Score(math.exp(mean) if mean < LARGEST else None, kl if math.isfinite(kl) else None)
 
     def _log_probabilities(

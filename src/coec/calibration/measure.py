@@ -101,8 +101,8 @@ class DensePass(Source):
             ids = read_tensors(done.path(TEXT))["input_ids"]
             self.windows = Windows.of_record(ids, done.facts(TEXT))
         else:
-            made = self._make(self.device, self._dtype, progress)
-            if is_sampled(self._calibration.source):
+            made = self.draw(progress)
+            if is_sampled(self._calibration):
                 done.put(
                     TEXT,
                     done.work / "windows.safetensors",
@@ -111,6 +111,10 @@ class DensePass(Source):
                 )
             self.windows = made
         return self.windows.record()
+
+    def draw(self, progress: Progress | None = None) -> Windows:
+        """Makes the windows anew."""
+        return self._make(self.device, self._dtype, progress)
 
     def parts(self) -> tuple[Tensor, Tensor | None]:
         """The windows to fit on, and those that are held out, where some are."""

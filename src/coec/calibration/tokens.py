@@ -4,7 +4,7 @@ import filecmp
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class Windows:
             is its beginning; 0 where there is no text.
         in_pieces: whether the source was longer than `WHOLE` characters, and so tokenised piece by
             piece, and no further than the windows need.
+        sampled: how many of the windows, the last ones, were sampled from the model besides.
     """
 
     ids: Int[Tensor, "n length"]
@@ -62,6 +63,7 @@ class Windows:
     special_tokens: int = 0
     characters: int = 0
     in_pieces: bool = False
+    sampled: int = 0
 
     @property
     def sha256(self) -> str:
@@ -79,7 +81,12 @@ class Windows:
             special_tokens=record["special_tokens"],
             characters=record["characters"],
             in_pieces=record["in_pieces"],
+            sampled=record["sampled"],
         )
+
+    def and_sampled(self, ids: Int[Tensor, "m length"]) -> "Windows":
+        """The same, followed by windows that were sampled from the model."""
+        return replace(self, ids=torch.cat([self.ids, ids]), sampled=self.sampled + len(ids))
 
     def record(self) -> dict[str, Any]:
         """What the report keeps."""
@@ -91,6 +98,7 @@ class Windows:
             "special_tokens": self.special_tokens,
             "characters": self.characters,
             "in_pieces": self.in_pieces,
+            "sampled": self.sampled,
             "text_sha256": self.text_sha256,
             "windows_sha256": self.sha256,
         }
@@ -339,15 +347,18 @@ def all_windows(stream: Stream, *, seq_len: int, vocabulary: int) -> Windows:
 def hold_out(windows: Windows, fraction: float, seed: int) -> tuple[Tensor, Tensor | None]:
     """Windows to fit on, and those held out, as many as `held_out` says, drawn under the seed.
 
+    Windows that were sampled from the model besides are fitted on: it is the text that judges.
+
     Raises:
         CalibrationError: no window is left on one of the two sides.
     """
-    n = len(windows.ids)
+    n = len(windows.ids) - windows.sampled
     held = held_out(n, fraction)
     if held == 0:
         return windows.ids, None
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-    return windows.ids[order[held:].sort().values], windows.ids[order[:held].sort().values]
+    fit, judge = order[held:].sort().values, order[:held].sort().values
+    return torch.cat([windows.ids[fit], windows.ids[n:]]), windows.ids[judge]
 
 
 def held_out(n: int, fraction: float) -> int:

@@ -1,13 +1,14 @@
 """Calibration text to windows: what was asked for is checked first, and made when it is needed."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coec.calibration.ids import token_ids
 from coec.calibration.self_text import sample_from_model
@@ -23,7 +24,7 @@ from coec.calibration.tokens import (
     read_stream,
     sample_windows,
 )
-from coec.errors import CalibrationError, OptionError
+from coec.errors import CalibrationError, CoecError, OptionError
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.description import Description
@@ -55,8 +56,12 @@ def resolve_seq_len(asked: int | None, positions: int, default: int) -> int:
     return asked
 
 
-def is_sampled(source: Any) -> bool:
-    """Whether the text is sampled from the model itself."""
+def is_sampled(calibration: Calibration) -> bool:
+    """Whether any window is sampled from the model itself."""
+    return _is_self(calibration.source) or calibration.added > 0
+
+
+def _is_self(source: Any) -> bool:
     return isinstance(source, str) and source == "self"
 
 
@@ -87,17 +92,55 @@ def window_maker(
 ) -> Maker:
     """Checks the calibration text now, and returns a function that makes the windows."""
     seq_len = window_length(calibration, dense)
-    sizes = {"samples": calibration.samples, "seq_len": seq_len, "seed": calibration.seed}
-    held_out(calibration.samples, calibration.holdout)
-    if is_sampled(calibration.source):
-        tokenizer = load_tokenizer(dense.folder, trust_remote_code=runtime.trust_remote_code)
-        return lambda device, dtype, progress: sample_from_model(
-            dense.network(device, dtype), tokenizer, **sizes, progress=progress
+    samples, added, seed = calibration.samples, calibration.added, calibration.seed
+    held_out(samples, calibration.holdout)
+    own = _is_self(calibration.source)
+    text = None
+    if not own:
+        needed = CHOICE * samples * seq_len
+        stream = _stream(dense, calibration, runtime, needed, progress)
+        text = sample_windows(
+            stream, samples=samples, seq_len=seq_len, seed=seed, vocabulary=dense.vocabulary
         )
-    needed = CHOICE * calibration.samples * seq_len
-    stream = _stream(dense, calibration, runtime, needed, progress)
-    windows = sample_windows(stream, **sizes, vocabulary=dense.vocabulary)
-    return lambda device, dtype, progress: windows
+    if text is not None and not added:
+        return lambda device, dtype, progress: text
+    tokenizer = _own_tokenizer(dense, calibration, runtime)
+
+    def make(device: torch.device, dtype: torch.dtype, progress: Progress | None) -> Windows:
+        count = added if text is not None else samples + added
+        drawn = sample_from_model(
+            _whole(dense, device, dtype), tokenizer, samples=count, seq_len=seq_len, seed=seed,
+            progress=progress,
+        )  # fmt: skip
+        return replace(drawn, sampled=added) if text is None else text.and_sampled(drawn.ids)
+
+    return make
+
+
+def _own_tokenizer(
+    dense: Dense, calibration: Calibration, runtime: Runtime
+) -> PreTrainedTokenizerBase | None:
+    """What begins a text that the model writes.
+
+    Where the text is token ids, the model may have come without a tokenizer.
+    """
+    try:
+        return load_tokenizer(dense.folder, trust_remote_code=runtime.trust_remote_code)
+    except CoecError:
+        if isinstance(calibration.source, Tensor) or is_token_file(str(calibration.source)):
+            return None
+        raise
+
+
+def _whole(dense: Dense, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """The whole network; raises CalibrationError where the device has no room for it."""
+    try:
+        return dense.network(device, dtype)
+    except torch.OutOfMemoryError:
+        raise CalibrationError(
+            f"text cannot be sampled from the model: {device} has no room for all of it; "
+            "calibrate on a text alone (sampled=0)"
+        ) from None
 
 
 def check_calibrations(dense: Dense, parts: Sequence[Calibration], runtime: Runtime) -> None:
@@ -109,9 +152,11 @@ def check_calibrations(dense: Dense, parts: Sequence[Calibration], runtime: Runt
     wanted = {(part.samples, window_length(part, dense), part.holdout): part for part in parts}
     for samples, _, holdout in wanted:
         held_out(samples, holdout)
-    if is_sampled(parts[0].source):
+    if _is_self(parts[0].source):
         window_maker(dense, parts[0], runtime, None)
         return
+    if any(part.added for part in parts):
+        _own_tokenizer(dense, parts[0], runtime)
     most = max(samples * seq_len for samples, seq_len, _ in wanted)
     stream = _stream(dense, parts[0], runtime, CHOICE * most, None)
     for (samples, seq_len, _), part in wanted.items():

@@ -58,7 +58,11 @@ def eval_command(
     ] = None,
     baseline: Annotated[
         str | None,
-        setting("The dense model: adds KL divergence and the perplexity ratio.", "MODEL"),
+        setting(
+            "The dense model: adds the perplexity ratio, KL divergence and agreement (the share of "
+            "tokens with the same most probable next one).",
+            "MODEL",
+        ),
     ] = None,
     samples: Annotated[
         int | None, setting("Windows to sample, for --text self. Default: 64.", WHOLE)

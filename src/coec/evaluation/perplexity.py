@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from coec.calibration.ids import token_ids
+from coec.calibration.prediction import Prediction
 from coec.calibration.self_text import sample_from_model
 from coec.calibration.sources import Split
 from coec.calibration.tokens import (
@@ -34,7 +35,7 @@ from coec.report import calibration_digest
 from coec.settings import check_seed, check_whole
 
 DEFAULT_SEQ_LEN = 4096
-LOGITS_PER_BATCH = 2**24
+LOGITS_PER_BATCH = 2**22
 """Logits held at once: windows are batched so that batch · length · vocabulary stays below."""
 
 
@@ -50,8 +51,9 @@ class Perplexity:
         special_tokens: how many the tokenizer added.
         parameters: of the model.
         seconds: wall-clock, both models where there is a baseline.
-        baseline_perplexity, ratio, kl: with a baseline: its perplexity, perplexity over it, and
-            the mean of KL(baseline ‖ model) in nats per token.
+        baseline_perplexity, ratio, kl, agreement: with a baseline: its perplexity, perplexity over
+            it, the mean of KL(baseline ‖ model) in nats per token, and the share of tokens for
+            which both find the same next token the most probable.
         same_text_as_calibration: whether the model was pruned with this very text, by digest; None
             where the folder holds no record of its pruning.
     """
@@ -68,6 +70,7 @@ class Perplexity:
     baseline_perplexity: float | None = None
     ratio: float | None = None
     kl: float | None = None
+    agreement: float | None = None
     same_text_as_calibration: bool | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -103,7 +106,7 @@ def perplexity(
             `seed`); or windows already cut.
         seq_len: None for 4096, or the model's maximum if that is less.
         max_windows: evaluate the first so many windows; None for all.
-        baseline: the dense model, for the ratio and the KL divergence.
+        baseline: the dense model, for the ratio, the KL divergence and the agreement.
         split: of a data set; C4's validation split stands in for test.
         text_column: of a jsonl or parquet file, or of a data set named by `hub:`.
         dtype: of the forward pass; None as in `Calibration.forward_dtype`.
@@ -151,9 +154,10 @@ def perplexity(
             seed=seed,
             progress=progress,
         )
-    ce, base_ce, kl = _measure(network, base, windows.ids, progress)
+    sums = _measure(network, base, windows.ids, progress)
     length = windows.ids.shape[1]
-    ppl, base_ppl = _exp(ce, "model"), None if base_ce is None else _exp(base_ce, "baseline")
+    ppl = _exp(sums.cross_entropy, "model")
+    base_ppl = None if base is None else _exp(sums.baseline_cross_entropy, "baseline")
     return Perplexity(
         perplexity=ppl,
         tokens=windows.ids.shape[0] * (length - 1),
@@ -166,7 +170,8 @@ def perplexity(
         seconds=time.perf_counter() - began,
         baseline_perplexity=base_ppl,
         ratio=None if base_ppl is None else ppl / base_ppl,
-        kl=kl,
+        kl=None if base is None else sums.kl,
+        agreement=None if base is None else sums.agreement,
         # Two tensors of ids have no digest, which makes them no same text.
         same_text_as_calibration=None if seen is None else seen == windows.text_sha256 != "",
     )
@@ -211,25 +216,18 @@ def _measure(
     baseline: PreTrainedModel | None,
     windows: Int[Tensor, "n length"],
     progress: Progress | None,
-) -> tuple[float, float | None, float | None]:
-    """Mean cross-entropy of both models, and the mean KL(baseline ‖ model), nats per token."""
+) -> Prediction:
+    """Sums over the predicted tokens of all windows."""
     length = windows.shape[1]
     batch = max(1, LOGITS_PER_BATCH // (length * model.config.vocab_size))
-    ce = base_ce = kl = 0.0
+    sums = Prediction()
     for first in range(0, len(windows), batch):
         ids = windows[first : first + batch].to(model.device)
-        log_p = _log_probabilities(model, ids)
-        ce += float(-_picked(log_p, ids).double().sum())
-        if baseline is not None:
-            log_q = _log_probabilities(baseline, ids)
-            base_ce += float(-_picked(log_q, ids).double().sum())
-            kl += float(F.kl_div(log_p, log_q, log_target=True, reduction="none").double().sum())
+        log_q = None if baseline is None else _log_probabilities(baseline, ids)
+        sums.update(_log_probabilities(model, ids), ids[:, 1:], log_q)
         if progress:
             progress("evaluating", min(first + batch, len(windows)), len(windows))
-    count = windows.shape[0] * (length - 1)
-    if baseline is None:
-        return ce / count, None, None
-    return ce / count, base_ce / count, kl / count
+    return sums
 
 
 def _log_probabilities(
@@ -238,10 +236,6 @@ def _log_probabilities(
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return F.log_softmax(logits.to(wide), dim=-1)
-
-
-def _picked(log_p: Tensor, ids: Int[Tensor, "n length"]) -> Tensor:
-    return log_p.gather(-1, ids[:, 1:, None])
 
 
 def _exp(ce: float, whose: str) -> float:

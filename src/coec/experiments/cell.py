@@ -140,7 +140,8 @@ def _measured(job: Job) -> dict[str, Any]:
     device = choose_device(job.device)
     row["peak_memory_bytes"] = peak(device)
     reset_peak(device)  # what running the model takes is measured by itself
-    result = perplexity(model, job.windows, device=job.device)
+    base = job.dense if subject.evaluation.distance and report else None
+    result = perplexity(model, job.windows, baseline=base, device=job.device)
     row["perplexity"] = result.as_dict()
     cost = asdict(efficiency(job.dense, model).pruned)
     row["cost"] = cost | {"peak_memory_bytes": peak(device)}
@@ -190,6 +191,7 @@ def _pruned(report: Report) -> dict[str, Any]:
         "parameters": report.plan["parameters"],
         "calibration": report.calibration,
         "sites": sites,
+        "rebuilding": report.rebuilding,
     }
 
 

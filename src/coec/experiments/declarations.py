@@ -27,8 +27,8 @@ Drawing = Literal[
     "bars", "blocks", "rounds",
 ]  # fmt: skip
 Quantity = Literal[
-    "perplexity", "zero_shot", "capped", "error_before", "error_after", "holdout_before",
-    "holdout_after", "angle_op", "angle_oc", "angle_pc",
+    "perplexity", "zero_shot", "kl", "agreement", "seconds", "memory", "capped", "error_before",
+    "error_after", "holdout_before", "holdout_after", "angle_op", "angle_oc", "angle_pc",
 ]  # fmt: skip
 Extra = Literal["mean", "median", "spread", "reference", "gap", "gcv_lambda"]
 Role = Literal[
@@ -221,7 +221,7 @@ def _rules(item: Declaration) -> Iterable[tuple[bool, str]]:
         (what == "pivot" and bool(item.ours) and item.rows != ("selection", "compensation"),
          "ours needs rows = ['selection', 'compensation']"),
         (not metrics and bool(item.extra or item.ours or item.dense),
-         "extra, ours and dense need values of perplexity or zero_shot"),
+         f"extra, ours and dense need values of {', '.join(get_args(Metric))}"),
         (what == "pivot" and item.dense and item.columns != ("model",),
          "dense needs columns = ['model']"),
         (what == "lines" and item.dense and (item.x != "parameters" or "model" not in item.each),

@@ -39,6 +39,8 @@ class Evaluation:
     Attributes:
         text, text_column, seq_len, max_windows: of perplexity, as in `coec.perplexity`.
         tasks, tasks_data, limit: of the zero-shot tasks; none without `tasks`.
+        distance: whether to compare predictions with the dense model's: KL divergence, and the
+            share of tokens with the same most probable next one.
         geometry: whether to compare read and write frames with the dense model's.
         trust_remote_code: as in `coec.perplexity`; no grid can set it, a caller can.
     """
@@ -50,6 +52,7 @@ class Evaluation:
     tasks: str | None = None
     tasks_data: str | None = None
     limit: int | None = None
+    distance: bool = False
     geometry: bool = False
     trust_remote_code: bool = False
 

@@ -5,11 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Formatter
-from typing import Any
+from typing import Any, Literal
 
 from coec.errors import OptionError, ResultsError
 from coec.experiments.records import Number, Text, reader
-from coec.experiments.rows import Metric
 
 PUBLISHED = {
     path.stem: path
@@ -18,13 +17,17 @@ PUBLISHED = {
 """Numbers that others have printed, by name."""
 
 
+PrintedMetric = Literal["perplexity", "zero_shot"]
+"""What they printed."""
+
+
 @dataclass(frozen=True)
 class Column:
     """Publication numbers by the first label of a table's lines, for one metric or any."""
 
     head: Text
     values: Mapping[str, Number]
-    metric: Metric | None = None
+    metric: PrintedMetric | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Printed:
 class Block:
     """One printed table: by selection and compensation, a number per model."""
 
-    metric: Metric
+    metric: PrintedMetric
     sparsity: Number
     models: tuple[Text, ...]
     values: Mapping[str, Mapping[str, tuple[Number, ...]]]

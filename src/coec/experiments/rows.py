@@ -33,7 +33,7 @@ NO_REASON = "no reason recorded"
 """Of a cell that failed without one."""
 
 Status = Literal["done", "failed"]
-Metric = Literal["perplexity", "zero_shot"]
+Metric = Literal["perplexity", "zero_shot", "kl", "agreement", "seconds", "memory"]
 
 
 SETTING_NAMES = tuple(setting.name for setting in (*RECIPE, *OPTIONS))
@@ -71,13 +71,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class Perplexity(Part):
-    """How well the text was predicted, and which text, cut how."""
+    """How well the text was predicted, how near to the dense model, and which text, cut how."""
 
     perplexity: Annotated[float, PERPLEXITY] | None = None
     text: Text | None = None
     text_sha256: Text | None = None
     windows: Count | None = None
     seq_len: Count | None = None
+    kl: Number | None = None
+    agreement: Share | None = None
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,24 @@ class Reconstruction(Part):
     error_after: Number | None = None
     holdout_before: Number | None = None
     holdout_after: Number | None = None
+
+
+@dataclass(frozen=True)
+class Candidate(Part):
+    """One of several models that were made: how well it predicts the windows that chose."""
+
+    perplexity: Number | None = None
+    kl: Number | None = None
+    dense: Number | None = None
+    windows: Text | None = None
+
+
+@dataclass(frozen=True)
+class Rebuilding(Part):
+    """Which model was chosen, by its KV groups, and among which."""
+
+    kv_groups: Text | None = None
+    candidates: Mapping[str, Candidate] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -215,6 +235,7 @@ class Row:
     parameters: Parameters = Parameters()
     cost: Cost = Cost()
     sites: tuple[Site, ...] = ()
+    rebuilding: Rebuilding = Rebuilding()
     overlap: Overlap = Overlap()
     calibration: Calibration = Calibration()
     seconds: Mapping[str, Number] = field(default_factory=dict)
@@ -242,10 +263,18 @@ class Row:
         return self.settings.options.get(name)
 
     def measured(self, metric: str) -> float | None:
-        """Perplexity, or mean zero-shot accuracy in %; None where it was not measured."""
-        if metric == "perplexity":
-            return self.perplexity.perplexity
-        return None if self.zero_shot.mean is None else 100 * self.zero_shot.mean
+        """A metric, shares in % and memory in GiB; None where it was not measured.
+
+        Seconds are those of pruning, the dense pass that cells share included.
+        """
+        p, parts = self.perplexity, [self.seconds.get(n) for n in ("collecting", "pruning")]
+        taken = sum(part for part in parts if part is not None) if any(parts) else None
+        value, unit = {
+            "perplexity": (p.perplexity, 1), "zero_shot": (self.zero_shot.mean, 100),
+            "kl": (p.kl, 1), "agreement": (p.agreement, 100), "seconds": (taken, 1),
+            "memory": (self.peak_memory_bytes, 1 / 2**30),
+        }[metric]  # fmt: skip
+        return None if value is None else unit * value
 
 
 def read(record: Any) -> Row:

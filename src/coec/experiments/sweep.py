@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from coec.calibration.measure import depends_on
+from coec.calibration.measure import DensePass, depends_on
 from coec.calibration.overlap import Overlap, overlap, passage_length
 from coec.calibration.statistics import Statistics
+from coec.calibration.windows import source_digest
 from coec.collecting import collect
 from coec.devices import choose_device
 from coec.errors import CalibrationError, CoecError, OptionError, OutputError, UnfinishedError
@@ -206,24 +207,41 @@ def _prepare(
 ) -> _Prepared:
     """Statistics for the group: those given, those that an interrupted sweep left, or a dense pass.
 
-    They are of the text with the digest `text`: the rows say so.
+    They are of the text with the digest `text`: the rows say so. A group of cells that all run the
+    models themselves needs none.
     """
     recipe = group[0].recipe
     if recipe is None:
         return _Prepared()
     began = time.perf_counter()
     try:
-        folder = _folder_of_statistics(out, group[0])
-        statistics = opened.statistics or _collected(folder, recipe, opened.dense, progress)
-        if statistics.made_with["calibration"] != text:
+        statistics = opened.statistics
+        if all(_runs_itself(cell) for cell in group):
+            seen, read = _windows(recipe, opened.dense), source_digest(recipe.calibration.source)
+        else:
+            folder = _folder_of_statistics(out, group[0])
+            statistics = statistics or _collected(folder, recipe, opened.dense, progress)
+            seen, read = statistics.windows, statistics.made_with["calibration"]
+        if read != text:
             raise CalibrationError(
                 f"'{recipe.calibration.source}' was changed while the sweep ran: run again, into "
                 "another folder"
             )
-        shared = _overlap(statistics.windows, opened)
+        shared = _overlap(seen, opened)
     except Exception as error:  # as in `cell.run`: out of memory, a full disk, a library's own
         return _Prepared(error=reason(error))
     return _Prepared(statistics, shared, time.perf_counter() - began)
+
+
+def _runs_itself(cell: Cell) -> bool:
+    """Whether a cell runs the models over the text, or over none, and needs no statistics."""
+    return cell.recipe is None or cell.recipe.rebuilding.in_order is not None
+
+
+def _windows(recipe: Recipe, dense: Dense) -> Tensor:
+    """The windows of a calibration text, without those that the model adds to it."""
+    text = replace(recipe.calibration, sampled=0.0)
+    return DensePass(dense, text, recipe.runtime).draw().ids
 
 
 def _folder_of_statistics(out: Path, cell: Cell) -> Path:
@@ -265,15 +283,14 @@ def _job(
         device=device,
         statistics=_needed(cell, prepared.statistics),
         overlap=prepared.overlap,
-        collecting=prepared.seconds,
+        collecting=0.0 if _runs_itself(cell) else prepared.seconds,
         error=prepared.error,
     )
 
 
 def _needed(cell: Cell, statistics: Statistics | None) -> Path | None:
     """Where a cell's statistics are; None for one that runs over the text itself."""
-    alone = cell.recipe is None or cell.recipe.rebuilding.in_order
-    return None if alone or statistics is None else statistics.folder
+    return None if _runs_itself(cell) or statistics is None else statistics.folder
 
 
 def _clear_leftovers(out: Path, groups: Sequence[list[Cell]]) -> None:

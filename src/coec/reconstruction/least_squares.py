@@ -60,6 +60,8 @@ class LeastSquares:
         quadratic: F is of second degree in θ, as attention is in its values and its output: then
             `J δ` is a difference of two values of F, without error, and fused attention can be
             used, which has no forward mode.
+        curvature: the share of the batches, evenly spaced, that stand for all in products with
+            `Jᵀ w J`; gradient, errors and factors are of all.
     """
 
     def __init__(
@@ -70,9 +72,12 @@ class LeastSquares:
         device: torch.device,
         *,
         quadratic: bool = False,
+        curvature: float = 1.0,
     ) -> None:
         self._function, self._modules = function, modules
         self._batches, self._device, self._quadratic = batches, device, quadratic
+        count = max(1, round(curvature * len(batches)))
+        self._sample = [batches[n * len(batches) // count] for n in range(count)]
 
     def energy(self) -> float:
         """`Σ_t w_t ‖T_t − h_t‖²`: what errors are relative to, F adding to its inputs."""
@@ -96,10 +101,11 @@ class LeastSquares:
     def normal(self, theta: Parameters, direction: Parameters) -> Parameters:
         """`Jᵀ w J δ`: forward mode for `J δ`, reverse mode for its adjoint, batch by batch.
 
-        One pass serves both: what it computes for the derivative forward is there to go back.
+        One pass serves both: what it computes for the derivative forward is there to go back. Where
+        a share of the batches stands for all, their sum is scaled up by the number of tokens.
         """
         total = _zeros(theta)
-        for b in self._moved():
+        for b in self._moved(self._sample):
             leaves = _leaves(theta, b.inputs.dtype)
             if self._quadratic and b.inputs.dtype.itemsize >= torch.float32.itemsize:
                 tangent = self._central_difference(theta, direction, b)  # narrower ones cancel
@@ -108,6 +114,9 @@ class LeastSquares:
                 out, tangent = self._with_tangent(leaves, direction, b)
             moved = b.weights[..., None].to(tangent) * tangent
             _add(total, torch.autograd.grad(out, list(leaves.values()), moved))
+        if len(self._sample) < len(self._batches):
+            counts = [sum(b.weights.numel() for b in bs) for bs in (self._batches, self._sample)]
+            total = {name: value * (counts[0] / counts[1]) for name, value in total.items()}
         return total
 
     def factors(self, theta: Parameters, generator: torch.Generator) -> dict[str, Factor]:
@@ -168,8 +177,8 @@ class LeastSquares:
     def _at(self, theta: Parameters, b: Batch) -> Tensor:
         return self._function({n: p.to(b.inputs.dtype) for n, p in theta.items()}, b.inputs)
 
-    def _moved(self) -> Iterator[Batch]:
-        for b in self._batches:
+    def _moved(self, batches: Sequence[Batch] | None = None) -> Iterator[Batch]:
+        for b in self._batches if batches is None else batches:
             yield Batch(*(part.to(self._device) for part in (b.inputs, b.targets, b.weights)))
 
 

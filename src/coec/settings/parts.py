@@ -17,6 +17,8 @@ KvGroups = Literal["uniform", "all", "held-out"]
 TokenWeights = Literal["equal", "residual"]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 SolveDtypeName = Literal["float64", "float32"]
+LARGEST_SHARE = 1000
+"""Of sampled windows to those of a text: more is a slip."""
 DTYPE_NAMES: tuple[str, ...] = get_args(DtypeName)
 
 Source: TypeAlias = str | Path | Any
@@ -37,6 +39,21 @@ def _check_holdout(holdout: float) -> None:
     if not 0 <= holdout < 1:
         raise OptionError(
             f"holdout is a fraction of the windows, at least 0 and below 1, got {holdout!r}"
+        )
+
+
+def _check_curvature(curvature: float) -> None:
+    if not 0 < curvature <= 1:
+        raise OptionError(
+            f"curvature is a share of the windows, above 0 and at most 1, got {curvature!r}"
+        )
+
+
+def _check_sampled(sampled: float) -> None:
+    if not 0 <= sampled < LARGEST_SHARE:
+        raise OptionError(
+            f"sampled is how many windows the model adds for each of the text's, at least 0 and "
+            f"below {LARGEST_SHARE}, got {sampled!r}"
         )
 
 
@@ -90,6 +107,11 @@ class Rebuilding(Settings):
         least=0,
     )
     inner: int = setting(10, "Conjugate-gradient iterations of one such step.", least=1)
+    curvature: float = setting(
+        1.0,
+        "Share of the windows over which these iterations run; errors and gradients are of all.",
+        check=_check_curvature,
+    )
     damping: float = setting(
         0.1, "λ of such a step, relative to the mean curvature of each matrix.", least=0
     )
@@ -125,7 +147,7 @@ class Rebuilding(Settings):
         """Settings that have no effect beside the others, and why."""
         found: dict[str, str] = {}
         if not self.reconstruct:
-            found |= dict.fromkeys(("inner", "damping"), "reconstruct = 0")
+            found |= dict.fromkeys(("inner", "damping", "curvature"), "reconstruct = 0")
         if not (self.propagate or self.reconstruct):
             found["token_weights"] = "neither propagate nor reconstruct"
         return found
@@ -155,11 +177,27 @@ class Calibration(Settings):
         "Fraction of the windows, at least one, not fitted on, whose error the report has too.",
         check=_check_holdout,
     )
+    sampled: float = setting(
+        0.0,
+        "Windows sampled from the model itself, besides those of the text, for each of them; none "
+        "is held out. Needs the whole model in memory.",
+        check=_check_sampled,
+    )
     forward_dtype: DtypeName | None = setting(
         None,
         "Of the dense forward pass.",
         otherwise="the model's on a GPU, float32 on the CPU",
     )
+
+    @property
+    def added(self) -> int:
+        """How many windows are sampled from the model besides those of the text."""
+        return round(self.sampled * self.samples)
+
+    @property
+    def windows(self) -> int:
+        """How many windows there are."""
+        return self.samples + self.added
 
 
 @dataclass(frozen=True, kw_only=True)

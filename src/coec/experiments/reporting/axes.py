@@ -13,7 +13,7 @@ from coec.experiments.reporting.tables import SHOWN, Cell, grouped, percent, set
 from coec.experiments.reporting.tables import value_text as text_of
 from coec.experiments.rows import SETTING_NAMES, Row, Site
 
-SELECTIONS = ("wanda-sp", "flap", "rcpu")
+SELECTIONS = ("wanda-sp", "flap", "rcpu", "leverage", "obs")
 COMPENSATIONS = ("none", "bias", "least-squares", "ridge-to-slice", "rcpu", "coec", "auto")
 """The order of lines; what is not listed comes last."""
 

@@ -96,7 +96,10 @@ def pairs(item: Declaration, context: Context) -> list[Table]:
     """Every pair at every sparsity: where ours is better, and by how much."""
     rows, body = shown(item, context), []
     for keys, found in split(rows, ["sparsity"], item, context.grid):
-        named = [{(p.selection, p.native): p for p in _pairs(item, found, m)} for m in SHOWN]
+        named = [
+            {(p.selection, p.native): p for p in _pairs(item, found, m)}
+            for m in ("perplexity", "zero_shot")
+        ]
         for selection, native in dict.fromkeys(key for by_name in named for key in by_name):
             one, two = (by_name.get((selection, native)) for by_name in named)
             entries = [pair.cells if pair else (Cell(ABSENT),) * 2 for pair in (one, two)]

@@ -39,7 +39,9 @@ from coec.experiments.reporting.tables import (
 from coec.experiments.rows import Row
 
 NAMES = {
-    "perplexity": "Perplexity", "zero_shot": "Zero-shot accuracy, %", "error_before": "Slice",
+    "perplexity": "Perplexity", "zero_shot": "Zero-shot accuracy, %", "kl": "KL, nats",
+    "agreement": "Same top token, %", "seconds": "Seconds", "memory": "GiB",
+    "error_before": "Slice",
     "error_after": "Fit", "holdout_before": "Slice, held out", "holdout_after": "Held out",
     "capped": "At the cap", "angle_op": "O–P, degrees", "angle_oc": "O–C, degrees",
     "angle_pc": "P–C, degrees",

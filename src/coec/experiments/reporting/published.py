@@ -104,7 +104,7 @@ def beside(item: Declaration, context: Context) -> list[Table]:
         return []
     matched = [
         row for row in sorted(context.rows, key=lambda r: (r.model, r.sparsity, in_order(r)))
-        if any(printed(row, metric, theirs) is not None for metric in SHOWN)
+        if any(printed(row, metric, theirs) is not None for metric in HEADS)
     ]  # fmt: skip
     notes, body, axes = Footnotes(), [], Axes(item, context.grid, matched)
 
@@ -113,14 +113,14 @@ def beside(item: Declaration, context: Context) -> list[Table]:
 
     for found in grouped(matched, place).values():
         numbers = [
-            cell for metric, (_, digits, _) in SHOWN.items()
+            cell for metric in HEADS
             for cell in (measurement(found, metric, notes),
-                         amount(printed(found[0], metric, theirs), digits))
+                         amount(printed(found[0], metric, theirs), SHOWN[metric][1]))
         ]  # fmt: skip
         name = method_name(found[0]) + axes.differs(found[0])
         body.append((Cell(found[0].model), Cell(name), *numbers))
     heads = [
-        f"{HEADS[m]}{more}{UNITS[m]}" for m in SHOWN for more in ("", f", {theirs.short}")
+        f"{HEADS[m]}{more}{UNITS[m]}" for m in HEADS for more in ("", f", {theirs.short}")
     ]  # fmt: skip
     table = Table(
         item.table.format(published=theirs.name), ("Model", "Method", *heads), tuple(body), 2,

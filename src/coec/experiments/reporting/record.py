@@ -142,8 +142,9 @@ def varied(item: Declaration, context: Context) -> list[Table]:
     """One line per cell of a grid: the settings that vary, and what was measured."""
     rows, names, notes = context.rows, varying(context.rows), Footnotes()
     labelled = any(context.grid in row.labels for row in rows)
-    scored = any(row.measured("zero_shot") is not None for row in rows)
-    metrics = [metric for metric in SHOWN if scored or metric == "perplexity"]
+    others = ("zero_shot", "kl", "agreement")
+    known = [m for m in others if any(row.measured(m) is not None for row in rows)]
+    metrics = ["perplexity", *known]
     label: Columns = {"Label": lambda row: Cell(row.labels.get(context.grid, ABSENT))}
     columns: Columns = {
         "Model": CELL["Model"],

@@ -13,6 +13,10 @@ ABSENT = "–"
 SHOWN = {
     "perplexity": ("Perplexity", 2, "lower"),
     "zero_shot": ("Zero-shot accuracy, %", 1, "higher"),
+    "kl": ("KL divergence from the dense model, nats per token", 3, "lower"),
+    "agreement": ("Same most probable token as the dense model, %", 1, "higher"),
+    "seconds": ("Seconds to prune, the dense pass included", 0, "lower"),
+    "memory": ("Peak memory, GiB", 2, "lower"),
 }
 """Title, decimals and which is better, by metric."""
 
