@@ -10,7 +10,14 @@ import tiny_models as tm
 from coec.demo import __main__ as demo
 from coec.demo.plot import picture
 
-PERPLEXITIES = {"none": 33.3, "bias": 33.2, "least-squares": 29.2, "rcpu": 31.8, "coec": 29.21}
+PERPLEXITIES = {
+    "none": 33.3,
+    "bias": 33.2,
+    "least-squares": 29.2,
+    "rcpu": 31.8,
+    "coec": 29.21,
+    "best": 27.5,
+}
 
 
 def test_the_picture_has_every_repair_twice_sorted_and_none_behind_another():
@@ -21,20 +28,38 @@ def test_the_picture_has_every_repair_twice_sorted_and_none_behind_another():
     }
     sites = [{"site": "mlp", "error_after": 0.2}, {"site": "attention", "error_after": 0.3}]
     reports = {method: SimpleNamespace(sites=sites * 3) for method in demo.METHODS}
-    left, right = picture(reports, scores).axes
+    fits = [{"error_before": 0.4, "error_after": 0.3, "holdout_before": 0.5, "holdout_after": 0.45},
+            {"error_before": 0.3, "error_after": 0.1, "holdout_before": None,
+             "holdout_after": None}]  # fmt: skip
+    rebuilt = [{**site, "block": n // 2, "reconstruction": fits[0]}
+               for n, site in enumerate(sites * 3)]  # fmt: skip
+    reports["best"] = SimpleNamespace(sites=rebuilt)
+    left, right, last = picture(reports, scores).axes
     names = [label.get_text() for label in left.get_yticklabels()]
-    assert names == ["dense", "least-squares", "coec", "rcpu", "bias", "none"]
+    assert names == ["dense", "best", "least-squares", "coec", "rcpu", "bias", "none"]
     lengths = [bar.get_width() for bar in left.patches]
     assert lengths == sorted(lengths)
-    assert [text.get_text() for text in right.get_legend().get_texts()] == names[:0:-1]
+    assert [text.get_text() for text in right.get_legend().get_texts()] == [
+        n for n in names[:0:-1] if n != "best"
+    ]
     spans = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in right.patches)
     assert len(spans) == 5 * 3
     assert all(end < start for (_, end), (start, _) in pairwise(spans))
+    assert [text.get_text() for text in last.get_legend().get_texts()] == [
+        "fitted windows", "held-out windows",
+    ]  # fmt: skip
+    assert [list(line.get_xdata()) for line in last.lines] == [
+        [0.4] * 6, [0.3] * 6, [0.5] * 6, [0.45] * 6,
+    ]  # fmt: skip
+    reports["best"].sites = [{**site, "reconstruction": fits[1]} for site in rebuilt]
+    alone = picture(reports, scores).axes[2]
+    assert [text.get_text() for text in alone.get_legend().get_texts()] == ["fitted windows"]
 
 
 def hasty(model, out, **settings):
-    few = {"rounds": 1, "iterations": 3} if settings["compensation"] == "coec" else {}
-    return coec.prune(model, out, **settings, **few)
+    few = {"rounds": 1, "iterations": 3} if settings.get("compensation") == "coec" else {}
+    few |= {"inner": 1} if "preset" in settings else {}
+    return coec.prune(model, out, **{**settings, **few})
 
 
 def test_the_demo_compares_repairs_and_leaves_a_checkpoint_and_a_plot(
@@ -45,7 +70,7 @@ def test_the_demo_compares_repairs_and_leaves_a_checkpoint_and_a_plot(
     monkeypatch.setattr(demo, "prune", hasty)
     demo.run(tmp_path / "out")
     shown = capsys.readouterr().out
-    for method in demo.METHODS:
+    for method in (*demo.METHODS, "best"):
         assert method in shown
     assert "sampled from the dense model" in shown
     assert (tmp_path / "out/demo.png").read_bytes().startswith(b"\x89PNG")

@@ -749,6 +749,7 @@ def test_cells_that_run_both_models_take_the_text_itself(place, tmp_path):
     variants = (
         '[[variants]]\nselection = "obs"\n'
         '[[variants]]\npreset = "best"\nkv_groups = "uniform"\nreconstruct = 1\ninner = 2\n'
+        "sampled = 0.0\n"
     )
     (tmp_path / "g.toml").write_text(head + variants + models)
     assert sweep(expand(str(tmp_path / "g.toml")), tmp_path / "out").failed == 0
@@ -760,3 +761,24 @@ def test_cells_that_run_both_models_take_the_text_itself(place, tmp_path):
     for site in best.sites:
         assert site.reconstruction.error_after <= site.reconstruction.error_before
     assert not any(site.reconstruction for site in paper.sites)
+
+
+def test_a_group_of_such_cells_alone_collects_nothing(place, tmp_path, monkeypatch):
+    """Its rows have the distance from the dense model too, where that is asked for."""
+    text = (place / "grid.toml").read_text().partition("[[variants]]")
+    models = "[[models]]" + text[2].partition("[[models]]")[2]
+    variants = '[[variants]]\npreset = "best"\nreconstruct = 1\ninner = 2\n'
+    (tmp_path / "g.toml").write_text(text[0].replace("seed = [0, 1]", "") + variants + models)
+    monkeypatch.setattr("coec.experiments.sweep.collect", lambda *given, **more: 1 / 0)
+    cells = expand(str(tmp_path / "g.toml"), evaluate={"distance": True})
+    assert sweep(cells, tmp_path / "out").failed == 0
+    dense, best = sorted(Store(tmp_path / "out").rows.values(), key=lambda row: not row.dense)
+    assert best.overlap.windows is not None
+    assert best.calibration.windows == 2 * best.setting("samples")
+    assert best.rebuilding.kv_groups in best.rebuilding.candidates
+    assert {*best.rebuilding.candidates} == {"uniform", "all"}
+    assert 0 < best.measured("kl") < 10
+    assert 0 <= best.measured("agreement") <= 100
+    assert best.measured("seconds") == best.seconds["pruning"]
+    assert best.measured("memory") == best.peak_memory_bytes / 2**30
+    assert dense.measured("kl") is dense.measured("agreement") is None

@@ -14,14 +14,17 @@ COLOURS = {
     "least-squares": "#2f7d4f",
     "rcpu": "#1f74c4",
     "coec": "#b3243a",
+    "best": "#6b3fa0",
 }
 SITE = "mlp"
-SIZE = (12, 5.2)
+BEST = "best"
+"""The model that was rebuilt, which has a panel of its own."""
+SIZE = (16.5, 5.2)
 """In inches; 150 dots each."""
 
 
 def draw(reports: Mapping[str, Report], scores: Mapping[str, Perplexity], path: Path) -> Path:
-    """Perplexity of every repair, and the output error left in every block; a PNG at `path`."""
+    """Perplexity of every model, and the errors left in every block; a PNG at `path`."""
     from matplotlib import rc_context
 
     with rc_context({"font.size": 11.5, "axes.titlesize": 13, "axes.titlelocation": "left"}):
@@ -30,16 +33,17 @@ def draw(reports: Mapping[str, Report], scores: Mapping[str, Perplexity], path: 
 
 
 def picture(reports: Mapping[str, Report], scores: Mapping[str, Perplexity]) -> Any:
-    """The two panels; in both the repairs stand from the highest perplexity to the lowest."""
+    """Three panels; in the first two repairs stand from the highest perplexity to the lowest."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     figure = Figure(figsize=SIZE, layout=ConstrainedLayoutEngine(wspace=0.08))
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
+    left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1.15, 1))
     ordered = sorted(scores, key=lambda method: -scores[method].perplexity)
     _draw_perplexities(left, {method: scores[method] for method in ordered})
-    _draw_errors(right, {method: reports[method] for method in ordered})
-    for axes in (left, right):
+    _draw_errors(middle, {method: reports[method] for method in ordered if method != BEST})
+    _draw_rebuilding(right, reports[BEST])
+    for axes in (left, middle, right):
         axes.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -57,7 +61,8 @@ def _draw_perplexities(axes: Any, scores: Mapping[str, Perplexity]) -> None:
     axes.margins(x=0.14)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.get_yticklabels()[names.index("coec")].set_fontweight("bold")
+    for name in ("coec", BEST):
+        axes.get_yticklabels()[names.index(name)].set_fontweight("bold")
 
 
 def _draw_errors(axes: Any, reports: Mapping[str, Report]) -> None:
@@ -82,3 +87,28 @@ def _draw_errors(axes: Any, reports: Mapping[str, Report]) -> None:
         frameon=False, ncols=len(errors), loc="upper center", bbox_to_anchor=(0.5, -0.12),
         handlelength=1.0, columnspacing=1.2, handletextpad=0.5,
     )  # fmt: skip
+
+
+def _draw_rebuilding(axes: Any, report: Report) -> None:
+    """An arrow per part of every block, from its error after the repair to that after the fit."""
+    rows = [row for row in report.sites if "reconstruction" in row]
+    names = [f"{row['site'].replace('mlp', 'MLP')} {row['block']}" for row in rows]
+    kinds = [("error", "fitted windows", COLOURS[BEST], -0.14)]
+    if any(row["reconstruction"]["holdout_after"] is not None for row in rows):
+        kinds.append(("holdout", "held-out windows", COLOURS["none"], 0.14))
+    for kind, label, colour, offset in kinds:
+        ends = [[row["reconstruction"][f"{kind}_{when}"] for row in rows]
+                for when in ("before", "after")]  # fmt: skip
+        places = [place + offset for place in range(len(rows))]
+        axes.hlines(places, ends[1], ends[0], color=colour, linewidth=2.2)
+        axes.plot(ends[0], places, "o", color=colour, markerfacecolor="white", markersize=6)
+        axes.plot(ends[1], places, "o", color=colour, markersize=6, label=label)
+    axes.set(title="What the fit of best leaves, part by part", ylim=(len(rows) - 0.5, -0.5))
+    axes.set(xlabel="error of the hidden states, ○ repaired, ● fitted")
+    axes.set_yticks(range(len(rows)), names)
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.grid(True, color="#e4e6e9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.legend(
+        frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12), handletextpad=0.1
+    )

@@ -1,0 +1,177 @@
+"""Checkpoints that other programs pruned, beside the presets: perplexity at equal size.
+
+    python -m benchmarks.checkpoints PEERS results-beyond [--shared ../shared] [--windows 400]
+
+PEERS has a folder `PEER/MODEL/SEED` for every checkpoint, in transformers' format, pruned by the
+peer's own code with the windows that this package draws from the calibration text under that seed
+(`benchmarks.checkpoints --tokens FOLDER` writes them). A format that cannot hold what a peer made
+holds the dense shapes with the same function; a `coec-peer.json` beside the weights then says how
+many `parameters` there really are, and for every peer its `version` and the `seconds` it took.
+The presets' numbers are those of a sweep of `benchmarks/grids/beyond.toml`, which measures them on
+the same windows: the digests of text and windows have to agree. Ratios are to `paper`, seed by
+seed.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import coec
+from benchmarks import record
+from benchmarks.instances import SHARED
+from coec.calibration.measure import DensePass
+from coec.evaluation.perplexity import evaluation_windows
+from coec.experiments.rows import RESULTS, Row, read_lines
+from coec.models.dense import Dense
+from coec.settings import Calibration, Runtime
+
+STORIES, WIKI = "tinystories", "wikitext-2"
+TEXTS = {"stories260K": STORIES, "babyllama-1M": STORIES, "wt2-llama": WIKI}
+FILES = {STORIES: ("train.txt", "test.txt"), WIKI: ("valid.raw.txt", "test.raw.txt")}
+"""Of calibration and of evaluation."""
+SAMPLES, SEQ_LEN, SPARSITY = 64, 256, 0.3
+GRID, BASELINE = "seeds", "paper (COEC)"
+NOTE = "coec-peer.json"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One checkpoint.
+
+    Attributes:
+        parameters: that the model really has.
+        seconds: that pruning took, as whoever ran it says; None where nobody does.
+    """
+
+    method: str
+    version: str
+    model: str
+    seed: int
+    parameters: int
+    perplexity: float
+    kl: float
+    agreement: float
+    seconds: float | None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Prints a table per model, writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("peers", type=Path, nargs="?")
+    parser.add_argument("sweep", type=Path, nargs="?")
+    parser.add_argument("--shared", type=Path, default=SHARED)
+    parser.add_argument("--windows", type=int, default=400)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--tokens", type=Path, help="write the calibration windows there, and end")
+    chosen = parser.parse_args(arguments)
+    if chosen.tokens:
+        write_tokens(chosen.tokens, chosen.shared, chosen.seeds)
+        return
+    if chosen.peers is None or chosen.sweep is None:
+        parser.error("give the peers' folder and the sweep's")
+    print(f"Checkpoints. {record.header()}\n", flush=True)
+    found = ours(chosen.sweep, chosen.seeds)
+    for model in TEXTS:
+        found += theirs(chosen.peers, model, chosen.seeds, chosen.shared, chosen.windows, found)
+        print(f"{describe(found, model)}\n", flush=True)
+    record.save("checkpoints", arguments, {"rows": [vars(one) for one in found]})
+
+
+def write_tokens(folder: Path, shared: Path, seeds: list[int]) -> None:
+    """The calibration windows of every model and seed, as `MODEL-SEED.pt`, int64."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for model, text in TEXTS.items():
+        dense = Dense.open(shared / "models" / model)
+        for seed in seeds:
+            how = Calibration(
+                source=shared / "data" / text / FILES[text][0], samples=SAMPLES, seq_len=SEQ_LEN,
+                seed=seed,
+            )  # fmt: skip
+            ids = DensePass(dense, how, Runtime(device="cpu")).draw().ids
+            torch.save(ids, folder / f"{model}-{seed}.pt")
+
+
+def ours(sweep: Path, seeds: list[int]) -> list[Measured]:
+    """The presets' rows of a sweep."""
+    found = []
+    for row in read_lines(sweep / RESULTS).rows:
+        label, seed = row.labels.get(GRID, ""), row.setting("seed")
+        if row.setting("preset") is None or not label or seed not in seeds or row.status != "done":
+            continue
+        if label in (BASELINE, "fast", "best"):
+            found.append(_of_row(row, label))
+    return found
+
+
+def _of_row(row: Row, label: str) -> Measured:
+    values = [row.measured(name) for name in ("perplexity", "kl", "agreement", "seconds")]
+    perplexity, kl, agreement, seconds = values
+    assert perplexity is not None
+    assert kl is not None
+    assert agreement is not None
+    return Measured(
+        f"coec, {label}", coec.__version__, row.model, row.setting("seed"),
+        row.parameters.after or 0, perplexity, kl, agreement / 100, seconds,
+    )  # fmt: skip
+
+
+def theirs(
+    peers: Path, model: str, seeds: list[int], shared: Path, windows: int, known: list[Measured]
+) -> list[Measured]:
+    """The peers' checkpoints of one model, measured as the sweep measured ours."""
+    folders = [f for seed in seeds for f in sorted(peers.glob(f"*/{model}/{seed}")) if f.is_dir()]
+    if not folders or not any(one.model == model for one in known):
+        return []
+    dense = Dense.open(shared / "models" / model)
+    text = TEXTS[model]
+    cut = evaluation_windows(
+        dense, shared / "data" / text / FILES[text][1], seq_len=SEQ_LEN, max_windows=windows
+    )
+    found = []
+    for folder in folders:
+        result = coec.perplexity(folder, cut, baseline=dense)
+        said = _note(folder)
+        assert result.kl is not None
+        assert result.agreement is not None
+        found.append(
+            Measured(
+                folder.parts[-3], str(said.get("version", "")), model, int(folder.name),
+                int(said.get("parameters", result.parameters)), result.perplexity, result.kl,
+                result.agreement, said.get("seconds"),
+            )
+        )  # fmt: skip
+    return found
+
+
+def _note(folder: Path) -> dict[str, Any]:
+    path = folder / NOTE
+    note: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return note
+
+
+def describe(found: list[Measured], model: str) -> str:
+    """A line per method: perplexity by seed, the mean ratio to `paper`, KL, agreement, size."""
+    rows = [one for one in found if one.model == model]
+    base = {one.seed: one for one in rows if one.method == f"coec, {BASELINE}"}
+    lines = [f"{model}: perplexity by seed, ratio to paper, KL, same top token, parameters, s"]
+    for method in dict.fromkeys(one.method for one in rows):
+        own = sorted((one for one in rows if one.method == method), key=lambda one: one.seed)
+        ratios = [one.perplexity / base[one.seed].perplexity for one in own if one.seed in base]
+        ratio = f"{sum(ratios) / len(ratios):.3f}" if ratios else "–"
+        seconds = [one.seconds for one in own if one.seconds is not None]
+        taken = f"{sum(seconds) / len(seconds):.0f}" if seconds else "–"
+        by_seed = "  ".join(f"{one.perplexity:7.3f}" for one in own)
+        kl, same = (sum(getattr(one, n) for one in own) / len(own) for n in ("kl", "agreement"))
+        lines.append(
+            f"  {method:<24} {by_seed}  {ratio}  {kl:.3f}  {same:.1%}  {own[0].parameters:,}  "
+            f"{taken}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
