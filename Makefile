@@ -11,7 +11,7 @@ CODE := src tests tools benchmarks
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow crash fuzz lint check format bench quality results clean
+.PHONY: help demo test slow crash fuzz lint check format bench quality results results-beyond clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,10 @@ results: .venv/ready  ## the paper's experiments on small trained models, docs/R
 	@$(BIN)/coec report results --compare paper
 	@$(BIN)/coec sweep benchmarks/grids/zero-shot.toml results-zero-shot --jobs 2
 	@$(BIN)/coec report results-zero-shot --compare paper
+
+results-beyond: .venv/ready  ## the presets beside every repair, docs/RESULTS.md (needs ../shared; hours)
+	@$(BIN)/coec sweep benchmarks/grids/beyond.toml results-beyond --jobs 2
+	@$(BIN)/coec report results-beyond
 
 clean:  ## remove the environment and what the demo wrote
 	@rm -rf .venv demo-output

@@ -180,19 +180,20 @@ def _rebuilt_lines(report: "Report") -> list[str]:
                 for when in ("before", "after")
             )
             lines.append(
-                f"{site + ' rebuilt':<16} {before:.4f} → {after:.4f} "
+                f"{site + ' fitted':<16} {before:.4f} → {after:.4f} "
                 "(error of the hidden states, relative to what the part adds)"
             )
     facts = report.rebuilding
     for name, tried in facts.get("candidates", {}).items():
         chosen = ", chosen" if name == facts["kv_groups"] else ""
-        lines.append(_predicting(f"KV groups {name}", tried) + f" after a brief fit{chosen}")
+        lines.append(_predicting(f"groups {name}", tried) + f", fitted briefly{chosen}")
     if facts:
-        lines.append(_predicting("held out" if facts["windows"] == "held out" else "fitted", facts))
+        lines.append(_predicting("predicts", facts))
     return lines
 
 
 def _predicting(what: str, facts: dict[str, Any]) -> str:
     """How well a model predicts the windows that judge it, beside the dense one."""
     mine, dense = (facts[which] or math.inf for which in ("perplexity", "dense"))
-    return f"{what:<16} perplexity {mine:.2f} on {facts['windows']} windows (dense {dense:.2f})"
+    windows = facts["windows"].replace(" ", "-")
+    return f"{what:<16} perplexity {mine:.2f} (dense {dense:.2f}) on {windows} windows"
