@@ -24,8 +24,9 @@ from coec.calibration.tokens import (
     read_stream,
     sample_windows,
 )
-from coec.errors import CalibrationError, CoecError, OptionError
+from coec.errors import CalibrationError, OptionError
 from coec.events import Progress
+from coec.models.carried import tokenizer_files
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.files import sha256
@@ -120,16 +121,11 @@ def window_maker(
 def _own_tokenizer(
     dense: Dense, calibration: Calibration, runtime: Runtime
 ) -> PreTrainedTokenizerBase | None:
-    """What begins a text that the model writes.
-
-    Where the text is token ids, the model may have come without a tokenizer.
-    """
-    try:
-        return load_tokenizer(dense.folder, trust_remote_code=runtime.trust_remote_code)
-    except CoecError:
-        if isinstance(calibration.source, Tensor) or is_token_file(str(calibration.source)):
-            return None
-        raise
+    """What begins a text that the model writes; None beside token ids, where there is none."""
+    ids = isinstance(calibration.source, Tensor) or is_token_file(str(calibration.source))
+    if ids and not tokenizer_files(dense.folder):
+        return None
+    return load_tokenizer(dense.folder, trust_remote_code=runtime.trust_remote_code)
 
 
 def _whole(dense: Dense, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

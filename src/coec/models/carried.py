@@ -90,14 +90,21 @@ def tokenizer_digest(folder: Path) -> str:
         ModelError: a file of it cannot be read.
     """
     content = hashlib.sha256()
-    code = tokenizer_code(folder)
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and (path.name in code or _known(path.name, TOKENIZER)):
-            try:
-                content.update(f"{path.name} {sha256(path)}\n".encode())
-            except OSError as error:
-                raise ModelError(f"'{path}' cannot be read: {error.strerror}") from error
+    for path in tokenizer_files(folder):
+        try:
+            content.update(f"{path.name} {sha256(path)}\n".encode())
+        except OSError as error:
+            raise ModelError(f"'{path}' cannot be read: {error.strerror}") from error
     return content.hexdigest()
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """All that makes a model's tokenizer; nothing where it has none."""
+    code = tokenizer_code(folder)
+    return [
+        path for path in sorted(folder.iterdir())
+        if path.is_file() and (path.name in code or _known(path.name, TOKENIZER))
+    ]  # fmt: skip
 
 
 def carry_files(source: Path, target: Path) -> None:
