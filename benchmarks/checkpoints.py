@@ -44,6 +44,7 @@ class Measured:
 
     Attributes:
         parameters: that the model really has.
+        kl, agreement: with the dense model; None where they were not asked for.
         seconds: that pruning took, as whoever ran it says; None where nobody does.
     """
 
@@ -53,8 +54,8 @@ class Measured:
     seed: int
     parameters: int
     perplexity: float
-    kl: float
-    agreement: float
+    kl: float | None
+    agreement: float | None
     seconds: float | None
 
 
@@ -66,6 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shared", type=Path, default=SHARED)
     parser.add_argument("--windows", type=int, default=400)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--distance", action="store_true", help="KL and agreement: twice the time")
     parser.add_argument("--tokens", type=Path, help="write the calibration windows there, and end")
     chosen = parser.parse_args(arguments)
     if chosen.tokens:
@@ -76,7 +78,12 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"Checkpoints. {record.header()}\n", flush=True)
     found = ours(chosen.sweep, chosen.seeds)
     for model in TEXTS:
-        found += theirs(chosen.peers, model, chosen.seeds, chosen.shared, chosen.windows, found)
+        if any(one.model == model for one in found):
+            dense = Dense.open(chosen.shared / "models" / model)
+            found += theirs(
+                chosen.peers, dense, chosen.seeds, chosen.shared, chosen.windows,
+                distance=chosen.distance,
+            )  # fmt: skip
         print(f"{describe(found, model)}\n", flush=True)
     record.save("checkpoints", arguments, {"rows": [vars(one) for one in found]})
 
@@ -108,35 +115,28 @@ def ours(sweep: Path, seeds: list[int]) -> list[Measured]:
 
 
 def _of_row(row: Row, label: str) -> Measured:
-    values = [row.measured(name) for name in ("perplexity", "kl", "agreement", "seconds")]
-    perplexity, kl, agreement, seconds = values
+    perplexity, agreement = row.measured("perplexity"), row.measured("agreement")
     assert perplexity is not None
-    assert kl is not None
-    assert agreement is not None
     return Measured(
         f"coec, {label}", coec.__version__, row.model, row.setting("seed"),
-        row.parameters.after or 0, perplexity, kl, agreement / 100, seconds,
+        row.parameters.after or 0, perplexity, row.measured("kl"),
+        None if agreement is None else agreement / 100, row.measured("seconds"),
     )  # fmt: skip
 
 
 def theirs(
-    peers: Path, model: str, seeds: list[int], shared: Path, windows: int, known: list[Measured]
+    peers: Path, dense: Dense, seeds: list[int], shared: Path, windows: int, *, distance: bool
 ) -> list[Measured]:
     """The peers' checkpoints of one model, measured as the sweep measured ours."""
-    folders = [f for seed in seeds for f in sorted(peers.glob(f"*/{model}/{seed}")) if f.is_dir()]
-    if not folders or not any(one.model == model for one in known):
-        return []
-    dense = Dense.open(shared / "models" / model)
+    model = Path(dense.name).name
     text = TEXTS[model]
     cut = evaluation_windows(
         dense, shared / "data" / text / FILES[text][1], seq_len=SEQ_LEN, max_windows=windows
     )
     found = []
-    for folder in folders:
-        result = coec.perplexity(folder, cut, baseline=dense)
+    for folder in sorted(f for seed in seeds for f in peers.glob(f"*/{model}/{seed}")):
+        result = coec.perplexity(folder, cut, baseline=dense if distance else None)
         said = _note(folder)
-        assert result.kl is not None
-        assert result.agreement is not None
         found.append(
             Measured(
                 folder.parts[-3], str(said.get("version", "")), model, int(folder.name),
@@ -162,15 +162,23 @@ def describe(found: list[Measured], model: str) -> str:
         own = sorted((one for one in rows if one.method == method), key=lambda one: one.seed)
         ratios = [one.perplexity / base[one.seed].perplexity for one in own if one.seed in base]
         ratio = f"{sum(ratios) / len(ratios):.3f}" if ratios else "–"
-        seconds = [one.seconds for one in own if one.seconds is not None]
-        taken = f"{sum(seconds) / len(seconds):.0f}" if seconds else "–"
         by_seed = "  ".join(f"{one.perplexity:7.3f}" for one in own)
-        kl, same = (sum(getattr(one, n) for one in own) / len(own) for n in ("kl", "agreement"))
+        kl, same, seconds = (_mean(own, name) for name in ("kl", "agreement", "seconds"))
         lines.append(
-            f"  {method:<24} {by_seed}  {ratio}  {kl:.3f}  {same:.1%}  {own[0].parameters:,}  "
-            f"{taken}"
+            f"  {method:<24} {by_seed}  {ratio}  {_shown(kl, '.3f')}  {_shown(same, '.1%')}  "
+            f"{own[0].parameters:,}  {_shown(seconds, '.0f')}"
         )
     return "\n".join(lines)
+
+
+def _mean(rows: list[Measured], name: str) -> float | None:
+    """Over the rows that have it; None where none has."""
+    known = [value for row in rows if (value := getattr(row, name)) is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _shown(value: float | None, how: str) -> str:
+    return "–" if value is None else format(value, how)
 
 
 if __name__ == "__main__":
