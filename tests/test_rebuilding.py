@@ -95,18 +95,30 @@ def test_held_out_windows_choose_the_number_of_groups(dense, tokens, tmp_path):
         kind: pruned(dense, tmp_path / kind, tokens, preset="best", kv_groups=kind, **QUICK)
         for kind in ("uniform", "all", "held-out")
     }
-    scores = {kind: reports[kind].rebuilding["perplexity"] for kind in ("uniform", "all")}
+    scores = {kind: reports[kind].rebuilding["kl"] for kind in ("uniform", "all")}
     best = min(scores, key=scores.get)  # so brief a fit is what candidates are tried with
     chosen = reports["held-out"]
     assert chosen.rebuilding["kv_groups"] == best
     for kind, score in scores.items():
-        assert chosen.rebuilding["candidates"][kind]["perplexity"] == score
+        assert chosen.rebuilding["candidates"][kind]["kl"] == score
     one, other = (load_file(tmp_path / n / "model.safetensors") for n in (best, "held-out"))
     assert all(torch.equal(one[name], other[name]) for name in one)
     parameters = [report.plan["parameters"]["after"] for report in reports.values()]
     assert max(parameters) - min(parameters) <= 2 * 3 * tm.HIDDEN  # a channel in every block
     assert reports["all"].plan["widths"]["kv_groups"] == {"before": 4, "after": 4}
     assert reports["all"].plan["parameters"]["after"] <= parameters[0]
+
+
+def test_the_nearer_candidate_is_made_though_the_other_likes_the_windows(
+    dense, tokens, tmp_path, monkeypatch
+):
+    """Few windows say little about perplexity: the distance from the dense model decides."""
+    facts = {"windows": "held out", "dense": 2.0}
+    found = iter([{**facts, "perplexity": 3.1, "kl": 0.2}, {**facts, "perplexity": 3.0, "kl": 0.3}])
+    monkeypatch.setattr(rebuilding, "_trial", lambda *given: dict(next(found)))
+    report = pruned(dense, tmp_path / "out", tokens, preset="best", **QUICK)
+    assert report.rebuilding["kv_groups"] == "uniform"
+    assert report.rebuilding["candidates"]["all"]["perplexity"] == 3.0
 
 
 def test_the_final_norm_is_kept_where_it_helps(dense, tokens, tmp_path):

@@ -71,7 +71,7 @@ def rebuilt(
     dtype: torch.dtype,
     progress: Progress | None = None,
 ) -> tuple[Checkpoint, dict[str, Any]]:
-    """Solves every block, of that candidate which predicts best when each is fitted briefly.
+    """Solves every block, of that candidate which is nearest to the dense model after a brief fit.
 
     Args:
         done: holds what is finished.
@@ -101,7 +101,9 @@ def rebuilt(
             facts["widths"] = plan.record()["widths"]
             done.put(piece, done.work / piece, functools.partial(_write, facts), **facts)
         tried[name] = done.facts(piece)
-    chosen = min(tried or plans, key=lambda name: _of(tried.get(name, {}).get("perplexity")))
+    # Perplexity of few windows is noisy: how likely their next tokens were says less about a model
+    # than all that the dense one expects there (docs/LOG.md).
+    chosen = min(tried or plans, key=lambda name: _of(tried.get(name, {}).get("kl")))
     made = Checkpoint(done, dense, plans[chosen], dtype)
     if not made.ended or len(made.solved) < len(dense.layout.blocks):
         both = beside(plans[chosen])
@@ -399,9 +401,9 @@ class SideBySide:
         return [weight / mean for weight in weights]
 
 
-def _of(perplexity: float | None) -> float:
+def _of(score: float | None) -> float:
     """To be compared: one that is not finite is the worst."""
-    return math.inf if perplexity is None else perplexity
+    return math.inf if score is None else score
 
 
 def _flat(tensor: Tensor) -> Float[Tensor, "tokens d"]:

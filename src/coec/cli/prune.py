@@ -186,7 +186,8 @@ def _rebuilt_lines(report: "Report") -> list[str]:
     facts = report.rebuilding
     for name, tried in facts.get("candidates", {}).items():
         chosen = ", chosen" if name == facts["kv_groups"] else ""
-        lines.append(_predicting(f"groups {name}", tried) + f", fitted briefly{chosen}")
+        kl = f", KL {tried['kl'] if tried['kl'] is not None else math.inf:.3f}"
+        lines.append(_predicting(f"groups {name}", tried) + f"{kl}, fitted briefly{chosen}")
     if facts:
         lines.append(_predicting("predicts", facts))
     return lines
