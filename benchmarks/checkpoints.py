@@ -8,8 +8,7 @@ peer's own code with the windows that this package draws from the calibration te
 holds the dense shapes with the same function; a `coec-peer.json` beside the weights then says how
 many `parameters` there really are, and for every peer its `version` and the `seconds` it took.
 The presets' numbers are those of a sweep of `benchmarks/grids/beyond.toml`, which measures them on
-the same windows: the digests of text and windows have to agree. Ratios are to `paper`, seed by
-seed.
+the first 400 windows, as `--windows` is. Ratios are to `paper`, seed by seed.
 """
 
 import argparse

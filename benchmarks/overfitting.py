@@ -19,7 +19,7 @@ from benchmarks import record
 from benchmarks.checkpoints import FILES, SAMPLES, SEQ_LEN, SPARSITY, STORIES, TEXTS, WIKI
 from benchmarks.instances import SHARED
 from coec.calibration.measure import DensePass
-from coec.calibration.tokens import Windows
+from coec.calibration.tokens import Windows, hold_out
 from coec.evaluation.perplexity import evaluation_windows
 from coec.models.dense import Dense
 from coec.settings import Calibration, Runtime
@@ -59,9 +59,8 @@ def measure(model: str, preset: str, shared: Path, windows: int) -> dict[str, An
     calibration, test = (shared / "data" / own / name for name in FILES[own])
     other = shared / "data" / OTHER[own] / FILES[OTHER[own]][0]
     how = Calibration(source=calibration, samples=SAMPLES, seq_len=SEQ_LEN, holdout=HOLDOUT)
-    source = DensePass(dense, how, Runtime(device="cpu"))
-    source.windows = drawn = source.draw()
-    fitted, held = source.parts()
+    drawn = DensePass(dense, how, Runtime(device="cpu")).draw()
+    fitted, held = hold_out(drawn, HOLDOUT, how.seed)
     assert held is not None
     texts = {
         "fitted": Windows(fitted, str(calibration), drawn.available, ""),

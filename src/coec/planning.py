@@ -209,8 +209,8 @@ class Plan:
         Where there are several candidates, each is fitted briefly, and one of them then in full.
         """
         found = self._operations()
-        if self._sampled:
-            found["sampling text"] = 2.0 * self.parameters_before * self._sampled * self.seq_len
+        if written := self.recipe.calibration.written:
+            found["sampling text"] = 2.0 * self.parameters_before * written * self.seq_len
         plans = Plan.candidates(self.model, self.recipe)
         for plan in plans.values() if len(plans) > 1 else ():
             for name, count in plan.briefly()._operations().items():
@@ -244,18 +244,12 @@ class Plan:
             )  # fmt: skip
         return found
 
-    @property
-    def _sampled(self) -> int:
-        """How many windows the model itself writes."""
-        calibration = self.recipe.calibration
-        own = isinstance(calibration.source, str) and calibration.source == "self"
-        return calibration.windows if own else calibration.added
-
     def _text_bytes(self, forward: torch.dtype) -> int:
         """What making the windows takes: tokenising a text, or a whole model that is sampled."""
-        source = self.recipe.calibration.source
-        whole = self.parameters_before * forward.itemsize if self._sampled else 0
-        if not isinstance(source, str | Path) or source == "self":
+        calibration = self.recipe.calibration
+        source = calibration.source
+        whole = self.parameters_before * forward.itemsize if calibration.written else 0
+        if not isinstance(source, str | Path) or calibration.own:
             return whole
         path = Path(source)
         size = path.stat().st_size if path.is_file() else NAMED_TEXT

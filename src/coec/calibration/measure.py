@@ -12,7 +12,7 @@ from torch import Tensor
 from coec.calibration.statistics import Statistics
 from coec.calibration.stream import DenseStream, Measured
 from coec.calibration.tokens import Windows, hold_out
-from coec.calibration.windows import is_sampled, source_digest, window_length, window_maker
+from coec.calibration.windows import source_digest, window_length, window_maker
 from coec.devices import choose_device, choose_forward_dtype
 from coec.events import Progress
 from coec.execution.journal import Journal
@@ -102,7 +102,7 @@ class DensePass(Source):
             self.windows = Windows.of_record(ids, done.facts(TEXT))
         else:
             made = self.draw(progress)
-            if is_sampled(self._calibration):
+            if self._calibration.written:
                 done.put(
                     TEXT,
                     done.work / "windows.safetensors",

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -57,15 +56,6 @@ def resolve_seq_len(asked: int | None, positions: int, default: int) -> int:
     return asked
 
 
-def is_sampled(calibration: Calibration) -> bool:
-    """Whether any window is sampled from the model itself."""
-    return _is_self(calibration.source) or calibration.added > 0
-
-
-def _is_self(source: Any) -> bool:
-    return isinstance(source, str) and source == "self"
-
-
 def source_digest(source: str | Path | Tensor | np.ndarray) -> str:
     """What tells one calibration text from another: the SHA-256 of a file's or a tensor's content.
 
@@ -95,23 +85,21 @@ def window_maker(
     seq_len = window_length(calibration, dense)
     samples, added, seed = calibration.samples, calibration.added, calibration.seed
     held_out(samples, calibration.holdout)
-    own = _is_self(calibration.source)
     text = None
-    if not own:
+    if not calibration.own:
         needed = CHOICE * samples * seq_len
         stream = _stream(dense, calibration, runtime, needed, progress)
         text = sample_windows(
             stream, samples=samples, seq_len=seq_len, seed=seed, vocabulary=dense.vocabulary
         )
-    if text is not None and not added:
+    if text is not None and not calibration.written:
         return lambda device, dtype, progress: text
     tokenizer = _own_tokenizer(dense, calibration, runtime)
 
     def make(device: torch.device, dtype: torch.dtype, progress: Progress | None) -> Windows:
-        count = added if text is not None else samples + added
         drawn = sample_from_model(
-            _whole(dense, device, dtype), tokenizer, samples=count, seq_len=seq_len, seed=seed,
-            progress=progress,
+            _whole(dense, device, dtype), tokenizer, samples=calibration.written, seq_len=seq_len,
+            seed=seed, progress=progress,
         )  # fmt: skip
         return replace(drawn, sampled=added) if text is None else text.and_sampled(drawn.ids)
 
@@ -148,7 +136,7 @@ def check_calibrations(dense: Dense, parts: Sequence[Calibration], runtime: Runt
     wanted = {(part.samples, window_length(part, dense), part.holdout): part for part in parts}
     for samples, _, holdout in wanted:
         held_out(samples, holdout)
-    if _is_self(parts[0].source):
+    if parts[0].own:
         window_maker(dense, parts[0], runtime, None)
         return
     if any(part.added for part in parts):

@@ -200,6 +200,16 @@ class Calibration(Settings):
         """How many windows there are."""
         return self.samples + self.added
 
+    @property
+    def own(self) -> bool:
+        """Whether the text is the model's own."""
+        return isinstance(self.source, str) and self.source == "self"
+
+    @property
+    def written(self) -> int:
+        """How many windows the model itself writes."""
+        return self.windows if self.own else self.added
+
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime(Settings):
