@@ -10,6 +10,7 @@ import pytest
 import coec
 from coec.cli.commands import app
 from coec.compensation import COMPENSATIONS
+from coec.models import loaders
 from coec.models.architectures import ARCHITECTURES
 from coec.recipe import Recipe
 from coec.selection import SELECTIONS
@@ -54,6 +55,10 @@ def test_the_mathematics_example_in_the_readme_runs():
     exec(
         code[code.index("# the mathematics alone") :], {"coec": coec, "torch": __import__("torch")}
     )
+
+
+def test_the_table_of_loaders_is_made_of_the_findings():
+    assert loaders.table() in (ROOT / "docs/FORMATS.md").read_text(encoding="utf-8")
 
 
 def test_every_method_is_described():

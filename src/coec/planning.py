@@ -119,7 +119,7 @@ class Plan:
                 and (widths.removes_from(site) or recipe.rebuilding.propagate)
             )
         )
-        output = choose_format(model.config, pruned, biased=biased)
+        output = choose_format(model.config, pruned, biased=biased, target=recipe.repair.target)
         return cls(
             model,
             recipe,

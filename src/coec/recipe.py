@@ -39,8 +39,8 @@ a model's code may run is said by whoever runs it."""
 RECORDED = (
     "preset", "sparsity", "selection", "compensation", "options", "propagate", "reconstruct",
     "inner", "damping", "curvature", "token_weights", "final_norm", "kv_groups", "calibration",
-    "text_column", "samples", "sampled", "seq_len", "seed", "holdout", "dtype", "forward_dtype",
-    "solve_dtype",
+    "text_column", "samples", "sampled", "seq_len", "seed", "holdout", "dtype", "target",
+    "forward_dtype", "solve_dtype",
 )  # fmt: skip
 """The order in which reports list settings; one that is not named here comes after these."""
 REBUILDING = Rebuilding().record()

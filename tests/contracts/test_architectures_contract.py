@@ -19,6 +19,7 @@ from coec.compensation import COMPENSATIONS
 from coec.errors import OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
+from coec.models.loaders import TARGETS
 from coec.reconstruction import Batch, LeastSquares
 from coec.types import GramSum, KeptSet
 
@@ -68,6 +69,39 @@ def test_a_written_checkpoint_computes_the_masked_dense_model(
     torch.testing.assert_close(tm.logits(loaded), expected, rtol=0, atol=1e-10)
     again = by_name.from_pretrained(tmp_path / "out", dtype="auto").eval()
     assert torch.equal(tm.logits(again), tm.logits(loaded))
+
+
+TARGETED = {
+    ("qwen2", "vllm"): "seed_oss",
+    ("qwen2", "llama.cpp"): "seed_oss",
+    ("qwen2 mixed", "vllm"): None,
+    ("qwen2 mixed", "llama.cpp"): None,
+    ("mistral sliding", "llama.cpp"): None,
+    ("granite", "llama.cpp"): None,
+    ("llama biases", "llama.cpp"): None,
+}
+"""The model type written for a loader where it is not the one written for transformers; None where
+no type will do."""
+
+
+@pytest.mark.parametrize("target", ["vllm", "llama.cpp"])
+@pytest.mark.parametrize("variant", tm.VARIANTS)
+def test_the_type_written_for_a_loader_computes_the_same(variant, target, folders, tmp_path):
+    models, tokens = folders
+    settings = {**SETTINGS, "calibration": tokens, "compensation": "ridge-to-slice"}
+    expected = TARGETED.get((variant, target), "as before")
+    if expected is None:
+        with pytest.raises(OptionError, match=f"so that {TARGETS[target]} loads it .*leave out"):
+            coec.prune(models[variant], tmp_path / "out", target=target, **settings)
+        return
+    report = coec.prune(models[variant], tmp_path / "out", target=target, **settings)
+    coec.prune(models[variant], tmp_path / "default", **settings)
+    assert report.plan["loads_in"][TARGETS[target]] == "yes"
+    mine, other = tm.load(tmp_path / "out"), tm.load(tmp_path / "default")
+    assert mine.config.model_type == (
+        other.config.model_type if expected == "as before" else expected
+    )
+    assert torch.equal(tm.logits(mine), tm.logits(other))
 
 
 def check_that_removing_is_masking(model, tokens, out):

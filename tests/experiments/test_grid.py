@@ -1,5 +1,6 @@
 """Grids: what is crossed with what, and which mistakes are caught before any work."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from coec.cli.sweep import READY as NAMED_IN_HELP
 from coec.compensation import COMPENSATIONS
 from coec.errors import OptionError
-from coec.experiments.grid import READY, Evaluation, expand
+from coec.experiments.grid import NEWER, READY, Evaluation, expand
+from coec.recipe import Recipe
 
 
 def write(folder, text, name="mine"):
@@ -248,3 +250,14 @@ def test_what_a_variant_says_itself_must_be_heard(tmp_path):
     path.write_text("[[variants]]\nlambda_a = 0.0\nr_p = 8")
     with pytest.raises(OptionError, match="r_p has no effect with lambda_a = 0"):
         expand(str(path), models=["m"])
+
+
+def test_published_rows_are_still_cells_of_their_grid(monkeypatch):
+    """A sweep goes on from them: a later setting has not made them another computation."""
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.chdir(root)
+    cells = {cell.id for cell in expand("benchmarks/grids/beyond.toml")}
+    rows = (root / "benchmarks/results/beyond.jsonl").read_text(encoding="utf-8").splitlines()
+    assert {json.loads(row)["cell"] for row in rows} <= cells
+    for name, nothing in NEWER.items():
+        assert Recipe.of().record()[name] == nothing

@@ -5,9 +5,10 @@ import pytest
 import coec
 import tiny_models as tm
 from coec.errors import ModelError, OptionError
-from coec.models.architectures import architecture_of
+from coec.models.architectures import ARCHITECTURES, architecture_of
 from coec.models.description import Description, read_config
 from coec.models.formats import choose_format
+from coec.models.loaders import FINDINGS, LOADERS, TARGETS
 from coec.models.shape import Shape
 from coec.planning import Plan
 from coec.recipe import Recipe
@@ -122,6 +123,18 @@ def test_loaders_that_ignore_the_head_size_are_named():
     assert chosen("qwen2").loads_in["llama.cpp"].startswith("no")
     assert chosen("qwen2", kv_heads=4).loads_in["vLLM"] == "yes"
     assert "without a word" in chosen("llama", kv_heads=2, bias=True).loads_in["SGLang"]
+
+
+def test_a_window_is_right_in_llama_cpp_no_further_than_it_reaches():
+    assert chosen("mistral sliding").loads_in["llama.cpp"].startswith("up to the sliding window")
+    assert chosen("mistral").loads_in["llama.cpp"] == "yes"
+
+
+def test_every_finding_names_a_loader_and_types_that_there_are():
+    for finding in FINDINGS:
+        assert finding.loader in LOADERS
+        assert set(finding.types) <= set(ARCHITECTURES)
+    assert set(TARGETS.values()) <= set(LOADERS)
 
 
 def test_biases_are_planned_only_where_something_goes():

@@ -29,6 +29,8 @@ from coec.settings import NAMES, OPTIONS, Repair
 
 MOST_CELLS = 100_000
 """Of one grid: more would take years."""
+NEWER = {"target": "hf"}
+"""Settings that came after rows were published, at the value with which they change nothing."""
 TABLES = ("grids", "models", "evaluate", "variants", "report")
 
 
@@ -107,9 +109,13 @@ class Cell:
         """Digest of everything asked for: two cells of one id are the same computation.
 
         The model goes by its label, which is unique in a grid: where it lies does not matter, and
-        what it holds is in the row (`identity`), which a sweep compares.
+        what it holds is in the row (`identity`), which a sweep compares. A setting that is newer
+        than rows that are published counts where it does something, so that those rows still stand.
         """
         recipe = None if self.recipe is None else self.recipe.record()
+        for name, nothing in NEWER.items():
+            if recipe is not None and recipe.get(name) == nothing:
+                del recipe[name]
         evaluation = replace(self.subject.evaluation, trust_remote_code=False)  # as in the recipe's
         content = [self.subject.label, dataclasses.asdict(evaluation), recipe]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]

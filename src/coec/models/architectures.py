@@ -22,10 +22,6 @@ def _nothing_refused(config: dict[str, Any], pruned: Shape) -> str | None:
     return None
 
 
-def _loads_everywhere(pruned: Shape, biased: frozenset[str]) -> dict[str, str]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Architecture:
     """What the package must know of a model type.
@@ -41,9 +37,6 @@ class Architecture:
         added: what a configuration relabelled as this one gets, by the pruned sizes.
         refuses: why this type cannot hold a model of a configuration at pruned sizes; None if it
             can.
-        loaders: what to know of loaders other than transformers, by pruned sizes and the sites
-            whose consumer has a bias; `yes` where it says nothing. Read in their sources, not run
-            (docs/FORMATS.md names the versions).
         blocks: how its blocks are named, and where units are removed.
     """
 
@@ -56,7 +49,6 @@ class Architecture:
     foreign: tuple[str, ...] = ()
     added: Callable[[Shape], dict[str, Any]] = _nothing_added
     refuses: Callable[[dict[str, Any], Shape], str | None] = _nothing_refused
-    loaders: Callable[[Shape, frozenset[str]], dict[str, str]] = _loads_everywhere
     blocks: BlockPattern = LLAMA_BLOCKS
 
 
@@ -66,30 +58,12 @@ def _llama_refuses(config: dict[str, Any], pruned: Shape) -> str | None:
     return None
 
 
-def _llama_loaders(pruned: Shape, biased: frozenset[str]) -> dict[str, str]:
-    dropped = {"SGLang": "no (it drops down_proj.bias without a word)"}
-    return dropped if MLP.name in biased else {}
-
-
 def _mistral_refuses(config: dict[str, Any], pruned: Shape) -> str | None:
     return "it has no biases" if config.get("attention_bias") else None
 
 
 def _no_window(shape: Shape) -> dict[str, Any]:
     return {"sliding_window": None}
-
-
-def _qwen2_loaders(pruned: Shape, biased: frozenset[str]) -> dict[str, str]:
-    if pruned.full_width:
-        return {}
-    return {
-        "vLLM": "with --model-impl transformers (its Qwen2 ignores head_dim)",
-        "llama.cpp": "no (its qwen2 ignores head_dim)",
-    }
-
-
-def _qwen3_loaders(pruned: Shape, biased: frozenset[str]) -> dict[str, str]:
-    return {"vLLM": "no (its Qwen3 has no o_proj bias)"} if ATTENTION.name in biased else {}
 
 
 def _neutral_multipliers(shape: Shape) -> dict[str, Any]:
@@ -101,21 +75,9 @@ def _neutral_multipliers(shape: Shape) -> dict[str, Any]:
     }
 
 
-def _granite_loaders(pruned: Shape, biased: frozenset[str]) -> dict[str, str]:
-    return {} if pruned.full_width else {"llama.cpp": "no (its converter drops head_dim)"}
-
-
 def _qwen2_biases(shape: Shape) -> dict[str, Any]:
     """Qwen2, which alone is relabelled as Seed-OSS, always has q, k and v biases."""
     return {"attention_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0}
-
-
-def _seed_oss_loaders(pruned: Shape, biased: frozenset[str]) -> dict[str, str]:
-    return {
-        "vLLM": "with --model-impl transformers",
-        "SGLang": "not known",
-        "llama.cpp": "no" if biased else "not known",
-    }
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -130,7 +92,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             bias_flags={ATTENTION.name: "attention_bias", MLP.name: "mlp_bias"},
             foreign=("sliding_window",),
             refuses=_llama_refuses,
-            loaders=_llama_loaders,
         ),
         Architecture(
             model_type="mistral",
@@ -148,7 +109,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             families="Qwen2, Qwen2.5, QwQ; DeepSeek-R1-Distill-Qwen",
             source="Qwen Team 2024",
             written_as=("qwen2", "seed_oss"),
-            loaders=_qwen2_loaders,
         ),
         Architecture(
             model_type="qwen3",
@@ -157,7 +117,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             source="Qwen Team 2025",
             written_as=("qwen3",),
             bias_flags={ATTENTION.name: "attention_bias"},
-            loaders=_qwen3_loaders,
         ),
         Architecture(
             model_type="granite",
@@ -168,7 +127,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             bias_flags={ATTENTION.name: "attention_bias", MLP.name: "mlp_bias"},
             foreign=("pretraining_tp", "sliding_window"),
             added=_neutral_multipliers,
-            loaders=_granite_loaders,
         ),
         Architecture(
             model_type="seed_oss",
@@ -181,7 +139,6 @@ ARCHITECTURES: dict[str, Architecture] = {
                 "use_sliding_window", "sliding_window", "max_window_layers", "layer_types",
             ),
             added=_qwen2_biases,
-            loaders=_seed_oss_loaders,
         ),
     )
 }  # fmt: skip

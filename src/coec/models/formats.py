@@ -14,9 +14,8 @@ from transformers import AutoConfig
 
 from coec.errors import OptionError
 from coec.models.architectures import ARCHITECTURES, Architecture
+from coec.models.loaders import TARGETS, YES, Stored, loads_in, slides, verdict
 from coec.models.shape import Shape
-
-LOADERS = ("transformers", "vLLM", "SGLang", "llama.cpp")
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,7 @@ class OutputFormat:
     Attributes:
         config: the whole config.json.
         relabelled: whether the model type changed, and why.
-        loads_in: loader → `yes` or what to know. transformers is checked by this package's tests;
-            the servers' rows are read from their sources, not run.
+        loads_in: loader → `yes` or what to know.
     """
 
     config: dict[str, Any]
@@ -41,7 +39,11 @@ class OutputFormat:
 
 
 def choose_format(
-    config: dict[str, Any], pruned: Shape, *, biased: frozenset[str] = frozenset()
+    config: dict[str, Any],
+    pruned: Shape,
+    *,
+    biased: frozenset[str] = frozenset(),
+    target: str = "hf",
 ) -> OutputFormat:
     """The first candidate format that expresses the pruned model.
 
@@ -49,27 +51,34 @@ def choose_format(
         config: the dense model's raw configuration.
         pruned: its sizes afterwards.
         biased: the sites whose consumer will have a bias, its own or the compensation's.
+        target: the loader that has to load it as it is, as `TARGETS` names them; transformers
+            always does.
 
     Raises:
-        OptionError: no stock format can hold the result.
+        OptionError: no stock format can hold the result, or none that the target loads.
     """
     refusals: list[str] = []
     for model_type in ARCHITECTURES[config["model_type"]].written_as:
-        target = ARCHITECTURES[model_type]
-        refusal = _refusal(config, target, pruned, biased)
+        architecture = ARCHITECTURES[model_type]
+        refusal = _refusal(config, architecture, pruned, biased)
         if refusal is None:
-            new = _rewritten(config, target, pruned, biased)
+            new = _rewritten(config, architecture, pruned, biased)
             try:
                 AutoConfig.for_model(**copy.deepcopy(new))  # it changes what it is given
             except Exception as error:  # whatever a configuration class raises is its refusal
                 refusal = (str(error).strip().splitlines() or [repr(error)])[-1].strip()
         if refusal is None:
-            loads_in = dict.fromkeys(LOADERS, "yes") | target.loaders(pruned, biased)
-            return OutputFormat(new, "; ".join(refusals) or None, loads_in)
+            stored = Stored(new, pruned, biased)
+            found = verdict(TARGETS[target], model_type, stored)
+            if found == YES:
+                return OutputFormat(new, "; ".join(refusals) or None, loads_in(model_type, stored))
+            refusal = f"{TARGETS[target]}: {found}"
         refusals.append(f"not {model_type}: {refusal}")
+    advice = "choose another sparsity or a compensation without a bias"
+    loaded = "" if target == "hf" else f" so that {TARGETS[target]} loads it"
     raise OptionError(
-        f"no stock format can hold this pruned model ({'; '.join(refusals)}); "
-        "choose another sparsity or a compensation without a bias"
+        f"no stock format can hold this pruned model{loaded} ({'; '.join(refusals)}); "
+        + (advice if target == "hf" else f"{advice}, or leave out target")
     )
 
 
@@ -80,15 +89,9 @@ def _refusal(
     for site in target.blocks.sites:
         if site.name in biased and site.name not in target.bias_flags:
             return f"it has no bias on {site.consumer.rpartition('.')[2]}"
-    if target.model_type != config["model_type"] and _slides(config):
+    if target.model_type != config["model_type"] and slides(config):
         return "it has no sliding window"
     return target.refuses(config, pruned)
-
-
-def _slides(config: dict[str, Any]) -> bool:
-    if "use_sliding_window" in config:
-        return bool(config["use_sliding_window"])
-    return config.get("sliding_window") is not None
 
 
 def _rewritten(

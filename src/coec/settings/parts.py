@@ -13,6 +13,7 @@ CompensationName = Literal[
     "coec", "rcpu", "bias", "least-squares", "ridge-to-slice", "none", "auto"
 ]
 PresetName = Literal["paper", "fast", "best"]
+TargetName = Literal["hf", "vllm", "llama.cpp"]
 KvGroups = Literal["uniform", "all", "held-out"]
 TokenWeights = Literal["equal", "residual"]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
@@ -78,6 +79,11 @@ class Repair(Settings):
     )
     options: dict[str, Any] = field(default_factory=dict)
     dtype: DtypeName | None = setting(None, "Of the written weights.", otherwise="the model's")
+    target: TargetName = setting(
+        "hf",
+        "The loader for which the model type is chosen that is written: transformers loads every "
+        "one; under another name only what that program loads as it is.",
+    )
     solve_dtype: SolveDtypeName = setting("float64", "Of the compensation.")
 
     def __post_init__(self) -> None:

@@ -1,0 +1,174 @@
+"""Which programs load a checkpoint as it is, as data (docs/FORMATS.md has the table made of it).
+
+What is found by running a program and what is read in its source are told apart: a finding holds
+for the version that it names.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from coec.models.layout import ATTENTION, MLP
+from coec.models.shape import Shape
+
+YES = "yes"
+
+
+@dataclass(frozen=True)
+class Loader:
+    """A program that loads checkpoints.
+
+    Attributes:
+        name: as people know it.
+        checked: which versions, and how.
+    """
+
+    name: str
+    checked: str
+
+
+LOADERS = {
+    loader.name: loader
+    for loader in (
+        Loader("transformers", "run: 4.57.6, 5.0, 5.3, 5.17, 5.23"),
+        Loader("vLLM", "run: 0.32 on a CPU"),
+        Loader("SGLang", "read: 0.5.23"),
+        Loader("llama.cpp", "run: the converter of November 2026, float32"),
+        Loader("OpenVINO", "run: optimum-intel 2.2"),
+        Loader("CTranslate2", "run: 4.8.5"),
+    )
+}
+TARGETS = {"hf": "transformers", "vllm": "vLLM", "llama.cpp": "llama.cpp"}
+"""The loader that a setting `target` names."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What of a checkpoint loaders differ in.
+
+    Attributes:
+        config: its configuration.
+        sizes: its sizes.
+        biased: the sites whose consumer has a bias.
+    """
+
+    config: dict[str, Any]
+    sizes: Shape
+    biased: frozenset[str]
+
+
+Condition = Callable[[Stored], bool]
+
+
+def fewer_heads(stored: Stored) -> bool:
+    """The heads together are not as wide as the hidden states."""
+    return not stored.sizes.full_width
+
+
+def output_bias(stored: Stored) -> bool:
+    """`o_proj` has a bias."""
+    return ATTENTION.name in stored.biased
+
+
+def down_bias(stored: Stored) -> bool:
+    """`down_proj` has a bias."""
+    return MLP.name in stored.biased
+
+
+def new_biases(stored: Stored) -> bool:
+    """`o_proj` or `down_proj` has a bias."""
+    return bool(stored.biased)
+
+
+def sliding(stored: Stored) -> bool:
+    """Attention sees a window only that is shorter than the longest text."""
+    return slides(stored.config)
+
+
+def always(stored: Stored) -> bool:
+    """However it is shaped."""
+    return True
+
+
+def slides(config: dict[str, Any]) -> bool:
+    """Whether a raw configuration has a sliding window."""
+    if "use_sliding_window" in config:
+        return bool(config["use_sliding_window"])
+    return config.get("sliding_window") is not None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Where a loader does not do as transformers does.
+
+    Attributes:
+        loader: whose finding.
+        types: the model types that it holds for; none for every one.
+        when: the condition, whose docstring says it in words.
+        verdict: what to know, in words.
+    """
+
+    loader: str
+    types: tuple[str, ...]
+    when: Condition
+    verdict: str
+
+    def holds(self, model_type: str, stored: Stored) -> bool:
+        """Whether it is about a checkpoint of this type."""
+        return (not self.types or model_type in self.types) and self.when(stored)
+
+
+FINDINGS = (
+    Finding(
+        "vLLM", ("qwen2",), fewer_heads,
+        "with --model-impl transformers (its Qwen2 ignores head_dim)",
+    ),
+    Finding("vLLM", ("qwen3",), output_bias, "no (its Qwen3 has no o_proj bias)"),
+    Finding("SGLang", ("llama",), down_bias, "no (it drops down_proj.bias without a word)"),
+    Finding("SGLang", ("seed_oss",), always, "not known"),
+    Finding("llama.cpp", ("qwen2",), fewer_heads, "no (its qwen2 ignores head_dim)"),
+    Finding("llama.cpp", ("granite",), fewer_heads, "no (its converter drops head_dim)"),
+    Finding("llama.cpp", ("seed_oss",), new_biases, "no (its seed_oss has no such biases)"),
+    Finding("llama.cpp", ("qwen3",), output_bias, "not known"),
+    Finding(
+        "llama.cpp", (), sliding, "up to the sliding window only (it ignores it, and goes wrong)"
+    ),
+    Finding("OpenVINO", ("seed_oss",), always, "no (it does not know the type)"),
+    Finding("CTranslate2", ("llama", "qwen2"), fewer_heads, "no (its converter fails)"),
+    Finding("CTranslate2", ("granite", "seed_oss"), always, "no (it does not know the type)"),
+)  # fmt: skip
+
+
+def loads_in(model_type: str, stored: Stored) -> dict[str, str]:
+    """For every loader `yes`, or what to know."""
+    return {name: verdict(name, model_type, stored) for name in LOADERS}
+
+
+def verdict(loader: str, model_type: str, stored: Stored) -> str:
+    """`yes`, or what to know of a loader."""
+    found = (f for f in FINDINGS if f.loader == loader and f.holds(model_type, stored))
+    return next((finding.verdict for finding in found), YES)
+
+
+def table() -> str:
+    """The findings in Markdown: a row for every loader, and below it where it differs."""
+    lines = ["| loader | checked | loads all of the types, except |", "|---|---|---|"]
+    for loader in LOADERS.values():
+        exceptions = [
+            f"{', '.join(f.types) or 'every type'}{_words(f.when)}: {f.verdict}"
+            for f in FINDINGS
+            if f.loader == loader.name
+        ]
+        lines.append(f"| {loader.name} | {loader.checked} | {'; '.join(exceptions) or '–'} |")
+    return "\n".join(lines)
+
+
+def _words(when: Condition) -> str:
+    if when is always:
+        return ""
+    words = (when.__doc__ or "").strip().rstrip(".")
+    return f" where {words[0].lower()}{words[1:]}" if words[0] != "`" else f" where {words}"
+
+
+if __name__ == "__main__":
+    print(table())
