@@ -1,4 +1,8 @@
-"""How many units every site keeps (METHODS §§1, 8): uniform over blocks so far."""
+"""How many units every site keeps (METHODS §§1, 8): uniform over blocks so far.
+
+Channels are rounded up where that is asked for: what reads a width in blocks, as quantisers and
+tensor cores do, falls back to something larger or slower where the last block is not full.
+"""
 
 import math
 from collections.abc import Mapping
@@ -9,6 +13,12 @@ import torch
 from coec.errors import OptionError
 from coec.models.layout import Layout, Site
 from coec.selection import kept_count
+from coec.settings import Repair
+
+MULTIPLES = (256, 128, 64, 32)
+"""Among which `align = auto` chooses: blocks of K-quants, tiles of tensor cores, blocks of Q8_0."""
+MOST_ADDED = 0.02
+"""Of the kept channels, that it may add."""
 
 
 @dataclass(frozen=True)
@@ -44,38 +54,55 @@ class Widths:
         return widths.pop()
 
 
-def uniform(layout: Layout, sparsity: float) -> Widths:
-    """`⌈(1 − ρ) n⌉` units of every site.
+def uniform(layout: Layout, repair: Repair) -> Widths:
+    """`⌈(1 − ρ) n⌉` units of every site, channels rounded up to a multiple.
 
     Raises:
         OptionError: nothing goes anywhere.
     """
-    widths = Widths({(s.block, s.name): kept_count(s.units, sparsity) for s in layout.sites})
+    kept = {}
+    for site in layout.sites:
+        removed = repair.removed(site.name)
+        count = kept_count(site.units, removed) if removed else site.units
+        kept[site.block, site.name] = _aligned(site, count, repair.multiple)
+    widths = Widths(kept)
     if not any(widths.removes_from(site) for site in layout.kinds):
-        counts = " and ".join(f"{site.units:,} {site.unit}s" for site in layout.kinds)
-        most = max(site.units for site in layout.kinds)
-        least = f"{math.ceil(10**6 / most) / 10**6:g}"
-        advice = (
-            f"the smallest that removes something is {least}"
-            if most > 1
-            else "this model cannot be pruned"
-        )
-        raise OptionError(f"sparsity {sparsity:g} removes nothing from {counts}: {advice}")
+        raise _nothing_goes(layout, repair)
     return widths
 
 
-def whole_attention(layout: Layout, shapes: Mapping[str, torch.Size], sparsity: float) -> Widths:
+def _nothing_goes(layout: Layout, repair: Repair) -> OptionError:
+    counts = " and ".join(f"{site.units:,} {site.unit}s" for site in layout.kinds)
+    asked = {site.name: repair.removed(site.name) for site in layout.kinds}
+    if len(set(asked.values())) > 1 or repair.align != "1":
+        shares = ", ".join(f"{share:g} of {name}" for name, share in asked.items())
+        return OptionError(
+            f"removing {shares} with align = {repair.align} removes nothing from {counts}: remove "
+            "more, or align to a smaller multiple"
+        )
+    most = max(site.units for site in layout.kinds)
+    least = f"{math.ceil(10**6 / most) / 10**6:g}"
+    advice = (
+        f"the smallest that removes something is {least}"
+        if most > 1
+        else "this model cannot be pruned"
+    )
+    [sparsity] = set(asked.values())
+    return OptionError(f"sparsity {sparsity:g} removes nothing from {counts}: {advice}")
+
+
+def whole_attention(layout: Layout, shapes: Mapping[str, torch.Size], repair: Repair) -> Widths:
     """All units behind attention stay; the other sites give as many parameters as `uniform` takes.
 
     Args:
         layout: where units are.
         shapes: of the dense model's tensors, by name.
-        sparsity: the fraction that `uniform` removes.
+        repair: the fractions that `uniform` removes, and to what channels are rounded.
 
     Raises:
         OptionError: the other sites have too few.
     """
-    widths = uniform(layout, sparsity)
+    widths = uniform(layout, repair)
     kept: dict[tuple[int, str], int] = {}
     for block in layout.blocks:
         spared = 0
@@ -88,11 +115,26 @@ def whole_attention(layout: Layout, shapes: Mapping[str, torch.Size], sparsity: 
             less = math.ceil(spared / len(paying) / _parameters(site, shapes))
             if less >= widths.of(site):
                 raise OptionError(
-                    f"sparsity {sparsity:g} with kv_groups = all leaves no {site.unit}s: remove "
-                    "less, or keep kv_groups = uniform"
+                    f"sparsity {repair.sparsity:g} with kv_groups = all leaves no {site.unit}s: "
+                    "remove less, or keep kv_groups = uniform"
                 )
-            kept[site.block, site.name] = widths.of(site) - less
+            left = widths.of(site) - less
+            kept[site.block, site.name] = _aligned(site, left, repair.multiple) if less else left
     return Widths(kept)
+
+
+def _aligned(site: Site, kept: int, multiple: int | None) -> int:
+    """The next multiple, at most all; None chooses it. KV groups stay as they are counted."""
+    if site.value is not None or kept == site.units:
+        return kept
+    if multiple is None:
+        fits = (n for n in MULTIPLES if _up(kept, n) <= min(kept * (1 + MOST_ADDED), site.units))
+        multiple = next(fits, 1)
+    return min(_up(kept, multiple), site.units)
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 def _parameters(site: Site, shapes: Mapping[str, torch.Size]) -> int:

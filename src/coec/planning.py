@@ -13,7 +13,9 @@ from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len
 from coec.devices import DTYPES, resident_bytes
 from coec.errors import OptionError
 from coec.models.description import Description
+from coec.models.fallbacks import fallbacks
 from coec.models.formats import OutputFormat, choose_format
+from coec.models.layout import Site
 from coec.models.shape import Shape
 from coec.recipe import Recipe
 from coec.selection import kept_count
@@ -102,11 +104,10 @@ class Plan:
 
     @classmethod
     def _with(cls, model: Description, recipe: Recipe, kv_groups: str) -> "Plan":
-        sparsity = recipe.repair.sparsity
         widths = (
-            whole_attention(model.layout, model.shapes, sparsity)
+            whole_attention(model.layout, model.shapes, recipe.repair)
             if kv_groups == "all"
-            else uniform(model.layout, sparsity)
+            else uniform(model.layout, recipe.repair)
         )
         patterns = model.architecture.blocks.sites
         pruned = model.shape.kept({p.counted_by: widths.everywhere(p.name) for p in patterns})
@@ -147,13 +148,24 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Where nothing goes, although a fraction of every site was asked for."""
-        return self.remarks + tuple(
-            f"nothing is removed at {site.name}: {self.recipe.repair.sparsity:.4g} of "
+        """Where nothing goes, although some was asked for; and what a width costs elsewhere."""
+        kinds, repair = self.model.layout.kinds, self.recipe.repair
+        unmoved = (
+            f"nothing is removed at {site.name}: {repair.removed(site.name):.4g} of "
             f"{site.units} {site.unit}s is less than one"
-            for site in self.model.layout.kinds
-            if kept_count(site.units, self.recipe.repair.sparsity) == site.units
+            for site in kinds
+            if repair.removed(site.name)
+            and kept_count(site.units, repair.removed(site.name)) == site.units
         )
+        blocks = self.dense.layers
+        costs = (
+            fallbacks(site, self.widths.of(site), self._outputs(site), blocks) for site in kinds
+        )
+        return (*self.remarks, *unmoved, *(cost for cost in costs if cost))
+
+    def _outputs(self, site: Site) -> int:
+        """How many rows a consumer has."""
+        return self.model.shapes[site.weight][0]
 
     @property
     def statistics_per_block(self) -> int:

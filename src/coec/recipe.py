@@ -37,10 +37,10 @@ APART = ("options", "trust_remote_code")
 """Settings that no recipe file or grid may hold: the one has its keys at the top level, and whether
 a model's code may run is said by whoever runs it."""
 RECORDED = (
-    "preset", "sparsity", "selection", "compensation", "options", "propagate", "reconstruct",
-    "inner", "damping", "curvature", "token_weights", "final_norm", "kv_groups", "calibration",
-    "text_column", "samples", "sampled", "seq_len", "seed", "holdout", "dtype", "target",
-    "forward_dtype", "solve_dtype",
+    "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "align", "selection",
+    "compensation", "options", "propagate", "reconstruct", "inner", "damping", "curvature",
+    "token_weights", "final_norm", "kv_groups", "calibration", "text_column", "samples", "sampled",
+    "seq_len", "seed", "holdout", "dtype", "target", "forward_dtype", "solve_dtype",
 )  # fmt: skip
 """The order in which reports list settings; one that is not named here comes after these."""
 REBUILDING = Rebuilding().record()

@@ -36,6 +36,18 @@ def check_sparsity(sparsity: float) -> None:
         )
 
 
+def _check_share(sparsity: float | None) -> None:
+    if sparsity:
+        check_sparsity(sparsity)
+
+
+def _check_align(align: str) -> None:
+    if align != "auto" and not (align.isdecimal() and align.isascii() and 0 < int(align) < 2**20):
+        raise OptionError(
+            f"align is a whole number of channels, at least 1, or auto, got {align!r:.80}"
+        )
+
+
 def _check_holdout(holdout: float) -> None:
     if not 0 <= holdout < 1:
         raise OptionError(
@@ -73,6 +85,26 @@ class Repair(Settings):
     sparsity: float = setting(
         0.3, "Fraction of units removed, between 0 and 1.", check=check_sparsity
     )
+    attention_sparsity: float | None = setting(
+        None,
+        "Fraction of KV groups removed; 0 keeps all.",
+        otherwise="sparsity",
+        least=0,
+        check=_check_share,
+    )
+    mlp_sparsity: float | None = setting(
+        None,
+        "Fraction of MLP channels removed; 0 keeps all.",
+        otherwise="sparsity",
+        least=0,
+        check=_check_share,
+    )
+    align: str = setting(
+        "1",
+        "Kept MLP channels are rounded up to a multiple of this; `auto` takes the largest of 256, "
+        "128, 64 and 32 that adds at most 2 % of them.",
+        check=_check_align,
+    )
     selection: SelectionName | Callable[..., Any] = setting("rcpu", "Which score picks the units.")
     compensation: CompensationName | Callable[..., Any] = setting(
         "coec", "How the kept weights are repaired; `auto` needs holdout."
@@ -87,9 +119,22 @@ class Repair(Settings):
     solve_dtype: SolveDtypeName = setting("float64", "Of the compensation.")
 
     def __post_init__(self) -> None:
+        align = plain(self.align)
+        if isinstance(align, int) and not isinstance(align, bool):  # as files have it
+            object.__setattr__(self, "align", str(align))
         super().__post_init__()
         options = {name: plain(value) for name, value in self.options.items()}
         object.__setattr__(self, "options", options)
+
+    def removed(self, site: str) -> float:
+        """The fraction of units that goes at one kind of site."""
+        own = {"attention": self.attention_sparsity, "mlp": self.mlp_sparsity}.get(site)
+        return self.sparsity if own is None else own
+
+    @property
+    def multiple(self) -> int | None:
+        """Of what kept MLP channels are made a multiple; None where it is chosen."""
+        return None if self.align == "auto" else int(self.align)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,124 @@
+"""How many units stay: by kind of site, rounded to what others divide widths by."""
+
+import dataclasses
+import json
+
+import pytest
+
+import coec
+import tiny_models as tm
+from coec.errors import OptionError
+from coec.models.description import Description
+from coec.models.fallbacks import fallbacks
+from coec.planning import Plan
+from coec.recipe import Recipe
+from paper_models import LLAMA_70B, QWEN_7B
+
+LLAMA_8B = {
+    **LLAMA_70B, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8,
+}  # fmt: skip
+
+
+def plan(config=None, **settings):
+    return Plan.of(Description.of(config or tm.raw_config()), Recipe.of(**settings))
+
+
+def widths(config=None, **settings):
+    made = plan(config, **settings)
+    return made.pruned.ffn, made.pruned.kv_heads
+
+
+@pytest.mark.parametrize(
+    ("config", "align", "ffn"),
+    [
+        (LLAMA_8B, 1, 10036),
+        (LLAMA_8B, "8", 10040),
+        (LLAMA_8B, 256, 10240),
+        (LLAMA_8B, "auto", 10112),  # 256 would add 2.03 %, 128 adds 0.8 %
+        (LLAMA_70B, "auto", 20224),
+        (QWEN_7B, "auto", 13312),
+        (LLAMA_8B, 10**5, 14336),
+    ],
+)
+def test_channels_are_rounded_up_and_groups_stay(config, align, ffn):
+    kept, groups = widths(config, sparsity=0.3, align=align)
+    assert kept == ffn
+    assert groups == widths(config, sparsity=0.3)[1]
+
+
+def test_automatic_alignment_gives_way_where_it_would_add_too_much():
+    small = tm.raw_config(intermediate_size=100)
+    assert widths(small, align="auto")[0] == 70  # 96, the next multiple of 32, is a third more
+    assert widths(small, align=32)[0] == 96
+
+
+def test_a_multiple_holds_where_the_mlp_pays_for_kept_groups():
+    kept, groups = widths(LLAMA_8B, sparsity=0.3, kv_groups="all", align=256)
+    assert groups == 8
+    assert kept % 256 == 0
+    assert 0 <= kept - widths(LLAMA_8B, sparsity=0.3, kv_groups="all")[0] < 512
+
+
+def test_each_kind_of_site_can_have_a_fraction_of_its_own():
+    assert widths(sparsity=0.5) == (20, 2)
+    assert widths(sparsity=0.5, attention_sparsity=0.25) == (20, 3)
+    assert widths(sparsity=0.5, attention_sparsity=0) == (20, 4)
+    assert widths(mlp_sparsity=0.5, attention_sparsity=0.0) == (20, 4)
+    assert widths(sparsity=0.5, mlp_sparsity=0) == (40, 2)
+
+
+def test_what_was_not_asked_for_is_not_noted_as_missing():
+    assert plan(sparsity=0.5, attention_sparsity=0).notes == ()
+    assert "nothing is removed at attention: 0.1 of 4" in plan(attention_sparsity=0.1).notes[0]
+
+
+def test_a_pruned_model_has_the_planned_widths(tmp_path):
+    model = tm.save(tm.tiny(), tmp_path / "model")
+    report = coec.prune(
+        model, tmp_path / "out", sparsity=0.5, attention_sparsity=0, align=8, samples=4,
+        seq_len=32, calibration=tm.token_file(tmp_path / "t.npy"),
+    )  # fmt: skip
+    loaded = tm.load(tmp_path / "out")
+    assert loaded.config.intermediate_size == 24
+    assert loaded.config.num_key_value_heads == 4
+    recipe = json.loads((tmp_path / "out/coec.json").read_text(encoding="utf-8"))["recipe"]
+    assert (recipe["align"], recipe["attention_sparsity"]) == ("8", 0)
+    assert report.plan["removed"]["attention"] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"align": 0}, "align is a whole number of channels, at least 1, or auto, got '0'"),
+        ({"align": "-8"}, "at least 1, or auto, got '-8'"),
+        ({"align": "often"}, "or auto, got 'often'"),
+        ({"align": 2.5}, "align must be text, got 2.5"),
+        ({"align": True}, "align must be text, got True"),
+        ({"mlp_sparsity": 1.0}, "strictly between 0 and 1, got 1"),
+        ({"attention_sparsity": -0.1}, "attention_sparsity must be at least 0 and finite"),
+        ({"attention_sparsity": 30}, r"got 30 \(did you mean 0.3\?\)"),
+        ({"attention_sparsity": 0, "mlp_sparsity": 0}, "sparsity 0 removes nothing from"),
+        ({"attention_sparsity": 0, "align": 64}, "align = 64 removes nothing from 4 KV groups"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings, message):
+    with pytest.raises(OptionError, match=message):
+        plan(**settings)
+
+
+def test_a_width_that_quantisers_do_not_divide_is_noted_with_its_cost():
+    """10,036 columns of 4,096 rows in 32 blocks, at 16 bits instead of 5.53."""
+    [note] = plan(LLAMA_8B, sparsity=0.3).notes
+    assert "down_proj reads 10,036 columns, no multiple of 256" in note
+    assert "as F16, 1,721.4 MB more" in note
+    assert "want multiples of 8" in note
+    [note] = plan(LLAMA_8B, sparsity=0.3, align=32).notes
+    assert "as Q5_0 and Q8_0, 241.8 MB more; align = 256" in note
+    assert plan(LLAMA_8B, sparsity=0.3, align=256).notes == ()
+
+
+def test_a_width_that_was_not_full_before_is_left_alone():
+    site = Description.of(LLAMA_8B).layout.kinds[1]
+    assert fallbacks(site, 10036, 4096, 32)
+    assert fallbacks(dataclasses.replace(site, units=14000), 10036, 4096, 32) is None
