@@ -61,6 +61,7 @@ VARIANTS = {
         "logits_scaling": 1.5,
     },
     "seed_oss": {"model_type": "seed_oss", "attention_bias": True, "attention_out_bias": False},
+    "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2, "pad_token_id": 0},
 }
 
 

@@ -79,6 +79,8 @@ TARGETED = {
     ("mistral sliding", "llama.cpp"): None,
     ("granite", "llama.cpp"): None,
     ("llama biases", "llama.cpp"): None,
+    ("smollm3", "vllm"): None,
+    ("smollm3", "llama.cpp"): None,
 }
 """The model type written for a loader where it is not the one written for transformers; None where
 no type will do."""

@@ -140,6 +140,14 @@ ARCHITECTURES: dict[str, Architecture] = {
             ),
             added=_qwen2_biases,
         ),
+        Architecture(
+            model_type="smollm3",
+            class_name="SmolLM3ForCausalLM",
+            families="SmolLM3 (some layers without rotary positions)",
+            source="Bakouch et al. 2025",
+            written_as=("smollm3",),
+            bias_flags={ATTENTION.name: "attention_bias", MLP.name: "mlp_bias"},
+        ),
     )
 }  # fmt: skip
 

@@ -133,6 +133,10 @@ FINDINGS = (
     Finding(
         "llama.cpp", (), sliding, "up to the sliding window only (it ignores it, and goes wrong)"
     ),
+    *(
+        Finding(loader, ("smollm3",), always, "not known")
+        for loader in ("vLLM", "SGLang", "llama.cpp", "OpenVINO", "CTranslate2")
+    ),
     Finding("OpenVINO", ("seed_oss",), always, "no (it does not know the type)"),
     Finding("CTranslate2", ("llama", "qwen2"), fewer_heads, "no (its converter fails)"),
     Finding("CTranslate2", ("granite", "seed_oss"), always, "no (it does not know the type)"),
