@@ -62,6 +62,30 @@ VARIANTS = {
     },
     "seed_oss": {"model_type": "seed_oss", "attention_bias": True, "attention_out_bias": False},
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2, "pad_token_id": 0},
+    # Their configurations, like Llama's, want the hidden size to be a multiple of the heads.
+    "gemma2": {
+        "model_type": "gemma2",
+        "hidden_size": 48,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 4,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "hidden_size": 48,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 4,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    "cohere2": {
+        "model_type": "cohere2",
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
 }
 
 

@@ -67,6 +67,12 @@ class Plan:
         Raises:
             ModelError, OptionError: as `of`.
         """
+        if (setting := recipe.rebuilding.in_order) and (adds := model.architecture.adds):
+            raise OptionError(
+                f"{setting} needs blocks that add what attention and the MLP return, one after the "
+                f"other; those of {model.architecture.model_type} add {adds}: leave it out "
+                "(preset = fast does)"
+            )
         asked = recipe.rebuilding.kv_groups
         names = ("uniform", "all") if asked == "held-out" else (asked,)
         plans: dict[str, Plan] = {}

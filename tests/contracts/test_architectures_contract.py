@@ -26,10 +26,12 @@ from coec.types import GramSum, KeptSet
 pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("hasty_auto")]  # whole models
 
 SETTINGS = {"sparsity": 0.3, "samples": 24, "seq_len": 32, "forward_dtype": "float64"}
+ADDING = [name for name, v in tm.VARIANTS.items() if not ARCHITECTURES[v["model_type"]].adds]
+"""Variants whose blocks add what their parts return, and can be fitted part by part."""
 BIASED = {
     "mistral sliding": "sliding window",
     "qwen2 mixed": "sliding window",
-    "qwen3": "bias on down_proj",
+    **dict.fromkeys(("qwen3", "gemma2", "gemma3", "cohere2"), "bias on down_proj"),
 }
 """Variants whose result no stock format can hold with biases, and what the error says."""
 
@@ -74,13 +76,15 @@ def test_a_written_checkpoint_computes_the_masked_dense_model(
 TARGETED = {
     ("qwen2", "vllm"): "seed_oss",
     ("qwen2", "llama.cpp"): "seed_oss",
-    ("qwen2 mixed", "vllm"): None,
-    ("qwen2 mixed", "llama.cpp"): None,
+    **{("qwen2 mixed", target): None for target in ("vllm", "llama.cpp")},
     ("mistral sliding", "llama.cpp"): None,
     ("granite", "llama.cpp"): None,
     ("llama biases", "llama.cpp"): None,
-    ("smollm3", "vllm"): None,
-    ("smollm3", "llama.cpp"): None,
+    **{
+        (variant, target): None
+        for variant in ("smollm3", "gemma2", "gemma3", "cohere2")
+        for target in ("vllm", "llama.cpp")
+    },
 }
 """The model type written for a loader where it is not the one written for transformers; None where
 no type will do."""
@@ -171,7 +175,7 @@ def test_an_architecture_is_one_value(model_type, tmp_path, monkeypatch):
     check_that_streamed_statistics_are_those_of_the_whole_model(model)
 
 
-@pytest.mark.parametrize("variant", tm.VARIANTS)
+@pytest.mark.parametrize("variant", ADDING)
 def test_the_parts_of_a_layer_one_after_the_other_are_the_layer(variant, folders):
     models, tokens = folders
     dense = Dense.open(models[variant])
@@ -185,7 +189,7 @@ def test_the_parts_of_a_layer_one_after_the_other_are_the_layer(variant, folders
             torch.testing.assert_close(states, whole, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("variant", tm.VARIANTS)
+@pytest.mark.parametrize("variant", ADDING)
 def test_products_with_the_jacobian_are_those_of_forward_and_reverse_mode(variant, folders):
     """Of both parts, by torch.func on the layer itself; attention without its fused form."""
     models, tokens = folders
@@ -231,7 +235,7 @@ def embedded(dense, tokens):
     return layers, layers.embed([windows], dense.tensor(dense.layout.embedding))[0]
 
 
-@pytest.mark.parametrize("variant", tm.VARIANTS)
+@pytest.mark.parametrize("variant", ADDING)
 def test_a_reconstructed_checkpoint_is_what_the_streams_ended_with(variant, folders, tmp_path):
     """Loaded by stock transformers it predicts the held-out windows as the report says."""
     models, tokens = folders
@@ -249,3 +253,10 @@ def test_a_reconstructed_checkpoint_is_what_the_streams_ended_with(variant, fold
         steps = row["reconstruction"]
         assert steps["error_after"] <= steps["error_before"]
         assert steps["holdout_after"] <= steps["holdout_before"]
+
+
+@pytest.mark.parametrize("variant", [name for name in tm.VARIANTS if name not in ADDING])
+def test_blocks_that_add_something_else_are_not_fitted(variant, folders, tmp_path):
+    models, tokens = folders
+    with pytest.raises(OptionError, match=r"propagate needs blocks that .*preset = fast does"):
+        coec.prune(models[variant], tmp_path / "out", **SETTINGS, calibration=tokens, preset="best")

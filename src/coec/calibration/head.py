@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from coec.calibration.layers import imitate
 from coec.calibration.prediction import Prediction
 from coec.models.dense import Dense
-from coec.models.description import compute_rotary
+from coec.models.description import compute_buffers
 
 LOGITS_PER_PASS = 2**24
 """Logits held at once."""
@@ -60,7 +60,7 @@ class Head:
     def __init__(self, dense: Dense, *, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
         model: Any = dense.skeleton(dtype).requires_grad_(requires_grad=False)
-        compute_rotary(model, device)
+        compute_buffers(model, device)
         self._given = _Given(model.base_model.layers[0])
         model.base_model.layers = nn.ModuleList([self._given])
         layout = dense.layout

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from coec.errors import ModelError
-from coec.models.description import Description, compute_rotary
+from coec.models.description import Description, compute_buffers
 from coec.models.layout import BlockLayout, Site
 
 TOKENS_PER_BATCH = 8192
@@ -85,10 +85,10 @@ class Layers:
     ) -> list[State]:
         """The hidden states before the first layer; notes how each layer is called."""
         base = self._base
+        compute_buffers(self._model, self._device)
         base.embed_tokens.weight = nn.Parameter(
             embedding.to(self._device, self._dtype), requires_grad=False
         )
-        compute_rotary(self._model, self._device)
         base.norm = nn.Identity()
         states = []
         for batch in batches:

@@ -2,7 +2,8 @@
 
 All share one block so far: grouped-query attention with q/k/v/o projections and a gated MLP. What
 differs is which biases a configuration can express, and so which format a pruned model can be
-written in. Adding an architecture is one value here; the contract tests then run over it.
+written in, and how a block adds up its parts. Adding an architecture is one value here; the
+contract tests then run over it.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,6 +38,8 @@ class Architecture:
         added: what a configuration relabelled as this one gets, by the pruned sizes.
         refuses: why this type cannot hold a model of a configuration at pruned sizes; None if it
             can.
+        adds: what its blocks add to the hidden states, where that is not what attention and the
+            MLP return, one after the other: no such block can be fitted part by part.
         blocks: how its blocks are named, and where units are removed.
     """
 
@@ -49,6 +52,7 @@ class Architecture:
     foreign: tuple[str, ...] = ()
     added: Callable[[Shape], dict[str, Any]] = _nothing_added
     refuses: Callable[[dict[str, Any], Shape], str | None] = _nothing_refused
+    adds: str = ""
     blocks: BlockPattern = LLAMA_BLOCKS
 
 
@@ -147,6 +151,33 @@ ARCHITECTURES: dict[str, Architecture] = {
             source="Bakouch et al. 2025",
             written_as=("smollm3",),
             bias_flags={ATTENTION.name: "attention_bias", MLP.name: "mlp_bias"},
+        ),
+        Architecture(
+            model_type="gemma2",
+            class_name="Gemma2ForCausalLM",
+            families="Gemma 2",
+            source="Gemma Team 2024",
+            written_as=("gemma2",),
+            bias_flags={ATTENTION.name: "attention_bias"},
+            adds="what a norm makes of each part",
+        ),
+        Architecture(
+            model_type="gemma3_text",
+            class_name="Gemma3ForCausalLM",
+            families="Gemma 3 (text: 270M, 1B)",
+            source="Gemma Team 2025",
+            written_as=("gemma3_text",),
+            bias_flags={ATTENTION.name: "attention_bias"},
+            adds="what a norm makes of each part",
+        ),
+        Architecture(
+            model_type="cohere2",
+            class_name="Cohere2ForCausalLM",
+            families="Command R7B, Command A, Aya Expanse",
+            source="Cohere Team 2025",
+            written_as=("cohere2",),
+            bias_flags={ATTENTION.name: "attention_bias"},
+            adds="both parts, of the same inputs",
         ),
     )
 }  # fmt: skip

@@ -20,7 +20,7 @@ from coec.errors import ModelError
 from coec.models.architectures import architecture_of
 from coec.models.description import (
     Description,
-    compute_rotary,
+    compute_buffers,
     described,
     find_model,
     read_config,
@@ -138,7 +138,7 @@ class Dense(Description):
             ModelError: a weight is not finite, or this release of transformers has others.
         """
         model: Any = self.skeleton(dtype)
-        compute_rotary(model, torch.device("cpu"))
+        compute_buffers(model, torch.device("cpu"))
         state = {
             name: _finite(tensor, name, file).to(
                 device, dtype, copy=True

@@ -3,11 +3,13 @@
 import copy
 import functools
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -173,10 +175,28 @@ def _skeleton(config: str) -> PreTrainedModel:
     return model.eval()
 
 
-def compute_rotary(model: Any, device: torch.device) -> None:
-    """Puts real rotary frequencies on a skeleton: they are no weights, its class computes them."""
+def compute_buffers(model: Any, device: torch.device) -> None:
+    """Puts real values in the place of a skeleton's buffers outside its layers.
+
+    These are no weights, and are stored nowhere: rotary frequencies, and what some models multiply
+    embeddings by. Their classes compute them.
+
+    Raises:
+        ModelError: the installed transformers leaves one without a value.
+    """
     base = model.base_model
     base.rotary_emb = type(base.rotary_emb)(config=model.config).to(device)
+    embed = base.embed_tokens
+    for name, buffer in embed.named_buffers(recurse=False):
+        setattr(embed, name, torch.full_like(buffer, math.nan, device=device))
+    model._init_weights(embed)  # its weight is on the meta device still, where that costs nothing
+    for name, buffer in base.named_buffers():
+        inside = name.startswith("layers.")
+        if not inside and (buffer.is_meta or not torch.isfinite(buffer).all()):
+            raise ModelError(
+                f"the installed transformers ({transformers.__version__}) has no value for {name} "
+                f"of a {model.config.model_type}: install transformers 5.23 or later"
+            )
 
 
 def _with_both_ropes(config: dict[str, Any]) -> dict[str, Any]:

@@ -74,7 +74,10 @@ def choose_format(
                 return OutputFormat(new, "; ".join(refusals) or None, loads_in(model_type, stored))
             refusal = f"{TARGETS[target]}: {found}"
         refusals.append(f"not {model_type}: {refusal}")
-    advice = "choose another sparsity or a compensation without a bias"
+    advice = (
+        "choose another sparsity (attention_sparsity = 0 keeps all heads), or a compensation "
+        "without a bias"
+    )
     loaded = "" if target == "hf" else f" so that {TARGETS[target]} loads it"
     raise OptionError(
         f"no stock format can hold this pruned model{loaded} ({'; '.join(refusals)}); "
