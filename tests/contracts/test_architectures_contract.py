@@ -48,8 +48,11 @@ def test_every_architecture_has_a_variant():
     assert {v["model_type"] for v in tm.VARIANTS.values()} == set(ARCHITECTURES)
 
 
-@pytest.mark.parametrize("variant", tm.VARIANTS)
-@pytest.mark.parametrize("compensation", COMPENSATIONS)
+@pytest.mark.parametrize(
+    ("compensation", "variant"),
+    # What an architecture does with a repair depends on whether it brings a bias, and no more.
+    [(c, v) for v in tm.VARIANTS for c in COMPENSATIONS if v == "llama" or c in ("coec", "bias")],
+)
 def test_a_written_checkpoint_computes_the_masked_dense_model(
     variant, compensation, folders, tmp_path
 ):
