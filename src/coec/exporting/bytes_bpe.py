@@ -20,6 +20,8 @@ TEKKEN = (
     f"{_ONE}{_UPPER}*{_LOWER}+|{_ONE}{_UPPER}+{_LOWER}*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SEED_REST = r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+SEED = _CONTRACTIONS + r"\p{N}{1}" + _SEED_REST
 
 NAMES: dict[tuple[tuple[str, ...], bool], str] = {
     ((GPT_2,), False): "gpt-2",
@@ -28,10 +30,15 @@ NAMES: dict[tuple[tuple[str, ...], bool], str] = {
     ((LLAMA_3,), False): "smaug-bpe",
     ((QWEN_2,), False): "qwen2",
     ((TEKKEN,), True): "tekken",
+    ((SEED,), False): "seed-coder",
 }
 """The expressions that cut a text, one after the other, and whether a whole word that is a token is
 taken without merging → llama.cpp's name."""
 
+CAPITALS = (
+    "llama.cpp cuts words with capital letters beyond ASCII at other places than the model's own "
+    "tokenizer: they may become other ids"
+)
 NORMAL_FORM = (
     "llama.cpp does not bring text into Unicode's normal form C, as the model's own tokenizer "
     "does: text in another form becomes other ids"
@@ -55,12 +62,14 @@ def read(content: dict[str, Any]) -> Vocabulary | None:
     if any(step["type"] != "NFC" for step in normalizers):
         kinds = ", ".join(step["type"] for step in normalizers)
         raise UnknownTokenizerError(f"it changes text before it is cut ({kinds})")
+    if not model["merges"]:
+        raise UnknownTokenizerError("it has no merges, without which llama.cpp reads no file")
     whole = bool(model.get("ignore_merges"))
     name = NAMES.get((_cuts(steps), whole))
     if name is None:
         raise UnknownTokenizerError("it cuts text into words as none of those that coec knows")
-    notes = (NORMAL_FORM,) if normalizers else ()
-    return Vocabulary("gpt2", name, merges=pairs(model["merges"]), notes=notes)
+    notes = [CAPITALS] * (name == "tekken") + [NORMAL_FORM] * bool(normalizers)
+    return Vocabulary("gpt2", name, merges=pairs(model["merges"]), notes=tuple(notes))
 
 
 def _cuts(steps: list[dict[str, Any]]) -> tuple[str, ...]:
@@ -69,7 +78,8 @@ def _cuts(steps: list[dict[str, Any]]) -> tuple[str, ...]:
     for step in steps:
         kind = step["type"]
         if kind == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
-            cuts.append(step["pattern"].get("Regex", ""))
+            written = step["pattern"].get("Regex", "")
+            cuts.append(written.replace("\r", r"\r").replace("\n", r"\n"))
         elif kind == "Digits" and step["individual_digits"]:
             cuts.append(DIGIT)
         elif kind == "ByteLevel" and not step["add_prefix_space"]:

@@ -13,10 +13,12 @@ from coec.exporting.vocabulary import UnknownTokenizerError, Vocabulary, in_orde
 
 SPACE = "▁"
 BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-FIRST = (
-    "llama.cpp puts a space before every text that follows a special token, the model's own "
-    "tokenizer only before the first"
+ALWAYS = (
+    "llama.cpp puts a space before a text that begins with one, the model's own tokenizer does not"
 )
+FIRST = f"{ALWAYS}, nor before what follows a special token"
+PREFIXES = {"always": (True, (ALWAYS,)), "first": (True, (FIRST,)), "never": (False, ())}
+"""Whether a space is put before a text, and what to know of it, by the scheme's name."""
 
 
 def read(content: dict[str, Any]) -> Vocabulary | None:
@@ -53,8 +55,7 @@ def _prefix(content: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
     if not normalizers and len(steps) == 1 and steps[0]["type"] == "Metaspace":
         step = steps[0]
         if step["replacement"] == SPACE and not step.get("split"):
-            scheme = step["prepend_scheme"]
-            return scheme != "never", (FIRST,) if scheme == "first" else ()
+            return PREFIXES[step["prepend_scheme"]]
     kinds = ", ".join(step["type"] for step in [*normalizers, *steps]) or "nothing"
     raise UnknownTokenizerError(
         f"it changes or cuts text in another way than SentencePiece ({kinds})"

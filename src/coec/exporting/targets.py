@@ -44,11 +44,10 @@ class Target:
         return None
 
 
-OF_INPUTS = frozenset({"q_proj", "k_proj", "v_proj"})
-EVERY = OF_INPUTS | {"o_proj", "gate_proj", "up_proj", "down_proj"}
+EVERY = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 LLAMA = Target("llama", interleaved=True, biases=EVERY, factors=True)
 GRANITE = Target("granite", interleaved=True, biases=EVERY, factors=True, multipliers=True)
-QWEN3 = Target("qwen3", interleaved=False, biases=OF_INPUTS)
+QWEN3 = Target("qwen3", interleaved=False, biases=frozenset())
 
 TARGETS: dict[str, tuple[Target, ...]] = {
     "llama": (LLAMA,),
@@ -67,14 +66,11 @@ def choose_target(model: Hyperparameters, tensors: Iterable[str]) -> Target:
     Raises:
         ModelError: none does.
     """
-    if model.model_type not in TARGETS:
-        raise ModelError(
-            f"model type '{model.model_type}' cannot be exported; supported: {', '.join(TARGETS)}"
-        )
     refusals: list[str] = []
-    for target in TARGETS[model.model_type]:
+    for target in TARGETS.get(model.model_type, ()):
         refusal = target.refusal(model, tensors)
         if refusal is None:
             return target
         refusals.append(f"not {target.name}: {refusal}")
-    raise ModelError(f"no architecture of llama.cpp computes this model ({'; '.join(refusals)})")
+    why = "; ".join(refusals) or f"none is known for model type '{model.model_type}'"
+    raise ModelError(f"no architecture of llama.cpp computes this model ({why})")
