@@ -14,9 +14,6 @@ import tiny_models as tm
 from coec.evaluation.perplexity import evaluation_windows
 from coec.models.dense import Dense
 
-pytest.importorskip(
-    "llama_cpp", reason="needs llama-cpp-python, which `make gguf` builds", exc_type=ImportError
-)
 pytestmark = pytest.mark.llama_cpp
 
 TOLERANCE = 2e-4
@@ -48,6 +45,12 @@ TEXTS = [
     "a\r\n\r\nb\t\tc \n \n d", "1 22 333 4444 ١٢٣ Ⅳ ½ don't DON'T 'tis camelCaseHTTPServer",
     "<s>the</s> <tool> th<tool>he", "   ", "\n\n\n", " leading", "trailing ", "",
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _built():
+    why = "needs llama-cpp-python, which `make gguf` builds"
+    pytest.importorskip("llama_cpp", reason=why, exc_type=ImportError)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,8 @@ from coec.models.dense import Dense
 
 KINDS = {name: GGMLQuantizationType[name.upper()] for name in DTYPES}
 """How a matrix is stored, by the dtype asked for."""
+HALVES = {torch.float16: KINDS["f16"], torch.bfloat16: KINDS["bf16"]}
+"""What needs no conversion."""
 SUFFIXES = (".weight", ".bias")
 
 
@@ -117,6 +119,8 @@ def encoded(weight: Tensor, kind: GGMLQuantizationType, name: str) -> np.ndarray
     Raises:
         ModelError: they are not finite, or would not be.
     """
+    if HALVES.get(weight.dtype) == kind and torch.isfinite(weight).all():
+        return weight.contiguous().view(torch.uint8).numpy()  # as it is stored
     wide = weight.to(torch.float32)
     if not torch.isfinite(wide).all():
         raise ModelError(f"{name} holds NaN or Inf, or numbers beyond float32: it is damaged")

@@ -84,12 +84,17 @@ def _qwen2_loaders(pruned: Shape, biased: frozenset[str]) -> dict[str, str]:
         return {}
     return {
         "vLLM": "with --model-impl transformers (its Qwen2 ignores head_dim)",
-        "llama.cpp": "no (its qwen2 ignores head_dim)",
+        "llama.cpp": "by coec export (its own converter ignores head_dim)",
     }
 
 
 def _qwen3_loaders(pruned: Shape, biased: frozenset[str]) -> dict[str, str]:
-    return {"vLLM": "no (its Qwen3 has no o_proj bias)"} if ATTENTION.name in biased else {}
+    if ATTENTION.name not in biased:
+        return {}
+    return {
+        "vLLM": "no (its Qwen3 has no o_proj bias)",
+        "llama.cpp": "no (its qwen3 has no o_proj bias)",
+    }
 
 
 def _neutral_multipliers(shape: Shape) -> dict[str, Any]:
@@ -102,7 +107,8 @@ def _neutral_multipliers(shape: Shape) -> dict[str, Any]:
 
 
 def _granite_loaders(pruned: Shape, biased: frozenset[str]) -> dict[str, str]:
-    return {} if pruned.full_width else {"llama.cpp": "no (its converter drops head_dim)"}
+    dropped = {"llama.cpp": "by coec export (its own converter drops head_dim)"}
+    return {} if pruned.full_width else dropped
 
 
 def _qwen2_biases(shape: Shape) -> dict[str, Any]:
@@ -114,7 +120,7 @@ def _seed_oss_loaders(pruned: Shape, biased: frozenset[str]) -> dict[str, str]:
     return {
         "vLLM": "with --model-impl transformers",
         "SGLang": "not known",
-        "llama.cpp": "no" if biased else "not known",
+        **({"llama.cpp": "by coec export (its own converter has no biases)"} if biased else {}),
     }
 
 
