@@ -186,6 +186,7 @@ def test_linear_and_yarn_are_keys(scaling, expected, variant, tmp_path):
         ({**YARN, "beta_fast": 16}, "beta_fast=16"),
         ({**YARN, "truncate": False}, "truncate=False"),
         ({**YARN, "attention_factor": 1.0}, "attention factor is 1"),
+        ({**YARN, "factor": None}, "rope_type 'yarn' in config.json has no factor"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ],
 )

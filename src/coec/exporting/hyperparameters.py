@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from coec.errors import ModelError, OptionError
@@ -62,7 +63,7 @@ class Hyperparameters:
         attention = [sites[block, ATTENTION.name] for block in blocks]
         return cls(
             model_type=model.architecture.model_type,
-            name=model.folder.resolve().name,
+            name=Path(model.name).resolve().name,
             hidden=model.shape.hidden,
             head_dim=model.shape.head_dim,
             vocabulary=model.vocabulary,

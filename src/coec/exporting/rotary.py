@@ -32,7 +32,7 @@ class Rotary:
         base: of the plain frequencies, `base^(−2i/d)`.
         kind: how they are scaled.
         factor: of linear and yarn.
-        original: the context length before yarn.
+        original: the context length before it.
         factors: what every plain frequency is divided by, for `FACTORS`.
     """
 
@@ -66,11 +66,13 @@ def rotary_of(model: Description) -> Rotary:
     scaling, known = READ[kind]
     _check_said(settings, known, kind)
     if scaling in (LINEAR, YARN):
+        if settings.get("factor") is None:
+            raise ModelError(f"rope_type '{kind}' in config.json has no factor: write it there")
         factor = float(settings["factor"])
         if scaling == YARN:
             _check_yarn(float(network.base_model.rotary_emb.attention_scaling), factor)
-        original = settings.get("original_max_position_embeddings", 0)
-        return Rotary(base, scaling, factor, int(original))
+        original = settings.get("original_max_position_embeddings") or model.positions
+        return Rotary(base, scaling, factor, original)
     if scaling == PLAIN:
         return Rotary(base)
     return Rotary(base, scaling, factors=_factors(network.base_model.rotary_emb.inv_freq, base))

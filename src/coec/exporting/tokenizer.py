@@ -15,7 +15,7 @@ from coec.calibration.tokens import load_tokenizer
 from coec.errors import ModelError
 from coec.exporting import bytes_bpe, pieces
 from coec.exporting.vocabulary import UnknownTokenizerError, Vocabulary
-from coec.models.carried import tokenizer_classes, tokenizer_files
+from coec.models.carried import TOKENIZER_FILES, tokenizer_classes
 from coec.models.dense import Dense
 
 INSTEAD = "pass no_tokenizer=True for a file that takes and gives token ids alone"
@@ -73,11 +73,14 @@ def tokenizer_of(model: Dense) -> Written:
     Raises:
         ModelError: there is none, or llama.cpp has none that gives the same ids.
     """
-    if not tokenizer_files(model.folder):
-        raise ModelError(f"'{model.folder}' has no tokenizer: copy its files there, or {INSTEAD}")
     if tokenizer_classes(model.folder):
         raise _refused(model, "it brings Python code of its own")
-    tokenizer: Any = load_tokenizer(model.folder)
+    if not any((model.folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(f"'{model.folder}' has no tokenizer: copy its files there, or {INSTEAD}")
+    try:
+        tokenizer: Any = load_tokenizer(model.folder)
+    except ModelError as error:
+        raise ModelError(f"{error}; mend it, or {INSTEAD}") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise _refused(model, f"transformers reads it as {type(tokenizer).__name__}, in Python")
