@@ -11,7 +11,7 @@ CODE := src tests tools benchmarks
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow crash fuzz lint check format bench quality results results-beyond clean
+.PHONY: help demo test slow crash fuzz gguf lint check format bench quality results results-beyond clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,18 @@ crash: .venv/ready  ## runs that are killed and go on, which test leaves out too
 
 fuzz: .venv/ready  ## mutated inputs, which test leaves out too (COEC_FUZZ_CASES of them)
 	@$(BIN)/python -m pytest -m fuzz -n $(WORKERS) --dist worksteal
+
+# Compiles llama.cpp without its tools (about ten minutes on 2 cores, once), apart from .venv.
+# It runs on the machine that it was built on.
+.venv-gguf/ready: .venv/ready
+	@rm -rf .venv-gguf
+	@echo "building llama.cpp in .venv-gguf (needs cmake and a C++ compiler; ten minutes, once)"
+	@CMAKE_ARGS="-DLLAVA_BUILD=OFF" SKBUILD_BUILD_TARGETS=llama $(BIN)/python -m pip install --quiet \
+		--disable-pip-version-check --no-deps --target .venv-gguf llama-cpp-python==0.3.36 diskcache==5.6.3
+	@touch $@
+
+gguf: .venv-gguf/ready  ## what llama.cpp computes from exported files, which test leaves out too
+	@PYTHONPATH=.venv-gguf $(BIN)/python -m pytest -m llama_cpp
 
 lint: .venv/ready  ## format, style, types, import contracts
 	@$(BIN)/ruff format --check $(CODE)
@@ -75,4 +87,4 @@ results-beyond: .venv/ready  ## the presets beside every repair, docs/RESULTS.md
 	@$(BIN)/coec report results-beyond
 
 clean:  ## remove the environment and what the demo wrote
-	@rm -rf .venv demo-output
+	@rm -rf .venv .venv-gguf demo-output

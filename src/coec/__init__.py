@@ -1,8 +1,8 @@
 """Training-free structured pruning of large language models.
 
 `prune` works on checkpoints, `compensate` on plain tensors; `plan` looks ahead, and `collect` keeps
-the statistics of a dense pass for many prunings. `perplexity`, `zero_shot`, `geometry`, `speed` and
-`efficiency` measure.
+the statistics of a dense pass for many prunings; `export` writes what other programs read.
+`perplexity`, `zero_shot`, `geometry`, `speed` and `efficiency` measure.
 """
 
 from importlib import import_module
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from coec.evaluation.perplexity import perplexity
     from coec.evaluation.speed import speed
     from coec.evaluation.zero_shot import zero_shot
+    from coec.exporting.export import Export, export
     from coec.planning import Plan
     from coec.pruning import plan, prune
     from coec.recipe import Recipe
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CoecError",
     "Compensation",
+    "Export",
     "Gram",
     "KeptSet",
     "Method",
@@ -41,6 +43,7 @@ __all__ = [
     "collect",
     "compensate",
     "efficiency",
+    "export",
     "geometry",
     "merge",
     "perplexity",
@@ -53,6 +56,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Compensation": "coec.types:SiteResult",  # as it was called before
+    "Export": "coec.exporting.export",
     "Gram": "coec.types",
     "KeptSet": "coec.types",
     "Method": "coec.compensation",
@@ -65,6 +69,7 @@ _LAZY = {
     "collect": "coec.collecting",
     "compensate": "coec.compensation",
     "efficiency": "coec.evaluation.efficiency",
+    "export": "coec.exporting.export",
     "geometry": "coec.evaluation.geometry",
     "merge": "coec.collecting",
     "perplexity": "coec.evaluation.perplexity",

@@ -9,6 +9,7 @@ import coec
 from coec.cli.analyze import analyze_command
 from coec.cli.collect import collect_command
 from coec.cli.evaluate import eval_command
+from coec.cli.export import export_command
 from coec.cli.methods import methods_command
 from coec.cli.prune import prune_command
 from coec.cli.report import report_command
@@ -49,6 +50,7 @@ app = typer.Typer(
 app.command("prune", cls=_Command)(prune_command)
 app.command("collect", cls=_Command)(collect_command)
 app.command("eval", cls=_Command)(eval_command)
+app.command("export", cls=_Command)(export_command)
 app.command("sweep", cls=_Command)(sweep_command)
 app.command("analyze", cls=_Command)(analyze_command)
 app.command("methods", cls=_Command)(methods_command)

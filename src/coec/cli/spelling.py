@@ -9,9 +9,9 @@ import re
 from coec.settings import NAMES
 
 FLAGS = NAMES | {
-    "baseline", "batch_size", "force", "jobs", "limit", "max_windows", "model", "new_tokens",
-    "prompt_tokens", "repeats", "restart", "statistics", "tasks", "tasks_data", "text",
-    "trust_remote_code", "warmup",
+    "baseline", "batch_size", "context", "dtype", "force", "jobs", "limit", "max_windows", "model",
+    "new_tokens", "no_tokenizer", "prompt_tokens", "repeats", "restart", "statistics", "tasks",
+    "tasks_data", "text", "trust_remote_code", "warmup",
 }  # fmt: skip
 """Arguments that are a flag of some command."""
 

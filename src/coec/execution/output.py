@@ -139,7 +139,7 @@ def _lock(partial: Path, out: Path) -> int:
         except FileNotFoundError:
             continue  # whoever held it has just removed it
         try:
-            _flock(descriptor, partial)
+            lock(descriptor, partial)
             if os.path.samestat(os.fstat(descriptor), os.stat(partial / LOCK)):
                 return descriptor
         except BlockingIOError:
@@ -152,8 +152,8 @@ def _lock(partial: Path, out: Path) -> int:
         os.close(descriptor)
 
 
-def _flock(descriptor: int, partial: Path) -> None:
-    """Raises BlockingIOError where another run has it."""
+def lock(descriptor: int, partial: Path) -> None:
+    """Locks an open file until it is closed; raises BlockingIOError where another run has it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -33,7 +33,7 @@ LOADERS = {
         Loader("transformers", "run: 4.57.6, 5.0, 5.3, 5.17, 5.23"),
         Loader("vLLM", "run: 0.32 on a CPU"),
         Loader("SGLang", "read: 0.5.23"),
-        Loader("llama.cpp", "run: the converter of November 2026, float32"),
+        Loader("llama.cpp", "run: its converter of November 2026, float32; coec export"),
         Loader("OpenVINO", "run: optimum-intel 2.2"),
         Loader("CTranslate2", "run: 4.8.5"),
     )
@@ -118,6 +118,8 @@ class Finding:
         return model_type in self.types and self.when(stored)
 
 
+OWN = "by coec export (its own converter {})"
+"""What llama.cpp makes of checkpoints that its converter has no words for."""
 FINDINGS = (
     Finding(
         "vLLM", ("qwen2",), fewer_heads,
@@ -126,10 +128,10 @@ FINDINGS = (
     Finding("vLLM", ("qwen3",), output_bias, "no (its Qwen3 has no o_proj bias)"),
     Finding("SGLang", ("llama",), down_bias, "no (it drops down_proj.bias without a word)"),
     Finding("SGLang", ("seed_oss",), always, "not known"),
-    Finding("llama.cpp", ("qwen2",), fewer_heads, "no (its qwen2 ignores head_dim)"),
-    Finding("llama.cpp", ("granite",), fewer_heads, "no (its converter drops head_dim)"),
-    Finding("llama.cpp", ("seed_oss",), new_biases, "no (its seed_oss has no such biases)"),
-    Finding("llama.cpp", ("qwen3",), output_bias, "not known"),
+    Finding("llama.cpp", ("qwen2",), fewer_heads, OWN.format("ignores head_dim")),
+    Finding("llama.cpp", ("granite",), fewer_heads, OWN.format("drops head_dim")),
+    Finding("llama.cpp", ("seed_oss",), new_biases, OWN.format("has no biases")),
+    Finding("llama.cpp", ("qwen3",), output_bias, "no (its qwen3 has no o_proj bias)"),
     Finding(
         "llama.cpp", ("mistral",), sliding,
         "up to the sliding window only (it ignores it, and goes wrong)",

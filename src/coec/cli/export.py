@@ -1,0 +1,81 @@
+"""`coec export`."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from coec.cli.common import (
+    NAME,
+    WHOLE,
+    Json,
+    argument,
+    progress_bars,
+    quieten,
+    results,
+    setting,
+    switch,
+)
+from coec.exporting.dtypes import DtypeName
+
+if TYPE_CHECKING:
+    from coec.exporting.export import Export
+
+
+def export_command(
+    model: Annotated[str, argument("Model folder or hub name, pruned or not.", "MODEL")],
+    out: Annotated[Path, argument("File to make, named ….gguf.", "OUT.gguf")],
+    *,
+    dtype: Annotated[
+        DtypeName | None,
+        setting(
+            "Of matrices: f32, f16, bf16 or q8_0. Default: what the weights are stored in.", NAME
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        setting(
+            "Tokens that the file says the model takes. Default: max_position_embeddings.", WHOLE
+        ),
+    ] = None,
+    no_tokenizer: Annotated[
+        bool,
+        switch(
+            "--no-tokenizer",
+            "Leave the tokenizer out: the file then takes and gives token ids alone.",
+        ),
+    ] = False,
+    force: Annotated[bool, switch("--force", "Replace the GGUF file at OUT.gguf.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write MODEL as one GGUF file, for llama.cpp and what is built on it."""
+    quieten()
+    from coec.exporting.export import export
+
+    with progress_bars() as advance:
+        written = export(model, out, dtype=dtype, context=context, no_tokenizer=no_tokenizer,
+                         force=force, progress=advance)  # fmt: skip
+    if as_json:
+        print(json.dumps(written.as_dict()))
+    else:
+        _show(written)
+
+
+def _show(written: "Export") -> None:
+    rows = {
+        "written": written.path,
+        "architecture": written.arch,
+        "parameters": f"{written.parameters:,}",
+        "size": f"{written.file_bytes / 1e6:,.2f} MB, {written.dtype}",
+        "context": f"{written.context:,} tokens",
+        "tokenizer": written.tokenizer or "none: the file takes and gives token ids alone",
+    }
+    if written.fallback:
+        rows["f16 instead"] = (
+            f"{len(written.fallback)} matrices, first {written.fallback[0]}: their rows do not "
+            f"divide into blocks of {written.dtype}; the file is "
+            f"{written.fallback_bytes / 1e6:,.2f} MB larger for it"
+        )
+    for name, value in rows.items():
+        results.print(f"{name:<16} {value}", markup=False)
+    for note in written.notes:
+        results.print(note, markup=False)

@@ -1,0 +1,1 @@
+"""Checkpoints in the formats of other programs: GGUF, which llama.cpp reads."""

@@ -1,0 +1,131 @@
+"""A model as one GGUF file, which llama.cpp and what is built on it read (docs/FORMATS.md).
+
+Everything that can be refused is refused before a byte is written. Tensors are then read, converted
+and written one at a time.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+from coec.errors import OptionError, OutputError
+from coec.events import Progress, recording
+from coec.execution.file import appearing, check_file
+from coec.execution.output import check_space
+from coec.exporting.dtypes import DTYPES
+from coec.models.dense import Dense
+from coec.settings import check_whole
+
+if TYPE_CHECKING:
+    from coec.exporting.plan import Plan
+
+MAGIC = b"GGUF"
+"""What the files begin with."""
+SUFFIX = ".gguf"
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was written; JSON-ready by `as_dict`.
+
+    Attributes:
+        path: of the file.
+        arch: llama.cpp's architecture.
+        dtype: of matrices.
+        parameters: of the model, tied ones once.
+        file_bytes: its size.
+        context: tokens that the file says the model takes.
+        tokenizer: llama.cpp's names for its kind and for how it cuts text; None where none is in
+            the file.
+        fallback: matrices that are f16 instead of the dtype asked for, since their rows do not
+            divide into its blocks.
+        fallback_bytes: how much larger the file is for them.
+        notes: what to know of the file, one sentence each.
+    """
+
+    path: str
+    arch: str
+    dtype: str
+    parameters: int
+    file_bytes: int
+    context: int
+    tokenizer: str | None
+    fallback: tuple[str, ...]
+    fallback_bytes: int
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field by name."""
+        return asdict(self)
+
+
+def export(
+    model: str | Path | Dense,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    context: SupportsIndex | None = None,
+    no_tokenizer: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Export:
+    """Writes a model, pruned or not, as a GGUF file; one tensor at a time is in memory.
+
+    Args:
+        model: a model folder or hub name, or a model opened before.
+        out: the file to make, `….gguf`.
+        dtype: of matrices: `f32`, `f16`, `bf16` or `q8_0`; None for what the weights are stored
+            in (f32 for float64). Vectors are f32.
+        context: tokens that the file says the model takes; None for what its configuration says.
+        no_tokenizer: leaves the tokenizer out: the file then takes and gives token ids alone.
+        force: replaces a GGUF file that is there.
+
+    Raises:
+        CoecError: with one line that says what to change; nothing is written then.
+
+    Example:
+        >>> coec.export("out/llama-30", "out/llama-30-q8_0.gguf", dtype="q8_0").file_bytes
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    length = None if context is None else check_whole("context", context)
+    path = Path(out)
+    if path.suffix != SUFFIX:
+        raise OutputError(f"the output must be a file whose name ends in {SUFFIX}, got '{out}'")
+    _check_package()
+    check_file(path, MAGIC, force)
+    # What needs the package gguf is imported only now.
+    from coec.exporting.plan import Plan
+    from coec.exporting.writing import write
+
+    with recording() as events:
+        plan = Plan.of(Dense.open(model), dtype, length, with_tokenizer=not no_tokenizer)
+        check_space(path, plan.size)
+        with appearing(path, MAGIC, force) as partial:
+            write(plan, partial, progress)
+    return _account(plan, path, tuple(events))
+
+
+def _check_package() -> None:
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise OptionError(
+            f"GGUF files are written by the package gguf ({error}): pip install 'coec[gguf]'"
+        ) from None
+
+
+def _account(plan: "Plan", out: Path, events: tuple[str, ...]) -> Export:
+    vocabulary = plan.tokenizer.vocabulary if plan.tokenizer else None
+    return Export(
+        path=str(out),
+        arch=plan.target.name,
+        dtype=plan.dtype,
+        parameters=sum(shape.numel() for shape in plan.model.shapes.values()),
+        file_bytes=out.stat().st_size,
+        context=plan.facts.context,
+        tokenizer=None if vocabulary is None else f"{vocabulary.model}, {vocabulary.pre}",
+        fallback=tuple(entry.name for entry in plan.fallback),
+        fallback_bytes=plan.fallback_bytes,
+        notes=(*plan.model.notes, *(vocabulary.notes if vocabulary else ()), *events),
+    )

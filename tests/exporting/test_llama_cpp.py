@@ -1,0 +1,170 @@
+"""What llama.cpp computes from our files is what transformers computes from the checkpoints.
+
+`make gguf` builds llama-cpp-python and runs these.
+"""
+
+import bpe_tokenizers as bt
+import pytest
+import torch
+from llama import Llama
+from transformers import AutoTokenizer
+from variants import HELD
+
+import coec
+import tiny_models as tm
+from coec.evaluation.perplexity import evaluation_windows
+from coec.models.dense import Dense
+
+pytestmark = pytest.mark.llama_cpp
+
+TOLERANCE = 2e-4
+"""Of logits of magnitude 5 to 20, which llama.cpp computes in float32."""
+LENGTH, STEPS = 60, 20
+WINDOW = 8
+SETTINGS = {"sparsity": 0.3, "samples": 24, "seq_len": 32}
+LLAMA_3 = tm.VARIANTS["llama rope"]["rope_scaling"]
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+UNIT = {"attention_multiplier": 0.5, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
+        "logits_scaling": 1.0}  # fmt: skip
+MODELS = {variant: (variant, {}) for variant in HELD} | {
+    "linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "yarn": ("llama", {"rope_scaling": YARN, "head_dim": 16}),
+    "yarn of a large base": ("mistral", {"rope_scaling": YARN, "rope_theta": 1e6, "head_dim": 16}),
+    "qwen3 linear": ("qwen3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "qwen3 yarn": ("qwen3", {"rope_scaling": YARN, "rope_theta": 1e6, "head_dim": 16}),
+    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2 wide heads": ("qwen2", {"head_dim": 6}),
+    "granite of neutral multipliers": ("granite", UNIT),
+    "granite biases": ("granite", {"attention_bias": True, "mlp_bias": True}),
+    "granite wide heads": ("granite", {"head_dim": 6, "rope_scaling": LLAMA_3}),
+    "seed_oss biases": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+}
+"""Variants, and what else a target may have to compute."""
+TEXTS = [
+    "Hello world, it's 12345 and I'LL go  now   !\n\n  x",
+    "naïve café Straße 日本語テスト русский ΑΒγδ 🙂🙂 “quotes”…—",
+    "a\r\n\r\nb\t\tc \n \n d", "1 22 333 4444 ١٢٣ Ⅳ ½ don't DON'T 'tis camelCaseHTTPServer",
+    "<s>the</s> <tool> th<tool>he", "   ", "\n\n\n", " leading", "trailing ", "",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _built():
+    why = "needs llama-cpp-python, which `make gguf` builds"
+    pytest.importorskip("llama_cpp", reason=why, exc_type=ImportError)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return tm.token_file(tmp_path_factory.mktemp("tokens") / "tokens.npy")
+
+
+def compare(folder, out, context=None):
+    """Writes the file; logits and greedy ids by both programs, equal."""
+    coec.export(folder, out, no_tokenizer=True, context=context)
+    network = Dense.open(folder).network(torch.device("cpu"), torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    length = context or LENGTH
+    ids = torch.randint(2, tm.VOCABULARY, (1, length), generator=generator)
+    llama = Llama(out, context=tm.POSITIONS)
+    with torch.no_grad():
+        expected = network(input_ids=ids, use_cache=False).logits[0]
+    torch.testing.assert_close(
+        llama.logits(ids[0].tolist()).double(), expected, rtol=0, atol=TOLERANCE
+    )
+    start, steps = ids[:, :4], min(STEPS, length - 4)
+    greedy = network.generate(start, max_new_tokens=steps, do_sample=False, eos_token_id=None)
+    assert llama.greedy(start[0].tolist(), steps) == greedy[0, 4:].tolist()
+    llama.close()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_dense_and_pruned_models_compute_the_same(name, tokens, tmp_path):
+    variant, changes = MODELS[name]
+    dense = tm.save(tm.tiny(variant, torch.float32, **changes), tmp_path / "dense")
+    window = WINDOW if variant in ("mistral sliding", "qwen2 mixed") else None
+    compare(dense, tmp_path / "dense.gguf", window)
+    for compensation in ("none", "bias"):
+        out = tmp_path / compensation
+        try:
+            coec.prune(dense, out, calibration=tokens, compensation=compensation, **SETTINGS)
+        except coec.CoecError:
+            assert compensation == "bias"  # no stock format has one: the contract tests say which
+            continue
+        compare(out, tmp_path / f"{compensation}.gguf", window)
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "q8_0"])
+def test_files_of_fewer_bits_are_near(dtype, tmp_path):
+    folder = tm.save(tm.tiny("llama", torch.float32), tmp_path / "model")
+    coec.export(folder, tmp_path / "out.gguf", dtype=dtype, no_tokenizer=True)
+    network = Dense.open(folder).network(torch.device("cpu"), torch.float64)
+    ids = list(range(2, 50))
+    found = Llama(tmp_path / "out.gguf").logits(ids).double()
+    with torch.no_grad():
+        expected = network(input_ids=torch.tensor([ids])).logits[0]
+    error = (found - expected).norm() / expected.norm()
+    assert error < {"f16": 1e-2, "bf16": 5e-2, "q8_0": 0.15}[dtype]
+    assert error > 1e-5  # it is not the f32 file
+
+
+@pytest.mark.parametrize("name", [*bt.CUTS, "pieces", "always", "first", "never"])
+def test_texts_become_the_same_ids(name, tmp_path):
+    model = tm.tiny("llama", torch.float32, vocab_size=bt.SIZE)
+    folder = tm.save(model, tmp_path / "model", tokenizer=False)
+    if name in bt.CUTS:
+        bt.save_bytes(folder, name)
+    else:
+        bt.save_pieces(folder, bt.pieces(**({} if name == "pieces" else bt.metaspace(name))))
+    result = coec.export(folder, tmp_path / "out.gguf")
+    check_texts(folder, tmp_path / "out.gguf", [*TEXTS, *bt.TEXT], exact=not result.notes)
+
+
+def check_texts(folder, file, texts, *, exact=True):
+    """Where the file has a note, only what the note is about may differ."""
+    own, llama = AutoTokenizer.from_pretrained(folder), Llama(file)
+    noted = [] if exact else [t for t in texts if t[:1] == " " or not t.isascii() or "<s>" in t]
+    for text in texts:
+        if text not in noted:
+            assert llama.tokens(text) == own(text)["input_ids"], text
+    llama.close()
+
+
+@pytest.mark.parametrize("name", ["stories260K", "wt2-llama", "babyllama-1M"])
+def test_the_shared_models(name, shared, tmp_path):
+    folder, out = shared / "models" / name, tmp_path / "out.gguf"
+    has_kind = name != "babyllama-1M"  # its tokenizer squeezes spaces and has no bytes
+    coec.export(folder, out, no_tokenizer=not has_kind)
+    model = Dense.open(folder)
+    network = model.network(torch.device("cpu"), torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, model.vocabulary, (1, 200), generator=generator)
+    llama = Llama(out)
+    with torch.no_grad():
+        expected = network(input_ids=ids).logits[0]
+    torch.testing.assert_close(
+        llama.logits(ids[0].tolist()).double(), expected, rtol=0, atol=TOLERANCE
+    )
+    greedy = network.generate(ids[:, :8], max_new_tokens=STEPS, do_sample=False, eos_token_id=None)
+    assert llama.greedy(ids[0, :8].tolist(), STEPS) == greedy[0, 8:].tolist()
+    llama.close()
+    if has_kind:
+        text = (shared / "data/wikitext-2/valid.raw.txt").read_text(encoding="utf-8")[:50_000]
+        check_texts(folder, out, [*TEXTS, text])
+
+
+def test_perplexity_of_a_pruned_model(shared, tmp_path):
+    """Ours, and that of llama.cpp's logits over the same windows."""
+    text = shared / "data/wikitext-2/test.raw.txt"
+    coec.prune(shared / "models/wt2-llama", tmp_path / "pruned", sparsity=0.3, samples=16,
+               seq_len=256, calibration=str(shared / "data/wikitext-2/valid.raw.txt"),
+               compensation="ridge-to-slice")  # fmt: skip
+    coec.export(tmp_path / "pruned", tmp_path / "out.gguf")
+    ours = coec.perplexity(tmp_path / "pruned", text, seq_len=256, max_windows=8)
+    windows = evaluation_windows(tmp_path / "pruned", text, seq_len=256, max_windows=8).ids
+    llama = Llama(tmp_path / "out.gguf")
+    losses = [
+        torch.nn.functional.cross_entropy(llama.logits(ids.tolist())[:-1].double(), ids[1:])
+        for ids in windows.long()
+    ]
+    assert float(torch.stack(losses).mean().exp()) == pytest.approx(ours.perplexity, abs=1e-3)
