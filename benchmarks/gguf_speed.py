@@ -1,10 +1,10 @@
 """Speed and size of a model in llama.cpp, dense and with 30 % removed.
 
-    PYTHONPATH=.venv-gguf .venv/bin/python -m benchmarks.gguf_speed [--dtype q8_0] [--threads 1]
+    PYTHONPATH=.venv-gguf .venv/bin/python -m benchmarks.gguf_speed [--dtype q8_0]
 
 Random Llamas of the sizes that pruning leaves: the time of a product does not depend on its
-numbers. `make gguf` builds llama-cpp-python. Rates are the best of `--repeats` runs, which take
-turns, so that other work on the machine meets all of them.
+numbers. `make gguf` builds llama-cpp-python. One thread, seconds of CPU time: other work on the
+machine does not count. Rates are the best of `--repeats` runs, which take turns.
 """
 
 import argparse
@@ -65,27 +65,27 @@ def written(size: Size, folder: Path, dtype: str) -> coec.Export:
 
 
 class Runner:
-    """A file, loaded, with llama.cpp's defaults but for the threads."""
+    """A file, loaded, with llama.cpp's defaults but for the one thread."""
 
-    def __init__(self, path: str, threads: int):
+    def __init__(self, path: str):
         self.model = llama_cpp.llama_model_load_from_file(
             path.encode(), llama_cpp.llama_model_default_params()
         )
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx = settings.n_batch = settings.n_ubatch = PROMPT + NEW
-        settings.n_threads = settings.n_threads_batch = threads
+        settings.n_threads = settings.n_threads_batch = 1
         self.context = llama_cpp.llama_init_from_model(self.model, settings)
 
     def rates(self) -> tuple[float, float]:
         """Tokens per second, read at once and written one by one."""
         memory = llama_cpp.llama_get_memory(self.context)
         llama_cpp.llama_memory_clear(memory, True)
-        began = time.perf_counter()
+        began = time.process_time()
         self._run(PROMPT)
-        read = time.perf_counter()
+        read = time.process_time()
         for _ in range(NEW):
             self._run(1)
-        done = time.perf_counter()
+        done = time.process_time()
         return PROMPT / (read - began), NEW / (done - read)
 
     def _run(self, count: int) -> None:
@@ -99,16 +99,15 @@ def main() -> None:
     """Prints a row for every size."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="q8_0")
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
     asked = parser.parse_args()
     silent: Any = llama_cpp.llama_log_callback(lambda level, text, data: None)
     llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
     versions = [f"{name} {version(name)}" for name in ("llama_cpp_python", "gguf")]
-    print(f"{', '.join(versions)}; {asked.dtype}, {asked.threads} thread(s)")
+    print(f"{', '.join(versions)}; {asked.dtype}, one thread")
     with tempfile.TemporaryDirectory() as folder:
         files = [written(size, Path(folder), asked.dtype) for size in SIZES]
-        runners = [Runner(file.path, asked.threads) for file in files]
+        runners = [Runner(file.path) for file in files]
         rounds = [[runner.rates() for runner in runners] for _ in range(asked.repeats)]
         print("| model | parameters | MB | in f16 | reads tok/s | writes tok/s |")
         print("|---|---|---|---|---|---|")

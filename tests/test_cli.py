@@ -463,6 +463,7 @@ def test_help_imports_nothing_heavy(arguments):
         ("prune", "Usage: coec prune [OPTIONS] MODEL [OUT]"),
         ("collect", "Usage: coec collect [OPTIONS] MODEL STATS [MERGED]"),
         ("eval", "Usage: coec eval [OPTIONS] MODEL"),
+        ("export", "Usage: coec export [OPTIONS] MODEL OUT.gguf"),
         ("sweep", "Usage: coec sweep [OPTIONS] GRID [OUT]"),
         ("analyze", "Usage: coec analyze [OPTIONS] MODEL [PRUNED]"),
         ("report", "Usage: coec report [OPTIONS] OUT"),

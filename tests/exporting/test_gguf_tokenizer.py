@@ -83,6 +83,14 @@ def test_the_space_before_a_text(scheme, prefix, note, folder):
     assert bool(result.notes) == bool(note)
 
 
+def test_no_space_is_put_before_a_text_where_none_was(folder):
+    step = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    bt.save_pieces(folder, bt.pieces(normalizer=step))
+    result, reader = exported(folder)
+    assert says(reader, "ggml.add_space_prefix") is False
+    assert not result.notes
+
+
 def test_chat_templates_go_with_it(folder):
     bt.save_bytes(folder, chat_template="{{ messages }}")
     _, reader = exported(folder)
@@ -167,6 +175,8 @@ def test_byte_level_bpe_that_llama_cpp_does_not_have_is_refused(message, changes
             "type": "Strip", "strip_left": True, "strip_right": True}}),
         ("another way than SentencePiece .nothing", {"normalizer": None}),
         ("neither byte-level BPE nor", {"model": {**bt.pieces()["model"], "byte_fallback": False}}),
+        ("drops or ignores merges", {"model": {**bt.pieces()["model"], "ignore_merges": True}}),
+        ("drops or ignores merges", {"model": {**bt.pieces()["model"], "dropout": 0.1}}),
         ("its model is WordLevel", {"model": {
             "type": "WordLevel", "vocab": {"<unk>": 0, "</s>": 1, "<s>": 2},
             "unk_token": "<unk>"}}),

@@ -132,8 +132,8 @@ def _tokens(
         for token, number in content["model"]["vocab"].items()
     }
     for token in content["added_tokens"]:
-        kind = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
-        known[token["id"]] = token["content"], vocabulary.types.get(token["content"], kind)
+        own = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
+        known[token["id"]] = token["content"], vocabulary.types.get(token["content"], own)
     if max(known) >= size:
         raise UnknownTokenizerError(f"it has the id {max(known)}, the model has {size} of them")
     for number, (token, its_type) in known.items():
