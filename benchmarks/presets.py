@@ -64,7 +64,10 @@ def measure(model: str, preset: str, shared: Path) -> dict[str, float]:
         ]  # fmt: skip
         began = time.perf_counter()
         process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
