@@ -14,6 +14,7 @@ from coec.devices import DTYPES, resident_bytes
 from coec.errors import OptionError
 from coec.models.description import Description
 from coec.models.formats import OutputFormat, choose_format
+from coec.models.layout import Layout
 from coec.models.shape import Shape
 from coec.recipe import Recipe
 from coec.selection import kept_count
@@ -65,8 +66,10 @@ class Plan:
         Raises:
             ModelError, OptionError: as `of`.
         """
-        asked = recipe.rebuilding.kv_groups
-        names = ("uniform", "all") if asked == "held-out" else (asked,)
+        recipe = recipe.opened()
+        if recipe.kept is not None:
+            recipe.kept.check(model.layout)
+        names = _rules(model.layout, recipe)
         plans: dict[str, Plan] = {}
         refused: dict[str, OptionError] = {}
         for name in names:
@@ -102,11 +105,11 @@ class Plan:
 
     @classmethod
     def _with(cls, model: Description, recipe: Recipe, kv_groups: str) -> "Plan":
-        sparsity = recipe.repair.sparsity
+        sparsity, kept = recipe.repair.sparsity, recipe.kept
         widths = (
-            whole_attention(model.layout, model.shapes, sparsity)
+            whole_attention(model.layout, model.shapes, sparsity, kept)
             if kv_groups == "all"
-            else uniform(model.layout, sparsity)
+            else uniform(model.layout, sparsity, kept)
         )
         patterns = model.architecture.blocks.sites
         pruned = model.shape.kept({p.counted_by: widths.everywhere(p.name) for p in patterns})
@@ -147,12 +150,34 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Where nothing goes, although a fraction of every site was asked for."""
-        return self.remarks + tuple(
-            f"nothing is removed at {site.name}: {self.recipe.repair.sparsity:.4g} of "
-            f"{site.units} {site.unit}s is less than one"
-            for site in self.model.layout.kinds
-            if kept_count(site.units, self.recipe.repair.sparsity) == site.units
+        """Where nothing goes, although a fraction was asked for; and what is not selected."""
+        kept = self.recipe.kept
+        named = kept.units if kept is not None else {}
+        return (
+            self.remarks
+            + self._of_kept()
+            + tuple(
+                f"nothing is removed at {site.name}: {self.recipe.repair.sparsity:.4g} of "
+                f"{site.units} {site.unit}s is less than one"
+                for site in self.model.layout.kinds
+                if site.key not in named
+                and kept_count(site.units, self.recipe.repair.sparsity) == site.units
+            )
+        )
+
+    def _of_kept(self) -> tuple[str, ...]:
+        """What kept units that were given leave without effect."""
+        kept, sites = self.recipe.kept, self.model.layout.sites
+        if kept is None:
+            return ()
+        if kept.covers(self.model.layout):
+            return (
+                f"every site keeps the units of '{kept.source}': sparsity, selection and kv_groups "
+                "have no effect",
+            )
+        return (
+            f"{len(kept.units)} of {len(sites)} sites keep the units of '{kept.source}', the "
+            "others are selected from",
         )
 
     @property
@@ -275,6 +300,7 @@ class Plan:
                 **{s.name: _share(s.units, self.widths.of(s)) for s in self.model.layout.kinds},
                 "parameters": _share(self.parameters_before, self.parameters_after),
             },
+            "kept": None if self.recipe.kept is None else self.recipe.kept.record(),
             "notes": list(self.notes),
             "seq_len": self.seq_len,
         }
@@ -284,6 +310,15 @@ class Plan:
         """The candidates besides this one, among which held-out windows choose."""
         found = Plan.candidates(self.model, self.recipe)
         return {name: plan for name, plan in found.items() if plan.pruned != self.pruned}
+
+
+def _rules(layout: Layout, recipe: Recipe) -> tuple[str, ...]:
+    """How many KV groups stay: the names of the rules, of which held-out windows choose one."""
+    asked, kept = recipe.rebuilding.kv_groups, recipe.kept
+    given = kept is not None and any(s.key in kept.units for s in layout.sites if s.value)
+    if given and asked != "all":
+        return ("kept",)  # there is nothing to choose
+    return ("uniform", "all") if asked == "held-out" else (asked,)
 
 
 def _share(before: int, after: int) -> float:

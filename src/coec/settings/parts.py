@@ -24,6 +24,8 @@ DTYPE_NAMES: tuple[str, ...] = get_args(DtypeName)
 Source: TypeAlias = str | Path | Any
 """`wikitext2`, `c4`, `hub:…`, `self`, a path, or a tensor or array of token ids (n, or windows ×
 length)."""
+Kept: TypeAlias = str | Path | Any
+"""A file or folder, a mapping of indices by site, or kept units that were read already."""
 
 
 def check_sparsity(sparsity: float) -> None:
@@ -73,6 +75,12 @@ class Repair(Settings):
         0.3, "Fraction of units removed, between 0 and 1.", check=check_sparsity
     )
     selection: SelectionName | Callable[..., Any] = setting("rcpu", "Which score picks the units.")
+    kept: Kept | None = setting(
+        None,
+        "Units that stay, by site: a safetensors or JSON file, or a folder that coec pruned. Sites "
+        "in it are not selected from.",
+        otherwise="none: all are selected",
+    )
     compensation: CompensationName | Callable[..., Any] = setting(
         "coec", "How the kept weights are repaired; `auto` needs holdout."
     )
