@@ -1,8 +1,8 @@
 """Training-free structured pruning of large language models.
 
-`prune` works on checkpoints, `compensate` on plain tensors; `plan` looks ahead, and `collect` keeps
-the statistics of a dense pass for many prunings. `perplexity`, `zero_shot`, `geometry`, `speed` and
-`efficiency` measure.
+`prune` works on checkpoints, `compensate` on plain tensors, and `compensate_pruned` on what another
+program pruned; `plan` looks ahead, and `collect` keeps the statistics of a dense pass for many
+prunings. `perplexity`, `zero_shot`, `geometry`, `speed` and `efficiency` measure.
 """
 
 from importlib import import_module
@@ -13,6 +13,7 @@ from coec.errors import CoecError
 if TYPE_CHECKING:
     from coec.calibration.statistics import Statistics
     from coec.collecting import collect, merge
+    from coec.compensating import compensate_pruned, infer_kept
     from coec.compensation import Method, compensate
     from coec.evaluation.efficiency import efficiency
     from coec.evaluation.geometry import geometry
@@ -40,8 +41,10 @@ __all__ = [
     "Statistics",
     "collect",
     "compensate",
+    "compensate_pruned",
     "efficiency",
     "geometry",
+    "infer_kept",
     "merge",
     "perplexity",
     "plan",
@@ -64,8 +67,10 @@ _LAZY = {
     "Statistics": "coec.calibration.statistics",
     "collect": "coec.collecting",
     "compensate": "coec.compensation",
+    "compensate_pruned": "coec.compensating",
     "efficiency": "coec.evaluation.efficiency",
     "geometry": "coec.evaluation.geometry",
+    "infer_kept": "coec.compensating",
     "merge": "coec.collecting",
     "perplexity": "coec.evaluation.perplexity",
     "plan": "coec.pruning",
