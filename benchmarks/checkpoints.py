@@ -23,6 +23,7 @@ import coec
 from benchmarks import record
 from benchmarks.instances import SHARED
 from coec.calibration.measure import DensePass
+from coec.calibration.tokens import Windows
 from coec.evaluation.perplexity import evaluation_windows
 from coec.experiments.rows import RESULTS, Row, read_lines
 from coec.models.dense import Dense
@@ -128,14 +129,11 @@ def theirs(
 ) -> list[Measured]:
     """The peers' checkpoints of one model, measured as the sweep measured ours."""
     model = Path(dense.name).name
-    text = TEXTS[model]
-    cut = evaluation_windows(
-        dense, shared / "data" / text / FILES[text][1], seq_len=SEQ_LEN, max_windows=windows
-    )
+    cut = evaluated_on(dense, shared, windows)
     found = []
     for folder in sorted(f for seed in seeds for f in peers.glob(f"*/{model}/{seed}")):
         result = coec.perplexity(folder, cut, baseline=dense if distance else None)
-        said = _note(folder)
+        said = note(folder)
         found.append(
             Measured(
                 folder.parts[-3], str(said.get("version", "")), model, int(folder.name),
@@ -146,10 +144,18 @@ def theirs(
     return found
 
 
-def _note(folder: Path) -> dict[str, Any]:
+def evaluated_on(dense: Dense, shared: Path, windows: int) -> Windows:
+    """The first windows of a model's test text."""
+    text = TEXTS[Path(dense.name).name]
+    path = shared / "data" / text / FILES[text][1]
+    return evaluation_windows(dense, path, seq_len=SEQ_LEN, max_windows=windows)
+
+
+def note(folder: Path) -> dict[str, Any]:
+    """What whoever made a checkpoint says of it."""
     path = folder / NOTE
-    note: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return note
+    said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return said
 
 
 def describe(found: list[Measured], model: str) -> str:

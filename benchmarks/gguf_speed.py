@@ -1,10 +1,11 @@
 """Speed and size of a model in llama.cpp, dense and with 30 % removed.
 
-    PYTHONPATH=.venv-gguf .venv/bin/python -m benchmarks.gguf_speed [--dtype q8_0]
+    PYTHONPATH=.venv-gguf .venv/bin/python -m benchmarks.gguf_speed [--dtype q8_0] [--q4-k-m]
 
 Random Llamas of the sizes that pruning leaves: the time of a product does not depend on its
 numbers. `make gguf` builds llama-cpp-python. One thread, seconds of CPU time: other work on the
-machine does not count. Rates are the best of `--repeats` runs, which take turns.
+machine does not count. `--q4-k-m` lets llama.cpp quantise the files before. Rates are the best of
+`--repeats` runs, which take turns.
 """
 
 import argparse
@@ -64,6 +65,17 @@ def written(size: Size, folder: Path, dtype: str) -> coec.Export:
     return coec.export(place, f"{place}.gguf", dtype=dtype, no_tokenizer=True)
 
 
+def quantised(path: str) -> str:
+    """A file of Q4_K_M beside one of f16, which goes."""
+    made = path.replace(".gguf", "-q4-k-m.gguf")
+    how = llama_cpp.llama_model_quantize_default_params()
+    how.ftype, how.nthread = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M, 1
+    if llama_cpp.llama_model_quantize(path.encode(), made.encode(), ctypes.byref(how)):
+        raise RuntimeError(f"llama.cpp could not quantise {path}")
+    Path(path).unlink()
+    return made
+
+
 class Runner:
     """A file, loaded, with llama.cpp's defaults but for the one thread."""
 
@@ -99,23 +111,27 @@ def main() -> None:
     """Prints a row for every size."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="q8_0")
+    parser.add_argument("--q4-k-m", action="store_true")
     parser.add_argument("--repeats", type=int, default=5)
     asked = parser.parse_args()
     silent: Any = llama_cpp.llama_log_callback(lambda level, text, data: None)
     llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
     versions = [f"{name} {version(name)}" for name in ("llama_cpp_python", "gguf")]
-    print(f"{', '.join(versions)}; {asked.dtype}, one thread")
+    kind = "Q4_K_M" if asked.q4_k_m else asked.dtype
+    print(f"{', '.join(versions)}; {kind}, one thread")
     with tempfile.TemporaryDirectory() as folder:
-        files = [written(size, Path(folder), asked.dtype) for size in SIZES]
-        runners = [Runner(file.path) for file in files]
+        dtype = "f16" if asked.q4_k_m else asked.dtype
+        files = [written(size, Path(folder), dtype) for size in SIZES]
+        paths = [quantised(file.path) if asked.q4_k_m else file.path for file in files]
+        runners = [Runner(path) for path in paths]
         rounds = [[runner.rates() for runner in runners] for _ in range(asked.repeats)]
         print("| model | parameters | MB | in f16 | reads tok/s | writes tok/s |")
         print("|---|---|---|---|---|---|")
-        for place, (size, file) in enumerate(zip(SIZES, files)):
+        for place, (size, file, path) in enumerate(zip(SIZES, files, paths)):
             read, write = (max(one[place][kind] for one in rounds) for kind in (0, 1))
             print(
                 f"| {size.name}, ffn {size.ffn} | {file.parameters / 1e6:.1f} M "
-                f"| {file.file_bytes / 1e6:.1f} | {len(file.fallback)} "
+                f"| {Path(path).stat().st_size / 1e6:.1f} | {len(file.fallback)} "
                 f"| {read:.0f} | {write:.1f} |"
             )
 

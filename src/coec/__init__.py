@@ -1,8 +1,9 @@
 """Training-free structured pruning of large language models.
 
-`prune` works on checkpoints, `compensate` on plain tensors; `plan` looks ahead, and `collect` keeps
-the statistics of a dense pass for many prunings; `export` writes what other programs read.
-`perplexity`, `zero_shot`, `geometry`, `speed` and `efficiency` measure.
+`prune` works on checkpoints, `compensate` on plain tensors, and `compensate_pruned` on what another
+program pruned; `plan` looks ahead, and `collect` keeps the statistics of a dense pass for many
+prunings; `export` writes what other programs read. `perplexity`, `zero_shot`, `geometry`, `speed`
+and `efficiency` measure.
 """
 
 from importlib import import_module
@@ -13,6 +14,7 @@ from coec.errors import CoecError
 if TYPE_CHECKING:
     from coec.calibration.statistics import Statistics
     from coec.collecting import collect, merge
+    from coec.compensating import compensate_pruned, infer_kept
     from coec.compensation import Method, compensate
     from coec.evaluation.efficiency import efficiency
     from coec.evaluation.geometry import geometry
@@ -42,9 +44,11 @@ __all__ = [
     "Statistics",
     "collect",
     "compensate",
+    "compensate_pruned",
     "efficiency",
     "export",
     "geometry",
+    "infer_kept",
     "merge",
     "perplexity",
     "plan",
@@ -68,9 +72,11 @@ _LAZY = {
     "Statistics": "coec.calibration.statistics",
     "collect": "coec.collecting",
     "compensate": "coec.compensation",
+    "compensate_pruned": "coec.compensating",
     "efficiency": "coec.evaluation.efficiency",
     "export": "coec.exporting.export",
     "geometry": "coec.evaluation.geometry",
+    "infer_kept": "coec.compensating",
     "merge": "coec.collecting",
     "perplexity": "coec.evaluation.perplexity",
     "plan": "coec.pruning",

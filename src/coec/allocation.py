@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from coec.errors import OptionError
+from coec.kept import KeptUnits
 from coec.models.layout import Layout, Site
 from coec.selection import kept_count
 from coec.settings import Repair
@@ -54,28 +55,38 @@ class Widths:
         return widths.pop()
 
 
-def uniform(layout: Layout, repair: Repair) -> Widths:
+def uniform(layout: Layout, repair: Repair, given: KeptUnits | None = None) -> Widths:
     """`⌈(1 − ρ) n⌉` units of every site, channels rounded up to a multiple.
+
+    Args:
+        layout: where units are.
+        repair: the fractions that go, and to what channels are rounded.
+        given: the units of sites that somebody names, which keep as many as these.
 
     Raises:
         OptionError: nothing goes anywhere.
     """
     kept = {}
     for site in layout.sites:
-        removed = repair.removed(site.name)
-        count = kept_count(site.units, removed) if removed else site.units
-        kept[site.block, site.name] = _aligned(site, count, repair.multiple)
+        count = _aligned(site, _by_rule(site, repair), repair.multiple)
+        named = None if given is None else given.units.get(site.key)
+        kept[site.block, site.name] = count if named is None else len(named)
     widths = Widths(kept)
-    if not any(widths.removes_from(site) for site in layout.kinds):
-        raise _nothing_goes(layout, repair)
+    if not any(widths.removes_from(site) for site in layout.sites):
+        raise _nothing_goes(layout, repair, given)
     return widths
 
 
-def _nothing_goes(layout: Layout, repair: Repair) -> OptionError:
+def _nothing_goes(layout: Layout, repair: Repair, given: KeptUnits | None) -> OptionError:
     counts = " and ".join(f"{site.units:,} {site.unit}s" for site in layout.kinds)
     asked = {site.name: repair.removed(site.name) for site in layout.kinds}
+    shares = ", ".join(f"{share:g} of {name}" for name, share in asked.items())
+    if given is not None:
+        rest = "" if given.covers(layout) else f", and removing {shares} takes none elsewhere"
+        return OptionError(
+            f"'{given.source}' keeps every unit of the sites that it names{rest}: nothing would go"
+        )
     if len(set(asked.values())) > 1 or repair.align != "1":
-        shares = ", ".join(f"{share:g} of {name}" for name, share in asked.items())
         return OptionError(
             f"removing {shares} with align = {repair.align} removes nothing from {counts}: remove "
             "more, or align to a smaller multiple"
@@ -91,26 +102,39 @@ def _nothing_goes(layout: Layout, repair: Repair) -> OptionError:
     return OptionError(f"sparsity {sparsity:g} removes nothing from {counts}: {advice}")
 
 
-def whole_attention(layout: Layout, shapes: Mapping[str, torch.Size], repair: Repair) -> Widths:
+def whole_attention(
+    layout: Layout,
+    shapes: Mapping[str, torch.Size],
+    repair: Repair,
+    given: KeptUnits | None = None,
+) -> Widths:
     """All units behind attention stay; the other sites give as many parameters as `uniform` takes.
 
     Args:
         layout: where units are.
         shapes: of the dense model's tensors, by name.
         repair: the fractions that `uniform` removes, and to what channels are rounded.
+        given: the units of sites that somebody names.
 
     Raises:
-        OptionError: the other sites have too few.
+        OptionError: the other sites have too few, or what is given says otherwise.
     """
-    widths = uniform(layout, repair)
-    kept: dict[tuple[int, str], int] = {}
+    widths = uniform(layout, repair, given)
+    kept: dict[tuple[int, str], int] = dict(widths.kept)
     for block in layout.blocks:
         spared = 0
         for site in block.sites:
             if site.value is not None:
-                spared += (site.units - widths.of(site)) * _parameters(site, shapes)
+                _check_whole(site, widths, given)
+                spared += (site.units - _by_rule(site, repair)) * _parameters(site, shapes)
                 kept[site.block, site.name] = site.units
-        paying = [site for site in block.sites if site.value is None]
+        paying = [s for s in block.sites if s.value is None and not _names(given, s)]
+        if spared and not paying and not all(_names(given, site) for site in block.sites):
+            assert given is not None
+            raise OptionError(
+                f"kv_groups = all keeps KV groups at the cost of other units, which "
+                f"'{given.source}' names in block {block.index}: leave one of the two out"
+            )
         for site in paying:
             less = math.ceil(spared / len(paying) / _parameters(site, shapes))
             if less >= widths.of(site):
@@ -121,6 +145,25 @@ def whole_attention(layout: Layout, shapes: Mapping[str, torch.Size], repair: Re
             left = widths.of(site) - less
             kept[site.block, site.name] = _aligned(site, left, repair.multiple) if less else left
     return Widths(kept)
+
+
+def _by_rule(site: Site, repair: Repair) -> int:
+    """How many units of a site stay by its fraction alone."""
+    removed = repair.removed(site.name)
+    return kept_count(site.units, removed) if removed else site.units
+
+
+def _names(given: KeptUnits | None, site: Site) -> bool:
+    return given is not None and site.key in given.units
+
+
+def _check_whole(site: Site, widths: Widths, given: KeptUnits | None) -> None:
+    """Raises OptionError where less than all of a site was given."""
+    if given is not None and site.key in given.units and widths.removes_from(site):
+        raise OptionError(
+            f"kv_groups = all keeps every {site.unit}, '{given.source}' {widths.of(site)} of "
+            f"{site.units} in {site.key}: leave one of the two out"
+        )
 
 
 def _aligned(site: Site, kept: int, multiple: int | None) -> int:

@@ -15,7 +15,7 @@ from coec.errors import OptionError
 from coec.models.description import Description
 from coec.models.fallbacks import fallbacks
 from coec.models.formats import OutputFormat, choose_format
-from coec.models.layout import Site
+from coec.models.layout import Layout, Site
 from coec.models.shape import Shape
 from coec.recipe import Recipe
 from coec.selection import kept_count
@@ -67,14 +67,16 @@ class Plan:
         Raises:
             ModelError, OptionError: as `of`.
         """
+        recipe = recipe.opened()
+        if recipe.kept is not None:
+            recipe.kept.check(model.layout)
         if (setting := recipe.rebuilding.in_order) and (adds := model.architecture.adds):
             raise OptionError(
                 f"{setting} needs blocks that add what attention and the MLP return, one after the "
                 f"other; those of {model.architecture.model_type} add {adds}: leave it out "
                 "(preset = fast does)"
             )
-        asked = recipe.rebuilding.kv_groups
-        names = ("uniform", "all") if asked == "held-out" else (asked,)
+        names = _rules(model.layout, recipe)
         plans: dict[str, Plan] = {}
         refused: dict[str, OptionError] = {}
         for name in names:
@@ -111,9 +113,9 @@ class Plan:
     @classmethod
     def _with(cls, model: Description, recipe: Recipe, kv_groups: str) -> "Plan":
         widths = (
-            whole_attention(model.layout, model.shapes, recipe.repair)
+            whole_attention(model.layout, model.shapes, recipe.repair, recipe.kept)
             if kv_groups == "all"
-            else uniform(model.layout, recipe.repair)
+            else uniform(model.layout, recipe.repair, recipe.kept)
         )
         patterns = model.architecture.blocks.sites
         pruned = model.shape.kept({p.counted_by: widths.everywhere(p.name) for p in patterns})
@@ -154,24 +156,41 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Where nothing goes, although some was asked for; and what a width costs elsewhere."""
-        kinds, repair = self.model.layout.kinds, self.recipe.repair
+        """What has no effect, and what a width costs elsewhere."""
+        kinds, repair, kept = self.model.layout.kinds, self.recipe.repair, self.recipe.kept
+        named = kept.units if kept is not None else {}
         unmoved = (
             f"nothing is removed at {site.name}: {repair.removed(site.name):.4g} of "
             f"{site.units} {site.unit}s is less than one"
             for site in kinds
-            if repair.removed(site.name)
+            if site.key not in named
+            and repair.removed(site.name)
             and kept_count(site.units, repair.removed(site.name)) == site.units
         )
         blocks = self.dense.layers
         costs = (
             fallbacks(site, self.widths.of(site), self._outputs(site), blocks) for site in kinds
         )
-        return (*self.remarks, *unmoved, *(cost for cost in costs if cost))
+        return (*self.remarks, *self._of_kept(), *unmoved, *(cost for cost in costs if cost))
 
     def _outputs(self, site: Site) -> int:
         """How many rows a consumer has."""
         return self.model.shapes[site.weight][0]
+
+    def _of_kept(self) -> tuple[str, ...]:
+        """What kept units that were given leave without effect."""
+        kept, sites = self.recipe.kept, self.model.layout.sites
+        if kept is None:
+            return ()
+        if kept.covers(self.model.layout):
+            return (
+                f"every site keeps the units of '{kept.source}': sparsity, align, selection and "
+                "kv_groups have no effect",
+            )
+        return (
+            f"{len(kept.units)} of {len(sites)} sites keep the units of '{kept.source}', the "
+            "others are selected from",
+        )
 
     @property
     def statistics_per_block(self) -> int:
@@ -293,6 +312,7 @@ class Plan:
                 **{s.name: _share(s.units, self.widths.of(s)) for s in self.model.layout.kinds},
                 "parameters": _share(self.parameters_before, self.parameters_after),
             },
+            "kept": None if self.recipe.kept is None else self.recipe.kept.record(),
             "notes": list(self.notes),
             "seq_len": self.seq_len,
         }
@@ -302,6 +322,15 @@ class Plan:
         """The candidates besides this one, among which held-out windows choose."""
         found = Plan.candidates(self.model, self.recipe)
         return {name: plan for name, plan in found.items() if plan.pruned != self.pruned}
+
+
+def _rules(layout: Layout, recipe: Recipe) -> tuple[str, ...]:
+    """How many KV groups stay: the names of the rules, of which held-out windows choose one."""
+    asked, kept = recipe.rebuilding.kv_groups, recipe.kept
+    given = kept is not None and any(s.key in kept.units for s in layout.sites if s.value)
+    if given and asked != "all":
+        return ("kept",)  # there is nothing to choose
+    return ("uniform", "all") if asked == "held-out" else (asked,)
 
 
 def _share(before: int, after: int) -> float:

@@ -105,6 +105,7 @@ def prune(
     if statistics is not None:
         recipe = _calibrated(recipe, statistics, dense, given)
     plan = Plan.of(dense, recipe)
+    recipe = plan.recipe  # its kept units are read
     source = source_of(dense, recipe.calibration, recipe.runtime, statistics, progress)
     if recipe.rebuilding.reconstruct and source.forward_dtype == "float16":
         raise OptionError(
@@ -184,6 +185,7 @@ def _identity(
     return {
         **{name: record[name] for name in ("options", *repair.record())},
         **plan.recipe.rebuilding.record(),
+        "kept": None if plan.recipe.kept is None else plan.recipe.kept.digest,
         "dtype": dtype_name(dtype),
         "selecting": _code(repair.selection),
         "compensating": _code(repair.compensation),

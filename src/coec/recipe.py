@@ -17,6 +17,7 @@ from coec.calibration.ids import token_ids
 from coec.compensation import Method, compensate
 from coec.compensation.methods import called
 from coec.errors import OptionError
+from coec.kept import KeptUnits, named
 from coec.settings import (
     NAMES,
     OPTIONS,
@@ -37,7 +38,7 @@ APART = ("options", "trust_remote_code")
 """Settings that no recipe file or grid may hold: the one has its keys at the top level, and whether
 a model's code may run is said by whoever runs it."""
 RECORDED = (
-    "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "align", "selection",
+    "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "align", "selection", "kept",
     "compensation", "options", "propagate", "reconstruct", "inner", "damping", "curvature",
     "token_weights", "final_norm", "kv_groups", "calibration", "text_column", "samples", "sampled",
     "seq_len", "seed", "holdout", "dtype", "target", "forward_dtype", "solve_dtype",
@@ -174,6 +175,23 @@ class Recipe:
         selection = self.repair.selection
         return selections.resolve(selection) if isinstance(selection, str) else selection
 
+    def opened(self) -> "Recipe":
+        """The same with its kept units read, once: a file that changes later changes nothing.
+
+        Raises:
+            OptionError: there are none, or they are no kept units.
+        """
+        if self.repair.kept is None:
+            return self
+        return replace(self, repair=replace(self.repair, kept=KeptUnits.read(self.repair.kept)))
+
+    @property
+    def kept(self) -> KeptUnits | None:
+        """The kept units that were given, of an opened recipe."""
+        kept = self.repair.kept
+        assert kept is None or isinstance(kept, KeptUnits)  # `opened` read them
+        return kept
+
     def record(self) -> dict[str, Any]:
         """The resolved recipe for the report, defaults of the compensation included."""
         source = self.calibration.source
@@ -182,6 +200,7 @@ class Recipe:
             **self.rebuilding.record(),
             **self.calibration.record(),
             "selection": _name(self.repair.selection),
+            "kept": named(self.repair.kept),
             "compensation": self.method.name,
             "options": {**self.method.defaults, **self.repair.options},
             "calibration": "tensor" if isinstance(source, Tensor) else str(source),

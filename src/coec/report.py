@@ -6,11 +6,10 @@ from typing import Any, get_origin, get_type_hints
 
 from coec import __version__
 from coec.errors import ModelError
+from coec.kept import KEPT
 from coec.models.files import parse_json, write_json
 
 REPORT = "coec.json"
-KEPT = "coec/kept.safetensors"
-"""In a folder of its own: servers read every safetensors file beside the weights as weights."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +105,23 @@ class Report:
         write_json(folder / REPORT, self.as_dict())
         (folder / "README.md").write_text(self.card(), encoding="utf-8")
 
+    @property
+    def _asked(self) -> str:
+        """How many units were to go, in words."""
+        kept, share = self.plan.get("kept"), f"{self.recipe['sparsity']:.4g} of each"
+        if kept is None:
+            return f"{share} asked for"
+        units = f"the units of `{kept['source']}` kept"
+        if kept["sites"] == len(self.sites):
+            return units
+        return f"{units} at {kept['sites']} sites, {share} asked for at the others"
+
+    @property
+    def _selection(self) -> str:
+        """By which score units were chosen, or who chose them."""
+        kept = self.plan.get("kept")
+        return "given" if kept and kept["sites"] == len(self.sites) else self.recipe["selection"]
+
     def card(self) -> str:
         """The model card. Holds no times, so that the same run writes the same card."""
         calibration = self.calibration
@@ -143,7 +159,7 @@ tags: [coec, pruned]
 # {name}, {1 - after / before:.1%} of parameters removed
 
 Made from `{name}` by coec {__version__}: training-free
-structured pruning of MLP channels and KV groups, {self.recipe["sparsity"]:.4g} of each asked for.
+structured pruning of MLP channels and KV groups, {self._asked}.
 {notes}
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -166,7 +182,7 @@ Errors are on the calibration data; they say nothing about other text. Evaluate 
 
 ## Recipe
 
-- selection: {self.recipe["selection"]}; compensation: {self.recipe["compensation"]}
+- selection: {self._selection}; compensation: {self.recipe["compensation"]}
 - options: {options}
 - calibration: {calibration["windows"]} windows of {calibration["seq_len"]} tokens from
   `{calibration["source"]}`{sampled}, seed {self.recipe["seed"]}

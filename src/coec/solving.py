@@ -140,20 +140,10 @@ def _solve_site(
     sums, statistics.gram = statistics.gram, None
     assert sums is not None
     sums.check_finite()
-    # Variances are differences of sums: scores want the float64 that these were summed in.
-    keep = plan.widths.of(site)
     with recording() as events:
-        scores = column_scores(
-            recipe.score,
-            weight.to(sums.xx),
-            sums,
-            units=site.units,
-            keep=keep,
-            seed=own_seed(recipe.calibration.seed, site.block),
-        )
+        units = _kept(site, weight, sums, plan)
     gram = sums.to(DTYPES[recipe.repair.solve_dtype])
     del sums  # the largest matrix there is, unless it is the one that is used
-    units = keep_highest(unit_scores(scores, site.units), keep)
     target, held = statistics.target, statistics.held_out
     if units.everything and target is None:
         return Cut(site, units, None), {"events": events}
@@ -172,6 +162,23 @@ def _solve_site(
         result = _with_holdout(result, weight, held, site.kept_columns(units), target)
     events = list(dict.fromkeys([*events, *result.diagnostics.get("events", [])]))
     return Cut(site, units, result), {**result.diagnostics, "events": events}
+
+
+def _kept(site: Site, weight: Tensor, sums: Gram, plan: Plan) -> KeptSet:
+    """The units that stay: those that were given, or else those of the highest scores."""
+    given = None if plan.recipe.kept is None else plan.recipe.kept.of_site(site)
+    if given is not None:
+        return KeptSet(given.indices.to(sums.x.device), given.size)
+    keep = plan.widths.of(site)
+    scores = column_scores(
+        plan.recipe.score,
+        weight.to(sums.xx),  # variances are differences of sums: scores want their float64
+        sums,
+        units=site.units,
+        keep=keep,
+        seed=own_seed(plan.recipe.calibration.seed, site.block),
+    )
+    return keep_highest(unit_scores(scores, site.units), keep)
 
 
 def _check_recordable(row: dict[str, Any]) -> None:

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from coec.execution.journal import Journal
 from coec.execution.output import partial_of
+from coec.kept import KEPT
 from coec.models.carried import carry_files
-from coec.models.dense import INDEX, Dense
+from coec.models.dense import Dense
 from coec.models.description import CONFIG
 from coec.models.files import opened, read_tensors, write_json, write_tensors
 from coec.models.layout import BlockLayout
+from coec.models.stored import INDEX
 from coec.planning import SHARD_BYTES, Plan
-from coec.report import KEPT
 from coec.solving import Solved
 
 MAX_SHARD = "2GB"

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 import coec
 import tiny_models as tm
 from coec.errors import ModelError
-from coec.models.dense import INDEX, Dense
+from coec.models.dense import Dense
+from coec.models.stored import INDEX
 
 CPU = torch.device("cpu")
 

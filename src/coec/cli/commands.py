@@ -8,6 +8,7 @@ from typer.core import TyperCommand, TyperGroup
 import coec
 from coec.cli.analyze import analyze_command
 from coec.cli.collect import collect_command
+from coec.cli.compensate import compensate_command
 from coec.cli.evaluate import eval_command
 from coec.cli.export import export_command
 from coec.cli.methods import methods_command
@@ -48,6 +49,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("prune", cls=_Command)(prune_command)
+app.command("compensate", cls=_Command)(compensate_command)
 app.command("collect", cls=_Command)(collect_command)
 app.command("eval", cls=_Command)(eval_command)
 app.command("export", cls=_Command)(export_command)

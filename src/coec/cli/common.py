@@ -51,6 +51,11 @@ TrustRemoteCode = Annotated[
 Config = Annotated[
     Path | None, setting("TOML file with any of the settings here; flags win.", PATH)
 ]
+Statistics = Annotated[
+    Path | None,
+    setting("What `coec collect` wrote, instead of a dense pass; brings its settings.", PATH),
+]
+Force = Annotated[bool, switch("--force", "Replace the model that OUT holds.")]
 Restart = Annotated[
     bool, switch("--restart", "Throw away what an unfinished run into the same folder left.")
 ]

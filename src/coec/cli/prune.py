@@ -9,10 +9,11 @@ import typer
 
 from coec import settings
 from coec.cli.common import (
-    PATH,
     Config,
+    Force,
     Json,
     Restart,
+    Statistics,
     TrustRemoteCode,
     argument,
     given,
@@ -20,7 +21,6 @@ from coec.cli.common import (
     progress_bars,
     quieten,
     results,
-    setting,
     switch,
     with_settings,
 )
@@ -36,14 +36,11 @@ def prune_command(
     out: Annotated[Path | None, argument("Folder to make; --dry-run needs none.", "OUT")] = None,
     *,
     config: Config = None,
-    statistics: Annotated[
-        Path | None,
-        setting("What `coec collect` wrote, instead of a dense pass; brings its settings.", PATH),
-    ] = None,
+    statistics: Statistics = None,
     dry_run: Annotated[
         bool, switch("--dry-run", "Print the plan from the configuration alone.")
     ] = False,
-    force: Annotated[bool, switch("--force", "Replace the model that OUT holds.")] = False,
+    force: Force = False,
     restart: Restart = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
@@ -63,20 +60,18 @@ def prune_command(
     chosen["trust_remote_code"] = trust_remote_code
     if out is None or dry_run:
         plan = pruning.plan(model, statistics=statistics, **chosen)
-        _show_plan(plan, model, as_json, measured=statistics is not None)
+        show_plan(plan, model, as_json, measured=statistics is not None)
         return
     with progress_bars() as advance:
         report = pruning.prune(
             model, out, statistics=statistics, force=force, restart=restart, progress=advance,
             **chosen,
         )  # fmt: skip
-    if as_json:
-        print(json.dumps({"out": report.out, **report.as_dict()}))
-    else:
-        _show_report(report)
+    show_report(report, as_json)
 
 
-def _show_plan(plan: "Plan", model: str, as_json: bool, *, measured: bool) -> None:
+def show_plan(plan: "Plan", model: str, as_json: bool, *, measured: bool) -> None:
+    """Prints what a pruning would do, as a table or as one JSON object."""
     from rich.table import Table
 
     from coec.devices import choose_device, choose_forward_dtype, stored_dtype
@@ -127,7 +122,11 @@ def _show_plan(plan: "Plan", model: str, as_json: bool, *, measured: bool) -> No
         results.print(f"  {purpose:<22} {count:8.1e}", markup=False)
 
 
-def _show_report(report: "Report") -> None:
+def show_report(report: "Report", as_json: bool) -> None:
+    """Prints what a pruning did, in lines or as one JSON object."""
+    if as_json:
+        print(json.dumps({"out": report.out, **report.as_dict()}))
+        return
     parameters, widths = report.plan["parameters"], report.plan["widths"]
     before, after = parameters["before"], parameters["after"]
     lines = [

@@ -162,6 +162,8 @@ def _show_cells(cells: list["Cell"], as_json: bool) -> None:
         ]
         print(json.dumps(listing))
         return
+    from coec.kept import named
+
     lines = [("cell", "model", "grids", "what")]
     for cell in cells:
         recipe = cell.recipe
@@ -169,6 +171,7 @@ def _show_cells(cells: list["Cell"], as_json: bool) -> None:
             f"{recipe.repair.sparsity:.0%} {recipe.repair.selection} → "
             f"{recipe.repair.compensation}, {recipe.calibration.samples} windows, "
             f"seed {recipe.calibration.seed}"
+            + (f", kept {kept}" if (kept := named(recipe.repair.kept)) else "")
             + "".join(f", {k} = {v}" for k, v in recipe.repair.options.items())
         )  # fmt: skip
         lines.append((cell.id, cell.subject.label, ", ".join(cell.grids), what))

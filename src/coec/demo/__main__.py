@@ -25,8 +25,9 @@ from coec.calibration.tokens import load_tokenizer
 from coec.collecting import collect
 from coec.demo.plot import draw
 from coec.evaluation.perplexity import Perplexity, perplexity
+from coec.kept import KEPT
 from coec.pruning import prune
-from coec.report import KEPT, Report
+from coec.report import Report
 
 MODEL = Path(__file__).parent / "model"
 METHODS = ("none", "bias", "least-squares", "rcpu", "coec")

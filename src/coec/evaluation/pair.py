@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from coec.errors import ModelError, OptionError
+from coec.kept import KEPT
 from coec.models.dense import Dense
 from coec.models.description import Description, find_model, read_config
 from coec.models.files import read_tensors
 from coec.models.layout import Layout, Site
 from coec.models.shape import Shape
-from coec.report import KEPT, REPORT
+from coec.report import REPORT
 from coec.types import KeptSet
 
 

@@ -144,6 +144,7 @@ def identities(cells: list[Cell], subjects: dict[Subject, Opened]) -> dict[str, 
             "calibration text": calibration,
             "evaluation text": opened.windows.sha256,
             "tasks' data": _tasks_digest(how.tasks, how.tasks_data),
+            "kept units": None if recipe is None or recipe.kept is None else recipe.kept.digest,
         }
     return found
 

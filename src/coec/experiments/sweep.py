@@ -145,11 +145,11 @@ class _Prepared:
 
 
 def _on(cell: Cell, device: str) -> Cell:
-    """The cell carried out on another device."""
+    """The cell carried out on another device, the kept units that it names read."""
     if cell.recipe is None:
         return cell
     runtime = replace(cell.recipe.runtime, device=device)
-    return replace(cell, recipe=replace(cell.recipe, runtime=runtime))
+    return replace(cell, recipe=replace(cell.recipe, runtime=runtime).opened())
 
 
 def _check_identities(cells: list[Cell], known_by: dict[str, Identity], store: Store) -> None:

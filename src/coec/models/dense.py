@@ -28,22 +28,11 @@ from coec.models.description import (
 from coec.models.files import FLOAT_DTYPES, opened, parse_json
 from coec.models.layout import BlockLayout
 from coec.models.shape import Shape
+from coec.models.stored import LAYER, Header, headers_of
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PARAMETER = re.compile(r"(model|lm_head)\..*(weight|bias)")
 """Names of tensors that would change what a model computes, if its configuration knew them."""
-
-
-@dataclass(frozen=True)
-class _Header:
-    """What a safetensors file says of a tensor: its file, its dtype's name there, its shape."""
-
-    file: str
-    kind: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +67,7 @@ class Dense(Description):
             return model
         folder = find_model(model)
         config = read_config(folder)
-        headers = _headers(folder)
+        headers = headers_of(folder)
         _check_layers(folder, headers, config)
         facts = described(config)
         notes: list[str] = []
@@ -187,66 +176,7 @@ def _stamp(path: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _headers(folder: Path) -> dict[str, _Header]:
-    """Every tensor of the files that loaders read, by name.
-
-    Raises:
-        ModelError: files are missing or damaged, or loaders would read different ones.
-    """
-    index = _index(folder) if (folder / INDEX).exists() else None
-    if index is None and not (folder / WEIGHTS).exists():
-        other = next(iter(sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth"))), None)
-        hint = (
-            f"; '{other.name}' is a pickle: convert it with "
-            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
-            if other
-            else ""
-        )
-        raise ModelError(f"no safetensors weights in '{folder}'{hint}")
-    names = [WEIGHTS] if index is None else sorted(set(index.values()))
-    if names != [WEIGHTS] and (folder / WEIGHTS).exists():
-        raise ModelError(
-            f"'{folder}' holds both {WEIGHTS} and {INDEX}, which names '{names[0]}': loaders "
-            "differ in which they read; remove the one that is out of date"
-        )
-    headers: dict[str, _Header] = {}
-    for file_name in names:
-        with opened(folder / file_name) as file:
-            for name in file.keys():
-                if name in headers:
-                    raise ModelError(
-                        f"{name} is in both '{headers[name].file}' and '{file_name}' of "
-                        f"'{folder}': loaders differ in which they read"
-                    )
-                stored = file.get_slice(name)
-                headers[name] = _Header(file_name, stored.get_dtype(), tuple(stored.get_shape()))
-    for name, file_name in (index or {}).items():
-        if name in headers and headers[name].file != file_name:
-            raise ModelError(
-                f"'{folder / INDEX}' is damaged: {name} is in '{headers[name].file}', "
-                f"not in '{file_name}'"
-            )
-    return headers
-
-
-def _index(folder: Path) -> dict[str, str]:
-    """Tensor name → file name, of files in this folder."""
-    path = folder / INDEX
-    try:
-        weight_map = parse_json(path)["weight_map"]
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError("weight_map names no tensor")
-        for name in set(weight_map.values()):
-            if not isinstance(name, str) or Path(name).name != name or not name.strip("."):
-                raise ValueError(f"{str(name)[:80]!r} is no file of this folder")
-            if len(name.encode()) > 255 or "\0" in name:
-                raise ValueError("a file name is longer than file names are")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"'{path}' is damaged: {' '.join(str(error).split())}") from error
-    return weight_map
-
-
-def _check_layers(folder: Path, headers: dict[str, _Header], config: dict[str, Any]) -> None:
+def _check_layers(folder: Path, headers: dict[str, Header], config: dict[str, Any]) -> None:
     """The files hold as many layers as the configuration says; known before any is built."""
     architecture_of(config)
     layers = Shape.of(config).layers
@@ -267,7 +197,7 @@ def _check_layers(folder: Path, headers: dict[str, _Header], config: dict[str, A
         )
 
 
-def _has_own_head(folder: Path, headers: dict[str, _Header]) -> bool:
+def _has_own_head(folder: Path, headers: dict[str, Header]) -> bool:
     """Whether a head is stored that is not the embedding, although both are said to be one.
 
     A copy in a narrower dtype is none of its own.
@@ -287,7 +217,7 @@ def _stored(path: Path, name: str) -> Tensor:
 
 
 def _check(
-    folder: Path, headers: dict[str, _Header], expected: dict[str, torch.Size]
+    folder: Path, headers: dict[str, Header], expected: dict[str, torch.Size]
 ) -> torch.dtype:
     """Every expected tensor is there, of its shape, and float; returns the widest dtype."""
     missing = [name for name in expected if name not in headers]

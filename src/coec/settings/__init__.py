@@ -19,6 +19,7 @@ from coec.settings.fields import (
 )
 from coec.settings.options import COMPENSATION_OPTIONS, CoecOptions, Options, RidgeOptions
 from coec.settings.parts import (
+    CHOOSING,
     DTYPE_NAMES,
     Calibration,
     DtypeName,
@@ -31,6 +32,7 @@ from coec.settings.parts import (
 from coec.settings.presets import PRESETS, Preset, with_preset
 
 __all__ = [
+    "CHOOSING",
     "COMPENSATION_OPTIONS",
     "DTYPE_NAMES",
     "NAMES",

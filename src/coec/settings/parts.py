@@ -20,11 +20,15 @@ DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 SolveDtypeName = Literal["float64", "float32"]
 LARGEST_SHARE = 1000
 """Of sampled windows to those of a text: more is a slip."""
+CHOOSING = ("sparsity", "attention_sparsity", "mlp_sparsity", "align", "selection", "kept")
+"""Settings that say which units stay."""
 DTYPE_NAMES: tuple[str, ...] = get_args(DtypeName)
 
 Source: TypeAlias = str | Path | Any
 """`wikitext2`, `c4`, `hub:…`, `self`, a path, or a tensor or array of token ids (n, or windows ×
 length)."""
+Kept: TypeAlias = str | Path | Any
+"""A file or folder, a mapping of indices by site, or kept units that were read already."""
 
 
 def check_sparsity(sparsity: float) -> None:
@@ -106,6 +110,12 @@ class Repair(Settings):
         check=_check_align,
     )
     selection: SelectionName | Callable[..., Any] = setting("rcpu", "Which score picks the units.")
+    kept: Kept | None = setting(
+        None,
+        "Units that stay, by site: a safetensors or JSON file, or a folder that coec pruned. Sites "
+        "in it are not selected from.",
+        otherwise="none: all are selected",
+    )
     compensation: CompensationName | Callable[..., Any] = setting(
         "coec", "How the kept weights are repaired; `auto` needs holdout."
     )

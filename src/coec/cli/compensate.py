@@ -1,0 +1,72 @@
+"""`coec compensate`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from coec import settings
+from coec.cli.common import (
+    Config,
+    Force,
+    Json,
+    Restart,
+    Statistics,
+    TrustRemoteCode,
+    argument,
+    given,
+    progress_bars,
+    quieten,
+    switch,
+    with_settings,
+)
+from coec.cli.prune import show_plan, show_report
+
+RECIPE = tuple(one for one in settings.RECIPE if one.name not in settings.CHOOSING)
+"""All but those that say which units stay: here PRUNED does."""
+
+
+@with_settings(RECIPE, settings.OPTIONS)
+def compensate_command(
+    model: Annotated[str, argument("Model folder before it was pruned, or a hub name.", "DENSE")],
+    pruned: Annotated[str, argument("What another program made of it.", "PRUNED")],
+    out: Annotated[Path | None, argument("Folder to make; --dry-run needs none.", "OUT")] = None,
+    *,
+    config: Config = None,
+    statistics: Statistics = None,
+    dry_run: Annotated[
+        bool, switch("--dry-run", "Print the plan; the weights of both are read for it.")
+    ] = False,
+    force: Force = False,
+    restart: Restart = False,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Json = False,
+    **flags: Any,
+) -> None:
+    """Repair what another program pruned: DENSE, with the units that PRUNED keeps, into OUT.
+
+    Which units these are is told from the rows of PRUNED; nothing else of it is used. All else is
+    as in coec prune.
+    """
+    if out is None and not dry_run:
+        raise typer.BadParameter("OUT is missing (only --dry-run works without)")
+    quieten()
+    from coec import compensating, pruning
+    from coec.recipe import read_settings
+
+    chosen = (read_settings(config) if config else {}) | given(flags)
+    chosen["trust_remote_code"] = trust_remote_code
+    with progress_bars() as advance:
+        if out is None or dry_run:
+            compensating.check_settings(chosen, pruned)
+            kept = compensating.infer_kept(model, pruned, advance)
+            plan = pruning.plan(model, statistics=statistics, **chosen, kept=kept)
+        else:
+            report = compensating.compensate_pruned(
+                model, pruned, out, statistics=statistics, force=force, restart=restart,
+                progress=advance, **chosen,
+            )  # fmt: skip
+    if out is None or dry_run:
+        show_plan(plan, model, as_json, measured=statistics is not None)
+    else:
+        show_report(report, as_json)

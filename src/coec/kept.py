@@ -1,0 +1,172 @@
+"""Which units stay, where somebody says so instead of a selection (docs/FORMATS.md)."""
+
+import difflib
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from coec.calibration.sources import is_folder
+from coec.errors import OptionError
+from coec.models.files import parse_json
+from coec.models.layout import Layout, Site
+from coec.types import KeptSet
+
+KEPT = "coec/kept.safetensors"
+"""In a folder of its own: servers read every safetensors file beside the weights as weights."""
+MAPPING = "mapping"
+"""What records call kept units that a caller gave as they are."""
+WANTED = (
+    "give a safetensors or JSON file of unit indices by site (layers.0.mlp), or a folder that coec "
+    "wrote"
+)
+
+
+@dataclass(frozen=True)
+class KeptUnits:
+    """The units that some sites keep, or all: checked, sorted, known by their content.
+
+    Attributes:
+        source: where they are from, as it was named.
+        digest: SHA-256 of what they say, whatever says it, and in whatever order.
+        units: sorted, by `Site.key`.
+        inferred_from: the digest of the checkpoint that they were inferred from; None where they
+            were given.
+    """
+
+    source: str
+    digest: str
+    units: Mapping[str, Int[Tensor, " k"]] = field(compare=False, repr=False)
+    inferred_from: str | None = None
+
+    @classmethod
+    def of(
+        cls, units: Mapping[str, Any], source: str = MAPPING, inferred_from: str | None = None
+    ) -> "KeptUnits":
+        """Of indices by site, in any order.
+
+        Raises:
+            OptionError: there are none, or indices are no whole numbers or not distinct.
+        """
+        if not units:
+            raise OptionError(f"'{source}' names no site: {WANTED}")
+        found = {
+            str(key): _sorted(indices, f"{key!s:.80} in '{source}'")
+            for key, indices in sorted(units.items(), key=lambda item: str(item[0]))
+        }
+        content = hashlib.sha256()
+        for key, indices in found.items():
+            content.update(f"{key} {len(indices)} ".encode())
+            content.update(indices.numpy().tobytes())
+        return cls(source, content.hexdigest(), found, inferred_from)
+
+    @classmethod
+    def read(cls, kept: "str | Path | Mapping[str, Any] | KeptUnits") -> "KeptUnits":
+        """Of a file, a folder that coec wrote, or a mapping; what was read already is returned.
+
+        Raises:
+            OptionError: it is not there, cannot be read, or holds no kept units.
+        """
+        if isinstance(kept, KeptUnits):
+            return kept
+        if isinstance(kept, Mapping):
+            return cls.of(kept)
+        if not isinstance(kept, str | Path):
+            raise OptionError(f"kept is a {type(kept).__name__}: {WANTED}")
+        return cls.of(_content(Path(kept)), str(kept))
+
+    def of_site(self, site: Site) -> KeptSet | None:
+        """What a site keeps; None where nobody says."""
+        indices = self.units.get(site.key)
+        return None if indices is None else KeptSet(indices, site.units)
+
+    def covers(self, layout: Layout) -> bool:
+        """Whether every site of a model is named."""
+        return all(site.key in self.units for site in layout.sites)
+
+    def check(self, layout: Layout) -> None:
+        """Raises OptionError where they are of another model: sites or units that it lacks."""
+        sites = {site.key: site for site in layout.sites}
+        for key, indices in self.units.items():
+            if key not in sites:
+                close = difflib.get_close_matches(key, sites, 1, cutoff=0)
+                raise OptionError(
+                    f"'{self.source}' names '{key:.80}', which is no site of this model of "
+                    f"{len(layout.blocks)} blocks; did you mean '{close[0]}'?"
+                )
+            if int(indices[-1]) >= (units := sites[key].units):
+                raise OptionError(
+                    f"{key} in '{self.source}' names unit {int(indices[-1])}, this model has "
+                    f"{units} {sites[key].unit}s (0 to {units - 1}): are they of another model?"
+                )
+
+    def record(self) -> dict[str, Any]:
+        """JSON-ready, without the units themselves."""
+        from_model = {"inferred_from": self.inferred_from} if self.inferred_from else {}
+        return {
+            "source": self.source,
+            "sha256": self.digest,
+            "sites": len(self.units),
+            **from_model,
+        }
+
+
+def named(kept: Any) -> str | None:
+    """What records call kept units, read or not; None for none."""
+    if isinstance(kept, KeptUnits):
+        return kept.source
+    return None if kept is None else MAPPING if isinstance(kept, Mapping) else str(kept)
+
+
+def _content(path: Path) -> Mapping[str, Any]:
+    """What a file holds, or that in a folder of ours."""
+    folder = is_folder(path)
+    file = path / KEPT if folder else path
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        content = parse_json(file)
+        if not isinstance(content, dict):
+            raise ValueError("it is no JSON object")
+        return content
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if folder:
+            raise OptionError(
+                f"no {KEPT} in '{path}': it is no folder that coec pruned; coec compensate infers "
+                "which units another program kept"
+            ) from error
+        raise OptionError(f"no kept units at '{path!s:.200}': {WANTED}") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise OptionError(f"'{file!s:.200}' holds no kept units ({why}): {WANTED}") from error
+
+
+def _sorted(indices: Any, where: str) -> Int[Tensor, " k"]:
+    """Sorted int64; raises OptionError unless they are distinct whole numbers from 0 on."""
+    try:
+        array = np.asarray(indices)
+    except (ValueError, TypeError, RuntimeError):
+        array = np.empty(0)
+    flags = isinstance(indices, list | tuple) and any(isinstance(one, bool) for one in indices)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array) or flags:
+        raise OptionError(
+            f"{where} is a list of the units that stay, at least one, whole numbers, got "
+            f"{indices!r:.60}"
+        )
+    ordered = torch.from_numpy(array.astype(np.int64)).sort().values
+    if int(ordered[0]) < 0:
+        raise OptionError(f"{where} names unit {int(ordered[0])}: units are counted from 0")
+    same = (ordered[1:] == ordered[:-1]).nonzero()
+    if len(same):
+        raise OptionError(
+            f"{where} names unit {int(ordered[int(same[0])])} twice: name each unit that stays once"
+        )
+    return ordered
