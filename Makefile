@@ -32,7 +32,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; n = min(os.cpu_count() or 1, 4); pri
 test: .venv/ready  ## the test suite (4 to 6 minutes on 2 cores)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-slow: .venv/ready  ## what test leaves out: many cases, a browser, a GPU, lm-eval's command
+slow: .venv/ready  ## what test leaves out: long runs, many cases, a browser, a GPU, lm-eval's command
 	@$(BIN)/python -m pytest -m "many or browser or gpu or slow" -n $(WORKERS) --dist worksteal
 
 crash: .venv/ready  ## runs that are killed and go on, which test leaves out too (COEC_CRASH_RUNS each)

@@ -3,6 +3,7 @@
 from itertools import pairwise
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 import coec
@@ -62,6 +63,7 @@ def hasty(model, out, **settings):
     return coec.prune(model, out, **{**settings, **few})
 
 
+@pytest.mark.slow
 def test_the_demo_compares_repairs_and_leaves_a_checkpoint_and_a_plot(
     tmp_path, monkeypatch, capsys
 ):

@@ -117,6 +117,7 @@ print(sum(planned.values()), peak(torch.device("cpu")))  # not ru_maxrss: a chil
 """
 
 
+@pytest.mark.slow
 def test_the_plan_names_the_memory_that_a_run_takes(dense, tmp_path):
     """Of small models most is the program itself; measurements of others are in docs/FORMATS.md."""
     text = tm.text_file(tmp_path / "text.txt", 200_000)

@@ -50,6 +50,7 @@ def far(dense, out, tokens):
     return float((mine - theirs).square().sum() / theirs.square().sum())
 
 
+@pytest.mark.slow
 def test_every_part_brings_the_hidden_states_closer(dense, tokens, tmp_path):
     """Repair, then targets with the carried error, then producers fitted as well."""
     steps = {
@@ -295,6 +296,7 @@ def test_one_sampled_window_is_refused_before_it_is_sampled(dense, tmp_path, mon
                    seq_len=16)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_preset_can_be_taken_in_parts(dense, tokens, tmp_path):
     """What `best` sets, given one by one, is `best`."""
     whole = pruned(dense, tmp_path / "whole", tokens, preset="best", **QUICK)

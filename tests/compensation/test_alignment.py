@@ -143,6 +143,7 @@ def steps(*, aligned, seed):
     return sum(result.diagnostics["right_iterations"])
 
 
+@pytest.mark.slow
 def test_alignment_hardly_costs_steps():
     """Its curvature is part of the preconditioner; without, it took four times as many."""
     plain = sum(steps(aligned=False, seed=seed) for seed in range(4))

@@ -39,6 +39,7 @@ def test_a_descent_that_ends_above_rcpu_is_replaced_by_it(seed):
         assert result.diagnostics["events"] == []
 
 
+@pytest.mark.slow
 def test_some_of_those_descents_do_end_above_rcpu():
     """So that the test above cannot pass for want of a case."""
     reasons = [

@@ -136,6 +136,7 @@ def test_every_sparsity_gives_a_model(sparsity, compensation, folders, tmp_path)
     torch.testing.assert_close(tm.logits(tm.load(tmp_path / "out")), expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_trained_model_computes_its_masked_self(shared, tmp_path):
     dense = tm.readable(shared / "models/stories260K", tmp_path / "dense")
     text = str(shared / "data/tinystories/train.txt")

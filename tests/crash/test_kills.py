@@ -81,6 +81,7 @@ def test_killed_at_random_moments(name, place, undisturbed):
             raise AssertionError(f"killed after {after:.4f} s: {error}") from error
 
 
+@pytest.mark.slow
 def test_a_few_boundaries(place, undisturbed):
     for name, (what, count) in FEW.items():
         _at_boundaries(place(name), undisturbed, what, count)

@@ -224,6 +224,7 @@ def test_interrupted_and_run_again_the_rows_are_the_same(place, whole, monkeypat
             assert (key, ours[key]) == (key, theirs[key])
 
 
+@pytest.mark.slow
 def test_killed_with_a_torn_last_line(place, whole, tmp_path):
     """A real process, really killed; then half a line, as a full disk would leave."""
     out = tmp_path / "out"
@@ -367,6 +368,7 @@ def test_an_interrupted_cell_leaves_no_model(place, monkeypatch, tmp_path):
     assert not list((tmp_path / "out" / "models").iterdir())
 
 
+@pytest.mark.slow
 def test_workers_are_quiet_when_they_are_interrupted(place, tmp_path):
     """Ctrl-C reaches every process of the terminal's group."""
     out = tmp_path / "out"
@@ -378,6 +380,7 @@ def test_workers_are_quiet_when_they_are_interrupted(place, tmp_path):
     assert "the same command goes on with the rest" in said
 
 
+@pytest.mark.slow
 def test_and_when_they_have_not_begun(place, tmp_path):
     """A worker takes seconds to import what it needs, and cannot answer a signal before."""
     interrupted_with_workers(place, tmp_path / "out", lambda child: len(children(child.pid)) > 2)

@@ -67,6 +67,7 @@ def test_a_configuration_that_cannot_be_read_is_named(tmp_path):
         read_config(tmp_path)
 
 
+@pytest.mark.slow
 def test_json_is_utf8_whatever_the_locale(tmp_path):
     code = """
 import sys
