@@ -57,7 +57,34 @@ def test_a_multiple_holds_where_the_mlp_pays_for_kept_groups():
     kept, groups = widths(LLAMA_8B, sparsity=0.3, kv_groups="all", align=256)
     assert groups == 8
     assert kept % 256 == 0
-    assert 0 <= kept - widths(LLAMA_8B, sparsity=0.3, kv_groups="all")[0] < 512
+    assert abs(kept - widths(LLAMA_8B, sparsity=0.3, kv_groups="all")[0]) <= 256
+
+
+@pytest.mark.parametrize("align", [1, 8, 64, 256, "auto"])
+@pytest.mark.parametrize("sparsity", [0.3, 0.5])
+def test_keeping_all_groups_is_never_the_larger_model(sparsity, align):
+    """Held-out windows would choose it for its size."""
+    config = tm.raw_config(hidden_size=64, head_dim=8, intermediate_size=512)
+    found = Plan.candidates(
+        Description.of(config),
+        Recipe.of(sparsity=sparsity, align=align, kv_groups="held-out", holdout=0.1),
+    )
+    sizes = [one.parameters_after for one in found.values()]
+    assert sizes == sorted(sizes, reverse=True)
+    assert all(one.parameters_after < one.parameters_before for one in found.values())
+
+
+def test_where_no_multiple_is_left_for_the_mlp_that_is_said():
+    config = tm.raw_config(hidden_size=64, head_dim=8)
+    with pytest.raises(OptionError, match="kv_groups = all leaves fewer .* than align = 32"):
+        plan(config, sparsity=0.3, kv_groups="all", align=32)
+
+
+def test_a_multiple_that_keeps_everything_is_noted():
+    [note] = plan(tm.raw_config(), sparsity=0.3, align=40).notes
+    assert note == (
+        "nothing is removed at mlp: align = 40 rounds up to all 40 intermediate channels"
+    )
 
 
 def test_each_kind_of_site_can_have_a_fraction_of_its_own():
@@ -82,6 +109,8 @@ def test_a_pruned_model_has_the_planned_widths(tmp_path):
     loaded = tm.load(tmp_path / "out")
     assert loaded.config.intermediate_size == 24
     assert loaded.config.num_key_value_heads == 4
+    card = (tmp_path / "out/README.md").read_text(encoding="utf-8")
+    assert "0.5 of channels (channels rounded up, align = 8) and 0 of groups asked for" in card
     recipe = json.loads((tmp_path / "out/coec.json").read_text(encoding="utf-8"))["recipe"]
     assert (recipe["align"], recipe["attention_sparsity"]) == ("8", 0)
     assert report.plan["removed"]["attention"] == 0
@@ -98,8 +127,11 @@ def test_a_pruned_model_has_the_planned_widths(tmp_path):
         ({"mlp_sparsity": 1.0}, "strictly between 0 and 1, got 1"),
         ({"attention_sparsity": -0.1}, "attention_sparsity must be at least 0 and finite"),
         ({"attention_sparsity": 30}, r"got 30 \(did you mean 0.3\?\)"),
-        ({"attention_sparsity": 0, "mlp_sparsity": 0}, "sparsity 0 removes nothing from"),
-        ({"attention_sparsity": 0, "align": 64}, "align = 64 removes nothing from 4 KV groups"),
+        (
+            {"attention_sparsity": 0, "mlp_sparsity": 0},
+            "removing 0 of attention, 0 of mlp takes nothing from",
+        ),
+        ({"attention_sparsity": 0, "align": 64}, "align = 64 takes nothing from 4 KV groups"),
     ],
 )
 def test_what_cannot_be_is_refused(settings, message):

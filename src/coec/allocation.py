@@ -86,10 +86,12 @@ def _nothing_goes(layout: Layout, repair: Repair, given: KeptUnits | None) -> Op
         return OptionError(
             f"'{given.source}' keeps every unit of the sites that it names{rest}: nothing would go"
         )
-    if len(set(asked.values())) > 1 or repair.align != "1":
+    own = (repair.attention_sparsity, repair.mlp_sparsity) != (None, None)
+    if own or repair.align != "1":
+        aligned = "" if repair.align == "1" else f" with align = {repair.align}"
         return OptionError(
-            f"removing {shares} with align = {repair.align} removes nothing from {counts}: remove "
-            "more, or align to a smaller multiple"
+            f"removing {shares}{aligned} takes nothing from {counts}: remove more"
+            + (", or align to a smaller multiple" if aligned else "")
         )
     most = max(site.units for site in layout.kinds)
     least = f"{math.ceil(10**6 / most) / 10**6:g}"
@@ -109,6 +111,8 @@ def whole_attention(
     given: KeptUnits | None = None,
 ) -> Widths:
     """All units behind attention stay; the other sites give as many parameters as `uniform` takes.
+
+    Channels are rounded down here, so that the result is never the larger of the two.
 
     Args:
         layout: where units are.
@@ -142,8 +146,13 @@ def whole_attention(
                     f"sparsity {repair.sparsity:g} with kv_groups = all leaves no {site.unit}s: "
                     "remove less, or keep kv_groups = uniform"
                 )
-            left = widths.of(site) - less
-            kept[site.block, site.name] = _aligned(site, left, repair.multiple) if less else left
+            left = _down(widths.of(site) - less, repair.multiple) if less else widths.of(site)
+            if not left:
+                raise OptionError(
+                    f"kv_groups = all leaves fewer {site.unit}s than align = {repair.align}: align "
+                    "to a smaller multiple, or keep kv_groups = uniform"
+                )
+            kept[site.block, site.name] = left
     return Widths(kept)
 
 
@@ -178,6 +187,14 @@ def _aligned(site: Site, kept: int, multiple: int | None) -> int:
 
 def _up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
+
+
+def _down(count: int, multiple: int | None) -> int:
+    """The multiple before, or the number itself; None chooses it."""
+    if multiple is None:
+        fits = (n for n in MULTIPLES if count // n * n >= count * (1 - MOST_ADDED))
+        multiple = next(fits, 1)
+    return count // multiple * multiple
 
 
 def _parameters(site: Site, shapes: Mapping[str, torch.Size]) -> int:

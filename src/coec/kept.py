@@ -159,7 +159,11 @@ def _sorted(indices: Any, where: str) -> Int[Tensor, " k"]:
     if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array) or flags:
         raise OptionError(
             f"{where} is a list of the units that stay, at least one, whole numbers, got "
-            f"{indices!r:.60}"
+            + (
+                f"{tuple(indices.shape)} of {indices.dtype}"
+                if isinstance(indices, Tensor)
+                else f"{indices!r:.60}"
+            )
         )
     ordered = torch.from_numpy(array.astype(np.int64)).sort().values
     if int(ordered[0]) < 0:

@@ -159,19 +159,28 @@ class Plan:
         """What has no effect, and what a width costs elsewhere."""
         kinds, repair, kept = self.model.layout.kinds, self.recipe.repair, self.recipe.kept
         named = kept.units if kept is not None else {}
-        unmoved = (
-            f"nothing is removed at {site.name}: {repair.removed(site.name):.4g} of "
-            f"{site.units} {site.unit}s is less than one"
+        asked = [
+            (site, share, kept_count(site.units, share) == site.units)
             for site in kinds
-            if site.key not in named
-            and repair.removed(site.name)
-            and kept_count(site.units, repair.removed(site.name)) == site.units
+            if (share := repair.removed(site.name)) and site.key not in named
+        ]
+        unmoved = (
+            f"nothing is removed at {site.name}: {share:.4g} of {site.units} {site.unit}s is less "
+            "than one"
+            for site, share, too_little in asked
+            if too_little
+        )
+        rounded = (
+            f"nothing is removed at {site.name}: align = {repair.align} rounds up to all "
+            f"{site.units:,} {site.unit}s"
+            for site, _, too_little in asked
+            if site.value is None and not too_little and not self.widths.removes_from(site)
         )
         blocks = self.dense.layers
         costs = (
             fallbacks(site, self.widths.of(site), self._outputs(site), blocks) for site in kinds
         )
-        return (*self.remarks, *self._of_kept(), *unmoved, *(cost for cost in costs if cost))
+        return (*self.remarks, *self._of_kept(), *unmoved, *rounded, *(c for c in costs if c))
 
     def _outputs(self, site: Site) -> int:
         """How many rows a consumer has."""

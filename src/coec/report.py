@@ -108,13 +108,25 @@ class Report:
     @property
     def _asked(self) -> str:
         """How many units were to go, in words."""
-        kept, share = self.plan.get("kept"), f"{self.recipe['sparsity']:.4g} of each"
+        kept, share = self.plan.get("kept"), self._share
         if kept is None:
             return f"{share} asked for"
         units = f"the units of `{kept['source']}` kept"
         if kept["sites"] == len(self.sites):
             return units
         return f"{units} at {kept['sites']} sites, {share} asked for at the others"
+
+    @property
+    def _share(self) -> str:
+        """The fraction of units that was to go, or those of both kinds."""
+        every = self.recipe["sparsity"]
+        own = [self.recipe.get(f"{site}_sparsity") for site in ("mlp", "attention")]
+        mlp, attention = (every if share is None else share for share in own)
+        align = self.recipe.get("align", "1")
+        rounded = "" if align == "1" else f" (channels rounded up, align = {align})"
+        if own == [None, None]:
+            return f"{every:.4g} of each{rounded}"
+        return f"{mlp:.4g} of channels{rounded} and {attention:.4g} of groups"
 
     @property
     def _selection(self) -> str:

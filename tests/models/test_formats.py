@@ -8,7 +8,7 @@ from coec.errors import ModelError, OptionError
 from coec.models.architectures import ARCHITECTURES, architecture_of
 from coec.models.description import Description, read_config
 from coec.models.formats import choose_format
-from coec.models.loaders import FINDINGS, LOADERS, TARGETS
+from coec.models.loaders import FINDINGS, LOADERS, TARGETS, slides
 from coec.models.shape import Shape
 from coec.planning import Plan
 from coec.recipe import Recipe
@@ -128,6 +128,11 @@ def test_loaders_that_ignore_the_head_size_are_named():
 def test_a_window_is_right_in_llama_cpp_no_further_than_it_reaches():
     assert chosen("mistral sliding").loads_in["llama.cpp"].startswith("up to the sliding window")
     assert chosen("mistral").loads_in["llama.cpp"] == "yes"
+    # A window as long as the longest text, and layers none of which has one, are none.
+    wide = chosen("mistral sliding", sliding_window=64)
+    assert wide.loads_in["llama.cpp"] == "yes"
+    assert not slides(tm.raw_config("qwen2 mixed", max_window_layers=2))
+    assert slides(tm.raw_config("qwen2 mixed"))
 
 
 def test_every_finding_names_a_loader_and_types_that_there_are():

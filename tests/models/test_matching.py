@@ -232,6 +232,22 @@ def test_units_put_together_of_several(dense):
         found(mine, tensors)
 
 
+@pytest.mark.parametrize("name", ["attention", "mlp"])
+def test_a_site_that_is_gone_altogether_is_said(name, dense):
+    mine = side(dense, name)
+    tensors = {key: one[:0] for key, one in mine.tensors.items()}
+    tensors[mine.site.weight] = mine.tensors[mine.site.weight][:, :0]
+    with pytest.raises(ModelError, match=f"'PRUNED' keeps no {mine.site.unit} in layers.1.{name}"):
+        found(mine, tensors)
+
+
+def test_a_tensor_of_another_kind_is_said(dense):
+    mine = side(dense, "mlp")
+    weight = name_of(mine, "gate_proj.weight")
+    with pytest.raises(ModelError, match="hidden states of another width"):
+        found(mine, {**mine.tensors, weight: mine.tensors[weight].flatten()})
+
+
 def test_query_heads_that_went_alone(dense):
     """Heads 2 and 5 of eight, and every KV head is there."""
     mine = side(dense, "attention")

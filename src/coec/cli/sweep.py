@@ -162,7 +162,7 @@ def _show_cells(cells: list["Cell"], as_json: bool) -> None:
         ]
         print(json.dumps(listing))
         return
-    from coec.kept import named
+    from coec.experiments.grid import NEWER
 
     lines = [("cell", "model", "grids", "what")]
     for cell in cells:
@@ -171,7 +171,11 @@ def _show_cells(cells: list["Cell"], as_json: bool) -> None:
             f"{recipe.repair.sparsity:.0%} {recipe.repair.selection} → "
             f"{recipe.repair.compensation}, {recipe.calibration.samples} windows, "
             f"seed {recipe.calibration.seed}"
-            + (f", kept {kept}" if (kept := named(recipe.repair.kept)) else "")
+            + "".join(
+                f", {name} = {value}"
+                for name, value in recipe.record().items()
+                if name in NEWER and value != NEWER[name]
+            )
             + "".join(f", {k} = {v}" for k, v in recipe.repair.options.items())
         )  # fmt: skip
         lines.append((cell.id, cell.subject.label, ", ".join(cell.grids), what))

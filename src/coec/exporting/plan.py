@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from coec.exporting.dtypes import STORED
 from coec.exporting.hyperparameters import Hyperparameters
-from coec.exporting.targets import Target, choose_target
+from coec.exporting.targets import Target, check_known, choose_target
 from coec.exporting.tensors import KINDS, Entry, entries, named
 from coec.exporting.tokenizer import Written, tokenizer_of
 from coec.models.dense import Dense
@@ -40,6 +40,7 @@ class Plan:
         cls, model: Dense, dtype: str | None, context: int | None, *, with_tokenizer: bool
     ) -> "Plan":
         """Raises CoecError for what llama.cpp would not compute as transformers does."""
+        check_known(model.architecture.model_type)
         facts = Hyperparameters.of(model, context)
         target = choose_target(facts, model.shapes)
         heads = dict(zip(TURNED, (facts.heads, facts.kv_heads))) if target.interleaved else {}

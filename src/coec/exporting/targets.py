@@ -60,6 +60,15 @@ TARGETS: dict[str, tuple[Target, ...]] = {
 """Model type → the architectures that may hold it, the first that does."""
 
 
+def check_known(model_type: str) -> None:
+    """Raises ModelError for a model type that was not run in llama.cpp."""
+    if model_type not in TARGETS:
+        raise ModelError(
+            f"model type '{model_type}' is none that coec export writes: none of llama.cpp's "
+            f"architectures is known to compute it; written are {', '.join(TARGETS)}"
+        )
+
+
 def choose_target(model: Hyperparameters, tensors: Iterable[str]) -> Target:
     """The first of llama.cpp's architectures that computes the model.
 
@@ -67,10 +76,9 @@ def choose_target(model: Hyperparameters, tensors: Iterable[str]) -> Target:
         ModelError: none does.
     """
     refusals: list[str] = []
-    for target in TARGETS.get(model.model_type, ()):
+    for target in TARGETS[model.model_type]:
         refusal = target.refusal(model, tensors)
         if refusal is None:
             return target
         refusals.append(f"not {target.name}: {refusal}")
-    why = "; ".join(refusals) or f"none is known for model type '{model.model_type}'"
-    raise ModelError(f"no architecture of llama.cpp computes this model ({why})")
+    raise ModelError(f"no architecture of llama.cpp computes this model ({'; '.join(refusals)})")

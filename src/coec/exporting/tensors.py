@@ -24,6 +24,8 @@ KINDS = {name: GGMLQuantizationType[name.upper()] for name in DTYPES}
 """How a matrix is stored, by the dtype asked for."""
 HALVES = {torch.float16: KINDS["f16"], torch.bfloat16: KINDS["bf16"]}
 """What needs no conversion."""
+LARGEST = {"F16": 65504.0, "Q8_0": 65504.0 * 127, "BF16": torch.finfo(torch.bfloat16).max}
+"""Numbers beyond which a kind has none."""
 SUFFIXES = (".weight", ".bias")
 
 
@@ -125,8 +127,8 @@ def encoded(weight: Tensor, kind: GGMLQuantizationType, name: str) -> np.ndarray
     if not torch.isfinite(wide).all():
         raise ModelError(f"{name} holds NaN or Inf, or numbers beyond float32: it is damaged")
     # A block of q8_0 has its largest number over 127 in f16.
-    most = {"F16": 65504.0, "Q8_0": 65504.0 * 127}.get(kind.name)
+    most = LARGEST.get(kind.name)
     if most is not None and float(wide.abs().max()) > most:
-        raise ModelError(f"{name} holds numbers beyond {most:.0f}: pass dtype=bf16 or dtype=f32")
+        raise ModelError(f"{name} holds numbers beyond {most:.7g}: pass dtype=bf16 or dtype=f32")
     stored: Any = quantize(np.ascontiguousarray(wide.numpy()), kind)
     return stored

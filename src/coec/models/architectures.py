@@ -173,7 +173,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture(
             model_type="cohere2",
             class_name="Cohere2ForCausalLM",
-            families="Command R7B, Command A, Aya Expanse",
+            families="Command R7B, Command A",
             source="Cohere Team 2025",
             written_as=("cohere2",),
             bias_flags={ATTENTION.name: "attention_bias"},

@@ -195,7 +195,7 @@ def compute_buffers(model: Any, device: torch.device) -> None:
         if not inside and (buffer.is_meta or not torch.isfinite(buffer).all()):
             raise ModelError(
                 f"the installed transformers ({transformers.__version__}) has no value for {name} "
-                f"of a {model.config.model_type}: install transformers 5.23 or later"
+                f"of a {model.config.model_type}: install a newer release"
             )
 
 

@@ -78,10 +78,14 @@ def choose_format(
         "choose another sparsity (attention_sparsity = 0 keeps all heads), or a compensation "
         "without a bias"
     )
-    loaded = "" if target == "hf" else f" so that {TARGETS[target]} loads it"
+    if target == "hf":
+        raise OptionError(
+            f"no stock format can hold this pruned model ({'; '.join(refusals)}); {advice}"
+        )
     raise OptionError(
-        f"no stock format can hold this pruned model{loaded} ({'; '.join(refusals)}); "
-        + (advice if target == "hf" else f"{advice}, or leave out target")
+        f"no stock format can hold this pruned model so that {TARGETS[target]} loads it "
+        f"({'; '.join(refusals)}); leave out target"
+        + (", and write the result with coec export" if target == "llama.cpp" else "")
     )
 
 

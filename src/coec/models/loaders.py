@@ -91,10 +91,16 @@ def always(stored: Stored) -> bool:
 
 
 def slides(config: dict[str, Any]) -> bool:
-    """Whether a raw configuration has a sliding window."""
-    if "use_sliding_window" in config:
-        return bool(config["use_sliding_window"])
-    return config.get("sliding_window") is not None
+    """Whether any layer of a raw configuration sees less than the longest text."""
+    window, layers = config.get("sliding_window"), config.get("layer_types")
+    if window is None or not config.get("use_sliding_window", True):
+        return False
+    if isinstance(layers, list) and "sliding_attention" not in layers:
+        return False
+    if layers is None and config.get("max_window_layers", 0) >= config["num_hidden_layers"]:
+        return False  # Qwen's way of saying it: layers from this one on
+    positions = config.get("max_position_embeddings")
+    return not isinstance(positions, int) or window < positions
 
 
 @dataclass(frozen=True)

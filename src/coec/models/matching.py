@@ -99,6 +99,8 @@ def kept_units(dense: Side, pruned: Side) -> Int[Tensor, " k"]:
     """
     _check_shapes(dense, pruned)
     _check_heads(dense, pruned)
+    if not pruned.count:
+        raise ModelError(f"'{pruned.name}' keeps no {dense.site.unit} in {dense.site.key}")
     names = [r.tensor for r in dense.site.producers if r.tensor in pruned.tensors]
     mine = [dense.rows(name, dense.count) for name in names]
     theirs = [pruned.rows(name, pruned.count) for name in names]
@@ -209,7 +211,7 @@ def _check_shapes(dense: Side, pruned: Side) -> None:
                 raise ModelError(f"'{pruned.name}' lacks {name}: it is not pruned from this model")
             continue
         kept = 0 if name == dense.site.weight else 1
-        if one.ndim == 2 and one.shape[kept] != other.shape[kept]:
+        if one.ndim != other.ndim or (one.ndim == 2 and one.shape[kept] != other.shape[kept]):
             raise ModelError(
                 f"{name} is {tuple(other.shape)} in '{pruned.name}' and {tuple(one.shape)} in "
                 "the dense model: hidden states of another width, which coec does not prune"

@@ -132,6 +132,8 @@ class Repair(Settings):
         align = plain(self.align)
         if isinstance(align, int) and not isinstance(align, bool):  # as files have it
             object.__setattr__(self, "align", str(align))
+        elif isinstance(align, str) and align.isdecimal() and align.isascii():
+            object.__setattr__(self, "align", align.lstrip("0") or "0")
         super().__post_init__()
         options = {name: plain(value) for name, value in self.options.items()}
         object.__setattr__(self, "options", options)
