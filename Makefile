@@ -41,11 +41,11 @@ crash: .venv/ready  ## runs that are killed and go on, which test leaves out too
 fuzz: .venv/ready  ## mutated inputs, which test leaves out too (COEC_FUZZ_CASES of them)
 	@$(BIN)/python -m pytest -m fuzz -n $(WORKERS) --dist worksteal
 
-# Compiles llama.cpp (twenty minutes on 2 idle cores, once), apart from .venv. It runs on the kind of
+# Compiles llama.cpp (many minutes on 2 cores, once), apart from .venv. It runs on the kind of
 # machine that it was built on.
 .venv-gguf/ready: .venv/ready
 	@rm -rf .venv-gguf
-	@echo "building llama.cpp in .venv-gguf (needs a C++ compiler; twenty minutes, once)"
+	@echo "building llama.cpp in .venv-gguf (needs a C++ compiler; many minutes, once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv-gguf \
 		llama-cpp-python==0.3.36 diskcache==5.6.3
 	@touch $@
