@@ -41,13 +41,13 @@ crash: .venv/ready  ## runs that are killed and go on, which test leaves out too
 fuzz: .venv/ready  ## mutated inputs, which test leaves out too (COEC_FUZZ_CASES of them)
 	@$(BIN)/python -m pytest -m fuzz -n $(WORKERS) --dist worksteal
 
-# Compiles llama.cpp without its tools (about ten minutes on 2 cores, once), apart from .venv.
-# It runs on the machine that it was built on.
+# Compiles llama.cpp (many minutes on 2 cores, once), apart from .venv. It runs on the kind of
+# machine that it was built on.
 .venv-gguf/ready: .venv/ready
 	@rm -rf .venv-gguf
-	@echo "building llama.cpp in .venv-gguf (needs cmake and a C++ compiler; ten minutes, once)"
-	@CMAKE_ARGS="-DLLAVA_BUILD=OFF" SKBUILD_BUILD_TARGETS=llama $(BIN)/python -m pip install --quiet \
-		--disable-pip-version-check --no-deps --target .venv-gguf llama-cpp-python==0.3.36 diskcache==5.6.3
+	@echo "building llama.cpp in .venv-gguf (needs a C++ compiler; many minutes, once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv-gguf \
+		llama-cpp-python==0.3.36 diskcache==5.6.3
 	@touch $@
 
 gguf: .venv-gguf/ready  ## what llama.cpp computes from exported files, which test leaves out too

@@ -231,8 +231,8 @@ def test_code_of_its_own_is_refused(folder):
 
 
 def test_a_folder_without_one_is_refused(folder):
-    refused(folder, "has no tokenizer")
+    refused(folder, "has no tokenizer: copy its files there, or pass")
     (folder / "tokenizer_config.json").write_text("{}")
-    refused(folder, "has no tokenizer")
+    refused(folder, "has no tokenizer: copy its files there, or pass")
     (folder / "tokenizer.json").write_text("{")
     refused(folder, "cannot be loaded")
