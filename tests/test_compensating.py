@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import coec
 import tiny_models as tm
+from coec import compensating
 from coec.errors import ModelError, OptionError, OutputError
 from coec.kept import KEPT, KeptUnits
 from coec.models.stored import Stored
@@ -238,3 +239,10 @@ def test_the_command_needs_somewhere_to_write(dense, cut, run):
     status, _, heard = run("compensate", dense, cut[0])
     assert status == 2
     assert "OUT is missing" in heard
+
+
+def test_a_setting_that_cannot_be_is_said_before_weights_are_read(dense, cut, run, monkeypatch):
+    monkeypatch.setattr(compensating, "infer_kept", None)
+    status, _, heard = run("compensate", dense, cut[0], "--dry-run", "--samples", "0")
+    assert status == 1
+    assert "samples must be a whole number of at least 1" in heard

@@ -305,3 +305,9 @@ def test_a_grid_names_files_and_knows_them_by_their_content(dense, tokens, tmp_p
     shutil.copy("two.json", "one.json")
     with pytest.raises(coec.CoecError, match="the kept units of 'model' is another one than"):
         sweep(cells, tmp_path / "rows")
+
+
+def test_a_file_that_names_a_site_twice_is_refused(dense, tmp_path):
+    (tmp_path / "kept.json").write_text('{"layers.0.mlp": [0, 1], "layers.0.mlp": [0]}')
+    with pytest.raises(OptionError, match="it names 'layers.0.mlp' twice"):
+        coec.plan(dense, kept=tmp_path / "kept.json")

@@ -133,7 +133,7 @@ def _content(path: Path) -> Mapping[str, Any]:
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
-        content = parse_json(file)
+        content = parse_json(file, distinct=True)
         if not isinstance(content, dict):
             raise ValueError("it is no JSON object")
         return content

@@ -52,13 +52,14 @@ def compensate_command(
         raise typer.BadParameter("OUT is missing (only --dry-run works without)")
     quieten()
     from coec import compensating, pruning
-    from coec.recipe import read_settings
+    from coec.recipe import Recipe, read_settings
 
     chosen = (read_settings(config) if config else {}) | given(flags)
     chosen["trust_remote_code"] = trust_remote_code
     with progress_bars() as advance:
         if out is None or dry_run:
             compensating.check_settings(chosen, pruned)
+            Recipe.of(**chosen)  # before the weights are read
             kept = compensating.infer_kept(model, pruned, advance)
             plan = pruning.plan(model, statistics=statistics, **chosen, kept=kept)
         else:

@@ -21,8 +21,11 @@ MAX_JSON = 2**26
 """Bytes beyond which a JSON file is no configuration, index or report: 64 MiB."""
 
 
-def parse_json(path: Path) -> Any:
+def parse_json(path: Path, *, distinct: bool = False) -> Any:
     """The content of a JSON file that may come from anywhere.
+
+    Args:
+        distinct: whether an object that names a key twice is refused; else the last one counts.
 
     Raises:
         OSError: the file cannot be read, or is no file.
@@ -35,10 +38,22 @@ def parse_json(path: Path) -> Any:
         raise ValueError(f"it is larger than {MAX_JSON / 2**20:.0f} MiB")
     try:
         return json.loads(
-            path.read_text(encoding="utf-8"), parse_float=_finite, parse_constant=_finite
+            path.read_text(encoding="utf-8"),
+            parse_float=_finite,
+            parse_constant=_finite,
+            object_pairs_hook=_distinct if distinct else None,
         )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"it names {key[:80]!r} twice")
+        found[key] = value
+    return found
 
 
 def _finite(number: str) -> float:
