@@ -50,6 +50,9 @@ def test_channels_are_rounded_up_and_groups_stay(config, align, ffn):
 def test_automatic_alignment_gives_way_where_it_would_add_too_much():
     small = tm.raw_config(intermediate_size=100)
     assert widths(small, align="auto")[0] == 70  # 96, the next multiple of 32, is a third more
+    [note] = plan(small, align="auto").notes
+    assert note.startswith("align = auto leaves mlp at 70 intermediate channels: the next multiple")
+    assert plan(LLAMA_8B, align="auto").notes[0].startswith("down_proj reads 10,112 columns")
     assert widths(small, align=32)[0] == 96
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from coec.allocation import Widths, uniform, whole_attention
+from coec.allocation import MOST_ADDED, MULTIPLES, Widths, uniform, whole_attention
 from coec.calibration.layers import TOKENS_PER_BATCH
 from coec.calibration.tokens import TOKEN_SUFFIXES, WHOLE
 from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len
@@ -176,11 +176,26 @@ class Plan:
             for site, _, too_little in asked
             if site.value is None and not too_little and not self.widths.removes_from(site)
         )
+        unaligned = (
+            f"align = auto leaves {site.name} at {width:,} {site.unit}s: the next multiple of "
+            f"{MULTIPLES[-1]} adds more than {MOST_ADDED:.0%}"
+            for site, _, _ in asked
+            if repair.multiple is None
+            and site.value is None
+            and (width := self.widths.of(site)) % MULTIPLES[-1]
+        )
         blocks = self.dense.layers
         costs = (
             fallbacks(site, self.widths.of(site), self._outputs(site), blocks) for site in kinds
         )
-        return (*self.remarks, *self._of_kept(), *unmoved, *rounded, *(c for c in costs if c))
+        return (
+            *self.remarks,
+            *self._of_kept(),
+            *unmoved,
+            *rounded,
+            *unaligned,
+            *(c for c in costs if c),
+        )
 
     def _outputs(self, site: Site) -> int:
         """How many rows a consumer has."""
