@@ -97,7 +97,7 @@ def slides(config: dict[str, Any]) -> bool:
         return False
     if isinstance(layers, list) and "sliding_attention" not in layers:
         return False
-    if layers is None and config.get("max_window_layers", 0) >= config["num_hidden_layers"]:
+    if layers is None and (config.get("max_window_layers") or 0) >= config["num_hidden_layers"]:
         return False  # Qwen's way of saying it: layers from this one on
     positions = config.get("max_position_embeddings")
     return not isinstance(positions, int) or window < positions
