@@ -168,7 +168,7 @@ def _names(given: KeptUnits | None, site: Site) -> bool:
 
 def _check_whole(site: Site, widths: Widths, given: KeptUnits | None) -> None:
     """Raises OptionError where less than all of a site was given."""
-    if given is not None and site.key in given.units and widths.removes_from(site):
+    if given is not None and _names(given, site) and widths.removes_from(site):
         raise OptionError(
             f"kv_groups = all keeps every {site.unit}, '{given.source}' {widths.of(site)} of "
             f"{site.units} in {site.key}: leave one of the two out"

@@ -14,6 +14,7 @@ from coec.errors import OutputError
 from coec.execution.output import (
     lock,
     partial_of,
+    put_beside,
     rename,
     resolved,
     sync,
@@ -112,13 +113,5 @@ def _put_in_place(partial: Path, out: Path, kind: bytes, force: bool) -> None:
     try:
         check_file(out, kind, force)
     except OutputError as error:
-        spare = next(p for n in range(1, 10**6) if not (p := _numbered(out, n)).exists())
-        rename(partial, spare)
-        raise OutputError(
-            f"'{out}' appeared during the run and was left as it is; the result is in '{spare}'"
-        ) from error
+        raise put_beside(partial, out, out.suffix) from error
     rename(partial, out)
-
-
-def _numbered(out: Path, number: int) -> Path:
-    return out.with_name(f"{out.stem}-{number}{out.suffix}")

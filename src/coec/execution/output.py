@@ -213,11 +213,24 @@ def put_in_place(partial: Path, out: Path, force: bool) -> None:
             raise
         if not os.path.lexists(out):
             raise
-        spare = next(p for n in range(1, 10**6) if not (p := _numbered(out, n)).exists())
-        rename(partial / NEW, spare)
-        raise OutputError(
-            f"'{out}' appeared during the run and was left as it is; the result is in '{spare}'"
-        ) from error
+        raise put_beside(partial / NEW, out) from error
+
+
+def put_beside(made: Path, out: Path, suffix: str = "") -> OutputError:
+    """Gives a result the first free name beside `out`, which appeared meanwhile, and says so.
+
+    Args:
+        made: the result.
+        out: the name that it should have had.
+        suffix: of that name, which the number stands before.
+    """
+    stem = out.name.removesuffix(suffix)
+    names = (out.with_name(f"{stem}-{number}{suffix}") for number in range(1, 10**6))
+    spare = next(path for path in names if not path.exists())
+    rename(made, spare)
+    return OutputError(
+        f"'{out}' appeared during the run and was left as it is; the result is in '{spare}'"
+    )
 
 
 def rename(source: Path, target: Path) -> None:
@@ -234,10 +247,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _numbered(out: Path, number: int) -> Path:
-    return out.with_name(f"{out.name}-{number}")
 
 
 def check_replaceable(out: Path, force: bool) -> None:
