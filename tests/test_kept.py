@@ -217,7 +217,7 @@ BAD = {
     ),
     "uneven": (
         of_all() | {"layers.1.mlp": [0, 1]},
-        r"the widths of mlp differ by block \(2 to 27\): no stock format holds that",
+        r"the widths of mlp in .mapping. differ by block \(2 to 27\), which no stock format holds",
     ),
     "number": (7, "kept must be text, got 7"),
     "other": ({1, 2}, "kept is a set: give a safetensors or JSON file"),

@@ -181,8 +181,9 @@ def test_a_recipe_of_parts_is_the_recipe_of_flat_settings():
 
 def test_a_record_lists_what_determines_the_result_in_one_order():
     assert list(Recipe.of(device="cpu", trust_remote_code=True).record()) == [
-        "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "align", "selection", "kept",
-        "compensation", "options", "propagate", "reconstruct", "inner", "damping", "curvature",
+        "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters", "align",
+        "allocation", "non_uniform", "selection", "kept", "compensation", "options", "propagate",
+        "reconstruct", "inner", "damping", "curvature",
         "token_weights", "final_norm", "kv_groups", "calibration", "text_column", "samples",
         "sampled", "seq_len", "seed", "holdout", "dtype", "target", "forward_dtype", "solve_dtype",
     ]  # fmt: skip

@@ -6,7 +6,16 @@ from typing import Any
 
 import torch
 
-from coec.allocation import MOST_ADDED, MULTIPLES, Widths, uniform, whole_attention
+from coec.allocation import (
+    MOST_ADDED,
+    MULTIPLES,
+    Widths,
+    Worths,
+    by_worth,
+    shares_for,
+    uniform,
+    whole_attention,
+)
 from coec.calibration.layers import TOKENS_PER_BATCH
 from coec.calibration.tokens import TOKEN_SUFFIXES, WHOLE
 from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len
@@ -16,9 +25,11 @@ from coec.models.description import Description
 from coec.models.fallbacks import fallbacks
 from coec.models.formats import OutputFormat, choose_format
 from coec.models.layout import Layout, Site
+from coec.models.non_uniform import FILE as CODE
 from coec.models.shape import Shape
 from coec.recipe import Recipe
 from coec.selection import kept_count
+from coec.settings import Repair
 
 SOLVER_MATRICES = 6
 """Matrices of the wider consumer's size in a solve: four are counted (benchmarks), and an
@@ -29,6 +40,8 @@ BYTES_PER_CHARACTER = 170
 """Memory that tokenising takes, measured (docs/FORMATS.md)."""
 NAMED_TEXT = 11_000_000
 """Characters that are read of a data set at most."""
+WIDTHS = {"mlp": "ffn", "kv_groups": "kv_heads", "query_heads": "heads"}
+"""What records call sizes that pruning changes, and the fields of a shape that hold them."""
 SHARD_BYTES = 2 * 10**9
 BRIEF_ITERATIONS = 3
 """Of conjugate gradients in the one step that a candidate is tried with (docs/LOG.md)."""
@@ -49,6 +62,8 @@ class Plan:
         pruned_shapes: every tensor that the result stores.
         seq_len: tokens of a calibration window.
         remarks: on other plans that cannot be made.
+        decided: whether the widths are; those of an allocation that needs statistics are uniform
+            ones until then, of as many parameters.
     """
 
     model: Description
@@ -59,6 +74,7 @@ class Plan:
     pruned_shapes: dict[str, torch.Size]
     seq_len: int
     remarks: tuple[str, ...] = ()
+    decided: bool = True
 
     @classmethod
     def candidates(cls, model: Description, recipe: Recipe) -> dict[str, "Plan"]:
@@ -112,20 +128,44 @@ class Plan:
 
     @classmethod
     def _with(cls, model: Description, recipe: Recipe, kv_groups: str) -> "Plan":
-        widths = (
-            whole_attention(model.layout, model.shapes, recipe.repair, recipe.kept)
-            if kv_groups == "all"
-            else uniform(model.layout, recipe.repair, recipe.kept)
-        )
+        """The plan by one rule for KV groups, within the budget where there is one."""
+        repair, kept = recipe.repair, recipe.kept
+        goal = _goal(model, repair)
+        while True:
+            if goal is not None:
+                repair = shares_for(model.layout, model.shapes, recipe.repair, goal, kept)
+            widths = (
+                whole_attention(model.layout, model.shapes, repair, kept)
+                if kv_groups == "all"
+                else uniform(model.layout, repair, kept)
+            )
+            plan = cls._of(model, recipe, widths, decided=repair.allocation == "uniform")
+            over = plan.parameters_after - (plan.parameters_before - (goal or 0))
+            if goal is None or over <= 0 or plan.parameters_after <= _budget(model, repair):
+                return plan
+            goal += over  # what the format adds, such as biases of a repair
+
+    @classmethod
+    def _of(cls, model: Description, recipe: Recipe, widths: Widths, *, decided: bool) -> "Plan":
+        """The plan of these widths, its format chosen."""
         patterns = model.architecture.blocks.sites
-        pruned = model.shape.kept({p.counted_by: widths.everywhere(p.name) for p in patterns})
+        pruned = model.shape.with_blocks(
+            [
+                {p.counted_by: widths.kept[block, p.name] for p in patterns}
+                for block in range(model.shape.layers)
+            ]
+        )
+        if not (pruned.uniform or recipe.repair.non_uniform):
+            raise _several_widths(widths, recipe)
+        if not decided:
+            pruned = pruned.listed()
         biased = frozenset(
             site.name
-            for site in model.layout.kinds
+            for site in model.layout.sites
             if site.bias in model.shapes
             or (
                 recipe.method.adds_bias
-                and (widths.removes_from(site) or recipe.rebuilding.propagate)
+                and (not decided or widths.removes_from(site) or recipe.rebuilding.propagate)
             )
         )
         output = choose_format(model.config, pruned, biased=biased, target=recipe.repair.target)
@@ -137,7 +177,31 @@ class Plan:
             output,
             Description.of(output.config).shapes,
             resolve_seq_len(recipe.calibration.seq_len, model.positions, DEFAULT_SEQ_LEN),
+            decided=decided,
         )
+
+    def allocated(self, worths: Worths) -> "Plan":
+        """The plan whose widths are decided, of as many parameters as this one, at most.
+
+        Args:
+            worths: of every site whose units nobody names.
+        """
+        layout, repair = self.model.layout, self.recipe.repair
+        whole = (
+            kind.name
+            for kind in layout.kinds
+            if not any(self.widths.removes_from(s) for s in layout.sites if s.name == kind.name)
+        )
+        widths = by_worth(
+            layout,
+            self.model.shapes,
+            self.widths,
+            worths,
+            repair.multiple,
+            repair.own_shares.union(whole),
+        )
+        made = Plan._of(self.model, self.recipe, widths, decided=True)
+        return replace(made, remarks=self.remarks)
 
     @property
     def dense(self) -> Shape:
@@ -188,8 +252,13 @@ class Plan:
         costs = (
             fallbacks(site, self.widths.of(site), self._outputs(site), blocks) for site in kinds
         )
+        undecided = (
+            f"allocation = {repair.allocation} decides the widths of every block from the "
+            "calibration text; these are uniform ones of as many parameters"
+        )
         return (
             *self.remarks,
+            *([] if self.decided else [undecided]),
             *self._of_kept(),
             *unmoved,
             *rounded,
@@ -324,16 +393,19 @@ class Plan:
             "model_type": self.model.architecture.model_type,
             "output_model_type": self.output.model_type,
             "relabelled": self.output.relabelled,
+            "code": None if self.output.code is None else CODE,
             "loads_in": self.output.loads_in,
             "layers": self.dense.layers,
             "widths": {
-                "mlp": {"before": self.dense.ffn, "after": self.pruned.ffn},
-                "kv_groups": {"before": self.dense.kv_heads, "after": self.pruned.kv_heads},
-                "query_heads": {"before": self.dense.heads, "after": self.pruned.heads},
+                name: {
+                    "before": _of_blocks(self.dense, size),
+                    "after": _of_blocks(self.pruned, size),
+                }
+                for name, size in WIDTHS.items()
             },
             "parameters": {"before": self.parameters_before, "after": self.parameters_after},
             "removed": {
-                **{s.name: _share(s.units, self.widths.of(s)) for s in self.model.layout.kinds},
+                **{s.name: self._share_of(s.name) for s in self.model.layout.kinds},
                 "parameters": _share(self.parameters_before, self.parameters_after),
             },
             "kept": None if self.recipe.kept is None else self.recipe.kept.record(),
@@ -341,11 +413,49 @@ class Plan:
             "seq_len": self.seq_len,
         }
 
+    def _share_of(self, name: str) -> float:
+        """The fraction of a kind's units that goes."""
+        sites = [site for site in self.model.layout.sites if site.name == name]
+        return _share(sum(s.units for s in sites), sum(self.widths.of(s) for s in sites))
+
     @property
     def alternatives(self) -> dict[str, "Plan"]:
         """The candidates besides this one, among which held-out windows choose."""
         found = Plan.candidates(self.model, self.recipe)
         return {name: plan for name, plan in found.items() if plan.pruned != self.pruned}
+
+
+def _budget(model: Description, repair: Repair) -> int:
+    """The most parameters that may be left; raises OptionError where these are no fewer."""
+    before = sum(shape.numel() for shape in model.shapes.values())
+    asked = repair.budget_parameters
+    assert asked is not None
+    budget = int(asked * before) if asked < 1 else int(asked)
+    if budget >= before:
+        raise OptionError(
+            f"budget_parameters = {budget:,} is no less than the model's {before:,}: nothing would "
+            "go; allow fewer"
+        )
+    return budget
+
+
+def _goal(model: Description, repair: Repair) -> int | None:
+    """How many parameters must go; None where sparsity says what does."""
+    if repair.budget_parameters is None:
+        return None
+    return sum(shape.numel() for shape in model.shapes.values()) - _budget(model, repair)
+
+
+def _several_widths(widths: Widths, recipe: Recipe) -> OptionError:
+    """The error where widths differ by block and nobody said that they may."""
+    kinds = {name: set(widths.everywhere(name)) for _, name in widths.kept}
+    name, found = next((name, found) for name, found in kinds.items() if len(found) > 1)
+    source = "" if recipe.kept is None else f" in '{recipe.kept.source}'"
+    return OptionError(
+        f"the widths of {name}{source} differ by block ({min(found):,} to {max(found):,}), which "
+        "no stock format holds: keep as many units in every block, or set non_uniform to write "
+        "code beside the weights"
+    )
 
 
 def _rules(layout: Layout, recipe: Recipe) -> tuple[str, ...]:
@@ -355,6 +465,12 @@ def _rules(layout: Layout, recipe: Recipe) -> tuple[str, ...]:
     if given and asked != "all":
         return ("kept",)  # there is nothing to choose
     return ("uniform", "all") if asked == "held-out" else (asked,)
+
+
+def _of_blocks(shape: Shape, size: str) -> int | list[int]:
+    """A size of every block: one number where all are alike."""
+    found = [getattr(shape.at(index), size) for index in range(shape.layers)]
+    return found[0] if len(set(found)) == 1 else found
 
 
 def _share(before: int, after: int) -> float:

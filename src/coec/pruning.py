@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from coec.allocating import worths
 from coec.calibration.measure import Source, adopted, source_of
 from coec.calibration.statistics import Statistics
 from coec.compensation import Method
@@ -123,8 +124,14 @@ def prune(
             return Report.read(out)
         calibration = source.begin(done, progress)
         seconds.lap("reading text")
+        plans = Plan.candidates(dense, recipe)
+        if not plan.decided:
+            found = worths(done, source, plan, device, progress)
+            plans = {name: one.allocated(found) for name, one in plans.items()}
+            plan = next(iter(plans.values()))
+            seconds.lap("allocating")
         if recipe.rebuilding.in_order:
-            checkpoint, rebuilding = rebuilt(done, dense, recipe, source, device, dtype, progress)
+            checkpoint, rebuilding = rebuilt(done, dense, plans, source, device, dtype, progress)
             plan = checkpoint.plan
             seconds.lap("rebuilding")
         else:

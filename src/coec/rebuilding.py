@@ -31,7 +31,6 @@ from coec.models.files import write_json
 from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import cast, cut_block
 from coec.planning import Plan
-from coec.recipe import Recipe
 from coec.reconstruction import Batch, LeastSquares, fit
 from coec.solving import SiteStatistics, Solved, assembled, naming, own_seed, solve_site
 from coec.types import GramSum
@@ -65,7 +64,7 @@ class Ending:
 def rebuilt(
     done: Journal,
     dense: Dense,
-    recipe: Recipe,
+    plans: Mapping[str, Plan],
     source: Source,
     device: torch.device,
     dtype: torch.dtype,
@@ -76,7 +75,7 @@ def rebuilt(
     Args:
         done: holds what is finished.
         dense: the model.
-        recipe: says which candidates there are.
+        plans: the candidates, by name.
         source: whose windows have been made.
         device: where to compute.
         dtype: of the written weights.
@@ -92,7 +91,6 @@ def rebuilt(
             dense, plan, *source.parts(), device=device, dtype=source.dtype, written=dtype
         )
 
-    plans = Plan.candidates(dense, recipe)
     tried: dict[str, dict[str, Any]] = {}
     for name, plan in plans.items() if len(plans) > 1 else ():
         piece = f"trial-{name}.json"

@@ -38,8 +38,9 @@ APART = ("options", "trust_remote_code")
 """Settings that no recipe file or grid may hold: the one has its keys at the top level, and whether
 a model's code may run is said by whoever runs it."""
 RECORDED = (
-    "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "align", "selection", "kept",
-    "compensation", "options", "propagate", "reconstruct", "inner", "damping", "curvature",
+    "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters", "align",
+    "allocation", "non_uniform", "selection", "kept", "compensation", "options", "propagate",
+    "reconstruct", "inner", "damping", "curvature",
     "token_weights", "final_norm", "kv_groups", "calibration", "text_column", "samples", "sampled",
     "seq_len", "seed", "holdout", "dtype", "target", "forward_dtype", "solve_dtype",
 )  # fmt: skip

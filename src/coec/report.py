@@ -141,7 +141,8 @@ class Report:
         before, after = parameters["before"], parameters["after"]
         name = Path(self.model).name
         rows = "\n".join(
-            f"| {what.replace('_', ' ')} per block | {w['before']:,} | {w['after']:,} |"
+            f"| {what.replace('_', ' ')} per block | {counted(w['before'])} | "
+            f"{counted(w['after'])} |"
             for what, w in widths.items()
         )
         errors = "\n".join(
@@ -161,6 +162,13 @@ class Report:
             if relabelled
             else ""
         )
+        code = self.plan.get("code")
+        trust = ", trust_remote_code=True" if code else ""
+        if code:
+            note += (
+                f"\nBlocks have widths of their own, which no stock class builds: `{code}` does. "
+                "Read it before you trust it.\n"
+            )
         notes = "".join(f"\n{note[0].upper()}{note[1:]}.\n" for note in self.plan["notes"])
         return f"""---
 library_name: transformers
@@ -176,7 +184,7 @@ structured pruning of MLP channels and KV groups, {self._asked}.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"{trust})
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 ```
 {note}
@@ -206,6 +214,11 @@ Errors are on the calibration data; they say nothing about other text. Evaluate 
 
 The licence of the dense model applies.
 """
+
+
+def counted(width: int | list[int]) -> str:
+    """Units per block in words: one number, or the least and the most where blocks differ."""
+    return f"{width:,}" if isinstance(width, int) else f"{min(width):,} to {max(width):,}"
 
 
 def calibration_digest(folder: Path) -> str | None:

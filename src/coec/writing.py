@@ -22,6 +22,7 @@ from coec.models.dense import Dense
 from coec.models.description import CONFIG
 from coec.models.files import opened, read_tensors, write_json, write_tensors
 from coec.models.layout import BlockLayout
+from coec.models.non_uniform import FILE as CODE
 from coec.models.stored import INDEX
 from coec.planning import SHARD_BYTES, Plan
 from coec.solving import Solved
@@ -135,6 +136,8 @@ class Checkpoint:
         kept = {name: units for one in self._kept() for name, units in one.items()}
         write_tensors(kept, folder / KEPT, {"format": "pt"})
         write_json(folder / CONFIG, self._config())
+        if self.plan.output.code is not None:
+            (folder / CODE).write_text(self.plan.output.code, encoding="utf-8")
         carry_files(self._dense.folder, folder)
 
     def _kept(self) -> Iterator[dict[str, Tensor]]:

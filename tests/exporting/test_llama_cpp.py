@@ -94,6 +94,27 @@ def test_dense_and_pruned_models_compute_the_same(name, tokens, tmp_path):
         compare(out, tmp_path / f"{compensation}.gguf", window)
 
 
+OWN_WIDTHS = {
+    "layers.0.mlp": [0, 3, 4, 9], "layers.1.mlp": list(range(2, 40, 2)),
+    "layers.0.attention": [0, 2, 3], "layers.1.attention": [1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("compensation", ["none", "bias"])
+@pytest.mark.parametrize(
+    "variant",
+    ["llama", "llama tied", "llama biases", "llama rope", "mistral", "qwen2", "seed_oss"],
+)
+def test_widths_by_block_compute_the_same(variant, compensation, tokens, tmp_path):
+    dense = tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense")
+    coec.prune(
+        dense, tmp_path / "out", calibration=tokens, compensation=compensation,
+        kept=OWN_WIDTHS, non_uniform=True, **SETTINGS,
+    )  # fmt: skip
+    compare(tmp_path / "out", tmp_path / "out.gguf")
+    assert b"deci.attention.head_count" in (tmp_path / "out.gguf").read_bytes()
+
+
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "q8_0"])
 def test_files_of_fewer_bits_are_near(dtype, tmp_path):
     folder = tm.save(tm.tiny("llama", torch.float32), tmp_path / "model")

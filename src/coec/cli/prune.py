@@ -75,6 +75,7 @@ def show_plan(plan: "Plan", model: str, as_json: bool, *, measured: bool) -> Non
     from rich.table import Table
 
     from coec.devices import choose_device, choose_forward_dtype, stored_dtype
+    from coec.report import counted
 
     device = choose_device(plan.recipe.runtime.device)
     stored = stored_dtype(plan.output.config)
@@ -94,8 +95,8 @@ def show_plan(plan: "Plan", model: str, as_json: bool, *, measured: bool) -> Non
     for what, width in record["widths"].items():
         table.add_row(
             f"{what.replace('_', ' ')} × {plan.dense.layers} blocks",
-            f"{width['before']:,}",
-            f"{width['after']:,}",
+            counted(width["before"]),
+            counted(width["after"]),
         )
     before, after = plan.parameters_before, plan.parameters_after
     table.add_row("parameters", f"{before:,}", f"{after:,} ({after / before:.1%})")
@@ -108,7 +109,8 @@ def show_plan(plan: "Plan", model: str, as_json: bool, *, measured: bool) -> Non
         )
     for note in plan.notes:
         results.print(note, markup=False)
-    results.print(f"\nstored as {plan.output.model_type}", markup=False)
+    code = f", built by {record['code']} beside the weights" if record["code"] else ""
+    results.print(f"\nstored as {plan.output.model_type}{code}", markup=False)
     if plan.output.relabelled:
         results.print(f"  ({plan.output.relabelled})", markup=False)
     for loader, how in plan.output.loads_in.items():
@@ -124,6 +126,8 @@ def show_plan(plan: "Plan", model: str, as_json: bool, *, measured: bool) -> Non
 
 def show_report(report: "Report", as_json: bool) -> None:
     """Prints what a pruning did, in lines or as one JSON object."""
+    from coec.report import counted
+
     if as_json:
         print(json.dumps({"out": report.out, **report.as_dict()}))
         return
@@ -132,9 +136,10 @@ def show_report(report: "Report", as_json: bool) -> None:
     lines = [
         f"wrote {report.out}",
         f"parameters       {before:,} → {after:,} ({after / before:.1%})",
-        f"MLP channels     {widths['mlp']['before']:,} → {widths['mlp']['after']:,} per block",
-        f"KV groups        {widths['kv_groups']['before']} → {widths['kv_groups']['after']} "
-        "per block",
+        *(
+            f"{what:<16} {counted(width['before'])} → {counted(width['after'])} per block"
+            for what, width in (("MLP channels", widths["mlp"]), ("KV groups", widths["kv_groups"]))
+        ),
     ]
     lines += report.plan["notes"]
     for site in ("attention", "mlp"):
@@ -152,6 +157,11 @@ def show_report(report: "Report", as_json: bool) -> None:
     if report.plan["relabelled"]:
         lines.append(
             f"stored as        {report.plan['output_model_type']} ({report.plan['relabelled']})"
+        )
+    if report.plan.get("code"):
+        lines.append(
+            f"built by         {report.plan['code']}, beside the weights: loads with "
+            "trust_remote_code=True"
         )
     lines.append(f"seconds          {sum(report.seconds.values()):.1f}")
     for line in lines:

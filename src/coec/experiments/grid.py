@@ -30,7 +30,8 @@ from coec.settings import NAMES, OPTIONS, Repair
 MOST_CELLS = 100_000
 """Of one grid: more would take years."""
 NEWER = {
-    "align": "1", "attention_sparsity": None, "kept": None, "mlp_sparsity": None, "target": "hf",
+    "align": "1", "allocation": "uniform", "attention_sparsity": None, "budget_parameters": None,
+    "kept": None, "mlp_sparsity": None, "non_uniform": False, "target": "hf",
 }  # fmt: skip
 """Settings that came after rows were published, at the value with which they change nothing."""
 TABLES = ("grids", "models", "evaluate", "variants", "report")

@@ -42,6 +42,11 @@ class Hyperparameters:
     rotary: Rotary
     multipliers: dict[str, float]
 
+    @property
+    def uniform(self) -> bool:
+        """Whether all blocks are of one width."""
+        return all(len(set(sizes)) == 1 for sizes in (self.heads, self.kv_heads, self.ffn))
+
     @classmethod
     def of(cls, model: Dense, context: int | None) -> "Hyperparameters":
         """Those of an opened model.

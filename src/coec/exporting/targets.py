@@ -23,6 +23,7 @@ class Target:
         biases: projections that may have one.
         factors: whether it reads a factor for every rotary frequency.
         multipliers: whether it multiplies embeddings, attention, residuals and logits.
+        by_block: whether blocks may have widths of their own.
     """
 
     name: str
@@ -30,9 +31,12 @@ class Target:
     biases: frozenset[str]
     factors: bool = False
     multipliers: bool = False
+    by_block: bool = False
 
     def refusal(self, model: Hyperparameters, tensors: Iterable[str]) -> str | None:
         """Why it does not compute a model of these tensors; None if it does."""
+        if not (model.uniform or self.by_block):
+            return "its blocks are all of one width"
         if model.multipliers and not self.multipliers:
             return f"it has no {', '.join(model.multipliers)}"
         if model.rotary.kind == FACTORS and not self.factors:
@@ -47,15 +51,16 @@ class Target:
 EVERY = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 LLAMA = Target("llama", interleaved=True, biases=EVERY, factors=True)
 GRANITE = Target("granite", interleaved=True, biases=EVERY, factors=True, multipliers=True)
+DECI = Target("deci", interleaved=True, biases=EVERY, factors=True, by_block=True)
 QWEN3 = Target("qwen3", interleaved=False, biases=frozenset())
 
 TARGETS: dict[str, tuple[Target, ...]] = {
-    "llama": (LLAMA,),
-    "mistral": (LLAMA,),
-    "qwen2": (LLAMA,),  # llama.cpp's own qwen2 takes heads for as wide as the hidden states
+    "llama": (LLAMA, DECI),
+    "mistral": (LLAMA, DECI),
+    "qwen2": (LLAMA, DECI),  # llama.cpp's own qwen2 takes heads for as wide as the hidden states
     "qwen3": (QWEN3,),  # the only one with norms of queries and keys
-    "granite": (LLAMA, GRANITE),  # a pruned Llama with biases is stored as Granite
-    "seed_oss": (LLAMA,),  # llama.cpp's own has no biases but those of q, k and v
+    "granite": (LLAMA, GRANITE, DECI),  # a pruned Llama with biases is stored as Granite
+    "seed_oss": (LLAMA, DECI),  # llama.cpp's own has no biases but those of q, k and v
 }
 """Model type → the architectures that may hold it, the first that does."""
 

@@ -63,7 +63,6 @@ def write(plan: Plan, path: Path, progress: Progress | None) -> None:
 def _describe(writer: GGUFWriter, plan: Plan) -> None:
     """Everything but the tensors."""
     facts = plan.facts
-    (heads,), (kv_heads,), (ffn,) = set(facts.heads), set(facts.kv_heads), set(facts.ffn)
     writer.add_type("model")
     writer.add_name(facts.name)
     writer.add_file_type(FILE_TYPES[plan.dtype])
@@ -72,9 +71,11 @@ def _describe(writer: GGUFWriter, plan: Plan) -> None:
     writer.add_context_length(facts.context)
     writer.add_embedding_length(facts.hidden)
     writer.add_block_count(len(facts.heads))
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_feed_forward_length(ffn)
+    # One number where all blocks are alike: most architectures read no list.
+    first = 0 if facts.uniform else slice(None)
+    writer.add_head_count(facts.heads[first])
+    writer.add_head_count_kv(facts.kv_heads[first])
+    writer.add_feed_forward_length(facts.ffn[first])
     writer.add_key_length(facts.head_dim)
     writer.add_value_length(facts.head_dim)
     writer.add_layer_norm_rms_eps(facts.epsilon)

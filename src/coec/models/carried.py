@@ -8,6 +8,7 @@ from pathlib import Path
 
 from coec.errors import ModelError
 from coec.models.files import parse_json, sha256
+from coec.models.non_uniform import FILE as CODE
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -43,7 +44,7 @@ DOWNLOADED = (
 NOT_DOWNLOADED = ("*/*", "consolidated*")
 """What is left there: the same weights in other formats, in folders or by their makers' names."""
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
-RECORDS = ("config.json", "README.md", "coec.json")
+RECORDS = ("config.json", "README.md", "coec.json", CODE)
 LITTER = (".gitattributes", ".DS_Store")
 """Files that the hub and file managers put in any folder."""
 HUB_CACHE = ".cache/huggingface"

@@ -18,7 +18,8 @@ from coec.models.architectures import Architecture, architecture_of
 from coec.models.carried import DOWNLOADED, NOT_DOWNLOADED
 from coec.models.files import parse_json
 from coec.models.layout import Layout
-from coec.models.shape import LARGEST, Shape, whole
+from coec.models.non_uniform import class_of
+from coec.models.shape import BLOCK_WIDTHS, LARGEST, Shape, whole
 
 CONFIG = "config.json"
 
@@ -165,9 +166,14 @@ def skeleton(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> PreT
 def _skeleton(config: str) -> PreTrainedModel:
     """One that is copied, as building it takes most of a second at 80 blocks."""
     try:
-        resolved = AutoConfig.for_model(**json.loads(config))
+        raw = json.loads(config)
+        resolved = AutoConfig.for_model(**raw)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(resolved, dtype=torch.float32)
+            if raw.get(BLOCK_WIDTHS) is None:
+                model = AutoModelForCausalLM.from_config(resolved, dtype=torch.float32)
+            else:
+                stock: Any = AutoModelForCausalLM._model_mapping[type(resolved)]
+                model = class_of(stock)._from_config(resolved, dtype=torch.float32)
     except Exception as error:  # configuration classes raise what they like
         raise ModelError(
             f"transformers does not accept this {CONFIG}: {_reason(error, last=True)}"

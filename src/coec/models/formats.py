@@ -13,9 +13,10 @@ from typing import Any
 from transformers import AutoConfig
 
 from coec.errors import OptionError
+from coec.models import non_uniform
 from coec.models.architectures import ARCHITECTURES, Architecture
 from coec.models.loaders import TARGETS, YES, Stored, loads_in, slides, verdict
-from coec.models.shape import Shape
+from coec.models.shape import BLOCK_WIDTHS, Shape
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,13 @@ class OutputFormat:
         config: the whole config.json.
         relabelled: whether the model type changed, and why.
         loads_in: loader → `yes` or what to know.
+        code: the Python code that goes with it, where no stock class builds the model.
     """
 
     config: dict[str, Any]
     relabelled: str | None
     loads_in: dict[str, str]
+    code: str | None = None
 
     @property
     def model_type(self) -> str:
@@ -70,8 +73,10 @@ def choose_format(
         if refusal is None:
             stored = Stored(new, pruned, biased)
             found = verdict(TARGETS[target], model_type, stored)
-            if found == YES:
-                return OutputFormat(new, "; ".join(refusals) or None, loads_in(model_type, stored))
+            if target == "hf" or found == YES:
+                code = None if pruned.uniform else non_uniform.code(architecture.class_name)
+                loads = loads_in(model_type, stored)
+                return OutputFormat(new, "; ".join(refusals) or None, loads, code)
             refusal = f"{TARGETS[target]}: {found}"
         refusals.append(f"not {model_type}: {refusal}")
     advice = (
@@ -106,15 +111,14 @@ def _rewritten(
 ) -> dict[str, Any]:
     """The raw configuration with the pruned sizes, under the target's model type."""
     relabelled = target.model_type != config["model_type"]
-    left = {"_name_or_path", "auto_map", *(target.foreign if relabelled else ())}
+    left = {"_name_or_path", "auto_map", BLOCK_WIDTHS, *(target.foreign if relabelled else ())}
     return {
         **{key: value for key, value in config.items() if key not in left},
         "model_type": target.model_type,
         "architectures": [target.class_name],
-        "num_attention_heads": pruned.heads,
-        "num_key_value_heads": pruned.kv_heads,
         "head_dim": pruned.head_dim,
-        "intermediate_size": pruned.ffn,
+        **pruned.keys(),
+        **({} if pruned.uniform else non_uniform.config_keys(pruned, target.class_name)),
         **{flag: True for site, flag in target.bias_flags.items() if site in biased},
         **(target.added(pruned) if relabelled else {}),
     }

@@ -230,11 +230,11 @@ class BlockPattern:
         return Layout(
             tuple(
                 BlockLayout(index, prefix, tuple(
-                    pattern.site(index, prefix, getattr(shape, pattern.counted_by), shapes)
+                    pattern.site(index, prefix, getattr(own, pattern.counted_by), shapes)
                     for pattern in self.sites
                 ))
                 for index in range(shape.layers)
-                for prefix in [self.prefix.format(index)]
+                for prefix, own in [(self.prefix.format(index), shape.at(index))]
             ),
             self.embedding,
             self.norm,

@@ -85,6 +85,17 @@ def sliding(stored: Stored) -> bool:
     return slides(stored.config)
 
 
+def own_widths(stored: Stored) -> bool:
+    """Widths differ by block."""
+    return not stored.sizes.uniform
+
+
+def own_heads(stored: Stored) -> bool:
+    """The number of heads differs by block."""
+    sizes = stored.sizes
+    return len({sizes.at(index).kv_heads for index in range(sizes.layers)}) > 1
+
+
 def always(stored: Stored) -> bool:
     """However it is shaped."""
     return True
@@ -109,7 +120,7 @@ class Finding:
 
     Attributes:
         loader: whose finding.
-        types: the model types that it holds for.
+        types: the model types that it holds for; `ANY` for all of them.
         when: the condition, whose docstring says it in words.
         verdict: what to know, in words.
     """
@@ -121,12 +132,25 @@ class Finding:
 
     def holds(self, model_type: str, stored: Stored) -> bool:
         """Whether it is about a checkpoint of this type."""
-        return model_type in self.types and self.when(stored)
+        return (self.types == ANY or model_type in self.types) and self.when(stored)
 
 
+ANY = ("every type",)
+"""Stands for all model types."""
 OWN = "by coec export (its own converter {})"
 """What llama.cpp makes of checkpoints that its converter has no words for."""
 FINDINGS = (
+    Finding("transformers", ANY, own_widths, "with trust_remote_code=True"),
+    Finding("vLLM", ANY, own_heads, "no (its transformers backend wants one number of heads)"),
+    Finding("vLLM", ANY, own_widths, "with --trust-remote-code"),
+    Finding("SGLang", ANY, own_widths, "not known"),
+    Finding("llama.cpp", ("qwen3",), own_widths, "no (its qwen3 has one width)"),
+    Finding(
+        "llama.cpp", ("llama", "mistral", "qwen2", "granite", "seed_oss"), own_widths,
+        OWN.format("wants one width"),
+    ),
+    Finding("OpenVINO", ANY, own_widths, "not known"),
+    Finding("CTranslate2", ANY, own_widths, "no (it wants one width)"),
     Finding(
         "vLLM", ("qwen2",), fewer_heads,
         "with --model-impl transformers (its Qwen2 ignores head_dim)",

@@ -1,6 +1,6 @@
 """The sizes of a model, read from a raw configuration and checked."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,15 +41,27 @@ def whole(config: dict[str, Any], key: str, otherwise: int | None = None) -> int
     return value
 
 
+COUNTED = {
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "intermediate_size": "ffn",
+}
+"""Sizes of a configuration that pruning changes, and what they are called here."""
+BLOCK_WIDTHS = "block_widths"
+"""The key under which a configuration lists what differs by block: one table of keys for each."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """The sizes that pruning reads and changes.
 
     Attributes:
         layers, hidden, head_dim: unchanged by pruning.
-        kv_heads: KV groups of every block.
+        kv_heads: KV groups of every block; of the widest, where they differ.
         group: query heads per KV group (unchanged).
-        ffn: intermediate channels of every block.
+        ffn: intermediate channels, likewise.
+        by_block: where widths differ by block, those of each: fields of this class and their
+            values. Empty where every block is alike.
     """
 
     layers: int
@@ -58,10 +70,35 @@ class Shape:
     kv_heads: int
     group: int
     ffn: int
+    by_block: tuple[tuple[tuple[str, int], ...], ...] = ()
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> "Shape":
         """Reads a raw configuration; raises ModelError naming a missing or inconsistent key."""
+        if config.get(BLOCK_WIDTHS) is None:
+            return cls._of_sizes(config)
+        common = {key: value for key, value in config.items() if key != BLOCK_WIDTHS}
+        own, layers = config[BLOCK_WIDTHS], whole(config, "num_hidden_layers")
+        if not isinstance(own, list) or not all(isinstance(widths, dict) for widths in own):
+            raise ModelError(f"{BLOCK_WIDTHS} in config.json is no list of tables: {own!r:.40}")
+        if len(own) != layers:
+            raise ModelError(f"{BLOCK_WIDTHS} in config.json is of {len(own)} blocks of {layers}")
+        if odd := {str(key) for widths in own for key in widths} - set(COUNTED):
+            raise ModelError(
+                f"{BLOCK_WIDTHS} in config.json holds {min(odd)!r:.80}; known are "
+                + ", ".join(COUNTED)
+            )
+        dense, blocks = cls._of_sizes(common), [cls._of_sizes(common | widths) for widths in own]
+        for block in blocks:
+            if (block.group, block.head_dim) != (dense.group, dense.head_dim):
+                raise ModelError(
+                    f"{BLOCK_WIDTHS} in config.json has blocks of {block.group} query heads per KV "
+                    f"group, and others of {dense.group}"
+                )
+        return dense.with_blocks([{"kv_heads": b.kv_heads, "ffn": b.ffn} for b in blocks])
+
+    @classmethod
+    def _of_sizes(cls, config: dict[str, Any]) -> "Shape":
         heads, hidden = whole(config, "num_attention_heads"), whole(config, "hidden_size")
         kv_heads = whole(config, "num_key_value_heads", heads)
         head_dim = whole(config, "head_dim", hidden // heads)
@@ -82,6 +119,30 @@ class Shape:
         """Whether the heads together are as wide as the hidden states."""
         return self.heads * self.head_dim == self.hidden
 
-    def kept(self, units: Mapping[str, int]) -> "Shape":
-        """The sizes with other numbers of units, by the field that counts them."""
-        return replace(self, **units)
+    @property
+    def uniform(self) -> bool:
+        """Whether every block is alike."""
+        return not self.by_block
+
+    def at(self, block: int) -> "Shape":
+        """The sizes with one block's widths everywhere."""
+        if not self.by_block:
+            return self
+        own = dict(self.by_block[block])
+        return replace(self, kv_heads=own["kv_heads"], ffn=own["ffn"], by_block=())
+
+    def with_blocks(self, units: Sequence[Mapping[str, int]]) -> "Shape":
+        """The sizes with other numbers of units, by block and by the field that counts them."""
+        widest: dict[str, Any] = {n: max(one[n] for one in units) for n in units[0]}
+        listed = tuple(tuple(sorted(one.items())) for one in units)
+        alike = len(set(listed)) == 1
+        return replace(self, **widest, by_block=() if alike else listed)
+
+    def listed(self) -> "Shape":
+        """The same, its widths listed by block even where every block is alike."""
+        own = tuple(sorted((name, getattr(self, name)) for name in ("kv_heads", "ffn")))
+        return replace(self, by_block=self.by_block or (own,) * self.layers)
+
+    def keys(self) -> dict[str, int]:
+        """The sizes that pruning changes, as configurations have them; of the widest block."""
+        return {key: getattr(self, name) for key, name in COUNTED.items()}

@@ -85,23 +85,39 @@ def removal_order(
         keep: how many of them stay, at least 1.
         panel: columns whose removals are gathered, where a unit is one column.
     """
+    return [unit for unit, _ in removal_path(weight, G, units, keep, panel)]
+
+
+def removal_path(
+    weight: Float[Tensor, "m d"],
+    G: Float[Tensor, "d d"],
+    units: int,
+    keep: int,
+    panel: int = PANEL,
+) -> list[tuple[int, float]]:
+    """The units that go, first to last, and what each costs once the rest is refitted.
+
+    Costs are squares of outputs, summed over the tokens of the Gram, with the ridge's share, in
+    units of the path's own. Arguments and errors are those of `removal_order`.
+    """
     if not torch.isfinite(weight).all():
         raise NumericalError("the weight holds NaN or Inf")
     if keep == units:
         return []
     rest = _Rest.of(weight, G, units)
-    order: list[int] = []
+    path: list[tuple[int, float]] = []
     while True:
-        left = units - keep - len(order)
-        gone, L, U = rest.panel(min(panel, left)) if rest.width == 1 else rest.group()
-        order += rest.names[gone].tolist()
+        left = units - keep - len(path)
+        gone, costs, L, U = rest.panel(min(panel, left)) if rest.width == 1 else rest.group()
+        path += zip(rest.names[gone].tolist(), costs, strict=True)
         if len(gone) == left:
-            return order
+            return path
         rest.remove(gone, L, U)
 
 
-Removal = tuple[list[int], Float[Tensor, "b n"], Float[Tensor, "b n"]]
-"""Which units go, by their place among those that A and N hold, and the rows of L and U."""
+Removal = tuple[list[int], list[float], Float[Tensor, "b n"], Float[Tensor, "b n"]]
+"""Which units go, by their place among those that A and N hold, at what costs, and the rows of L
+and U."""
 
 
 @dataclass(eq=False)
@@ -144,8 +160,10 @@ class _Rest:
         a, w = A.diagonal().clone(), N.diagonal().clone()  # A_jj and ‖W_j‖² of every column
         out = ~self.stays.to(A.device)
         gone: list[int] = []
+        costs = w.new_empty(steps)
         for t in range(steps):
             j = _cheapest((w / a).masked_fill_(out, torch.inf))
+            costs[t] = w[j] / a[j]
             root, half = a[j].sqrt(), w[j] / a[j] / 2
             l_j, u_j = L[:t, j], U[:t, j]
             L[t] = (_rows(A, j, j + 1)[0] - l_j @ L[:t]) / root
@@ -155,7 +173,7 @@ class _Rest:
             w = (w - 2 * U[t] * L[t]).clamp_min_(0)
             out[j] = True
             gone.append(j)
-        return gone, L, U
+        return gone, costs.tolist(), L, U
 
     def group(self) -> Removal:
         """The next unit of several columns to go."""
@@ -169,7 +187,7 @@ class _Rest:
         L = _divided(_rows(A, here.start, here.stop), C[g])
         V = _divided(_rows(N, here.start, here.stop), C[g])
         K = _divided(V[:, here].T, C[g])
-        return [g], L, V - K @ L / 2
+        return [g], [float(costs[g])], L, V - K @ L / 2
 
     def remove(self, gone: list[int], L: Float[Tensor, "b n"], U: Float[Tensor, "b n"]) -> None:
         """`A ← A − LᵀL`, `N ← N − UᵀL − LᵀU`, in place; what went is dropped when that pays."""

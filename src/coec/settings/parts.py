@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from coec.errors import OptionError
-from coec.settings.fields import Settings, check_seed, plain, setting
+from coec.settings.fields import Settings, check_seed, plain, setting, without_effect
 
 SelectionName = Literal["rcpu", "wanda-sp", "flap", "obs", "leverage", "magnitude", "random"]
 CompensationName = Literal[
@@ -14,13 +14,17 @@ CompensationName = Literal[
 ]
 PresetName = Literal["paper", "fast", "best"]
 TargetName = Literal["hf", "vllm", "llama.cpp"]
+Allocation = Literal["uniform", "adaptive", "error"]
 KvGroups = Literal["uniform", "all", "held-out"]
 TokenWeights = Literal["equal", "residual"]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 SolveDtypeName = Literal["float64", "float32"]
 LARGEST_SHARE = 1000
 """Of sampled windows to those of a text: more is a slip."""
-CHOOSING = ("sparsity", "attention_sparsity", "mlp_sparsity", "align", "selection", "kept")
+CHOOSING = (
+    "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters", "align", "allocation",
+    "non_uniform", "selection", "kept",
+)  # fmt: skip
 """Settings that say which units stay."""
 DTYPE_NAMES: tuple[str, ...] = get_args(DtypeName)
 
@@ -43,6 +47,14 @@ def check_sparsity(sparsity: float) -> None:
 def _check_share(sparsity: float | None) -> None:
     if sparsity:
         check_sparsity(sparsity)
+
+
+def _check_budget(budget: float | None) -> None:
+    if budget is not None and (budget <= 0 or (budget >= 1 and budget != int(budget))):
+        raise OptionError(
+            "budget_parameters is a number of parameters, or below 1 a share of the dense model's, "
+            f"got {budget!r}"
+        )
 
 
 def _check_align(align: str) -> None:
@@ -103,11 +115,29 @@ class Repair(Settings):
         least=0,
         check=_check_share,
     )
+    budget_parameters: float | None = setting(
+        None,
+        "The most parameters that may be left, embeddings included; below 1, that share of the "
+        "dense model's. It takes the place of sparsity.",
+        otherwise="what sparsity leaves",
+        check=_check_budget,
+    )
     align: str = setting(
         "1",
         "Kept MLP channels are rounded up to a multiple of this; `auto` takes the largest of 256, "
         "128, 64 and 32 that adds at most 2 % of them.",
         check=_check_align,
+    )
+    allocation: Allocation = setting(
+        "uniform",
+        "How what stays is shared among blocks: `uniform`; `adaptive`, by FLAP's standardised "
+        "scores; or `error`, where the output error falls most for each parameter. The others take "
+        "a second dense pass, and need non_uniform.",
+    )
+    non_uniform: bool = setting(
+        False,
+        "Widths may differ by block. No stock class of transformers builds that: a page of code is "
+        "written beside the weights, and loaders must be told to trust it.",
     )
     selection: SelectionName | Callable[..., Any] = setting("rcpu", "Which score picks the units.")
     kept: Kept | None = setting(
@@ -137,11 +167,25 @@ class Repair(Settings):
         super().__post_init__()
         options = {name: plain(value) for name, value in self.options.items()}
         object.__setattr__(self, "options", options)
+        if self.allocation != "uniform" and not self.non_uniform:
+            raise OptionError(
+                f"allocation = {self.allocation} gives every block widths of its own, which no "
+                "stock format holds: set non_uniform to write code beside the weights, or leave "
+                "allocation out"
+            )
+        if self.budget_parameters is not None and len(self.own_shares) == 2:
+            raise without_effect("budget_parameters", "attention_sparsity and mlp_sparsity")
 
     def removed(self, site: str) -> float:
         """The fraction of units that goes at one kind of site."""
         own = {"attention": self.attention_sparsity, "mlp": self.mlp_sparsity}.get(site)
         return self.sparsity if own is None else own
+
+    @property
+    def own_shares(self) -> frozenset[str]:
+        """The kinds of sites that have a fraction of their own."""
+        own = {"attention": self.attention_sparsity, "mlp": self.mlp_sparsity}
+        return frozenset(site for site, share in own.items() if share is not None)
 
     @property
     def multiple(self) -> int | None:

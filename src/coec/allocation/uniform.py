@@ -1,58 +1,22 @@
-"""How many units every site keeps (METHODS §§1, 8): uniform over blocks so far.
-
-Channels are rounded up where that is asked for: what reads a width in blocks, as quantisers and
-tensor cores do, falls back to something larger or slower where the last block is not full.
-"""
+"""The same widths in every block (METHODS §§1, 8), by fractions or for a number of parameters."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
+from coec.allocation.alignment import aligned, aligned_down
+from coec.allocation.widths import Widths, parameters
 from coec.errors import OptionError
 from coec.kept import KeptUnits
 from coec.models.layout import Layout, Site
 from coec.selection import kept_count
 from coec.settings import Repair
 
-MULTIPLES = (256, 128, 64, 32)
-"""Among which `align = auto` chooses: blocks of K-quants, tiles of tensor cores, blocks of Q8_0."""
-MOST_ADDED = 0.02
-"""Of the kept channels, that it may add."""
-
-
-@dataclass(frozen=True)
-class Widths:
-    """How many units every site keeps.
-
-    Attributes:
-        kept: by the index of the block and the name of the site.
-    """
-
-    kept: Mapping[tuple[int, str], int]
-
-    def of(self, site: Site) -> int:
-        """How many units a site keeps."""
-        return self.kept[site.block, site.name]
-
-    def removes_from(self, site: Site) -> bool:
-        """Whether anything goes at a site."""
-        return self.of(site) < site.units
-
-    def everywhere(self, name: str) -> int:
-        """The one width of a kind of site.
-
-        Raises:
-            OptionError: it differs from block to block, which no stock format holds.
-        """
-        widths = {kept for (_, kind), kept in self.kept.items() if kind == name}
-        if len(widths) != 1:
-            raise OptionError(
-                f"the widths of {name} differ by block ({min(widths)} to {max(widths)}): no stock "
-                "format holds that; keep as many units in every block"
-            )
-        return widths.pop()
+STEPS = 10_000
+"""Fractions that are tried for a number of parameters are whole multiples of one over this."""
 
 
 def uniform(layout: Layout, repair: Repair, given: KeptUnits | None = None) -> Widths:
@@ -68,13 +32,54 @@ def uniform(layout: Layout, repair: Repair, given: KeptUnits | None = None) -> W
     """
     kept = {}
     for site in layout.sites:
-        count = _aligned(site, _by_rule(site, repair), repair.multiple)
+        count = aligned(site, _by_rule(site, repair), repair.multiple)
         named = None if given is None else given.units.get(site.key)
         kept[site.block, site.name] = count if named is None else len(named)
     widths = Widths(kept)
     if not any(widths.removes_from(site) for site in layout.sites):
         raise _nothing_goes(layout, repair, given)
     return widths
+
+
+def shares_for(
+    layout: Layout,
+    shapes: Mapping[str, torch.Size],
+    repair: Repair,
+    goal: int,
+    given: KeptUnits | None = None,
+) -> Repair:
+    """The same fractions, but the common one the least by which so many parameters go.
+
+    Args:
+        layout: where units are.
+        shapes: of the dense model's tensors, by name.
+        repair: says which kinds of sites have fractions of their own, and what channels are
+            rounded to.
+        goal: how many parameters must go.
+        given: the units of sites that somebody names.
+
+    Raises:
+        OptionError: so many do not go, however large the fraction.
+    """
+
+    def removed(step: int) -> int:
+        try:
+            widths = uniform(layout, replace(repair, sparsity=step / STEPS), given)
+        except OptionError:  # nothing goes
+            return 0
+        return widths.removed(layout, shapes)
+
+    if removed(STEPS - 1) < goal:
+        left = sum(size.numel() for size in shapes.values()) - removed(STEPS - 1)
+        align = "" if repair.align == "1" else f" with align = {repair.align}"
+        raise OptionError(
+            f"budget_parameters = {repair.budget_parameters:g}{align} cannot be met: {left:,} "
+            "parameters are left however much is removed; allow more"
+            + (", or align to a smaller multiple" if align else "")
+        )
+    steps = range(1, STEPS)
+    first = bisect_left(steps, goal, key=removed)
+    return replace(repair, sparsity=steps[first] / STEPS)
 
 
 def _nothing_goes(layout: Layout, repair: Repair, given: KeptUnits | None) -> OptionError:
@@ -88,10 +93,10 @@ def _nothing_goes(layout: Layout, repair: Repair, given: KeptUnits | None) -> Op
         )
     own = (repair.attention_sparsity, repair.mlp_sparsity) != (None, None)
     if own or repair.align != "1":
-        aligned = "" if repair.align == "1" else f" with align = {repair.align}"
+        rounded = "" if repair.align == "1" else f" with align = {repair.align}"
         return OptionError(
-            f"removing {shares}{aligned} takes nothing from {counts}: remove more"
-            + (", or align to a smaller multiple" if aligned else "")
+            f"removing {shares}{rounded} takes nothing from {counts}: remove more"
+            + (", or align to a smaller multiple" if rounded else "")
         )
     most = max(site.units for site in layout.kinds)
     least = f"{math.ceil(10**6 / most) / 10**6:g}"
@@ -130,7 +135,7 @@ def whole_attention(
         for site in block.sites:
             if site.value is not None:
                 _check_whole(site, widths, given)
-                spared += (site.units - _by_rule(site, repair)) * _parameters(site, shapes)
+                spared += (site.units - _by_rule(site, repair)) * parameters(site, shapes)
                 kept[site.block, site.name] = site.units
         paying = [s for s in block.sites if s.value is None and not _names(given, s)]
         if spared and not paying and not all(_names(given, site) for site in block.sites):
@@ -140,13 +145,15 @@ def whole_attention(
                 f"'{given.source}' names in block {block.index}: leave one of the two out"
             )
         for site in paying:
-            less = math.ceil(spared / len(paying) / _parameters(site, shapes))
+            less = math.ceil(spared / len(paying) / parameters(site, shapes))
             if less >= widths.of(site):
                 raise OptionError(
                     f"sparsity {repair.sparsity:g} with kv_groups = all leaves no {site.unit}s: "
                     "remove less, or keep kv_groups = uniform"
                 )
-            left = _down(widths.of(site) - less, repair.multiple) if less else widths.of(site)
+            left = (
+                aligned_down(widths.of(site) - less, repair.multiple) if less else widths.of(site)
+            )
             if not left:
                 raise OptionError(
                     f"kv_groups = all leaves fewer {site.unit}s than align = {repair.align}: align "
@@ -173,34 +180,3 @@ def _check_whole(site: Site, widths: Widths, given: KeptUnits | None) -> None:
             f"kv_groups = all keeps every {site.unit}, '{given.source}' {widths.of(site)} of "
             f"{site.units} in {site.key}: leave one of the two out"
         )
-
-
-def _aligned(site: Site, kept: int, multiple: int | None) -> int:
-    """The next multiple, at most all; None chooses it. KV groups stay as they are counted."""
-    if site.value is not None or kept == site.units:
-        return kept
-    if multiple is None:
-        fits = (n for n in MULTIPLES if _up(kept, n) <= min(kept * (1 + MOST_ADDED), site.units))
-        multiple = next(fits, 1)
-    return min(_up(kept, multiple), site.units)
-
-
-def _up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
-
-
-def _down(count: int, multiple: int | None) -> int:
-    """The multiple before, or the number itself; None chooses it."""
-    if multiple is None:
-        fits = (n for n in MULTIPLES if count // n * n >= count * (1 - MOST_ADDED))
-        multiple = next(fits, 1)
-    return count // multiple * multiple
-
-
-def _parameters(site: Site, shapes: Mapping[str, torch.Size]) -> int:
-    """Of one unit: rows of its producers, columns of its consumer."""
-    rows = sum(
-        (one.stop - one.start) // site.units * shapes[one.tensor][1:].numel()
-        for one in site.producers
-    )
-    return rows + site.columns_per_unit * shapes[site.weight][0]

@@ -1,0 +1,18 @@
+"""How many units every site keeps (METHODS §9)."""
+
+from coec.allocation.alignment import MOST_ADDED, MULTIPLES
+from coec.allocation.by_worth import Worths, by_worth
+from coec.allocation.uniform import shares_for, uniform, whole_attention
+from coec.allocation.widths import Widths, parameters
+
+__all__ = [
+    "MOST_ADDED",
+    "MULTIPLES",
+    "Widths",
+    "Worths",
+    "by_worth",
+    "parameters",
+    "shares_for",
+    "uniform",
+    "whole_attention",
+]

@@ -1,0 +1,34 @@
+"""Widths made multiples of what reads them in blocks (docs/FORMATS.md).
+
+Quantisers and tensor cores fall back to something larger or slower where the last block is not
+full.
+"""
+
+from coec.models.layout import Site
+
+MULTIPLES = (256, 128, 64, 32)
+"""Among which `align = auto` chooses: blocks of K-quants, tiles of tensor cores, blocks of Q8_0."""
+MOST_ADDED = 0.02
+"""Of the kept channels, that it may add."""
+
+
+def aligned(site: Site, kept: int, multiple: int | None) -> int:
+    """The next multiple, at most all; None chooses it. KV groups stay as they are counted."""
+    if site.value is not None or kept == site.units:
+        return kept
+    if multiple is None:
+        fits = (n for n in MULTIPLES if _up(kept, n) <= min(kept * (1 + MOST_ADDED), site.units))
+        multiple = next(fits, 1)
+    return min(_up(kept, multiple), site.units)
+
+
+def aligned_down(count: int, multiple: int | None) -> int:
+    """The multiple before, or the number itself; None chooses it."""
+    if multiple is None:
+        fits = (n for n in MULTIPLES if count // n * n >= count * (1 - MOST_ADDED))
+        multiple = next(fits, 1)
+    return count // multiple * multiple
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

@@ -1,0 +1,26 @@
+"""A decoder whose blocks have widths of their own.
+
+`config.block_widths` holds one table for each block, of the configuration's own keys
+(num_attention_heads, num_key_value_heads, intermediate_size). Each decoder layer is built from a
+copy of the configuration with its block's sizes; all else is the stock model.
+"""
+
+import copy
+from typing import Any
+
+
+class NonUniformBlocks:
+    """Stands before a causal language model of transformers among the bases of a class."""
+
+    model: Any
+    post_init: Any
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        layers = self.model.layers
+        for index, widths in enumerate(config.block_widths):
+            own = copy.deepcopy(config)
+            for key, size in widths.items():
+                setattr(own, key, size)
+            layers[index] = type(layers[index])(own, index)
+        self.post_init()

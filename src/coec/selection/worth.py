@@ -1,0 +1,59 @@
+"""What units are worth to a model beside those of other sites (METHODS §9).
+
+A score ranks the units of one site; these compare sites.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from coec.selection.elimination import removal_path
+from coec.selection.scores import flap, unit_scores
+from coec.types import Gram
+
+
+def standardised(weight: Float[Tensor, "m d"], gram: Gram, units: int) -> Float[Tensor, " u"]:
+    """FLAP's scores of units, less their mean and over their deviation, highest first.
+
+    float64, on the CPU. All are 0 where the scores do not differ.
+
+    Source: FLAP's AL-AM (An et al. 2024).
+    """
+    scores = unit_scores(flap(weight.to(gram.xx), gram), units).double().cpu()
+    deviations = scores - scores.mean()
+    spread = deviations.square().sum().div(max(units - 1, 1)).sqrt()
+    ranked = deviations.sort(descending=True).values
+    return ranked / spread if spread > 0 else torch.zeros_like(ranked)
+
+
+def error_saved(weight: Float[Tensor, "m d"], gram: Gram, units: int) -> Float[Tensor, " u"]:
+    """By how much the output error falls for each unit that stays, best first.
+
+    Relative to the mean over the units of the site: what all of them save is the same number times
+    how many there are, at every site. Units go as `obs` removes them, the rest refitted after each.
+    Where one costs less than one before it, those between are removed together or not at all, at
+    their mean cost: the path is replaced by its convex hull. The last unit, which always stays, is
+    worth ∞; of a site without any error every other is worth 0. float64, on the CPU.
+
+    Raises:
+        NumericalError: the weight is not finite.
+    """
+    path = removal_path(weight, gram.xx, units, 1)
+    rising = torch.tensor(_rising([cost for _, cost in path]), dtype=torch.float64)
+    mean = float(rising.mean()) if path else 0.0
+    saved = rising.flip(0) / mean if mean > 0 else torch.zeros_like(rising)
+    return torch.cat([torch.full((1,), torch.inf, dtype=torch.float64), saved])
+
+
+def _rising(costs: Sequence[float]) -> list[float]:
+    """The slopes of the convex hull below the sums of costs: isotonic regression, by pooling."""
+    runs: list[tuple[float, int]] = []
+    for cost in costs:
+        total, count = cost, 1
+        while runs and runs[-1][0] * count >= total * runs[-1][1]:
+            before, number = runs.pop()
+            total, count = total + before, count + number
+        runs.append((total, count))
+    return [total / count for total, count in runs for _ in range(count)]
