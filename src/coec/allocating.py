@@ -10,20 +10,29 @@ import functools
 import torch
 from torch import Tensor
 
-from coec.allocation import Worths
-from coec.calibration.measure import Source
+from coec.allocation import Worths, parameters
+from coec.calibration.measure import DensePass, Source
+from coec.calibration.sensitivity import Repaired, Sensitivity
 from coec.calibration.stream import Measured
 from coec.events import Progress
 from coec.execution.journal import Journal
+from coec.models.dense import Dense
 from coec.models.files import read_tensors, write_tensors
 from coec.models.layout import Site
+from coec.models.surgery import Cut
 from coec.planning import Plan
 from coec.selection import error_saved, standardised
-from coec.solving import naming
+from coec.solving import SiteStatistics, naming, solve_site
+
+PIECE = "worths"
+LEAST = 1e-4
+"""Of the mean cost of pruning a site: what a site counts at least. Where pruning costs nothing that
+can be measured, its curve alone says how few units will do."""
 
 
 def worths(
     done: Journal,
+    dense: Dense,
     source: Source,
     plan: Plan,
     device: torch.device,
@@ -32,42 +41,85 @@ def worths(
     """What every unit is worth, of the sites whose units nobody names; kept in the journal.
 
     Args:
-        done: holds the blocks that are finished.
+        done: holds them when they are known.
+        dense: the model.
         source: whose windows have been made.
-        plan: says by what they are compared.
+        plan: of uniform widths; says by what units are compared.
         device: where to compute.
         progress: called with (phase, finished blocks, blocks).
 
     Raises:
-        NumericalError: statistics or weights are not finite, naming the module.
+        NumericalError: statistics, weights or predictions are not finite.
     """
-    layout, named = plan.model.layout, plan.recipe.kept
-    pieces = {block.index: f"worth of block {block.index}" for block in layout.blocks}
-    finished = {index for index, piece in pieces.items() if piece in done}
-    for measured in source.blocks(finished, progress):
-        found = {
-            site.key: _worth(measured, site, plan, device)
-            for site in measured.block.sites
-            if named is None or site.key not in named.units
-        }
-        done.put(
-            pieces[measured.index],
-            done.work / f"worth-{measured.index:05}.safetensors",
-            functools.partial(write_tensors, found),
-        )
-        if progress:
-            progress("allocating", measured.index + 1, len(layout.blocks))
-    return {
-        key: worth
-        for piece in pieces.values()
-        for key, worth in read_tensors(done.path(piece)).items()
-    }
+    if PIECE not in done:
+        by_error = plan.recipe.repair.allocation == "error"
+        sensitivity = _sensitivity(dense, source, device) if by_error else None
+        found: dict[str, Tensor] = {}
+        for measured in source.blocks((), progress):
+            found |= {
+                site.key: _worth(measured, site, plan, device)
+                for site in measured.block.sites
+                if plan.recipe.kept is None or site.key not in plan.recipe.kept.units
+            }
+            if sensitivity is not None:
+                repaired = _repaired(measured, plan, device)
+                sensitivity.advance(measured.block, measured.tensors, repaired)
+            if progress:
+                progress("allocating", measured.index + 1, len(dense.layout.blocks))
+        if sensitivity is not None:
+            found = _weighed(found, sensitivity.costs(), plan)
+        path = done.work / f"{PIECE}.safetensors"
+        done.put(PIECE, path, functools.partial(write_tensors, found))
+    return read_tensors(done.path(PIECE))
+
+
+def _sensitivity(dense: Dense, source: Source, device: torch.device) -> Sensitivity:
+    assert isinstance(source, DensePass)  # statistics are refused before
+    fit, _ = source.parts()
+    return Sensitivity(dense, fit, device=device, dtype=source.dtype)
 
 
 def _worth(measured: Measured, site: Site, plan: Plan, device: torch.device) -> Tensor:
     """Of the units of one site, that of the last one to stay first."""
-    gram, weight = measured.grams.pop(site.name), measured.tensors[site.weight].to(device)
+    gram, weight = measured.grams[site.name], measured.tensors[site.weight].to(device)
     with naming(site.consumer):
         gram.check_finite()
-        compare = standardised if plan.recipe.repair.allocation == "adaptive" else error_saved
-        return compare(weight, gram, site.units)
+        if plan.recipe.repair.allocation == "adaptive":
+            return standardised(weight, gram, site.units)
+        return error_saved(weight, gram, site.units, plan.widths.of(site))
+
+
+def _repaired(measured: Measured, plan: Plan, device: torch.device) -> dict[str, Repaired]:
+    """The consumers of a block as the uniform plan would have them, in the dense shape."""
+    found = {}
+    for site in measured.block.sites:
+        statistics = SiteStatistics(measured.grams[site.name], measured.holdout.get(site.name))
+        cut, _ = solve_site(site, measured.tensors, statistics, plan, device)
+        if cut.result is not None:
+            found[site.key] = _in_place(cut, measured.tensors)
+    return found
+
+
+def _in_place(cut: Cut, tensors: dict[str, Tensor]) -> Repaired:
+    """A repaired consumer, its columns where they were."""
+    assert cut.result is not None
+    old, bias = tensors[cut.site.weight], tensors.get(cut.site.bias)
+    weight = torch.zeros(old.shape, dtype=cut.result.weight.dtype)
+    kept = cut.site.kept_columns(cut.units).indices.cpu()
+    weight[:, kept] = cut.result.weight.cpu()
+    if cut.result.bias is not None:
+        added = cut.result.bias.cpu()
+        bias = added if bias is None else added + bias.to(added)
+    return Repaired(weight, bias)
+
+
+def _weighed(curves: Worths, costs: dict[str, float], plan: Plan) -> dict[str, Tensor]:
+    """The curves, each of the height that was measured at the uniform width, per parameter."""
+    known = {key: cost for key, cost in costs.items() if key in curves}
+    least = LEAST * max(sum(known.values()) / max(len(known), 1), 0.0)
+    sites = {site.key: site for site in plan.model.layout.sites}
+    weighed = {}
+    for key, curve in curves.items():
+        height = max(costs.get(key, 0.0), least) / parameters(sites[key], plan.model.shapes)
+        weighed[key] = torch.cat([curve[:1], curve[1:] * height])  # the first stays in any case
+    return weighed

@@ -126,7 +126,7 @@ def prune(
         seconds.lap("reading text")
         plans = Plan.candidates(dense, recipe)
         if not plan.decided:
-            found = worths(done, source, plan, device, progress)
+            found = worths(done, dense, source, plan, device, progress)
             plans = {name: one.allocated(found) for name, one in plans.items()}
             plan = next(iter(plans.values()))
             seconds.lap("allocating")

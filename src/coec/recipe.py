@@ -120,7 +120,10 @@ class Recipe:
 
     def check_for_statistics(self) -> None:
         """Raises OptionError where statistics do not do: it asks for the token streams."""
-        if name := self.rebuilding.in_order:
+        name = self.rebuilding.in_order
+        if self.repair.allocation == "error":
+            name = "allocation = error"
+        if name:
             raise OptionError(
                 f"{name} runs the pruned model over the text, of which statistics hold sums only: "
                 f"leave out the statistics, or {name}"

@@ -28,22 +28,30 @@ def standardised(weight: Float[Tensor, "m d"], gram: Gram, units: int) -> Float[
     return ranked / spread if spread > 0 else torch.zeros_like(ranked)
 
 
-def error_saved(weight: Float[Tensor, "m d"], gram: Gram, units: int) -> Float[Tensor, " u"]:
+def error_saved(
+    weight: Float[Tensor, "m d"], gram: Gram, units: int, keep: int
+) -> Float[Tensor, " u"]:
     """By how much the output error falls for each unit that stays, best first.
 
-    Relative to the mean over the units of the site: what all of them save is the same number times
-    how many there are, at every site. Units go as `obs` removes them, the rest refitted after each.
-    Where one costs less than one before it, those between are removed together or not at all, at
-    their mean cost: the path is replaced by its convex hull. The last unit, which always stays, is
-    worth ∞; of a site without any error every other is worth 0. float64, on the CPU.
+    In units of what the removal of all but `keep` costs. Units go as `obs` removes them, the rest
+    refitted after each. Where one costs less than one before it, those between are removed together
+    or not at all, at their mean cost: the path is replaced by its convex hull. The last unit, which
+    always stays, is worth ∞; where removals cost nothing every other is worth 0. float64, on the
+    CPU.
+
+    Args:
+        weight: `W₀`.
+        gram: statistics of its inputs.
+        units: how many there are, each of as many consecutive columns.
+        keep: how many are left when the error is 1; fewer than all.
 
     Raises:
         NumericalError: the weight is not finite.
     """
     path = removal_path(weight, gram.xx, units, 1)
     rising = torch.tensor(_rising([cost for _, cost in path]), dtype=torch.float64)
-    mean = float(rising.mean()) if path else 0.0
-    saved = rising.flip(0) / mean if mean > 0 else torch.zeros_like(rising)
+    error = float(rising[: units - keep].sum())
+    saved = rising.flip(0) / error if error > 0 else torch.zeros_like(rising)
     return torch.cat([torch.full((1,), torch.inf, dtype=torch.float64), saved])
 
 
