@@ -87,7 +87,9 @@ def main(arguments: list[str] | None = None) -> None:
             half = [measure(study, share, mlp=mlp) for share in chosen.removed]
             print(f"\n{describe(half)}", flush=True)
             found += half
-        record.save("head_rank", arguments, {"rows": [asdict(row) for row in found]})
+        old = record.load("head_rank").get("rows", [])
+        rows = record.merged(old, [asdict(row) for row in found], "model")
+        record.save("head_rank", arguments, {"rows": rows})
 
 
 @dataclass(frozen=True, eq=False)
