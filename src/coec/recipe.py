@@ -118,12 +118,15 @@ class Recipe:
                 "kv_groups = held-out needs windows that are held out: set holdout, say 0.125"
             )
 
+    @property
+    def needs_text(self) -> str | None:
+        """The setting that runs pruned models over the text; None where sums of it will do."""
+        by_error = "allocation = error" if self.repair.allocation == "error" else None
+        return self.rebuilding.in_order or by_error
+
     def check_for_statistics(self) -> None:
         """Raises OptionError where statistics do not do: it asks for the token streams."""
-        name = self.rebuilding.in_order
-        if self.repair.allocation == "error":
-            name = "allocation = error"
-        if name:
+        if name := self.needs_text:
             raise OptionError(
                 f"{name} runs the pruned model over the text, of which statistics hold sums only: "
                 f"leave out the statistics, or {name}"

@@ -73,13 +73,19 @@ def shares_for(
         left = sum(size.numel() for size in shapes.values()) - removed(STEPS - 1)
         align = "" if repair.align == "1" else f" with align = {repair.align}"
         raise OptionError(
-            f"budget_parameters = {repair.budget_parameters:g}{align} cannot be met: {left:,} "
-            "parameters are left however much is removed; allow more"
+            f"budget_parameters = {_number(repair.budget_parameters)}{align} cannot be met: "
+            f"{left:,} parameters are left however much is removed; allow more"
             + (", or align to a smaller multiple" if align else "")
         )
     steps = range(1, STEPS)
     first = bisect_left(steps, goal, key=removed)
     return replace(repair, sparsity=steps[first] / STEPS)
+
+
+def _number(budget: float | None) -> str:
+    """A share as it is, parameters in full."""
+    assert budget is not None
+    return f"{budget:g}" if budget < 1 else f"{budget:,.0f}"
 
 
 def _nothing_goes(layout: Layout, repair: Repair, given: KeptUnits | None) -> OptionError:
@@ -147,8 +153,13 @@ def whole_attention(
         for site in paying:
             less = math.ceil(spared / len(paying) / parameters(site, shapes))
             if less >= widths.of(site):
+                asked = (
+                    f"sparsity {repair.sparsity:g}"
+                    if repair.budget_parameters is None
+                    else f"budget_parameters = {_number(repair.budget_parameters)}"
+                )
                 raise OptionError(
-                    f"sparsity {repair.sparsity:g} with kv_groups = all leaves no {site.unit}s: "
+                    f"{asked} with kv_groups = all leaves no {site.unit}s: "
                     "remove less, or keep kv_groups = uniform"
                 )
             left = (

@@ -235,7 +235,7 @@ def _prepare(
 
 def _runs_itself(cell: Cell) -> bool:
     """Whether a cell runs the models over the text, or over none, and needs no statistics."""
-    return cell.recipe is None or cell.recipe.rebuilding.in_order is not None
+    return cell.recipe is None or cell.recipe.needs_text is not None
 
 
 def _windows(recipe: Recipe, dense: Dense) -> Tensor:
