@@ -162,6 +162,16 @@ def test_another_number_of_blocks(dense, cut, tmp_path):
         coec.infer_kept(dense, folder)
 
 
+def test_attention_that_coec_leaves_whole(tokens, tmp_path):
+    dense = tm.save(tm.tiny("olmo2", torch.float32), tmp_path / "dense")
+    out = tmp_path / "cut"
+    foreign(dense, out, tokens)
+    first = "model.layers.0.self_attn.k_proj.weight"
+    fewer = changed(out, tmp_path / "fewer", lambda t: {**t, first: t[first][:12].contiguous()})
+    with pytest.raises(ModelError, match=r"k_proj.* is \(12, 32\).*: coec removes nothing there"):
+        coec.infer_kept(dense, fewer)
+
+
 def test_quantised_weights(dense, cut, tmp_path):
     def quantised(tensors):
         name = "model.layers.0.mlp.up_proj.weight"

@@ -12,6 +12,7 @@ from coec.calibration.tokens import TOKEN_SUFFIXES, WHOLE
 from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len
 from coec.devices import DTYPES, resident_bytes
 from coec.errors import OptionError
+from coec.models.architectures import Architecture
 from coec.models.description import Description
 from coec.models.fallbacks import fallbacks
 from coec.models.formats import OutputFormat, choose_format
@@ -76,6 +77,7 @@ class Plan:
                 f"other; those of {model.architecture.model_type} add {adds}: leave it out "
                 "(preset = fast does)"
             )
+        _check_whole(model.architecture, recipe)
         names = _rules(model.layout, recipe)
         plans: dict[str, Plan] = {}
         refused: dict[str, OptionError] = {}
@@ -188,8 +190,10 @@ class Plan:
         costs = (
             fallbacks(site, self.widths.of(site), self._outputs(site), blocks) for site in kinds
         )
+        whole = self.model.architecture.whole
         return (
             *self.remarks,
+            *((f"attention keeps all KV groups: {whole}",) if whole else ()),
             *self._of_kept(),
             *unmoved,
             *rounded,
@@ -355,6 +359,16 @@ def _rules(layout: Layout, recipe: Recipe) -> tuple[str, ...]:
     if given and asked != "all":
         return ("kept",)  # there is nothing to choose
     return ("uniform", "all") if asked == "held-out" else (asked,)
+
+
+def _check_whole(architecture: Architecture, recipe: Recipe) -> None:
+    """Raises OptionError where attention is to lose units and cannot."""
+    asked = recipe.repair.attention_sparsity
+    if architecture.whole and asked:
+        raise OptionError(
+            f"attention of {architecture.model_type} keeps all KV groups ({architecture.whole}), "
+            f"got attention_sparsity = {asked:g}: leave it out"
+        )
 
 
 def _share(before: int, after: int) -> float:

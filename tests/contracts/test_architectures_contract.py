@@ -31,9 +31,12 @@ ADDING = [name for name, v in tm.VARIANTS.items() if not ARCHITECTURES[v["model_
 BIASED = {
     "mistral sliding": "sliding window",
     "qwen2 mixed": "sliding window",
-    **dict.fromkeys(("qwen3", "gemma2", "gemma3", "cohere2"), "bias on down_proj"),
+    **dict.fromkeys(("qwen3", "gemma2", "gemma3", "cohere2", "olmo2"), "bias on down_proj"),
 }
 """Variants whose result no stock format can hold with biases, and what the error says."""
+
+WHOLE = [name for name, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].whole]
+"""Variants whose attention keeps all its units."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +71,7 @@ def test_a_written_checkpoint_computes_the_masked_dense_model(
     loaded = tm.load(tmp_path / "out")
     by_name = getattr(transformers, loaded.config.architectures[0])
     assert loaded.config.intermediate_size == 28
-    assert loaded.config.num_key_value_heads == 3
+    assert loaded.config.num_key_value_heads == (4 if variant in WHOLE else 3)
     assert loaded.config.head_dim == tm.raw_config(variant)["head_dim"]
     assert sum(p.numel() for p in loaded.parameters()) == report.plan["parameters"]["after"]
     torch.testing.assert_close(tm.logits(loaded), expected, rtol=0, atol=1e-10)
@@ -85,7 +88,7 @@ TARGETED = {
     ("llama biases", "llama.cpp"): None,
     **{
         (variant, target): None
-        for variant in ("smollm3", "gemma2", "gemma3", "cohere2")
+        for variant in ("smollm3", "gemma2", "gemma3", "cohere2", "olmo2")
         for target in ("vllm", "llama.cpp")
     },
 }
@@ -119,12 +122,10 @@ def check_that_removing_is_masking(model, tokens, out):
                selection="magnitude")  # fmt: skip
     kept = load_file(out / "coec/kept.safetensors")
     dense = tm.load(model)
-    for site in Dense.open(model).layout.sites:
-        mask = torch.zeros(site.columns, dtype=torch.float64)
-        mask[site.kept_columns(KeptSet(kept[site.key], site.units)).indices] = 1
-        dense.get_submodule(site.consumer).register_forward_pre_hook(
-            lambda _, args, mask=mask: (args[0] * mask,)
-        )
+    with torch.no_grad():
+        for site in Dense.open(model).layout.sites:
+            columns = site.kept_columns(KeptSet(kept[site.key], site.units))
+            tm.consumer(dense, site)[:, columns.dropped()] = 0
     difference = tm.logits(dense) - tm.logits(tm.load(out))
     assert float(difference.abs().max()) < 1e-10
 
@@ -263,3 +264,13 @@ def test_blocks_that_add_something_else_are_not_fitted(variant, folders, tmp_pat
     models, tokens = folders
     with pytest.raises(OptionError, match=r"propagate needs blocks that .*preset = fast does"):
         coec.prune(models[variant], tmp_path / "out", **SETTINGS, calibration=tokens, preset="best")
+
+
+@pytest.mark.parametrize("variant", WHOLE)
+def test_attention_that_cannot_lose_a_unit_is_not_asked_to(variant, folders, tmp_path):
+    models, tokens = folders
+    plan = coec.plan(models[variant], **SETTINGS, calibration=tokens, attention_sparsity=0)
+    assert "attention keeps all KV groups: " in plan.notes[0]
+    assert plan.record()["widths"]["kv_groups"] == {"before": 4, "after": 4}
+    with pytest.raises(OptionError, match=r"attention of .* keeps all KV groups .* leave it out"):
+        coec.plan(models[variant], **SETTINGS, calibration=tokens, attention_sparsity=0.3)

@@ -1,9 +1,9 @@
 """Supported architectures, as values: layout, formats, quirks (METHODS §1).
 
 All share one block so far: grouped-query attention with q/k/v/o projections and a gated MLP. What
-differs is which biases a configuration can express, and so which format a pruned model can be
-written in, and how a block adds up its parts. Adding an architecture is one value here; the
-contract tests then run over it.
+differs is whether attention can lose units, which biases a configuration can express, and so which
+format a pruned model can be written in, and how a block adds up its parts. Adding an architecture
+is one value here; the contract tests then run over it.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coec.errors import ModelError
-from coec.models.layout import ATTENTION, LLAMA_BLOCKS, MLP, BlockPattern
+from coec.models.layout import ATTENTION, LLAMA_BLOCKS, MLP, MLP_ONLY_BLOCKS, BlockPattern
 from coec.models.shape import Shape
 
 
@@ -40,6 +40,7 @@ class Architecture:
             can.
         adds: what its blocks add to the hidden states, where that is not what attention and the
             MLP return, one after the other: no such block can be fitted part by part.
+        whole: why attention keeps all its units, where it does.
         blocks: how its blocks are named, and where units are removed.
     """
 
@@ -53,6 +54,7 @@ class Architecture:
     added: Callable[[Shape], dict[str, Any]] = _nothing_added
     refuses: Callable[[dict[str, Any], Shape], str | None] = _nothing_refused
     adds: str = ""
+    whole: str = ""
     blocks: BlockPattern = LLAMA_BLOCKS
 
 
@@ -178,6 +180,16 @@ ARCHITECTURES: dict[str, Architecture] = {
             written_as=("cohere2",),
             bias_flags={ATTENTION.name: "attention_bias"},
             adds="both parts, of the same inputs",
+        ),
+        Architecture(
+            model_type="olmo2",
+            class_name="Olmo2ForCausalLM",
+            families="OLMo 2 (MLP channels only)",
+            source="OLMo Team 2024",
+            written_as=("olmo2",),
+            adds="what a norm makes of each part",
+            whole="norms of its queries and of its keys run over all heads together",
+            blocks=MLP_ONLY_BLOCKS,
         ),
     )
 }  # fmt: skip

@@ -244,3 +244,5 @@ class BlockPattern:
 
 LLAMA_BLOCKS = BlockPattern()
 """The names that Llama introduced, and most families took over."""
+MLP_ONLY_BLOCKS = BlockPattern(sites=(MLP,))
+"""The same, where attention cannot lose a unit without becoming another function."""

@@ -126,6 +126,8 @@ class Finding:
 
 OWN = "by coec export (its own converter {})"
 """What llama.cpp makes of checkpoints that its converter has no words for."""
+NEVER_TRIED = ("smollm3", "gemma2", "gemma3_text", "cohere2", "olmo2")
+"""Types of which only transformers has loaded pruned checkpoints."""
 FINDINGS = (
     Finding(
         "vLLM", ("qwen2",), fewer_heads,
@@ -144,7 +146,7 @@ FINDINGS = (
     ),
     Finding("llama.cpp", ("qwen2", "qwen3"), sliding, "not known"),
     *(
-        Finding(loader, ("smollm3", "gemma2", "gemma3_text", "cohere2"), always, "not known")
+        Finding(loader, NEVER_TRIED, always, "not known")
         for loader in LOADERS
         if loader != "transformers"
     ),
