@@ -172,6 +172,16 @@ def test_attention_that_coec_leaves_whole(tokens, tmp_path):
         coec.infer_kept(dense, fewer)
 
 
+def test_projections_in_one_matrix_lose_the_same_units(tokens, tmp_path):
+    dense = tm.save(tm.tiny("phi3", torch.float32), tmp_path / "dense")
+    out = tmp_path / "cut"
+    foreign(dense, out, tokens)
+    name = "model.layers.0.mlp.gate_up_proj.weight"
+    odd = changed(out, tmp_path / "odd", lambda t: {**t, name: t[name][:55].contiguous()})
+    with pytest.raises(ModelError, match="gate_up_proj.* hold different shares of intermediate"):
+        coec.infer_kept(dense, odd)
+
+
 def test_quantised_weights(dense, cut, tmp_path):
     def quantised(tensors):
         name = "model.layers.0.mlp.up_proj.weight"

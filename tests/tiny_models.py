@@ -88,6 +88,13 @@ VARIANTS = {
         "pad_token_id": 0,
     },
     "olmo2": {"model_type": "olmo2", "pad_token_id": 0},
+    "phi3": {"model_type": "phi3", "pad_token_id": 0},
+    "phi3 partial": {
+        "model_type": "phi3",
+        "pad_token_id": 0,
+        "partial_rotary_factor": 0.5,
+        "sliding_window": 8,
+    },
 }
 
 

@@ -52,7 +52,8 @@ def infer_kept(
     found = {}
     for block in layout.blocks:
         for site in block.sites:
-            found[site.key] = kept_units(_side(dense, site), _side(pruned, site))
+            sides = (_side(model, site, dense) for model in (dense, pruned))
+            found[site.key] = kept_units(*sides)
         if progress:
             progress("matching", block.index + 1, len(layout.blocks))
     return KeptUnits.of(found, pruned.name, pruned.digest)
@@ -137,9 +138,10 @@ def check_settings(settings: Collection[str], pruned: str | Path | Stored) -> No
             )
 
 
-def _side(model: Dense | Stored, site: Site) -> Side:
+def _side(model: Dense | Stored, site: Site, dense: Dense) -> Side:
     """What a model has of a site."""
     there = model.files if isinstance(model, Dense) else model.headers
     names = {*(rows.tensor for rows in site.producers), site.weight}
     names |= {name.removesuffix("weight") + "bias" for name in names}
-    return Side(model.name, site, {n: model.tensor(n) for n in sorted(names) if n in there})
+    tensors = {n: model.tensor(n) for n in sorted(names) if n in there}
+    return Side.of(model.name, site, tensors, dense.shapes)

@@ -303,11 +303,19 @@ class Plan:
         if how.reconstruct:
             found["reconstruction"] = sum(
                 22 / 3 * tokens * how.inner * how.curvature
-                * sum(self.pruned_shapes[name].numel() for name in site.fitted)
+                * self._fitted(site)
                 * (1 if site.value is not None else how.reconstruct)
                 for site in sites
             )  # fmt: skip
         return found
+
+    def _fitted(self, site: Site) -> int:
+        """How many weights reconstruction fits at a site, of the pruned model."""
+        rows = sum(
+            (part.stop - part.start) // site.units * self.model.shapes[part.tensor][1]
+            for part in site.fitted
+        )
+        return rows * self.widths.of(site) + self.pruned_shapes[site.weight].numel()
 
     def _text_bytes(self, forward: torch.dtype) -> int:
         """What making the windows takes: tokenising a text, or a whole model that is sampled."""

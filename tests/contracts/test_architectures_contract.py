@@ -19,7 +19,9 @@ from coec.compensation import COMPENSATIONS
 from coec.errors import OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
-from coec.models.loaders import TARGETS
+from coec.models.layout import Rows
+from coec.models.loaders import NEVER_TRIED, TARGETS
+from coec.models.surgery import with_rows
 from coec.reconstruction import Batch, LeastSquares
 from coec.types import GramSum, KeptSet
 
@@ -32,6 +34,7 @@ BIASED = {
     "mistral sliding": "sliding window",
     "qwen2 mixed": "sliding window",
     **dict.fromkeys(("qwen3", "gemma2", "gemma3", "cohere2", "olmo2"), "bias on down_proj"),
+    **dict.fromkeys(("phi3", "phi3 partial"), "bias on o_proj"),
 }
 """Variants whose result no stock format can hold with biases, and what the error says."""
 
@@ -88,7 +91,8 @@ TARGETED = {
     ("llama biases", "llama.cpp"): None,
     **{
         (variant, target): None
-        for variant in ("smollm3", "gemma2", "gemma3", "cohere2", "olmo2")
+        for variant, values in tm.VARIANTS.items()
+        if values["model_type"] in NEVER_TRIED
         for target in ("vllm", "llama.cpp")
     },
 }
@@ -204,21 +208,29 @@ def test_products_with_the_jacobian_are_those_of_forward_and_reverse_mode(varian
     weights = torch.rand(states.shape[:2], dtype=torch.float64)
     for site in block.sites:
         half = layers.half(block, site)
-        names = {name: name.removeprefix(block.prefix) for name in site.fitted}
-        assert len(names) == (2 if site.value else 3)
+        rows = {str(n): r for n, r in enumerate(site.fitted)}
+        rows["consumer"] = Rows(site.weight, 0, dense.shapes[site.weight][0])
+        own = {n: r.tensor.removeprefix(block.prefix) for n, r in rows.items()}
+        held = {name: half.get_parameter(name).detach() for name in own.values()}
+        assert len(rows) == (2 if site.value else 3)
 
-        def function(theta, state, half=half, names=names):
-            own = {names[n]: p for n, p in theta.items()}
+        def function(theta, state, half=half, rows=rows, own=own, held=held):
+            new = {
+                name: with_rows(held[name], {rows[n]: theta[n] for n in rows if own[n] == name})
+                for name in held
+            }
             return layers.call(
-                lambda *a, **k: torch.func.functional_call(half, own, a, k), block.index, state
+                lambda *a, **k: torch.func.functional_call(half, new, a, k), block.index, state
             )
 
-        theta = {n: half.get_parameter(own).detach() for n, own in names.items()}
+        theta = {n: held[own[n]][r.start : r.stop] for n, r in rows.items()}
         batch = Batch(states, torch.randn_like(states), weights)
-        modules = {n: half.get_submodule(o.removesuffix(".weight")) for n, o in names.items()}
+        modules = {n: half.get_submodule(o.removesuffix(".weight")) for n, o in own.items()}
+        slices = {n: slice(r.start, r.stop) for n, r in rows.items()}
         made = LeastSquares(
-            function, modules, [batch], torch.device("cpu"), quadratic=site.value is not None
-        )
+            function, modules, [batch], torch.device("cpu"), rows=slices,
+            quadratic=site.value is not None,
+        )  # fmt: skip
         delta = {n: torch.randn_like(p) for n, p in theta.items()}
         with sdpa_kernel(SDPBackend.MATH):
             moved = torch.func.jvp(lambda t, f=function: f(t, states), (theta,), (delta,))[1]
@@ -274,3 +286,36 @@ def test_attention_that_cannot_lose_a_unit_is_not_asked_to(variant, folders, tmp
     assert plan.record()["widths"]["kv_groups"] == {"before": 4, "after": 4}
     with pytest.raises(OptionError, match=r"attention of .* keeps all KV groups .* leave it out"):
         coec.plan(models[variant], **SETTINGS, calibration=tokens, attention_sparsity=0.3)
+
+
+@pytest.mark.parametrize("preset", ["fast", "best"])
+def test_a_fused_projection_is_only_another_slice(preset, folders, tmp_path):
+    """Phi-3 and Mistral compute the same: the one has in one matrix what the other has in several.
+
+    So the same units go, and what is written of the one is what is written of the other.
+    """
+    models, tokens = folders
+    apart = tm.tiny("mistral")
+    state = tm.load(models["phi3"]).state_dict()
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        for fused, rows in {
+            "self_attn.qkv_proj": {
+                "self_attn.q_proj": 32,
+                "self_attn.k_proj": 16,
+                "self_attn.v_proj": 16,
+            },
+            "mlp.gate_up_proj": {"mlp.gate_proj": 40, "mlp.up_proj": 40},
+        }.items():
+            parts = state.pop(f"{prefix}{fused}.weight").split(list(rows.values()))
+            state |= {f"{prefix}{n}.weight": p for n, p in zip(rows, parts, strict=True)}
+    apart.config.rms_norm_eps = 1e-5
+    apart.load_state_dict(state)
+    split = tm.save(apart, tmp_path / "split")
+    assert torch.equal(tm.logits(tm.load(split)), tm.logits(tm.load(models["phi3"])))
+    small = {"reconstruct": 1, "inner": 3, "sampled": 0.0} if preset == "best" else {}
+    settings = {**SETTINGS, "calibration": tokens, "preset": preset, **small}
+    for model, out in ((models["phi3"], "fused"), (split, "apart")):
+        coec.prune(model, tmp_path / out, **settings)
+    one, other = (tm.load(tmp_path / out) for out in ("fused", "apart"))
+    torch.testing.assert_close(tm.logits(one), tm.logits(other), rtol=0, atol=1e-9)

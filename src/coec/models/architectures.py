@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coec.errors import ModelError
-from coec.models.layout import ATTENTION, LLAMA_BLOCKS, MLP, MLP_ONLY_BLOCKS, BlockPattern
+from coec.models.layout import (
+    ATTENTION,
+    FUSED_BLOCKS,
+    LLAMA_BLOCKS,
+    MLP,
+    MLP_ONLY_BLOCKS,
+    BlockPattern,
+)
 from coec.models.shape import Shape
 
 
@@ -40,6 +47,8 @@ class Architecture:
             can.
         adds: what its blocks add to the hidden states, where that is not what attention and the
             MLP return, one after the other: no such block can be fitted part by part.
+        rope_keys: those that its `rope_scaling` must have in transformers 4.57, where it takes no
+            others.
         whole: why attention keeps all its units, where it does.
         blocks: how its blocks are named, and where units are removed.
     """
@@ -54,6 +63,7 @@ class Architecture:
     added: Callable[[Shape], dict[str, Any]] = _nothing_added
     refuses: Callable[[dict[str, Any], Shape], str | None] = _nothing_refused
     adds: str = ""
+    rope_keys: tuple[str, ...] = ()
     whole: str = ""
     blocks: BlockPattern = LLAMA_BLOCKS
 
@@ -190,6 +200,15 @@ ARCHITECTURES: dict[str, Architecture] = {
             adds="what a norm makes of each part",
             whole="norms of its queries and of its keys run over all heads together",
             blocks=MLP_ONLY_BLOCKS,
+        ),
+        Architecture(
+            model_type="phi3",
+            class_name="Phi3ForCausalLM",
+            families="Phi-3, Phi-3.5, Phi-4 (text)",
+            source="Abdin et al. 2024",
+            written_as=("phi3",),
+            rope_keys=("type", "short_factor", "long_factor"),
+            blocks=FUSED_BLOCKS,
         ),
     )
 }  # fmt: skip

@@ -21,6 +21,8 @@ from coec.models.layout import Layout
 from coec.models.shape import LARGEST, Shape, whole
 
 CONFIG = "config.json"
+PARTIAL = "partial_rotary_factor"
+"""The share of a head's numbers that turn: beside `rope_scaling` in the old form."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +80,9 @@ def described(config: dict[str, Any]) -> dict[str, Any]:
     shape = Shape.of(config)
     for key in LARGEST:
         whole(config, key, 1)  # sizes that the classes below know a default of
-    config = _with_both_ropes({k: v for k, v in config.items() if k != "quantization_config"})
+    config = _with_both_ropes(
+        {k: v for k, v in config.items() if k != "quantization_config"}, architecture.rope_keys
+    )
     model = skeleton(config)
     resolved = model.config
     tied = bool(getattr(resolved, "tie_word_embeddings", False))
@@ -199,13 +203,17 @@ def compute_buffers(model: Any, device: torch.device) -> None:
             )
 
 
-def _with_both_ropes(config: dict[str, Any]) -> dict[str, Any]:
+def _with_both_ropes(config: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
     """Rotary settings in the form of transformers 5 and in that of 4.57, which reads no other.
 
     A configuration that has only `rope_parameters` is read by 4.57 as one of plain frequencies,
     without a word. What the configuration has is never changed.
 
     Where the old form is empty, both releases are told what transformers 5 computes.
+
+    Args:
+        config: as it was read.
+        keys: those that the old form must have where it takes no others.
 
     Raises:
         ModelError: the two forms name different frequencies, so that releases would disagree.
@@ -223,23 +231,29 @@ def _with_both_ropes(config: dict[str, Any]) -> dict[str, Any]:
             f"rope_theta in {CONFIG} is {theta}, in its rope_parameters "
             f"{new['rope_theta']}: releases of transformers read one or the other; mend it"
         )
-    scaling = _scaling(new)
+    scaling = _scaling(new, keys)
     if old:
-        if _scaling(old) != scaling or old.get("rope_theta", theta) != theta:
+        if _scaling(old, keys) != scaling or old.get("rope_theta", theta) != theta:
             raise ModelError(
                 f"rope_scaling in {CONFIG} is {old}, its rope_parameters {new}: releases of "
                 "transformers read one or the other; mend it"
             )
         scaling = old
     known = {} if theta is None else {"rope_theta": theta}
+    if PARTIAL in new and config.get(PARTIAL) is None:
+        known[PARTIAL] = new[PARTIAL]
     return config | known | {"rope_scaling": scaling}
 
 
-def _scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
+def _scaling(rope: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any] | None:
     """How rotary frequencies are scaled, in the old form; None where they are plain."""
     kind = rope.get("rope_type", rope.get("type", "default"))
-    rest = {k: v for k, v in rope.items() if k not in ("rope_theta", "rope_type", "type")}
-    return None if kind == "default" else {"rope_type": kind, **rest}
+    if kind == "default":
+        return None
+    if keys:
+        return {key: kind if key == "type" else rope.get(key) for key in keys}
+    apart = ("rope_theta", "rope_type", "type", PARTIAL)
+    return {"rope_type": kind, **{k: v for k, v in rope.items() if k not in apart}}
 
 
 def _reason(error: Exception, *, last: bool = False) -> str:

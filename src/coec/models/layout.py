@@ -1,7 +1,7 @@
 """Where units are removed, as plain values: complete, compared by value, picklable (METHODS §1)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,14 +78,14 @@ class Site:
         return f"layers.{self.block}.{self.name}"
 
     @property
-    def fitted(self) -> tuple[str, ...]:
-        """The weights that reconstruction fits: the consumer's, and those it reads at once.
+    def fitted(self) -> tuple[Rows, ...]:
+        """The rows that reconstruction fits besides the consumer: of weights that it reads at once.
 
         Behind attention these are the values; queries and keys are held, as the map that they make
         is.
         """
-        producers = [self.value] if self.value else self.producers
-        return (*(r.tensor for r in producers if r.tensor.endswith(".weight")), self.weight)
+        producers = (self.value,) if self.value else self.producers
+        return tuple(rows for rows in producers if rows.tensor.endswith(".weight"))
 
     @property
     def tensors(self) -> frozenset[str]:
@@ -149,6 +149,9 @@ class SitePattern:
         producers: modules whose output rows belong to the units.
         consumer: the module whose input columns do.
         value: the producer whose rows reach the consumer through attention, where one does.
+        parts: how many projections a producer holds, one below the other. Behind attention the
+            first of them are queries, of which there are as many rows as the consumer has columns,
+            and the last are values; otherwise all have the same number of rows.
     """
 
     name: str
@@ -157,6 +160,7 @@ class SitePattern:
     producers: tuple[str, ...]
     consumer: str
     value: str | None = None
+    parts: int = 1
 
     def site(self, block: int, prefix: str, units: int, shapes: Mapping[str, torch.Size]) -> Site:
         """The site of one block; raises ModelError where tensors do not divide among the units."""
@@ -168,23 +172,31 @@ class SitePattern:
         ]
         consumer = f"{prefix}{self.consumer}"
         columns = shapes[f"{consumer}.weight"][1]
-        for name, rows in [(n, shapes[n][0]) for n in names] + [(consumer, columns)]:
-            if rows % units:
+        producers = [part for name in names for part in self._parts(name, shapes[name][0], columns)]
+        counted = [(rows.tensor, rows.stop - rows.start) for rows in producers]
+        for name, rows in [*counted, (consumer, columns)]:
+            if rows % units or not rows:
                 raise ModelError(f"{name} does not divide into {units} {self.unit}s: it is {rows}")
-        value = None
-        if self.value is not None:
-            tensor = f"{prefix}{self.value}.weight"
-            value = Rows(tensor, 0, shapes[tensor][0])
+        value = f"{prefix}{self.value}.weight"
         return Site(
             block=block,
             name=self.name,
             unit=self.unit,
             units=units,
             columns_per_unit=columns // units,
-            producers=tuple(Rows(name, 0, shapes[name][0]) for name in names),
+            producers=tuple(producers),
             consumer=consumer,
-            value=value,
+            value=None if self.value is None else [r for r in producers if r.tensor == value][-1],
         )
+
+    def _parts(self, tensor: str, rows: int, columns: int) -> list[Rows]:
+        """The projections in a producer's rows, in their order."""
+        if self.parts == 1:
+            return [Rows(tensor, 0, rows)]
+        first = columns if self.value else rows // self.parts
+        rest = (rows - first) // (self.parts - 1)
+        starts = [0, *(first + rest * part for part in range(self.parts - 1))]
+        return [Rows(tensor, *ends) for ends in zip(starts, [*starts[1:], rows], strict=True)]
 
 
 ATTENTION = SitePattern(
@@ -246,3 +258,10 @@ LLAMA_BLOCKS = BlockPattern()
 """The names that Llama introduced, and most families took over."""
 MLP_ONLY_BLOCKS = BlockPattern(sites=(MLP,))
 """The same, where attention cannot lose a unit without becoming another function."""
+FUSED_BLOCKS = BlockPattern(
+    sites=(
+        replace(ATTENTION, producers=("self_attn.qkv_proj",), value="self_attn.qkv_proj", parts=3),
+        replace(MLP, producers=("mlp.gate_up_proj",), parts=2),
+    )
+)
+"""Query, key and value in one matrix, gate and up in another."""
