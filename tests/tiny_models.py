@@ -95,6 +95,22 @@ VARIANTS = {
         "partial_rotary_factor": 0.5,
         "sliding_window": 8,
     },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+    },
+    # Its first block has no experts.
+    "qwen3_moe mixed": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 20,
+        "mlp_only_layers": [0],
+    },
 }
 
 
@@ -165,6 +181,8 @@ def logits(model, ids: torch.Tensor | None = None) -> torch.Tensor:
     if ids is None:
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(2, VOCABULARY, (3, 24), generator=generator)
+    if hasattr(model.config, "num_experts"):
+        model.set_experts_implementation("eager")  # all at once they run in float32 at most
     return model(input_ids=ids, use_cache=False).logits
 
 
@@ -191,6 +209,9 @@ def masked(dense, out):
 
 def consumer(model, site) -> torch.Tensor:
     """The weight of a site's consumer in a model."""
+    if site.routed:
+        block, number = model.model.layers[site.block], int(site.name.removeprefix("expert."))
+        return block.mlp.experts.down_proj[number]
     return model.get_submodule(site.consumer).weight
 
 

@@ -18,6 +18,9 @@ from coec.settings import Repair
 
 MULTIPLES = (256, 128, 64, 32)
 """Among which `align = auto` chooses: blocks of K-quants, tiles of tensor cores, blocks of Q8_0."""
+OF_EXPERTS = 8
+"""What divides the channels that experts keep: transformers runs all experts at once, which takes
+rows of a multiple of 16 bytes and fails on others."""
 MOST_ADDED = 0.02
 """Of the kept channels, that it may add."""
 
@@ -46,7 +49,8 @@ class Widths:
         Raises:
             OptionError: it differs from block to block, which no stock format holds.
         """
-        widths = {kept for (_, kind), kept in self.kept.items() if kind == name}
+        sites = self.kept.items()
+        widths = {kept for (_, site), kept in sites if site.partition(".")[0] == name}
         if len(widths) != 1:
             raise OptionError(
                 f"the widths of {name} differ by block ({min(widths)} to {max(widths)}): no stock "
@@ -79,7 +83,7 @@ def uniform(layout: Layout, repair: Repair, given: KeptUnits | None = None) -> W
 
 def _nothing_goes(layout: Layout, repair: Repair, given: KeptUnits | None) -> OptionError:
     counts = " and ".join(f"{site.units:,} {site.unit}s" for site in layout.kinds)
-    asked = {site.name: repair.removed(site.name) for site in layout.kinds}
+    asked = {site.kind: repair.removed(site.kind) for site in layout.kinds}
     shares = ", ".join(f"{share:g} of {name}" for name, share in asked.items())
     if given is not None:
         rest = "" if given.covers(layout) else f", and removing {shares} takes none elsewhere"
@@ -146,7 +150,10 @@ def whole_attention(
                     f"sparsity {repair.sparsity:g} with kv_groups = all leaves no {site.unit}s: "
                     "remove less, or keep kv_groups = uniform"
                 )
-            left = _down(widths.of(site) - less, repair.multiple) if less else widths.of(site)
+            left = widths.of(site)
+            if less:
+                left = _down(left - less, repair.multiple)
+                left = left // OF_EXPERTS * OF_EXPERTS if site.routed else left
             if not left:
                 raise OptionError(
                     f"kv_groups = all leaves fewer {site.unit}s than align = {repair.align}: align "
@@ -158,7 +165,7 @@ def whole_attention(
 
 def _by_rule(site: Site, repair: Repair) -> int:
     """How many units of a site stay by its fraction alone."""
-    removed = repair.removed(site.name)
+    removed = repair.removed(site.kind)
     return kept_count(site.units, removed) if removed else site.units
 
 
@@ -182,6 +189,8 @@ def _aligned(site: Site, kept: int, multiple: int | None) -> int:
     if multiple is None:
         fits = (n for n in MULTIPLES if _up(kept, n) <= min(kept * (1 + MOST_ADDED), site.units))
         multiple = next(fits, 1)
+    if site.routed:
+        multiple = math.lcm(multiple, OF_EXPERTS)
     return min(_up(kept, multiple), site.units)
 
 

@@ -1,12 +1,13 @@
 """The plan: what pruning will do, from the configuration alone, in seconds."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from coec.allocation import MOST_ADDED, MULTIPLES, Widths, uniform, whole_attention
+from coec.allocation import MOST_ADDED, MULTIPLES, OF_EXPERTS, Widths, uniform, whole_attention
 from coec.calibration.layers import TOKENS_PER_BATCH
 from coec.calibration.tokens import TOKEN_SUFFIXES, WHOLE
 from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len
@@ -119,10 +120,11 @@ class Plan:
             if kv_groups == "all"
             else uniform(model.layout, recipe.repair, recipe.kept)
         )
-        patterns = model.architecture.blocks.sites
+        there = {site.kind for site in model.layout.kinds}
+        patterns = [p for p in model.architecture.blocks.sites if p.name in there]
         pruned = model.shape.kept({p.counted_by: widths.everywhere(p.name) for p in patterns})
         biased = frozenset(
-            site.name
+            site.kind
             for site in model.layout.kinds
             if site.bias in model.shapes
             or (
@@ -164,41 +166,59 @@ class Plan:
         asked = [
             (site, share, kept_count(site.units, share) == site.units)
             for site in kinds
-            if (share := repair.removed(site.name)) and site.key not in named
+            if (share := repair.removed(site.kind)) and site.key not in named
         ]
         unmoved = (
-            f"nothing is removed at {site.name}: {share:.4g} of {site.units} {site.unit}s is less "
+            f"nothing is removed at {site.kind}: {share:.4g} of {site.units} {site.unit}s is less "
             "than one"
             for site, share, too_little in asked
             if too_little
         )
         rounded = (
-            f"nothing is removed at {site.name}: align = {repair.align} rounds up to all "
+            f"nothing is removed at {site.kind}: align = {repair.align} rounds up to all "
             f"{site.units:,} {site.unit}s"
             for site, _, too_little in asked
             if site.value is None and not too_little and not self.widths.removes_from(site)
         )
         unaligned = (
-            f"align = auto leaves {site.name} at {width:,} {site.unit}s: the next multiple of "
+            f"align = auto leaves {site.kind} at {width:,} {site.unit}s: the next multiple of "
             f"{MULTIPLES[-1]} adds more than {MOST_ADDED:.0%}"
             for site, _, _ in asked
             if repair.multiple is None
             and site.value is None
             and (width := self.widths.of(site)) % MULTIPLES[-1]
         )
-        blocks = self.dense.layers
+        count = Counter(site.kind for site in self.model.layout.sites)
         costs = (
-            fallbacks(site, self.widths.of(site), self._outputs(site), blocks) for site in kinds
+            fallbacks(site, self.widths.of(site), self._outputs(site), count[site.kind])
+            for site in kinds
         )
         whole = self.model.architecture.whole
+        experts = next((site for site in kinds if site.routed), None)
         return (
             *self.remarks,
+            *(self._of_experts(experts) if experts else ()),
             *((f"attention keeps all KV groups: {whole}",) if whole else ()),
             *self._of_kept(),
             *unmoved,
             *rounded,
             *unaligned,
             *(c for c in costs if c),
+        )
+
+    def _of_experts(self, site: Site) -> tuple[str, ...]:
+        """What the width of experts means for who runs them all at once."""
+        width = self.widths.of(site)
+        if width % OF_EXPERTS:
+            return (
+                f"experts keep {width:,} {site.unit}s, no multiple of {OF_EXPERTS}: transformers "
+                'runs them in narrow dtypes with experts_implementation="eager" only',
+            )
+        if width == kept_count(site.units, self.recipe.repair.removed(site.kind)):
+            return ()
+        return (
+            f"experts keep {width:,} {site.unit}s, a multiple of {OF_EXPERTS}, as transformers "
+            "wants that runs them all at once",
         )
 
     def _outputs(self, site: Site) -> int:
@@ -224,7 +244,8 @@ class Plan:
     def statistics_per_block(self) -> int:
         """Bytes of one block's Grams in float64, held-out ones included."""
         kinds = 2 if self.recipe.calibration.holdout else 1
-        squares = sum(site.columns**2 for site in self.model.layout.kinds)
+        blocks = self.model.layout.blocks
+        squares = max(sum(site.columns**2 for site in block.sites) for block in blocks)
         return kinds * squares * torch.float64.itemsize
 
     def memory(
@@ -238,8 +259,10 @@ class Plan:
             measured: there are statistics already, and no text is run.
         """
         layout, shapes = self.model.layout, self.model.shapes
-        first = layout.blocks[0].prefix
-        block = sum(shape.numel() for name, shape in shapes.items() if name.startswith(first))
+        block = max(
+            sum(shape.numel() for name, shape in shapes.items() if name.startswith(one.prefix))
+            for one in layout.blocks
+        )
         embedding = shapes[layout.embedding].numel()
         samples = self.recipe.calibration.windows
         length, hidden = self.seq_len, self.dense.hidden
@@ -339,19 +362,29 @@ class Plan:
             "loads_in": self.output.loads_in,
             "layers": self.dense.layers,
             "widths": {
-                "mlp": {"before": self.dense.ffn, "after": self.pruned.ffn},
+                **self._channels(),
                 "kv_groups": {"before": self.dense.kv_heads, "after": self.pruned.kv_heads},
                 "query_heads": {"before": self.dense.heads, "after": self.pruned.heads},
             },
             "parameters": {"before": self.parameters_before, "after": self.parameters_after},
             "removed": {
-                **{s.name: _share(s.units, self.widths.of(s)) for s in self.model.layout.kinds},
+                **{s.kind: _share(s.units, self.widths.of(s)) for s in self.model.layout.kinds},
                 "parameters": _share(self.parameters_before, self.parameters_after),
             },
             "kept": None if self.recipe.kept is None else self.recipe.kept.record(),
             "notes": list(self.notes),
             "seq_len": self.seq_len,
         }
+
+    def _channels(self) -> dict[str, dict[str, int]]:
+        """Channels of an MLP, or of every expert; of both where a model has both."""
+        kinds = [site for site in self.model.layout.kinds if site.value is None]
+        return {
+            "mlp" if number == 0 else f"{site.kind}s": {
+                "before": site.units, "after": self.widths.of(site)
+            }
+            for number, site in enumerate(kinds)
+        }  # fmt: skip
 
     @property
     def alternatives(self) -> dict[str, "Plan"]:

@@ -34,12 +34,19 @@ BIASED = {
     "mistral sliding": "sliding window",
     "qwen2 mixed": "sliding window",
     **dict.fromkeys(("qwen3", "gemma2", "gemma3", "cohere2", "olmo2"), "bias on down_proj"),
-    **dict.fromkeys(("phi3", "phi3 partial"), "bias on o_proj"),
+    **dict.fromkeys(("phi3", "phi3 partial", "mixtral"), "bias on o_proj"),
+    "qwen3_moe": "bias on down_proj",
+    "qwen3_moe mixed": "bias on down_proj",
 }
 """Variants whose result no stock format can hold with biases, and what the error says."""
 
 WHOLE = [name for name, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].whole]
 """Variants whose attention keeps all its units."""
+
+EXPERTS = [name for name, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].blocks.experts]
+"""Variants some of whose sites get the tokens that a router sends them."""
+CHANNELS = {"mixtral": 32, "qwen3_moe": 40}
+"""`intermediate_size` where it is not 28: experts keep a multiple of 8; it may be of none."""
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +80,9 @@ def test_a_written_checkpoint_computes_the_masked_dense_model(
     expected = tm.logits(tm.masked(tm.load(models[variant]), tmp_path / "out"))
     loaded = tm.load(tmp_path / "out")
     by_name = getattr(transformers, loaded.config.architectures[0])
-    assert loaded.config.intermediate_size == 28
+    assert loaded.config.intermediate_size == CHANNELS.get(variant, 28)
+    if variant.startswith("qwen3_moe"):
+        assert loaded.config.moe_intermediate_size == 16
     assert loaded.config.num_key_value_heads == (4 if variant in WHOLE else 3)
     assert loaded.config.head_dim == tm.raw_config(variant)["head_dim"]
     assert sum(p.numel() for p in loaded.parameters()) == report.plan["parameters"]["after"]
@@ -141,6 +150,8 @@ def check_that_streamed_statistics_are_those_of_the_whole_model(model):
     measured = list(stream.blocks())
     dense, sums = tm.load(model), {}
     for site in checkpoint.layout.sites:
+        if site.routed:
+            continue  # its inputs are those of no module: see below
         total = sums[site.key] = GramSum(site.columns)
         dense.get_submodule(site.consumer).register_forward_pre_hook(
             lambda _, args, total=total: total.update(args[0])
@@ -148,7 +159,7 @@ def check_that_streamed_statistics_are_those_of_the_whole_model(model):
     tm.logits(dense, ids)
     assert len(measured) == 2
     for block in measured:
-        for site in block.block.sites:
+        for site in (one for one in block.block.sites if not one.routed):
             gram, expected = block.grams[site.name], sums[site.key].gram()
             assert gram.tokens == expected.tokens == 160
             torch.testing.assert_close(gram.xx, expected.xx, rtol=1e-9, atol=1e-9)
@@ -165,6 +176,39 @@ def test_removing_is_masking(variant, folders, tmp_path):
 def test_streamed_statistics_are_those_of_the_whole_model(variant, folders):
     models, _ = folders
     check_that_streamed_statistics_are_those_of_the_whole_model(models[variant])
+
+
+@pytest.mark.parametrize("variant", EXPERTS)
+@torch.no_grad()
+def test_statistics_of_an_expert_say_what_a_change_of_it_does_to_the_hidden_states(
+    variant, folders
+):
+    """What the block adds then differs by `tr(Δ G Δᵀ)`, whatever the router makes of its tokens."""
+    ids = torch.randint(2, tm.VOCABULARY, (5, 32))
+    checkpoint = Dense.open(folders[0][variant])
+    stream = DenseStream(checkpoint, ids, device=torch.device("cpu"), dtype=torch.float64)
+    measured, dense, outputs = list(stream.blocks()), tm.load(folders[0][variant]), []
+    tokens = 0
+    for block in measured:
+        module = dense.model.layers[block.index].mlp
+        for site in (one for one in block.block.sites if one.routed):
+            gram, weight = block.grams[site.name], tm.consumer(dense, site)
+            hook = module.register_forward_hook(lambda _, args, out: outputs.append(out))
+            tm.logits(dense, ids)
+            change = torch.randn_like(weight)
+            weight += change
+            tm.logits(dense, ids)
+            weight -= change
+            hook.remove()
+            before, after = outputs[-2:]
+            expected = float((change @ gram.xx * change).sum())
+            assert float((after - before).square().sum()) == pytest.approx(expected, rel=1e-9)
+            torch.testing.assert_close(
+                (after - before).sum(dim=(0, 1)), change @ gram.x, rtol=1e-9, atol=1e-9
+            )
+            tokens += gram.tokens
+    sparse = sum(any(site.routed for site in block.block.sites) for block in measured)
+    assert tokens == 2 * ids.numel() * sparse  # every token goes to two of them
 
 
 @pytest.mark.parametrize("model_type", ["hunyuan_v1_dense", "ernie4_5"])

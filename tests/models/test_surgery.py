@@ -116,8 +116,14 @@ def test_a_layout_is_a_value_also_after_a_journey(variant):
     copy = pickle.loads(pickle.dumps(layout))
     assert copy == layout
     assert copy is not layout
-    of_attention = [] if ARCHITECTURES[tm.VARIANTS[variant]["model_type"]].whole else [4]
-    assert [site.units for site in copy.sites] == [*of_attention, 40] * 2
+    architecture = ARCHITECTURES[tm.VARIANTS[variant]["model_type"]]
+    units = {"attention": [] if architecture.whole else [4], "mlp": [40]}
+    expected = 2 * [*units["attention"], *units["mlp"]]
+    if architecture.blocks.experts:
+        channels = 40 if variant == "mixtral" else 20
+        first = units["mlp"] if variant == "qwen3_moe mixed" else 4 * [channels]
+        expected = [4, *first, 4, *(4 * [channels])]
+    assert [site.units for site in copy.sites] == expected
     assert [site.columns for site in copy.kinds] == [
         site.columns_per_unit * site.units for site in layout.kinds
     ]

@@ -15,8 +15,10 @@ from coec.models.layout import (
     ATTENTION,
     FUSED_BLOCKS,
     LLAMA_BLOCKS,
+    MIXTRAL_BLOCKS,
     MLP,
     MLP_ONLY_BLOCKS,
+    QWEN_MOE_BLOCKS,
     BlockPattern,
 )
 from coec.models.shape import Shape
@@ -209,6 +211,25 @@ ARCHITECTURES: dict[str, Architecture] = {
             written_as=("phi3",),
             rope_keys=("type", "short_factor", "long_factor"),
             blocks=FUSED_BLOCKS,
+        ),
+        Architecture(
+            model_type="mixtral",
+            class_name="MixtralForCausalLM",
+            families="Mixtral 8x7B, 8x22B",
+            source="Jiang et al. 2024",
+            written_as=("mixtral",),
+            adds="a sum of experts, weighed by a router",
+            blocks=MIXTRAL_BLOCKS,
+        ),
+        Architecture(
+            model_type="qwen3_moe",
+            class_name="Qwen3MoeForCausalLM",
+            families="Qwen3 30B-A3B, 235B-A22B; Qwen3-Coder",
+            source="Qwen Team 2025",
+            written_as=("qwen3_moe",),
+            bias_flags={ATTENTION.name: "attention_bias"},
+            adds="a sum of experts, weighed by a router",
+            blocks=QWEN_MOE_BLOCKS,
         ),
     )
 }  # fmt: skip

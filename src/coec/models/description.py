@@ -14,8 +14,9 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coec.errors import ModelError
-from coec.models.architectures import Architecture, architecture_of
+from coec.models.architectures import ARCHITECTURES, Architecture, architecture_of
 from coec.models.carried import DOWNLOADED, NOT_DOWNLOADED
+from coec.models.experts import stored_shapes
 from coec.models.files import parse_json
 from coec.models.layout import Layout
 from coec.models.shape import LARGEST, Shape, whole
@@ -85,13 +86,17 @@ def described(config: dict[str, Any]) -> dict[str, Any]:
     )
     model = skeleton(config)
     resolved = model.config
+    names = architecture.blocks.experts
+    if names and config.get(names.count) is None:
+        config = {**config, names.count: resolved.num_experts}  # 5 saves it under another name
     tied = bool(getattr(resolved, "tie_word_embeddings", False))
     positions = getattr(resolved, "max_position_embeddings", None)
-    shapes = {
+    state = {
         name: tensor.shape
         for name, tensor in model.state_dict().items()
         if not (tied and name == "lm_head.weight")
     }
+    shapes = stored_shapes(state, architecture.blocks.experts)
     return {
         "config": config,
         "architecture": architecture,
@@ -170,8 +175,11 @@ def _skeleton(config: str) -> PreTrainedModel:
     """One that is copied, as building it takes most of a second at 80 blocks."""
     try:
         resolved = AutoConfig.for_model(**json.loads(config))
+        listed = ARCHITECTURES.get(resolved.model_type)
+        # One after the other: together they are multiplied in float32 and narrower dtypes only.
+        how = {"experts_implementation": "eager"} if listed and listed.blocks.experts else {}
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(resolved, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(resolved, dtype=torch.float32, **how)
     except Exception as error:  # configuration classes raise what they like
         raise ModelError(
             f"transformers does not accept this {CONFIG}: {_reason(error, last=True)}"

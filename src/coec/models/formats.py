@@ -115,6 +115,7 @@ def _rewritten(
         "num_key_value_heads": pruned.kv_heads,
         "head_dim": pruned.head_dim,
         "intermediate_size": pruned.ffn,
+        **({"moe_intermediate_size": pruned.expert_ffn} if pruned.expert_ffn else {}),
         **{flag: True for site, flag in target.bias_flags.items() if site in biased},
         **(target.added(pruned) if relabelled else {}),
     }

@@ -126,7 +126,16 @@ class Finding:
 
 OWN = "by coec export (its own converter {})"
 """What llama.cpp makes of checkpoints that its converter has no words for."""
-NEVER_TRIED = ("smollm3", "gemma2", "gemma3_text", "cohere2", "olmo2", "phi3")
+NEVER_TRIED = (
+    "smollm3",
+    "gemma2",
+    "gemma3_text",
+    "cohere2",
+    "olmo2",
+    "phi3",
+    "mixtral",
+    "qwen3_moe",
+)
 """Types of which only transformers has loaded pruned checkpoints."""
 FINDINGS = (
     Finding(

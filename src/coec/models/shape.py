@@ -10,6 +10,9 @@ LARGEST = {
     "num_hidden_layers": 512,
     "hidden_size": 2**20,
     "intermediate_size": 2**22,
+    "moe_intermediate_size": 2**22,
+    "num_experts": 2**14,
+    "num_local_experts": 2**14,
     "num_attention_heads": 2**14,
     "num_key_value_heads": 2**14,
     "head_dim": 2**14,
@@ -50,6 +53,7 @@ class Shape:
         kv_heads: KV groups of every block.
         group: query heads per KV group (unchanged).
         ffn: intermediate channels of every block.
+        expert_ffn: those of every expert, where they have a size of their own; else 0.
     """
 
     layers: int
@@ -58,6 +62,7 @@ class Shape:
     kv_heads: int
     group: int
     ffn: int
+    expert_ffn: int = 0
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> "Shape":
@@ -70,7 +75,9 @@ class Shape:
             raise ModelError(f"a hidden size of {hidden} does not hold {heads} heads")
         if heads % kv_heads:
             raise ModelError(f"{heads} query heads do not divide into {kv_heads} KV groups")
-        return cls(layers, hidden, head_dim, kv_heads, heads // kv_heads, ffn)
+        own = config.get("moe_intermediate_size") is not None
+        expert_ffn = whole(config, "moe_intermediate_size") if own else 0
+        return cls(layers, hidden, head_dim, kv_heads, heads // kv_heads, ffn, expert_ffn)
 
     @property
     def heads(self) -> int:
