@@ -132,9 +132,15 @@ def test_widths_that_differ_by_block_are_refused_by_the_plan(dense, tokens, tmp_
     folder = changed(dense, tmp_path / "masked", masked)
     kept = coec.infer_kept(dense, folder)
     assert [len(kept.units[f"layers.{block}.mlp"]) for block in (0, 1)] == [38, 39]
-    with pytest.raises(OptionError, match=r"the widths of mlp differ by block \(38 to 39\): no "):
+    with pytest.raises(
+        OptionError, match=r"the widths of mlp in .* differ by block \(38 to 39\), "
+    ):
         coec.compensate_pruned(dense, folder, tmp_path / "out", calibration=tokens, **HOW)
     assert not list(tmp_path.glob("out*"))
+    report = coec.compensate_pruned(
+        dense, folder, tmp_path / "out", calibration=tokens, non_uniform=True, **HOW
+    )
+    assert report.plan["widths"]["mlp"]["after"] == [38, 39]
 
 
 def test_the_dense_model_itself_has_nothing_to_repair(dense, tokens, tmp_path):
@@ -160,6 +166,26 @@ def test_another_number_of_blocks(dense, cut, tmp_path):
     folder = changed(cut[0], tmp_path / "short", fewer)
     with pytest.raises(ModelError, match="'.*short' has 1 blocks, '.*model' 2: coec prunes no"):
         coec.infer_kept(dense, folder)
+
+
+def test_attention_that_coec_leaves_whole(tokens, tmp_path):
+    dense = tm.save(tm.tiny("olmo2", torch.float32), tmp_path / "dense")
+    out = tmp_path / "cut"
+    foreign(dense, out, tokens)
+    first = "model.layers.0.self_attn.k_proj.weight"
+    fewer = changed(out, tmp_path / "fewer", lambda t: {**t, first: t[first][:12].contiguous()})
+    with pytest.raises(ModelError, match=r"k_proj.* is \(12, 32\).*: coec removes nothing there"):
+        coec.infer_kept(dense, fewer)
+
+
+def test_projections_in_one_matrix_lose_the_same_units(tokens, tmp_path):
+    dense = tm.save(tm.tiny("phi3", torch.float32), tmp_path / "dense")
+    out = tmp_path / "cut"
+    foreign(dense, out, tokens)
+    name = "model.layers.0.mlp.gate_up_proj.weight"
+    odd = changed(out, tmp_path / "odd", lambda t: {**t, name: t[name][:55].contiguous()})
+    with pytest.raises(ModelError, match="gate_up_proj.* hold different shares of intermediate"):
+        coec.infer_kept(dense, odd)
 
 
 def test_quantised_weights(dense, cut, tmp_path):

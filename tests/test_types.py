@@ -51,8 +51,22 @@ def test_a_gram_is_symmetric_to_the_bit():
 
 
 def test_a_gram_needs_a_token():
-    with pytest.raises(OptionError, match="at least one token"):
-        Gram(torch.zeros(3, 3), torch.zeros(3), 0)
+    for tokens in (0, -1):
+        with pytest.raises(OptionError, match=f"at least one token, got tokens={tokens}"):
+            Gram(torch.eye(3), torch.zeros(3), tokens)
+
+
+def test_sums_of_no_token_are_zero_and_add_nothing():
+    """Of an expert that no token was routed to, in one calibration or in two."""
+    none = GramSum(4).gram()
+    assert (none.tokens, float(none.mean.sum()), float(none.variance.sum())) == (0, 0.0, 0.0)
+    some = problems.gram("white", 4)
+    some = Gram(some.xx, some.x, some.tokens, some.energy - some.x.square() / some.tokens)
+    for one in (none + some, some + none):
+        assert one.tokens == some.tokens
+        assert torch.equal(one.xx, some.xx)
+        torch.testing.assert_close(one.centred, some.centred)
+    assert torch.equal((none + none).centred, torch.zeros(4, dtype=torch.float64))
 
 
 def test_statistics_that_are_not_finite_name_channel_and_cure():

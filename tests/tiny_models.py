@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from coec.models.dense import Dense
+from coec.types import KeptSet
 
 HIDDEN, FFN, VOCABULARY, POSITIONS = 32, 40, 300, 64
 BASE = {
@@ -86,6 +87,30 @@ VARIANTS = {
         "tie_word_embeddings": True,
         "pad_token_id": 0,
     },
+    "olmo2": {"model_type": "olmo2", "pad_token_id": 0},
+    "phi3": {"model_type": "phi3", "pad_token_id": 0},
+    "phi3 partial": {
+        "model_type": "phi3",
+        "pad_token_id": 0,
+        "partial_rotary_factor": 0.5,
+        "sliding_window": 8,
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+    },
+    # Its first block has no experts.
+    "qwen3_moe mixed": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 20,
+        "mlp_only_layers": [0],
+    },
 }
 
 
@@ -156,6 +181,8 @@ def logits(model, ids: torch.Tensor | None = None) -> torch.Tensor:
     if ids is None:
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(2, VOCABULARY, (3, 24), generator=generator)
+    if hasattr(model.config, "num_experts"):
+        model.set_experts_implementation("eager")  # all at once they run in float32 at most
     return model(input_ids=ids, use_cache=False).logits
 
 
@@ -167,27 +194,25 @@ def load(folder: Path, dtype: torch.dtype | None = None):
 def masked(dense, out):
     """The dense model with the written consumers spread back over all columns, zeros elsewhere."""
     kept, written = load_file(out / "coec/kept.safetensors"), Dense.open(out)
-    width = dense.model.layers[0].self_attn.head_dim
-    width *= dense.config.num_attention_heads // dense.config.num_key_value_heads
     with torch.no_grad():
-        for index, layer in enumerate(dense.model.layers):
-            consumers = {
-                "attention": (layer.self_attn, "o_proj", width),
-                "mlp": (layer.mlp, "down_proj", 1),
-            }
-            for site, (parent, name, columns) in consumers.items():
-                module = getattr(parent, name)
-                units = kept[f"layers.{index}.{site}"]
-                chosen = (units[:, None] * columns + torch.arange(columns)).flatten()
-                full = torch.zeros_like(module.weight)
-                prefix = "self_attn" if site == "attention" else "mlp"
-                stored = f"model.layers.{index}.{prefix}.{name}"
-                full[:, chosen] = written.tensor(f"{stored}.weight")
-                module.weight.copy_(full)
-                if f"{stored}.bias" in written.files:
-                    bias = written.tensor(f"{stored}.bias")
-                    module.bias = torch.nn.Parameter(bias.to(full))
+        for site in Dense.open(dense.config._name_or_path).layout.sites:
+            weight = consumer(dense, site)
+            units = KeptSet(kept[site.key], site.units)
+            spread = torch.zeros_like(weight)
+            spread[:, site.kept_columns(units).indices] = written.tensor(site.weight).to(weight)
+            weight.copy_(spread)
+            if site.bias in written.files:
+                module = dense.get_submodule(site.consumer)
+                module.bias = torch.nn.Parameter(written.tensor(site.bias).to(weight))
     return dense
+
+
+def consumer(model, site) -> torch.Tensor:
+    """The weight of a site's consumer in a model."""
+    if site.routed:
+        block, number = model.model.layers[site.block], int(site.name.removeprefix("expert."))
+        return block.mlp.experts.down_proj[number]
+    return model.get_submodule(site.consumer).weight
 
 
 def readable(folder: Path, copy: Path) -> Path:

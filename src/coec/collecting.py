@@ -58,8 +58,8 @@ def collect(
     source = DensePass(dense, recipe.calibration, recipe.runtime, progress)
     dense.check_values()
     kinds = 2 if recipe.calibration.holdout else 1
-    bytes_per_block = 8 * kinds * sum(site.columns**2 for site in dense.layout.kinds)
-    check_space(out, int(bytes_per_block * dense.shape.layers * 1.01) + 2**24)
+    size = 8 * kinds * sum(site.columns**2 for site in dense.layout.sites)
+    check_space(out, int(size * 1.01) + 2**24)
     identity = {"statistics": source.made_with, "computed_by": computed_by(source.device)}
     with journal(out, identity, restart=restart) as done:
         if not done.finished:

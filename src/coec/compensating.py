@@ -48,13 +48,30 @@ def infer_kept(
             f"'{pruned.name}' has {pruned.layers} blocks, '{dense.name}' {len(layout.blocks)}: "
             "coec prunes no blocks, and needs the dense model that this one was pruned from"
         )
+    _check_rest(dense, pruned)
     found = {}
     for block in layout.blocks:
         for site in block.sites:
-            found[site.key] = kept_units(_side(dense, site), _side(pruned, site))
+            sides = (_side(model, site, dense) for model in (dense, pruned))
+            found[site.key] = kept_units(*sides)
         if progress:
             progress("matching", block.index + 1, len(layout.blocks))
     return KeptUnits.of(found, pruned.name, pruned.digest)
+
+
+def _check_rest(dense: Dense, pruned: Stored) -> None:
+    """Raises ModelError where a matrix of a block has lost something that belongs to no site."""
+    sites = {name for site in dense.layout.sites for name in site.tensors}
+    prefixes = tuple(block.prefix for block in dense.layout.blocks)
+    for name, shape in dense.shapes.items():
+        header = pruned.headers.get(name)
+        if not name.startswith(prefixes) or name in sites or len(shape) < 2 or header is None:
+            continue
+        if header.shape != tuple(shape):
+            raise ModelError(
+                f"{name} is {header.shape} in '{pruned.name}' and {tuple(shape)} in the dense "
+                "model: coec removes nothing there"
+            )
 
 
 def compensate_pruned(
@@ -121,9 +138,10 @@ def check_settings(settings: Collection[str], pruned: str | Path | Stored) -> No
             )
 
 
-def _side(model: Dense | Stored, site: Site) -> Side:
+def _side(model: Dense | Stored, site: Site, dense: Dense) -> Side:
     """What a model has of a site."""
     there = model.files if isinstance(model, Dense) else model.headers
     names = {*(rows.tensor for rows in site.producers), site.weight}
     names |= {name.removesuffix("weight") + "bias" for name in names}
-    return Side(model.name, site, {n: model.tensor(n) for n in sorted(names) if n in there})
+    tensors = {n: model.tensor(n) for n in sorted(names) if n in there}
+    return Side.of(model.name, site, tensors, dense.shapes)

@@ -1,5 +1,6 @@
 """The plan: what pruning will do, from the configuration alone, in seconds."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from coec.allocation import (
     MOST_ADDED,
     MULTIPLES,
+    OF_EXPERTS,
     Widths,
     Worths,
     by_worth,
@@ -21,6 +23,7 @@ from coec.calibration.tokens import TOKEN_SUFFIXES, WHOLE
 from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len
 from coec.devices import DTYPES, resident_bytes
 from coec.errors import OptionError
+from coec.models.architectures import Architecture
 from coec.models.description import Description
 from coec.models.fallbacks import fallbacks
 from coec.models.formats import OutputFormat, choose_format
@@ -40,7 +43,7 @@ BYTES_PER_CHARACTER = 170
 """Memory that tokenising takes, measured (docs/FORMATS.md)."""
 NAMED_TEXT = 11_000_000
 """Characters that are read of a data set at most."""
-WIDTHS = {"mlp": "ffn", "kv_groups": "kv_heads", "query_heads": "heads"}
+WIDTHS = {"kv_groups": "kv_heads", "query_heads": "heads"}
 """What records call sizes that pruning changes, and the fields of a shape that hold them."""
 SHARD_BYTES = 2 * 10**9
 BRIEF_ITERATIONS = 3
@@ -92,6 +95,8 @@ class Plan:
                 f"other; those of {model.architecture.model_type} add {adds}: leave it out "
                 "(preset = fast does)"
             )
+        _check_whole(model.architecture, recipe)
+        _check_experts(model.architecture, recipe)
         names = _rules(model.layout, recipe)
         plans: dict[str, Plan] = {}
         refused: dict[str, OptionError] = {}
@@ -148,19 +153,13 @@ class Plan:
     @classmethod
     def _of(cls, model: Description, recipe: Recipe, widths: Widths, *, decided: bool) -> "Plan":
         """The plan of these widths, its format chosen."""
-        patterns = model.architecture.blocks.sites
-        pruned = model.shape.with_blocks(
-            [
-                {p.counted_by: widths.kept[block, p.name] for p in patterns}
-                for block in range(model.shape.layers)
-            ]
-        )
+        pruned = _pruned(model, widths)
         if not (pruned.uniform or recipe.repair.non_uniform):
             raise _several_widths(widths, recipe)
         if not decided:
             pruned = pruned.listed()
         biased = frozenset(
-            site.name
+            site.kind
             for site in model.layout.sites
             if site.bias in model.shapes
             or (
@@ -188,9 +187,9 @@ class Plan:
         """
         layout, repair = self.model.layout, self.recipe.repair
         whole = (
-            kind.name
+            kind.kind
             for kind in layout.kinds
-            if not any(self.widths.removes_from(s) for s in layout.sites if s.name == kind.name)
+            if not any(self.widths.removes_from(s) for s in layout.sites if s.kind == kind.kind)
         )
         widths = by_worth(
             layout,
@@ -226,32 +225,35 @@ class Plan:
         asked = [
             (site, share, kept_count(site.units, share) == site.units)
             for site in kinds
-            if (share := repair.removed(site.name)) and site.key not in named
+            if (share := repair.removed(site.kind)) and site.key not in named
         ]
         unmoved = (
-            f"nothing is removed at {site.name}: {share:.4g} of {site.units} {site.unit}s is less "
+            f"nothing is removed at {site.kind}: {share:.4g} of {site.units} {site.unit}s is less "
             "than one"
             for site, share, too_little in asked
             if too_little
         )
         rounded = (
-            f"nothing is removed at {site.name}: align = {repair.align} rounds up to all "
+            f"nothing is removed at {site.kind}: align = {repair.align} rounds up to all "
             f"{site.units:,} {site.unit}s"
             for site, _, too_little in asked
             if site.value is None and not too_little and not self.widths.removes_from(site)
         )
         unaligned = (
-            f"align = auto leaves {site.name} at {width:,} {site.unit}s: the next multiple of "
+            f"align = auto leaves {site.kind} at {width:,} {site.unit}s: the next multiple of "
             f"{MULTIPLES[-1]} adds more than {MOST_ADDED:.0%}"
             for site, _, _ in asked
             if repair.multiple is None
             and site.value is None
             and (width := self.widths.of(site)) % MULTIPLES[-1]
         )
-        blocks = self.dense.layers
+        count = Counter(site.kind for site in self.model.layout.sites)
         costs = (
-            fallbacks(site, self.widths.of(site), self._outputs(site), blocks) for site in kinds
+            fallbacks(site, self.widths.of(site), self._outputs(site), count[site.kind])
+            for site in kinds
         )
+        whole = self.model.architecture.whole
+        experts = next((site for site in kinds if site.routed), None)
         undecided = (
             f"allocation = {repair.allocation} decides the widths of every block from the "
             "calibration text; these are uniform ones of as many parameters"
@@ -259,11 +261,28 @@ class Plan:
         return (
             *self.remarks,
             *([] if self.decided else [undecided]),
+            *(self._of_experts(experts) if experts else ()),
+            *((f"attention keeps all KV groups: {whole}",) if whole else ()),
             *self._of_kept(),
             *unmoved,
             *rounded,
             *unaligned,
             *(c for c in costs if c),
+        )
+
+    def _of_experts(self, site: Site) -> tuple[str, ...]:
+        """What the width of experts means for who runs them all at once."""
+        width = self.widths.of(site)
+        if width % OF_EXPERTS:
+            return (
+                f"experts keep {width:,} {site.unit}s, no multiple of {OF_EXPERTS}: transformers "
+                'runs them in narrow dtypes with experts_implementation="eager" only',
+            )
+        if width == kept_count(site.units, self.recipe.repair.removed(site.kind)):
+            return ()
+        return (
+            f"experts keep {width:,} {site.unit}s, a multiple of {OF_EXPERTS}, as transformers "
+            "wants that runs them all at once",
         )
 
     def _outputs(self, site: Site) -> int:
@@ -289,7 +308,8 @@ class Plan:
     def statistics_per_block(self) -> int:
         """Bytes of one block's Grams in float64, held-out ones included."""
         kinds = 2 if self.recipe.calibration.holdout else 1
-        squares = sum(site.columns**2 for site in self.model.layout.kinds)
+        blocks = self.model.layout.blocks
+        squares = max(sum(site.columns**2 for site in block.sites) for block in blocks)
         return kinds * squares * torch.float64.itemsize
 
     def memory(
@@ -303,8 +323,10 @@ class Plan:
             measured: there are statistics already, and no text is run.
         """
         layout, shapes = self.model.layout, self.model.shapes
-        first = layout.blocks[0].prefix
-        block = sum(shape.numel() for name, shape in shapes.items() if name.startswith(first))
+        block = max(
+            sum(shape.numel() for name, shape in shapes.items() if name.startswith(one.prefix))
+            for one in layout.blocks
+        )
         embedding = shapes[layout.embedding].numel()
         samples = self.recipe.calibration.windows
         length, hidden = self.seq_len, self.dense.hidden
@@ -368,11 +390,19 @@ class Plan:
         if how.reconstruct:
             found["reconstruction"] = sum(
                 22 / 3 * tokens * how.inner * how.curvature
-                * sum(self.pruned_shapes[name].numel() for name in site.fitted)
+                * self._fitted(site)
                 * (1 if site.value is not None else how.reconstruct)
                 for site in sites
             )  # fmt: skip
         return found
+
+    def _fitted(self, site: Site) -> int:
+        """How many weights reconstruction fits at a site, of the pruned model."""
+        rows = sum(
+            (part.stop - part.start) // site.units * self.model.shapes[part.tensor][1]
+            for part in site.fitted
+        )
+        return rows * self.widths.of(site) + self.pruned_shapes[site.weight].numel()
 
     def _text_bytes(self, forward: torch.dtype) -> int:
         """What making the windows takes: tokenising a text, or a whole model that is sampled."""
@@ -397,15 +427,18 @@ class Plan:
             "loads_in": self.output.loads_in,
             "layers": self.dense.layers,
             "widths": {
-                name: {
-                    "before": _of_blocks(self.dense, size),
-                    "after": _of_blocks(self.pruned, size),
-                }
-                for name, size in WIDTHS.items()
+                **self._channels(),
+                **{
+                    name: {
+                        "before": _of_blocks(self.dense, size),
+                        "after": _of_blocks(self.pruned, size),
+                    }
+                    for name, size in WIDTHS.items()
+                },
             },
             "parameters": {"before": self.parameters_before, "after": self.parameters_after},
             "removed": {
-                **{s.name: self._share_of(s.name) for s in self.model.layout.kinds},
+                **{s.kind: self._share_of(s.kind) for s in self.model.layout.kinds},
                 "parameters": _share(self.parameters_before, self.parameters_after),
             },
             "kept": None if self.recipe.kept is None else self.recipe.kept.record(),
@@ -413,10 +446,22 @@ class Plan:
             "seq_len": self.seq_len,
         }
 
-    def _share_of(self, name: str) -> float:
+    def _share_of(self, kind: str) -> float:
         """The fraction of a kind's units that goes."""
-        sites = [site for site in self.model.layout.sites if site.name == name]
+        sites = [site for site in self.model.layout.sites if site.kind == kind]
         return _share(sum(s.units for s in sites), sum(self.widths.of(s) for s in sites))
+
+    def _channels(self) -> dict[str, dict[str, int | list[int]]]:
+        """Channels of an MLP, or of every expert; of both where a model has both."""
+        counted = {p.name: p.counted_by for p in self.model.architecture.blocks.sites}
+        kinds = [site.kind for site in self.model.layout.kinds if site.value is None]
+        return {
+            "mlp" if number == 0 else f"{kind}s": {
+                "before": _of_blocks(self.dense, counted[kind]),
+                "after": _of_blocks(self.pruned, counted[kind]),
+            }
+            for number, kind in enumerate(kinds)
+        }
 
     @property
     def alternatives(self) -> dict[str, "Plan"]:
@@ -467,10 +512,56 @@ def _rules(layout: Layout, recipe: Recipe) -> tuple[str, ...]:
     return ("uniform", "all") if asked == "held-out" else (asked,)
 
 
+def _pruned(model: Description, widths: Widths) -> Shape:
+    """The sizes of these widths; those of a kind that a block lacks are the widest of the others.
+
+    Raises:
+        OptionError: experts of one block keep different numbers of channels.
+    """
+    kept: dict[tuple[int, str], set[int]] = {}
+    for site in model.layout.sites:
+        kept.setdefault((site.block, site.kind), set()).add(widths.of(site))
+    if several := next((found for found in kept.values() if len(found) > 1), None):
+        raise OptionError(
+            f"experts of one block keep {min(several):,} to {max(several):,} channels, which no "
+            "format holds: keep as many in every expert"
+        )
+    counted = {p.name: p.counted_by for p in model.architecture.blocks.sites}
+    widest = {counted[kind]: max(found) for (_, kind), found in sorted(kept.items(), key=_least)}
+    units = [
+        widest | {counted[kind]: max(found) for (at, kind), found in kept.items() if at == block}
+        for block in range(model.shape.layers)
+    ]
+    return model.shape.with_blocks(units)
+
+
+def _least(item: tuple[tuple[int, str], set[int]]) -> int:
+    return min(item[1])
+
+
 def _of_blocks(shape: Shape, size: str) -> int | list[int]:
     """A size of every block: one number where all are alike."""
     found = [getattr(shape.at(index), size) for index in range(shape.layers)]
     return found[0] if len(set(found)) == 1 else found
+
+
+def _check_whole(architecture: Architecture, recipe: Recipe) -> None:
+    """Raises OptionError where attention is to lose units and cannot."""
+    asked = recipe.repair.attention_sparsity
+    if architecture.whole and asked:
+        raise OptionError(
+            f"attention of {architecture.model_type} keeps all KV groups ({architecture.whole}), "
+            f"got attention_sparsity = {asked:g}: leave it out"
+        )
+
+
+def _check_experts(architecture: Architecture, recipe: Recipe) -> None:
+    """Raises OptionError where experts would get widths of their own by block."""
+    if architecture.blocks.experts and recipe.repair.non_uniform:
+        raise OptionError(
+            f"non_uniform is not built for models of experts ({architecture.model_type}): leave it "
+            "out"
+        )
 
 
 def _share(before: int, after: int) -> float:

@@ -206,7 +206,11 @@ def _code(choice: Any) -> Any:
     if isinstance(choice, str):
         return None
     if isinstance(choice, Method):
-        declared = {"adds_bias": choice.adds_bias, "needs": sorted(choice.needs)}
+        declared = {
+            "adds_bias": choice.adds_bias,
+            "needs": sorted(choice.needs),
+            "shrinks": choice.shrinks,
+        }
         return {"code": code_digest(choice.function), **declared}
     return {"code": code_digest(choice)}
 

@@ -28,8 +28,8 @@ from coec.linalg.spd import solve_right
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.files import write_json
-from coec.models.layout import BlockLayout, Site
-from coec.models.surgery import cast, cut_block
+from coec.models.layout import BlockLayout, Rows, Site
+from coec.models.surgery import cast, cut_block, with_rows
 from coec.planning import Plan
 from coec.reconstruction import Batch, LeastSquares, fit
 from coec.solving import SiteStatistics, Solved, assembled, naming, own_seed, solve_site
@@ -156,7 +156,9 @@ class SideBySide:
         self._fit = range(len(fitted))
         self._held = range(len(fitted), len(self._batches))
         self._big = Layers(dense, device=device, dtype=dtype)
-        self._small = Layers(Description.of(plan.output.config), device=device, dtype=dtype)
+        pruned = Description.of(plan.output.config)
+        self._small = Layers(pruned, device=device, dtype=dtype)
+        self._smaller = {site.key: site for site in pruned.layout.sites}
 
     def blocks(
         self,
@@ -324,15 +326,19 @@ class SideBySide:
     ) -> dict[str, Tensor]:
         """Those weights of a half that were fitted to the targets; the account goes into `row`."""
         half = self._small.half(block, site)
-        names = {name: name.removeprefix(block.prefix) for name in site.fitted}
+        fitted_rows = _fitted_rows(self._smaller[site.key], written)
+        tensors = {rows.tensor for rows in fitted_rows.values()}
+        own = {tensor: tensor.removeprefix(block.prefix) for tensor in tensors}
+        held = {tensor: half.get_parameter(name).detach() for tensor, name in own.items()}
 
         def function(theta: dict[str, Tensor], state: Tensor) -> Tensor:
-            own = {names[name]: value for name, value in theta.items()}
-            call = lambda *args, **kwargs: functional_call(half, own, args, kwargs)  # noqa: E731
+            state_dict = {own[t]: p for t, p in _whole(held, fitted_rows, theta).items()}
+            call = lambda *args, **kwargs: functional_call(half, state_dict, args, kwargs)  # noqa: E731
             return self._small.call(call, block.index, state)
 
         modules = {
-            name: half.get_submodule(own.removesuffix(".weight")) for name, own in names.items()
+            name: half.get_submodule(own[rows.tensor].removesuffix(".weight"))
+            for name, rows in fitted_rows.items()
         }
         parts = [
             [Batch(inputs[n], targets[n], weights[n]) for n in numbers]
@@ -344,6 +350,7 @@ class SideBySide:
                 modules,
                 part,
                 self._device,
+                rows={name: slice(r.start, r.stop) for name, r in fitted_rows.items()},
                 quadratic=site.value is not None,
                 curvature=self._how.curvature,
             )
@@ -353,7 +360,10 @@ class SideBySide:
         ]
         assert problems[0] is not None
         wide = torch.promote_types(self._dtype, torch.float32)
-        theta = {name: written[name].to(self._device, wide) for name in names}
+        theta = {
+            name: written[rows.tensor][rows.start : rows.stop].to(self._device, wide)
+            for name, rows in fitted_rows.items()
+        }
         steps = self._how.reconstruct
         with recording() as events:
             found = fit(
@@ -365,7 +375,8 @@ class SideBySide:
             fitted: dict[str, Tensor] = {}
             try:
                 if any(step.length for step in found.steps):
-                    fitted = {n: cast(p, self._written, n) for n, p in found.theta.items()}
+                    new = {n: cast(p, self._written, n) for n, p in found.theta.items()}
+                    fitted = _whole(written, fitted_rows, new)
             except NumericalError as error:
                 record(f"the reconstruction is taken back: {error}")
                 found = found.taken_back()
@@ -397,6 +408,27 @@ class SideBySide:
         total = math.fsum(float(weights[n].sum(dtype=torch.float64)) for n in self._fit)
         mean = total / sum(weights[n].numel() for n in self._fit)
         return [weight / mean for weight in weights]
+
+
+def _fitted_rows(site: Site, tensors: Mapping[str, Tensor]) -> dict[str, Rows]:
+    """The rows of a pruned site that are fitted, by the names that θ has for them."""
+    consumer = Rows(site.weight, 0, len(tensors[site.weight]))
+    return {
+        rows.tensor
+        if rows.stop - rows.start == len(tensors[rows.tensor])
+        else f"{rows.tensor}[{rows.start}:{rows.stop}]": rows
+        for rows in (*site.fitted, consumer)
+    }
+
+
+def _whole(
+    tensors: Mapping[str, Tensor], rows: Mapping[str, Rows], theta: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The tensors that θ are rows of, with θ in them."""
+    parts: dict[str, dict[Rows, Tensor]] = {}
+    for name, one in rows.items():
+        parts.setdefault(one.tensor, {})[one] = theta[name]
+    return {tensor: with_rows(tensors[tensor], own) for tensor, own in parts.items()}
 
 
 def _of(score: float | None) -> float:

@@ -65,6 +65,11 @@ class Report:
                 modules.setdefault(event, []).append(site["module"])
         return modules
 
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of sites that there are, in the order of a block."""
+        return list(dict.fromkeys(row["site"] for row in self.sites))
+
     def mean_errors(self, site: str, *, held_out: bool = False) -> tuple[float, float]:
         """The mean relative error before and after compensation over a site's blocks.
 
@@ -149,7 +154,7 @@ class Report:
             "| mean relative output error, {} | {:.4f} | {:.4f} |".format(
                 site, *self.mean_errors(site)
             )
-            for site in ("attention", "mlp")
+            for site in self.kinds
         )
         loaders = "\n".join(f"- {loader}: {how}" for loader, how in self.plan["loads_in"].items())
         options = ", ".join(f"{k} = {v}" for k, v in self.recipe["options"].items()) or "none"

@@ -11,18 +11,22 @@ import torch
 from torch import Tensor
 
 from coec.calibration.stream import Measured
-from coec.compensation import compensate, relative_errors
+from coec.compensation import Method, compensate, relative_errors
 from coec.devices import DTYPES
 from coec.errors import NumericalError, OptionError
 from coec.events import recording
 from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import Cut, cut_block, value_rows
 from coec.planning import Plan
-from coec.selection import column_scores, keep_highest, unit_scores
+from coec.selection import SELECTIONS, column_scores, keep_highest, unit_scores
 from coec.settings import SEEDS
 from coec.types import Gram, KeptSet, SiteResult
 
 ERRORS = ("error_before", "error_after")
+TRUSTED = 2
+"""Tokens for every kept column, from which on a repair of an expert is taken as it is."""
+FEW = f"fewer than {TRUSTED} tokens for every kept column: the repair is shrunk towards the slice"
+UNSEEN = "no token was routed here: units chosen by magnitude, slice kept"
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +108,7 @@ def solve_site(
     row = {
         "module": site.consumer,
         "block": site.block,
-        "site": site.name,
+        "site": site.kind,
         "units_before": site.units,
         "units_after": len(cut.units.indices),
         **dict.fromkeys(ERRORS),
@@ -147,21 +151,28 @@ def _solve_site(
     target, held = statistics.target, statistics.held_out
     if units.everything and target is None:
         return Cut(site, units, None), {"events": events}
-    needs = recipe.method.needs
+    unseen = not gram.tokens
+    if unseen:
+        events.append(UNSEEN)
+    method = Method.of("none") if unseen else recipe.method
+    needs = method.needs
     result = compensate(
         weight,
         gram,
         site.kept_columns(units),
-        method=recipe.method,
+        method=method,
         value_weight=value_rows(tensors, site, units) if "value" in needs else None,
         held_out=held if "held_out" in needs else None,
         target=target,
-        **recipe.repair.options,
+        **({} if unseen else recipe.repair.options),
     )
+    if site.routed and not unseen:
+        result = _trusted(result, weight, gram, site.kept_columns(units), method)
     if held is not None and "held_out" not in needs:
         result = _with_holdout(result, weight, held, site.kept_columns(units), target)
+    found = {"tokens": gram.tokens} if site.routed else {}
     events = list(dict.fromkeys([*events, *result.diagnostics.get("events", [])]))
-    return Cut(site, units, result), {**result.diagnostics, "events": events}
+    return Cut(site, units, result), {**found, **result.diagnostics, "events": events}
 
 
 def _kept(site: Site, weight: Tensor, sums: Gram, plan: Plan) -> KeptSet:
@@ -171,7 +182,7 @@ def _kept(site: Site, weight: Tensor, sums: Gram, plan: Plan) -> KeptSet:
         return KeptSet(given.indices.to(sums.x.device), given.size)
     keep = plan.widths.of(site)
     scores = column_scores(
-        plan.recipe.score,
+        plan.recipe.score if sums.tokens else SELECTIONS["magnitude"],
         weight.to(sums.xx),  # variances are differences of sums: scores want their float64
         sums,
         units=site.units,
@@ -179,6 +190,28 @@ def _kept(site: Site, weight: Tensor, sums: Gram, plan: Plan) -> KeptSet:
         seed=own_seed(plan.recipe.calibration.seed, site.block),
     )
     return keep_highest(unit_scores(scores, site.units), keep)
+
+
+def _trusted(
+    result: SiteResult, weight: Tensor, gram: Gram, kept: KeptSet, method: Method
+) -> SiteResult:
+    """A repair of an expert, so far from the slice as its tokens can tell (METHODS §9).
+
+    `W_K + t (W̃ − W_K)`, `t = N/2k` where N tokens are fewer than two for each of k kept columns: a
+    repair fits these tokens and says little about others. A method that shrinks of itself is left.
+    """
+    trust = gram.tokens / (TRUSTED * len(kept.indices))
+    if trust >= 1:
+        return result
+    events, after = [*result.diagnostics["events"], FEW], result.diagnostics["error_after"]
+    if not method.shrinks:
+        kept = KeptSet(kept.indices.to(gram.x.device), kept.size)
+        plain = weight.to(gram.x)[:, kept.indices]
+        bias = None if result.bias is None else result.bias * trust
+        result = replace(result, weight=plain + trust * (result.weight - plain), bias=bias)
+        _, after = relative_errors(weight.to(gram.x), gram, kept, result)
+    own = {"error_after": after, "events": events}
+    return replace(result, diagnostics={**result.diagnostics, **own})
 
 
 def _check_recordable(row: dict[str, Any]) -> None:

@@ -21,7 +21,8 @@ class Gram:
     Attributes:
         xx: `Σ x xᵀ`, the raw (not centred) second moment, float64 as accumulated.
         x: `Σ x`, the channel sums.
-        tokens: N, how many token positions were summed.
+        tokens: N, how many token positions were summed; 0 where all sums are 0, as those of an
+            expert that no token was routed to.
         centred: `Σ (x − μ)²` of every channel. From xx and x alone it would lose all its digits
             where a mean is large beside the deviation; None takes it from there all the same.
         precision: how far `xx_ij` may be off, relative to `√(xx_ii xx_jj)`, beyond the rounding of
@@ -43,7 +44,7 @@ class Gram:
             )
         if self.centred is not None and self.centred.shape != (d,):
             raise OptionError(f"Gram needs centred of shape ({d},), got {self.centred.shape}")
-        if self.tokens < 1:
+        if self.tokens < 0 or (self.tokens == 0 and self.xx.any()):
             raise OptionError(f"Gram needs at least one token, got tokens={self.tokens}")
 
     def __add__(self, other: "Gram") -> "Gram":
@@ -66,8 +67,8 @@ class Gram:
 
     @property
     def mean(self) -> Float[Tensor, " d"]:
-        """`μ = Σ x / N`."""
-        return self.x / self.tokens
+        """`μ = Σ x / N`; 0 where N = 0."""
+        return self.x / max(self.tokens, 1)
 
     @property
     def energy(self) -> Float[Tensor, " d"]:
@@ -79,7 +80,7 @@ class Gram:
         """The unbiased variance of every channel, never below 0; 0 where N = 1."""
         centred = self.centred
         if centred is None:
-            centred = self.energy - self.x.square() / self.tokens
+            centred = self.energy - self.x.square() / max(self.tokens, 1)
         return centred.clamp_min(0) / max(self.tokens - 1, 1)
 
     def check_finite(self) -> None:
@@ -154,7 +155,7 @@ def _pooled(
     other_tokens: float,
 ) -> Float[Tensor, " d"]:
     """`Σ (x − μ)²` of two samples together, μ the mean of both."""
-    weight = tokens * other_tokens / (tokens + other_tokens)
+    weight = tokens * other_tokens / ((tokens + other_tokens) or 1)
     return centred + other + weight * (other_mean - mean).square()
 
 

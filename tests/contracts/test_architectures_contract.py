@@ -19,7 +19,9 @@ from coec.compensation import COMPENSATIONS
 from coec.errors import OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
-from coec.models.loaders import TARGETS
+from coec.models.layout import Rows
+from coec.models.loaders import NEVER_TRIED, TARGETS
+from coec.models.surgery import with_rows
 from coec.reconstruction import Batch, LeastSquares
 from coec.types import GramSum, KeptSet
 
@@ -31,9 +33,20 @@ ADDING = [name for name, v in tm.VARIANTS.items() if not ARCHITECTURES[v["model_
 BIASED = {
     "mistral sliding": "sliding window",
     "qwen2 mixed": "sliding window",
-    **dict.fromkeys(("qwen3", "gemma2", "gemma3", "cohere2"), "bias on down_proj"),
+    **dict.fromkeys(("qwen3", "gemma2", "gemma3", "cohere2", "olmo2"), "bias on down_proj"),
+    **dict.fromkeys(("phi3", "phi3 partial", "mixtral"), "bias on o_proj"),
+    "qwen3_moe": "bias on down_proj",
+    "qwen3_moe mixed": "bias on down_proj",
 }
 """Variants whose result no stock format can hold with biases, and what the error says."""
+
+WHOLE = [name for name, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].whole]
+"""Variants whose attention keeps all its units."""
+
+EXPERTS = [name for name, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].blocks.experts]
+"""Variants some of whose sites get the tokens that a router sends them."""
+CHANNELS = {"mixtral": 32, "qwen3_moe": 40}
+"""`intermediate_size` where it is not 28: experts keep a multiple of 8; it may be of none."""
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +80,10 @@ def test_a_written_checkpoint_computes_the_masked_dense_model(
     expected = tm.logits(tm.masked(tm.load(models[variant]), tmp_path / "out"))
     loaded = tm.load(tmp_path / "out")
     by_name = getattr(transformers, loaded.config.architectures[0])
-    assert loaded.config.intermediate_size == 28
-    assert loaded.config.num_key_value_heads == 3
+    assert loaded.config.intermediate_size == CHANNELS.get(variant, 28)
+    if variant.startswith("qwen3_moe"):
+        assert loaded.config.moe_intermediate_size == 16
+    assert loaded.config.num_key_value_heads == (4 if variant in WHOLE else 3)
     assert loaded.config.head_dim == tm.raw_config(variant)["head_dim"]
     assert sum(p.numel() for p in loaded.parameters()) == report.plan["parameters"]["after"]
     torch.testing.assert_close(tm.logits(loaded), expected, rtol=0, atol=1e-10)
@@ -85,7 +100,8 @@ TARGETED = {
     ("llama biases", "llama.cpp"): None,
     **{
         (variant, target): None
-        for variant in ("smollm3", "gemma2", "gemma3", "cohere2")
+        for variant, values in tm.VARIANTS.items()
+        if values["model_type"] in NEVER_TRIED
         for target in ("vllm", "llama.cpp")
     },
 }
@@ -119,12 +135,10 @@ def check_that_removing_is_masking(model, tokens, out):
                selection="magnitude")  # fmt: skip
     kept = load_file(out / "coec/kept.safetensors")
     dense = tm.load(model)
-    for site in Dense.open(model).layout.sites:
-        mask = torch.zeros(site.columns, dtype=torch.float64)
-        mask[site.kept_columns(KeptSet(kept[site.key], site.units)).indices] = 1
-        dense.get_submodule(site.consumer).register_forward_pre_hook(
-            lambda _, args, mask=mask: (args[0] * mask,)
-        )
+    with torch.no_grad():
+        for site in Dense.open(model).layout.sites:
+            columns = site.kept_columns(KeptSet(kept[site.key], site.units))
+            tm.consumer(dense, site)[:, columns.dropped()] = 0
     difference = tm.logits(dense) - tm.logits(tm.load(out))
     assert float(difference.abs().max()) < 1e-10
 
@@ -136,6 +150,8 @@ def check_that_streamed_statistics_are_those_of_the_whole_model(model):
     measured = list(stream.blocks())
     dense, sums = tm.load(model), {}
     for site in checkpoint.layout.sites:
+        if site.routed:
+            continue  # its inputs are those of no module: see below
         total = sums[site.key] = GramSum(site.columns)
         dense.get_submodule(site.consumer).register_forward_pre_hook(
             lambda _, args, total=total: total.update(args[0])
@@ -143,7 +159,7 @@ def check_that_streamed_statistics_are_those_of_the_whole_model(model):
     tm.logits(dense, ids)
     assert len(measured) == 2
     for block in measured:
-        for site in block.block.sites:
+        for site in (one for one in block.block.sites if not one.routed):
             gram, expected = block.grams[site.name], sums[site.key].gram()
             assert gram.tokens == expected.tokens == 160
             torch.testing.assert_close(gram.xx, expected.xx, rtol=1e-9, atol=1e-9)
@@ -160,6 +176,39 @@ def test_removing_is_masking(variant, folders, tmp_path):
 def test_streamed_statistics_are_those_of_the_whole_model(variant, folders):
     models, _ = folders
     check_that_streamed_statistics_are_those_of_the_whole_model(models[variant])
+
+
+@pytest.mark.parametrize("variant", EXPERTS)
+@torch.no_grad()
+def test_statistics_of_an_expert_say_what_a_change_of_it_does_to_the_hidden_states(
+    variant, folders
+):
+    """What the block adds then differs by `tr(Δ G Δᵀ)`, whatever the router makes of its tokens."""
+    ids = torch.randint(2, tm.VOCABULARY, (5, 32))
+    checkpoint = Dense.open(folders[0][variant])
+    stream = DenseStream(checkpoint, ids, device=torch.device("cpu"), dtype=torch.float64)
+    measured, dense, outputs = list(stream.blocks()), tm.load(folders[0][variant]), []
+    tokens = 0
+    for block in measured:
+        module = dense.model.layers[block.index].mlp
+        for site in (one for one in block.block.sites if one.routed):
+            gram, weight = block.grams[site.name], tm.consumer(dense, site)
+            hook = module.register_forward_hook(lambda _, args, out: outputs.append(out))
+            tm.logits(dense, ids)
+            change = torch.randn_like(weight)
+            weight += change
+            tm.logits(dense, ids)
+            weight -= change
+            hook.remove()
+            before, after = outputs[-2:]
+            expected = float((change @ gram.xx * change).sum())
+            assert float((after - before).square().sum()) == pytest.approx(expected, rel=1e-9)
+            torch.testing.assert_close(
+                (after - before).sum(dim=(0, 1)), change @ gram.x, rtol=1e-9, atol=1e-9
+            )
+            tokens += gram.tokens
+    sparse = sum(any(site.routed for site in block.block.sites) for block in measured)
+    assert tokens == 2 * ids.numel() * sparse  # every token goes to two of them
 
 
 @pytest.mark.parametrize("model_type", ["hunyuan_v1_dense", "ernie4_5"])
@@ -203,21 +252,29 @@ def test_products_with_the_jacobian_are_those_of_forward_and_reverse_mode(varian
     weights = torch.rand(states.shape[:2], dtype=torch.float64)
     for site in block.sites:
         half = layers.half(block, site)
-        names = {name: name.removeprefix(block.prefix) for name in site.fitted}
-        assert len(names) == (2 if site.value else 3)
+        rows = {str(n): r for n, r in enumerate(site.fitted)}
+        rows["consumer"] = Rows(site.weight, 0, dense.shapes[site.weight][0])
+        own = {n: r.tensor.removeprefix(block.prefix) for n, r in rows.items()}
+        held = {name: half.get_parameter(name).detach() for name in own.values()}
+        assert len(rows) == (2 if site.value else 3)
 
-        def function(theta, state, half=half, names=names):
-            own = {names[n]: p for n, p in theta.items()}
+        def function(theta, state, half=half, rows=rows, own=own, held=held):
+            new = {
+                name: with_rows(held[name], {rows[n]: theta[n] for n in rows if own[n] == name})
+                for name in held
+            }
             return layers.call(
-                lambda *a, **k: torch.func.functional_call(half, own, a, k), block.index, state
+                lambda *a, **k: torch.func.functional_call(half, new, a, k), block.index, state
             )
 
-        theta = {n: half.get_parameter(own).detach() for n, own in names.items()}
+        theta = {n: held[own[n]][r.start : r.stop] for n, r in rows.items()}
         batch = Batch(states, torch.randn_like(states), weights)
-        modules = {n: half.get_submodule(o.removesuffix(".weight")) for n, o in names.items()}
+        modules = {n: half.get_submodule(o.removesuffix(".weight")) for n, o in own.items()}
+        slices = {n: slice(r.start, r.stop) for n, r in rows.items()}
         made = LeastSquares(
-            function, modules, [batch], torch.device("cpu"), quadratic=site.value is not None
-        )
+            function, modules, [batch], torch.device("cpu"), rows=slices,
+            quadratic=site.value is not None,
+        )  # fmt: skip
         delta = {n: torch.randn_like(p) for n, p in theta.items()}
         with sdpa_kernel(SDPBackend.MATH):
             moved = torch.func.jvp(lambda t, f=function: f(t, states), (theta,), (delta,))[1]
@@ -263,3 +320,46 @@ def test_blocks_that_add_something_else_are_not_fitted(variant, folders, tmp_pat
     models, tokens = folders
     with pytest.raises(OptionError, match=r"propagate needs blocks that .*preset = fast does"):
         coec.prune(models[variant], tmp_path / "out", **SETTINGS, calibration=tokens, preset="best")
+
+
+@pytest.mark.parametrize("variant", WHOLE)
+def test_attention_that_cannot_lose_a_unit_is_not_asked_to(variant, folders, tmp_path):
+    models, tokens = folders
+    plan = coec.plan(models[variant], **SETTINGS, calibration=tokens, attention_sparsity=0)
+    assert "attention keeps all KV groups: " in plan.notes[0]
+    assert plan.record()["widths"]["kv_groups"] == {"before": 4, "after": 4}
+    with pytest.raises(OptionError, match=r"attention of .* keeps all KV groups .* leave it out"):
+        coec.plan(models[variant], **SETTINGS, calibration=tokens, attention_sparsity=0.3)
+
+
+@pytest.mark.parametrize("preset", ["fast", "best"])
+def test_a_fused_projection_is_only_another_slice(preset, folders, tmp_path):
+    """Phi-3 and Mistral compute the same: the one has in one matrix what the other has in several.
+
+    So the same units go, and what is written of the one is what is written of the other.
+    """
+    models, tokens = folders
+    apart = tm.tiny("mistral")
+    state = tm.load(models["phi3"]).state_dict()
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        for fused, rows in {
+            "self_attn.qkv_proj": {
+                "self_attn.q_proj": 32,
+                "self_attn.k_proj": 16,
+                "self_attn.v_proj": 16,
+            },
+            "mlp.gate_up_proj": {"mlp.gate_proj": 40, "mlp.up_proj": 40},
+        }.items():
+            parts = state.pop(f"{prefix}{fused}.weight").split(list(rows.values()))
+            state |= {f"{prefix}{n}.weight": p for n, p in zip(rows, parts, strict=True)}
+    apart.config.rms_norm_eps = 1e-5
+    apart.load_state_dict(state)
+    split = tm.save(apart, tmp_path / "split")
+    assert torch.equal(tm.logits(tm.load(split)), tm.logits(tm.load(models["phi3"])))
+    small = {"reconstruct": 1, "inner": 3, "sampled": 0.0} if preset == "best" else {}
+    settings = {**SETTINGS, "calibration": tokens, "preset": preset, **small}
+    for model, out in ((models["phi3"], "fused"), (split, "apart")):
+        coec.prune(model, tmp_path / out, **settings)
+    one, other = (tm.load(tmp_path / out) for out in ("fused", "apart"))
+    torch.testing.assert_close(tm.logits(one), tm.logits(other), rtol=0, atol=1e-9)

@@ -11,7 +11,7 @@ import pytest
 
 import coec
 import tiny_models as tm
-from coec.errors import ModelError
+from coec.errors import ModelError, OptionError
 from coec.models.description import Description, find_model, read_config, skeleton
 from coec.models.shape import Shape
 from coec.planning import Plan
@@ -229,3 +229,28 @@ def test_a_scaling_that_contradicts_the_new_form_is_refused(scaling):
 def test_remote_code_is_neither_asked_for_nor_run():
     config = tm.raw_config("llama", auto_map={"AutoModelForCausalLM": "evil.Model"})
     assert Description.of(config).shape == Shape.of(config)
+
+
+def test_phi3_has_the_three_keys_that_4_57_reads():
+    """Its class there takes no others, and reads the share of a head that turns beside them."""
+    factors = {"short_factor": [1.0], "long_factor": [2.0]}
+    new = {
+        **factors, "type": "longrope", "rope_type": "longrope", "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5, "original_max_position_embeddings": 32,
+    }  # fmt: skip
+    config = Description.of(tm.raw_config("phi3", rope_parameters=new)).config
+    assert config["rope_scaling"] == {"type": "longrope", **factors}
+    assert config["partial_rotary_factor"] == 0.5
+
+
+def test_phi3_with_a_factor_for_every_frequency_keeps_its_heads(
+    tmp_path,
+):
+    """Its configuration counts the factors by the number of heads, whatever head_dim says."""
+    scaling = {"type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0]}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tm.raw_config("phi3", rope_scaling=scaling)))
+    with pytest.raises(OptionError, match=r"not phi3: .*short_factor.*attention_sparsity = 0 "):
+        coec.plan(path, sparsity=0.5)
+    plan = coec.plan(path, sparsity=0.5, attention_sparsity=0)
+    assert (plan.pruned.kv_heads, plan.pruned.ffn) == (4, 20)

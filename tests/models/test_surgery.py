@@ -8,6 +8,7 @@ import torch
 
 import tiny_models as tm
 from coec.errors import ModelError, NumericalError
+from coec.models.architectures import ARCHITECTURES
 from coec.models.description import Description
 from coec.models.layout import BlockPattern, Rows
 from coec.models.shape import Shape
@@ -115,11 +116,18 @@ def test_a_layout_is_a_value_also_after_a_journey(variant):
     copy = pickle.loads(pickle.dumps(layout))
     assert copy == layout
     assert copy is not layout
-    assert [site.units for site in copy.sites] == [4, 40, 4, 40]
+    architecture = ARCHITECTURES[tm.VARIANTS[variant]["model_type"]]
+    units = {"attention": [] if architecture.whole else [4], "mlp": [40]}
+    expected = 2 * [*units["attention"], *units["mlp"]]
+    if architecture.blocks.experts:
+        channels = 40 if variant == "mixtral" else 20
+        first = units["mlp"] if variant == "qwen3_moe mixed" else 4 * [channels]
+        expected = [4, *first, 4, *(4 * [channels])]
+    assert [site.units for site in copy.sites] == expected
     assert [site.columns for site in copy.kinds] == [
         site.columns_per_unit * site.units for site in layout.kinds
     ]
-    assert len(set(copy.sites)) == 4
+    assert len(set(copy.sites)) == len(copy.sites)
 
 
 def test_tensors_that_do_not_divide_among_the_units_are_refused():

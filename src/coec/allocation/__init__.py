@@ -1,6 +1,6 @@
 """How many units every site keeps (METHODS §9)."""
 
-from coec.allocation.alignment import MOST_ADDED, MULTIPLES
+from coec.allocation.alignment import MOST_ADDED, MULTIPLES, OF_EXPERTS
 from coec.allocation.by_worth import Worths, by_worth
 from coec.allocation.uniform import shares_for, uniform, whole_attention
 from coec.allocation.widths import Widths, parameters
@@ -8,6 +8,7 @@ from coec.allocation.widths import Widths, parameters
 __all__ = [
     "MOST_ADDED",
     "MULTIPLES",
+    "OF_EXPERTS",
     "Widths",
     "Worths",
     "by_worth",

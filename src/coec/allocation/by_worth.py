@@ -41,7 +41,7 @@ def by_worth(
     pools: dict[str, list[Site]] = {}
     for site in layout.sites:
         if site.key in worths:
-            pools.setdefault(site.name if site.name in apart else "", []).append(site)
+            pools.setdefault(site.kind if site.kind in apart else "", []).append(site)
     for sites in pools.values():
         costs = [parameters(site, shapes) for site in sites]
         most = sum(cost * start.of(site) for cost, site in zip(costs, sites, strict=True))

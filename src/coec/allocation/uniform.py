@@ -90,7 +90,7 @@ def _number(budget: float | None) -> str:
 
 def _nothing_goes(layout: Layout, repair: Repair, given: KeptUnits | None) -> OptionError:
     counts = " and ".join(f"{site.units:,} {site.unit}s" for site in layout.kinds)
-    asked = {site.name: repair.removed(site.name) for site in layout.kinds}
+    asked = {site.kind: repair.removed(site.kind) for site in layout.kinds}
     shares = ", ".join(f"{share:g} of {name}" for name, share in asked.items())
     if given is not None:
         rest = "" if given.covers(layout) else f", and removing {shares} takes none elsewhere"
@@ -162,9 +162,9 @@ def whole_attention(
                     f"{asked} with kv_groups = all leaves no {site.unit}s: "
                     "remove less, or keep kv_groups = uniform"
                 )
-            left = (
-                aligned_down(widths.of(site) - less, repair.multiple) if less else widths.of(site)
-            )
+            left = widths.of(site)
+            if less:
+                left = aligned_down(site, left - less, repair.multiple)
             if not left:
                 raise OptionError(
                     f"kv_groups = all leaves fewer {site.unit}s than align = {repair.align}: align "
@@ -176,7 +176,7 @@ def whole_attention(
 
 def _by_rule(site: Site, repair: Repair) -> int:
     """How many units of a site stay by its fraction alone."""
-    removed = repair.removed(site.name)
+    removed = repair.removed(site.kind)
     return kept_count(site.units, removed) if removed else site.units
 
 

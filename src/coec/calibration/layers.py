@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from coec.errors import ModelError
 from coec.models.description import Description, compute_buffers
+from coec.models.experts import stacked
 from coec.models.layout import BlockLayout, Site
 
 TOKENS_PER_BATCH = 8192
@@ -78,6 +79,7 @@ class Layers:
         self._base = cast(Any, self._model.base_model)
         self.modules: list[nn.Module] = list(self._base.layers)
         self._calls: dict[int, list[_Call]] = {}
+        self._experts = model.architecture.blocks.experts
 
     @torch.no_grad()
     def embed(
@@ -121,10 +123,11 @@ class Layers:
             tensors: all of them; or some.
             part: whether others may be missing.
         """
+        own = {name.removeprefix(block.prefix): tensor for name, tensor in tensors.items()}
         self.modules[block.index].load_state_dict(
             {
-                name.removeprefix(block.prefix): tensor.to(self._device, self._dtype)
-                for name, tensor in tensors.items()
+                name: tensor.to(self._device, self._dtype)
+                for name, tensor in stacked(own, self._experts).items()
             },
             assign=True,
             strict=not part,
@@ -137,6 +140,13 @@ class Layers:
     def advance(self, index: int, state: State) -> State:
         """What a layer makes of a batch of hidden states."""
         return self.call(self.modules[index], index, state.to(self._device)).cpu()
+
+    def experts(self, index: int) -> nn.Module | None:
+        """The module of all experts of a layer; None where it has none."""
+        if self._experts is None:
+            return None
+        module: Any = self.modules[index].get_submodule(self._experts.module)
+        return getattr(module, "experts", None)
 
     def half(self, block: BlockLayout, site: Site) -> nn.Module:
         """A layer whose other parts add nothing: its halves one after the other are the layer.

@@ -133,7 +133,7 @@ class Statistics:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 counts = json.loads(file.metadata()[COUNTS])
                 for name in [key.removesuffix(".x") for key in file.keys() if key.endswith(".x")]:
-                    kind, site = name.split(".")
+                    kind, site = name.split(".", 1)
                     grams[kind][site] = _read_gram(file, counts, name)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, CoecError) as error:
             raise CalibrationError(

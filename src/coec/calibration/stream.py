@@ -4,7 +4,7 @@ Only the embedding, one block and the hidden states are ever in memory.
 """
 
 import itertools
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from coec.calibration.layers import TOKENS_PER_BATCH, Layers
 from coec.events import Progress
 from coec.models.dense import Dense
-from coec.models.layout import BlockLayout
+from coec.models.experts import routed_inputs
+from coec.models.layout import BlockLayout, Site
 from coec.types import Gram, GramSum
 
 
@@ -63,7 +64,7 @@ class DenseStream:
         dtype: torch.dtype,
         progress: Progress | None = None,
     ) -> None:
-        self._dense = dense
+        self._dense, self._device = dense, device
         self._progress = progress
         self._layers = Layers(dense, device=device, dtype=dtype)
         size = max(1, TOKENS_PER_BATCH // windows.shape[1])
@@ -123,7 +124,17 @@ class DenseStream:
         """Adds the inputs of every site's consumer to `sums`, by site name; None adds nothing."""
         layer, hooks = self._layers.modules[block.index], []
         if sums is not None:
+            experts, routed = (
+                self._layers.experts(block.index),
+                [s for s in block.sites if s.routed],
+            )
+            if experts is not None:
+                for site in routed:  # some may get no token
+                    sums[site.name] = GramSum(site.columns, self._device)
+                hooks.append(experts.register_forward_pre_hook(_accumulate_routed(sums, routed)))
             for site in block.sites:
+                if site.routed:
+                    continue
                 consumer = layer.get_submodule(site.consumer.removeprefix(block.prefix))
                 hooks.append(consumer.register_forward_pre_hook(_accumulate(sums, site.name)))
         try:
@@ -141,5 +152,15 @@ def _accumulate(sums: dict[str, GramSum], name: str) -> Callable[..., None]:
         if name not in sums:
             sums[name] = GramSum(inputs.shape[-1], inputs.device)
         sums[name].update(inputs)
+
+    return hook
+
+
+def _accumulate_routed(sums: dict[str, GramSum], sites: Sequence[Site]) -> Callable[..., None]:
+    """A forward pre-hook that adds every expert's inputs to the sums of its site."""
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        for expert, inputs in routed_inputs(module, args):
+            sums[sites[expert].name].update(inputs)
 
     return hook

@@ -142,7 +142,7 @@ def show_report(report: "Report", as_json: bool) -> None:
         ),
     ]
     lines += report.plan["notes"]
-    for site in ("attention", "mlp"):
+    for site in report.kinds:
         error = report.mean_errors(site)
         lines.append(
             f"{site + ' error':<16} {error[0]:.4f} → {error[1]:.4f} "
@@ -180,7 +180,7 @@ def show_report(report: "Report", as_json: bool) -> None:
 def _rebuilt_lines(report: "Report") -> list[str]:
     """What reconstruction left of the errors, and how the candidates predict held-out windows."""
     lines = []
-    for site in ("attention", "mlp"):
+    for site in report.kinds:
         rows = [r["reconstruction"] for r in report.sites
                 if r["site"] == site and "reconstruction" in r]  # fmt: skip
         if rows:

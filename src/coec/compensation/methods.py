@@ -42,12 +42,15 @@ class Method:
             projection at sites that follow attention; `held_out`, statistics of windows that are
             not in the others, which there must be.
         options: the dataclass of the options.
+        shrinks: whether a result stays near the slice of itself where tokens are few; others are
+            shrunk towards it at experts.
     """
 
     function: Callable[..., SiteResult]
     adds_bias: bool = False
     needs: Collection[str] = frozenset()
     options: type[Options] | None = None
+    shrinks: bool = False
 
     def __post_init__(self) -> None:
         needs = {self.needs} if isinstance(self.needs, str) else self.needs
@@ -214,7 +217,7 @@ COMPENSATIONS: dict[str, Method] = {
     "rcpu": Method(rcpu),
     "bias": Method(bias, adds_bias=True),
     "least-squares": Method(least_squares, options=RidgeOptions),
-    "ridge-to-slice": Method(ridge_to_slice, options=RidgeOptions),
-    "none": Method(none),
+    "ridge-to-slice": Method(ridge_to_slice, options=RidgeOptions, shrinks=True),
+    "none": Method(none, shrinks=True),
     "auto": Method(auto, needs={"value", "held_out"}),
 }

@@ -18,7 +18,7 @@ from coec.models.layout import Site
 from coec.models.surgery import value_rows
 from coec.types import KeptSet
 
-RANKS = {"attention": 16, "mlp": 64}
+RANKS = {"attention": 16, "mlp": 64, "expert": 64}
 """Sizes of the frames in the paper."""
 NARROW_GAP = 1.01
 """Below this `σ_r / σ_{r+1}` rounding of the weights decides which direction is the r-th."""
@@ -90,13 +90,13 @@ def measure_geometry(
         W0, W_tilde = weights
         try:
             with recording() as events:
-                frames = compare_frames(W0, kept, W_tilde, ranks[site.name], value_weight=value)
+                frames = compare_frames(W0, kept, W_tilde, ranks[site.kind], value_weight=value)
         except NumericalError as error:
             raise NumericalError(f"{name}: {error}") from error
         rows.append(
             {
                 "module": name,
-                "site": site.name,
+                "site": site.kind,
                 "units_before": units.size,
                 "units_after": len(units.indices),
                 **frames.as_dict(),

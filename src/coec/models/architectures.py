@@ -1,9 +1,9 @@
 """Supported architectures, as values: layout, formats, quirks (METHODS §1).
 
 All share one block so far: grouped-query attention with q/k/v/o projections and a gated MLP. What
-differs is which biases a configuration can express, and so which format a pruned model can be
-written in, and how a block adds up its parts. Adding an architecture is one value here; the
-contract tests then run over it.
+differs is whether attention can lose units, which biases a configuration can express, and so which
+format a pruned model can be written in, and how a block adds up its parts. Adding an architecture
+is one value here; the contract tests then run over it.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coec.errors import ModelError
-from coec.models.layout import ATTENTION, LLAMA_BLOCKS, MLP, BlockPattern
+from coec.models.layout import (
+    ATTENTION,
+    FUSED_BLOCKS,
+    LLAMA_BLOCKS,
+    MIXTRAL_BLOCKS,
+    MLP,
+    MLP_ONLY_BLOCKS,
+    QWEN_MOE_BLOCKS,
+    BlockPattern,
+)
 from coec.models.shape import Shape
 
 
@@ -40,6 +49,9 @@ class Architecture:
             can.
         adds: what its blocks add to the hidden states, where that is not what attention and the
             MLP return, one after the other: no such block can be fitted part by part.
+        rope_keys: those that its `rope_scaling` must have in transformers 4.57, where it takes no
+            others.
+        whole: why attention keeps all its units, where it does.
         blocks: how its blocks are named, and where units are removed.
     """
 
@@ -53,6 +65,8 @@ class Architecture:
     added: Callable[[Shape], dict[str, Any]] = _nothing_added
     refuses: Callable[[dict[str, Any], Shape], str | None] = _nothing_refused
     adds: str = ""
+    rope_keys: tuple[str, ...] = ()
+    whole: str = ""
     blocks: BlockPattern = LLAMA_BLOCKS
 
 
@@ -178,6 +192,44 @@ ARCHITECTURES: dict[str, Architecture] = {
             written_as=("cohere2",),
             bias_flags={ATTENTION.name: "attention_bias"},
             adds="both parts, of the same inputs",
+        ),
+        Architecture(
+            model_type="olmo2",
+            class_name="Olmo2ForCausalLM",
+            families="OLMo 2 (MLP channels only)",
+            source="OLMo Team 2024",
+            written_as=("olmo2",),
+            adds="what a norm makes of each part",
+            whole="norms of its queries and of its keys run over all heads together",
+            blocks=MLP_ONLY_BLOCKS,
+        ),
+        Architecture(
+            model_type="phi3",
+            class_name="Phi3ForCausalLM",
+            families="Phi-3, Phi-3.5, Phi-4 (text)",
+            source="Abdin et al. 2024",
+            written_as=("phi3",),
+            rope_keys=("type", "short_factor", "long_factor"),
+            blocks=FUSED_BLOCKS,
+        ),
+        Architecture(
+            model_type="mixtral",
+            class_name="MixtralForCausalLM",
+            families="Mixtral 8x7B, 8x22B",
+            source="Jiang et al. 2024",
+            written_as=("mixtral",),
+            adds="a sum of experts, weighed by a router",
+            blocks=MIXTRAL_BLOCKS,
+        ),
+        Architecture(
+            model_type="qwen3_moe",
+            class_name="Qwen3MoeForCausalLM",
+            families="Qwen3 30B-A3B, 235B-A22B; Qwen3-Coder",
+            source="Qwen Team 2025",
+            written_as=("qwen3_moe",),
+            bias_flags={ATTENTION.name: "attention_bias"},
+            adds="a sum of experts, weighed by a router",
+            blocks=QWEN_MOE_BLOCKS,
         ),
     )
 }  # fmt: skip

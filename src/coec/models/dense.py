@@ -25,6 +25,7 @@ from coec.models.description import (
     find_model,
     read_config,
 )
+from coec.models.experts import stacked
 from coec.models.files import FLOAT_DTYPES, opened, parse_json
 from coec.models.layout import BlockLayout
 from coec.models.shape import Shape
@@ -90,7 +91,11 @@ class Dense(Description):
 
     def tensors(self, block: BlockLayout) -> dict[str, Tensor]:
         """All tensors of a block, by their full names."""
-        return {n: self.tensor(n) for n in self.files if n.startswith(block.prefix)}
+        found: dict[str, Tensor] = {}
+        for file, names in self._names_by_file().items():
+            own = [name for name in names if name.startswith(block.prefix)]
+            found |= self._read(file, own) if own else {}
+        return {name: found[name] for name in self.files if name in found}
 
     @cached_property
     def digest(self) -> str:
@@ -135,6 +140,7 @@ class Dense(Description):
             for file, names in self._names_by_file().items()
             for name, tensor in self._read(file, names).items()
         }
+        state = stacked(state, self.architecture.blocks.experts)
         model.load_state_dict(state, assign=True, strict=not self.tied)
         if self.tied:
             model.tie_weights()

@@ -14,14 +14,17 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coec.errors import ModelError
-from coec.models.architectures import Architecture, architecture_of
+from coec.models.architectures import ARCHITECTURES, Architecture, architecture_of
 from coec.models.carried import DOWNLOADED, NOT_DOWNLOADED
+from coec.models.experts import stored_shapes
 from coec.models.files import parse_json
 from coec.models.layout import Layout
 from coec.models.non_uniform import class_of
 from coec.models.shape import BLOCK_WIDTHS, LARGEST, Shape, whole
 
 CONFIG = "config.json"
+PARTIAL = "partial_rotary_factor"
+"""The share of a head's numbers that turn: beside `rope_scaling` in the old form."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,16 +82,22 @@ def described(config: dict[str, Any]) -> dict[str, Any]:
     shape = Shape.of(config)
     for key in LARGEST:
         whole(config, key, 1)  # sizes that the classes below know a default of
-    config = _with_both_ropes({k: v for k, v in config.items() if k != "quantization_config"})
+    config = _with_both_ropes(
+        {k: v for k, v in config.items() if k != "quantization_config"}, architecture.rope_keys
+    )
     model = skeleton(config)
     resolved = model.config
+    names = architecture.blocks.experts
+    if names and config.get(names.count) is None:
+        config = {**config, names.count: resolved.num_experts}  # 5 saves it under another name
     tied = bool(getattr(resolved, "tie_word_embeddings", False))
     positions = getattr(resolved, "max_position_embeddings", None)
-    shapes = {
+    state = {
         name: tensor.shape
         for name, tensor in model.state_dict().items()
         if not (tied and name == "lm_head.weight")
     }
+    shapes = stored_shapes(state, architecture.blocks.experts)
     return {
         "config": config,
         "architecture": architecture,
@@ -168,9 +177,12 @@ def _skeleton(config: str) -> PreTrainedModel:
     try:
         raw = json.loads(config)
         resolved = AutoConfig.for_model(**raw)
+        listed = ARCHITECTURES.get(resolved.model_type)
+        # One after the other: together they are multiplied in float32 and narrower dtypes only.
+        how = {"experts_implementation": "eager"} if listed and listed.blocks.experts else {}
         with torch.device("meta"):
             if raw.get(BLOCK_WIDTHS) is None:
-                model = AutoModelForCausalLM.from_config(resolved, dtype=torch.float32)
+                model = AutoModelForCausalLM.from_config(resolved, dtype=torch.float32, **how)
             else:
                 stock: Any = AutoModelForCausalLM._model_mapping[type(resolved)]
                 model = class_of(stock)._from_config(resolved, dtype=torch.float32)
@@ -205,13 +217,17 @@ def compute_buffers(model: Any, device: torch.device) -> None:
             )
 
 
-def _with_both_ropes(config: dict[str, Any]) -> dict[str, Any]:
+def _with_both_ropes(config: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
     """Rotary settings in the form of transformers 5 and in that of 4.57, which reads no other.
 
     A configuration that has only `rope_parameters` is read by 4.57 as one of plain frequencies,
     without a word. What the configuration has is never changed.
 
     Where the old form is empty, both releases are told what transformers 5 computes.
+
+    Args:
+        config: as it was read.
+        keys: those that the old form must have where it takes no others.
 
     Raises:
         ModelError: the two forms name different frequencies, so that releases would disagree.
@@ -229,23 +245,29 @@ def _with_both_ropes(config: dict[str, Any]) -> dict[str, Any]:
             f"rope_theta in {CONFIG} is {theta}, in its rope_parameters "
             f"{new['rope_theta']}: releases of transformers read one or the other; mend it"
         )
-    scaling = _scaling(new)
+    scaling = _scaling(new, keys)
     if old:
-        if _scaling(old) != scaling or old.get("rope_theta", theta) != theta:
+        if _scaling(old, keys) != scaling or old.get("rope_theta", theta) != theta:
             raise ModelError(
                 f"rope_scaling in {CONFIG} is {old}, its rope_parameters {new}: releases of "
                 "transformers read one or the other; mend it"
             )
         scaling = old
     known = {} if theta is None else {"rope_theta": theta}
+    if PARTIAL in new and config.get(PARTIAL) is None:
+        known[PARTIAL] = new[PARTIAL]
     return config | known | {"rope_scaling": scaling}
 
 
-def _scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
+def _scaling(rope: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any] | None:
     """How rotary frequencies are scaled, in the old form; None where they are plain."""
     kind = rope.get("rope_type", rope.get("type", "default"))
-    rest = {k: v for k, v in rope.items() if k not in ("rope_theta", "rope_type", "type")}
-    return None if kind == "default" else {"rope_type": kind, **rest}
+    if kind == "default":
+        return None
+    if keys:
+        return {key: kind if key == "type" else rope.get(key) for key in keys}
+    apart = ("rope_theta", "rope_type", "type", PARTIAL)
+    return {"rope_type": kind, **{k: v for k, v in rope.items() if k not in apart}}
 
 
 def _reason(error: Exception, *, last: bool = False) -> str:

@@ -30,7 +30,7 @@ Q4_K_M = {
     "mlp": Quantised((4.5 + 6.5625) / 2, (5.5 + 8.5) / 2),
     "attention": Quantised(4.5, 5.5),
 }
-"""By the site that a matrix is the consumer of."""
+"""By the kind of site that a matrix is the consumer of."""
 
 
 def fallbacks(site: Site, units: int, outputs: int, blocks: int) -> str | None:
@@ -45,7 +45,7 @@ def fallbacks(site: Site, units: int, outputs: int, blocks: int) -> str | None:
         blocks: how many blocks have such a site.
     """
     columns = units * site.columns_per_unit
-    quantised = Q4_K_M.get(site.name)
+    quantised = Q4_K_M.get(site.kind)
     if quantised is None or columns % K_BLOCK == 0 or site.columns % K_BLOCK:
         return None
     bits = quantised.fallback if columns % BLOCK == 0 else PLAIN_BITS

@@ -139,6 +139,17 @@ ANY = ("every type",)
 """Stands for all model types."""
 OWN = "by coec export (its own converter {})"
 """What llama.cpp makes of checkpoints that its converter has no words for."""
+NEVER_TRIED = (
+    "smollm3",
+    "gemma2",
+    "gemma3_text",
+    "cohere2",
+    "olmo2",
+    "phi3",
+    "mixtral",
+    "qwen3_moe",
+)
+"""Types of which only transformers has loaded pruned checkpoints."""
 FINDINGS = (
     Finding("transformers", ANY, own_widths, "with trust_remote_code=True"),
     Finding("vLLM", ANY, own_heads, "no (its transformers backend wants one number of heads)"),
@@ -168,7 +179,7 @@ FINDINGS = (
     ),
     Finding("llama.cpp", ("qwen2", "qwen3"), sliding, "not known"),
     *(
-        Finding(loader, ("smollm3", "gemma2", "gemma3_text", "cohere2"), always, "not known")
+        Finding(loader, NEVER_TRIED, always, "not known")
         for loader in LOADERS
         if loader != "transformers"
     ),

@@ -6,7 +6,7 @@ part, but for columns that are zero: most programs change it, and it is computed
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from coec.errors import ModelError
-from coec.models.layout import Site
+from coec.models.layout import Rows, Site
 
 ROUTES = (None, torch.bfloat16, torch.float16)
 """Dtypes through which weights may have gone on their way to the dtype that they are stored in."""
@@ -22,7 +22,7 @@ FEW = 32
 """Columns that tell almost all rows apart, where entries are compared with a tolerance."""
 SHOWN = 3
 """How many rows an error names."""
-Rows = Sequence[Tensor]
+Matrices = Sequence[Tensor]
 """The rows of several tensors, those of one unit or row number in one place."""
 
 
@@ -39,6 +39,38 @@ class Side:
     name: str
     site: Site
     tensors: Mapping[str, Tensor]
+
+    @classmethod
+    def of(
+        cls, name: str, site: Site, tensors: Mapping[str, Tensor], dense: Mapping[str, torch.Size]
+    ) -> "Side":
+        """A site whose projections are apart, where a tensor holds several of them.
+
+        Args:
+            name: what messages call the model.
+            site: as the dense model has it.
+            tensors: weights and biases of its modules, as far as they are there.
+            dense: the shapes of the dense model's.
+
+        Raises:
+            ModelError: a tensor has no whole number of rows of every projection.
+        """
+        parts = [r for r in site.producers if r.stop - r.start < dense[r.tensor][0]]
+        known = {rows: f"{_module(rows.tensor)}[{rows.start}:{rows.stop}].weight" for rows in parts}
+        apart = dict(tensors)
+        for rows in parts:
+            ends = [end * len(tensors[rows.tensor]) for end in (rows.start, rows.stop)]
+            if any(end % dense[rows.tensor][0] for end in ends):
+                raise ModelError(
+                    f"the projections in {rows.tensor} of '{name}' hold different shares of "
+                    f"{site.unit}s: whole ones are removed from all of them"
+                )
+            first, last = (end // dense[rows.tensor][0] for end in ends)
+            apart[known[rows]] = tensors[rows.tensor][first:last]
+        named = {r: Rows(known[r], 0, r.stop - r.start) for r in parts}
+        producers = tuple(named.get(r, r) for r in site.producers)
+        value = None if site.value is None else named.get(site.value, site.value)
+        return cls(name, replace(site, producers=producers, value=value), apart)
 
     def rows(self, tensor: str, count: int) -> Tensor:
         """A tensor with everything that one of `count` owns in a row."""
@@ -115,7 +147,7 @@ def kept_units(dense: Side, pruned: Side) -> Int[Tensor, " k"]:
     return torch.tensor(sorted(units))
 
 
-def _same(mine: Rows, theirs: Rows, wanted: Bool[Tensor, " n"]) -> list[Sequence[int]]:
+def _same(mine: Matrices, theirs: Matrices, wanted: Bool[Tensor, " n"]) -> list[Sequence[int]]:
     """Of each of their rows the numbers of those of mine that are the same but for rounding."""
     keys = list(_keys(theirs))
     found: list[Sequence[int]] = [()] * len(keys)
@@ -133,7 +165,7 @@ def _same(mine: Rows, theirs: Rows, wanted: Bool[Tensor, " n"]) -> list[Sequence
     return found
 
 
-def _near(mine: Rows, theirs: Rows, asked: Sequence[int]) -> Iterator[Sequence[int]]:
+def _near(mine: Matrices, theirs: Matrices, asked: Sequence[int]) -> Iterator[Sequence[int]]:
     """For some of their rows those of mine that rounding may have made of them, or they of those.
 
     Only rows that agree in the column in which rows differ most are compared in full.
@@ -165,7 +197,7 @@ def _cast(rows: Tensor, route: torch.dtype | None, dtype: torch.dtype) -> Tensor
     return (rows if route is None else rows.to(route)).to(dtype)
 
 
-def _keys(parts: Rows) -> Iterator[bytes]:
+def _keys(parts: Matrices) -> Iterator[bytes]:
     """A digest of every row of all parts together; zeros have one sign."""
     raw = [(part + 0.0).contiguous().view(torch.uint8).numpy() for part in parts]
     for rows in zip(*raw, strict=True):

@@ -10,6 +10,9 @@ LARGEST = {
     "num_hidden_layers": 512,
     "hidden_size": 2**20,
     "intermediate_size": 2**22,
+    "moe_intermediate_size": 2**22,
+    "num_experts": 2**14,
+    "num_local_experts": 2**14,
     "num_attention_heads": 2**14,
     "num_key_value_heads": 2**14,
     "head_dim": 2**14,
@@ -60,6 +63,7 @@ class Shape:
         kv_heads: KV groups of every block; of the widest, where they differ.
         group: query heads per KV group (unchanged).
         ffn: intermediate channels, likewise.
+        expert_ffn: those of every expert, where they have a size of their own; else 0.
         by_block: where widths differ by block, those of each: fields of this class and their
             values. Empty where every block is alike.
     """
@@ -70,6 +74,7 @@ class Shape:
     kv_heads: int
     group: int
     ffn: int
+    expert_ffn: int = 0
     by_block: tuple[tuple[tuple[str, int], ...], ...] = ()
 
     @classmethod
@@ -107,7 +112,9 @@ class Shape:
             raise ModelError(f"a hidden size of {hidden} does not hold {heads} heads")
         if heads % kv_heads:
             raise ModelError(f"{heads} query heads do not divide into {kv_heads} KV groups")
-        return cls(layers, hidden, head_dim, kv_heads, heads // kv_heads, ffn)
+        own = config.get("moe_intermediate_size") is not None
+        expert_ffn = whole(config, "moe_intermediate_size") if own else 0
+        return cls(layers, hidden, head_dim, kv_heads, heads // kv_heads, ffn, expert_ffn)
 
     @property
     def heads(self) -> int:
@@ -128,8 +135,8 @@ class Shape:
         """The sizes with one block's widths everywhere."""
         if not self.by_block:
             return self
-        own = dict(self.by_block[block])
-        return replace(self, kv_heads=own["kv_heads"], ffn=own["ffn"], by_block=())
+        own: dict[str, Any] = dict(self.by_block[block])
+        return replace(self, **own, by_block=())
 
     def with_blocks(self, units: Sequence[Mapping[str, int]]) -> "Shape":
         """The sizes with other numbers of units, by block and by the field that counts them."""
@@ -145,4 +152,5 @@ class Shape:
 
     def keys(self) -> dict[str, int]:
         """The sizes that pruning changes, as configurations have them; of the widest block."""
-        return {key: getattr(self, name) for key, name in COUNTED.items()}
+        found = {key: getattr(self, name) for key, name in COUNTED.items()}
+        return found | ({"moe_intermediate_size": self.expert_ffn} if self.expert_ffn else {})

@@ -66,6 +66,16 @@ def value_rows(
     return heads.repeat_interleave(site.columns_per_unit // heads.shape[1], dim=0).flatten(0, 1)
 
 
+def with_rows(tensor: Float[Tensor, "n m"], parts: Mapping[Rows, Tensor]) -> Float[Tensor, "n m"]:
+    """A tensor with these in the place of its own rows; derivatives run through them."""
+    pieces, end = [], 0
+    for rows in sorted(parts, key=lambda one: one.start):
+        pieces += [tensor[end : rows.start], parts[rows]]
+        end = rows.stop
+    pieces = [piece for piece in [*pieces, tensor[end:]] if len(piece)]
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+
 def _rows_left(count: int, parts: list[tuple[Rows, KeptSet]]) -> Int[Tensor, " left"]:
     """Of a tensor's rows those that kept units own, and those that no unit does."""
     stays = torch.ones(count, dtype=torch.bool)

@@ -54,7 +54,8 @@ class LeastSquares:
     Args:
         function: `(θ, h) -> F_θ(h)`, differentiable; θ comes in the dtype of h.
         modules: the linear modules that θ are the weights of, by the same names; `function` calls
-            each once.
+            each once. θ may be some rows of a weight, and several of them the same module's.
+        rows: which rows, where θ are not all of them.
         batches: over which the sum runs.
         device: where to compute; batches may wait elsewhere.
         quadratic: F is of second degree in θ, as attention is in its values and its output: then
@@ -71,10 +72,11 @@ class LeastSquares:
         batches: Sequence[Batch],
         device: torch.device,
         *,
+        rows: Mapping[str, slice] | None = None,
         quadratic: bool = False,
         curvature: float = 1.0,
     ) -> None:
-        self._function, self._modules = function, modules
+        self._function, self._modules, self._rows = function, modules, rows or {}
         self._batches, self._device, self._quadratic = batches, device, quadratic
         count = max(1, round(curvature * len(batches)))
         self._sample = [batches[n * len(batches) // count] for n in range(count)]
@@ -137,7 +139,8 @@ class LeastSquares:
                 out, [seen[name][1] for name in theta], signs * b.weights[..., None].sqrt()
             )
             for name, gradient in zip(theta, back, strict=True):
-                g = gradient.flatten(0, -2).to(theta[name].dtype)
+                own = gradient[..., self._rows.get(name, slice(None))]
+                g = own.flatten(0, -2).to(theta[name].dtype)
                 x = seen[name][0].flatten(0, -2).to(g)
                 share = g.square().sum(dim=1, keepdim=True) / g.shape[1]
                 rows[name] = rows.get(name, 0) + g.square().sum(dim=0)

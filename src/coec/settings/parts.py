@@ -110,7 +110,7 @@ class Repair(Settings):
     )
     mlp_sparsity: float | None = setting(
         None,
-        "Fraction of MLP channels removed; 0 keeps all.",
+        "Fraction of MLP channels removed, those of every expert included; 0 keeps all.",
         otherwise="sparsity",
         least=0,
         check=_check_share,
@@ -178,7 +178,7 @@ class Repair(Settings):
 
     def removed(self, site: str) -> float:
         """The fraction of units that goes at one kind of site."""
-        own = {"attention": self.attention_sparsity, "mlp": self.mlp_sparsity}.get(site)
+        own = self.attention_sparsity if site == "attention" else self.mlp_sparsity
         return self.sparsity if own is None else own
 
     @property

@@ -1,0 +1,108 @@
+"""Experts as checkpoints have them and as a model has them."""
+
+import pytest
+import torch
+from torch import nn
+
+import tiny_models as tm
+from coec.errors import ModelError
+from coec.models.architectures import ARCHITECTURES
+from coec.models.dense import Dense
+from coec.models.description import Description
+from coec.models.experts import routed_inputs, stacked, stored_shapes
+from coec.planning import Plan
+from coec.recipe import Recipe
+
+EXPERTS = [name for name, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].blocks.experts]
+
+
+@pytest.mark.parametrize("variant", EXPERTS)
+def test_stacked_tensors_are_those_that_transformers_makes_of_the_same_files(variant, tmp_path):
+    model = tm.tiny(variant)
+    dense = Dense.open(tm.save(model, tmp_path / "model", tokenizer=False))
+    stored = {name: dense.tensor(name) for name in dense.files}
+    made = stacked(stored, dense.architecture.blocks.experts)
+    expected = model.state_dict()
+    assert made.keys() == expected.keys()
+    assert all(torch.equal(made[name], expected[name]) for name in expected)
+
+
+def test_a_release_that_stacks_no_experts_is_refused():
+    """As 4.57 names them: the inputs of such a module say nothing of the router's weights."""
+    names = ARCHITECTURES["qwen3_moe"].blocks.experts
+    shapes = {"model.layers.0.mlp.experts.0.gate_proj.weight": torch.Size((4, 3))}
+    with pytest.raises(ModelError, match="models of experts need transformers 5"):
+        stored_shapes(shapes, names)
+
+
+def test_an_expert_reads_its_own_tokens_times_their_weights():
+    """Token 0 goes to experts 2 and 0, token 1 to expert 0 alone, and none to expert 1."""
+    experts = nn.Module()
+    experts.gate_up_proj = nn.Parameter(torch.randn(3, 8, 5))
+    experts.act_fn = nn.functional.silu
+    hidden, weights = torch.randn(2, 5), torch.tensor([[0.75, 0.25], [1.0, 0.0]])
+    index = torch.tensor([[2, 0], [0, 3]])
+    found = dict(routed_inputs(experts, (hidden, index, weights)))
+
+    def channels(expert, token):
+        gate, up = (experts.gate_up_proj[expert] @ hidden[token]).chunk(2)
+        return nn.functional.silu(gate) * up
+
+    torch.testing.assert_close(found[0], torch.stack([0.25 * channels(0, 0), channels(0, 1)]))
+    assert found[1].shape == (0, 4)
+    torch.testing.assert_close(found[2], 0.75 * channels(2, 0)[None])
+
+
+def test_how_many_there_are_is_said_as_4_57_reads_it():
+    config = tm.raw_config("qwen3_moe")
+    config["num_local_experts"] = config.pop("num_experts")
+    assert Description.of(config).config["num_experts"] == 4
+
+
+def test_experts_without_a_size():
+    config = tm.raw_config("qwen3_moe")
+    del config["moe_intermediate_size"]
+    with pytest.raises(ModelError, match=r"does not say how many .* mlp\.experts\.0\.down_proj"):
+        Description.of(config)
+
+
+def plan(channels, **settings):
+    config = tm.raw_config("qwen3_moe", moe_intermediate_size=channels)
+    return Plan.of(Description.of(config), Recipe.of(**settings))
+
+
+def test_experts_keep_a_multiple_of_8_as_their_product_of_matrices_wants():
+    rounded = plan(64, sparsity=0.3)
+    assert rounded.record()["widths"]["mlp"] == {"before": 64, "after": 48}
+    assert "experts keep 48 intermediate channels, a multiple of 8" in rounded.notes[0]
+    exact = plan(64, sparsity=0.25)
+    assert exact.record()["widths"]["mlp"]["after"] == 48
+    assert not any("multiple" in note for note in exact.notes)
+    assert plan(64, sparsity=0.3, align="12").record()["widths"]["mlp"]["after"] == 48
+    whole = plan(64, sparsity=0.5, kv_groups="all").record()["widths"]["mlp"]["after"]
+    assert whole % 8 == 0
+    assert whole < 32
+
+
+def test_experts_whose_units_are_named_keep_these_and_a_note_says_what_that_means():
+    kept = {
+        f"layers.{block}.expert.{expert}": list(range(expert, expert + 11))
+        for block in range(2)
+        for expert in range(4)
+    }
+    named = plan(64, sparsity=0.3, kept=kept)
+    assert named.record()["widths"]["mlp"]["after"] == 11
+    assert 'experts_implementation="eager"' in named.notes[0]
+
+
+def test_one_share_is_of_mlps_and_experts():
+    config = tm.raw_config("qwen3_moe mixed", moe_intermediate_size=64)
+    made = Plan.of(
+        Description.of(config), Recipe.of(sparsity=0.5, mlp_sparsity=0.25, attention_sparsity=0)
+    )
+    assert made.record()["widths"] == {
+        "mlp": {"before": 40, "after": 30},
+        "experts": {"before": 64, "after": 48},
+        "kv_groups": {"before": 4, "after": 4},
+        "query_heads": {"before": 8, "after": 8},
+    }
