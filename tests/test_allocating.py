@@ -12,6 +12,7 @@ import tiny_models as tm
 from coec import allocating
 from coec.calibration.sensitivity import Repaired, Sensitivity
 from coec.errors import CoecError, ModelError, OptionError
+from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.shape import Shape

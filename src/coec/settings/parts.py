@@ -23,7 +23,7 @@ LARGEST_SHARE = 1000
 """Of sampled windows to those of a text: more is a slip."""
 CHOOSING = (
     "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters", "align", "allocation",
-    "non_uniform", "selection", "kept",
+    "selection", "kept",
 )  # fmt: skip
 """Settings that say which units stay."""
 DTYPE_NAMES: tuple[str, ...] = get_args(DtypeName)
