@@ -18,8 +18,8 @@ from coec.models.layout import Site
 from coec.models.surgery import value_rows
 from coec.types import KeptSet
 
-RANKS = {"attention": 16, "mlp": 64, "expert": 64}
-"""Sizes of the frames in the paper."""
+RANKS = {"attention": 16, "mlp": 64}
+"""Sizes of the frames in the paper; experts take that of an MLP."""
 NARROW_GAP = 1.01
 """Below this `σ_r / σ_{r+1}` rounding of the weights decides which direction is the r-th."""
 
@@ -90,7 +90,8 @@ def measure_geometry(
         W0, W_tilde = weights
         try:
             with recording() as events:
-                frames = compare_frames(W0, kept, W_tilde, ranks[site.kind], value_weight=value)
+                rank = ranks["mlp" if site.value is None else "attention"]
+                frames = compare_frames(W0, kept, W_tilde, rank, value_weight=value)
         except NumericalError as error:
             raise NumericalError(f"{name}: {error}") from error
         rows.append(
