@@ -252,6 +252,21 @@ def test_a_plan_says_that_its_widths_are_not_decided(dense, ids):
     assert plan.record()["widths"]["mlp"] == {"before": 40, "after": 28}
 
 
+def test_a_plan_counts_what_an_allocation_takes(dense, ids):
+    own = SETTINGS | {"calibration": ids, "non_uniform": True}
+    plans = {
+        how: coec.plan(dense, allocation=how, **own) for how in ("uniform", "adaptive", "error")
+    }
+    memory = {how: plan.memory(torch.float32, torch.float32) for how, plan in plans.items()}
+    tokens = 12 * 32
+    # Two sets for each of four sites, beside the dense model's.
+    assert memory["error"]["hidden states"] == (1 + 2 * 4) * tokens * 32 * 4
+    assert memory["adaptive"] == memory["uniform"] | {"program": memory["adaptive"]["program"]}
+    assert "allocating" not in plans["uniform"].operations()
+    adaptive, error = (plans[how].operations()["allocating"] for how in ("adaptive", "error"))
+    assert error - adaptive == pytest.approx(8 * plans["error"].operations()["dense pass"])
+
+
 BROKEN = {
     "no list": ("a", "is no list of tables"),
     "too few": ([{"intermediate_size": 3}], "is of 1 blocks of 2"),

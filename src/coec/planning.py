@@ -19,6 +19,7 @@ from coec.allocation import (
     whole_attention,
 )
 from coec.calibration.layers import TOKENS_PER_BATCH
+from coec.calibration.sensitivity import TOKENS as TRIED
 from coec.calibration.tokens import TOKEN_SUFFIXES, WHOLE
 from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len
 from coec.devices import DTYPES, resident_bytes
@@ -339,13 +340,20 @@ class Plan:
             "program": resident_bytes(),
             "text": self._text_bytes(forward),
             "one block's weights": max(block, embedding) * (stored.itemsize + forward.itemsize),
-            "hidden states": self._streams * samples * length * hidden * forward.itemsize,
+            "hidden states": self._waiting(samples * length) * hidden * forward.itemsize,
             "forward pass": min(batch, samples * length) * per_token,
             "statistics": self.statistics_per_block + 8 * widest**2,
             "solver": SOLVER_MATRICES * widest**2 * solve,
             "shard being filled": min(written, SHARD_BYTES),
         }
         return found | dict.fromkeys(OF_TEXT, 0) if measured else found
+
+    def _waiting(self, tokens: int) -> int:
+        """Of how many tokens hidden states wait at once, those of several models each counted."""
+        beside = self._streams * tokens
+        if self.recipe.repair.allocation != "error":
+            return beside
+        return max(beside, tokens + 2 * len(self.model.layout.sites) * min(tokens, TRIED))
 
     @property
     def _streams(self) -> int:
@@ -385,6 +393,11 @@ class Plan:
             "statistics": sum(2.0 * site.columns**2 * tokens for site in sites),
             "solving": sum(SOLVER_OPERATIONS * float(site.columns) ** 3 for site in sites),
         }
+        if self.recipe.repair.allocation != "uniform":
+            found["allocating"] = found["dense pass"] + found["statistics"] + found["solving"]
+        if self.recipe.repair.allocation == "error":
+            models = 2 * self.dense.layers + 4  # that run through a block, on average
+            found["allocating"] += found["dense pass"] / tokens * min(tokens, TRIED) * models
         if how.in_order:
             found["pruned pass"] = 2.0 * (self.parameters_after - embedding) * tokens
         if how.reconstruct:

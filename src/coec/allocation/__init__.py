@@ -1,4 +1,4 @@
-"""How many units every site keeps (METHODS §9)."""
+"""How many units every site keeps (METHODS §10)."""
 
 from coec.allocation.alignment import MOST_ADDED, MULTIPLES, OF_EXPERTS
 from coec.allocation.by_worth import Worths, by_worth

@@ -1,4 +1,4 @@
-"""Widths of their own for every block: units stay where they are worth most (METHODS §9)."""
+"""Widths of their own for every block: units stay where they are worth most (METHODS §10)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ The same relative error matters a hundred times more at one site than at another
 site's own statistics says where. So it is measured, twice for each site: in the dense model with
 this site alone pruned, and in the pruned model with this site alone left whole. All of these models
 are the dense one with some consumers replaced, and run side by side, a block at a time (METHODS
-§9).
+§10).
 """
 
 from collections.abc import Collection, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What units are worth to a model beside those of other sites (METHODS §9).
+"""What units are worth to a model beside those of other sites (METHODS §10).
 
 A score ranks the units of one site; these compare sites.
 """
