@@ -74,7 +74,11 @@ def choose_format(
             stored = Stored(new, pruned, biased)
             found = verdict(TARGETS[target], model_type, stored)
             if target == "hf" or found == YES:
-                code = None if pruned.uniform else non_uniform.code(architecture.class_name)
+                code = (
+                    None
+                    if pruned.uniform
+                    else non_uniform.code(model_type, architecture.class_name)
+                )
                 loads = loads_in(model_type, stored)
                 return OutputFormat(new, "; ".join(refusals) or None, loads, code)
             refusal = f"{TARGETS[target]}: {found}"
@@ -118,7 +122,11 @@ def _rewritten(
         "architectures": [target.class_name],
         "head_dim": pruned.head_dim,
         **pruned.keys(),
-        **({} if pruned.uniform else non_uniform.config_keys(pruned, target.class_name)),
+        **(
+            {}
+            if pruned.uniform
+            else non_uniform.config_keys(pruned, target.model_type, target.class_name)
+        ),
         **{flag: True for site, flag in target.bias_flags.items() if site in biased},
         **(target.added(pruned) if relabelled else {}),
     }

@@ -10,14 +10,17 @@ from typing import Any
 
 
 class NonUniformBlocks:
-    """Stands before a causal language model of transformers among the bases of a class."""
+    """Stands before a decoder of transformers among the bases of a class, with a head or without.
 
-    model: Any
+    Servers that run transformers' modules build the decoder alone.
+    """
+
+    base_model: Any
     post_init: Any
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
-        layers = self.model.layers
+        layers = self.base_model.layers
         for index, widths in enumerate(config.block_widths):
             own = copy.deepcopy(config)
             for key, size in widths.items():

@@ -8,9 +8,11 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
 from coec.models import modeling_non_uniform
 from coec.models.modeling_non_uniform import NonUniformBlocks
-from coec.models.shape import Shape
+from coec.models.shape import BLOCK_WIDTHS, Shape
 
 FILE = "modeling_non_uniform.py"
 """The name of the code in a model folder."""
@@ -22,28 +24,39 @@ def class_of(stock: type) -> Any:
     return type(PREFIX + stock.__name__, (NonUniformBlocks, stock), {})
 
 
-def config_keys(shape: Shape, stock: str) -> dict[str, Any]:
+def config_keys(shape: Shape, model_type: str, stock: str) -> dict[str, Any]:
     """What a configuration says of widths by block, besides those of the widest.
 
     Args:
         shape: the sizes.
+        model_type: of the configuration.
         stock: the class of transformers that computes a uniform model.
     """
-    blocks = [shape.at(index).keys() for index in range(shape.layers)]
+    module = Path(FILE).stem
     return {
         "architectures": [PREFIX + stock],
-        "auto_map": {"AutoModelForCausalLM": f"{Path(FILE).stem}.{PREFIX}{stock}"},
-        "block_widths": blocks,
+        "auto_map": {
+            "AutoModel": f"{module}.{PREFIX}{_decoder(model_type)}",
+            "AutoModelForCausalLM": f"{module}.{PREFIX}{stock}",
+        },
+        BLOCK_WIDTHS: [shape.at(index).keys() for index in range(shape.layers)],
     }
 
 
-def code(stock: str) -> str:
+def code(model_type: str, stock: str) -> str:
     """The Python file that goes with such a configuration."""
-    return (
-        inspect.getsource(modeling_non_uniform).replace(
-            "from typing import Any\n",
-            f"from typing import Any\n\nfrom transformers import {stock}\n",
-        )
-        + f"\n\nclass {PREFIX}{stock}(NonUniformBlocks, {stock}):\n"
-        + f'    """{stock}, its blocks at widths of their own."""\n'
+    names = sorted((stock, _decoder(model_type)))
+    typing = "from typing import Any\n"
+    own = inspect.getsource(modeling_non_uniform)
+    own = own.replace(typing, f"{typing}\nfrom transformers import {', '.join(names)}\n")
+    classes = (
+        f"\n\nclass {PREFIX}{name}(NonUniformBlocks, {name}):\n"
+        f'    """{name}, its blocks at widths of their own."""\n'
+        for name in names
     )
+    return own + "".join(classes)
+
+
+def _decoder(model_type: str) -> str:
+    """The stock class of a model without its head."""
+    return str(MODEL_MAPPING_NAMES[model_type])
