@@ -2,13 +2,12 @@
 
 python tools/train_tiny_moe.py TEXT FOLDER_OF_TOKENIZER OUT
 
-Some eight minutes on one core.
+300 steps, some five minutes on one core.
 """
 
 import math
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
-LENGTH, BATCH, PEAK, WARM_UP = 256, 16, 3e-3, 40
-SECONDS = 480
+LENGTH, BATCH, STEPS, PEAK, WARM_UP = 256, 16, 300, 3e-3, 40
 BALANCE = 0.02
 """Weight of the loss that keeps every expert in use."""
 
@@ -55,10 +53,10 @@ def train(text: Path, tokenizer: Path, out: Path) -> None:
 
 
 def _fit(model: MixtralForCausalLM, windows: Tensor) -> None:
-    """AdamW for `SECONDS`; the rate rises, and falls to a tenth along a cosine of the clock."""
+    """AdamW; the rate rises, and falls to a tenth along a cosine."""
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1, betas=(0.9, 0.95))
-    began, step = time.monotonic(), 0
-    while (share := (time.monotonic() - began) / SECONDS) < 1:
+    for step in range(STEPS):
+        share = (step + 1) / STEPS
         rate = PEAK * min(1, (step + 1) / WARM_UP) * (0.55 + 0.45 * math.cos(math.pi * share))
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -68,9 +66,8 @@ def _fit(model: MixtralForCausalLM, windows: Tensor) -> None:
         found.loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        step += 1
-        if step % 50 == 0:
-            print(f"{step} steps, {share:.0%}: loss {float(found.loss):.3f}", flush=True)
+        if (step + 1) % 50 == 0:
+            print(f"{step + 1} steps of {STEPS}: loss {float(found.loss):.3f}", flush=True)
 
 
 if __name__ == "__main__":
