@@ -83,11 +83,7 @@ TARGETED = {
     ("mistral sliding", "llama.cpp"): None,
     ("granite", "llama.cpp"): None,
     ("llama biases", "llama.cpp"): None,
-    **{
-        (variant, target): None
-        for variant in ("smollm3", "gemma2", "gemma3", "cohere2")
-        for target in ("vllm", "llama.cpp")
-    },
+    **{("cohere2", target): None for target in ("vllm", "llama.cpp")},
 }
 """The model type written for a loader where it is not the one written for transformers; None where
 no type will do."""

@@ -34,7 +34,7 @@ LOADERS = {
         Loader("vLLM", "run: 0.32 on a CPU"),
         Loader("SGLang", "read: 0.5.23"),
         Loader("llama.cpp", "run: its converter of November 2026, float32; coec export"),
-        Loader("OpenVINO", "run: optimum-intel 2.2"),
+        Loader("OpenVINO", "run: optimum-intel 2.2, OpenVINO 2026.4"),
         Loader("CTranslate2", "run: 4.8.5"),
     )
 }
@@ -85,6 +85,12 @@ def sliding(stored: Stored) -> bool:
     return slides(stored.config)
 
 
+def llama3_positions(stored: Stored) -> bool:
+    """Positions are llama3's."""
+    forms = (stored.config.get(key) for key in ("rope_scaling", "rope_parameters"))
+    return any(isinstance(form, dict) and form.get("rope_type") == "llama3" for form in forms)
+
+
 def always(stored: Stored) -> bool:
     """However it is shaped."""
     return True
@@ -132,6 +138,7 @@ FINDINGS = (
         "with --model-impl transformers (its Qwen2 ignores head_dim)",
     ),
     Finding("vLLM", ("qwen3",), output_bias, "no (its Qwen3 has no o_proj bias)"),
+    Finding("vLLM", ("cohere2",), always, "no (it goes wrong, dense models too)"),
     Finding("SGLang", ("llama",), down_bias, "no (it drops down_proj.bias without a word)"),
     Finding("SGLang", ("seed_oss",), always, "not known"),
     Finding("llama.cpp", ("qwen2",), fewer_heads, OWN.format("ignores head_dim")),
@@ -143,14 +150,27 @@ FINDINGS = (
         "up to the sliding window only (it ignores it, and goes wrong)",
     ),
     Finding("llama.cpp", ("qwen2", "qwen3"), sliding, "not known"),
-    *(
-        Finding(loader, ("smollm3", "gemma2", "gemma3_text", "cohere2"), always, "not known")
-        for loader in LOADERS
-        if loader != "transformers"
+    Finding("llama.cpp", ("granite",), llama3_positions, OWN.format("refuses them")),
+    Finding("llama.cpp", ("smollm3",), new_biases, "no (its smollm3 has no biases)"),
+    Finding("llama.cpp", ("cohere2",), fewer_heads, "no (its cohere2 ignores head_dim)"),
+    Finding(
+        "SGLang", ("smollm3", "gemma2", "gemma3_text", "cohere2"), always, "not known",
     ),
     Finding("OpenVINO", ("seed_oss",), always, "no (it does not know the type)"),
+    Finding(
+        "OpenVINO", ("gemma2", "gemma3_text"), always, "no (not with the transformers it brings)",
+    ),
     Finding("CTranslate2", ("llama", "qwen2"), fewer_heads, "no (its converter fails)"),
-    Finding("CTranslate2", ("granite", "seed_oss"), always, "no (it does not know the type)"),
+    Finding("CTranslate2", ("mistral",), llama3_positions, "no (its converter fails)"),
+    Finding("CTranslate2", ("llama",), llama3_positions, "no (it goes wrong)"),
+    Finding("CTranslate2", ("mistral", "gemma3_text"), sliding, "no (longer texts fail)"),
+    Finding(
+        "CTranslate2", ("gemma2",), always, "no (it leaves out the soft caps, and goes wrong)",
+    ),
+    Finding(
+        "CTranslate2", ("granite", "seed_oss", "smollm3", "cohere2"), always,
+        "no (it does not know the type)",
+    ),
 )  # fmt: skip
 
 
