@@ -8,6 +8,7 @@ from benchmarks import (
     cuda,
     elimination,
     end_to_end,
+    gguf_tables,
     growth,
     reconstruction,
     record,
@@ -49,6 +50,7 @@ TABLES = {
     "reconstruction": lambda found: [reconstruction.describe(found)],
     "cuda": _cuda,
     "cuda_rehearsal": _cuda,
+    "gguf_speed": gguf_tables.described,
     "end_to_end": lambda found: map(end_to_end.describe, found["models"]),
 }
 

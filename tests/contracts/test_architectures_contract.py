@@ -104,6 +104,7 @@ TARGETED = {
         if values["model_type"] in NEVER_TRIED
         for target in ("vllm", "llama.cpp")
     },
+    **{("cohere2", target): None for target in ("vllm", "llama.cpp")},
 }
 """The model type written for a loader where it is not the one written for transformers; None where
 no type will do."""

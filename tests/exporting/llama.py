@@ -8,6 +8,8 @@ import torch
 
 FLOAT32, OFF = 0, 0
 """The cache's type and flash attention: what is exact."""
+ERROR = 4
+"""The level of errors in llama.cpp's log."""
 
 
 class Llama:
@@ -17,13 +19,14 @@ class Llama:
         import llama_cpp
 
         self.api = llama_cpp
-        self.silent = llama_cpp.llama_log_callback(lambda level, text, data: None)
-        llama_cpp.llama_log_set(self.silent, ctypes.c_void_p(0))
+        self.said: list[str] = []
+        self.log = llama_cpp.llama_log_callback(self._log)
+        llama_cpp.llama_log_set(self.log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         settings = llama_cpp.llama_model_default_params()
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), settings)
         if not self.model:
-            raise ValueError(f"llama.cpp does not load {path}")
+            raise ValueError(f"llama.cpp does not load {path}: {''.join(self.said)}")
         self.vocabulary = llama_cpp.llama_model_get_vocab(self.model)
         self.size = llama_cpp.llama_vocab_n_tokens(self.vocabulary)
         run = llama_cpp.llama_context_default_params()
@@ -32,6 +35,10 @@ class Llama:
         run.type_k = run.type_v = FLOAT32
         run.flash_attn_type = OFF
         self.context = llama_cpp.llama_init_from_model(self.model, run)
+
+    def _log(self, level: int, text: bytes, data: object) -> None:
+        if level == ERROR:
+            self.said.append(text.decode(errors="replace"))
 
     def logits(self, ids: list[int]) -> torch.Tensor:
         """At every position of one sequence."""

@@ -34,7 +34,7 @@ LOADERS = {
         Loader("vLLM", "run: 0.32 on a CPU"),
         Loader("SGLang", "read: 0.5.23"),
         Loader("llama.cpp", "run: its converter of November 2026, float32; coec export"),
-        Loader("OpenVINO", "run: optimum-intel 2.2"),
+        Loader("OpenVINO", "run: optimum-intel 2.2, OpenVINO 2026.4"),
         Loader("CTranslate2", "run: 4.8.5"),
     )
 }
@@ -96,6 +96,12 @@ def own_heads(stored: Stored) -> bool:
     return len({sizes.at(index).kv_heads for index in range(sizes.layers)}) > 1
 
 
+def llama3_positions(stored: Stored) -> bool:
+    """Positions are llama3's."""
+    forms = (stored.config.get(key) for key in ("rope_scaling", "rope_parameters"))
+    return any(isinstance(form, dict) and form.get("rope_type") == "llama3" for form in forms)
+
+
 def always(stored: Stored) -> bool:
     """However it is shaped."""
     return True
@@ -139,16 +145,7 @@ ANY = ("every type",)
 """Stands for all model types."""
 OWN = "by coec export (its own converter {})"
 """What llama.cpp makes of checkpoints that its converter has no words for."""
-NEVER_TRIED = (
-    "smollm3",
-    "gemma2",
-    "gemma3_text",
-    "cohere2",
-    "olmo2",
-    "phi3",
-    "mixtral",
-    "qwen3_moe",
-)
+NEVER_TRIED = ("olmo2", "phi3", "mixtral", "qwen3_moe")
 """Types of which only transformers has loaded pruned checkpoints."""
 FINDINGS = (
     Finding("transformers", ANY, own_widths, "with trust_remote_code=True"),
@@ -160,6 +157,7 @@ FINDINGS = (
         "llama.cpp", ("llama", "mistral", "qwen2", "granite", "seed_oss"), own_widths,
         OWN.format("wants one width"),
     ),
+    Finding("llama.cpp", ANY, own_widths, "no (its architectures have one width)"),
     Finding("OpenVINO", ANY, own_widths, "not known"),
     Finding("CTranslate2", ANY, own_widths, "no (it wants one width)"),
     Finding(
@@ -167,6 +165,7 @@ FINDINGS = (
         "with --model-impl transformers (its Qwen2 ignores head_dim)",
     ),
     Finding("vLLM", ("qwen3",), output_bias, "no (its Qwen3 has no o_proj bias)"),
+    Finding("vLLM", ("cohere2",), always, "no (it goes wrong, dense models too)"),
     Finding("SGLang", ("llama",), down_bias, "no (it drops down_proj.bias without a word)"),
     Finding("SGLang", ("seed_oss",), always, "not known"),
     Finding("llama.cpp", ("qwen2",), fewer_heads, OWN.format("ignores head_dim")),
@@ -183,9 +182,27 @@ FINDINGS = (
         for loader in LOADERS
         if loader != "transformers"
     ),
+    Finding("llama.cpp", ("granite",), llama3_positions, OWN.format("refuses them")),
+    Finding("llama.cpp", ("smollm3",), new_biases, "no (its smollm3 has no biases)"),
+    Finding("llama.cpp", ("cohere2",), fewer_heads, "no (its cohere2 ignores head_dim)"),
+    Finding(
+        "SGLang", ("smollm3", "gemma2", "gemma3_text", "cohere2"), always, "not known",
+    ),
     Finding("OpenVINO", ("seed_oss",), always, "no (it does not know the type)"),
+    Finding(
+        "OpenVINO", ("gemma2", "gemma3_text"), always, "no (not with the transformers it brings)",
+    ),
     Finding("CTranslate2", ("llama", "qwen2"), fewer_heads, "no (its converter fails)"),
-    Finding("CTranslate2", ("granite", "seed_oss"), always, "no (it does not know the type)"),
+    Finding("CTranslate2", ("mistral",), llama3_positions, "no (its converter fails)"),
+    Finding("CTranslate2", ("llama",), llama3_positions, "no (it goes wrong)"),
+    Finding("CTranslate2", ("mistral", "gemma3_text"), sliding, "no (longer texts fail)"),
+    Finding(
+        "CTranslate2", ("gemma2",), always, "no (it leaves out the soft caps, and goes wrong)",
+    ),
+    Finding(
+        "CTranslate2", ("granite", "seed_oss", "smollm3", "cohere2"), always,
+        "no (it does not know the type)",
+    ),
 )  # fmt: skip
 
 

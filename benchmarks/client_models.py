@@ -1,0 +1,216 @@
+"""Small random checkpoints of every model type, dense and pruned, for clients to load.
+
+Beside each are token ids, the logits that transformers computes of them in float64, and a greedy
+text: what a client has to reproduce.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import coec
+from coec.errors import CoecError
+from coec.models.architectures import ARCHITECTURES
+from coec.models.dense import Dense
+from coec.models.loaders import Stored
+from coec.models.shape import Shape
+
+VOCABULARY, POSITIONS, LENGTH, START, STEPS = 320, 64, 32, 8, 8
+"""Of a model, and of what is run: ids whose logits are compared, the first of them, from which a
+text is continued, and by how many tokens."""
+DIVISIBLE = 192
+"""A hidden size that is a multiple of 8 heads, and of the 6 that 30 % leaves; 256 is none of 6."""
+BASE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 300,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": POSITIONS,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+    "tie_word_embeddings": False,
+}
+WINDOWED = {"hidden_size": DIVISIBLE, "sliding_window": 16, "tie_word_embeddings": True}
+PARTICULARS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "granite": {
+        "attention_multiplier": 0.3, "embedding_multiplier": 2.0, "residual_multiplier": 0.7,
+        "logits_scaling": 1.5,
+    },
+    "seed_oss": {"attention_bias": True, "attention_out_bias": False},
+    "smollm3": {"num_hidden_layers": 4},  # of which the last has no positions
+    "gemma2": {**WINDOWED, "query_pre_attn_scalar": 32},
+    "gemma3_text": {**WINDOWED, "query_pre_attn_scalar": 32},
+    "cohere2": {
+        "num_hidden_layers": 4, "sliding_window": 16, "tie_word_embeddings": True,
+        "rotary_pct": 1.0,  # which published ones have, and nothing but converters reads
+    },
+}  # fmt: skip
+"""What a model type has besides `BASE`; one that is not here needs nothing. Which layers are
+without positions or see a window is as in published models: some clients know no other."""
+LLAMA_3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama, llama3 positions": {"model_type": "llama", "rope_scaling": LLAMA_3},
+    "mistral, sliding window": {"model_type": "mistral", "sliding_window": 16},
+}
+"""Subjects besides one of every model type."""
+WAYS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "fast": {"preset": "fast"},
+    "best": {"preset": "best"},
+    "bias": {"compensation": "bias"},
+    "align 32": {"align": "32"},
+    "MLP alone": {"attention_sparsity": 0},
+    "MLP alone, bias": {"attention_sparsity": 0, "compensation": "bias"},
+    "target vllm": {"target": "vllm"},
+    "target llama.cpp": {"target": "llama.cpp"},
+}
+"""How a dense model is pruned: by the defaults but for these settings."""
+DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder that clients are given, or why there is none.
+
+    Attributes:
+        subject: the dense model.
+        way: how it was pruned, of `WAYS`, or `DENSE`.
+        stored: the model type that it is stored as; None where coec refuses.
+        sizes: its sizes; none where coec refuses.
+        biased: the sites whose consumer has a bias.
+        config: the keys of its configuration that findings ask about, `CONFIG`.
+        refusal: why coec does not make it, in its words.
+    """
+
+    subject: str
+    way: str
+    stored: str | None = None
+    sizes: dict[str, Any] = field(default_factory=dict)
+    biased: tuple[str, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+    refusal: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        words = f"{self.subject} {self.way}".replace(",", "").replace(".", "-")
+        return words.replace(" ", "-")
+
+    def known(self) -> Stored:
+        """What loaders differ in, as findings are asked (coec.models.loaders)."""
+        config = {"num_hidden_layers": self.sizes["layers"], **self.config}
+        return Stored(config, Shape(**self.sizes), frozenset(self.biased))
+
+
+CONFIG = (
+    "sliding_window", "layer_types", "use_sliding_window", "max_window_layers",
+    "max_position_embeddings", "rope_scaling", "rope_parameters",
+)  # fmt: skip
+
+
+def subjects() -> dict[str, dict[str, Any]]:
+    """Name → configuration of every dense model."""
+    found = {name: {"model_type": name} for name in ARCHITECTURES} | VARIANTS
+    return {
+        name: {**BASE, **PARTICULARS.get(changes["model_type"], {}), **changes}
+        for name, changes in found.items()
+    }
+
+
+def made(folder: Path, names: list[str]) -> Iterator[Checkpoint]:
+    """Every checkpoint of some subjects, written below a folder, or why it is not.
+
+    What is asked for as a loader's is left out where that changes nothing, or is refused: what a
+    loader cannot do is found here in the first place.
+    """
+    tokens = folder / "tokens.npy"
+    np.save(tokens, np.random.default_rng(0).integers(2, VOCABULARY, size=(32, 48)))
+    for subject in names:
+        dense = _dense(folder, subject)
+        yield dense
+        of_defaults = None
+        for way, settings in WAYS.items():
+            one = _pruned(folder, dense, way, {"calibration": str(tokens), **settings})
+            of_defaults = one.stored if way == "paper" else of_defaults
+            if not way.startswith("target") or one.stored not in (None, of_defaults):
+                yield one
+
+
+def _dense(folder: Path, subject: str) -> Checkpoint:
+    """A random model; biases and norms are random too, since zeros and ones hide mistakes."""
+    config = AutoConfig.for_model(**subjects()[subject])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(std=0.1)
+    place = folder / Checkpoint(subject, DENSE).name
+    model.save_pretrained(place)
+    _tokenizer().save_pretrained(place)
+    settings = place / "tokenizer_config.json"
+    text = settings.read_text(encoding="utf-8")
+    # The class that transformers 5 names is unknown to 4.
+    settings.write_text(text.replace("TokenizersBackend", "PreTrainedTokenizerFast"))
+    return _described(Checkpoint(subject, DENSE), place)
+
+
+def _pruned(folder: Path, dense: Checkpoint, way: str, settings: dict[str, Any]) -> Checkpoint:
+    one = Checkpoint(dense.subject, way)
+    place = folder / one.name
+    try:
+        coec.prune(folder / dense.name, place, sparsity=0.3, samples=32, seq_len=48, **settings)
+    except CoecError as error:
+        return Checkpoint(dense.subject, way, refusal=str(error))
+    return _described(one, place)
+
+
+def _described(one: Checkpoint, place: Path) -> Checkpoint:
+    """The checkpoint as it is stored, with what is expected of it beside it."""
+    dense = Dense.open(place)
+    network = dense.network(torch.device("cpu"), torch.float64)
+    ids = torch.randint(2, VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = network(input_ids=ids, use_cache=False).logits[0]
+        text = ids[:, :START]
+        for _ in range(STEPS):
+            following = network(input_ids=text, use_cache=False).logits[:, -1:].argmax(dim=-1)
+            text = torch.cat([text, following], dim=1)
+    np.savez(place.with_suffix(".npz"), ids=ids[0], logits=logits, greedy=text[0, START:])
+    biased = (site.name for site in dense.layout.kinds if site.bias in dense.files)
+    return Checkpoint(
+        one.subject, one.way, dense.config["model_type"], asdict(Shape.of(dense.config)),
+        tuple(biased), {key: dense.config[key] for key in CONFIG if key in dense.config},
+    )  # fmt: skip
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, after the start, the end and what is unknown; others to fill it up."""
+    names = ["<s>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    names += [f"<unused{place}>" for place in range(VOCABULARY - len(names))]
+    vocabulary = {name: at for at, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>",
+        unk_token="<unk>", model_max_length=POSITIONS,
+    )  # fmt: skip
