@@ -169,6 +169,13 @@ def test_a_model_of_own_widths_is_pruned_again(dense, ids, tmp_path):
         prune(tmp_path / "out", tmp_path / "no", ids, sparsity=0.5)
 
 
+def test_the_cache_is_counted_block_by_block(dense, ids, tmp_path):
+    prune(dense, tmp_path / "out", ids, kept=OWN, non_uniform=True)
+    cost = coec.efficiency(Dense.open(dense), Dense.open(tmp_path / "out"))
+    assert cost.pruned.kv_cache_bytes_per_token == 2 * (3 + 1) * 4 * 4
+    assert cost.dense.kv_cache_bytes_per_token == 2 * (4 + 4) * 4 * 4
+
+
 def test_the_code_is_replaced_with_the_model(dense, ids, tmp_path):
     prune(dense, tmp_path / "out", ids, kept=OWN, non_uniform=True)
     prune(dense, tmp_path / "out", ids, force=True)
@@ -195,6 +202,20 @@ def test_a_budget_of_parameters_is_met_and_used(budget, most, more, dense, ids):
     plan = coec.plan(dense, calibration=ids, budget_parameters=budget, **SETTINGS | more)
     most = most or int(0.9 * plan.parameters_before)
     assert most - 24 * 32 * 3 < plan.parameters_after <= most
+
+
+@pytest.mark.parametrize("compensation", ["ridge-to-slice", "bias"])
+@pytest.mark.parametrize("align", [1, 16])
+def test_a_budget_is_used_where_uniform_widths_cannot(compensation, align, dense, ids, tmp_path):
+    """Aligned ones go in steps of all blocks; where widths differ, of one."""
+    own = {"budget_parameters": 0.9, "align": align, "compensation": compensation}
+    own |= {"allocation": "adaptive", "non_uniform": True}
+    plan = coec.plan(dense, calibration=ids, **SETTINGS | own)
+    report = prune(dense, tmp_path / "out", ids, **own)
+    after, budget = report.plan["parameters"]["after"], int(0.9 * plan.parameters_before)
+    assert plan.parameters_after - 8 * 3 * 32 < after <= budget
+    if compensation != "bias":
+        assert after > budget - align * 3 * 32 - 8 * 3 * 32
 
 
 def test_a_budget_beside_a_share_of_one_kind(dense, ids):

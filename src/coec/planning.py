@@ -199,9 +199,18 @@ class Plan:
             worths,
             repair.multiple,
             repair.own_shares.union(whole),
+            0 if repair.budget_parameters is None else self._spare,
         )
         made = Plan._of(self.model, self.recipe, widths, decided=True)
         return replace(made, remarks=self.remarks)
+
+    @property
+    def _spare(self) -> int:
+        """What a budget leaves unused; nothing where the repair adds to what is counted."""
+        left = _budget(self.model, self.recipe.repair) - self.parameters_after
+        added = self.parameters_after - self.parameters_before
+        added += self.widths.removed(self.model.layout, self.model.shapes)
+        return 0 if added else left
 
     @property
     def dense(self) -> Shape:

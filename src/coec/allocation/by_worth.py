@@ -22,6 +22,7 @@ def by_worth(
     worths: Worths,
     multiple: int | None,
     apart: frozenset[str] = frozenset(),
+    spare: int = 0,
 ) -> Widths:
     """As many parameters stay as in `start`, at most: those of the units that are worth most.
 
@@ -36,16 +37,17 @@ def by_worth(
         worths: of the sites among which they are; the others keep what they have.
         multiple: to what channels are rounded up; None chooses it.
         apart: kinds of sites that share their own parameters only.
+        spare: parameters that may stay besides, at the other kinds.
     """
     kept = dict(start.kept)
     pools: dict[str, list[Site]] = {}
     for site in layout.sites:
         if site.key in worths:
             pools.setdefault(site.kind if site.kind in apart else "", []).append(site)
-    for sites in pools.values():
+    for name, sites in pools.items():
         costs = [parameters(site, shapes) for site in sites]
         most = sum(cost * start.of(site) for cost, site in zip(costs, sites, strict=True))
-        pool = _Pool(sites, costs, most, multiple)
+        pool = _Pool(sites, costs, most if name else most + spare, multiple)
         for site, count in zip(sites, pool.counts([worths[s.key] for s in sites]), strict=True):
             kept[site.block, site.name] = count
     return Widths(kept)

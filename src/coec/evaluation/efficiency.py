@@ -97,4 +97,5 @@ def _cost(model: Description, dtype: str | None) -> Cost:
 
 
 def _kv_cache(shape: Shape, dtype: torch.dtype) -> int:
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize
+    groups = sum(shape.at(block).kv_heads for block in range(shape.layers))
+    return 2 * groups * shape.head_dim * dtype.itemsize
