@@ -147,6 +147,28 @@ def test_equal_widths_are_written_in_a_stock_format(dense, ids, tmp_path, monkey
     assert not (tmp_path / "out/modeling_non_uniform.py").exists()
 
 
+@pytest.mark.parametrize("groups", [2, 3])
+@pytest.mark.parametrize("variant", ["gemma2", "llama", "qwen3"])
+def test_no_widths_are_refused_once_work_has_begun(variant, groups, ids, tmp_path, monkeypatch):
+    """Heads that do not divide the hidden size, and none that a stock configuration takes."""
+
+    def found(done, dense, source, plan, device, progress=None):
+        worth = {}
+        for site in dense.layout.sites:
+            values = torch.linspace(0.9, 0.1, site.units).double()
+            if site.name == "attention":  # the first groups are worth more than any channel
+                values = torch.where(torch.arange(4) < groups, values + 1, values - 1)
+            worth[site.key] = values
+        return worth
+
+    monkeypatch.setattr("coec.pruning.worths", found)
+    model = tm.save(tm.tiny(variant, torch.float32, hidden_size=40), tmp_path / "dense")
+    own = {"sparsity": 0.5, "allocation": "error", "non_uniform": True}
+    report = prune(model, tmp_path / "out", ids, **own)
+    assert widths(report)[1] == groups
+    Dense.open(tmp_path / "out").network(CPU, torch.float32)
+
+
 @pytest.mark.parametrize("preset", ["fast", "best"])
 def test_presets_take_it(preset, dense, ids, tmp_path):
     report = coec.prune(

@@ -7,7 +7,8 @@ express the pruned shape and its biases, and whose configuration class accepts i
 """
 
 import copy
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import AutoConfig
@@ -61,17 +62,18 @@ def choose_format(
         OptionError: no stock format can hold the result, or none that the target loads.
     """
     refusals: list[str] = []
-    for model_type in ARCHITECTURES[config["model_type"]].written_as:
+    types = ARCHITECTURES[config["model_type"]].written_as
+    for sizes, model_type in itertools.product(_written_with(config, pruned), types):
         architecture = ARCHITECTURES[model_type]
-        refusal = _refusal(config, architecture, pruned, biased)
+        refusal = _refusal(config, architecture, sizes, biased)
         if refusal is None:
-            new = _rewritten(config, architecture, pruned, biased)
+            new = _rewritten(config, architecture, sizes, biased)
             try:
                 AutoConfig.for_model(**copy.deepcopy(new))  # it changes what it is given
             except Exception as error:  # whatever a configuration class raises is its refusal
                 refusal = (str(error).strip().splitlines() or [repr(error)])[-1].strip()
         if refusal is None:
-            stored = Stored(new, pruned, biased)
+            stored = Stored(new, sizes, biased)
             found = verdict(TARGETS[target], model_type, stored)
             if target == "hf" or found == YES:
                 code = (
@@ -80,7 +82,8 @@ def choose_format(
                     else non_uniform.code(model_type, architecture.class_name)
                 )
                 loads = loads_in(model_type, stored)
-                return OutputFormat(new, "; ".join(refusals) or None, loads, code)
+                relabelled = "; ".join(refusals) if model_type != config["model_type"] else None
+                return OutputFormat(new, relabelled, loads, code)
             refusal = f"{TARGETS[target]}: {found}"
         refusals.append(f"not {model_type}: {refusal}")
     advice = (
@@ -96,6 +99,18 @@ def choose_format(
         f"({'; '.join(refusals)}); leave out target"
         + (", and write the result with coec export" if target == "llama.cpp" else "")
     )
+
+
+def _written_with(config: dict[str, Any], pruned: Shape) -> list[Shape]:
+    """The sizes that the configuration may be written with.
+
+    Where widths differ by block those that are common to all say nothing about any block: they are
+    of the widest one, which servers count by, or the dense model's, which no class refuses.
+    """
+    if pruned.uniform:
+        return [pruned]
+    dense = Shape.of(config)
+    return [pruned, replace(pruned, kv_heads=dense.kv_heads, ffn=dense.ffn)]
 
 
 def _refusal(

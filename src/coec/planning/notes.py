@@ -1,0 +1,97 @@
+"""What a plan has to say: what has no effect, and what a width costs elsewhere."""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from coec.allocation import MOST_ADDED, MULTIPLES, OF_EXPERTS
+from coec.models.fallbacks import fallbacks
+from coec.models.layout import Site
+from coec.selection import kept_count
+
+if TYPE_CHECKING:
+    from coec.planning.plan import Plan
+
+
+def notes_of(plan: "Plan") -> tuple[str, ...]:
+    """What has no effect, and what a width costs elsewhere."""
+    kinds, repair, kept = plan.model.layout.kinds, plan.recipe.repair, plan.recipe.kept
+    named = kept.units if kept is not None else {}
+    asked = [
+        (site, share, kept_count(site.units, share) == site.units)
+        for site in kinds
+        if (share := repair.removed(site.kind)) and site.key not in named
+    ]
+    unmoved = (
+        f"nothing is removed at {site.kind}: {share:.4g} of {site.units} {site.unit}s is less "
+        "than one"
+        for site, share, too_little in asked
+        if too_little
+    )
+    rounded = (
+        f"nothing is removed at {site.kind}: align = {repair.align} rounds up to all "
+        f"{site.units:,} {site.unit}s"
+        for site, _, too_little in asked
+        if site.value is None and not too_little and not plan.widths.removes_from(site)
+    )
+    unaligned = (
+        f"align = auto leaves {site.kind} at {width:,} {site.unit}s: the next multiple of "
+        f"{MULTIPLES[-1]} adds more than {MOST_ADDED:.0%}"
+        for site, _, _ in asked
+        if repair.multiple is None
+        and site.value is None
+        and (width := plan.widths.of(site)) % MULTIPLES[-1]
+    )
+    count = Counter(site.kind for site in plan.model.layout.sites)
+    costs = (
+        fallbacks(site, plan.widths.of(site), plan.model.shapes[site.weight][0], count[site.kind])
+        for site in kinds
+    )
+    whole = plan.model.architecture.whole
+    experts = next((site for site in kinds if site.routed), None)
+    undecided = (
+        f"allocation = {repair.allocation} decides the widths of every block from the "
+        "calibration text; these are uniform ones of as many parameters"
+    )
+    return (
+        *plan.remarks,
+        *([] if plan.decided else [undecided]),
+        *(_of_experts(plan, experts) if experts else ()),
+        *((f"attention keeps all KV groups: {whole}",) if whole else ()),
+        *_of_kept(plan),
+        *unmoved,
+        *rounded,
+        *unaligned,
+        *(c for c in costs if c),
+    )
+
+
+def _of_experts(plan: "Plan", site: Site) -> tuple[str, ...]:
+    """What the width of experts means for who runs them all at once."""
+    width = plan.widths.of(site)
+    if width % OF_EXPERTS:
+        return (
+            f"experts keep {width:,} {site.unit}s, no multiple of {OF_EXPERTS}: transformers "
+            'runs them in narrow dtypes with experts_implementation="eager" only',
+        )
+    if width == kept_count(site.units, plan.recipe.repair.removed(site.kind)):
+        return ()
+    return (
+        f"experts keep {width:,} {site.unit}s, a multiple of {OF_EXPERTS}, as transformers "
+        "wants that runs them all at once",
+    )
+
+
+def _of_kept(plan: "Plan") -> tuple[str, ...]:
+    """What kept units that were given leave without effect."""
+    kept, sites = plan.recipe.kept, plan.model.layout.sites
+    if kept is None:
+        return ()
+    if kept.covers(plan.model.layout):
+        return (
+            f"every site keeps the units of '{kept.source}': sparsity, align, selection and "
+            "kv_groups have no effect",
+        )
+    return (
+        f"{len(kept.units)} of {len(sites)} sites keep the units of '{kept.source}', the "
+        "others are selected from",
+    )
