@@ -223,7 +223,8 @@ def test_a_killed_run_goes_on_behind_its_allocation(dense, ids, tmp_path, monkey
 def test_a_budget_of_parameters_is_met_and_used(budget, most, more, dense, ids):
     plan = coec.plan(dense, calibration=ids, budget_parameters=budget, **SETTINGS | more)
     most = most or int(0.9 * plan.parameters_before)
-    assert most - 24 * 32 * 3 < plan.parameters_after <= most
+    # A step of the fraction takes a channel of both blocks, or a group of both with it.
+    assert most - 2 * 32 * 3 - 2 * 8 * 3 * 32 < plan.parameters_after <= most
 
 
 @pytest.mark.parametrize("compensation", ["ridge-to-slice", "bias"])
@@ -236,8 +237,8 @@ def test_a_budget_is_used_where_uniform_widths_cannot(compensation, align, dense
     report = prune(dense, tmp_path / "out", ids, **own)
     after, budget = report.plan["parameters"]["after"], int(0.9 * plan.parameters_before)
     assert plan.parameters_after - 8 * 3 * 32 < after <= budget
-    if compensation != "bias":
-        assert after > budget - align * 3 * 32 - 8 * 3 * 32
+    if compensation != "bias":  # what is left is less than the smallest step at one site
+        assert after > budget - align * 3 * 32
 
 
 def test_a_budget_beside_a_share_of_one_kind(dense, ids):
@@ -245,7 +246,8 @@ def test_a_budget_beside_a_share_of_one_kind(dense, ids):
         dense, calibration=ids, budget_parameters=0.9, attention_sparsity=0, **SETTINGS
     )
     assert plan.pruned.kv_heads == 4
-    assert 0.88 < plan.parameters_after / plan.parameters_before <= 0.9
+    budget = int(0.9 * plan.parameters_before)
+    assert budget - 2 * 3 * 32 < plan.parameters_after <= budget  # a channel less in both blocks
 
 
 REFUSED = {
