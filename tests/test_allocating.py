@@ -97,6 +97,8 @@ def test_experts_have_one_width(variant, ids, tmp_path):
     model = tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense")
     with pytest.raises(OptionError, match="non_uniform is not built for models of experts"):
         prune(model, tmp_path / "out", ids, non_uniform=True)
+    with pytest.raises(OptionError, match="a router may send an expert none"):
+        prune(model, tmp_path / "out", ids, compensation="auto", holdout=0.2)
 
 
 def test_without_trust_nothing_is_loaded_by_mistake(dense, ids, tmp_path):
@@ -120,6 +122,49 @@ def test_as_many_parameters_stay_as_with_uniform_widths(allocation, more, dense,
         assert groups == 4
     if more.get("align"):
         assert all(width % 8 == 0 for width in ([mlp] * 2 if isinstance(mlp, int) else mlp))
+
+
+@pytest.mark.parametrize("allocation", ["adaptive", "error"])
+def test_dead_channels_are_not_what_a_block_is_measured_by(allocation, ids, tmp_path):
+    """Two more than go with uniform widths are without weight: the block keeps all the others."""
+    model = tm.tiny("llama", torch.float32)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[:, :14] = 0
+    tm.save(model, tmp_path / "dense")
+    own = {"allocation": allocation, "non_uniform": True}
+    report = prune(tmp_path / "dense", tmp_path / "out", ids, **own)
+    assert widths(report)[0][0] in (range(20, 31) if allocation == "adaptive" else [26])
+
+
+def test_units_of_some_sites_do_not_let_others_lose_what_nobody_asked_for(ids, tmp_path):
+    """Of two groups 30 % takes none; one block's single group is given."""
+    changes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    model = tm.save(tm.tiny("llama", torch.float32, **changes), tmp_path / "dense")
+    own = {"allocation": "error", "non_uniform": True, "kept": {"layers.0.attention": [0]}}
+    report = prune(model, tmp_path / "out", ids, **own)
+    assert widths(report)[1] == [1, 2]
+
+
+def test_heights_that_are_no_costs_leave_the_shapes(dense):
+    plan = coec.plan(dense, allocation="error", non_uniform=True)
+    curves = {s.key: torch.tensor([torch.inf, 2.0, 1.0]).double() for s in plan.model.layout.sites}
+    for cost in (0.0, -1.0):
+        found = allocating._weighed(curves, dict.fromkeys(curves, cost), plan)
+        assert all(worth[1] == 2 * worth[2] > 0 for worth in found.values())
+
+
+def test_units_of_every_site_leave_nothing_to_allocate(dense, ids, tmp_path, monkeypatch):
+    monkeypatch.setattr("coec.pruning.worths", None)  # is not called
+    own = {"allocation": "error", "non_uniform": True, "kept": OWN}
+    report = prune(dense, tmp_path / "out", ids, **own)
+    assert "allocation" in report.plan["notes"][0]
+
+
+def test_a_card_says_what_was_asked_for(dense, ids, tmp_path):
+    own = {"allocation": "adaptive", "non_uniform": True, "budget_parameters": 0.9}
+    prune(dense, tmp_path / "out", ids, **own)
+    card = " ".join((tmp_path / "out/README.md").read_text().split())
+    assert "a rest of at most 0.9 of the parameters, shared among blocks by `adaptive`" in card
 
 
 def test_own_kept_units_of_own_widths_give_the_same_weights(dense, ids, tmp_path):

@@ -10,7 +10,7 @@ import coec
 import tiny_models as tm
 from coec.collecting import merge
 from coec.models.dense import Dense
-from coec.solving import FEW, TRUSTED, UNSEEN
+from coec.solving import FEW, SHRUNK, TRUSTED, UNSEEN
 from coec.types import KeptSet
 
 SETTINGS = {"sparsity": 0.3, "forward_dtype": "float64", "seq_len": 2, "samples": 1, "seed": 1}
@@ -47,6 +47,7 @@ def test_an_expert_without_tokens_keeps_the_slice_of_its_largest_columns(
     assert unseen
     for row in unseen:
         assert row["events"] == [UNSEEN]
+        assert (row["error_before"], row["error_after"]) == (None, None)
         weight, columns, written = of_expert(dense, tmp_path / "out", row)
         assert torch.equal(written, weight[:, columns])
         largest = weight.norm(dim=0).topk(len(columns)).indices.sort().values
@@ -65,8 +66,8 @@ def test_with_few_tokens_a_repair_goes_so_far_from_the_slice_as_these_can_tell(
         if row["site"] != "expert" or not row["tokens"]:
             continue
         few += 1
-        assert FEW in row["events"]
-        assert FEW not in other["events"]
+        assert SHRUNK in row["events"]
+        assert SHRUNK not in other["events"]
         weight, columns, written = of_expert(dense, tmp_path / "shrunk", row)
         whole = of_expert(dense, tmp_path / "plain", other)[2]
         share = row["tokens"] / (TRUSTED * len(columns))
@@ -80,6 +81,7 @@ def test_a_method_that_shrinks_of_itself_is_left(dense, tokens, tmp_path, monkey
     settings = {**SETTINGS, "calibration": tokens, "compensation": "ridge-to-slice"}
     report = coec.prune(dense, tmp_path / "one", **settings)
     assert FEW in report.events
+    assert SHRUNK not in report.events
     monkeypatch.setattr("coec.solving.TRUSTED", 0.0001)
     coec.prune(dense, tmp_path / "other", **settings)
     one, other = (load_file(tmp_path / out / "model.safetensors") for out in ("one", "other"))

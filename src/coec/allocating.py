@@ -116,7 +116,8 @@ def _in_place(cut: Cut, tensors: dict[str, Tensor]) -> Repaired:
 def _weighed(curves: Worths, costs: dict[str, float], plan: Plan) -> dict[str, Tensor]:
     """The curves, each of the height that was measured at the uniform width, per parameter."""
     known = {key: cost for key, cost in costs.items() if key in curves}
-    least = LEAST * max(sum(known.values()) / max(len(known), 1), 0.0)
+    # A difference of few tokens may be negative; where none costs anything, all heights are alike.
+    least = LEAST * sum(map(abs, known.values())) / max(len(known), 1) or 1.0
     sites = {site.key: site for site in plan.model.layout.sites}
     weighed = {}
     for key, curve in curves.items():

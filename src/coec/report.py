@@ -124,14 +124,19 @@ class Report:
     @property
     def _share(self) -> str:
         """The fraction of units that was to go, or those of both kinds."""
-        every = self.recipe["sparsity"]
+        every, budget = self.recipe["sparsity"], self.recipe.get("budget_parameters")
+        how = self.recipe.get("allocation", "uniform")
+        shared = "" if how == "uniform" else f", shared among blocks by `{how}`"
+        if budget is not None:
+            share = f"{budget:.4g} of the parameters" if budget < 1 else f"{budget:,.0f} parameters"
+            return f"a rest of at most {share}{shared}"
         own = [self.recipe.get(f"{site}_sparsity") for site in ("mlp", "attention")]
         mlp, attention = (every if share is None else share for share in own)
         align = self.recipe.get("align", "1")
         rounded = "" if align == "1" else f" (channels rounded up, align = {align})"
         if own == [None, None]:
-            return f"{every:.4g} of each{rounded}"
-        return f"{mlp:.4g} of channels{rounded} and {attention:.4g} of groups"
+            return f"{every:.4g} of each{rounded}{shared}"
+        return f"{mlp:.4g} of channels{rounded} and {attention:.4g} of groups{shared}"
 
     @property
     def _selection(self) -> str:

@@ -25,7 +25,8 @@ from coec.types import Gram, KeptSet, SiteResult
 ERRORS = ("error_before", "error_after")
 TRUSTED = 2
 """Tokens for every kept column, from which on a repair of an expert is taken as it is."""
-FEW = f"fewer than {TRUSTED} tokens for every kept column: the repair is shrunk towards the slice"
+FEW = f"fewer than {TRUSTED} tokens for every kept column"
+SHRUNK = f"{FEW}: the repair is shrunk towards the slice"
 UNSEEN = "no token was routed here: units chosen by magnitude, slice kept"
 
 
@@ -168,11 +169,12 @@ def _solve_site(
     )
     if site.routed and not unseen:
         result = _trusted(result, weight, gram, site.kept_columns(units), method)
-    if held is not None and "held_out" not in needs:
+    if held is not None and held.tokens and "held_out" not in needs:
         result = _with_holdout(result, weight, held, site.kept_columns(units), target)
     found = {"tokens": gram.tokens} if site.routed else {}
+    unknown = dict.fromkeys(ERRORS) if unseen else {}  # of no tokens there is no error
     events = list(dict.fromkeys([*events, *result.diagnostics.get("events", [])]))
-    return Cut(site, units, result), {**found, **result.diagnostics, "events": events}
+    return Cut(site, units, result), {**found, **result.diagnostics, **unknown, "events": events}
 
 
 def _kept(site: Site, weight: Tensor, sums: Gram, plan: Plan) -> KeptSet:
@@ -203,7 +205,7 @@ def _trusted(
     trust = gram.tokens / (TRUSTED * len(kept.indices))
     if trust >= 1:
         return result
-    events, after = [*result.diagnostics["events"], FEW], result.diagnostics["error_after"]
+    events, after = [*result.diagnostics["events"], _few(method)], result.diagnostics["error_after"]
     if not method.shrinks:
         kept = KeptSet(kept.indices.to(gram.x.device), kept.size)
         plain = weight.to(gram.x)[:, kept.indices]
@@ -212,6 +214,11 @@ def _trusted(
         _, after = relative_errors(weight.to(gram.x), gram, kept, result)
     own = {"error_after": after, "events": events}
     return replace(result, diagnostics={**result.diagnostics, **own})
+
+
+def _few(method: Method) -> str:
+    """What few tokens mean for a repair: one that shrinks of itself is left as it is."""
+    return FEW if method.shrinks else SHRUNK
 
 
 def _check_recordable(row: dict[str, Any]) -> None:

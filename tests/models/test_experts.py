@@ -73,13 +73,13 @@ def plan(channels, **settings):
 
 def test_experts_keep_a_multiple_of_8_as_their_product_of_matrices_wants():
     rounded = plan(64, sparsity=0.3)
-    assert rounded.record()["widths"]["mlp"] == {"before": 64, "after": 48}
+    assert rounded.record()["widths"]["experts"] == {"before": 64, "after": 48}
     assert "experts keep 48 intermediate channels, a multiple of 8" in rounded.notes[0]
     exact = plan(64, sparsity=0.25)
-    assert exact.record()["widths"]["mlp"]["after"] == 48
+    assert exact.record()["widths"]["experts"]["after"] == 48
     assert not any("multiple" in note for note in exact.notes)
-    assert plan(64, sparsity=0.3, align="12").record()["widths"]["mlp"]["after"] == 48
-    whole = plan(64, sparsity=0.5, kv_groups="all").record()["widths"]["mlp"]["after"]
+    assert plan(64, sparsity=0.3, align="12").record()["widths"]["experts"]["after"] == 48
+    whole = plan(64, sparsity=0.5, kv_groups="all").record()["widths"]["experts"]["after"]
     assert whole % 8 == 0
     assert whole < 32
 
@@ -91,7 +91,7 @@ def test_experts_whose_units_are_named_keep_these_and_a_note_says_what_that_mean
         for expert in range(4)
     }
     named = plan(64, sparsity=0.3, kept=kept)
-    assert named.record()["widths"]["mlp"]["after"] == 11
+    assert named.record()["widths"]["experts"]["after"] == 11
     assert 'experts_implementation="eager"' in named.notes[0]
 
 

@@ -64,6 +64,15 @@ def test_a_consumer_of_zeros_and_a_single_unit():
     assert error_saved(problems.weight(3, 4), gram(4), 1, 1).tolist() == [torch.inf]
 
 
+def test_what_costs_anything_beyond_what_costs_nothing_is_never_to_go():
+    """Two columns without weight: removing them costs nothing, and everything else is over that."""
+    weight = torch.tensor([[0.0, 2.0, 0.0, 1.0]], dtype=torch.float64)
+    G = Gram(torch.eye(4).double(), torch.zeros(4).double(), 10)
+    assert error_saved(weight, G, 4, 2).tolist() == [torch.inf, torch.inf, 0.0, 0.0]
+    assert error_saved(weight, G, 4, 4).tolist() == [torch.inf, torch.inf, 0.0, 0.0]
+    assert error_saved(weight, G, 4, 1)[1:].tolist() == pytest.approx([1.0, 0.0, 0.0])
+
+
 def test_the_path_is_replaced_by_its_convex_hull():
     costs = [3.0, 1.0, 2.0, 5.0, 4.0, 6.0]
     slopes = _rising(costs)

@@ -83,7 +83,8 @@ class _Pool:
             else:
                 most = middle - 1
         counts = self._first(ranked[:least])
-        self._fill(counts, ranked[least:].tolist())
+        paid = [n for n in range(len(self.sites)) if not (ranked[:least] == n).any()]
+        self._fill(counts, ranked[least:].tolist(), set(paid))
         return [self._width(n, count) for n, count in enumerate(counts)]
 
     def _first(self, ranked: Tensor) -> list[int]:
@@ -91,13 +92,21 @@ class _Pool:
         found = torch.bincount(ranked, minlength=len(self.sites))
         return [max(1, count) for count in found.tolist()]
 
-    def _fill(self, counts: list[int], rest: Sequence[int]) -> None:
-        """Takes further units that fit, in their order; a site of which one does not is done."""
+    def _fill(self, counts: list[int], rest: Sequence[int], paid: set[int]) -> None:
+        """Takes further units that fit, in their order; a site of which one does not is done.
+
+        Args:
+            counts: how many stay already; changed.
+            rest: the sites of the units that follow in the ranking.
+            paid: sites whose first unit is among those, and stays already.
+        """
         left, open_sites = self.most - self._spent(counts), set(range(len(self.sites)))
         for n in rest:
             if left < min(self.costs) or not open_sites:
                 return
-            # The first unit of a site stays in any case, wherever it is ranked.
+            if n in paid:
+                paid.remove(n)
+                continue
             if n not in open_sites or counts[n] == self.sites[n].units:
                 continue
             price = (self._width(n, counts[n] + 1) - self._width(n, counts[n])) * self.costs[n]

@@ -30,6 +30,14 @@ if TYPE_CHECKING:
     from coec.report import Report
 
 
+WIDTHS = (
+    ("mlp", "MLP channels", "per block"),
+    ("experts", "expert channels", "per expert"),
+    ("kv_groups", "KV groups", "per block"),
+)
+"""What a report says of widths, and in what words."""
+
+
 @with_settings(settings.RECIPE, settings.OPTIONS)
 def prune_command(
     model: Annotated[str, argument("Model folder (or its config.json), or a hub name.", "MODEL")],
@@ -137,8 +145,9 @@ def show_report(report: "Report", as_json: bool) -> None:
         f"wrote {report.out}",
         f"parameters       {before:,} → {after:,} ({after / before:.1%})",
         *(
-            f"{what:<16} {counted(width['before'])} → {counted(width['after'])} per block"
-            for what, width in (("MLP channels", widths["mlp"]), ("KV groups", widths["kv_groups"]))
+            f"{what:<16} {counted(widths[name]['before'])} → {counted(widths[name]['after'])} {of}"
+            for name, what, of in WIDTHS
+            if name in widths
         ),
     ]
     lines += report.plan["notes"]

@@ -150,12 +150,18 @@ NEVER_TRIED = ("olmo2", "phi3", "mixtral", "qwen3_moe")
 FINDINGS = (
     Finding("transformers", ANY, own_widths, "with trust_remote_code=True"),
     Finding("vLLM", ANY, own_heads, "no (its transformers backend wants one number of heads)"),
-    Finding("vLLM", ANY, own_widths, "with --trust-remote-code"),
+    Finding(
+        "vLLM", ANY, own_widths, "with trust_remote_code=True, if all blocks have as many heads",
+    ),
     Finding("SGLang", ANY, own_widths, "not known"),
     Finding("llama.cpp", ("qwen3",), own_widths, "no (its qwen3 has one width)"),
     Finding(
-        "llama.cpp", ("llama", "mistral", "qwen2", "granite", "seed_oss"), own_widths,
+        "llama.cpp", ("llama", "mistral", "qwen2", "seed_oss"), own_widths,
         OWN.format("wants one width"),
+    ),
+    Finding(
+        "llama.cpp", ("granite",), own_widths,
+        OWN.format("wants one width") + ", where its multipliers are neutral",
     ),
     Finding("llama.cpp", ANY, own_widths, "no (its architectures have one width)"),
     Finding("OpenVINO", ANY, own_widths, "not known"),

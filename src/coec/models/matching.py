@@ -59,6 +59,8 @@ class Side:
         known = {rows: f"{_module(rows.tensor)}[{rows.start}:{rows.stop}].weight" for rows in parts}
         apart = dict(tensors)
         for rows in parts:
+            if rows.tensor not in tensors:
+                raise ModelError(f"'{name}' lacks {rows.tensor}: it is not pruned from this model")
             ends = [end * len(tensors[rows.tensor]) for end in (rows.start, rows.stop)]
             if any(end % dense[rows.tensor][0] for end in ends):
                 raise ModelError(

@@ -55,7 +55,7 @@ def memory(
     embedding = shapes[layout.embedding].numel()
     samples = plan.recipe.calibration.windows
     length, hidden = plan.seq_len, plan.dense.hidden
-    widest = max(site.columns for site in layout.kinds)
+    widest = max(site.columns for site in layout.sites)
     per_token = (6 * hidden + 4 * plan.dense.ffn) * forward.itemsize + 8 * widest
     batch = max(1, TOKENS_PER_BATCH // length) * length
     written = plan.parameters_after * DTYPES[plan.recipe.repair.dtype or "float32"].itemsize
@@ -78,7 +78,8 @@ def _waiting(plan: "Plan", tokens: int) -> int:
     beside = _streams(plan) * tokens
     if plan.recipe.repair.allocation != "error":
         return beside
-    return max(beside, tokens + 2 * len(plan.model.layout.sites) * min(tokens, TRIED))
+    tried = min(tokens, max(TRIED, plan.seq_len))
+    return max(beside, tokens + 2 * len(plan.model.layout.sites) * tried)
 
 
 def _streams(plan: "Plan") -> int:

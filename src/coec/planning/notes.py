@@ -31,20 +31,22 @@ def notes_of(plan: "Plan") -> tuple[str, ...]:
         f"nothing is removed at {site.kind}: align = {repair.align} rounds up to all "
         f"{site.units:,} {site.unit}s"
         for site, _, too_little in asked
-        if site.value is None and not too_little and not plan.widths.removes_from(site)
+        if site.value is None
+        and repair.align != "1"
+        and not (too_little or any(map(plan.widths.removes_from, _alike(plan, site))))
     )
     unaligned = (
         f"align = auto leaves {site.kind} at {width:,} {site.unit}s: the next multiple of "
         f"{MULTIPLES[-1]} adds more than {MOST_ADDED:.0%}"
         for site, _, _ in asked
-        if repair.multiple is None
-        and site.value is None
-        and (width := plan.widths.of(site)) % MULTIPLES[-1]
+        if repair.multiple is None and site.value is None
+        for width in sorted({plan.widths.of(one) for one in _alike(plan, site)})[:1]
+        if width % MULTIPLES[-1]
     )
-    count = Counter(site.kind for site in plan.model.layout.sites)
     costs = (
-        fallbacks(site, plan.widths.of(site), plan.model.shapes[site.weight][0], count[site.kind])
+        fallbacks(site, width, plan.model.shapes[site.weight][0], blocks)
         for site in kinds
+        for width, blocks in Counter(map(plan.widths.of, _alike(plan, site))).most_common(1)
     )
     whole = plan.model.architecture.whole
     experts = next((site for site in kinds if site.routed), None)
@@ -81,6 +83,11 @@ def _of_experts(plan: "Plan", site: Site) -> tuple[str, ...]:
     )
 
 
+def _alike(plan: "Plan", site: Site) -> list[Site]:
+    """The sites of its kind."""
+    return [one for one in plan.model.layout.sites if one.kind == site.kind]
+
+
 def _of_kept(plan: "Plan") -> tuple[str, ...]:
     """What kept units that were given leave without effect."""
     kept, sites = plan.recipe.kept, plan.model.layout.sites
@@ -88,8 +95,8 @@ def _of_kept(plan: "Plan") -> tuple[str, ...]:
         return ()
     if kept.covers(plan.model.layout):
         return (
-            f"every site keeps the units of '{kept.source}': sparsity, align, selection and "
-            "kv_groups have no effect",
+            f"every site keeps the units of '{kept.source}': sparsity, align, allocation, "
+            "selection and kv_groups have no effect",
         )
     return (
         f"{len(kept.units)} of {len(sites)} sites keep the units of '{kept.source}', the "

@@ -32,6 +32,8 @@ from coec.planning.sizes import (
 )
 from coec.recipe import Recipe
 
+CHANNELS = {"expert": "experts"}
+"""What records call a kind of site of which a block has several."""
 WIDTHS = {"kv_groups": "kv_heads", "query_heads": "heads"}
 """What records call sizes that pruning changes, and the fields of a shape that hold them."""
 BRIEF_ITERATIONS = 3
@@ -130,7 +132,8 @@ class Plan:
                 if kv_groups == "all"
                 else uniform(model.layout, repair, kept)
             )
-            later = repair.allocation != "uniform"
+            named = kept is not None and kept.covers(model.layout)
+            later = repair.allocation != "uniform" and not named
             plan = replace(cls._of(model, recipe, widths, listed=later), decided=not later)
             over = plan.parameters_after - (plan.parameters_before - (goal or 0))
             if goal is None or over <= 0 or plan.parameters_after <= budget_of(model, repair):
@@ -151,7 +154,7 @@ class Plan:
         """
         pruned = pruned_sizes(model, widths)
         if not (pruned.uniform or recipe.repair.non_uniform):
-            raise several_widths(widths, recipe)
+            raise several_widths(model, widths, recipe)
         if listed:
             pruned = pruned.listed()
         biased = frozenset(
@@ -181,11 +184,9 @@ class Plan:
             worths: of every site whose units nobody names.
         """
         layout, repair = self.model.layout, self.recipe.repair
-        whole = (
-            kind.kind
-            for kind in layout.kinds
-            if not any(self.widths.removes_from(s) for s in layout.sites if s.kind == kind.kind)
-        )
+        shared = [site for site in layout.sites if site.key in worths]
+        cut = {site.kind for site in shared if self.widths.removes_from(site)}
+        whole = {site.kind for site in shared} - cut
         widths = by_worth(
             layout,
             self.model.shapes,
@@ -288,11 +289,11 @@ class Plan:
         counted = {p.name: p.counted_by for p in self.model.architecture.blocks.sites}
         kinds = [site.kind for site in self.model.layout.kinds if site.value is None]
         return {
-            "mlp" if number == 0 else f"{kind}s": {
+            CHANNELS.get(kind, kind): {
                 "before": _of_blocks(self.dense, counted[kind]),
                 "after": _of_blocks(self.pruned, counted[kind]),
             }
-            for number, kind in enumerate(kinds)
+            for kind in kinds
         }
 
     @property

@@ -30,15 +30,16 @@ def goal_of(model: Description, repair: Repair) -> int | None:
     return sum(shape.numel() for shape in model.shapes.values()) - budget_of(model, repair)
 
 
-def several_widths(widths: Widths, recipe: Recipe) -> OptionError:
+def several_widths(model: Description, widths: Widths, recipe: Recipe) -> OptionError:
     """The error where widths differ by block and nobody said that they may."""
     kinds = {name: set(widths.everywhere(name)) for _, name in widths.kept}
     name, found = next((name, found) for name, found in kinds.items() if len(found) > 1)
     source = "" if recipe.kept is None else f" in '{recipe.kept.source}'"
+    code = ", or set non_uniform to write code beside the weights"
     return OptionError(
         f"the widths of {name}{source} differ by block ({min(found):,} to {max(found):,}), which "
-        "no stock format holds: keep as many units in every block, or set non_uniform to write "
-        "code beside the weights"
+        "no stock format holds: keep as many units in every block"
+        + ("" if model.architecture.blocks.experts else code)
     )
 
 
@@ -85,4 +86,9 @@ def check_experts(architecture: Architecture, recipe: Recipe) -> None:
         raise OptionError(
             f"non_uniform is not built for models of experts ({architecture.model_type}): leave it "
             "out"
+        )
+    if architecture.blocks.experts and recipe.method.name == "auto":
+        raise OptionError(
+            "compensation = auto judges by held-out tokens, of which a router may send an expert "
+            "none: use another compensation, say ridge-to-slice"
         )

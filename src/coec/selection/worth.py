@@ -33,17 +33,17 @@ def error_saved(
 ) -> Float[Tensor, " u"]:
     """By how much the output error falls for each unit that stays, best first.
 
-    In units of what the removal of all but `keep` costs. Units go as `obs` removes them, the rest
+    In units of what the removal of all but `keep` costs; where that costs nothing, a unit is worth
+    nothing either, or ∞ if its own removal costs anything. Units go as `obs` removes them, the rest
     refitted after each. Where one costs less than one before it, those between are removed together
     or not at all, at their mean cost: the path is replaced by its convex hull. The last unit, which
-    always stays, is worth ∞; where removals cost nothing every other is worth 0. float64, on the
-    CPU.
+    always stays, is worth ∞. float64, on the CPU.
 
     Args:
         weight: `W₀`.
         gram: statistics of its inputs.
         units: how many there are, each of as many consecutive columns.
-        keep: how many are left when the error is 1; fewer than all.
+        keep: how many are left when the error is 1.
 
     Raises:
         NumericalError: the weight is not finite.
@@ -51,7 +51,8 @@ def error_saved(
     path = removal_path(weight, gram.xx, units, 1)
     rising = torch.tensor(_rising([cost for _, cost in path]), dtype=torch.float64)
     error = float(rising[: units - keep].sum())
-    saved = rising.flip(0) / error if error > 0 else torch.zeros_like(rising)
+    # Over an error of 0 anything is ∞; 0 over it counts as 0.
+    saved = (rising / error if error > 0 else torch.where(rising > 0, torch.inf, 0.0)).flip(0)
     return torch.cat([torch.full((1,), torch.inf, dtype=torch.float64), saved])
 
 
