@@ -136,11 +136,14 @@ def test_dead_channels_are_not_what_a_block_is_measured_by(allocation, ids, tmp_
     assert widths(report)[0][0] in (range(20, 31) if allocation == "adaptive" else [26])
 
 
-def test_units_of_some_sites_do_not_let_others_lose_what_nobody_asked_for(ids, tmp_path):
+@pytest.mark.parametrize("allocation", ["adaptive", "error"])
+def test_units_of_some_sites_do_not_let_others_lose_what_nobody_asked_for(
+    allocation, ids, tmp_path
+):
     """Of two groups 30 % takes none; one block's single group is given."""
     changes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     model = tm.save(tm.tiny("llama", torch.float32, **changes), tmp_path / "dense")
-    own = {"allocation": "error", "non_uniform": True, "kept": {"layers.0.attention": [0]}}
+    own = {"allocation": allocation, "non_uniform": True, "kept": {"layers.0.attention": [0]}}
     report = prune(model, tmp_path / "out", ids, **own)
     assert widths(report)[1] == [1, 2]
 
