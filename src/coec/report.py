@@ -151,8 +151,7 @@ class Report:
         before, after = parameters["before"], parameters["after"]
         name = Path(self.model).name
         rows = "\n".join(
-            f"| {what.replace('_', ' ')} per block | {counted(w['before'])} | "
-            f"{counted(w['after'])} |"
+            f"| {_of_what(what)} | {counted(w['before'])} | {counted(w['after'])} |"
             for what, w in widths.items()
         )
         errors = "\n".join(
@@ -224,6 +223,11 @@ Errors are on the calibration data; they say nothing about other text. Evaluate 
 
 The licence of the dense model applies.
 """
+
+
+def _of_what(width: str) -> str:
+    """What a width counts, in words."""
+    return "channels per expert" if width == "experts" else f"{width.replace('_', ' ')} per block"
 
 
 def counted(width: int | list[int]) -> str:

@@ -134,6 +134,7 @@ def show_plan(plan: "Plan", model: str, as_json: bool, *, measured: bool) -> Non
 
 def show_report(report: "Report", as_json: bool) -> None:
     """Prints what a pruning did, in lines or as one JSON object."""
+    from coec.models.architectures import ARCHITECTURES
     from coec.report import counted
 
     if as_json:
@@ -178,7 +179,8 @@ def show_report(report: "Report", as_json: bool) -> None:
     for event, modules in report.events.items():
         where = modules[0] if len(modules) == 1 else f"{modules[0]} and {len(modules) - 1} more"
         notes.print(f"note: {where}: {event}", markup=False)
-    if report.recipe.get("preset") == "paper" and not report.rebuilding:
+    adds = ARCHITECTURES[report.plan["model_type"]].adds  # where blocks can be fitted at all
+    if report.recipe.get("preset") == "paper" and not report.rebuilding and not adds:
         results.print(
             "beyond the paper: --preset best fits every block to the dense model's hidden states",
             markup=False,
