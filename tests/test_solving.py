@@ -113,7 +113,7 @@ def test_the_command_says_what_became_of_experts(dense, tokens, tmp_path, run):
     assert status == 0
     assert "expert error" in made
     assert f"more: {FEW}" in said
-    assert "--preset best" not in said  # it is refused for these blocks
+    assert "--preset best" not in made  # it is refused for these blocks
     status, analyzed, _ = run("analyze", dense, tmp_path / "out", "--no-speed", "--json")
     assert status == 0
     rows = json.loads(analyzed)["geometry"]["modules"]
