@@ -19,7 +19,7 @@ from coec.execution.journal import Journal
 from coec.models.dense import Dense
 from coec.models.files import read_tensors, write_tensors
 from coec.models.layout import Site
-from coec.models.surgery import Cut
+from coec.models.surgery import Cut, with_bias
 from coec.planning import Plan
 from coec.selection import error_saved, standardised
 from coec.solving import SiteStatistics, naming, solve_site
@@ -108,8 +108,7 @@ def _in_place(cut: Cut, tensors: dict[str, Tensor]) -> Repaired:
     kept = cut.site.kept_columns(cut.units).indices.cpu()
     weight[:, kept] = cut.result.weight.cpu()
     if cut.result.bias is not None:
-        added = cut.result.bias.cpu()
-        bias = added if bias is None else added + bias.to(added)
+        bias = with_bias(cut.result.bias.cpu(), bias)
     return Repaired(weight, bias)
 
 

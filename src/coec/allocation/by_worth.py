@@ -83,8 +83,8 @@ class _Pool:
             else:
                 most = middle - 1
         counts = self._first(ranked[:least])
-        paid = [n for n in range(len(self.sites)) if not (ranked[:least] == n).any()]
-        self._fill(counts, ranked[least:].tolist(), set(paid))
+        absent = set(range(len(self.sites))) - set(ranked[:least].unique().tolist())
+        self._fill(counts, ranked[least:].tolist(), absent)
         return [self._width(n, count) for n, count in enumerate(counts)]
 
     def _first(self, ranked: Tensor) -> list[int]:
@@ -101,8 +101,9 @@ class _Pool:
             paid: sites whose first unit is among those, and stays already.
         """
         left, open_sites = self.most - self._spent(counts), set(range(len(self.sites)))
+        least = min(self.costs)
         for n in rest:
-            if left < min(self.costs) or not open_sites:
+            if left < least or not open_sites:
                 return
             if n in paid:
                 paid.remove(n)

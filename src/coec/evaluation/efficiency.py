@@ -86,7 +86,7 @@ def efficiency(
 
 def _cost(model: Description, dtype: str | None) -> Cost:
     chosen = DTYPES[dtype] if dtype else stored_dtype(model.config)
-    parameters = sum(shape.numel() for shape in model.shapes.values())
+    parameters = model.parameters
     return Cost(
         parameters=parameters,
         dtype=str(chosen).removeprefix("torch."),

@@ -121,7 +121,7 @@ def _account(plan: "Plan", out: Path, events: tuple[str, ...]) -> Export:
         path=str(out),
         arch=plan.target.name,
         dtype=plan.dtype,
-        parameters=sum(shape.numel() for shape in plan.model.shapes.values()),
+        parameters=plan.model.parameters,
         file_bytes=out.stat().st_size,
         context=plan.facts.context,
         tokenizer=None if vocabulary is None else f"{vocabulary.model}, {vocabulary.pre}",

@@ -71,6 +71,11 @@ class Description:
             return model
         return cls.of(read_config(find_model(model, weights=False)))
 
+    @property
+    def parameters(self) -> int:
+        """How many numbers a checkpoint of it stores, tied ones once."""
+        return sum(shape.numel() for shape in self.shapes.values())
+
     def skeleton(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """The transformers model on the meta device: shapes, no memory."""
         return skeleton(self.config, dtype)

@@ -41,14 +41,17 @@ def cut_block(
     for cut in cuts:
         if cut.result is None:
             continue
-        site, bias = cut.site, cut.result.bias
+        site = cut.site
         out[site.weight] = cast(cut.result.weight, dtype, site.consumer)
-        if bias is not None:
-            existing = tensors.get(site.bias)
-            if existing is not None:
-                bias = bias + existing.to(bias)
+        if cut.result.bias is not None:
+            bias = with_bias(cut.result.bias, tensors.get(site.bias))
             out[site.bias] = cast(bias, dtype, site.consumer)
     return out
+
+
+def with_bias(added: Float[Tensor, " m"], own: Float[Tensor, " m"] | None) -> Float[Tensor, " m"]:
+    """What a repair adds to a consumer's bias, and that bias where it has one."""
+    return added if own is None else added + own.to(added)
 
 
 def value_rows(

@@ -218,7 +218,7 @@ class Plan:
     @property
     def parameters_before(self) -> int:
         """Parameters of the dense model, tied ones once."""
-        return sum(shape.numel() for shape in self.model.shapes.values())
+        return self.model.parameters
 
     @property
     def parameters_after(self) -> int:

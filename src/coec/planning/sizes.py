@@ -11,7 +11,7 @@ from coec.settings import Repair
 
 def budget_of(model: Description, repair: Repair) -> int:
     """The most parameters that may be left; raises OptionError where these are no fewer."""
-    before = sum(shape.numel() for shape in model.shapes.values())
+    before = model.parameters
     asked = repair.budget_parameters
     assert asked is not None
     budget = int(asked * before) if asked < 1 else int(asked)
@@ -27,7 +27,7 @@ def goal_of(model: Description, repair: Repair) -> int | None:
     """How many parameters must go; None where sparsity says what does."""
     if repair.budget_parameters is None:
         return None
-    return sum(shape.numel() for shape in model.shapes.values()) - budget_of(model, repair)
+    return model.parameters - budget_of(model, repair)
 
 
 def several_widths(model: Description, widths: Widths, recipe: Recipe) -> OptionError:
