@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 import coec
 import tiny_models as tm
 from coec import devices, pruning, writing
-from coec.errors import OptionError, UnfinishedError
+from coec.errors import ModelError, OptionError, UnfinishedError
+from coec.models import dense as module
 from coec.types import SiteResult
 
 SETTINGS = {"samples": 24, "seq_len": 32, "rounds": 1}
@@ -254,3 +255,44 @@ def test_statistics_instead_of_the_same_text_are_no_other_run(begun, solved, tmp
     coec.prune(tmp_path / "model", tmp_path / "out", compensation="none",
                statistics=tmp_path / "statistics")  # fmt: skip
     assert solved == [0, 1]
+
+
+def test_a_damaged_block_found_late_costs_only_itself(dense, tmp_path, monkeypatch, solved):
+    """Weights are read when their turn comes: what was finished before stays, and is used."""
+    monkeypatch.setattr(module, "SAMPLED", 64)
+    good, out, text = tmp_path / "good", tmp_path / "out", tm.text_file(tmp_path / "text.txt")
+    shutil.copytree(dense, good)
+    whole = coec.prune(good, tmp_path / "whole", calibration=text, **SETTINGS)
+    weights = load_file(good / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    bad = weights[name].flatten().index_fill(0, torch.tensor([5]), float("nan"))
+    save_file(weights | {name: bad.view_as(weights[name])}, good / "model.safetensors")
+    with pytest.raises(ModelError, match=f"{name} .* holds NaN or Inf") as caught:
+        coec.prune(good, out, calibration=text, **SETTINGS)
+    assert "what is finished is kept" in caught.value.__notes__[0]
+    save_file(weights, good / "model.safetensors")
+    solved.clear()
+    report = coec.prune(good, out, calibration=text, **SETTINGS)
+    assert solved == [1]
+    assert report.model_sha256 == whole.model_sha256
+    assert content(out)[0].keys() == content(tmp_path / "whole")[0].keys()
+    assert (out / "model.safetensors").read_bytes() == (
+        tmp_path / "whole/model.safetensors"
+    ).read_bytes()
+
+
+def test_a_model_that_changed_where_nothing_was_sampled_is_not_gone_on_with(
+    dense, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(module, "SAMPLED", 64)
+    model, out, text = tmp_path / "model", tmp_path / "out", tm.text_file(tmp_path / "text.txt")
+    shutil.copytree(dense, model)
+    interrupt(monkeypatch, model, out, calibration=text, **SETTINGS)
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    other = weights[name].flatten().index_fill(0, torch.tensor([5]), 0.5)
+    save_file(weights | {name: other.view_as(weights[name])}, model / "model.safetensors")
+    with pytest.raises(ModelError, match="was changed since block 0 was done"):
+        coec.prune(model, out, calibration=text, **SETTINGS)
+    assert not out.exists()
+    coec.prune(model, out, calibration=text, restart=True, **SETTINGS)

@@ -56,7 +56,6 @@ def collect(
     out = _free(out)
     dense = Dense.open(model)
     source = DensePass(dense, recipe.calibration, recipe.runtime, progress)
-    dense.check_values()
     kinds = 2 if recipe.calibration.holdout else 1
     size = 8 * kinds * sum(site.columns**2 for site in dense.layout.sites)
     check_space(out, int(size * 1.01) + 2**24)
@@ -66,7 +65,10 @@ def collect(
             record = source.begin(done, progress)
             finished = {b.index for b in dense.layout.blocks if block_file(b.index) in done}
             for measured in source.blocks(finished, progress):
-                _keep(done, measured.block.index, {FIT: measured.grams, HELD_OUT: measured.holdout})
+                grams = {FIT: measured.grams, HELD_OUT: measured.holdout}
+                _keep(done, measured.index, grams, dense=dense.digest_of(measured.block))
+            made_of = (done.facts(block_file(b.index))["dense"] for b in dense.layout.blocks)
+            dense.check_unchanged(dict(enumerate(made_of)))
             settings = recipe.record()
             kept = {name: settings[name] for name in recipe.calibration.record()}
             assert source.windows is not None
@@ -137,9 +139,9 @@ def _free(out: str | Path) -> Path:
     return out
 
 
-def _keep(done: Journal, index: int, grams: Grams) -> None:
+def _keep(done: Journal, index: int, grams: Grams, **facts: Any) -> None:
     name = block_file(index)
-    done.put(name, done.new / name, lambda path: write_grams(path, grams))
+    done.put(name, done.new / name, lambda path: write_grams(path, grams), **facts)
 
 
 def _sums_of_both(first: Statistics, second: Statistics, index: int) -> Grams:

@@ -113,7 +113,6 @@ def prune(
             "reconstruct sums over tokens in the dtype of the forward pass, which overflow in "
             "float16: set forward_dtype=bfloat16 or forward_dtype=float32"
         )
-    dense.check_values()
     dtype = DTYPES[recipe.repair.dtype] if recipe.repair.dtype else dense.dtype
     check_space(out, space_needed(out, plan, dtype))
     device = choose_device(recipe.runtime.device)

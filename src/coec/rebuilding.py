@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from coec.calibration.head import Head, rescaled_norm
-from coec.calibration.layers import TOKENS_PER_BATCH, Layers, State
+from coec.calibration.layers import TOKENS_PER_BATCH, Layers, State, to_host
 from coec.calibration.measure import DensePass, Source
 from coec.errors import NumericalError
 from coec.events import Progress, record, recording
 from coec.execution.journal import Journal
 from coec.linalg.spd import solve_right
+from coec.models.ahead import ReadAhead
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.files import write_json
@@ -178,25 +179,26 @@ class SideBySide:
         embedding = self._dense.tensor(self._dense.layout.embedding)
         self._above = self._big.embed(self._batches, embedding)
         self._below = self._small.embed(self._batches, embedding.to(self._written))
-        for block in self._dense.layout.blocks:
-            tensors = self._dense.tensors(block)
-            self._big.load(block, tensors)
-            if block.index in solved:
-                written: Mapping[str, Tensor] = finished(block)
+        with ReadAhead(self._dense, last=len(self._dense.layout.blocks) - 1) as ahead:
+            for block in self._dense.layout.blocks:
+                tensors = ahead.tensors(block)
+                self._big.load(block, tensors)
+                if block.index in solved:
+                    written: Mapping[str, Tensor] = finished(block)
+                    with torch.no_grad():
+                        self._above = [self._big.advance(block.index, s) for s in self._above]
+                else:
+                    result = self._solve(block, tensors)
+                    written = result.tensors
+                    yield result
+                # As it is written: a run that goes on from the disk has nothing else.
+                self._small.load(block, written)
                 with torch.no_grad():
-                    self._above = [self._big.advance(block.index, state) for state in self._above]
-            else:
-                result = self._solve(block, tensors)
-                written = result.tensors
-                yield result
-            # As it is written: a run that goes on from the disk has nothing else.
-            self._small.load(block, written)
-            with torch.no_grad():
-                self._below = [self._small.advance(block.index, state) for state in self._below]
-            self._big.drop(block.index)
-            self._small.drop(block.index)
-            if progress:
-                progress(phase, block.index + 1, len(self._dense.layout.blocks))
+                    self._below = [self._small.advance(block.index, s) for s in self._below]
+                self._big.drop(block.index)
+                self._small.drop(block.index)
+                if progress:
+                    progress(phase, block.index + 1, len(self._dense.layout.blocks))
 
     def end(self) -> Ending:
         """What the pruned model's end needs, and how well it predicts; after the last block."""
@@ -396,7 +398,7 @@ class SideBySide:
         self._small.load(block, own, part=True)
 
     def _run(self, layers: Layers, half: nn.Module, block: BlockLayout, state: State) -> State:
-        return layers.call(half, block.index, state.to(self._device)).cpu()
+        return to_host(layers.call(half, block.index, state.to(self._device)))
 
     def _token_weights(self, states: States) -> list[Float[Tensor, "_ length"]]:
         """W of every token, of mean 1 over the windows fitted on."""

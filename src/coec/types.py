@@ -4,6 +4,7 @@ Letters follow the paper: d input columns of a consumer, m its output rows, k ke
 N calibration tokens.
 """
 
+import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -133,6 +134,13 @@ class GramSum:
         self.tokens += len(rows)
         self.weight += n
         self.precision = max(self.precision, 0.0 if exact else torch.finfo(rows.dtype).eps)
+
+    def to(self, device: torch.device | str) -> "GramSum":
+        """The same on another device, to go on there."""
+        other = copy.copy(self)
+        for name in ("xx", "x", "centred"):
+            setattr(other, name, getattr(self, name).to(device))
+        return other
 
     def gram(self) -> Gram:
         """The sums, made symmetric in place and handed over, not copied: update no more.

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 import coec
 import tiny_models as tm
 from coec.errors import ModelError
+from coec.models import dense as module
+from coec.models.ahead import ReadAhead
 from coec.models.dense import Dense
 from coec.models.stored import INDEX
 
@@ -345,3 +347,69 @@ def test_a_pipe_and_a_folder_are_no_shards(model):
     os.mkfifo(path)
     with pytest.raises(ModelError, match="cannot be read: it is no file"):
         Dense.open(model)
+
+
+def test_the_fingerprint_sees_any_change_of_a_small_model_and_reads_little_of_a_large_one(
+    model, monkeypatch
+):
+    first, digest = Dense.open(model), Dense.open(model).digest
+    assert first.fingerprint == Dense.open(model).fingerprint
+    assert not first.hashes  # nothing was read as a whole
+    rewrite(model, replaced(UP, lambda w: w.index_fill(0, torch.tensor([3]), 0.5)))
+    assert Dense.open(model).fingerprint != first.fingerprint
+    monkeypatch.setattr(module, "SAMPLED", 64)
+    sampled = Dense.open(model).fingerprint
+    # Four pieces of four numbers: the first and the last are among them, what lies between is not.
+    change = replaced(UP, lambda w: w.flatten().index_fill(0, torch.tensor([5]), 0.1).view_as(w))
+    rewrite(model, change)
+    assert Dense.open(model).fingerprint == sampled
+    assert Dense.open(model).digest != digest
+    last = replaced(UP, lambda w: w.flatten().index_fill(0, torch.tensor([-1]), 0.1).view_as(w))
+    rewrite(model, last)
+    assert Dense.open(model).fingerprint != sampled
+
+
+def test_a_sampled_number_that_is_not_finite_is_found_before_work(model):
+    rewrite(model, replaced(UP, lambda w: w.index_fill(0, torch.tensor([3]), float("nan"))))
+    with pytest.raises(ModelError, match=r"up_proj.* holds NaN or Inf"):
+        _ = Dense.open(model).fingerprint
+
+
+def test_what_is_read_is_noted_and_the_digest_reads_the_rest(model, monkeypatch):
+    opened, read = Dense.open(model), []
+    original = Dense._read
+    monkeypatch.setattr(
+        Dense, "_read", lambda self, file, names: read.extend(names) or original(self, file, names)
+    )
+    block = opened.layout.blocks[0]
+    opened.tensors(block)
+    seen = set(read)
+    assert seen
+    assert all(name.startswith(block.prefix) for name in seen)
+    read.clear()
+    digest = opened.digest
+    assert set(read) == set(opened.files) - seen
+    assert digest == Dense.open(model).digest
+
+
+def test_the_next_block_is_read_ahead_once_and_no_further_than_the_last(model, monkeypatch):
+    opened, read = Dense.open(model), []
+    original = Dense.tensors
+    monkeypatch.setattr(
+        Dense, "tensors", lambda self, block: read.append(block.index) or original(self, block)
+    )
+    first, second = opened.layout.blocks
+    with ReadAhead(opened, last=1) as ahead:
+        assert ahead.tensors(first).keys() == original(opened, first).keys()
+        assert ahead.tensors(second).keys() == original(opened, second).keys()
+    assert read == [0, 1]
+    with ReadAhead(opened, last=0) as ahead:
+        ahead.tensors(first)
+    assert read == [0, 1, 0]
+    rewrite(model, replaced(UP, lambda w: w * float("inf")))
+    again = Dense.open(model)
+    with ReadAhead(again, last=1) as ahead:
+        if UP.startswith(second.prefix):
+            ahead.tensors(first)  # not yet its turn
+        with pytest.raises(ModelError, match="holds NaN or Inf"):
+            ahead.tensors(second if UP.startswith(second.prefix) else first)

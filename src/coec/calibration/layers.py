@@ -110,7 +110,7 @@ class Layers:
             )
             out = self._base(input_ids=batch.to(self._device), use_cache=False).last_hidden_state
             if out.shape[:-1] == batch.shape:
-                return out.cpu(), calls
+                return to_host(out), calls
         raise ModelError("the decoder layers of this transformers release are called in a new way")
 
     def load(
@@ -139,7 +139,7 @@ class Layers:
 
     def advance(self, index: int, state: State) -> State:
         """What a layer makes of a batch of hidden states."""
-        return self.call(self.modules[index], index, state.to(self._device)).cpu()
+        return to_host(self.call(self.modules[index], index, state.to(self._device)))
 
     def experts(self, index: int) -> nn.Module | None:
         """The module of all experts of a layer; None where it has none."""
@@ -169,6 +169,13 @@ class Layers:
         out = module(state, *call.args, **call.kwargs)
         first: Tensor = out[0] if isinstance(out, tuple) else out
         return first
+
+
+def to_host(state: State) -> State:
+    """Hidden states in host memory: beside a GPU in pages that it copies from and to directly."""
+    if state.device.type != "cuda":
+        return state.cpu()
+    return torch.empty(state.shape, dtype=state.dtype, pin_memory=True).copy_(state)
 
 
 def _child(site: Site, block: BlockLayout) -> str:

@@ -29,12 +29,12 @@ TEXT = "windows"
 def depends_on(dense: Dense, calibration: Calibration, device: torch.device) -> dict[str, Any]:
     """All that the statistics of a dense pass depend on, JSON-ready, by the names of settings.
 
-    Model and text are there by digests of their content, and what a setting leaves open as it is
-    resolved for this model and device.
+    The model is there by its fingerprint, the text by a digest of its content, and what a setting
+    leaves open as it is resolved for this model and device.
     """
     dtype = choose_forward_dtype(calibration.forward_dtype, dense.dtype, device)
     return calibration.record() | {
-        "model": dense.digest,
+        "model": dense.fingerprint,
         "tokenizer": tokenizer_digest(dense.folder),
         "calibration": source_digest(calibration.source),
         "seq_len": window_length(calibration, dense),
@@ -48,7 +48,7 @@ class Source(ABC):
     @property
     @abstractmethod
     def made_with(self) -> dict[str, Any]:
-        """All that they depend on, JSON-ready; model and text by digests."""
+        """All that they depend on, JSON-ready; model and text by what tells them from others."""
 
     @property
     def forward_dtype(self) -> str:
@@ -143,7 +143,7 @@ class SavedPass(Source):
     """
 
     def __init__(self, statistics: Statistics, dense: Dense, runtime: Runtime) -> None:
-        statistics.check({"model": dense.digest})
+        statistics.check({"model": dense.fingerprint})
         self._statistics, self._dense = statistics, dense
         self._device = choose_device(runtime.device)
 

@@ -4,7 +4,7 @@ Only the embedding, one block and the hidden states are ever in memory.
 """
 
 import itertools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from coec.calibration.layers import TOKENS_PER_BATCH, Layers
+from coec.calibration.layers import TOKENS_PER_BATCH, Layers, State
 from coec.events import Progress
+from coec.models.ahead import ReadAhead
 from coec.models.dense import Dense
 from coec.models.experts import routed_inputs
 from coec.models.layout import BlockLayout, Site
@@ -42,8 +43,33 @@ class Measured:
         return self.block.index
 
 
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Statistics of one block while they are summed.
+
+    Attributes:
+        fit: of every site's inputs, by the site's name.
+        held: the same over windows that are held out.
+    """
+
+    fit: dict[str, GramSum] = field(default_factory=dict)
+    held: dict[str, GramSum] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> "Sums":
+        """The same on another device."""
+        return Sums(*({n: s.to(device) for n, s in part.items()} for part in (self.fit, self.held)))
+
+    def grams(self) -> tuple[dict[str, Gram], dict[str, Gram]]:
+        """Of both parts, handed over: whoever takes a Gram out can free it."""
+        fit, held = ({n: part.pop(n).gram() for n in list(part)} for part in (self.fit, self.held))
+        return fit, held
+
+
 class DenseStream:
     """The dense model over fixed token windows, block by block.
+
+    Batches are added to the sums one after the other: where one stream goes on with the sums of
+    another, they come out as if one had run all windows.
 
     Args:
         dense: the model.
@@ -67,12 +93,47 @@ class DenseStream:
         self._dense, self._device = dense, device
         self._progress = progress
         self._layers = Layers(dense, device=device, dtype=dtype)
-        size = max(1, TOKENS_PER_BATCH // windows.shape[1])
+        size = batch_size(windows)
         fit = windows.split(size)
         self._fit_batches = len(fit)
         self._batches = fit if holdout is None else fit + holdout.split(size)
+        self.states: list[State] = []
 
     @torch.no_grad()
+    def begin(self) -> None:
+        """Sets `states` to those before the first block."""
+        embedding = self._dense.tensor(self._dense.layout.embedding)
+        self.states = self._layers.embed(self._batches, embedding)
+
+    @torch.no_grad()
+    def advance(
+        self,
+        block: BlockLayout,
+        tensors: Mapping[str, Tensor],
+        sums: Sums | None,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Carries `states` through the next block.
+
+        Args:
+            block: which one.
+            tensors: its weights as stored.
+            sums: to which its statistics are added; None where they are not wanted.
+            progress: called after every batch.
+        """
+        self._layers.load(block, tensors)
+        count = len(self._batches)
+        fit, held = (None, None) if sums is None else (sums.fit, sums.held)
+        for part, numbers in (
+            (fit, range(self._fit_batches)),
+            (held, range(self._fit_batches, count)),
+        ):
+            with self._accumulating(block, part, bool(numbers)):
+                for number in numbers:
+                    self.states[number] = self._layers.advance(block.index, self.states[number])
+                    progress()
+        self._layers.drop(block.index)
+
     def blocks(self, skip: Container[int] = ()) -> Iterator[Measured]:
         """Yields blocks in order, their statistics complete.
 
@@ -80,34 +141,18 @@ class DenseStream:
             skip: blocks that are only passed through, and not yielded; nothing runs behind the
                 last one that is.
         """
-        wanted = [b for b in self._dense.layout.blocks if b.index not in skip]
+        wanted = [b.index for b in self._dense.layout.blocks if b.index not in skip]
         if not wanted:
             return
-        states = self._layers.embed(self._batches, self._dense.tensor(self._dense.layout.embedding))
-        progress = self._counter(wanted[-1].index + 1)
-        for block in self._dense.layout.blocks[: wanted[-1].index + 1]:
-            tensors = self._dense.tensors(block)
-            self._layers.load(block, tensors)
-            fit: dict[str, GramSum] = {}
-            held: dict[str, GramSum] = {}
-            measured = block.index not in skip
-            for sums, part in (
-                (fit, range(self._fit_batches)),
-                (held, range(self._fit_batches, len(states))),
-            ):
-                with self._accumulating(block, sums if measured else None):
-                    for number in part:
-                        states[number] = self._layers.advance(block.index, states[number])
-                        progress()
-            self._layers.drop(block.index)
-            if measured:
-                # Handed over: whoever takes a Gram out of the block can free it.
-                yield Measured(
-                    block,
-                    tensors,
-                    {name: fit.pop(name).gram() for name in list(fit)},
-                    {name: held.pop(name).gram() for name in list(held)},
-                )
+        self.begin()
+        progress = self._counter(wanted[-1] + 1)
+        with ReadAhead(self._dense, last=wanted[-1]) as ahead:
+            for block in self._dense.layout.blocks[: wanted[-1] + 1]:
+                tensors = ahead.tensors(block)
+                sums = Sums() if block.index in wanted else None
+                self.advance(block, tensors, sums, progress)
+                if sums is not None:
+                    yield Measured(block, tensors, *sums.grams())
 
     def _counter(self, blocks: int) -> Callable[[], None]:
         """Reports one more finished batch at every call."""
@@ -120,17 +165,19 @@ class DenseStream:
         return advance
 
     @contextmanager
-    def _accumulating(self, block: BlockLayout, sums: dict[str, GramSum] | None) -> Iterator[None]:
+    def _accumulating(
+        self, block: BlockLayout, sums: dict[str, GramSum] | None, any_batch: bool
+    ) -> Iterator[None]:
         """Adds the inputs of every site's consumer to `sums`, by site name; None adds nothing."""
         layer, hooks = self._layers.modules[block.index], []
-        if sums is not None:
+        if sums is not None and any_batch:
             experts, routed = (
                 self._layers.experts(block.index),
                 [s for s in block.sites if s.routed],
             )
             if experts is not None:
                 for site in routed:  # some may get no token
-                    sums[site.name] = GramSum(site.columns, self._device)
+                    sums.setdefault(site.name, GramSum(site.columns, self._device))
                 hooks.append(experts.register_forward_pre_hook(_accumulate_routed(sums, routed)))
             for site in block.sites:
                 if site.routed:
@@ -142,6 +189,11 @@ class DenseStream:
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def batch_size(windows: Int[Tensor, "n length"]) -> int:
+    """Windows that are run at once."""
+    return max(1, TOKENS_PER_BATCH // windows.shape[1])
 
 
 def _accumulate(sums: dict[str, GramSum], name: str) -> Callable[..., None]:

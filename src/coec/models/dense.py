@@ -7,7 +7,8 @@ made of the same tensors, and what one part of the package refuses no other acce
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from coec.models.shape import Shape
 from coec.models.stored import LAYER, Header, headers_of
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+SAMPLED = 2**16
+"""Bytes of every tensor that `Dense.fingerprint` reads."""
 PARAMETER = re.compile(r"(model|lm_head)\..*(weight|bias)")
 """Names of tensors that would change what a model computes, if its configuration knew them."""
 
@@ -39,6 +42,9 @@ PARAMETER = re.compile(r"(model|lm_head)\..*(weight|bias)")
 @dataclass(frozen=True, eq=False)
 class Dense(Description):
     """An opened model: its files are whole, and hold what its configuration says.
+
+    Weights are read once, when their turn comes: whether they are finite is seen then, and what
+    they are is noted for `digest`. What is wrong with many of them, `fingerprint` sees before.
 
     Attributes:
         name: as it was asked for.
@@ -48,6 +54,7 @@ class Dense(Description):
             refused.
         dtype: of the weights, the widest where they are mixed.
         notes: what is unusual about it, one sentence each.
+        hashes: of the tensors read so far, by name: dtype, shape and SHA-256 of the content.
     """
 
     name: str
@@ -56,6 +63,7 @@ class Dense(Description):
     stamps: dict[str, tuple[int, int]]
     dtype: torch.dtype
     notes: tuple[str, ...]
+    hashes: dict[str, str] = field(default_factory=dict, repr=False)
 
     @classmethod
     def open(cls, model: "str | Path | Dense") -> "Dense":
@@ -86,41 +94,79 @@ class Dense(Description):
                    dtype=dtype, notes=tuple(notes))  # fmt: skip
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, on the CPU in its stored dtype."""
-        return self._read(self.files[name], [name])[name]
+        """One tensor, on the CPU in its stored dtype; raises ModelError if it is not finite."""
+        return self._noted(self.files[name], [name])[name]
 
     def tensors(self, block: BlockLayout) -> dict[str, Tensor]:
-        """All tensors of a block, by their full names."""
+        """All tensors of a block, by their full names.
+
+        Raises:
+            ModelError: one of them is not finite.
+        """
         found: dict[str, Tensor] = {}
         for file, names in self._names_by_file().items():
             own = [name for name in names if name.startswith(block.prefix)]
-            found |= self._read(file, own) if own else {}
+            found |= self._noted(file, own) if own else {}
         return {name: found[name] for name in self.files if name in found}
 
     @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the configuration and of a sample of every weight: little is read.
+
+        Tells one model from another before work; `digest` vouches for every number. Tensors of up
+        to SAMPLED bytes are in it as a whole, of others four pieces.
+
+        Raises:
+            ModelError: a number that is seen is not finite.
+        """
+        hashes: dict[str, str] = {}
+        for file, names in self._names_by_file().items():
+            for name, tensor in self._read(file, names).items():
+                hashes[name] = _hashed(_finite(_sample(tensor), name, file), tuple(tensor.shape))
+        return self._with_config(hashes)
+
+    @property
     def digest(self) -> str:
         """SHA-256 of the configuration and of every weight: what tells one model from another.
 
-        The files' names and cuts play no part. Reads every weight, once in this object's life.
+        The files' names and cuts play no part. Reads what was not read yet.
 
         Raises:
             ModelError: a weight is not finite.
         """
-        config = json.dumps(self.config, sort_keys=True)
-        content = [hashlib.sha256(config.encode()).hexdigest()]
-        hashes: dict[str, str] = {}
         for file, names in self._names_by_file().items():
             for name in names:
-                tensor = _finite(self._read(file, [name])[name], name, file)
-                raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-                head = f"{name} {tensor.dtype} {tuple(tensor.shape)} "
-                hashes[name] = head + hashlib.sha256(raw.data).hexdigest()
-        content += [hashes[name] for name in sorted(hashes)]
-        return hashlib.sha256("\n".join(content).encode()).hexdigest()
+                if name not in self.hashes:
+                    self._noted(file, [name])
+        return self._with_config(self.hashes)
 
     def check_values(self) -> None:
         """Raises ModelError naming the first weight that is not finite; reads all of them."""
         _ = self.digest
+
+    def digest_of(self, block: BlockLayout) -> str:
+        """SHA-256 of the weights of one block; reads what was not read yet."""
+        names = [name for name in self.files if name.startswith(block.prefix)]
+        if any(name not in self.hashes for name in names):
+            self.tensors(block)
+        lines = [f"{name} {self.hashes[name]}" for name in sorted(names)]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def check_unchanged(self, digests: Mapping[int, str]) -> None:
+        """Raises ModelError where the weights of a block, by its index, had another digest."""
+        for block in self.layout.blocks:
+            if self.digest_of(block) != digests[block.index]:
+                raise ModelError(
+                    f"'{self.name}' was changed since block {block.index} was done, by a run that "
+                    "this one went on with: pass restart=True to begin anew"
+                )
+
+    def _with_config(self, hashes: dict[str, str]) -> str:
+        """One digest of the configuration and of what is known of every tensor."""
+        config = json.dumps(self.config, sort_keys=True)
+        lines = [f"{name} {hashes[name]}" for name in sorted(hashes)]
+        content = [hashlib.sha256(config.encode()).hexdigest(), *lines]
+        return hashlib.sha256("\n".join(content).encode()).hexdigest()
 
     def network(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
         """The model in memory, made of exactly the tensors that were checked.
@@ -134,9 +180,8 @@ class Dense(Description):
         model: Any = self.skeleton(dtype)
         compute_buffers(model, torch.device("cpu"))
         state = {
-            name: _finite(tensor, name, file).to(
-                device, dtype, copy=True
-            )  # no map of a file that may go
+            # no map of a file that may go
+            name: _finite(tensor, name, file).to(device, dtype, copy=True)
             for file, names in self._names_by_file().items()
             for name, tensor in self._read(file, names).items()
         }
@@ -155,6 +200,15 @@ class Dense(Description):
         for name, file in sorted(self.files.items()):
             by_file.setdefault(file, []).append(name)
         return by_file
+
+    def _noted(self, file: str, names: list[str]) -> dict[str, Tensor]:
+        """Tensors of one file, found to be finite and noted."""
+        found = self._read(file, names)
+        for name, tensor in found.items():
+            if name not in self.hashes:
+                _finite(tensor, name, file)
+                self.hashes[name] = _hashed(tensor, tuple(tensor.shape))
+        return found
 
     def _read(self, file: str, names: list[str]) -> dict[str, Tensor]:
         """Tensors of one file; raises ModelError if it is no longer the one that was checked."""
@@ -251,6 +305,22 @@ def _check(
             )
     dtypes = {FLOAT_DTYPES[headers[name].kind] for name in expected}
     return max(dtypes, key=lambda dtype: (dtype.itemsize, dtype == torch.bfloat16))
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Some of a tensor's numbers, always the same: all of a small one."""
+    flat = tensor.reshape(-1)
+    pieces, size = 4, SAMPLED // 4 // tensor.dtype.itemsize
+    if len(flat) <= pieces * size:
+        return flat
+    starts = (n * (len(flat) - size) // (pieces - 1) for n in range(pieces))
+    return torch.cat([flat[start : start + size] for start in starts])
+
+
+def _hashed(tensor: Tensor, shape: tuple[int, ...]) -> str:
+    """Dtype, shape and SHA-256 of a tensor's bytes."""
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{tensor.dtype} {shape} {hashlib.sha256(raw.data).hexdigest()}"
 
 
 def _finite(tensor: Tensor, name: str, file: str) -> Tensor:
