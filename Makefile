@@ -11,7 +11,7 @@ CODE := src tests tools benchmarks
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow crash fuzz gguf lint check format bench quality results results-beyond clean
+.PHONY: help demo test slow crash fuzz ray gguf lint check format bench quality results results-beyond clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ crash: .venv/ready  ## runs that are killed and go on, which test leaves out too
 
 fuzz: .venv/ready  ## mutated inputs, which test leaves out too (COEC_FUZZ_CASES of them)
 	@$(BIN)/python -m pytest -m fuzz -n $(WORKERS) --dist worksteal
+
+ray: .venv/ready  ## clusters on this machine, nodes and drivers that are killed (minutes)
+	@$(BIN)/python -m pytest -m ray
 
 # Compiles llama.cpp (many minutes on 2 cores, once), apart from .venv. It runs on the kind of
 # machine that it was built on.

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coec.calibration.measure import DensePass
+from coec.calibration.measure import DensePass, Source
+from coec.calibration.shares import sourced
 from coec.calibration.statistics import (
     FIT,
     HELD_OUT,
@@ -55,28 +56,34 @@ def collect(
     recipe = Recipe.or_of(recipe, settings)
     out = _free(out)
     dense = Dense.open(model)
-    source = DensePass(dense, recipe.calibration, recipe.runtime, progress)
     kinds = 2 if recipe.calibration.holdout else 1
     size = 8 * kinds * sum(site.columns**2 for site in dense.layout.sites)
     check_space(out, int(size * 1.01) + 2**24)
-    identity = {"statistics": source.made_with, "computed_by": computed_by(source.device)}
-    with journal(out, identity, restart=restart) as done:
-        if not done.finished:
-            record = source.begin(done, progress)
-            finished = {b.index for b in dense.layout.blocks if block_file(b.index) in done}
-            for measured in source.blocks(finished, progress):
-                grams = {FIT: measured.grams, HELD_OUT: measured.holdout}
-                _keep(done, measured.index, grams, dense=dense.digest_of(measured.block))
-            made_of = (done.facts(block_file(b.index))["dense"] for b in dense.layout.blocks)
-            dense.check_unchanged(dict(enumerate(made_of)))
-            settings = recipe.record()
-            kept = {name: settings[name] for name in recipe.calibration.record()}
-            assert source.windows is not None
-            Statistics(done.new, record, source.made_with, kept).finish(
-                done.new, source.windows.ids
-            )
-            done.complete()
+    with sourced(dense, recipe.calibration, recipe.runtime, progress=progress) as source:
+        identity = {"statistics": source.made_with, "computed_by": computed_by(source.device)}
+        with journal(out, identity, restart=restart) as done:
+            if not done.finished:
+                _collected(done, dense, source, recipe, progress)
+                done.complete()
     return Statistics.open(out)
+
+
+def _collected(
+    done: Journal, dense: Dense, source: Source, recipe: Recipe, progress: Progress | None
+) -> None:
+    """The statistics of every block, and what makes them complete."""
+    assert isinstance(source, DensePass)  # there are no others to begin with
+    record = source.begin(done, progress)
+    finished = {b.index for b in dense.layout.blocks if block_file(b.index) in done}
+    for measured in source.blocks(finished, progress):
+        grams = {FIT: measured.grams, HELD_OUT: measured.holdout}
+        _keep(done, measured.index, grams, dense=dense.digest_of(measured.block))
+    made_of = (done.facts(block_file(b.index))["dense"] for b in dense.layout.blocks)
+    dense.check_unchanged(dict(enumerate(made_of)))
+    settings = recipe.record()
+    kept = {name: settings[name] for name in recipe.calibration.record()}
+    assert source.windows is not None
+    Statistics(done.new, record, source.made_with, kept).finish(done.new, source.windows.ids)
 
 
 def merge(

@@ -13,15 +13,17 @@ from typing import Any
 import torch
 
 from coec.allocating import worths
-from coec.calibration.measure import Source, adopted, source_of
+from coec.calibration.measure import Source, adopted
+from coec.calibration.shares import SharedPass, sourced
 from coec.calibration.statistics import Statistics
 from coec.compensation import Method
-from coec.devices import DTYPES, choose_device, computed_by, environment
+from coec.devices import DTYPES, computed_by, environment
 from coec.errors import OptionError
 from coec.events import Progress
 from coec.execution.code import code_digest
-from coec.execution.journal import journal, unfinished
+from coec.execution.journal import Journal, journal, unfinished
 from coec.execution.output import check_output, check_space
+from coec.handing_out import HandingOut
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.planning import Plan
@@ -107,62 +109,82 @@ def prune(
         recipe = _calibrated(recipe, statistics, dense, given)
     plan = Plan.of(dense, recipe)
     recipe = plan.recipe  # its kept units are read
-    source = source_of(dense, recipe.calibration, recipe.runtime, statistics, progress)
-    if recipe.rebuilding.reconstruct and source.forward_dtype == "float16":
-        raise OptionError(
-            "reconstruct sums over tokens in the dtype of the forward pass, which overflow in "
-            "float16: set forward_dtype=bfloat16 or forward_dtype=float32"
-        )
-    dtype = DTYPES[recipe.repair.dtype] if recipe.repair.dtype else dense.dtype
-    check_space(out, space_needed(out, plan, dtype))
-    device = choose_device(recipe.runtime.device)
-    seconds.lap("checking")
-
-    with journal(out, _identity(plan, source, dtype, device), force=force, restart=restart) as done:
-        if done.finished:
-            return Report.read(out)
-        calibration = source.begin(done, progress)
-        seconds.lap("reading text")
-        plans = Plan.candidates(dense, recipe)
-        if not plan.decided:
-            found = worths(done, dense, source, plan, device, progress)
-            plans = {name: one.allocated(found) for name, one in plans.items()}
-            plan = next(iter(plans.values()))
-            seconds.lap("allocating")
-        if recipe.rebuilding.in_order:
-            checkpoint, rebuilding = rebuilt(done, dense, plans, source, device, dtype, progress)
-            plan = checkpoint.plan
-            seconds.lap("rebuilding")
-        else:
-            checkpoint, rebuilding = Checkpoint(done, dense, plan, dtype), {}
-            for measured in source.blocks(checkpoint.solved, progress):
-                seconds.lap("calibrating")
-                checkpoint.keep(solve_block(measured, plan, device, dtype))
-                seconds.lap("solving")
-                if progress:
-                    progress("solving", measured.block.index + 1, plan.dense.layers)
-        checkpoint.write()
-        seconds.lap("writing")
-        report = Report(
-            model=dense.name,
-            model_sha256=dense.digest,
-            out=str(out),
-            recipe={
-                **recipe.record(),
-                "seq_len": plan.seq_len,
-                "dtype": dtype_name(dtype),
-                "forward_dtype": source.forward_dtype,
-            },
-            plan=plan.record() | {"notes": [*dense.notes, *plan.notes]},
-            calibration=calibration,
-            sites=checkpoint.rows,
-            seconds=seconds.laps,
-            environment=environment(str(device)),
-            rebuilding=rebuilding,
-        )
-        report.write(done.new)
-        done.complete()
+    with sourced(dense, recipe.calibration, recipe.runtime, statistics, progress) as source:
+        if recipe.rebuilding.reconstruct and source.forward_dtype == "float16":
+            raise OptionError(
+                "reconstruct sums over tokens in the dtype of the forward pass, which overflow in "
+                "float16: set forward_dtype=bfloat16 or forward_dtype=float32"
+            )
+        dtype = DTYPES[recipe.repair.dtype] if recipe.repair.dtype else dense.dtype
+        check_space(out, space_needed(out, plan, dtype))
+        seconds.lap("checking")
+        identity = _identity(plan, source, dtype)
+        with journal(out, identity, force=force, restart=restart) as done:
+            if done.finished:
+                return Report.read(out)
+            report = _pruned(done, dense, plan, source, dtype, seconds, progress)
+            report.write(done.new)
+            done.complete()
     return report
+
+
+def _pruned(
+    done: Journal,
+    dense: Dense,
+    plan: Plan,
+    source: Source,
+    dtype: torch.dtype,
+    seconds: "_Stopwatch",
+    progress: Progress | None,
+) -> Report:
+    """Everything but the report, into the journal; and the report."""
+    recipe, device = plan.recipe, source.device
+    calibration = source.begin(done, progress)
+    seconds.lap("reading text")
+    plans = Plan.candidates(dense, recipe)
+    if not plan.decided:
+        found = worths(done, dense, source, plan, device, progress)
+        plans = {name: one.allocated(found) for name, one in plans.items()}
+        plan = next(iter(plans.values()))
+        seconds.lap("allocating")
+    rebuilding: dict[str, Any] = {}
+    if recipe.rebuilding.in_order:
+        checkpoint, rebuilding = rebuilt(done, dense, plans, source, device, dtype, progress)
+        plan = checkpoint.plan
+        seconds.lap("rebuilding")
+    elif isinstance(source, SharedPass):
+        checkpoint = Checkpoint(done, dense, plan, dtype)
+        handing = HandingOut(source, dense, plan, dtype)
+        for solved in handing.blocks(checkpoint.solved, progress):
+            checkpoint.keep(solved)
+        seconds.lap("calibrating and solving")
+    else:
+        checkpoint = Checkpoint(done, dense, plan, dtype)
+        for measured in source.blocks(checkpoint.solved, progress):
+            seconds.lap("calibrating")
+            checkpoint.keep(solve_block(measured, plan, device, dtype))
+            seconds.lap("solving")
+            if progress:
+                progress("solving", measured.block.index + 1, plan.dense.layers)
+    checkpoint.write()
+    seconds.lap("writing")
+    return Report(
+        model=dense.name,
+        model_sha256=dense.digest,
+        out=str(done.out),
+        recipe={
+            **recipe.record(),
+            "seq_len": plan.seq_len,
+            "dtype": dtype_name(dtype),
+            "forward_dtype": source.forward_dtype,
+        },
+        plan=plan.record() | {"notes": [*dense.notes, *plan.notes]},
+        calibration=calibration | source.account(),
+        sites=checkpoint.rows,
+        seconds=seconds.laps,
+        environment=environment(str(device)),
+        rebuilding=rebuilding,
+    )
 
 
 def _asked(
@@ -183,9 +205,7 @@ def _calibrated(
     return replace(recipe, calibration=how)
 
 
-def _identity(
-    plan: Plan, source: Source, dtype: torch.dtype, device: torch.device
-) -> dict[str, Any]:
+def _identity(plan: Plan, source: Source, dtype: torch.dtype) -> dict[str, Any]:
     """All that determines the result to the bit: an unfinished run of another is not continued."""
     record, repair = plan.recipe.record(), plan.recipe.repair
     return {
@@ -196,7 +216,7 @@ def _identity(
         "selecting": _code(repair.selection),
         "compensating": _code(repair.compensation),
         "statistics": source.made_with,
-        "computed_by": computed_by(device),
+        "computed_by": computed_by(source.device),
     }
 
 

@@ -43,7 +43,13 @@ def depends_on(dense: Dense, calibration: Calibration, device: torch.device) -> 
 
 
 class Source(ABC):
-    """Where the statistics of a model's blocks come from."""
+    """Where the statistics of a model's blocks come from.
+
+    Attributes:
+        device: where they are.
+    """
+
+    device: torch.device
 
     @property
     @abstractmethod
@@ -59,6 +65,10 @@ class Source(ABC):
     def begin(self, done: Journal, progress: Progress | None) -> dict[str, Any]:
         """Makes the windows, or takes those that `done` has; returns their record."""
 
+    def account(self) -> dict[str, Any]:
+        """Who computed them, where that was not one process; JSON-ready."""
+        return {}
+
     @abstractmethod
     def blocks(self, skip: Container[int], progress: Progress | None) -> Iterator[Measured]:
         """The blocks in order, without those in `skip`."""
@@ -72,6 +82,7 @@ class DensePass(Source):
         calibration: which text, and how much of it.
         runtime: where to run.
         progress: called while a long text is tokenised.
+        device: where to run, if that is not this process's to choose.
 
     Raises:
         CoecError: the text cannot be read, or is too short.
@@ -83,9 +94,10 @@ class DensePass(Source):
         calibration: Calibration,
         runtime: Runtime,
         progress: Progress | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._dense, self._calibration = dense, calibration
-        self.device = choose_device(runtime.device)
+        self.device = device or choose_device(runtime.device)
         asked = calibration.forward_dtype
         self._dtype = choose_forward_dtype(asked, dense.dtype, self.device)
         self._make = window_maker(dense, calibration, runtime, progress)
@@ -145,7 +157,7 @@ class SavedPass(Source):
     def __init__(self, statistics: Statistics, dense: Dense, runtime: Runtime) -> None:
         statistics.check({"model": dense.fingerprint})
         self._statistics, self._dense = statistics, dense
-        self._device = choose_device(runtime.device)
+        self.device = choose_device(runtime.device)
 
     @property
     def made_with(self) -> dict[str, Any]:
@@ -155,24 +167,7 @@ class SavedPass(Source):
         return self._statistics.calibration
 
     def blocks(self, skip: Container[int], progress: Progress | None) -> Iterator[Measured]:
-        return self._statistics.blocks(self._dense, self._device, skip)
-
-
-def source_of(
-    dense: Dense,
-    calibration: Calibration,
-    runtime: Runtime,
-    statistics: Statistics | None = None,
-    progress: Progress | None = None,
-) -> Source:
-    """Statistics that are there already, or a dense pass whose text is checked now.
-
-    Raises:
-        CoecError: the statistics are of another model, or the text cannot be used.
-    """
-    if statistics is not None:
-        return SavedPass(statistics, dense, runtime)
-    return DensePass(dense, calibration, runtime, progress)
+        return self._statistics.blocks(self._dense, self.device, skip)
 
 
 def adopted(

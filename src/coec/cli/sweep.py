@@ -72,8 +72,13 @@ def sweep_command(
         switch("--geometry", "Compare frames with the dense model's, as in `coec analyze`."),
     ] = False,
     jobs: Annotated[
-        int, setting("Cells solved at once, each in its own process. Default: 1.", WHOLE)
-    ] = 1,
+        int | None, setting("Cells solved at once, each in its own process. Default: 1.", WHOLE)
+    ] = None,
+    executor: Annotated[
+        str,
+        setting("Where cells are solved: processes, or a ray cluster. Default: processes.", TEXT),
+    ] = "processes",
+    address: Annotated[str | None, setting("Of a Ray cluster, as in `coec prune`.", TEXT)] = None,
     device: Device = None,
     statistics: Annotated[
         list[Path] | None,
@@ -117,7 +122,7 @@ def sweep_command(
     try:
         with progress_bars() as advance:
             summary = sweep(
-                cells, out, jobs=jobs, device=device or "auto",
+                cells, out, jobs=jobs, executor=executor, address=address, device=device or "auto",
                 statistics=statistics or (), keep_models=keep_models,
                 keep_statistics=keep_statistics, retry_failed=retry_failed, progress=advance,
             )  # fmt: skip

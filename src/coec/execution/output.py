@@ -38,14 +38,14 @@ def check_output(out: Path, model: Path, force: bool) -> None:
     if target.exists() and not target.is_dir():
         raise OutputError(f"'{out}' is a file; the output must be a folder")
     check_replaceable(target, force)
-    parent = _nearest(target)
+    parent = nearest(target)
     if not parent.is_dir():
         raise OutputError(f"'{parent}' is not a folder, so '{out}' cannot be made in it")
 
 
 def check_space(out: Path, needed: int) -> None:
     """Raises OutputError when the disk has less than `needed` bytes free."""
-    free = shutil.disk_usage(_nearest(resolved(out))).free
+    free = shutil.disk_usage(nearest(resolved(out))).free
     if free < needed:
         raise OutputError(
             f"not enough disk space for '{out}': {needed / 1e9:.2f} GB needed, "
@@ -276,6 +276,6 @@ def resolved(path: Path) -> Path:
         raise OutputError(f"'{str(path)[:200]}' is no place for an output: {reason}") from error
 
 
-def _nearest(path: Path) -> Path:
+def nearest(path: Path) -> Path:
     """The path itself or the first parent that is there."""
     return next(p for p in [path, *path.parents] if p.exists())

@@ -12,13 +12,24 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from coec.errors import CoecError
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Executor(Protocol):
+    """What carries out jobs, wherever that is."""
+
+    def map(self, function: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
+        """The results in the order of the jobs; function and jobs are pickled.
+
+        Raises:
+            CoecError: a worker died.
+        """
 
 
 class Workers:

@@ -5,7 +5,8 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from coec.collecting import collect
 from coec.devices import choose_device
 from coec.errors import CalibrationError, CoecError, OptionError, OutputError, UnfinishedError
 from coec.events import Progress
+from coec.execution.cluster import ClusterJobs, joined, shared_folder
 from coec.execution.output import remove_leftovers
-from coec.execution.workers import Workers
+from coec.execution.workers import Executor, Workers
 from coec.experiments.cell import Job, head, reason, run
 from coec.experiments.declarations import write_declarations
 from coec.experiments.grid import Cell
@@ -37,6 +39,7 @@ from coec.experiments.subjects import (
 )
 from coec.models.dense import Dense
 from coec.recipe import Recipe
+from coec.settings import without_effect
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,9 @@ def sweep(
     cells: list[Cell],
     out: str | Path,
     *,
-    jobs: int = 1,
+    jobs: int | None = None,
+    executor: str = "processes",
+    address: str | None = None,
     device: str = "auto",
     statistics: Sequence[str | Path | Statistics] = (),
     keep_models: bool = False,
@@ -82,7 +87,9 @@ def sweep(
         out: the folder; created where it does not exist.
         statistics: what `collect` made of some of the models, whose cells then take their
             calibration from there; what the cells were given of it must agree.
-        jobs: worker processes; rows are written in the grid's order all the same.
+        jobs: worker processes; rows are written in the grid's order all the same. 1 by default.
+        executor: `processes` of this machine, or `ray`, where every cell is a task.
+        address: of a Ray cluster, as in `prune`.
         keep_models: keep every pruned model under `out/models/<cell>`.
         keep_statistics: keep `out/statistics`.
         retry_failed: run cells again whose row says that they failed.
@@ -91,8 +98,7 @@ def sweep(
     Raises:
         CoecError: a model, a text or the folder cannot be used; nothing has run.
     """
-    if jobs < 1:
-        raise OptionError(f"jobs must be a whole number of at least 1, got {jobs}")
+    _check_executor(executor, jobs, address)
     out, chosen = Path(out), str(choose_device(device))
     if out.exists() and not out.is_dir():
         raise OutputError(f"'{out}' is a file: give a folder")
@@ -103,7 +109,7 @@ def sweep(
     cells = [_on(cell, chosen) for cell in with_statistics(cells, models, saved)]
     subjects = open_subjects(cells, models, saved, chosen)
     known_by = identities(cells, subjects)
-    with Store(out).writing() as store, Workers(jobs) as workers:
+    with _executor(executor, jobs, address, out, chosen) as workers, Store(out).writing() as store:
         _check_identities(cells, known_by, store)
         for declared in {id(cell.declared): cell.declared for cell in cells}.values():
             write_declarations(out, declared)
@@ -132,6 +138,35 @@ def sweep(
                 shutil.rmtree(_folder_of_statistics(out, group[0]), ignore_errors=True)
         _clear_leftovers(out, () if keep_statistics else _groups(cells))
         return _summary(out, cells, store, ran)
+
+
+EXECUTORS = ("processes", "ray")
+
+
+def _check_executor(executor: str, jobs: int | None, address: str | None) -> None:
+    """Raises OptionError where these do not go together."""
+    if executor not in EXECUTORS:
+        raise OptionError(f"executor must be one of {', '.join(EXECUTORS)}, got {executor!r}")
+    if jobs is not None and jobs < 1:
+        raise OptionError(f"jobs must be a whole number of at least 1, got {jobs}")
+    idle = ("jobs", jobs) if executor == "ray" else ("address", address)
+    if idle[1] is not None:
+        raise without_effect(idle[0], f"executor = {executor}")
+
+
+@contextmanager
+def _executor(
+    name: str, jobs: int | None, address: str | None, out: Path, device: str
+) -> Iterator[Executor]:
+    """What carries out cells; raises OptionError where a cluster cannot."""
+    if name == "processes":
+        with Workers(jobs or 1) as workers:
+            yield workers
+        return
+    with joined(address) as cluster:
+        with shared_folder(out) as look:
+            cluster.check_nodes(look, look(), f"the folder '{out}'")
+        yield ClusterJobs(cluster, cluster.device(device))
 
 
 @dataclass(frozen=True)
@@ -278,7 +313,7 @@ def _job(
         cell=cell,
         dense=opened.dense,
         windows=opened.windows,
-        folder=out / "models" / cell.id,
+        folder=out.absolute() / "models" / cell.id,
         keep=keep,
         device=device,
         statistics=_needed(cell, prepared.statistics),
@@ -290,7 +325,7 @@ def _job(
 
 def _needed(cell: Cell, statistics: Statistics | None) -> Path | None:
     """Where a cell's statistics are; None for one that runs over the text itself."""
-    return None if _runs_itself(cell) or statistics is None else statistics.folder
+    return None if _runs_itself(cell) or statistics is None else statistics.folder.absolute()
 
 
 def _clear_leftovers(out: Path, groups: Sequence[list[Cell]]) -> None:

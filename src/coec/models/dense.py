@@ -48,7 +48,7 @@ class Dense(Description):
 
     Attributes:
         name: as it was asked for.
-        folder: where its files are.
+        folder: where its files are, absolute.
         files: tensor name → file name.
         stamps: size and time of every file when it was opened; a file that changes later is
             refused.
@@ -90,7 +90,7 @@ class Dense(Description):
         _generation_config(folder)
         files = {name: headers[name].file for name in facts["shapes"]}
         stamps = {file: _stamp(folder / file) for file in sorted(set(files.values()))}
-        return cls(**facts, name=str(model), folder=folder, files=files, stamps=stamps,
+        return cls(**facts, name=str(model), folder=folder.absolute(), files=files, stamps=stamps,
                    dtype=dtype, notes=tuple(notes))  # fmt: skip
 
     def tensor(self, name: str) -> Tensor:

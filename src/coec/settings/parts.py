@@ -15,6 +15,7 @@ CompensationName = Literal[
 PresetName = Literal["paper", "fast", "best"]
 TargetName = Literal["hf", "vllm", "llama.cpp"]
 Allocation = Literal["uniform", "adaptive", "error"]
+ExecutorName = Literal["here", "ray"]
 KvGroups = Literal["uniform", "all", "held-out"]
 TokenWeights = Literal["equal", "residual"]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
@@ -328,9 +329,29 @@ class Runtime(Settings):
     """
 
     device: str = setting("auto", "auto (a GPU where there is one), cpu, cuda, cuda:1, …")
+    executor: ExecutorName = setting(
+        "here",
+        "Where work is done: `here`, in this process, or on a `ray` cluster, by workers that share "
+        "the windows and by tasks that solve the blocks. The result is the same.",
+    )
+    address: str | None = setting(
+        None,
+        "Of a Ray cluster: HOST:PORT of its head, or auto for the one that this machine is of.",
+        otherwise="a cluster of this machine alone, for the time of the run",
+    )
+    workers: int | None = setting(
+        None,
+        "Workers that share the calibration windows.",
+        otherwise="one for each GPU, or for as many cores as a process uses",
+        least=1,
+    )
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.executor != "ray":
+            for name in ("address", "workers"):
+                if getattr(self, name) is not None:
+                    raise without_effect(name, f"executor = {self.executor}")
         if not isinstance(self.trust_remote_code, bool):
             raise OptionError(f"trust_remote_code is True or False, got {self.trust_remote_code!r}")

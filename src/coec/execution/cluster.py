@@ -1,0 +1,352 @@
+"""A Ray cluster: joined, checked, and left again. The one room that knows Ray.
+
+What is handed to a cluster is computed there as it would be here: every node has the same version
+of what computes, sees the same files, and uses as many threads as this process.
+"""
+
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from coec import __version__
+from coec.errors import CoecError, OptionError
+from coec.execution.output import nearest
+
+ANSWER_S = 5
+"""Seconds in which a cluster answers, or is taken not to be there."""
+CHECK_S = 120
+"""Seconds in which a node starts a process and says what it has."""
+RETRIES = 3
+"""How often work that was lost with a process or a node is done again."""
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine of a cluster.
+
+    Attributes:
+        id: Ray's own.
+        host: its name or address.
+        cpus, gpus: what Ray may use of it.
+        store: bytes of its object store.
+    """
+
+    id: str
+    host: str
+    cpus: float
+    gpus: float
+    store: int
+
+
+class LostError(Exception):
+    """A process or a node was lost, and with it work that can be done again."""
+
+
+class Cluster:
+    """A cluster that this process has joined; made by `joined`.
+
+    Args:
+        ray: the module.
+    """
+
+    def __init__(self, ray: Any) -> None:
+        self.ray = ray
+        self.threads = torch.get_num_threads()
+        self.nodes = [
+            Node(
+                one["NodeID"],
+                one.get("NodeManagerHostname") or one["NodeManagerAddress"],
+                one["Resources"].get("CPU", 0.0),
+                one["Resources"].get("GPU", 0.0),
+                int(one["Resources"].get("object_store_memory", 0)),
+            )
+            for one in ray.nodes()
+            if one["Alive"]
+        ]
+
+    @property
+    def gpus(self) -> float:
+        """Of all nodes."""
+        return sum(node.gpus for node in self.nodes)
+
+    def device(self, asked: str) -> torch.device:
+        """Where workers compute; raises OptionError where no node has such a device."""
+        if asked == "auto":
+            return torch.device("cuda" if self.gpus else "cpu")
+        try:
+            device = torch.device(asked)
+        except RuntimeError as error:
+            raise OptionError(f"device '{asked}' cannot be used: {error}") from error
+        if str(device) not in ("cpu", "cuda"):
+            raise OptionError(
+                f"device '{asked}' cannot be asked of a cluster, which gives every worker its own: "
+                "device is auto, cpu or cuda"
+            )
+        if device.type == "cuda" and not self.gpus:
+            raise OptionError("device = cuda, but no node of the cluster has a GPU: use device=cpu")
+        return device
+
+    def workers(self, asked: int | None, device: torch.device) -> int:
+        """How many workers there are; raises OptionError where there is no room for so many.
+
+        Half of a device, or of the cores that a process uses, is a worker's, which carries windows
+        through the model; the other half is a block's that is solved meanwhile.
+        """
+        of_gpus = device.type == "cuda"
+        shares = [n.gpus if of_gpus else n.cpus / self.threads for n in self.nodes]
+        room = int(sum(shares)) if of_gpus else max(1, int(sum(shares)))
+        count = room if asked is None else asked
+        slots = sum(int(2 * share) for share in shares)
+        if count + 1 > slots:
+            what = f"{self.gpus:g} GPUs" if of_gpus else (
+                f"{sum(n.cpus for n in self.nodes):g} CPUs, {self.threads} for a process"
+            )  # fmt: skip
+            raise OptionError(
+                f"workers = {count} does not fit a cluster of {what}: a worker takes half of one, "
+                f"as does a block being solved; ask for at most {max(slots - 1, 0)}"
+                + ("" if of_gpus else ", or set OMP_NUM_THREADS to fewer threads")
+            )
+        return count
+
+    def half(self, device: torch.device) -> dict[str, float]:
+        """What Ray is asked for a worker, or for a block that is solved."""
+        if device.type == "cuda":
+            return {"num_gpus": 0.5, "num_cpus": 0}
+        return {"num_cpus": self.threads / 2}
+
+    def whole(self, device: torch.device) -> dict[str, float]:
+        """What Ray is asked for a job that does all by itself."""
+        if device.type == "cuda":
+            return {"num_gpus": 1, "num_cpus": 0}
+        return {"num_cpus": self.threads}
+
+    def check_store(self, needed: int) -> None:
+        """Raises OptionError where a node cannot hold an object of so many bytes twice over."""
+        least = min(self.nodes, key=lambda node: node.store)
+        if least.store < 2 * needed:
+            raise OptionError(
+                f"the object store of {least.host} has {least.store / 1e9:.2f} GB, and the "
+                f"statistics of one block take {needed / 1e9:.2f} GB twice over: start Ray there "
+                f"with --object-store-memory={2 * needed}"
+            )
+
+    def check_nodes(self, look: Callable[[], str], here: str, what: str) -> None:
+        """Every node has these versions, and sees what this process sees.
+
+        Args:
+            look: what a node sees, in a word; raises CoecError where it sees nothing.
+            here: the same in this process.
+            what: is looked at, for the error.
+
+        Raises:
+            OptionError: naming the node.
+        """
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+        # Pickled by value: on a node without this package it can still say so.
+        def ask() -> dict[str, str]:
+            try:
+                import torch
+
+                import coec
+            except ImportError as error:
+                return {"missing": error.name or str(error)}
+            found = {"coec": coec.__version__, "torch": torch.__version__}
+            if found == ours:
+                try:
+                    found["seen"] = look()
+                except coec.CoecError as error:
+                    found["error"] = str(error)
+            return found
+
+        ours = {"coec": __version__, "torch": torch.__version__}
+        task = self.ray.remote(num_cpus=0, max_retries=0)(ask)
+        asked = {
+            n: task.options(scheduling_strategy=On(n.id, soft=False)).remote() for n in self.nodes
+        }
+        for node, answer in asked.items():
+            try:
+                found = self.ray.get(answer, timeout=CHECK_S)
+            except self.ray.exceptions.RayError as error:
+                raise OptionError(
+                    f"node {node.host} does not work: {_first_line(error)}"
+                ) from error
+            if missing := found.get("missing"):
+                raise OptionError(f"node {node.host} has no {missing}: install 'coec[ray]' there")
+            for name, version in ours.items():
+                if found[name] != version:
+                    raise OptionError(
+                        f"node {node.host} has {name} {found[name]}, this one has {version}: "
+                        "install the same on all, as results would differ"
+                    )
+            if found.get("seen") != here:
+                why = found.get("error", "it has another one there")
+                raise OptionError(
+                    f"node {node.host} does not see {what} ({why}): use a path that all nodes share"
+                )
+
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        """Errors of remote work: its own as they were raised there, all others as `LostError`."""
+        errors = self.ray.exceptions
+        try:
+            yield
+        except errors.RayError as error:
+            cause: Any = error
+            while isinstance(cause, errors.RayTaskError):
+                cause = cause.cause
+            if isinstance(cause, errors.RayError):
+                raise LostError(_first_line(error)) from error
+            raise cause from None
+
+
+class ClusterJobs:
+    """Carries out jobs on a cluster, each a task that is done again where it was lost.
+
+    Args:
+        cluster: where.
+        device: of which every job takes one, or as many cores as this process has threads.
+    """
+
+    def __init__(self, cluster: Cluster, device: torch.device) -> None:
+        self._cluster, self._device = cluster, device
+
+    def map(self, function: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
+        """The results in the order of the jobs.
+
+        Raises:
+            CoecError: a job was lost too often.
+        """
+        cluster = self._cluster
+        task = cluster.ray.remote(
+            max_retries=RETRIES, scheduling_strategy="SPREAD", **cluster.whole(self._device)
+        )(_carry_out)
+        handed = [task.remote(function, job, cluster.threads) for job in jobs]
+        try:
+            for reference in handed:
+                try:
+                    with cluster.translated():
+                        result = cluster.ray.get(reference)
+                except LostError as error:
+                    raise lost(error) from error
+                yield result
+        finally:  # an error or a signal: nobody waits for the rest
+            for reference in handed:
+                cluster.ray.cancel(reference)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What a node sees in a file."""
+
+    path: Path
+
+    def __call__(self) -> str:
+        try:
+            return self.path.read_text()
+        except OSError as error:
+            raise CoecError(str(error)) from error
+
+
+@contextmanager
+def shared_folder(folder: Path) -> Iterator[Callable[[], str]]:
+    """What tells whether another node sees a folder, or the nearest that is there.
+
+    As long as the `with` block lasts.
+    """
+    path = nearest(folder.absolute()) / f".seen-{uuid.uuid4().hex}"
+    path.write_text(path.name)
+    try:
+        yield _Look(path)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def lost(error: LostError) -> CoecError:
+    """What is said of work that was lost too often."""
+    return CoecError(
+        f"work was lost {RETRIES + 1} times with a process or a node of the cluster ({error}): "
+        "what is finished is kept, and the same command goes on with the rest"
+    )
+
+
+def _carry_out(function: Callable[[Any], Any], job: Any, threads: int) -> Any:
+    begin(threads)
+    return function(job)
+
+
+def begin(threads: int) -> None:
+    """Sets a process of a cluster up: as many threads as the driver has, and no chatter."""
+    from transformers.utils import logging as transformers_logging
+
+    torch.set_num_threads(threads)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+@contextmanager
+def joined(address: str | None) -> Iterator[Cluster]:
+    """A cluster, as long as the `with` block lasts.
+
+    Args:
+        address: HOST:PORT of its head, `auto` for the one that this machine is of, or None for one
+            of this machine alone, which is started and ended.
+
+    Raises:
+        OptionError: Ray is not installed, or no cluster answers.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+    except ImportError:
+        raise OptionError("executor = ray needs Ray: pip install 'coec[ray]'") from None
+    if ray.is_initialized():  # somebody's own, who leaves it as well
+        yield Cluster(ray)
+        return
+    if address is not None and address != "auto":
+        _check_answers(address)
+    try:
+        ray.init(
+            address="local" if address is None else address,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            include_dashboard=False if address is None else None,
+        )
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        raise OptionError(
+            f"no Ray cluster can be joined at '{address}' ({_first_line(error)}): start one with "
+            "`ray start --head`, or leave address out"
+        ) from error
+    try:
+        yield Cluster(ray)
+    finally:
+        ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Raises OptionError unless something listens there: Ray itself would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in address:
+        raise OptionError(f"address is HOST:PORT of a Ray cluster's head, or auto, got '{address}'")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+    except (OSError, OverflowError) as error:
+        raise OptionError(
+            f"no Ray cluster answers at '{address}' ({error}): start one with `ray start --head`, "
+            "or mend the address"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

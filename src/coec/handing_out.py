@@ -1,0 +1,123 @@
+"""The solving stage on a cluster: blocks are solved as tasks while the dense pass goes on."""
+
+import socket
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from coec.calibration.shares import Arriving, SharedPass
+from coec.calibration.stream import Measured, Sums
+from coec.events import Progress
+from coec.execution.cluster import RETRIES, LostError, begin, lost
+from coec.models.dense import Dense
+from coec.planning import Plan
+from coec.solving import Solved, solve_block
+
+
+@dataclass(frozen=True, eq=False)
+class Handed:
+    """A block that was solved elsewhere.
+
+    Attributes:
+        solved: what is written of it.
+        hashes: of the dense weights that were read for it, as in `Dense.hashes`.
+    """
+
+    solved: Solved
+    hashes: dict[str, str]
+
+
+@dataclass(eq=False)
+class HandingOut:
+    """Blocks on their way: through the workers of the dense pass, and then to a task each.
+
+    Args:
+        source: the dense pass.
+        dense: the model.
+        plan: how it is pruned.
+        dtype: of the written weights.
+    """
+
+    source: SharedPass
+    dense: Dense
+    plan: Plan
+    dtype: torch.dtype
+
+    def blocks(self, skip: Container[int], progress: Progress | None) -> Iterator[Solved]:
+        """The blocks that are not in `skip`, as they are finished.
+
+        LostError work is done again: of a block in flight all of it, of a worker's windows what is
+        needed to go on.
+
+        Raises:
+            CoecError: as `solve_block`; or work was lost too often.
+        """
+        ray, cluster = self.source.cluster.ray, self.source.cluster
+        waiting = [b.index for b in self.dense.layout.blocks if b.index not in skip]
+        total, losses, done = len(waiting), 0, 0
+        flying: dict[Any, Arriving] = {}
+        progress = progress or (lambda phase, done, total: None)
+        while waiting or flying:
+            while waiting and len(flying) < self.source.in_flight:
+                oldest = min([waiting[0], *(a.block.index for a in flying.values())])
+                arriving = self.source.arriving(waiting.pop(0), oldest=oldest)
+                flying[self._task(arriving)] = arriving
+            finished, _ = ray.wait(list(flying), timeout=1)
+            self._show(progress, done, total, flying)
+            for reference in finished:
+                arriving = flying.pop(reference)
+                try:
+                    with cluster.translated():
+                        handed: Handed = ray.get(reference)
+                except LostError as error:
+                    losses += 1
+                    if losses > RETRIES * len(self.dense.layout.blocks):
+                        raise lost(error) from error
+                    waiting.insert(0, arriving.block.index)
+                    continue
+                done += 1
+                self.dense.hashes.update(handed.hashes)
+                yield handed.solved
+                progress("solving", done, total)
+
+    def _task(self, arriving: Arriving) -> Any:
+        """A reference to the block, solved."""
+        cluster, device = self.source.cluster, self.source.device
+        task = cluster.ray.remote(
+            max_retries=RETRIES, scheduling_strategy="SPREAD", **cluster.half(device)
+        )(_solve)
+        return task.remote(
+            arriving.sums, self.dense, arriving.block.index, self.plan, device, self.dtype,
+            cluster.threads,
+        )  # fmt: skip
+
+    def _show(self, progress: Progress, done: int, total: int, flying: dict[Any, Arriving]) -> None:
+        """How many times a worker has passed a block: one bar for all workers."""
+        stages = [stage for arriving in flying.values() for stage in arriving.stages]
+        if stages:
+            ray = self.source.cluster.ray
+            passed, _ = ray.wait(stages, num_returns=len(stages), timeout=0, fetch_local=False)
+            each = len(stages) // len(flying)
+            progress("calibrating", done * each + len(passed), total * each)
+
+
+def _solve(
+    sums: Sums,
+    dense: Dense,
+    index: int,
+    plan: Plan,
+    device: torch.device,
+    dtype: torch.dtype,
+    threads: int,
+) -> Handed:
+    """One block, in a process of the cluster."""
+    begin(threads)
+    block = dense.layout.blocks[index]
+    tensors = dense.tensors(block)
+    fit, held = sums.to(device).grams()
+    solved = solve_block(Measured(block, tensors, fit, held), plan, device, dtype)
+    for row in solved.rows:
+        row["host"] = socket.gethostname()
+    return Handed(solved, {name: dense.hashes[name] for name in tensors})

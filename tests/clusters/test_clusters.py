@@ -1,0 +1,132 @@
+"""On a Ray cluster as in one process: the same files, whatever befalls a node or the driver."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import coec
+from coec.experiments.grid import expand
+from coec.experiments.sweep import sweep
+from places import SHARED
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(not SHARED.is_dir(), reason="../shared is not here"),
+]
+MODEL = SHARED / "models/wt2-llama"
+TEXT = SHARED / "data/wikitext-2/valid.raw.txt"
+SETTINGS = {
+    "calibration": TEXT, "samples": 72, "seq_len": 512, "holdout": 0.125, "rounds": 1,
+}  # fmt: skip
+"""Four batches to fit on: as many as there are workers at most."""
+
+
+def weights(folder):
+    """Everything but the report, which holds seconds and hosts."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "coec.json"
+    }
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """What one process makes."""
+    out = tmp_path_factory.mktemp("here") / "out"
+    torch.set_num_threads(1)
+    coec.prune(MODEL, out, **SETTINGS)
+    return weights(out)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_any_number_of_workers_makes_the_same_files(workers, cluster, here, tmp_path):
+    seen = []
+    report = coec.prune(
+        MODEL, tmp_path / "out", executor="ray", workers=workers,
+        progress=lambda *state: seen.append(state), **SETTINGS,
+    )  # fmt: skip
+    assert weights(tmp_path / "out") == here
+    shares = report.calibration["workers"]
+    assert len(shares) == workers
+    assert sum(share["windows"] for share in shares) == 63
+    assert sum(share["held_out"] for share in shares) == 9
+    assert all(row["host"] for row in report.sites)
+    assert ("solving", 6, 6) in seen
+    assert max(done for phase, done, _ in seen if phase == "calibrating") > 0
+
+
+def test_a_node_that_is_lost_costs_time_alone(cluster, here, tmp_path):
+    [other] = [node for node in cluster.list_all_nodes() if node is not cluster.head_node]
+    began = []
+
+    def lose(phase, done, total):
+        if phase == "solving" and done == 2 and not began:
+            began.append(done)
+            cluster.remove_node(other, allow_graceful=False)
+
+    coec.prune(MODEL, tmp_path / "out", executor="ray", workers=2, progress=lose, **SETTINGS)
+    assert began
+    cluster.add_node(num_cpus=2, object_store_memory=100 * 2**20)
+    assert weights(tmp_path / "out") == here
+
+
+def test_a_driver_that_is_killed_goes_on_with_what_was_not_finished(cluster, here, tmp_path):
+    out = tmp_path / "out"
+    command = [
+        sys.executable, "-m", "coec", "prune", str(MODEL), str(out), "--executor", "ray",
+        "--address", cluster.address, "--workers", "2", "--calibration", str(TEXT),
+        "--samples", "72", "--seq-len", "512", "--holdout", "0.125", "--rounds", "1",
+    ]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    journal = out.with_name("out.partial") / "journal.jsonl"
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as driver:
+        while not (journal.is_file() and journal.read_text().count("units of block") >= 2):
+            assert driver.poll() is None
+            time.sleep(0.1)
+        driver.send_signal(signal.SIGKILL)
+    done = journal.read_text().count("units of block")
+    solved = []
+    report = coec.prune(
+        MODEL, out, executor="ray", workers=2,
+        progress=lambda *state: solved.append(state), **SETTINGS,
+    )  # fmt: skip
+    assert max(total for phase, _, total in solved if phase == "solving") == 6 - done
+    assert weights(out) == here
+    assert len(report.sites) == 12
+
+
+def test_statistics_of_a_cluster_are_those_of_one_process(cluster, tmp_path):
+    settings = {name: SETTINGS[name] for name in ("calibration", "samples", "seq_len", "holdout")}
+    for name, where in (
+        ("here", {}),
+        ("there", {"executor": "ray", "workers": 2}),
+    ):
+        coec.collect(MODEL, tmp_path / name, **settings, **where)
+    assert weights(tmp_path / "here") == weights(tmp_path / "there")
+
+
+def test_the_cells_of_a_sweep_are_tasks(cluster, tmp_path):
+    grid = tmp_path / "grid.toml"
+    grid.write_text(
+        "samples = 8\nseq_len = 128\nrounds = 1\nsparsity = [0.2, 0.3]\n"
+        "evaluate = { seq_len = 128, max_windows = 2 }\n"
+        f'[[models]]\npath = "{MODEL}"\ncalibration = "{TEXT}"\n'
+        f'evaluate = {{ text = "{TEXT}" }}\n'
+    )
+    rows = {}
+    for name, where in (
+        ("here", {}),
+        ("there", {"executor": "ray"}),
+    ):
+        summary = sweep(expand(str(grid)), tmp_path / name, **where)
+        assert (summary.done, summary.failed) == (2, 0)
+        lines = (tmp_path / name / "results.jsonl").read_text().splitlines()
+        rows[name] = [(row["cell"], row["perplexity"]) for row in map(json.loads, lines)]
+    assert rows["here"] == rows["there"]
