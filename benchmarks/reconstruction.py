@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from benchmarks import record
-from coec.reconstruction import Batch, LeastSquares
+from coec.reconstruction import Batch, LeastSquares, Products
 from coec.reconstruction.least_squares import Parameters
 from coec.reconstruction.preconditioner import Preconditioner
 
@@ -84,9 +84,8 @@ def measure(
         return out
 
     modules = {name: module.get_submodule(name) for name in names}
-    problem = LeastSquares(function, modules, [batch], place)
+    problem = LeastSquares.of(Products(function, modules, [[batch]], place))
     delta = {name: torch.randn_like(value) * value.std() for name, value in theta.items()}
-    generator = torch.Generator().manual_seed(0)
     found: dict[str, Any] = {
         "hidden": hidden,
         "width": width,
@@ -100,7 +99,7 @@ def measure(
         float((one[name] - other[name]).norm() / other[name].norm()) for name in names
     )
     _, seconds["gradient"] = timed(lambda: problem.gradient(theta), place)
-    factors, seconds["factors"] = timed(lambda: problem.factors(theta, generator), place)
+    factors, seconds["factors"] = timed(lambda: problem.factors(theta, seed=0), place)
     _, seconds["eigendecompositions"] = timed(lambda: Preconditioner(factors, 0.1), place, 1)
     weights = 3 * hidden * width
     found["operations"] = {

@@ -240,7 +240,9 @@ def test_going_on_keeps_no_graph_of_what_is_passed(dense, tokens, tmp_path, monk
     solve, seen = rebuilding.SideBySide._solve, []
 
     def watched(self, block, tensors):
-        seen.append([state.requires_grad for state in (*self._above, *self._below)])
+        pair = self._team.pair
+        states = (*pair._above.values(), *pair._below.values())
+        seen.append([state.requires_grad for state in states])
         if block.index == 1 and len(seen) == 2:
             raise KeyboardInterrupt
         return solve(self, block, tensors)

@@ -31,6 +31,7 @@ from coec.rebuilding import rebuilt
 from coec.recipe import Recipe
 from coec.report import Report
 from coec.solving import solve_block
+from coec.teams import check_leader
 from coec.writing import Checkpoint, dtype_name, space_needed
 
 
@@ -115,6 +116,8 @@ def prune(
                 "reconstruct sums over tokens in the dtype of the forward pass, which overflow in "
                 "float16: set forward_dtype=bfloat16 or forward_dtype=float32"
             )
+        if recipe.rebuilding.in_order:
+            check_leader(source)
         dtype = DTYPES[recipe.repair.dtype] if recipe.repair.dtype else dense.dtype
         check_space(out, space_needed(out, plan, dtype))
         seconds.lap("checking")

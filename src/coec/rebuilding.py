@@ -5,48 +5,48 @@ hidden states, the error made so far included, and is then fitted to them, its p
 (METHODS §8). What is solved already is only run through.
 """
 
+import contextlib
 import functools
 import math
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
-from torch.func import functional_call
+from jaxtyping import Float
+from torch import Tensor
 
-from coec.calibration.head import Head, rescaled_norm
-from coec.calibration.layers import TOKENS_PER_BATCH, Layers, State, to_host
+from coec.calibration.head import Score, rescaled_norm
 from coec.calibration.measure import DensePass, Source
+from coec.calibration.prediction import Prediction
 from coec.errors import NumericalError
 from coec.events import Progress, record, recording
+from coec.execution.cluster import RETRIES, LostError, lost
 from coec.execution.journal import Journal
 from coec.linalg.spd import solve_right
 from coec.models.ahead import ReadAhead
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.files import write_json
-from coec.models.layout import BlockLayout, Rows, Site
-from coec.models.surgery import cast, cut_block, with_rows
+from coec.models.layout import BlockLayout, Site
+from coec.models.surgery import cast, cut_block
 from coec.planning import Plan
-from coec.reconstruction import Batch, LeastSquares, fit
+from coec.reconstruction import LeastSquares, fit
+from coec.side_by_side import Kind, Seen, fitted_rows, weights_of, whole
 from coec.solving import SiteStatistics, Solved, assembled, naming, own_seed, solve_site
+from coec.teams import Finished, NothingKeptError, Team, team_of
 from coec.types import GramSum
 from coec.writing import Checkpoint
 
-States = list[State]
+Result = TypeVar("Result")
 TARGET_RIDGE = 1e-3
 """Of the least-squares map from inputs to targets, relative to the mean diagonal of the Gram."""
 ATTENTION_STEPS = 1
 """Steps that fit attention: more gain nothing (docs/LOG.md)."""
 SMALLEST = 1e-3
 """Mean squares of hidden states below this share of the median count as that much."""
-LEAST_BATCHES = 8
-"""So many where there are windows enough: a share of them can stand for all."""
-Finished = Callable[[BlockLayout], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,16 +87,17 @@ def rebuilt(
     """
     assert isinstance(source, DensePass)  # statistics are refused before
 
-    def beside(plan: Plan) -> SideBySide:
-        return SideBySide(
-            dense, plan, *source.parts(), device=device, dtype=source.dtype, written=dtype
-        )
+    @contextlib.contextmanager
+    def beside(plan: Plan) -> Iterator[SideBySide]:
+        with team_of(source, dense, plan, dtype) as team:
+            yield SideBySide(dense, plan, team, device=device, dtype=source.dtype, written=dtype)
 
     tried: dict[str, dict[str, Any]] = {}
     for name, plan in plans.items() if len(plans) > 1 else ():
         piece = f"trial-{name}.json"
         if piece not in done:
-            facts = _trial(beside(plan.briefly()), f"trying {name}", progress)
+            with beside(plan.briefly()) as both:
+                facts = _trial(both, f"trying {name}", progress)
             facts["widths"] = plan.record()["widths"]
             done.put(piece, done.work / piece, functools.partial(_write, facts), **facts)
         tried[name] = done.facts(piece)
@@ -105,11 +106,15 @@ def rebuilt(
     chosen = min(tried or plans, key=lambda name: _of(tried.get(name, {}).get("kl")))
     made = Checkpoint(done, dense, plans[chosen], dtype)
     if not made.ended or len(made.solved) < len(dense.layout.blocks):
-        both = beside(plans[chosen])
-        for solved in both.blocks(made.tensors, made.solved, "rebuilding", progress):
-            made.keep(solved)
-        ending = both.end()
-        made.end(ending.norm, ending.facts)
+        with beside(plans[chosen]) as both:
+
+            def finished(index: int) -> Mapping[str, Tensor]:
+                return made.tensors(dense.layout.blocks[index])
+
+            for solved in both.blocks(finished, made.solved, "rebuilding", progress):
+                made.keep(solved)
+            ending = both.end(finished)
+            made.end(ending.norm, ending.facts)
     return made, {"kv_groups": chosen, **made.facts, "candidates": tried}
 
 
@@ -119,9 +124,12 @@ def _write(facts: dict[str, Any], path: Path) -> None:
 
 def _trial(both: "SideBySide", phase: str, progress: Progress | None) -> dict[str, Any]:
     """How well a pruned model predicts; nothing of it is kept."""
-    for _ in both.blocks(lambda block: {}, (), phase, progress):
-        pass
-    return both.end().facts
+    for _ in range(RETRIES + 1):
+        with contextlib.suppress(NothingKeptError):
+            for _ in both.blocks(lambda index: None, (), phase, progress):
+                pass
+            return both.end(lambda index: None).facts
+    raise lost(LostError(phase))
 
 
 class SideBySide:
@@ -130,9 +138,8 @@ class SideBySide:
     Args:
         dense: the model.
         plan: the sizes of the pruned one, and how it is made.
-        windows: token ids to fit on.
-        held_out: others, on which nothing may get worse.
-        device: where to compute; hidden states wait on the CPU.
+        team: holds the hidden states of both.
+        device: where blocks are solved.
         dtype: of the forward pass.
         written: the dtype of the written weights, with which the pruned model is run on.
     """
@@ -141,25 +148,15 @@ class SideBySide:
         self,
         dense: Dense,
         plan: Plan,
-        windows: Int[Tensor, "n length"],
-        held_out: Int[Tensor, "h length"] | None,
+        team: Team,
         *,
         device: torch.device,
         dtype: torch.dtype,
         written: torch.dtype,
     ) -> None:
         self._dense, self._plan, self._how = dense, plan, plan.recipe.rebuilding
-        self._device, self._dtype, self._written = device, dtype, written
-        size = max(1, min(TOKENS_PER_BATCH // windows.shape[1], len(windows) // LEAST_BATCHES))
-        self._windows = windows if held_out is None else held_out
-        fitted = windows.split(size)
-        self._batches = fitted if held_out is None else fitted + held_out.split(size)
-        self._fit = range(len(fitted))
-        self._held = range(len(fitted), len(self._batches))
-        self._big = Layers(dense, device=device, dtype=dtype)
-        pruned = Description.of(plan.output.config)
-        self._small = Layers(pruned, device=device, dtype=dtype)
-        self._smaller = {site.key: site for site in pruned.layout.sites}
+        self._team, self._device, self._dtype, self._written = team, device, dtype, written
+        self._smaller = {s.key: s for s in Description.of(plan.output.config).layout.sites}
 
     def blocks(
         self,
@@ -170,206 +167,163 @@ class SideBySide:
     ) -> Iterator[Solved]:
         """Yields the blocks that are not solved yet, in order.
 
+        What a team lost with one of its places is done again from the block that was open.
+
         Args:
-            finished: the written tensors of a solved block.
+            finished: the written tensors of a solved block; None where nothing was kept.
             solved: which are.
             phase: what progress calls this.
             progress: called with (phase, finished blocks, blocks).
-        """
-        embedding = self._dense.tensor(self._dense.layout.embedding)
-        self._above = self._big.embed(self._batches, embedding)
-        self._below = self._small.embed(self._batches, embedding.to(self._written))
-        with ReadAhead(self._dense, last=len(self._dense.layout.blocks) - 1) as ahead:
-            for block in self._dense.layout.blocks:
-                tensors = ahead.tensors(block)
-                self._big.load(block, tensors)
-                if block.index in solved:
-                    written: Mapping[str, Tensor] = finished(block)
-                    with torch.no_grad():
-                        self._above = [self._big.advance(block.index, s) for s in self._above]
-                else:
-                    result = self._solve(block, tensors)
-                    written = result.tensors
-                    yield result
-                # As it is written: a run that goes on from the disk has nothing else.
-                self._small.load(block, written)
-                with torch.no_grad():
-                    self._below = [self._small.advance(block.index, s) for s in self._below]
-                self._big.drop(block.index)
-                self._small.drop(block.index)
-                if progress:
-                    progress(phase, block.index + 1, len(self._dense.layout.blocks))
 
-    def end(self) -> Ending:
+        Raises:
+            CoecError: as `solve_site`; or work was lost too often.
+        """
+        blocks = self._dense.layout.blocks
+        with ReadAhead(self._dense, last=len(blocks) - 1) as ahead:
+            for block in blocks:
+                if block.index not in solved:
+                    solve = functools.partial(self._solve, block, ahead.tensors(block))
+                    result = self._standing(block.index, finished, solve)
+                    yield result
+                    # As it is written: a run that goes on from the disk has nothing else. Where a
+                    # place is lost meanwhile, it is brought there before the next block.
+                    with contextlib.suppress(LostError):
+                        self._team.do("go_past", block.index, result.tensors)
+                if progress:
+                    progress(phase, block.index + 1, len(blocks))
+
+    def end(self, finished: Finished) -> Ending:
         """What the pruned model's end needs, and how well it predicts; after the last block."""
-        head = Head(self._dense, device=self._device, dtype=self._dtype)
-        judged = self._held or self._fit
-        mine, theirs = ([states[n] for n in judged] for states in (self._below, self._above))
+        return self._standing(len(self._dense.layout.blocks), finished, self._end)
+
+    def _standing(self, index: int, finished: Finished, work: Callable[[], Result]) -> Result:
+        """What some work comes to, every place of the team standing before a block.
+
+        It is done again where a place was lost meanwhile.
+
+        Raises:
+            CoecError: that happened too often.
+        """
+        for attempt in range(RETRIES + 1):
+            try:
+                self._team.bring_to(index, finished)
+                return work()
+            except LostError as error:
+                if attempt == RETRIES:
+                    raise lost(error) from error
+        raise AssertionError
+
+    def _end(self) -> Ending:
+        held = any(True for _ in self._team.all("numbers", "held"))
+        kind: Kind = "held" if held else "fit"
+
+        def score(norm: Tensor | None = None, *, dense: bool = False) -> Score:
+            sums = Prediction()
+            for one in self._team.all("predict", kind, norm, dense):
+                sums.add(one)
+            return Score.of(sums)
+
         facts = {
-            "windows": "held out" if self._held else "fitted",
-            "dense": head.score(theirs, theirs, self._windows).perplexity,
+            "windows": "held out" if held else "fitted",
+            "dense": score(dense=True).perplexity,
         }
-        plain = head.score(mine, theirs, self._windows)
+        plain = score()
         if not self._how.final_norm:
             return Ending(None, {**facts, **asdict(plain)})
-        fitted = ([states[n] for n in self._fit] for states in (self._below, self._above))
+        before = self._dense.tensor(self._dense.layout.norm).to(self._dtype)
         try:
-            norm = cast(rescaled_norm(head, *fitted), self._written, "final norm")
+            rescaled = rescaled_norm(before, self._team.all("norms"))
+            norm = cast(rescaled, self._written, "final norm")
         except NumericalError as error:
             record(f"the final norm is not rescaled: {error}")
             return Ending(None, {**facts, **asdict(plain)})
-        rescaled = head.score(mine, theirs, self._windows, norm)
-        taken = _of(rescaled.perplexity) < _of(plain.perplexity)
-        tried = {"taken": taken, "without": plain.perplexity, "with": rescaled.perplexity}
-        score = asdict(rescaled if taken else plain)
-        return Ending(norm if taken else None, {**facts, **score, "final_norm": tried})
-
-    @torch.no_grad()
-    def _after(self, block: BlockLayout) -> list[States]:
-        """The dense hidden states behind every part of a block, in the order of its sites."""
-        states, found = self._above, []
-        for site in block.sites:
-            half = self._big.half(block, site)
-            states = [self._run(self._big, half, block, state) for state in states]
-            found.append(states)
-        return found
+        fitted = score(norm)
+        taken = _of(fitted.perplexity) < _of(plain.perplexity)
+        tried = {"taken": taken, "without": plain.perplexity, "with": fitted.perplexity}
+        best = asdict(fitted if taken else plain)
+        return Ending(norm if taken else None, {**facts, **best, "final_norm": tried})
 
     def _solve(self, block: BlockLayout, tensors: dict[str, Tensor]) -> Solved:
-        before = self._above
-        after = self._after(block)
-        weights = self._token_weights(after[-1])
-        self._above = after[-1]
-        below, cuts, rows = self._below, [], []
+        self._team.do("open", block.index)
+        self._weigh()
+        cuts, rows = [], []
         written = {name: tensor.to(self._written) for name, tensor in tensors.items()}
-        for site, targets in zip(block.sites, after, strict=True):
-            inputs = below if self._how.propagate else before
-            statistics = self._measured(block, site, tensors, inputs, targets, weights)
+        for number, site in enumerate(block.sites):
+            statistics = self._measured(number, site, tensors)
             cut, row = solve_site(site, tensors, statistics, self._plan, self._device)
             small = cut_block(tensors, [cut], self._written)
             written |= {name: small[name] for name in site.tensors if name in small}
-            self._load_half(block, site, written)
+            self._team.do("load", number, written)
             if self._how.reconstruct:
                 began = time.perf_counter()
-                written |= self._fitted(block, site, inputs, targets, weights, written, row)
-                self._load_half(block, site, written)
+                written |= self._fitted(number, site, written, row)
+                self._team.do("load", number, written)
                 row["seconds"] += time.perf_counter() - began
             if site is not block.sites[-1]:  # behind the last the whole layer is run, as written
-                half = self._small.half(block, site)
-                with torch.no_grad():
-                    below = [self._run(self._small, half, block, state) for state in below]
-            before = targets
+                self._team.do("enter", number)
             cuts.append(cut)
             rows.append(row)
         return assembled(block, written, cuts, rows, self._plan)
 
-    @torch.no_grad()
-    def _measured(
-        self,
-        block: BlockLayout,
-        site: Site,
-        tensors: Mapping[str, Tensor],
-        inputs: States,
-        targets: States,
-        weights: list[Tensor],
-    ) -> SiteStatistics:
+    def _weigh(self) -> None:
+        """W of every token, of mean 1 over the windows fitted on."""
+        if self._how.token_weights == "equal":
+            self._team.do("weigh", None, 1.0)
+            return
+        squares = [one for part in self._team.all("squares") for one in part]
+        least = SMALLEST * float(torch.cat([one.flatten() for one in squares]).median())
+        weights = [weights_of(one, least) for one in squares]
+        total = math.fsum(float(one.sum(dtype=torch.float64)) for one in weights)
+        self._team.do("weigh", least, total / sum(one.numel() for one in weights))
+
+    def _measured(self, number: int, site: Site, tensors: Mapping[str, Tensor]) -> SiteStatistics:
         """Statistics of the consumer's inputs, with the dense weights before it.
 
         What is missing in the hidden states behind it, the consumer has to add: with `δ` that
         difference, `T = W₀ + (Σ w δ xᵀ)(G + ε)⁻¹` is the consumer that comes closest.
         """
-        half = self._big.half(block, site)
-        consumer = half.get_submodule(site.consumer.removeprefix(block.prefix))
-        seen: list[tuple[Tensor, Tensor]] = []
-        hook = consumer.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))
-        sums = {kind: GramSum(site.columns, self._device) for kind in ("fit", "held")}
-        missing: Tensor | float = 0.0
-        added = scale = 0.0
-        try:
-            for n, (state, target) in enumerate(zip(inputs, targets, strict=True)):
-                state = state.to(self._device)
-                out = self._big.call(half, block.index, state)
-                x, consumed = seen.pop()
-                w = weights[n].to(self._device)
-                sums["fit" if n in self._fit else "held"].update(x, w)
-                if n in self._fit and self._how.propagate:
-                    delta = _flat(target.to(self._device)) - _flat(out)
-                    weighted = delta * w.reshape(-1, 1).to(delta)
-                    missing = missing + (weighted.T @ _flat(x)).double()
-                    # A model may scale what a part adds, by one number for all.
-                    part = _flat(out) - _flat(state)
-                    added += float((part * _flat(consumed)).sum(dtype=torch.float64))
-                    scale += float(_flat(consumed).square().sum(dtype=torch.float64))
-        finally:
-            hook.remove()
-        gram = sums["fit"].gram()
+        seen = self._seen(number, site, "fit")
+        gram = seen.gram.gram()
         with naming(site.consumer):
             gram.check_finite()
-        target_weight = None
-        if isinstance(missing, Tensor):
+        if seen.missing is not None:
             weight = tensors[site.weight].to(gram.xx)
-            factor = added / scale if scale > 0 else 1.0
-            correction = solve_right(
-                missing / (factor or 1.0), gram.xx, TARGET_RIDGE, gram.precision
-            )
-            target_weight = weight + correction
-        # The target is of the windows fitted on: what it misses on others is not known.
-        held = sums["held"].gram() if self._held and target_weight is None else None
-        return SiteStatistics(gram, held, target_weight)
+            factor = seen.added / seen.scale if seen.scale > 0 else 1.0
+            missing = seen.missing.to(gram.xx) / (factor or 1.0)
+            correction = solve_right(missing, gram.xx, TARGET_RIDGE, gram.precision)
+            # The target is of the windows fitted on: what it misses on others is not known.
+            return SiteStatistics(gram, None, weight + correction)
+        held = self._seen(number, site, "held")
+        return SiteStatistics(gram, held.gram.gram() if held.gram.tokens else None)
+
+    def _seen(self, number: int, site: Site, kind: Kind) -> Seen:
+        """The sum of all parts."""
+        total = Seen(GramSum(site.columns, self._device))
+        for part in self._team.all("see", number, kind):
+            total.merge(part)
+        return total
 
     def _fitted(
-        self,
-        block: BlockLayout,
-        site: Site,
-        inputs: States,
-        targets: States,
-        weights: list[Tensor],
-        written: Mapping[str, Tensor],
-        row: dict[str, Any],
+        self, number: int, site: Site, written: Mapping[str, Tensor], row: dict[str, Any]
     ) -> dict[str, Tensor]:
         """Those weights of a half that were fitted to the targets; the account goes into `row`."""
-        half = self._small.half(block, site)
-        fitted_rows = _fitted_rows(self._smaller[site.key], written)
-        tensors = {rows.tensor for rows in fitted_rows.values()}
-        own = {tensor: tensor.removeprefix(block.prefix) for tensor in tensors}
-        held = {tensor: half.get_parameter(name).detach() for tensor, name in own.items()}
+        rows = fitted_rows(self._smaller[site.key], written)
+        self._team.do("prepare", number, written)
 
-        def function(theta: dict[str, Tensor], state: Tensor) -> Tensor:
-            state_dict = {own[t]: p for t, p in _whole(held, fitted_rows, theta).items()}
-            call = lambda *args, **kwargs: functional_call(half, state_dict, args, kwargs)  # noqa: E731
-            return self._small.call(call, block.index, state)
+        def problem(kind: Kind) -> LeastSquares:
+            ask = functools.partial(self._team.all, "product", kind)
+            return LeastSquares(ask, self._how.curvature)
 
-        modules = {
-            name: half.get_submodule(own[rows.tensor].removesuffix(".weight"))
-            for name, rows in fitted_rows.items()
-        }
-        parts = [
-            [Batch(inputs[n], targets[n], weights[n]) for n in numbers]
-            for numbers in (self._fit, self._held)
-        ]
-        problems = [
-            LeastSquares(
-                function,
-                modules,
-                part,
-                self._device,
-                rows={name: slice(r.start, r.stop) for name, r in fitted_rows.items()},
-                quadratic=site.value is not None,
-                curvature=self._how.curvature,
-            )
-            if part
-            else None
-            for part in parts
-        ]
-        assert problems[0] is not None
+        held = any(True for _ in self._team.all("numbers", "held"))
         wide = torch.promote_types(self._dtype, torch.float32)
         theta = {
-            name: written[rows.tensor][rows.start : rows.stop].to(self._device, wide)
-            for name, rows in fitted_rows.items()
+            name: written[r.tensor][r.start : r.stop].to(self._device, wide)
+            for name, r in rows.items()
         }
         steps = self._how.reconstruct
         with recording() as events:
             found = fit(
-                problems[0], problems[1], theta,
+                problem("fit"), problem("held") if held else None, theta,
                 steps=steps if site.value is None else min(steps, ATTENTION_STEPS),
                 iterations=self._how.inner, damping=self._how.damping,
                 seed=own_seed(self._plan.recipe.calibration.seed, site.block),
@@ -378,7 +332,7 @@ class SideBySide:
             try:
                 if any(step.length for step in found.steps):
                     new = {n: cast(p, self._written, n) for n, p in found.theta.items()}
-                    fitted = _whole(written, fitted_rows, new)
+                    fitted = whole(written, rows, new)
             except NumericalError as error:
                 record(f"the reconstruction is taken back: {error}")
                 found = found.taken_back()
@@ -386,58 +340,7 @@ class SideBySide:
         row["events"] = [*row["events"], *events]
         return fitted
 
-    def _load_half(self, block: BlockLayout, site: Site, written: Mapping[str, Tensor]) -> None:
-        """Gives the pruned model's layer what a half of it needs."""
-        others = {name for s in block.sites if s.name != site.name for name in s.tensors}
-        own = {name: tensor for name, tensor in written.items() if name not in others}
-        # Biases of a format that has them everywhere, where nobody computed any.
-        for name, shape in self._plan.pruned_shapes.items():
-            inside = name.startswith(block.prefix) and name.endswith(".bias")
-            if inside and name not in own and name not in others:
-                own[name] = torch.zeros(shape, dtype=self._written)
-        self._small.load(block, own, part=True)
-
-    def _run(self, layers: Layers, half: nn.Module, block: BlockLayout, state: State) -> State:
-        return to_host(layers.call(half, block.index, state.to(self._device)))
-
-    def _token_weights(self, states: States) -> list[Float[Tensor, "_ length"]]:
-        """W of every token, of mean 1 over the windows fitted on."""
-        if self._how.token_weights == "equal":
-            return [torch.ones(state.shape[:2]) for state in states]
-        squares = [state.float().square().mean(dim=-1) for state in states]
-        least = SMALLEST * float(torch.cat([squares[n].flatten() for n in self._fit]).median())
-        weights = [1 / square.clamp_min(least or 1.0) for square in squares]
-        total = math.fsum(float(weights[n].sum(dtype=torch.float64)) for n in self._fit)
-        mean = total / sum(weights[n].numel() for n in self._fit)
-        return [weight / mean for weight in weights]
-
-
-def _fitted_rows(site: Site, tensors: Mapping[str, Tensor]) -> dict[str, Rows]:
-    """The rows of a pruned site that are fitted, by the names that θ has for them."""
-    consumer = Rows(site.weight, 0, len(tensors[site.weight]))
-    return {
-        rows.tensor
-        if rows.stop - rows.start == len(tensors[rows.tensor])
-        else f"{rows.tensor}[{rows.start}:{rows.stop}]": rows
-        for rows in (*site.fitted, consumer)
-    }
-
-
-def _whole(
-    tensors: Mapping[str, Tensor], rows: Mapping[str, Rows], theta: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """The tensors that θ are rows of, with θ in them."""
-    parts: dict[str, dict[Rows, Tensor]] = {}
-    for name, one in rows.items():
-        parts.setdefault(one.tensor, {})[one] = theta[name]
-    return {tensor: with_rows(tensors[tensor], own) for tensor, own in parts.items()}
-
 
 def _of(score: float | None) -> float:
     """To be compared: one that is not finite is the worst."""
     return math.inf if score is None else score
-
-
-def _flat(tensor: Tensor) -> Float[Tensor, "tokens d"]:
-    """Every token a row, in float32 or wider."""
-    return tensor.flatten(0, -2).to(torch.promote_types(tensor.dtype, torch.float32))

@@ -135,6 +135,24 @@ class GramSum:
         self.weight += n
         self.precision = max(self.precision, 0.0 if exact else torch.finfo(rows.dtype).eps)
 
+    def merge(self, other: "GramSum") -> None:
+        """Adds the sums of another, as if its rows had come after these."""
+        if not other.tokens:
+            return
+        other = other.to(self.xx.device)
+        self.xx += other.xx
+        if self.tokens:
+            mean, others = self.x / self.weight, other.x / other.weight
+            self.centred = _pooled(
+                self.centred, mean, self.weight, other.centred, others, other.weight
+            )
+        else:
+            self.centred = other.centred
+        self.x += other.x
+        self.tokens += other.tokens
+        self.weight += other.weight
+        self.precision = max(self.precision, other.precision)
+
     def to(self, device: torch.device | str) -> "GramSum":
         """The same on another device, to go on there."""
         other = copy.copy(self)

@@ -126,7 +126,7 @@ def test_the_cells_of_a_sweep_are_tasks(cluster, tmp_path):
         ("there", {"executor": "ray"}),
     ):
         summary = sweep(expand(str(grid)), tmp_path / name, **where)
-        assert (summary.done, summary.failed) == (2, 0)
+        assert (summary.done, summary.failed) == (3, 0)
         lines = (tmp_path / name / "results.jsonl").read_text().splitlines()
         rows[name] = [(row["cell"], row["perplexity"]) for row in map(json.loads, lines)]
     assert rows["here"] == rows["there"]

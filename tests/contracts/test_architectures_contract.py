@@ -22,7 +22,7 @@ from coec.models.dense import Dense
 from coec.models.layout import Rows
 from coec.models.loaders import NEVER_TRIED, TARGETS
 from coec.models.surgery import with_rows
-from coec.reconstruction import Batch, LeastSquares
+from coec.reconstruction import Batch, LeastSquares, Products
 from coec.types import GramSum, KeptSet
 
 pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("hasty_auto")]  # whole models
@@ -272,10 +272,11 @@ def test_products_with_the_jacobian_are_those_of_forward_and_reverse_mode(varian
         batch = Batch(states, torch.randn_like(states), weights)
         modules = {n: half.get_submodule(o.removesuffix(".weight")) for n, o in own.items()}
         slices = {n: slice(r.start, r.stop) for n, r in rows.items()}
-        made = LeastSquares(
-            function, modules, [batch], torch.device("cpu"), rows=slices,
+        products = Products(
+            function, modules, [[batch]], torch.device("cpu"), rows=slices,
             quadratic=site.value is not None,
         )  # fmt: skip
+        made = LeastSquares.of(products)
         delta = {n: torch.randn_like(p) for n, p in theta.items()}
         with sdpa_kernel(SDPBackend.MATH):
             moved = torch.func.jvp(lambda t, f=function: f(t, states), (theta,), (delta,))[1]

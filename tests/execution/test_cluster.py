@@ -58,7 +58,7 @@ def test_settings_of_a_cluster_need_one(tmp_path, run):
             coec.Recipe.of(**{name: value})
     status, _, said = run("prune", "model", tmp_path / "out", "--workers", "2")
     assert status == 1
-    assert "--workers has no effect with --executor here" in said
+    assert "workers has no effect with executor = here" in said
 
 
 def test_workers_take_half_of_a_gpu_or_of_a_process_and_leave_room_for_a_block():

@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call, jvp, vjp
 from torch.nn import functional as F
 
-from coec.reconstruction import Batch, LeastSquares, fit
+from coec.reconstruction import Batch, LeastSquares, Products, fit
 from coec.reconstruction.preconditioner import Preconditioner
 
 H, D = 5, 7
@@ -39,6 +39,12 @@ class Bilinear(nn.Module):
         return x + self.out(self.mixing @ self.value(x))
 
 
+def of(function, modules, parts, curvature=1.0, **more):
+    """The problem of these batches, each a part."""
+    products = Products(function, modules, [[b] for b in parts], torch.device("cpu"), **more)
+    return LeastSquares.of(products, curvature)
+
+
 def problem(module, names, batches=2, seed=0, quadratic=False, curvature=1.0):
     generator = torch.Generator().manual_seed(seed)
 
@@ -49,16 +55,18 @@ def problem(module, names, batches=2, seed=0, quadratic=False, curvature=1.0):
     with torch.no_grad():
         for p in module.parameters():
             p.copy_(normal(*p.shape))
-    parts = [Batch(normal(3, 4, H), normal(3, 4, H), normal(3, 4).square()) for _ in range(batches)]
+    parts = [
+        Batch(normal(3, 4, H), normal(3, 4, H), normal(3, 4).square(), number)
+        for number in range(batches)
+    ]
 
     def function(theta, x):
         return functional_call(module, {names[n]: p for n, p in theta.items()}, x)
 
     modules = {n: module.get_submodule(name.removesuffix(".weight")) for n, name in names.items()}
     theta = {n: module.get_parameter(name).detach().clone() for n, name in names.items()}
-    made = LeastSquares(
-        function, modules, parts, torch.device("cpu"), quadratic=quadratic, curvature=curvature
-    )
+    made = of(function, modules, parts, quadratic=quadratic, curvature=curvature)
+    made.modules = modules
     return made, function, parts, theta
 
 
@@ -129,7 +137,7 @@ def test_the_error_is_the_weighted_sum():
 def test_the_last_matrix_has_its_exact_factor():
     """Every row of the consumer sees the same inputs: one second moment, and rows of 1."""
     made, function, parts, theta = gated()
-    factor = made.factors(theta, torch.Generator().manual_seed(0))["down"]
+    factor = made.factors(theta, seed=0)["down"]
     block = normal_matrix(function, parts, theta)[-D * H :, -D * H :]
     torch.testing.assert_close(factor.rows, torch.ones(H, dtype=torch.float64))
     torch.testing.assert_close(torch.kron(torch.eye(H).double(), factor.columns), block)
@@ -140,7 +148,7 @@ def test_the_other_factors_have_the_right_trace_on_average():
     matrix = normal_matrix(function, parts, theta)
     traces = []
     for seed in range(400):
-        one = made.factors(theta, torch.Generator().manual_seed(seed))["gate"]
+        one = made.factors(theta, seed)["gate"]
         traces.append(float(one.rows.sum() * one.columns.trace()))
     size = D * H
     assert sum(traces) / 400 == pytest.approx(float(matrix[:size, :size].trace()), rel=0.05)
@@ -148,7 +156,7 @@ def test_the_other_factors_have_the_right_trace_on_average():
 
 def test_the_preconditioner_inverts_its_kronecker_product():
     made, _, _, theta = gated()
-    factors = made.factors(theta, torch.Generator().manual_seed(0))
+    factors = made.factors(theta, seed=0)
     precondition = Preconditioner(factors, damping=0.1)
     residual = {n: torch.randn_like(p) for n, p in theta.items()}
     found = precondition(residual)
@@ -201,10 +209,8 @@ def test_errors_fall_at_every_step_and_end_as_reported():
 def test_a_step_that_harms_held_out_windows_is_not_taken():
     made, function, parts, theta = gated(batches=2)
     fitted, other = parts
-    exact = Batch(other.inputs, function(theta, other.inputs).detach(), other.weights)
-    problems = [
-        LeastSquares(function, made._modules, [one], torch.device("cpu")) for one in (fitted, exact)
-    ]
+    exact = Batch(other.inputs, function(theta, other.inputs).detach(), other.weights, 1)
+    problems = [of(function, made.modules, [one]) for one in (fitted, exact)]
     assert fit(problems[0], None, theta, **options()).steps[0].length > 0
     found = fit(*problems, theta, **options())
     assert found.held_out == 0
@@ -213,9 +219,9 @@ def test_a_step_that_harms_held_out_windows_is_not_taken():
 
 
 def test_the_best_there_is_stays():
-    made, _, parts, theta = gated()
-    exact = [Batch(b.inputs, made._at(theta, b), b.weights) for b in parts]
-    same = LeastSquares(made._function, made._modules, exact, torch.device("cpu"))
+    made, function, parts, theta = gated()
+    exact = [Batch(b.inputs, function(theta, b.inputs), b.weights, b.number) for b in parts]
+    same = of(function, made.modules, exact)
     found = fit(same, None, theta, **options())
     assert found.error == 0
     assert [step.length for step in found.steps] == [0]
@@ -233,7 +239,7 @@ def test_a_step_that_is_not_finite_is_taken_back_and_recorded():
 
     from coec.events import recording
 
-    broken = LeastSquares(brittle, made._modules, parts, torch.device("cpu"))
+    broken = of(brittle, made.modules, parts)
     with recording() as events:
         found = fit(broken, None, theta, **options())
     assert torch.equal(flat(found.theta), start)
@@ -276,3 +282,40 @@ def test_a_share_of_the_batches_stands_for_all(make, share, taken):
     torch.testing.assert_close(flat(some.normal(theta, direction)), wanted)
     assert some.error(theta) == whole.error(theta)
     assert torch.equal(flat(some.gradient(theta)), flat(whole.gradient(theta)))
+
+
+def test_sums_do_not_depend_on_where_the_batches_lie():
+    """Two places with two and three batches of five parts: the same to the bit as one place."""
+    whole, function, parts, theta = gated(batches=5)
+    places = [
+        Products(function, whole.modules, [[b] for b in own], torch.device("cpu"))
+        for own in (parts[:2], parts[2:])
+    ]
+
+    def ask(name, *arguments):
+        for place in places:
+            yield from getattr(place, name)(*arguments)
+
+    for curvature in (1.0, 0.4):
+        one, two = (of(function, whole.modules, parts, curvature), LeastSquares(ask, curvature))
+        delta = {n: torch.randn_like(p) for n, p in theta.items()}
+        assert one.energy() == two.energy()
+        assert one.error(theta) == two.error(theta)
+        for name, arguments in (("gradient", (theta,)), ("normal", (theta, delta))):
+            found = [flat(getattr(made, name)(*arguments)) for made in (one, two)]
+            assert torch.equal(*found)
+        factors = [made.factors(theta, 7) for made in (one, two)]
+        for name in theta:
+            for part in ("rows", "columns"):
+                assert torch.equal(*(getattr(f[name], part) for f in factors))
+
+
+def test_signs_of_a_batch_are_its_own():
+    made, function, parts, theta = gated(batches=2)
+    same = [Batch(parts[0].inputs, parts[0].targets, parts[0].weights, n) for n in (0, 1)]
+    first, second = (of(function, made.modules, [b]).factors(theta, 3)["gate"] for b in same)
+    again = of(function, made.modules, same[:1]).factors(theta, 3)["gate"]
+    other = of(function, made.modules, same[:1]).factors(theta, 4)["gate"]
+    assert torch.equal(first.columns, again.columns)
+    assert not torch.equal(first.columns, second.columns)
+    assert not torch.equal(first.columns, other.columns)

@@ -1,7 +1,7 @@
 """What follows a model's last layer: its final norm, and the logits."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -33,6 +33,12 @@ class Score:
 
     perplexity: float | None
     kl: float | None
+
+    @classmethod
+    def of(cls, sums: Prediction) -> "Score":
+        """The means of what was summed."""
+        mean, kl = sums.cross_entropy, sums.kl
+        return cls(math.exp(mean) if mean < LARGEST else None, kl if math.isfinite(kl) else None)
 
 
 class _Given(nn.Module):
@@ -113,19 +119,39 @@ class Head:
             norm: another weight of the final norm, for the model alone.
         """
         sums = Prediction()
+        parts = windows.split([len(state) for state in states])
+        for mine, theirs, ids in zip(states, dense, parts, strict=True):
+            sums.add(self.predicted(mine, theirs, ids, norm))
+        return Score.of(sums)
+
+    @torch.no_grad()
+    def predicted(
+        self,
+        state: Float[Tensor, "n length h"],
+        dense: Float[Tensor, "n length h"],
+        windows: Int[Tensor, "n length"],
+        norm: Float[Tensor, " h"] | None = None,
+    ) -> Prediction:
+        """The same of one batch, to be summed."""
+        sums = Prediction()
         size = max(1, LOGITS_PER_PASS // self._model.config.vocab_size)
         # No token sees another here: any run of them can be taken.
-        next_tokens = windows[:, 1:].split([len(state) for state in states])
-        for mine, theirs, ids in zip(states, dense, next_tokens, strict=True):
-            runs = [state[:, :-1].flatten(0, 1).split(size) for state in (mine, theirs)]
-            for one, other, wanted in zip(*runs, ids.flatten().split(size), strict=True):
-                sums.update(
-                    self._log_probabilities(one, norm),
-                    wanted.to(self._device),
-                    self._log_probabilities(other, None),
-                )
-        mean, kl = sums.cross_entropy, sums.kl
-        return Score(math.exp(mean) if mean < LARGEST else None, kl if math.isfinite(kl) else None)
+        runs = [one[:, :-1].flatten(0, 1).split(size) for one in (state, dense)]
+        for one, other, wanted in zip(*runs, windows[:, 1:].flatten().split(size), strict=True):
+            sums.update(
+                self._log_probabilities(one, norm),
+                wanted.to(self._device),
+                self._log_probabilities(other, None),
+            )
+        return sums
+
+    def norm_sums(
+        self, state: Float[Tensor, "n length h"], dense: Float[Tensor, "n length h"]
+    ) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]]:
+        """`Σ n̂ n` and `Σ n̂²` of a batch, for `rescaled_norm`."""
+        n_hat, n = self.normed(state), self.normed(dense)
+        product = (n_hat * n).sum(dim=(0, 1), dtype=torch.float64).cpu()
+        return product, n_hat.square().sum(dim=(0, 1), dtype=torch.float64).cpu()
 
     def _log_probabilities(
         self, state: Float[Tensor, "tokens h"], norm: Tensor | None
@@ -147,19 +173,20 @@ class Head:
 
 
 def rescaled_norm(
-    head: Head,
-    states: Sequence[Float[Tensor, "_ length h"]],
-    dense: Sequence[Float[Tensor, "_ length h"]],
+    norm: Float[Tensor, " h"],
+    sums: Iterable[tuple[Float[Tensor, " h"], Float[Tensor, " h"]]],
 ) -> Float[Tensor, " h"]:
     """The final norm's weight, every channel rescaled to fit the dense model's (METHODS §8).
 
     `γ_i ← γ_i · Σ n̂_i n_i / Σ n̂_i²` over the normed states n̂ of the pruned and n of the dense
     model; a channel that is 0 stays as it is.
+
+    Args:
+        norm: γ.
+        sums: of every batch, by `Head.norm_sums`.
     """
     product = square = torch.zeros((), dtype=torch.float64)
-    for mine, theirs in zip(states, dense, strict=True):
-        n_hat, n = head.normed(mine), head.normed(theirs)
-        product = product + (n_hat * n).sum(dim=(0, 1), dtype=torch.float64).cpu()
-        square = square + n_hat.square().sum(dim=(0, 1), dtype=torch.float64).cpu()
+    for one, other in sums:
+        product, square = product + one, square + other
     factor = torch.where(square > 0, product / square, torch.ones_like(square))
-    return head.norm.detach().cpu().double() * factor
+    return norm.detach().cpu().double() * factor

@@ -35,6 +35,11 @@ class Prediction:
             self._divergence += float(both.sum(dtype=torch.float64))
             self._agreed += int((log_p.argmax(dim=-1) == baseline.argmax(dim=-1)).sum())
 
+    def add(self, other: "Prediction") -> None:
+        """Adds the sums of another."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
     @property
     def cross_entropy(self) -> float:
         """Of the model, in nats per token."""

@@ -145,6 +145,7 @@ class SharedPass(DensePass):
         )
         self._row: list[Any] = []
         self._given: list[Any] = []
+        self._account: list[dict[str, Any]] = []
 
     @property
     def in_flight(self) -> int:
@@ -173,14 +174,18 @@ class SharedPass(DensePass):
 
     def account(self) -> dict[str, Any]:
         """The windows of every worker that ran, and its host."""
-        hosts = self.cluster.ray.get([worker.host.remote() for worker in self._row])
-        given = shares(*self.parts(), self.workers) if self._row else []
-        return {
-            "workers": [
-                {"host": host, "windows": len(fit), "held_out": 0 if held is None else len(held)}
-                for host, (fit, held) in zip(hosts, given, strict=True)
-            ]
-        }
+        if self._row:
+            hosts = self.cluster.ray.get([worker.host.remote() for worker in self._row])
+            given = shares(*self.parts(), self.workers)
+            self.note(hosts, [(len(f), 0 if h is None else len(h)) for f, h in given])
+        return {"workers": self._account}
+
+    def note(self, hosts: Sequence[str], windows: Sequence[tuple[int, ...]]) -> None:
+        """Of every worker its host, and how many windows it fits on and holds out."""
+        self._account = [
+            {"host": host, "windows": fit, "held_out": held}
+            for host, (fit, held) in zip(hosts, windows, strict=True)
+        ]
 
     def arriving(self, index: int, *, oldest: int) -> Arriving:
         """Sends a block's sums on their way.

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from coec.errors import NumericalError
 from coec.events import record
-from coec.reconstruction.least_squares import LeastSquares, Parameters
+from coec.reconstruction.least_squares import SEEDS, LeastSquares, Parameters
 from coec.reconstruction.preconditioner import Preconditioner
 
 LENGTHS = (1.0, 0.5, 0.25)
 """The fractions of a step that are tried."""
+APART = 2**40
+"""Between the seeds of one step's random signs and the next's."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,10 @@ def fit(
     error = problem.error(theta) / scale
     held = held_out.error(theta) / held_scale if held_out else None
     fitted = Fitted(theta, error, held)
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
+    for step in range(steps):
         try:
-            delta, residual = _direction(problem, theta, iterations, damping, generator)
+            signs = (seed + step * APART) % SEEDS
+            delta, residual = _direction(problem, theta, iterations, damping, signs)
         except NumericalError as failure:
             record(f"a step of the reconstruction is not taken: {failure}")
             fitted.steps.append(Step(0.0, error, held, None))
@@ -129,12 +131,12 @@ def _direction(
     theta: Parameters,
     iterations: int,
     damping: float,
-    generator: torch.Generator,
+    seed: int,
 ) -> tuple[Parameters, float]:
     """`δ` of one step, and the relative residual of its linear system."""
     r = problem.gradient(theta)
     _check_finite(r)
-    precondition = Preconditioner(problem.factors(theta, generator), damping)
+    precondition = Preconditioner(problem.factors(theta, seed), damping)
     x = {name: torch.zeros_like(v) for name, v in r.items()}
     start = dot(r, r)
     z = precondition(r)
