@@ -4,6 +4,7 @@ open → measure → allocate → solve → write. Every stage is a module of it
 in the journal, so that a run that was killed goes on where it was.
 """
 
+import shutil
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from coec.events import Progress
 from coec.execution.code import code_digest
 from coec.execution.journal import Journal, journal, unfinished
 from coec.execution.output import check_output, check_space
+from coec.execution.remote import Remote, is_url
 from coec.handing_out import HandingOut
 from coec.models.dense import Dense
 from coec.models.description import Description
@@ -80,7 +82,8 @@ def prune(
 
     Args:
         model: a folder with config.json and safetensors, or a hub name.
-        out: the folder to make.
+        out: the folder to make, or its URL (`s3://bucket/name`): the model is then made in a cache
+            of this machine, and copied there when it is whole.
         recipe: what to do; or give its fields and the compensation's options as `settings`
             (`sparsity=0.3, compensation="coec", alpha=0.8`).
         statistics: what `collect` made, or its folder, instead of a dense pass; the result is the
@@ -103,8 +106,10 @@ def prune(
     given = settings.keys() if recipe is None else None
     if statistics is not None:
         statistics = Statistics.open(statistics)
-    recipe, out = _asked(recipe, settings, statistics), Path(out)
+    recipe = _asked(recipe, settings, statistics)
     dense = Dense.open(model)
+    remote = Remote.at(str(out), force=force) if is_url(out) else None
+    out = Path(out) if remote is None else remote.staged
     check_output(out, dense.folder, force=force or unfinished(out))
     if statistics is not None:
         recipe = _calibrated(recipe, statistics, dense, given)
@@ -127,7 +132,12 @@ def prune(
                 return Report.read(out)
             report = _pruned(done, dense, plan, source, dtype, seconds, progress)
             report.write(done.new)
+            if remote is not None:
+                remote.put(done.new)
             done.complete()
+    if remote is not None:
+        shutil.rmtree(out)
+        report = replace(report, out=remote.url)
     return report
 
 

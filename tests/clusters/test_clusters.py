@@ -13,6 +13,7 @@ import torch
 import coec
 from coec.experiments.grid import expand
 from coec.experiments.sweep import sweep
+from coec.teams import OnCluster
 from places import SHARED
 
 pytestmark = [
@@ -21,6 +22,8 @@ pytestmark = [
 ]
 MODEL = SHARED / "models/wt2-llama"
 TEXT = SHARED / "data/wikitext-2/valid.raw.txt"
+SMALL = SHARED / "models/stories260K"
+STORIES = SHARED / "data/tinystories/train.txt"
 SETTINGS = {
     "calibration": TEXT, "samples": 72, "seq_len": 512, "holdout": 0.125, "rounds": 1,
 }  # fmt: skip
@@ -100,6 +103,36 @@ def test_a_driver_that_is_killed_goes_on_with_what_was_not_finished(cluster, her
     assert max(total for phase, _, total in solved if phase == "solving") == 6 - done
     assert weights(out) == here
     assert len(report.sites) == 12
+
+
+def test_the_pruned_model_runs_along_on_a_cluster_as_in_one_process(cluster, tmp_path, monkeypatch):
+    """Propagated statistics, reconstruction, and a worker that dies in the middle."""
+    import ray
+
+    settings = {
+        "calibration": STORIES, "samples": 24, "seq_len": 128, "preset": "best", "inner": 2,
+        "reconstruct": 1,
+    }  # fmt: skip
+    coec.prune(SMALL, tmp_path / "here", **settings)
+    killed, teams, made = [], [], OnCluster.__init__
+
+    def noted(self, *arguments):
+        teams.append(self)
+        made(self, *arguments)
+
+    monkeypatch.setattr(OnCluster, "__init__", noted)
+
+    def kill(phase, done, total):
+        if phase == "rebuilding" and done == 2 and not killed:
+            killed.append(next(place for place in teams[-1]._places))
+            ray.kill(killed[0], no_restart=False)
+
+    report = coec.prune(
+        SMALL, tmp_path / "there", executor="ray", workers=2, progress=kill, **settings
+    )
+    assert weights(tmp_path / "there") == weights(tmp_path / "here")
+    assert killed
+    assert len(report.calibration["workers"]) == 2
 
 
 def test_statistics_of_a_cluster_are_those_of_one_process(cluster, tmp_path):

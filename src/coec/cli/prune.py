@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -41,7 +40,9 @@ WIDTHS = (
 @with_settings(settings.RECIPE, settings.OPTIONS)
 def prune_command(
     model: Annotated[str, argument("Model folder (or its config.json), or a hub name.", "MODEL")],
-    out: Annotated[Path | None, argument("Folder to make; --dry-run needs none.", "OUT")] = None,
+    out: Annotated[
+        str | None, argument("Folder to make, or its URL (s3://…); --dry-run needs none.", "OUT")
+    ] = None,
     *,
     config: Config = None,
     statistics: Statistics = None,

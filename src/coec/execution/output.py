@@ -16,6 +16,7 @@ from pathlib import Path
 
 from coec.errors import OutputError
 from coec.events import record
+from coec.execution.remote import is_url
 from coec.models.carried import foreign_entry
 
 LOCK, NEW, OLD, WORK, JOURNAL = "coec.lock", "new", "old", "work", "journal.jsonl"
@@ -267,6 +268,8 @@ def check_replaceable(out: Path, force: bool) -> None:
 
 def resolved(path: Path) -> Path:
     """The path without links; raises OutputError for one that no file system holds."""
+    if is_url(path):
+        raise OutputError(f"'{path}' is a URL, and only `coec prune` writes models there")
     try:
         place = path.resolve()
         place.exists()
