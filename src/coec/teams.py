@@ -6,6 +6,7 @@ in the order of the windows.
 
 import itertools
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from coec.calibration.layers import TOKENS_PER_BATCH
 from coec.calibration.measure import DensePass, Source
 from coec.calibration.shares import SharedPass
 from coec.errors import OptionError
-from coec.execution.cluster import Cluster, begin
+from coec.execution.cluster import Cluster, LostError, begin
 from coec.models.dense import Dense
 from coec.planning import Plan
 from coec.side_by_side import PARTS, Given, Pair, Seen, given_of
@@ -25,6 +26,10 @@ from coec.types import GramSum
 
 Finished = Callable[[int], Mapping[str, Tensor] | None]
 """The written tensors of a solved block, by its index; None where they were not kept."""
+
+
+PATIENCE_S = 600
+"""Seconds in which a place that was lost has begun anew, on another node if need be."""
 
 
 class NothingKeptError(Exception):
@@ -74,14 +79,28 @@ class Here:
 
 
 class _Place:
-    """A pair in a process of a cluster (an actor)."""
+    """A pair in a process of a cluster (an actor), which is there when it was asked to stand."""
 
-    def __init__(self, dense: Dense, plan: Plan, given: Given, how: dict[str, Any]) -> None:
-        begin(how.pop("threads"))
-        self._pair = Pair(dense, plan, given, **how)
+    def __init__(self) -> None:
+        self._pair: Pair | None = None
+
+    def stand(self, dense: Dense, plan: Plan, given: Given, how: dict[str, Any]) -> int:
+        """Begins, where this process is new; returns the block before which the pair stands."""
+        if self._pair is None:
+            how = dict(how)
+            begin(how.pop("threads"))
+            self._pair = Pair(dense, plan, given, **how)
+        [at] = self._pair.at()
+        return at
 
     def run(self, name: str, arguments: Sequence[Any]) -> list[Any]:
-        """What a method returns, on the CPU."""
+        """What a method returns, on the CPU.
+
+        Raises:
+            LostError: this process is new.
+        """
+        if self._pair is None:
+            raise LostError("a process was begun anew")
         return [_on_cpu(one) for one in getattr(self._pair, name)(*arguments)]
 
     def host(self) -> str:
@@ -90,7 +109,7 @@ class _Place:
 
 
 class OnCluster:
-    """A team of processes of a cluster; what is lost there begins anew.
+    """A team of processes of a cluster; one that is lost is begun anew, on another node if need be.
 
     Args:
         cluster: where.
@@ -112,11 +131,10 @@ class OnCluster:
         place = ray.remote(
             max_restarts=-1, scheduling_strategy="SPREAD", **cluster.half(how["device"])
         )(_Place)
-        # Put there and held here: a place that is begun again is given the same once more.
-        self._shared = ray.put(dense), ray.put(plan)
-        self._given = [ray.put(own) for own in given]
+        shared = ray.put(dense), ray.put(plan)
         how = {**how, "threads": cluster.threads}
-        self._places = [place.remote(*self._shared, own, how) for own in self._given]
+        self._given = [(*shared, ray.put(own), how) for own in given]
+        self._places = [place.remote() for _ in given]
 
     def all(self, name: str, *arguments: Any) -> Iterable[Any]:
         handed = self._cluster.ray.put(_on_cpu(arguments))
@@ -127,12 +145,27 @@ class OnCluster:
             pass
 
     def bring_to(self, index: int, finished: Finished) -> None:
-        stand = list(self.all("at"))
+        asked = [place.stand.remote(*own) for place, own in zip(self._places, self._given)]
+        stand = [self._patiently(n, answer) for n, answer in enumerate(asked)]
         for passed in range(min(stand), index):
             behind = [n for n, at in enumerate(stand) if at <= passed]
             handed = self._cluster.ray.put((passed, dict(_kept(finished, passed))))
             for _ in self._awaited([self._places[n].run.remote("go_past", handed) for n in behind]):
                 pass
+
+    def _patiently(self, number: int, answer: Any) -> int:
+        """Where a place stands, which may be about to begin anew."""
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            with self._cluster.translated():
+                try:
+                    at: int = self._cluster.ray.get(answer)
+                    return at
+                except self._cluster.ray.exceptions.ActorUnavailableError:
+                    if time.monotonic() > until:
+                        raise
+            time.sleep(1)
+            answer = self._places[number].stand.remote(*self._given[number])
 
     def hosts(self) -> list[str]:
         """The machine of every place."""

@@ -63,10 +63,6 @@ class Share:
         self._stream.begin()
         self._before: dict[int, list[State]] = {0: list(self._stream.states)}
 
-    def host(self) -> str:
-        """The name of the machine."""
-        return socket.gethostname()
-
     def add(self, index: int, sums: Sums, oldest: int) -> Sums:
         """The sums of a block with this share's batches added.
 
@@ -97,6 +93,25 @@ class Share:
         block = self._dense.layout.blocks[index]
         self._stream.advance(block, self._ahead.tensors(block), sums)
         self._before[index + 1] = list(self._stream.states)
+
+
+class _Worker:
+    """A share in a process of a cluster (an actor), which is made again where that is new."""
+
+    def __init__(self) -> None:
+        self._share: Share | None = None
+
+    def add(
+        self, dense: Dense, given: Given, how: dict[str, Any], index: int, sums: Sums, oldest: int
+    ) -> Sums:
+        """As `Share.add`, of the share that these make."""
+        if self._share is None:
+            self._share = Share(dense, given, **how)
+        return self._share.add(index, sums, oldest)
+
+    def host(self) -> str:
+        """The name of the machine."""
+        return socket.gethostname()
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,8 +158,7 @@ class SharedPass(DensePass):
         cluster.check_nodes(
             _Look(dense), dense.fingerprint, f"the model that is in '{dense.folder}' here"
         )
-        self._row: list[Any] = []
-        self._given: list[Any] = []
+        self._row: list[tuple[Any, tuple[Any, ...]]] = []
         self._account: list[dict[str, Any]] = []
 
     @property
@@ -175,7 +189,7 @@ class SharedPass(DensePass):
     def account(self) -> dict[str, Any]:
         """The windows of every worker that ran, and its host."""
         if self._row:
-            hosts = self.cluster.ray.get([worker.host.remote() for worker in self._row])
+            hosts = self.cluster.ray.get([worker.host.remote() for worker, _ in self._row])
             given = shares(*self.parts(), self.workers)
             self.note(hosts, [(len(f), 0 if h is None else len(h)) for f, h in given])
         return {"workers": self._account}
@@ -196,36 +210,30 @@ class SharedPass(DensePass):
         """
         sums: Any = Sums()
         stages = []
-        for worker in self._begun():
-            sums = worker.add.remote(index, sums, oldest)
+        for worker, own in self._begun():
+            sums = worker.add.remote(*own, index, sums, oldest)
             stages.append(sums)
         return Arriving(self._dense.layout.blocks[index], sums, stages)
 
-    def _begun(self) -> list[Any]:
-        """The workers, which are begun when they are first needed: there are windows by then."""
+    def _begun(self) -> list[tuple[Any, tuple[Any, ...]]]:
+        """The workers and what each is given; begun when needed, when there are windows."""
         if not self._row:
             ray = self.cluster.ray
             worker = ray.remote(
                 max_restarts=-1, max_task_retries=RETRIES, scheduling_strategy="SPREAD",
                 **self.cluster.half(self.device),
-            )(Share)  # fmt: skip
-            # Put there and held here: a worker that is begun again is given the same once more.
-            self._given = [ray.put(given) for given in shares(*self.parts(), self.workers)]
+            )(_Worker)  # fmt: skip
+            how = {"device": self.device, "dtype": self.dtype, "threads": self.cluster.threads}
             dense = ray.put(self._dense)
-            self._row = [
-                worker.remote(
-                    dense, given, device=self.device, dtype=self.dtype, threads=self.cluster.threads
-                )
-                for given in self._given
-            ]
-            self._given.append(dense)
+            parts = shares(*self.parts(), self.workers)
+            self._row = [(worker.remote(), (dense, ray.put(given), how)) for given in parts]
         return self._row
 
     def end(self) -> None:
         """Ends the workers."""
-        for worker in self._row:
+        for worker, _ in self._row:
             self.cluster.ray.kill(worker)
-        self._row, self._given = [], []
+        self._row = []
 
 
 @contextmanager

@@ -205,8 +205,8 @@ class Cluster:
             cause: Any = error
             while isinstance(cause, errors.RayTaskError):
                 cause = cause.cause
-            if isinstance(cause, errors.RayError):
-                raise LostError(_first_line(error)) from error
+            if isinstance(cause, errors.RayError | LostError):
+                raise LostError(_first_line(cause)) from error
             raise cause from None
 
 
