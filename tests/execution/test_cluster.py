@@ -10,7 +10,7 @@ import torch
 import coec
 import tiny_models as tm
 from coec.errors import OptionError
-from coec.execution.cluster import Cluster, joined, shared_folder
+from coec.execution.cluster import Cluster, ClusterJobs, joined, shared_folder
 
 
 def cluster(*nodes):
@@ -77,6 +77,12 @@ def test_workers_take_half_of_a_gpu_or_of_a_process_and_leave_room_for_a_block()
     small = cluster((1, 0, 1))
     with pytest.raises(OptionError, match=r"workers = 1 does not fit .* 1 CPUs, 2 for a process"):
         small.workers(None, CPU)
+
+
+def test_a_job_of_a_sweep_needs_a_node_of_as_many_cores_as_threads():
+    ClusterJobs(cluster((1, 0, 1), (2, 0, 1)), CPU)
+    with pytest.raises(OptionError, match="no node of the cluster has 2 CPUs"):
+        ClusterJobs(cluster((1, 0, 1), (1, 0, 1)), CPU)
 
 
 @pytest.mark.parametrize(

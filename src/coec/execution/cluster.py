@@ -6,6 +6,7 @@ of what computes, sees the same files, and uses as many threads as this process.
 
 import logging
 import os
+import pickle
 import socket
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -118,6 +119,14 @@ class Cluster:
             )
         return count
 
+    def check_room(self, device: torch.device) -> None:
+        """Raises OptionError where no node has room for a job that does all by itself."""
+        if device.type == "cpu" and max(node.cpus for node in self.nodes) < self.threads:
+            raise OptionError(
+                f"no node of the cluster has {self.threads} CPUs, as many as this process has "
+                "threads: set OMP_NUM_THREADS to fewer"
+            )
+
     def half(self, device: torch.device) -> dict[str, float]:
         """What Ray is asked for a worker, or for a block that is solved."""
         if device.type == "cuda":
@@ -153,8 +162,8 @@ class Cluster:
         """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 
-        # Pickled by value: on a node without this package it can still say so.
-        def ask() -> dict[str, str]:
+        # Pickled by value, and what it calls apart: a node without this package can still say so.
+        def ask(looking: bytes) -> dict[str, str]:
             try:
                 import torch
 
@@ -164,15 +173,16 @@ class Cluster:
             found = {"coec": coec.__version__, "torch": torch.__version__}
             if found == ours:
                 try:
-                    found["seen"] = look()
+                    found["seen"] = pickle.loads(looking)()
                 except coec.CoecError as error:
                     found["error"] = str(error)
             return found
 
         ours = {"coec": __version__, "torch": torch.__version__}
-        task = self.ray.remote(num_cpus=0, max_retries=0)(ask)
+        task, looking = self.ray.remote(num_cpus=0, max_retries=0)(ask), pickle.dumps(look)
         asked = {
-            n: task.options(scheduling_strategy=On(n.id, soft=False)).remote() for n in self.nodes
+            n: task.options(scheduling_strategy=On(n.id, soft=False)).remote(looking)
+            for n in self.nodes
         }
         for node, answer in asked.items():
             try:
@@ -216,9 +226,13 @@ class ClusterJobs:
     Args:
         cluster: where.
         device: of which every job takes one, or as many cores as this process has threads.
+
+    Raises:
+        OptionError: no node has so many.
     """
 
     def __init__(self, cluster: Cluster, device: torch.device) -> None:
+        cluster.check_room(device)
         self._cluster, self._device = cluster, device
 
     def map(self, function: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
