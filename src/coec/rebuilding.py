@@ -253,17 +253,28 @@ class SideBySide:
             cut, row = solve_site(site, tensors, statistics, self._plan, self._device)
             small = cut_block(tensors, [cut], self._written)
             written |= {name: small[name] for name in site.tensors if name in small}
-            self._team.do("load", number, written)
+            self._load(block, site, written)
             if self._how.reconstruct:
                 began = time.perf_counter()
                 written |= self._fitted(number, site, written, row)
-                self._team.do("load", number, written)
+                self._load(block, site, written)
                 row["seconds"] += time.perf_counter() - began
             if site is not block.sites[-1]:  # behind the last the whole layer is run, as written
                 self._team.do("enter", number)
             cuts.append(cut)
             rows.append(row)
         return assembled(block, written, cuts, rows, self._plan)
+
+    def _load(self, block: BlockLayout, site: Site, written: Mapping[str, Tensor]) -> None:
+        """Gives the pruned model's layer what the half of a site needs."""
+        others = {name for s in block.sites if s.name != site.name for name in s.tensors}
+        own = {name: tensor for name, tensor in written.items() if name not in others}
+        # Biases of a format that has them everywhere, where nobody computed any.
+        for name, shape in self._plan.pruned_shapes.items():
+            inside = name.startswith(block.prefix) and name.endswith(".bias")
+            if inside and name not in own and name not in others:
+                own[name] = torch.zeros(shape, dtype=self._written)
+        self._team.do("load", own)
 
     def _weigh(self) -> None:
         """W of every token, of mean 1 over the windows fitted on."""
@@ -308,7 +319,7 @@ class SideBySide:
     ) -> dict[str, Tensor]:
         """Those weights of a half that were fitted to the targets; the account goes into `row`."""
         rows = fitted_rows(self._smaller[site.key], written)
-        self._team.do("prepare", number, written)
+        self._team.do("prepare", number)
 
         def problem(kind: Kind) -> LeastSquares:
             ask = functools.partial(self._team.all, "product", kind)

@@ -209,28 +209,20 @@ class Pair:
                 hook.remove()
             yield found
 
-    def load(self, number: int, written: Mapping[str, Tensor]) -> Iterable[None]:
+    def load(self, own: Mapping[str, Tensor]) -> Iterable[None]:
         """Gives the pruned model's layer what the half of a site needs."""
-        block = self._dense.layout.blocks[self._at]
-        site = block.sites[number]
-        others = {name for s in block.sites if s.name != site.name for name in s.tensors}
-        own = {name: tensor for name, tensor in written.items() if name not in others}
-        # Biases of a format that has them everywhere, where nobody computed any.
-        for name, shape in self._plan.pruned_shapes.items():
-            inside = name.startswith(block.prefix) and name.endswith(".bias")
-            if inside and name not in own and name not in others:
-                own[name] = torch.zeros(shape, dtype=self._written)
-        self._small.load(block, own, part=True)
+        self._small.load(self._dense.layout.blocks[self._at], own, part=True)
         return ()
 
-    def prepare(self, number: int, written: Mapping[str, Tensor]) -> Iterable[None]:
-        """Makes a least-squares problem of the weights of a site, for `product`."""
+    def prepare(self, number: int) -> Iterable[None]:
+        """Makes a least-squares problem of the loaded weights of a site, for `product`."""
         block = self._dense.layout.blocks[self._at]
         site = block.sites[number]
         half = self._small.half(block, site)
-        rows = fitted_rows(self._smaller[site.key], written)
-        own = {r.tensor: r.tensor.removeprefix(block.prefix) for r in rows.values()}
+        smaller = self._smaller[site.key]
+        own = {t: t.removeprefix(block.prefix) for t in fitted_tensors(smaller)}
         held = {tensor: half.get_parameter(name).detach() for tensor, name in own.items()}
+        rows = fitted_rows(smaller, held)
         index = self._at
 
         def function(theta: dict[str, Tensor], state: Tensor) -> Tensor:
@@ -374,6 +366,11 @@ def _cut(batches: list[Numbered], count: int) -> list[list[Numbered]]:
 def weights_of(squares: Float[Tensor, "n length"], least: float) -> Float[Tensor, "n length"]:
     """What tokens weigh before all are divided by their mean: one over their mean squares."""
     return 1 / squares.clamp_min(least or 1.0)
+
+
+def fitted_tensors(site: Site) -> set[str]:
+    """The names of the tensors of which rows are fitted."""
+    return {site.weight, *(rows.tensor for rows in site.fitted)}
 
 
 def fitted_rows(site: Site, tensors: Mapping[str, Tensor]) -> dict[str, Rows]:
