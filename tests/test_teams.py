@@ -47,7 +47,7 @@ class Several:
 def place(tmp_path_factory):
     root = tmp_path_factory.mktemp("teams")
     model = tm.save(tm.tiny("llama", torch.float32), root / "model")
-    tokens = tm.token_file(root / "tokens.npy", windows=20, length=16)
+    tokens = tm.token_file(root / "tokens.npy", rows=20, length=16)
     coec.prune(model, root / "alone", calibration=tokens, **SETTINGS)
     return root
 

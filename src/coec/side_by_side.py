@@ -112,9 +112,10 @@ class Pair:
         self._small = Layers(pruned, device=device, dtype=dtype)
         self._smaller = {site.key: site for site in pruned.layout.sites}
         self._ahead = ReadAhead(dense, last=len(dense.layout.blocks) - 1)
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> Iterable[None]:
+        """Goes back to before the first block."""
         ids = [batch.ids for batch in self._batches.values()]
         embedding = self._dense.tensor(self._dense.layout.embedding)
         above = self._big.embed(ids, embedding)
@@ -123,6 +124,7 @@ class Pair:
         self._below = dict(zip(self._batches, below, strict=True))
         self._at = 0
         self._close()
+        return ()
 
     def _close(self) -> None:
         """Forgets the block that is open, if one is."""
@@ -131,11 +133,13 @@ class Pair:
         self._inside: dict[int, State] = {}
         self._products: dict[Kind, Products] = {}
 
-    def at(self) -> Iterable[int]:
-        """The block before which the hidden states are; what was open is closed."""
+    def stand(self, most: int) -> Iterable[int]:
+        """The block before which the hidden states are, at most so far; what was open is closed."""
         if self._after:
             self._drop(self._at)
             self._close()
+        if self._at > most:
+            self.begin()
         return [self._at]
 
     def numbers(self, kind: Kind) -> Iterator[int]:

@@ -73,7 +73,7 @@ class Here:
             pass
 
     def bring_to(self, index: int, finished: Finished) -> None:
-        [at] = self.pair.at()
+        [at] = self.pair.stand(index)
         for passed in range(at, index):
             self.do("go_past", passed, _kept(finished, passed))
 
@@ -84,13 +84,13 @@ class _Place:
     def __init__(self) -> None:
         self._pair: Pair | None = None
 
-    def stand(self, dense: Dense, plan: Plan, given: Given, how: dict[str, Any]) -> int:
+    def stand(self, dense: Dense, plan: Plan, given: Given, how: dict[str, Any], most: int) -> int:
         """Begins, where this process is new; returns the block before which the pair stands."""
         if self._pair is None:
             how = dict(how)
             begin(how.pop("threads"))
             self._pair = Pair(dense, plan, given, **how)
-        [at] = self._pair.at()
+        [at] = self._pair.stand(most)
         return at
 
     def run(self, name: str, arguments: Sequence[Any]) -> list[Any]:
@@ -145,15 +145,19 @@ class OnCluster:
             pass
 
     def bring_to(self, index: int, finished: Finished) -> None:
-        asked = [place.stand.remote(*own) for place, own in zip(self._places, self._given)]
-        stand = [self._patiently(n, answer) for n, answer in enumerate(asked)]
+        numbers = range(len(self._places))
+        asked = [self._stand(n, index) for n in numbers]
+        stand = [self._patiently(n, index, asked[n]) for n in numbers]
         for passed in range(min(stand), index):
             behind = [n for n, at in enumerate(stand) if at <= passed]
             handed = self._cluster.ray.put((passed, dict(_kept(finished, passed))))
             for _ in self._awaited([self._places[n].run.remote("go_past", handed) for n in behind]):
                 pass
 
-    def _patiently(self, number: int, answer: Any) -> int:
+    def _stand(self, number: int, most: int) -> Any:
+        return self._places[number].stand.remote(*self._given[number], most)
+
+    def _patiently(self, number: int, most: int, answer: Any) -> int:
         """Where a place stands, which may be about to begin anew."""
         until = time.monotonic() + PATIENCE_S
         while True:
@@ -165,7 +169,7 @@ class OnCluster:
                     if time.monotonic() > until:
                         raise
             time.sleep(1)
-            answer = self._places[number].stand.remote(*self._given[number])
+            answer = self._stand(number, most)
 
     def hosts(self) -> list[str]:
         """The machine of every place."""
