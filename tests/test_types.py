@@ -112,3 +112,24 @@ def test_weights_count_tokens_as_often():
     for name in ("xx", "x", "centred"):
         torch.testing.assert_close(2 * getattr(one, name), getattr(other, name))
     torch.testing.assert_close(one.mean, other.mean)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_of_parts_are_those_of_one_run_to_the_bit(weighted):
+    """Parts of one batch, added in their order: the very additions of one sum."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(n, 5, generator=generator) for n in (7, 4, 9)]
+    weights = [torch.rand(len(b), generator=generator) if weighted else None for b in batches]
+    whole, total = GramSum(5), GramSum(5)
+    for batch, w in zip(batches, weights, strict=True):
+        part = GramSum(5)
+        part.update(batch, w)
+        before = part.xx.clone()
+        whole.update(batch, w)
+        total.merge(part)
+        total.merge(GramSum(5))  # an expert that no token was routed to
+        assert torch.equal(part.xx, before)
+    assert (total.tokens, total.weight, total.precision) == (20, whole.weight, whole.precision)
+    one, other = whole.gram(), total.gram()
+    for name in ("xx", "x", "centred"):
+        assert torch.equal(getattr(one, name), getattr(other, name))

@@ -30,3 +30,13 @@ def test_without_a_baseline_there_is_no_distance():
     sums.update(P[None], WANTED[None])
     assert sums.cross_entropy == pytest.approx(-math.log(0.5 * 0.75 * 0.2) / 3)
     assert sums.kl == sums.agreement == 0
+
+
+def test_sums_of_parts_are_those_of_all():
+    whole, total = Prediction(), Prediction()
+    for p, wanted, q in zip(P.split(1), WANTED.split(1), Q.split(1), strict=True):
+        part = Prediction()
+        part.update(p, wanted, q)
+        whole.update(p, wanted, q)
+        total.add(part)
+    assert vars(total) == vars(whole)
