@@ -12,7 +12,7 @@ from coec.cli.commands import app
 from coec.cli.spelling import FLAGS, spelled
 
 SOURCES = Path(coec.__file__).parent
-ELSEWHERE = {"--model-impl"}
+ELSEWHERE = {"--model-impl", "--head", "--object-store-memory"}
 """Flags of other programs."""
 
 
