@@ -1,6 +1,5 @@
 """On a Ray cluster as in one process: the same files, whatever befalls a node or the driver."""
 
-import functools
 import json
 import os
 import signal
@@ -14,7 +13,7 @@ import torch
 import coec
 from coec.errors import OptionError
 from coec.execution import cluster as module
-from coec.execution.cluster import Cluster
+from coec.execution.cluster import Cluster, shared_folder
 from coec.experiments.grid import expand
 from coec.experiments.sweep import sweep
 from coec.teams import OnCluster
@@ -167,29 +166,27 @@ def test_the_cells_of_a_sweep_are_tasks(cluster, tmp_path):
     assert rows["here"] == rows["there"]
 
 
-def test_a_node_that_computes_otherwise_or_sees_something_else_is_named(cluster, monkeypatch):
+def test_a_node_that_computes_otherwise_or_sees_something_else_is_named(
+    cluster, tmp_path, monkeypatch
+):
     import ray
 
     host = Cluster(ray).nodes[0].host
+    with shared_folder(tmp_path) as look:
+        Cluster(ray).check_nodes(look, look(), "the folder")
 
-    def refused(match, look):
-        with pytest.raises(OptionError, match=match) as caught:
-            Cluster(ray).check_nodes(look, "seen", "the folder")
-        assert "\n" not in str(caught.value)
+        def refused(match, here):
+            with pytest.raises(OptionError, match=match) as caught:
+                Cluster(ray).check_nodes(look, here, "the folder")
+            assert "\n" not in str(caught.value)
 
-    Cluster(ray).check_nodes(functools.partial(str, "seen"), "seen", "the folder")
-    refused(f"node {host} does not see the folder .it has another one there", look=_elsewhere)
-    refused(f"node {host} does not see the folder .'/x' is gone.", look=_missing)
-    monkeypatch.setattr(module, "__version__", "9.9")
-    refused(rf"node {host} has coec {coec.__version__}, this one has 9\.9", look=_elsewhere)
-    monkeypatch.undo()
-    monkeypatch.setattr(torch, "__version__", "9.9")
-    refused(rf"node {host} has torch .*, this one has 9\.9", look=_elsewhere)
-
-
-def _elsewhere():
-    return "another"
-
-
-def _missing():
-    raise OptionError("'/x' is gone")
+        refused(f"node {host} does not see the folder .it has another one there", "other")
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "__version__", "9.9")
+            refused(rf"node {host} has coec {coec.__version__}, this one has 9\.9", look())
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "__version__", "9.9")
+            refused(rf"node {host} has torch .*, this one has 9\.9", look())
+        token = look()
+        (tmp_path / token).unlink()
+        refused(f"node {host} does not see the folder .*No such file", token)
