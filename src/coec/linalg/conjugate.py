@@ -149,9 +149,7 @@ def _precondition(
         inverse = _curvature(point.problem, t, WORKING)
         inverse.add_(SHIFT * float(inverse.mean())).reciprocal_()
         divide = _divided(point.problem, R, inverse)
-        z = divide(z)
-        M = _multiplier(divide, inverse, R, symmetric(z @ R.T))
-        z -= divide(M @ R)
+        z = _tangent(divide, inverse, R, divide(z))
         if turn is not None:
             z.addmm_((turn / size).to(WORKING), R)
     return z.mul_(size)
@@ -167,38 +165,41 @@ def _divided(
     return alignment.divided(R, inverse)
 
 
-def _multiplier(
+def _tangent(
     divide: Callable[[Tensor], Tensor],
     inverse: Float[Tensor, "b k"],
     R: Float[Tensor, "b k"],
-    B: Float[Tensor, "b b"],
-) -> Float[Tensor, "b b"]:
-    """The symmetric M of `sym((H + ε)⁻¹(M R) Rᵀ) = B`, by conjugate gradient.
+    z: Float[Tensor, "b k"],
+) -> Float[Tensor, "b k"]:
+    """`z − (H + ε)⁻¹ (M R)`, in place, M symmetric such that it is tangent, by conjugate gradient.
 
-    The operator is positive definite; its diagonal without alignment, `(w_ij + w_ji)/2` with
-    `w = inverse (R∘R)ᵀ`, is the preconditioner. A few steps reach MULTIPLIER.
+    The operator `M → sym((H + ε)⁻¹(M R) Rᵀ)` is positive definite; its diagonal without alignment,
+    `(w_ij + w_ji)/2` with `w = inverse (R∘R)ᵀ`, is the preconditioner. A few steps reach
+    MULTIPLIER. M itself is not formed: what its parts come to is taken off as they are found.
 
     Args:
         divide: `X → (H + ε)⁻¹ X`, in place.
         inverse: its elementwise part.
+        z: `(H + ε)⁻¹` of a gradient.
     """
     w = inverse @ R.square().T
     diagonal = (w + w.T).mul_(0.5)
-    M, residual = torch.zeros_like(B), B.clone()
+    residual = symmetric(z @ R.T)
     y = residual / diagonal
     p, inner = y, float((residual * y).sum())
-    size = float(B.norm())
+    size = float(residual.norm())
     for _ in range(MULTIPLIER_STEPS):
         if float(residual.norm()) <= MULTIPLIER * size:
             break
-        image = symmetric(divide(p @ R) @ R.T)
+        part = divide(p @ R)
+        image = symmetric(part @ R.T)
         length = inner / float((p * image).sum())
-        M.add_(p, alpha=length)
+        z.sub_(part, alpha=length)
         residual.sub_(image, alpha=length)
         y = residual / diagonal
         before, inner = inner, float((residual * y).sum())
         p = torch.add(y, p, alpha=inner / before)
-    return M
+    return z
 
 
 def _line_search(
