@@ -14,6 +14,7 @@ divided by time. Memory excludes what making the problem took.
 import argparse
 import contextlib
 import gc
+import math
 import resource
 import sys
 import time
@@ -30,15 +31,26 @@ import coec
 from benchmarks import operations, record
 from benchmarks.instances import synthetic
 from benchmarks.operations import MODELS, Site
+from coec.compensation.descent import RightSolver
 from coec.compensation.frame import Frame, Target
 from coec.compensation.objective import Reconstruction
+from coec.linalg.conjugate import rounded_products
 
 PHASES = {
     "tempering": (Reconstruction, "tempered"),
     "eigenbasis": (Target, "of"),
     "svd": (Frame, "of"),
+    "left": (Frame, "rotated_left"),
+    "rescale": (Frame, "rescaled"),
+    "right": (RightSolver, "__call__"),
+    "assembly": (Frame, "weight"),
 }
-"""Where each phase is entered; everything else of a compensation is the descent."""
+"""Where each phase is entered; what else a compensation does is `REST`."""
+
+REST = "rest"
+
+Rates = dict[torch.dtype, float]
+"""Operations per second of a product."""
 
 DECOMPOSITIONS = {
     "eigh": lambda A: operations.eigh(A.shape[-1]),
@@ -51,19 +63,29 @@ class Counter(TorchDispatchMode):
 
     About 10 μs per operator, once warm: a millisecond in a step, less than what
     `torch.utils.flop_counter` takes.
+
+    Args:
+        rates: operations per second of a product in every dtype, for `floor`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rates: Rates | None = None) -> None:
         super().__init__()
+        self.rates = rates or {}
         self.operations = 0.0
+        self.floor = 0.0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Counts, and runs the operator."""
         if count := OPERATORS.get(func):
-            self.operations += count(*args)
+            self.add(count(*args), args[0].dtype)
         return func(*args, **(kwargs or {}))
+
+    def add(self, operations: float, dtype: torch.dtype) -> None:
+        """Operations in one dtype, and the seconds that they take at its rate."""
+        self.operations += operations
+        self.floor += operations / self.rates.get(dtype, math.inf)
 
 
 def _product(A: Tensor, B: Tensor) -> float:
@@ -72,6 +94,8 @@ def _product(A: Tensor, B: Tensor) -> float:
 
 OPERATORS: dict[Any, Callable[..., float]] = {
     torch.ops.aten.mm.default: _product,
+    torch.ops.aten.mm.out: _product,
+    torch.ops.aten.mm.dtype: _product,
     torch.ops.aten.addmm.default: lambda C, A, B: _product(A, B),
     torch.ops.aten.addmm_.default: lambda C, A, B: _product(A, B),
     torch.ops.aten.mv.default: lambda A, x: 2.0 * A.numel(),
@@ -103,20 +127,28 @@ def main(arguments: list[str] | None = None) -> None:
     name = "cuda" if device.type == "cuda" else "cuda_rehearsal"
     options = {} if chosen.rounds is None else {"rounds": chosen.rounds}
     results: list[dict[str, Any]] = []
+    rates = product_rates(device)
     for dtype in chosen.dtypes:
-        rate = record.matmul_rate(device, dtype)
+        kind = getattr(torch, dtype)
         for model in chosen.models:
             rows = []
             for site in (s.scaled(chosen.scale) for s in MODELS[model] if s.name in chosen.sites):
                 try:
-                    rows.append(measure(site, device, getattr(torch, dtype), rate, options))
+                    rows.append(measure(site, device, kind, rates, options))
                 except torch.cuda.OutOfMemoryError:
                     print(f"{model} {site.name} in {dtype}: more memory than the device has\n")
                     continue
                 results.append({"model": model, "dtype": dtype, **rows[-1]})
                 record.save(name, arguments, {"scale": chosen.scale, "sites": results})
             if rows:
-                print(f"{describe(model, dtype, rate, rows)}\n", flush=True)
+                print(f"{describe(model, dtype, rates[kind], rows)}\n", flush=True)
+
+
+def product_rates(device: torch.device) -> Rates:
+    """Of both dtypes that a compensation multiplies in: float32 as its preconditioner does."""
+    with rounded_products(device):
+        narrow = record.matmul_rate(device, torch.float32)
+    return {torch.float64: record.matmul_rate(device, torch.float64), torch.float32: narrow}
 
 
 @dataclass
@@ -124,12 +156,15 @@ class Meter:
     """Seconds and operations by phase of what runs inside `running`."""
 
     device: torch.device
-    counter: Counter = field(default_factory=Counter)
+    rates: Rates = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     operations: dict[str, float] = field(default_factory=dict)
+    floors: dict[str, float] = field(default_factory=dict)
     decompositions: dict[str, float] = field(default_factory=dict)
-    _products: dict[str, float] = field(default_factory=dict)
-    _phase: str = "descent"
+
+    def __post_init__(self) -> None:
+        self.counter = Counter(self.rates)
+        self._phase = REST
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -147,19 +182,21 @@ class Meter:
             began = self._now()
             yield
             whole = self._now() - began
-        self.seconds["descent"] = whole - sum(self.seconds.values())
-        products = sum(self._products.values())
-        self._products["descent"] = self.counter.operations - products
-        for phase, count in self._products.items():
-            self._add(self.operations, phase, count)
+        for sums, total in (
+            (self.seconds, whole),
+            (self.operations, self.counter.operations),
+            (self.floors, self.counter.floor),
+        ):
+            sums[REST] = total - sum(sums.values())
 
     def _entering(self, phase: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **named: Any) -> Any:
             outer, self._phase = self._phase, phase
-            began, before = self._now(), self.counter.operations
-            out = inner(*args)
+            began, operations, floor = self._now(), self.counter.operations, self.counter.floor
+            out = inner(*args, **named)
             self._add(self.seconds, phase, self._now() - began)
-            self._add(self._products, phase, self.counter.operations - before)
+            self._add(self.operations, phase, self.counter.operations - operations)
+            self._add(self.floors, phase, self.counter.floor - floor)
             self._phase = outer
             return out
 
@@ -169,14 +206,26 @@ class Meter:
         self, routine: str, operations_of: Callable[[Tensor], float], inner: Callable[..., Any]
     ) -> Callable[..., Any]:
         def run(A: Tensor) -> Any:
-            began, before = self._now(), self.counter.operations
+            began, before = self._now(), (self.counter.operations, self.counter.floor)
             out = inner(A)
-            self.counter.operations = before  # counted by formula instead
+            self.counter.operations, self.counter.floor = before  # counted by formula instead
+            self.counter.add(operations_of(A), A.dtype)
             self._add(self.decompositions, f"{routine} in {self._phase}", self._now() - began)
-            self._add(self.operations, self._phase, operations_of(A))
             return out
 
         return run
+
+    def phases(self) -> dict[str, dict[str, float]]:
+        """Seconds, operations, the floor at the rates, and its share, of every phase."""
+        return {
+            phase: {
+                "seconds": seconds,
+                "operations": self.operations[phase],
+                "floor_seconds": self.floors[phase],
+                "share_of_peak": self.floors[phase] / seconds if seconds > 0 else 0.0,
+            }
+            for phase, seconds in self.seconds.items()
+        }
 
     def _now(self) -> float:
         record.synchronize(self.device)
@@ -199,7 +248,7 @@ def _importers(routine: str) -> list[Any]:
 
 
 def measure(
-    site: Site, device: torch.device, dtype: torch.dtype, rate: float, options: dict[str, Any]
+    site: Site, device: torch.device, dtype: torch.dtype, rates: Rates, options: dict[str, Any]
 ) -> dict[str, Any]:
     """One site."""
     warm = synthetic(site.scaled(min(1.0, 64 / site.m)), dtype=dtype, device=device)
@@ -210,23 +259,15 @@ def measure(
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    meter = Meter(device)
+    meter = Meter(device, rates)
     with meter.running():
         result = coec.compensate(instance.weight, instance.gram, instance.kept, **options)
-    phases = {
-        phase: {
-            "seconds": meter.seconds[phase],
-            "operations": meter.operations[phase],
-            "floor_seconds": meter.operations[phase] / rate,
-            "share_of_peak": meter.operations[phase] / rate / meter.seconds[phase],
-        }
-        for phase in (*PHASES, "descent")
-    }
+    phases = meter.phases()
     total = sum(phase["seconds"] for phase in phases.values())
     device_memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return {
         "site": site.name, "m": site.m, "d": site.d, "k": site.k, "blocks": site.blocks,
-        "rate": rate, "phases": phases, "decompositions": meter.decompositions,
+        "rate": rates[dtype], "phases": phases, "decompositions": meter.decompositions,
         "seconds": total, "whole_model_seconds": total * site.blocks,
         "device_peak_gib": device_memory / 2**30 if device_memory is not None else None,
         "host_peak_gib": _host_peak(),

@@ -13,6 +13,7 @@ from benchmarks import (
     reconstruction,
     record,
     right_solve,
+    true_widths,
     whole_matrix,
 )
 
@@ -50,6 +51,7 @@ TABLES = {
     "reconstruction": lambda found: [reconstruction.describe(found)],
     "cuda": _cuda,
     "cuda_rehearsal": _cuda,
+    "true_widths": lambda found: map(true_widths.describe, found["sites"]),
     "gguf_speed": gguf_tables.described,
     "end_to_end": lambda found: map(end_to_end.describe, found["models"]),
 }
