@@ -44,7 +44,9 @@ Steps = list[tuple[float, float]]
 def main(arguments: list[str] | None = None) -> None:
     """Prints a table per site, writes JSON; a site that was there before is replaced."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--sites", nargs="+", default=["896x3405", "2048x5734"], help="m×d, a model")
+    parser.add_argument(
+        "--sites", nargs="+", default=["896x3405", "2048x5734"], help="m×d, a model"
+    )
     parser.add_argument("--only", nargs="+", help="of a model's sites")
     parser.add_argument("--dtype", default="float64", choices=("float64", "float32"))
     parser.add_argument("--former", action="store_true", help="the former preconditioner as well")

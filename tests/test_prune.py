@@ -283,6 +283,27 @@ def test_the_working_precision_does_not_choose_the_units(dense, tokens, tmp_path
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("chosen", ["float64", "float32"])
+def test_the_working_precision_is_decided_before_any_work(
+    dense, tokens, tmp_path, monkeypatch, chosen
+):
+    """Report and journal say what it was; another device may decide otherwise."""
+    asked, begun = [], []
+
+    def choose(setting, device):
+        asked.append(setting)
+        return getattr(torch, chosen if setting == "auto" else setting)
+
+    identity = pruning._identity
+    monkeypatch.setattr(pruning, "choose_solve_dtype", choose)
+    monkeypatch.setattr(pruning, "_identity", lambda *a: begun.append(identity(*a)) or begun[-1])
+    report = coec.prune(
+        dense, tmp_path / "out", calibration=tokens, compensation="rcpu", **SETTINGS
+    )
+    assert asked == ["auto"]
+    assert report.recipe["solve_dtype"] == begun[0]["solve_dtype"] == chosen
+
+
 def test_the_plan_foretells_the_result(dense, tokens, tmp_path):
     plan = coec.plan(dense, sparsity=0.5)
     report = coec.prune(dense, tmp_path / "out", sparsity=0.5, compensation="none",

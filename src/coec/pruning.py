@@ -16,7 +16,7 @@ from coec.allocating import worths
 from coec.calibration.measure import Source, adopted, source_of
 from coec.calibration.statistics import Statistics
 from coec.compensation import Method
-from coec.devices import DTYPES, choose_device, computed_by, environment
+from coec.devices import DTYPES, choose_device, choose_solve_dtype, computed_by, environment
 from coec.errors import OptionError
 from coec.events import Progress
 from coec.execution.code import code_digest
@@ -117,6 +117,8 @@ def prune(
     dtype = DTYPES[recipe.repair.dtype] if recipe.repair.dtype else dense.dtype
     check_space(out, space_needed(out, plan, dtype))
     device = choose_device(recipe.runtime.device)
+    recipe = _with_dtype(recipe, device)
+    plan = replace(plan, recipe=recipe)
     seconds.lap("checking")
 
     with journal(out, _identity(plan, source, dtype, device), force=force, restart=restart) as done:
@@ -182,6 +184,12 @@ def _calibrated(
     recipe.check_for_statistics()
     how = adopted(statistics, recipe.calibration, model, given)
     return replace(recipe, calibration=how)
+
+
+def _with_dtype(recipe: Recipe, device: torch.device) -> Recipe:
+    """The recipe with the dtype of the compensation decided, for the journal and the report."""
+    dtype = choose_solve_dtype(recipe.repair.solve_dtype, device)
+    return replace(recipe, repair=replace(recipe.repair, solve_dtype=dtype_name(dtype)))
 
 
 def _identity(

@@ -57,7 +57,9 @@ class Alignment:
         """
         rows, writer = self.rows, self.writer
         aligned = inverse[rows].to(writer)
-        absorbed = _absorbed(R[rows].to(writer) @ writer, aligned @ self._pairs, 2 * self._stiffness)
+        absorbed = _absorbed(
+            R[rows].to(writer) @ writer, aligned @ self._pairs, 2 * self._stiffness
+        )
 
         def divide(X: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
             X.mul_(inverse)

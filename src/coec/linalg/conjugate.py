@@ -202,9 +202,7 @@ def _tangent(
     return z
 
 
-def _line_search(
-    start: Point, d: Float[Tensor, "b k"], slope: float, step: float
-) -> _Moved | None:
+def _line_search(start: Point, d: Float[Tensor, "b k"], slope: float, step: float) -> _Moved | None:
     """The lowest point found on the retraction curve, or None without sufficient decrease.
 
     The parabola through the value, the slope and a trial's value says where the next trial goes,

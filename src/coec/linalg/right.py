@@ -206,4 +206,3 @@ FLOOR = 5e-4
 def energies(R: Float[Tensor, "b k"], mu: Float[Tensor, " k"]) -> Float[Tensor, " b"]:
     """`e_i = r_iᵀ Gxx r_i` in the eigenbasis."""
     return R.square() @ mu
-
