@@ -183,7 +183,7 @@ def conjugate_step(site: Site, trials: float = 1.4) -> float:
 
 
 def joint_step(site: Site, trials: float = 1.4) -> float:
-    """One step of the `joint` solve: the same, U at every trial, and the right problem at its end."""
+    """One step of the `joint` solve: the same, U at every trial, the right problem at the end."""
     return conjugate_step(site, trials) + trials * left_rotation(site) + right_problem(site)
 
 

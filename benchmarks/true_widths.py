@@ -1,13 +1,13 @@
-"""Single matrices at the widths of real models, to the end: seconds by phase, memory, time to an end.
+"""Single matrices at the widths of real models, to the end: seconds by phase, and memory.
 
     python -m benchmarks.true_widths [--sites 896x3405 2048x5734] [--dtype float64] [--former]
     python -m benchmarks.true_widths --sites Llama-3.1-8B --dtype float32
 
 A site is m×d, of which `⌈0.7 d⌉` columns stay, or a model: then its down_proj and o_proj at 30 %.
 Power-law Gram and weight (benchmarks/instances.py), no alignment. `--former` runs each site again
-with the preconditioner in float64, as it was, and is the baseline of the ratios. Within 1 % and 0.1 %
-is of the lowest objective that either run found. Every step is printed as it is done, so that a run
-that is ended says how far it came.
+with the preconditioner in float64, as it was: the baseline. Within 1 % and 0.1 % is of the lowest
+objective that either run found. Every step is printed as it is done, so that a run that is ended
+says how far it came.
 """
 
 import argparse
@@ -145,8 +145,10 @@ def _traced(name: str) -> Iterator[Steps]:
         moved = inner(*given)
         if moved is not None:
             steps.append((record.clock() - began, moved.point.value))
-            print(f"  {name} step {len(steps)}: {steps[-1][1]:.6f} at {steps[-1][0]:.0f} s, "
-                  f"{record.resident('VmHWM') / 2**30:.1f} GiB", file=sys.stderr, flush=True)  # fmt: skip
+            at, value = steps[-1]
+            peak = record.resident("VmHWM") / 2**30
+            told = f"  {name} step {len(steps)}: {value:.6f} at {at:.0f} s, {peak:.1f} GiB"
+            print(told, file=sys.stderr, flush=True)
         return moved
 
     with mock.patch.object(solver, "_line_search", watched):
@@ -177,7 +179,8 @@ def describe(found: dict[str, Any]) -> str:
     return (
         f"### {found['name']}, k = {found['k']}, {found['dtype']}\n\n"
         f"Products at {rates['float64'] / 1e9:.0f} G/s in float64, "
-        f"{rates['float32'] / 1e9:.0f} in float32; whole: {operations.readable(now['seconds'])}.\n\n"
+        f"{rates['float32'] / 1e9:.0f} in float32; whole: "
+        f"{operations.readable(now['seconds'])}.\n\n"
         + record.table(columns, rows) + "\n\n"
         + record.table(["preconditioner", "s", "to 1 %", "to 0.1 %", "steps", "s per step",
                         "tempered error", "memory, problem → peak"], ends)

@@ -19,8 +19,8 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_N
 USEFUL = 1 / 8
 """The least rate of float64 products, relative to float32, at which the compensation is in float64.
 
-Half of it is usual on a CPU, all of it on an A100, H100 or H200, a half on a B200, and 1/32 or 1/64
-on a consumer card: nothing lies near the limit, and a measurement that is somewhat off decides alike.
+All of it is usual on an A100, H100 or H200, half of it on a B200 and a CPU, 1/32 or 1/64 on a
+consumer card: nothing lies near the limit, where a measurement that is somewhat off would decide.
 """
 PRODUCT = 4096
 """Rows of the square matrices that are multiplied to find out."""

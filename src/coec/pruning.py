@@ -188,8 +188,9 @@ def _calibrated(
 
 def _with_dtype(recipe: Recipe, device: torch.device) -> Recipe:
     """The recipe with the dtype of the compensation decided, for the journal and the report."""
-    dtype = choose_solve_dtype(recipe.repair.solve_dtype, device)
-    return replace(recipe, repair=replace(recipe.repair, solve_dtype=dtype_name(dtype)))
+    double = choose_solve_dtype(recipe.repair.solve_dtype, device) == torch.float64
+    repair = replace(recipe.repair, solve_dtype="float64" if double else "float32")
+    return replace(recipe, repair=repair)
 
 
 def _identity(

@@ -155,7 +155,7 @@ class GramSum:
 
 @functools.cache
 def _widening_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device multiplies matrices of a narrow dtype into float32: CUDA, since torch 2.8."""
+    """Whether a device multiplies matrices of a narrow dtype into float32: CUDA since torch 2.8."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     one = torch.ones(8, 8, dtype=dtype, device=device)

@@ -99,7 +99,7 @@ class JointProblem:
     def touching(self, point: "Point") -> RightProblem:
         """The right problem at the best left factor: it touches the objective from above."""
         assert point.U is not None
-        modes, (b, k) = self.U.shape[1], point.R.shape
+        modes = self.U.shape[1]
         cross = torch.empty_like(point.R)
         torch.mm(point.U.T, self.Gyx, out=cross[:modes])
         cross[:modes].mul_(self.s[:modes, None])
