@@ -153,10 +153,11 @@ def product_rates(device: torch.device) -> Rates:
 
 @dataclass
 class Meter:
-    """Seconds and operations by phase of what runs inside `running`."""
+    """Seconds and operations by phase of what runs inside `running`; `told` hears of each."""
 
     device: torch.device
     rates: Rates = field(default_factory=dict)
+    told: Callable[[str, float], None] = lambda phase, seconds: None
     seconds: dict[str, float] = field(default_factory=dict)
     operations: dict[str, float] = field(default_factory=dict)
     floors: dict[str, float] = field(default_factory=dict)
@@ -194,7 +195,9 @@ class Meter:
             outer, self._phase = self._phase, phase
             began, operations, floor = self._now(), self.counter.operations, self.counter.floor
             out = inner(*args, **named)
-            self._add(self.seconds, phase, self._now() - began)
+            seconds = self._now() - began
+            self.told(phase, seconds)
+            self._add(self.seconds, phase, seconds)
             self._add(self.operations, phase, self.counter.operations - operations)
             self._add(self.floors, phase, self.counter.floor - floor)
             self._phase = outer

@@ -4,10 +4,11 @@
     python -m benchmarks.true_widths --sites Llama-3.1-8B --dtype float32
 
 A site is m×d, of which `⌈0.7 d⌉` columns stay, or a model: then its down_proj and o_proj at 30 %.
-Power-law Gram and weight (benchmarks/instances.py), no alignment. `--former` runs each site again
+Power-law Gram and weight (benchmarks/instances.py), no alignment; beyond WIDE columns those of
+benchmarks/elimination.py, which take no decomposition to make. `--former` runs each site again
 with the preconditioner in float64, as it was: the baseline. Within 1 % and 0.1 % is of the lowest
-objective that either run found. Every step is printed as it is done, so that a run that is ended
-says how far it came.
+objective that either run found. Every phase and step is printed as it is done, so that a run that
+is ended says how far it came.
 """
 
 import argparse
@@ -15,24 +16,27 @@ import contextlib
 import gc
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 
 import coec
-from benchmarks import operations, record
+from benchmarks import elimination, operations, record
 from benchmarks.cuda import Meter, product_rates
-from benchmarks.instances import synthetic
+from benchmarks.instances import Instance, synthetic
 from benchmarks.operations import MODELS, Site
 from coec.linalg import conjugate as solver
+from coec.types import Gram, KeptSet
 
 SHAPES = {
     "Qwen2.5-1.5B": (Site("down_proj", 1536, 8960, 6272, 28), Site("o_proj", 1536, 1536, 1536, 28)),
     "Llama-3.1-8B": MODELS["Llama-3.1-8B"],
 }
 """At 30 %. Qwen2.5-1.5B has two KV groups, of which both stay: its o_proj loses nothing."""
+
+WIDE = 10_000
 
 GOALS = (1e-2, 1e-3)
 """How far above the best objective."""
@@ -56,7 +60,8 @@ def main(arguments: list[str] | None = None) -> None:
     rates = product_rates(torch.device("cpu"))
     options = {} if chosen.rounds is None else {"rounds": chosen.rounds}
     first = synthetic(Site("mlp", 16, 64, 45))
-    coec.compensate(first.weight, first.gram, first.kept)  # first calls are nobody's time
+    with Meter(torch.device("cpu")).running():  # first calls are nobody's time
+        coec.compensate(first.weight, first.gram, first.kept)
     for name, site in _sites(chosen.sites, chosen.only):
         if site.k == site.d:
             print(f"{name}: every column stays, nothing to solve\n", flush=True)
@@ -110,11 +115,11 @@ def _run(
     rates: dict[torch.dtype, float],
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    instance = synthetic(site, dtype=dtype)
+    instance = _instance(site, dtype)
     gc.collect()
     made = record.resident("VmRSS")
     record.forget_peak()
-    meter = Meter(torch.device("cpu"), rates)
+    meter = Meter(torch.device("cpu"), rates, _told(name))
     with _traced(name) as steps, meter.running():
         result = coec.compensate(instance.weight, instance.gram, instance.kept, **options)
     found = result.diagnostics
@@ -134,6 +139,23 @@ def _run(
         "peak_gib": record.resident("VmHWM") / 2**30,
         "events": list(found["events"]),
     }
+
+
+def _instance(site: Site, dtype: torch.dtype) -> Instance:
+    if site.d <= WIDE:
+        return synthetic(site, dtype=dtype)
+    W, G = elimination.problem(site)
+    gram = Gram(G.to(dtype), torch.zeros(site.d, dtype=dtype), site.d)
+    kept = torch.randperm(site.d, generator=torch.Generator().manual_seed(0))[: site.k]
+    return Instance(site.name, W.to(dtype), gram, KeptSet(kept.sort().values, site.d))
+
+
+def _told(name: str) -> Callable[[str, float], None]:
+    def tell(phase: str, seconds: float) -> None:
+        peak = record.resident("VmHWM") / 2**30
+        print(f"  {name} {phase}: {seconds:.3g} s, {peak:.1f} GiB", file=sys.stderr, flush=True)
+
+    return tell
 
 
 @contextlib.contextmanager
