@@ -4,7 +4,9 @@
     python -m benchmarks.cuda --device cpu --scale 0.02        a rehearsal without a GPU
 
 Needs torch, numpy and this package. Per site: a synthetic power-law Gram, one `coec.compensate`
-with the defaults and no alignment, after a small one that loads the libraries. Operations of matrix
+with the defaults and no alignment, after a small one that loads the libraries. Before them what a
+device computes is compared with the CPU, after them its other work is timed: statistics, the
+elimination of `obs`, a step of block reconstruction (benchmarks/device_paths.py). Operations of
 products, Cholesky factors and triangular solves are counted as they are run, decompositions by
 formula (benchmarks/operations.py); elementwise work is not counted. The floor of a phase is its
 operations at the matrix-product rate measured in the same run and dtype; its share of peak is floor
@@ -28,13 +30,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import coec
-from benchmarks import operations, record
+from benchmarks import device_paths, operations, record
 from benchmarks.instances import synthetic
 from benchmarks.operations import MODELS, Site
 from coec.compensation.descent import RightSolver
 from coec.compensation.frame import Frame, Target
 from coec.compensation.objective import Reconstruction
-from coec.linalg.conjugate import rounded_products
+from coec.linalg.products import rounded_products
 
 PHASES = {
     "tempering": (Reconstruction, "tempered"),
@@ -126,7 +128,11 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"One block on {device}, scale {chosen.scale:g}. {record.header(device)}\n", flush=True)
     name = "cuda" if device.type == "cuda" else "cuda_rehearsal"
     options = {} if chosen.rounds is None else {"rounds": chosen.rounds}
+    print(f"{device_paths.chosen(device)}\n", flush=True)
+    differences = device_paths.differences(device)
+    print(f"{device_paths.describe_differences(differences)}\n", flush=True)
     results: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
     rates = product_rates(device)
     for dtype in chosen.dtypes:
         kind = getattr(torch, dtype)
@@ -139,9 +145,25 @@ def main(arguments: list[str] | None = None) -> None:
                     print(f"{model} {site.name} in {dtype}: more memory than the device has\n")
                     continue
                 results.append({"model": model, "dtype": dtype, **rows[-1]})
-                record.save(name, arguments, {"scale": chosen.scale, "sites": results})
+                _save(name, arguments, chosen.scale, differences, results, others)
             if rows:
                 print(f"{describe(model, dtype, rates[kind], rows)}\n", flush=True)
+    for model in chosen.models:
+        others.append(device_paths.timings(device, model, chosen.scale))
+        _save(name, arguments, chosen.scale, differences, results, others)
+        print(f"{device_paths.describe_timings(others[-1])}\n", flush=True)
+
+
+def _save(
+    name: str,
+    arguments: list[str] | None,
+    scale: float,
+    differences: dict[str, float],
+    sites: list[dict[str, Any]],
+    others: list[dict[str, Any]],
+) -> None:
+    found = {"scale": scale, "differences": differences, "sites": sites, "others": others}
+    record.save(name, arguments, found)
 
 
 def product_rates(device: torch.device) -> Rates:

@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks import (
     cuda,
+    device_paths,
     elimination,
     end_to_end,
     gguf_tables,
@@ -40,7 +41,9 @@ def _origin(found: dict[str, Any]) -> str:
 
 def _cuda(found: dict[str, Any]) -> list[str]:
     sites = groupby(found["sites"], key=lambda site: (site["model"], site["dtype"], site["rate"]))
-    return [cuda.describe(*key, list(rows)) for key, rows in sites]
+    parts = [device_paths.describe_differences(found["differences"])]
+    parts += [cuda.describe(*key, list(rows)) for key, rows in sites]
+    return parts + [device_paths.describe_timings(one) for one in found["others"]]
 
 
 TABLES = {

@@ -195,15 +195,6 @@ def test_a_preconditioner_of_few_digits_is_as_good(monkeypatch):
     torch.testing.assert_close(z.double(), exact, rtol=0, atol=1e-5 * float(exact.norm()))
 
 
-def test_tensor_cores_may_round_products_inside_the_preconditioner_alone():
-    before = torch.get_float32_matmul_precision()
-    with conjugate_module.rounded_products(torch.device("cuda")):
-        assert torch.get_float32_matmul_precision() == "high"
-    assert torch.get_float32_matmul_precision() == before
-    with conjugate_module.rounded_products(torch.device("cpu")):
-        assert torch.get_float32_matmul_precision() == before
-
-
 # the left factor following
 
 

@@ -1,7 +1,6 @@
 """Preconditioned Riemannian conjugate gradient on St(b, k) (METHODS §5.4.2)."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from coec.errors import NumericalError
 from coec.events import record
+from coec.linalg.products import rounded_products
 from coec.linalg.right import Point, Problem
 from coec.linalg.stiefel import project, retract_cholesky, symmetric
 from coec.types import Convergence
@@ -30,23 +30,6 @@ SHIFT = 0.05
 
 WORKING = torch.float32
 """The preconditioner's dtype."""
-
-
-@contextmanager
-def rounded_products(device: torch.device) -> Iterator[None]:
-    """Lets tensor cores of a CUDA device round the factors of float32 products to TF32.
-
-    Nothing else changes how a processor multiplies, and what was chosen before is chosen again.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def conjugate(

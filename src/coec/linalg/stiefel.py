@@ -5,9 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.errors import NumericalError
-
-STRIP = 256
-"""Rows that a product is cut into: enough to keep its rate."""
+from coec.linalg.products import lower_gram
 
 
 def tangent(R: Float[Tensor, "b k"], Z: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
@@ -44,22 +42,6 @@ def retract_cholesky(
     if int(info) != 0:
         raise NumericalError("retraction of a step that is not finite, or far too long")
     return torch.linalg.solve_triangular(L, A, upper=False)
-
-
-def lower_gram(A: Float[Tensor, "b k"]) -> Float[Tensor, "b b"]:
-    """The lower triangle of `A Aᵀ`, which is all that Cholesky reads, in strips of rows.
-
-    What lies right of a strip's last column is not computed, and 0: for many rows nearly half the
-    product.
-    """
-    b = len(A)
-    if b <= STRIP:
-        return A @ A.T
-    G = A.new_zeros(b, b)
-    for first in range(0, b, STRIP):
-        last = min(first + STRIP, b)
-        torch.mm(A[first:last], A[:last].T, out=G[first:last, :last])
-    return G
 
 
 def retract_cayley(R: Float[Tensor, "k k"], step: Float[Tensor, "k k"]) -> Float[Tensor, "k k"]:

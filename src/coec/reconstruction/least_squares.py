@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from coec.linalg.products import rounded_products
+
 Parameters = dict[str, Tensor]
 """θ by name, in float32 or wider; or a direction in its space."""
 
@@ -144,7 +146,8 @@ class LeastSquares:
                 x = seen[name][0].flatten(0, -2).to(g)
                 share = g.square().sum(dim=1, keepdim=True) / g.shape[1]
                 rows[name] = rows.get(name, 0) + g.square().sum(dim=0)
-                columns[name] = columns.get(name, 0) + x.T @ (share * x)
+                with rounded_products(x.device):  # factors only precondition
+                    columns[name] = columns.get(name, 0) + x.T @ (share * x)
         return {
             name: Factor(rows[name] / rows[name].mean().clamp_min(TINY), columns[name])
             for name in theta
