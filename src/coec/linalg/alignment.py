@@ -53,18 +53,16 @@ class Alignment:
         """`X → (diag(1/inverse) + λ_a ∇²𝒜)⁻¹ X`, in place; `∇²𝒜` is the Gauss-Newton Hessian at R.
 
         It has rank r(r + 1)/2 at most and lives in the aligned rows, seen through the writer:
-        Woodbury's formula divides by it exactly.
+        Woodbury's formula divides by it exactly. Its core, whose condition may be 1e6, is made in
+        the dtype of the writer, whatever that of R and X.
         """
-        rows, writer = self.rows, self.writer
-        aligned = inverse[rows].to(writer)
-        absorbed = _absorbed(
-            R[rows].to(writer) @ writer, aligned @ self._pairs, 2 * self._stiffness
-        )
+        rows, writer, aligned = self.rows, self.writer.to(R), inverse[self.rows]
+        D, seen = R[rows].to(self.writer) @ self.writer, aligned.to(self.writer) @ self._pairs
+        absorbed = _absorbed(D, seen, 2 * self._stiffness, R.dtype)
 
         def divide(X: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
             X.mul_(inverse)
-            seen = X[rows].to(writer) @ writer
-            X[rows] -= (aligned * (absorbed(seen) @ writer.T)).to(X)
+            X[rows] -= aligned * (absorbed(X[rows] @ writer) @ writer.T)
             return X
 
         return divide
@@ -82,7 +80,7 @@ class Alignment:
         D = R @ self.writer
         soft = softness[rows]
         soft[:, rows] = 0
-        absorbed = _absorbed(D[rows], soft @ _products(D), self._stiffness)
+        absorbed = _absorbed(D[rows], soft @ _products(D), self._stiffness, D.dtype)
         between = turn[rows]
         between[:, rows] = 0
         back = soft.mul_(absorbed(between @ D) @ D.T)
@@ -109,7 +107,7 @@ def _products(D: Float[Tensor, "n r"]) -> Float[Tensor, "n q"]:
 
 
 def _absorbed(
-    D: Float[Tensor, "n r"], seen: Float[Tensor, "n q"], stiffness: float
+    D: Float[Tensor, "n r"], seen: Float[Tensor, "n q"], stiffness: float, dtype: torch.dtype
 ) -> Callable[[Float[Tensor, "n r"]], Float[Tensor, "n r"]]:
     """`X → Jᵀ (I/c + J S Jᵀ)⁻¹ J X` with `J X = svec(XᵀD + DᵀX)`, S block diagonal.
 
@@ -119,6 +117,7 @@ def _absorbed(
     Args:
         seen: the symmetric r×r blocks of S, one for each row of D, their upper triangles flat.
         stiffness: c.
+        dtype: of X.
     """
     r = D.shape[1]
     pairs = _pairs(r, D.dtype, D.device)
@@ -135,6 +134,7 @@ def _absorbed(
     inverse = torch.cholesky_inverse(L)
     # J and Jᵀ on all r² entries of XᵀD.
     inverse = inverse.index_select(0, pairs.place).index_select(1, pairs.place).mul_(pairs.both)
+    D, inverse = D.to(dtype), inverse.to(dtype)
     return lambda X: D @ (inverse @ (X.T @ D).flatten()).reshape(r, r)
 
 
