@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import operations, record
-from benchmarks.cuda import Counter
+from benchmarks.meter import Counter
 from benchmarks.operations import Site
 from coec.linalg.spd import regularized_inverse
 from coec.selection.elimination import PANEL, removal_order

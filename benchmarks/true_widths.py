@@ -24,8 +24,8 @@ import torch
 
 import coec
 from benchmarks import elimination, operations, record
-from benchmarks.cuda import Meter, product_rates
 from benchmarks.instances import Instance, synthetic
+from benchmarks.meter import Meter, product_rates
 from benchmarks.operations import MODELS, Site
 from coec.linalg import conjugate as solver
 from coec.types import Gram, KeptSet

@@ -9,9 +9,9 @@ import torch
 
 import coec
 from benchmarks import elimination, operations, reconstruction, record
-from benchmarks.cuda import PHASES, REST, Counter, Meter
 from benchmarks.instances import right_solve, synthetic, tempered
 from benchmarks.literal import literal
+from benchmarks.meter import PHASES, REST, Counter, Meter
 from benchmarks.operations import MODELS, Site
 from benchmarks.peers import BORROWED, OURS, PEERS, SOLVERS, Eliminated, OutOfTimeError, Trace, run
 from coec.linalg import conjugate as conjugate_module

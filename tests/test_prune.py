@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import coec
 import tiny_models as tm
-from coec import writing
+from coec import pruning, writing
 from coec.errors import OptionError, OutputError
 from coec.models import dense as dense_module
 from coec.models import description
