@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import coec
-from benchmarks import elimination, operations, reconstruction, record
+from benchmarks import device_paths, elimination, operations, reconstruction, record, true_widths
 from benchmarks.instances import right_solve, synthetic, tempered
 from benchmarks.literal import literal
 from benchmarks.meter import PHASES, REST, Counter, Meter
@@ -196,3 +196,26 @@ def test_a_reconstruction_by_hand_is_that_of_forward_and_reverse_mode():
         1.1 * found["operations"]["iteration by hand"]
     )
     assert "| iteration by hand |" in reconstruction.describe(found)
+
+
+def test_a_device_is_compared_with_the_cpu_in_all_that_is_timed(monkeypatch):
+    monkeypatch.setattr(device_paths, "SMALL", Site("down_proj", 16, 40, 28))
+    found = device_paths.differences(torch.device("cpu"))
+    assert set(found) == set(device_paths.ALLOWED)
+    assert all(found[name] <= allowed for name, allowed in device_paths.ALLOWED.items())
+    assert "| NO |" in device_paths.describe_differences({"Gauss-Newton product": 1.0})
+    timed = device_paths.timings(torch.device("cpu"), "Llama-3.1-8B", 0.005)
+    assert "| elimination |" in device_paths.describe_timings(timed)
+
+
+def test_a_true_width_is_run_with_the_former_preconditioner_too(monkeypatch):
+    monkeypatch.setattr(true_widths, "WIDE", 30)
+    rates = dict.fromkeys((torch.float64, torch.float32), 1e9)
+    for site in (WIDE, Site("mlp", 12, 40, 28)):
+        found = true_widths.measure("x", site, torch.float64, rates, {}, former=True)
+        now, former = found["runs"].values()
+        assert set(now["phases"]) == {*PHASES, REST}
+        assert len(now["steps"]) == sum(now["right_iterations"])
+        assert now["objective"] == pytest.approx(former["objective"], rel=1e-3)
+        assert now["to"] == sorted(now["to"])
+        assert "| right |" in true_widths.describe(found)
