@@ -10,9 +10,7 @@ caller holds, are included.
 """
 
 import argparse
-import contextlib
 import math
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import operations, record
-from benchmarks.cuda import Counter
+from benchmarks.meter import Counter
 from benchmarks.operations import Site
 from coec.linalg.spd import regularized_inverse
 from coec.selection.elimination import PANEL, removal_order
@@ -48,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
 def measure(site: Site) -> dict[str, Any]:
     """One site, with its inverse and the rest apart."""
     rate = record.matmul_rate("cpu", "float64", n=4096)
-    before = _resident("VmRSS")
+    before = record.resident("VmRSS")
     W, G = problem(site)
     counted: dict[str, float] = {}
 
@@ -59,8 +57,7 @@ def measure(site: Site) -> dict[str, Any]:
         counted["inverse_operations"] = counter.operations - counts
         return found
 
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    record.forget_peak()
     with mock.patch(INVERSE, timed), Counter() as counter:
         began = record.clock()
         order = removal_order(W, G, site.d, site.k)
@@ -71,7 +68,7 @@ def measure(site: Site) -> dict[str, Any]:
         "rest_seconds": seconds - counted["inverse_seconds"],
         "rest_operations": counter.operations - counted["inverse_operations"],
         "expected": [operations.inverse(site.d), operations.elimination(site, PANEL)],
-        "memory": (_resident("VmHWM") - before) / (8 * site.d**2),
+        "memory": (record.resident("VmHWM") - before) / (8 * site.d**2),
     }  # fmt: skip
 
 
@@ -111,14 +108,6 @@ def describe(results: list[dict[str, Any]]) -> str:
     ]  # fmt: skip
     rates = ", ".join(f"{site['rate'] / 1e9:.0f} G/s" for site in results)
     return f"Matrix products at {rates} in float64.\n\n{record.table(columns, rows)}"
-
-
-def _resident(name: str) -> int:
-    """Bytes of this process in memory, now (`VmRSS`) or at the peak (`VmHWM`); Linux."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith(f"{name}:"):
-            return 1024 * int(line.split()[1])
-    raise OSError(f"no {name} in /proc/self/status")
 
 
 if __name__ == "__main__":

@@ -16,10 +16,12 @@ GCV_POINTS = 120
 """Grid of the rescale (METHODS §5.3)."""
 
 DATA_SHEET = {
-    "H100 or H200 SXM, data sheet": {"float64": 67e12, "float32": 67e12, "bfloat16": 989e12}
-}
+    "H100 or H200 SXM, data sheet": {
+        "float64": 67e12, "float32": 67e12, "TF32": 494e12, "bfloat16": 989e12,
+    }
+}  # fmt: skip
 """Operations per second from the maker's data sheet (float64 on tensor cores, float32 off them,
-bfloat16 without sparsity), the same for both: not measurements."""
+TF32 and bfloat16 without sparsity), the same for both: not measurements."""
 
 BLOCK_PARAMETERS = {"Llama-3.1-8B": 218_103_808, "Llama-3.1-70B": 855_638_016}
 """Entries of one block's seven weight matrices."""
@@ -152,27 +154,37 @@ def tangent(site: Site) -> float:
     return 2 * product(site.b, site.k, site.b)
 
 
+def lower_gram(b: int, k: int, strip: int = 256) -> float:
+    """The lower triangle of a Gram of b rows, in strips."""
+    ends = [*range(strip, b, strip), b]
+    return sum(product(end - start, k, end) for start, end in zip([0, *ends], ends))
+
+
 def retraction(site: Site) -> float:
-    """`(R + ξ)(R + ξ)ᵀ`, its Cholesky factor, a triangular solve."""
+    """The lower triangle of `(R + ξ)(R + ξ)ᵀ`, its Cholesky factor, a triangular solve."""
     b, k = site.b, site.k
-    return product(b, k, b) + cholesky(b) + triangular_solve(b, k)
+    return lower_gram(b, k) + cholesky(b) + triangular_solve(b, k)
 
 
-def conjugate_step(site: Site, trials: float = 1.4, inner: float = 4.0) -> float:
-    """One step of the `conjugate` right solve.
+def preconditioner(site: Site, inner: float = 4.0) -> float:
+    """Of a step: the inner solve's diagonal and right side, and two products for every step of it.
 
-    Two tangents (gradient, direction), three products of the preconditioner and two for every inner
-    step of its multiplier, `trials` retractions.
+    Where the left factor follows, one more for the planes.
     """
-    one = product(site.b, site.k, site.b)
-    return 2 * tangent(site) + (3 + 2 * inner) * one + trials * retraction(site)
+    return (2 + 2 * inner) * product(site.b, site.k, site.b)
 
 
-def joint_step(site: Site, trials: float = 1.4, inner: float = 4.0) -> float:
-    """One step of the `joint` solve: the same, two products for the planes, U at every trial."""
-    planes = 2 * product(site.b, site.k, site.b)
-    following = left_rotation(site) + right_problem(site)
-    return conjugate_step(site, trials, inner) + planes + trials * following
+def conjugate_step(site: Site, trials: float = 1.4) -> float:
+    """One step of the `conjugate` right solve, without its preconditioner.
+
+    Two tangents (gradient, direction), `trials` retractions.
+    """
+    return 2 * tangent(site) + trials * retraction(site)
+
+
+def joint_step(site: Site, trials: float = 1.4) -> float:
+    """One step of the `joint` solve: the same, U at every trial, the right problem at the end."""
+    return conjugate_step(site, trials) + trials * left_rotation(site) + right_problem(site)
 
 
 def gradient_step(site: Site, newton_schulz: int = 7) -> float:
@@ -215,6 +227,7 @@ class Phase:
 
 def phases(site: Site, tokens: int, rounds: int, steps: int) -> list[Phase]:
     """Every phase of one matrix; `steps` steps of `joint` in all, over `rounds` rounds."""
+    planes = product(site.b, site.b, site.k)
     return [
         Phase("Gram accumulation", gram(site, tokens), dtype="float32"),
         Phase("tempering", tempering(site)),
@@ -223,6 +236,7 @@ def phases(site: Site, tokens: int, rounds: int, steps: int) -> list[Phase]:
         Phase("left rotation", left_rotation(site), rounds + 1),
         Phase("rescale", rescale(site), rounds + 1),
         Phase("joint step", joint_step(site), steps),
+        Phase("its preconditioner", preconditioner(site) + planes, steps, "TF32"),
         Phase("assembly", assembly(site)),
     ]
 
@@ -280,10 +294,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="of all joint solves, per matrix")
     chosen = parser.parse_args()
     here = {dtype: matmul_rate("cpu", dtype) for dtype in ("float64", "float32")}
+    here["TF32"] = here["float32"]
     rates: Rates = {"here, one thread" if one_thread() else "here": here, **DATA_SHEET}
     print(f"{chosen.model}, 30 %, {chosen.tokens:,} tokens, {chosen.rounds} rounds and "
           f"{chosen.steps} joint steps per matrix. Here: "
-          + ", ".join(f"{rate / 1e9:.0f} G/s in {dtype}" for dtype, rate in here.items())
+          + ", ".join(f"{here[dtype] / 1e9:.0f} G/s in {dtype}" for dtype in ("float64", "float32"))
           + ". Data sheet: "
           + ", ".join(f"{rate / 1e12:.0f} T/s in {dtype}"
                       for dtype, rate in next(iter(DATA_SHEET.values())).items())

@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks import record
 from coec.linalg.conjugate import SHIFT, conjugate
 from coec.linalg.gradient import gradient
-from coec.linalg.right import RightProblem
+from coec.linalg.right import Point, RightProblem
 
 Solve = Callable[[RightProblem, Tensor, "Trace"], None]
 
@@ -129,10 +129,10 @@ class _Traced(RightProblem):
         object.__setattr__(traced, "trace", trace)
         return traced
 
-    def objective(self, R: Tensor) -> float:
-        value = super().objective(R)
-        self.trace.note(value)
-        return value
+    def at(self, R: Tensor) -> Point:
+        point = super().at(R)
+        self.trace.note(point.value)
+        return point
 
 
 def ours(problem: RightProblem, R: Tensor, trace: Trace) -> None:

@@ -65,27 +65,45 @@ def main(arguments: list[str] | None = None) -> None:
     print(describe(found))
 
 
-def measure(
-    hidden: int, width: int, tokens: int, device: str, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Seconds, operations and memory of every part."""
+NAMES = ("gate", "up", "down")
+
+
+def problem(
+    hidden: int, width: int, tokens: int, place: torch.device, dtype: torch.dtype
+) -> tuple[GatedMLP, LeastSquares, Parameters, Parameters, Batch]:
+    """A gated MLP, its least squares on a batch, its weights, and a direction in their space.
+
+    Random numbers are drawn on the CPU: every device gets the same problem.
+    """
     torch.manual_seed(0)
-    place = torch.device(device)
-    module = GatedMLP(hidden, width).to(place, dtype).requires_grad_(requires_grad=False)
+    module = GatedMLP(hidden, width).requires_grad_(requires_grad=False)
     scales = torch.arange(1, hidden + 1) ** -0.5
-    inputs = (torch.randn(1, tokens, hidden) * scales).to(place, dtype)
-    batch = Batch(inputs, torch.randn_like(inputs), torch.ones(1, tokens, device=place))
-    names = ("gate", "up", "down")
-    theta = {name: module.get_parameter(f"{name}.weight").float() for name in names}
+    inputs = torch.randn(1, tokens, hidden) * scales
+    targets = torch.randn_like(inputs)
+    weights = {name: module.get_parameter(f"{name}.weight") for name in NAMES}
+    delta = {name: (torch.randn_like(w) * w.std()).to(place) for name, w in weights.items()}
+    module = module.to(place, dtype)
+    theta = {name: module.get_parameter(f"{name}.weight").float() for name in NAMES}
 
     def function(given: Parameters, h: Tensor) -> Tensor:
         own = {f"{name}.weight": value for name, value in given.items()}
         out: Tensor = functional_call(module, own, (h,))
         return out
 
-    modules = {name: module.get_submodule(name) for name in names}
-    problem = LeastSquares.of(Products(function, modules, [[batch]], place))
-    delta = {name: torch.randn_like(value) * value.std() for name, value in theta.items()}
+    modules = {name: module.get_submodule(name) for name in NAMES}
+    batch = Batch(
+        inputs.to(place, dtype), targets.to(place, dtype), torch.ones(1, tokens, device=place)
+    )
+    products = Products(function, modules, [[batch]], place)
+    return module, LeastSquares.of(products), theta, delta, batch
+
+
+def measure(
+    hidden: int, width: int, tokens: int, device: str, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Seconds, operations and memory of every part."""
+    place = torch.device(device)
+    module, fit, theta, delta, batch = problem(hidden, width, tokens, place, dtype)
     found: dict[str, Any] = {
         "hidden": hidden,
         "width": width,
@@ -93,13 +111,13 @@ def measure(
         "dtype": str(dtype),
     }
     seconds: dict[str, float] = {}
-    one, seconds["iteration"] = timed(lambda: problem.normal(theta, delta), place)
+    one, seconds["iteration"] = timed(lambda: fit.normal(theta, delta), place)
     other, seconds["iteration by hand"] = timed(lambda: by_hand(module, theta, delta, batch), place)
     found["difference"] = max(
-        float((one[name] - other[name]).norm() / other[name].norm()) for name in names
+        float((one[name] - other[name]).norm() / other[name].norm()) for name in NAMES
     )
-    _, seconds["gradient"] = timed(lambda: problem.gradient(theta), place)
-    factors, seconds["factors"] = timed(lambda: problem.factors(theta, seed=0), place)
+    _, seconds["gradient"] = timed(lambda: fit.gradient(theta), place)
+    factors, seconds["factors"] = timed(lambda: fit.factors(theta, seed=0), place)
     _, seconds["eigendecompositions"] = timed(lambda: Preconditioner(factors, 0.1), place, 1)
     weights = 3 * hidden * width
     found["operations"] = {

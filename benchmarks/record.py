@@ -159,6 +159,20 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def resident(name: str) -> int:
+    """Bytes of this process in memory, now (`VmRSS`) or at the peak (`VmHWM`); Linux."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    raise OSError(f"no {name} in /proc/self/status")
+
+
+def forget_peak() -> None:
+    """Lets the peak of memory begin anew, where the system lets it."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def slope(sizes: Sequence[float], values: Sequence[float]) -> float:
     """The exponent p of `values ∝ sizes^p`, by least squares on logarithms."""
     return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])

@@ -13,6 +13,7 @@ QUICK: dict[str, list[str]] = {
     "right_solve": ["--shapes", "192x404", "--limit", "20", "20"],
     "whole_matrix": ["--synthetic", "128x256"],
     "alignment": ["--models", "stories260K", "--widths", "128", "--repeats", "1"],
+    "true_widths": ["--sites", "192x577"],
     "growth": ["--sizes", "100", "200", "400"],
     "elimination": ["--sites", "3072x1024"],
     "reconstruction": ["--hidden", "512", "--width", "1280", "--tokens", "512"],

@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks import (
     cuda,
+    device_paths,
     elimination,
     end_to_end,
     gguf_tables,
@@ -13,6 +14,7 @@ from benchmarks import (
     reconstruction,
     record,
     right_solve,
+    true_widths,
     whole_matrix,
 )
 
@@ -39,7 +41,9 @@ def _origin(found: dict[str, Any]) -> str:
 
 def _cuda(found: dict[str, Any]) -> list[str]:
     sites = groupby(found["sites"], key=lambda site: (site["model"], site["dtype"], site["rate"]))
-    return [cuda.describe(*key, list(rows)) for key, rows in sites]
+    parts = [device_paths.describe_differences(found["differences"])]
+    parts += [cuda.describe(*key, list(rows)) for key, rows in sites]
+    return parts + [device_paths.describe_timings(one) for one in found["others"]]
 
 
 TABLES = {
@@ -50,6 +54,7 @@ TABLES = {
     "reconstruction": lambda found: [reconstruction.describe(found)],
     "cuda": _cuda,
     "cuda_rehearsal": _cuda,
+    "true_widths": lambda found: map(true_widths.describe, found["sites"]),
     "gguf_speed": gguf_tables.described,
     "end_to_end": lambda found: map(end_to_end.describe, found["models"]),
 }

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import coec
-from benchmarks import elimination, operations, reconstruction, record
-from benchmarks.cuda import PHASES, Counter, Meter
+from benchmarks import device_paths, elimination, operations, reconstruction, record, true_widths
 from benchmarks.instances import right_solve, synthetic, tempered
 from benchmarks.literal import literal
+from benchmarks.meter import PHASES, REST, Counter, Meter
 from benchmarks.operations import MODELS, Site
 from benchmarks.peers import BORROWED, OURS, PEERS, SOLVERS, Eliminated, OutOfTimeError, Trace, run
 from coec.linalg import conjugate as conjugate_module
@@ -32,14 +32,16 @@ def test_counts_of_small_cases_by_hand():
     assert operations.thin_svd(2, 3) == operations.thin_svd(3, 2) == pytest.approx(72 + 160 / 3)
     assert operations.tempering(site) == pytest.approx(14 / 3 * 125 + 90 + 100 + 60)
     assert operations.eigenbasis(site) == pytest.approx(126 + 36)
-    # two tangents of two 2×3·3×2 products each and seven more; A Aᵀ, Cholesky, a triangle
-    step = operations.conjugate_step(site, trials=1, inner=2)
-    assert step == pytest.approx(11 * 24 + 24 + 8 / 3 + 12)
+    # two tangents of two 2×3·3×2 products each; A Aᵀ, Cholesky, a triangle
+    step = operations.conjugate_step(site, trials=1)
+    assert step == pytest.approx(4 * 24 + 24 + 8 / 3 + 12)
+    assert operations.preconditioner(site, inner=2) == 6 * 24
+    # strips of rows 0-1, 2-3 and 4, each up to its own last column
+    assert operations.lower_gram(5, 3, strip=2) == 2 * 3 * (2 * 2 + 2 * 4 + 1 * 5)
     assert operations.polar(2, 2) == pytest.approx(6 * (16 + 8 / 3 + 16) + 32)
     assert operations.left_rotation(site) == pytest.approx(24 + operations.polar(2, 2))
     extra = operations.left_rotation(site) + operations.right_problem(site)
-    joint = operations.joint_step(site, trials=1, inner=2)
-    assert joint == pytest.approx(step + 2 * 24 + extra)
+    assert operations.joint_step(site, trials=1) == pytest.approx(step + extra)
     assert operations.assembly(site) == 36 + 24
 
 
@@ -50,6 +52,8 @@ def test_phases_of_a_matrix_add_up_over_rounds_and_steps():
     )
     assert none["joint step"] == 0
     assert some["joint step"] == 10 * operations.joint_step(WIDE)
+    planes = operations.product(8, 14, 8)
+    assert some["its preconditioner"] == 10 * (operations.preconditioner(WIDE) + planes)
     assert some["left rotation"] == 3 * none["left rotation"]
     assert some["rescale"] == 3 * none["rescale"]
     assert some["tempering"] == none["tempering"]
@@ -79,9 +83,8 @@ def test_a_conjugate_step_takes_the_operations_counted(monkeypatch, site):
         assert ended.iterations == steps
         return counter.operations
 
-    step = operations.conjugate_step(site, trials=1, inner=3)
-    # The energies of the objective and of the step's scale are matrix-vector products.
-    energies = 2 * 2 * R.numel()
+    step = operations.conjugate_step(site, trials=1) + operations.preconditioner(site, inner=3)
+    energies = 2 * R.numel()  # of the objective, a matrix-vector product
     assert count(3) - count(2) == pytest.approx(step + energies)
 
 
@@ -163,7 +166,7 @@ def test_phases_of_a_compensation_add_up():
     meter = Meter(torch.device("cpu"))
     with meter.running():
         result = coec.compensate(instance.weight, instance.gram, instance.kept)
-    assert set(meter.seconds) == {*PHASES, "descent"}
+    assert set(meter.seconds) == {*PHASES, REST}
     assert all(count > 0 for count in meter.operations.values())
     assert meter.operations["tempering"] == pytest.approx(operations.tempering(WIDE))
     plain = coec.compensate(instance.weight, instance.gram, instance.kept)
@@ -193,3 +196,26 @@ def test_a_reconstruction_by_hand_is_that_of_forward_and_reverse_mode():
         1.1 * found["operations"]["iteration by hand"]
     )
     assert "| iteration by hand |" in reconstruction.describe(found)
+
+
+def test_a_device_is_compared_with_the_cpu_in_all_that_is_timed(monkeypatch):
+    monkeypatch.setattr(device_paths, "SMALL", Site("down_proj", 16, 40, 28))
+    found = device_paths.differences(torch.device("cpu"))
+    assert set(found) == set(device_paths.ALLOWED)
+    assert all(found[name] <= allowed for name, allowed in device_paths.ALLOWED.items())
+    assert "| NO |" in device_paths.describe_differences({"Gauss-Newton product": 1.0})
+    timed = device_paths.timings(torch.device("cpu"), "Llama-3.1-8B", 0.005)
+    assert "| elimination |" in device_paths.describe_timings(timed)
+
+
+def test_a_true_width_is_run_with_the_former_preconditioner_too(monkeypatch):
+    monkeypatch.setattr(true_widths, "WIDE", 30)
+    rates = dict.fromkeys((torch.float64, torch.float32), 1e9)
+    for site in (WIDE, Site("mlp", 12, 40, 28)):
+        found = true_widths.measure("x", site, torch.float64, rates, {}, former=True)
+        now, former = found["runs"].values()
+        assert set(now["phases"]) == {*PHASES, REST}
+        assert len(now["steps"]) == sum(now["right_iterations"])
+        assert now["objective"] == pytest.approx(former["objective"], rel=1e-3)
+        assert now["to"] == sorted(now["to"])
+        assert "| right |" in true_widths.describe(found)

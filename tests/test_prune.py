@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import coec
 import tiny_models as tm
-from coec import writing
+from coec import pruning, writing
 from coec.errors import OptionError, OutputError
 from coec.models import dense as dense_module
 from coec.models import description
@@ -281,6 +281,27 @@ def test_the_working_precision_does_not_choose_the_units(dense, tokens, tmp_path
         load_file(tmp_path / d / "coec/kept.safetensors") for d in ("float32", "float64")
     )
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("chosen", ["float64", "float32"])
+def test_the_working_precision_is_decided_before_any_work(
+    dense, tokens, tmp_path, monkeypatch, chosen
+):
+    """Report and journal say what it was; another device may decide otherwise."""
+    asked, begun = [], []
+
+    def choose(setting, device):
+        asked.append(setting)
+        return getattr(torch, chosen if setting == "auto" else setting)
+
+    identity = pruning._identity
+    monkeypatch.setattr(pruning, "choose_solve_dtype", choose)
+    monkeypatch.setattr(pruning, "_identity", lambda *a: begun.append(identity(*a)) or begun[-1])
+    report = coec.prune(
+        dense, tmp_path / "out", calibration=tokens, compensation="rcpu", **SETTINGS
+    )
+    assert asked == ["auto"]
+    assert report.recipe["solve_dtype"] == begun[0]["solve_dtype"] == chosen
 
 
 def test_the_plan_foretells_the_result(dense, tokens, tmp_path):

@@ -1,7 +1,9 @@
 """Devices, and the dtypes in which work is done there."""
 
+import functools
 import platform
 import resource
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,15 @@ from coec.errors import OptionError
 from coec.settings import DTYPE_NAMES
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
+
+USEFUL = 1 / 8
+"""The least rate of float64 products, relative to float32, at which the compensation is in float64.
+
+All of it is usual on an A100, H100 or H200, half of it on a B200 and a CPU, 1/32 or 1/64 on a
+consumer card: nothing lies near the limit, where a measurement that is somewhat off would decide.
+"""
+PRODUCT = 4096
+"""Rows of the square matrices that are multiplied to find out."""
 
 
 def stored_dtype(config: dict[str, Any]) -> torch.dtype:
@@ -52,6 +63,39 @@ def choose_forward_dtype(
     if device.type == "cpu" and stored != torch.float64:
         return torch.float32
     return stored
+
+
+def choose_solve_dtype(asked: str, device: torch.device) -> torch.dtype:
+    """The dtype of the compensation; see `Repair.solve_dtype`.
+
+    `auto` is float64 on a CPU, and elsewhere wherever it multiplies at a useful rate, which is
+    measured once in a process.
+    """
+    if asked != "auto":
+        return DTYPES[asked]
+    if device.type == "cpu" or double_rate(device) >= USEFUL:
+        return torch.float64
+    return torch.float32
+
+
+@functools.cache
+def double_rate(device: torch.device) -> float:
+    """How fast a device multiplies matrices in float64, float32 being 1; 0 where it does not."""
+    try:
+        return _product_seconds(device, torch.float32) / _product_seconds(device, torch.float64)
+    except (TypeError, RuntimeError):  # no float64 at all, as on Apple's devices
+        return 0.0
+
+
+def _product_seconds(device: torch.device, dtype: torch.dtype) -> float:
+    """Of one product, the least of three after one that loads the library."""
+    A = torch.ones(PRODUCT, PRODUCT, dtype=dtype, device=device)
+    found = []
+    for _ in range(4):
+        began = time.perf_counter()
+        float((A @ A)[0, 0])  # waits for the device
+        found.append(time.perf_counter() - began)
+    return min(found[1:])
 
 
 def environment(device: str) -> dict[str, str]:

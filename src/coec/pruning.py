@@ -123,6 +123,8 @@ def prune(
             )
         if recipe.rebuilding.in_order:
             check_leader(source)
+        recipe = _with_dtype(recipe, source)
+        plan = replace(plan, recipe=recipe)
         dtype = DTYPES[recipe.repair.dtype] if recipe.repair.dtype else dense.dtype
         check_space(out, space_needed(out, plan, dtype))
         seconds.lap("checking")
@@ -216,6 +218,13 @@ def _calibrated(
     recipe.check_for_statistics()
     how = adopted(statistics, recipe.calibration, model, given)
     return replace(recipe, calibration=how)
+
+
+def _with_dtype(recipe: Recipe, source: Source) -> Recipe:
+    """The recipe with the dtype of the compensation decided, for the journal and the report."""
+    double = source.solve_dtype(recipe.repair.solve_dtype) == torch.float64
+    repair = replace(recipe.repair, solve_dtype="float64" if double else "float32")
+    return replace(recipe, repair=repair)
 
 
 def _identity(plan: Plan, source: Source, dtype: torch.dtype) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coec.calibration.stream import Measured
 from coec.compensation import Method, compensate, relative_errors
-from coec.devices import DTYPES
+from coec.devices import choose_solve_dtype
 from coec.errors import NumericalError, OptionError
 from coec.events import recording
 from coec.models.layout import BlockLayout, Site
@@ -147,7 +147,7 @@ def _solve_site(
     sums.check_finite()
     with recording() as events:
         units = _kept(site, weight, sums, plan)
-    gram = sums.to(DTYPES[recipe.repair.solve_dtype])
+    gram = sums.to(choose_solve_dtype(recipe.repair.solve_dtype, device))
     del sums  # the largest matrix there is, unless it is the one that is used
     target, held = statistics.target, statistics.held_out
     if units.everything and target is None:

@@ -5,6 +5,7 @@ N calibration tokens.
 """
 
 import copy
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,7 +98,11 @@ class Gram:
 
 
 class GramSum:
-    """Accumulates a Gram: batch products in float32 (float64 for float64 inputs), float64 sums."""
+    """Accumulates a Gram: batch products in float32 (float64 for float64 inputs), float64 sums.
+
+    Products of bfloat16 and float16 numbers are exact in float32. A CUDA device multiplies those on
+    tensor cores as they are, with float32 sums; elsewhere they are converted first.
+    """
 
     def __init__(self, d: int, device: torch.device | str = "cpu") -> None:
         self.xx = torch.zeros(d, d, dtype=torch.float64, device=device)
@@ -114,12 +119,14 @@ class GramSum:
         rows = inputs.detach().reshape(-1, inputs.shape[-1])
         if len(rows) == 0:
             return
-        # bfloat16 and float16 products are exact in float32; a float64 model keeps its digits.
-        exact = rows.dtype == torch.float64
+        given, exact = rows, rows.dtype == torch.float64  # a float64 model keeps its digits
         rows = rows.to(torch.float64 if exact else torch.float32)
         w = None if weights is None else weights.reshape(-1, 1).to(rows)
         weighted = rows if w is None else rows * w
-        self.xx += weighted.T @ rows
+        if w is None and _widening_products(given.device, given.dtype):
+            self.xx += torch.mm(given.T, given, out_dtype=torch.float32)
+        else:
+            self.xx += weighted.T @ rows
         x = weighted.sum(dim=0, dtype=torch.float64)
         n = len(rows) if w is None else float(w.sum(dtype=torch.float64))
         # Squares around the batch's own mean: those of the raw values would drown the deviations.
@@ -170,6 +177,18 @@ class GramSum:
             for sums in (self.xx, self.x, self.centred):
                 sums *= self.tokens / self.weight
         return Gram(self.xx, self.x, self.tokens, self.centred, self.precision)
+
+
+@functools.cache
+def _widening_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device multiplies matrices of a narrow dtype into float32: CUDA since torch 2.8."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    one = torch.ones(8, 8, dtype=dtype, device=device)
+    try:
+        return torch.mm(one, one, out_dtype=torch.float32).dtype == torch.float32
+    except (TypeError, RuntimeError):  # an older torch, or a device without such products
+        return False
 
 
 def _pooled(

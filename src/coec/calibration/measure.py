@@ -13,7 +13,7 @@ from coec.calibration.statistics import Statistics
 from coec.calibration.stream import DenseStream, Measured
 from coec.calibration.tokens import Windows, hold_out
 from coec.calibration.windows import source_digest, window_length, window_maker
-from coec.devices import choose_device, choose_forward_dtype
+from coec.devices import choose_device, choose_forward_dtype, choose_solve_dtype
 from coec.events import Progress
 from coec.execution.journal import Journal
 from coec.models.carried import tokenizer_digest
@@ -60,6 +60,10 @@ class Source(ABC):
     def forward_dtype(self) -> str:
         """In which they are computed."""
         return str(self.made_with["forward_dtype"])
+
+    def solve_dtype(self, asked: str) -> torch.dtype:
+        """In which compensations are computed on its device."""
+        return choose_solve_dtype(asked, self.device)
 
     @abstractmethod
     def begin(self, done: Journal, progress: Progress | None) -> dict[str, Any]:

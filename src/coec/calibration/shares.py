@@ -20,6 +20,7 @@ from coec.calibration.layers import State
 from coec.calibration.measure import DensePass, SavedPass, Source
 from coec.calibration.statistics import Statistics
 from coec.calibration.stream import DenseStream, Measured, Sums, batch_size
+from coec.devices import choose_solve_dtype
 from coec.errors import OptionError
 from coec.events import Progress
 from coec.execution.cluster import RETRIES, Cluster, LostError, begin, joined, lost
@@ -185,6 +186,16 @@ class SharedPass(DensePass):
             yield Measured(block, self._dense.tensors(block), fit, held)
             if progress:
                 progress("calibrating", number + 1, len(wanted))
+
+    def solve_dtype(self, asked: str) -> torch.dtype:
+        """As a worker's device has it: the leading process may have none like it."""
+        if asked != "auto" or self.device.type == "cpu":
+            return super().solve_dtype(asked)
+        ray = self.cluster.ray
+        choose = ray.remote(**self.cluster.half(self.device))(choose_solve_dtype)
+        with self.cluster.translated():
+            chosen: torch.dtype = ray.get(choose.remote(asked, self.device))
+            return chosen
 
     def account(self) -> dict[str, Any]:
         """The windows of every worker that ran, and its host."""

@@ -119,6 +119,8 @@ class Cell:
         for name, nothing in NEWER.items():
             if recipe is not None and recipe.get(name) == nothing:
                 del recipe[name]
+        if recipe is not None and recipe["solve_dtype"] == "auto":
+            recipe["solve_dtype"] = "float64"  # what it is on a CPU, and was by default
         evaluation = replace(self.subject.evaluation, trust_remote_code=False)  # as in the recipe's
         content = [self.subject.label, dataclasses.asdict(evaluation), recipe]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]

@@ -53,11 +53,12 @@ class Alignment:
         """`X → (diag(1/inverse) + λ_a ∇²𝒜)⁻¹ X`, in place; `∇²𝒜` is the Gauss-Newton Hessian at R.
 
         It has rank r(r + 1)/2 at most and lives in the aligned rows, seen through the writer:
-        Woodbury's formula divides by it exactly.
+        Woodbury's formula divides by it exactly. Its core, whose condition may be 1e6, is made in
+        the dtype of the writer, whatever that of R and X.
         """
-        rows, writer, aligned = self.rows, self.writer, inverse[self.rows]
-        seen = ((aligned[:, None, :] * writer.T) @ writer).flatten(1)
-        absorbed = _absorbed(R[rows] @ writer, seen, 2 * self._stiffness)
+        rows, writer, aligned = self.rows, self.writer.to(R), inverse[self.rows]
+        D, seen = R[rows].to(self.writer) @ self.writer, aligned.to(self.writer) @ self._pairs
+        absorbed = _absorbed(D, seen, 2 * self._stiffness, R.dtype)
 
         def divide(X: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
             X.mul_(inverse)
@@ -76,18 +77,22 @@ class Alignment:
         move it, and are taken back as far as `λ_a 𝒜` is stiffer than the plane.
         """
         rows = self.rows
-        inside = torch.zeros(len(R), dtype=torch.bool, device=R.device)
-        inside[rows] = True
-        others = (~inside).nonzero().flatten()
         D = R @ self.writer
-        soft, away = softness[rows][:, others], D[others]
-        seen = soft @ (away[:, :, None] * away[:, None, :]).flatten(1)
-        absorbed = _absorbed(D[rows], seen, self._stiffness)
-        back = soft * (absorbed(turn[rows][:, others] @ away) @ away.T)
+        soft = softness[rows]
+        soft[:, rows] = 0
+        absorbed = _absorbed(D[rows], soft @ _products(D), self._stiffness, D.dtype)
+        between = turn[rows]
+        between[:, rows] = 0
+        back = soft.mul_(absorbed(between @ D) @ D.T)
         left = turn.clone()
-        left[rows[:, None], others] -= back
-        left[others[:, None], rows] += back.T
+        left[rows] -= back
+        left[:, rows] += back.T
         return left
+
+    @functools.cached_property
+    def _pairs(self) -> Float[Tensor, "k q"]:
+        """The products of every two columns of the writer."""
+        return _products(self.writer)
 
     @property
     def _stiffness(self) -> float:
@@ -95,8 +100,14 @@ class Alignment:
         return self.weight / len(self.rows) ** 2
 
 
+def _products(D: Float[Tensor, "n r"]) -> Float[Tensor, "n q"]:
+    """The products of every two columns, in the order of `_Pairs`."""
+    pairs = _pairs(D.shape[1], D.dtype, D.device)
+    return D.index_select(1, pairs.first).mul_(D.index_select(1, pairs.second))
+
+
 def _absorbed(
-    D: Float[Tensor, "n r"], seen: Float[Tensor, "n r2"], stiffness: float
+    D: Float[Tensor, "n r"], seen: Float[Tensor, "n q"], stiffness: float, dtype: torch.dtype
 ) -> Callable[[Float[Tensor, "n r"]], Float[Tensor, "n r"]]:
     """`X → Jᵀ (I/c + J S Jᵀ)⁻¹ J X` with `J X = svec(XᵀD + DᵀX)`, S block diagonal.
 
@@ -104,39 +115,66 @@ def _absorbed(
     the upper triangle, entries off the diagonal times √2, so that it keeps the Frobenius norm.
 
     Args:
-        seen: the r×r blocks of S, one for each row of D, flat.
+        seen: the symmetric r×r blocks of S, one for each row of D, their upper triangles flat.
         stiffness: c.
+        dtype: of X.
     """
     r = D.shape[1]
-    upper, pair, unit = _pairs(r, D.dtype, D.device)
-    # T[p, q, u, v] = Σ_i D_ip D_iq S_i[u, v]; an entry of J S Jᵀ gathers four of its entries.
-    T = ((D[:, :, None] * D[:, None, :]).flatten(1).T @ seen).reshape(r, r, r, r)
-    core = T.permute(2, 0, 3, 1)
-    core = core + core.transpose(2, 3)
-    core = (core + core.transpose(0, 1)).reshape(r * r, r * r)[upper][:, upper]
-    scale = unit[upper]
-    core.mul_(torch.outer(scale, scale)).diagonal().add_(1 / stiffness)
+    pairs = _pairs(r, D.dtype, D.device)
+    # T[pu, qv] = Σ_i D_ip D_iu S_i[q, v]; an entry of J S Jᵀ gathers four of its entries.
+    T = _products(D).T @ seen
+    T = (T + T.T).flatten()
+    core = T.index_select(0, pairs.straight).add_(T.index_select(0, pairs.crossed))
+    core = core.reshape(pairs.norm.shape).mul_(pairs.norm)
+    core.diagonal().add_(1 / stiffness)
     L, info = torch.linalg.cholesky_ex(core)
     if int(info) != 0:
         record("rounding hid the alignment's curvature from a step of the right solve")
         return torch.zeros_like
-    inverse = torch.cholesky_inverse(L)[pair][:, pair]
-    # J and Jᵀ on all r² entries of XᵀD: those on the diagonal count twice.
-    both = unit * (1 + torch.eye(r, dtype=D.dtype, device=D.device).flatten())
-    inverse.mul_(torch.outer(both, both))
+    inverse = torch.cholesky_inverse(L)
+    # J and Jᵀ on all r² entries of XᵀD.
+    inverse = inverse.index_select(0, pairs.place).index_select(1, pairs.place).mul_(pairs.both)
+    D, inverse = D.to(dtype), inverse.to(dtype)
     return lambda X: D @ (inverse @ (X.T @ D).flatten()).reshape(r, r)
 
 
-@functools.cache
-def _pairs(
-    r: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Int[Tensor, " q"], Int[Tensor, " r2"], Float[Tensor, " r2"]]:
-    """Of a symmetric r×r matrix, row by row: where its upper triangle lies, which entry of that
-    triangle every entry equals, and the factor that `svec` gives it.
+@dataclass(frozen=True, eq=False)
+class _Pairs:
+    """Of a symmetric r×r matrix, what does not depend on its entries; q = r (r + 1)/2.
+
+    Attributes:
+        first, second: row and column of every entry of the upper triangle, row by row.
+        place: which entry of that triangle each of the r² entries equals.
+        straight, crossed: for two entries (p, q) and (u, v) of it, where (pu, qv) and (pv, qu)
+            lie in a flat q×q matrix over such entries.
+        norm: the products of the factors that `svec` gives two entries.
+        both: the same for two of the r² entries, those on the diagonal counted twice.
     """
+
+    first: Int[Tensor, " q"]
+    second: Int[Tensor, " q"]
+    place: Int[Tensor, " r2"]
+    straight: Int[Tensor, " q2"]
+    crossed: Int[Tensor, " q2"]
+    norm: Float[Tensor, "q q"]
+    both: Float[Tensor, "r2 r2"]
+
+
+@functools.cache
+def _pairs(r: int, dtype: torch.dtype, device: torch.device) -> _Pairs:
     a, b = torch.triu_indices(r, r, device=device)
     place = torch.empty(r, r, dtype=torch.int64, device=device)
     place[a, b] = place[b, a] = torch.arange(len(a), device=device)
+
+    def paired(x: Tensor, y: Tensor) -> Tensor:
+        return place[x[:, None], y]
+
+    straight = paired(a, a) * len(a) + paired(b, b)
+    crossed = paired(a, b) * len(a) + paired(b, a)
     unit = torch.full((r, r), math.sqrt(2), dtype=dtype, device=device)
     unit.fill_diagonal_(1.0)
-    return a * r + b, place.flatten(), unit.flatten()
+    both = unit + torch.eye(r, dtype=dtype, device=device)
+    return _Pairs(
+        a, b, place.flatten(), straight.flatten(), crossed.flatten(),
+        torch.outer(unit[a, b], unit[a, b]), torch.outer(both.flatten(), both.flatten()),
+    )  # fmt: skip

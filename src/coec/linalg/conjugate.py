@@ -9,7 +9,8 @@ from torch import Tensor
 
 from coec.errors import NumericalError
 from coec.events import record
-from coec.linalg.right import Problem, RightProblem
+from coec.linalg.products import rounded_products
+from coec.linalg.right import Point, Problem
 from coec.linalg.stiefel import project, retract_cholesky, symmetric
 from coec.types import Convergence
 
@@ -26,6 +27,9 @@ MULTIPLIER, MULTIPLIER_STEPS = 0.03, 40
 
 SHIFT = 0.05
 """The preconditioner's ε, relative to the mean of the Hessian's diagonal (see docs/LOG.md)."""
+
+WORKING = torch.float32
+"""The preconditioner's dtype."""
 
 
 def conjugate(
@@ -48,20 +52,22 @@ def conjugate(
             1e-3, where it is smaller than that).
         iterations: at most this many steps.
     """
-    local = problem.at(R)
-    value, t = local.objective(R), local.scale(R)
-    history = [value]
-    if not float(_curvature(local, t).sum()) > 0:
+    point = problem.at(R)
+    t, history = point.scale(), [point.value]
+    if not float(_curvature(problem, t, R.dtype).sum()) > 0:
         return R, Convergence(True, 0, "nothing to rotate: no energy in the kept inputs")
     g_old, d, gz_old, step = None, None, 0.0, 1.0
     for _ in range(iterations):
-        g = project(R, local.gradient(R, t))
-        z = _precondition(problem, local, R, t, g)
+        g = point.touching().gradient(R, t)
+        S = g @ R.T
+        g.addmm_(symmetric(S), R, alpha=-1)
+        z = _precondition(point, t, g, problem.slack(point, S))
+        del S
         gz = float((g * z).sum())
         if not gz > 0:  # truncated or rounded away: the gradient itself
             z, gz = g, float(g.square().sum())
         if d is None or g_old is None:
-            d = -z
+            d = z.to(R.dtype).neg()
         else:
             beta = max(0.0, (gz - float((g_old * z).sum())) / gz_old)
             del g_old
@@ -69,19 +75,19 @@ def conjugate(
         d = project(R, d)
         slope = float((g * d).sum())
         if not slope < 0:
-            d, slope = project(R, -z), -gz
-        # Freed before the trial points are made: the matrices may fill a device.
-        del z, local
-        if not slope < -1e-16 * abs(value):
+            d, slope = project(R, z.to(R.dtype).neg()), -gz
+        del z
+        if not slope < -1e-16 * abs(point.value):
             return R, _ended(True, history, "gradient vanished")
-        moved = _line_search(problem, R, d, value, slope, step)
+        moved = _line_search(point, d, slope, step)
         if moved is None:
             return R, _ended(True, history, "no descent at rounding level")
-        R, local, step = moved.R, moved.local, moved.step
-        t, decrease, value = local.scale(R), value - moved.value, moved.value
+        decrease = point.value - moved.point.value
+        point, step = moved.point, moved.step
+        R, t = point.R, point.scale()
         del moved
-        history.append(value)
-        if decrease < tolerance * max(abs(value), SMALL):
+        history.append(point.value)
+        if decrease < tolerance * max(abs(point.value), SMALL):
             return R, _ended(True, history, f"relative decrease below {tolerance:g}")
         g_old, gz_old = g, gz
     return R, _ended(False, history, f"iteration limit {iterations}")
@@ -89,114 +95,117 @@ def conjugate(
 
 @dataclass(frozen=True, eq=False)
 class _Moved:
-    """A point, its right problem and objective, and the step that led there."""
+    """A point, and the step that led there."""
 
-    R: Float[Tensor, "b k"]
-    local: RightProblem
-    value: float
+    point: Point
     step: float
 
 
-def _curvature(local: RightProblem, t: float) -> Float[Tensor, "b k"]:
+def _curvature(problem: Problem, t: float, dtype: torch.dtype) -> Float[Tensor, "b k"]:
     """The diagonal of the Euclidean Hessian, `2 t² s_i² max(μ_j, 0) / yy`."""
-    return torch.outer((2 * t * t / local.yy) * local.s.square(), local.mu.clamp_min(0))
+    rows = (2 * t * t / problem.yy) * problem.s.square()
+    return torch.outer(rows.to(dtype), problem.mu.clamp_min(0).to(dtype))
 
 
 def _precondition(
-    problem: Problem,
-    local: RightProblem,
-    R: Float[Tensor, "b k"],
-    t: float,
-    g: Float[Tensor, "b k"],
+    point: Point, t: float, g: Float[Tensor, "b k"], turn: Float[Tensor, "b b"] | None
 ) -> Float[Tensor, "b k"]:
-    """The tangent z with `P (H + ε) z = g`: Newton's step, were the frame flat.
+    """The tangent z with `P (H + ε) z = g`: Newton's step, were the frame flat; in float32.
 
     `z = (H + ε)⁻¹ (g − M R)`, the symmetric multiplier M such that z is tangent; ε keeps flat
     directions bounded. The curvature of the alignment penalty is part of H. Where the left factor
     follows R, planes of modes are softer than H says: their slack is added. M is truncated: the
     direction that z goes into is projected.
+
+    A direction that is somewhat off costs steps, never accuracy: the objective, the gradient, the
+    projections and the line search are in the dtype of R. So few digits do here, and on a CUDA
+    device tensor cores may round the factors of products to TF32.
+
+    Args:
+        t: the scale.
+        g: the gradient, tangent.
+        turn: the slack, a skew matrix to multiply R with; None for none.
     """
-    inverse = _curvature(local, t)
-    inverse.add_(SHIFT * float(inverse.mean())).reciprocal_()
-    divide = _divided(local, R, inverse)
-    z = divide(g.clone())
-    M = _multiplier(divide, inverse, R, symmetric(z @ R.T))
-    z -= divide(M @ R)
-    turn = problem.slack(R, t, g)
-    return z if turn is None else z.addmm_(turn, R)
+    size = float(g.norm()) or 1.0  # squares of a small gradient would leave the range of float32
+    R, z = point.R.to(WORKING), (g / size).to(WORKING)
+    with rounded_products(R.device):
+        inverse = _curvature(point.problem, t, WORKING)
+        inverse.add_(SHIFT * float(inverse.mean())).reciprocal_()
+        divide = _divided(point.problem, R, inverse)
+        z = _tangent(divide, inverse, R, divide(z))
+        if turn is not None:
+            z.addmm_((turn / size).to(WORKING), R)
+    return z.mul_(size)
 
 
 def _divided(
-    local: RightProblem, R: Float[Tensor, "b k"], inverse: Float[Tensor, "b k"]
+    problem: Problem, R: Float[Tensor, "b k"], inverse: Float[Tensor, "b k"]
 ) -> Callable[[Tensor], Tensor]:
     """`X → (H + ε)⁻¹ X`, in place, H with the curvature of the alignment penalty."""
-    if local.alignment is None or not local.alignment.stiff:
+    alignment = problem.alignment
+    if alignment is None or not alignment.stiff:
         return lambda X: X.mul_(inverse)
-    return local.alignment.divided(R, inverse)
+    return alignment.divided(R, inverse)
 
 
-def _multiplier(
+def _tangent(
     divide: Callable[[Tensor], Tensor],
     inverse: Float[Tensor, "b k"],
     R: Float[Tensor, "b k"],
-    B: Float[Tensor, "b b"],
-) -> Float[Tensor, "b b"]:
-    """The symmetric M of `sym((H + ε)⁻¹(M R) Rᵀ) = B`, by conjugate gradient.
+    z: Float[Tensor, "b k"],
+) -> Float[Tensor, "b k"]:
+    """`z − (H + ε)⁻¹ (M R)`, in place, M symmetric such that it is tangent, by conjugate gradient.
 
-    The operator is positive definite; its diagonal without alignment, `(w_ij + w_ji)/2` with
-    `w = inverse (R∘R)ᵀ`, is the preconditioner. A few steps reach MULTIPLIER.
+    The operator `M → sym((H + ε)⁻¹(M R) Rᵀ)` is positive definite; its diagonal without alignment,
+    `(w_ij + w_ji)/2` with `w = inverse (R∘R)ᵀ`, is the preconditioner. A few steps reach
+    MULTIPLIER. M itself is not formed: what its parts come to is taken off as they are found.
 
     Args:
         divide: `X → (H + ε)⁻¹ X`, in place.
         inverse: its elementwise part.
+        z: `(H + ε)⁻¹` of a gradient.
     """
     w = inverse @ R.square().T
     diagonal = (w + w.T).mul_(0.5)
-    M, residual = torch.zeros_like(B), B.clone()
+    residual = symmetric(z @ R.T)
     y = residual / diagonal
     p, inner = y, float((residual * y).sum())
-    size = float(B.norm())
+    size = float(residual.norm())
     for _ in range(MULTIPLIER_STEPS):
         if float(residual.norm()) <= MULTIPLIER * size:
             break
-        image = symmetric(divide(p @ R) @ R.T)
+        part = divide(p @ R)
+        image = symmetric(part @ R.T)
         length = inner / float((p * image).sum())
-        M.add_(p, alpha=length)
+        z.sub_(part, alpha=length)
         residual.sub_(image, alpha=length)
         y = residual / diagonal
         before, inner = inner, float((residual * y).sum())
         p = torch.add(y, p, alpha=inner / before)
-    return M
+    return z
 
 
-def _line_search(
-    problem: Problem,
-    R: Float[Tensor, "b k"],
-    d: Float[Tensor, "b k"],
-    value: float,
-    slope: float,
-    step: float,
-) -> _Moved | None:
+def _line_search(start: Point, d: Float[Tensor, "b k"], slope: float, step: float) -> _Moved | None:
     """The lowest point found on the retraction curve, or None without sufficient decrease.
 
     The parabola through the value, the slope and a trial's value says where the next trial goes,
     until it agrees with the trial: nearly exact, which keeps the directions conjugate.
     """
-    lowest = None
+    value, lowest = start.value, None
     for trial in range(BACKTRACKS):
         try:
-            candidate = retract_cholesky(R, d, step)
+            candidate = retract_cholesky(start.R, d, step)
         except NumericalError:
             record("a step too long to retract without losing digits was shortened")
             step *= 0.25
             continue
-        local = problem.at(candidate)
-        new = local.objective(candidate)
+        point = start.problem.at(candidate)
+        new = point.value
         rise = 2 * (new - value - step * slope)
         best = -slope * step * step / rise if rise > 0 else 4 * step
         sufficient = new <= value + ARMIJO * step * slope
-        if sufficient and (lowest is None or new < lowest.value):
-            lowest = _Moved(candidate, local, new, step)
+        if sufficient and (lowest is None or new < lowest.point.value):
+            lowest = _Moved(point, step)
         elif lowest is not None:
             break
         if lowest is not None and (abs(best - step) < AGREE * step or trial >= TRIALS):

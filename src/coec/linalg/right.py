@@ -5,6 +5,7 @@ Gxx elementwise. All solvers work there and are equivariant under it, so nothing
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -36,28 +37,24 @@ class RightProblem:
     yy: float
     alignment: Alignment | None = None
 
-    def at(self, R: Float[Tensor, "b k"]) -> "RightProblem":
-        """The problem that touches the objective at R: itself, the left factor being held."""
+    def at(self, R: Float[Tensor, "b k"]) -> "Point":
+        """The objective at R, the left factor being held."""
+        return Point(self, R, float((self.cross * R).sum()), energies(R, self.mu))
+
+    def touching(self, point: "Point") -> "RightProblem":
+        """The right problem that touches the objective at a point: itself."""
         return self
 
-    def slack(self, R: Float[Tensor, "b k"], t: float, g: Float[Tensor, "b k"]) -> None:
+    def slack(self, point: "Point", S: Float[Tensor, "b b"]) -> None:
         """How far planes of modes turn as the left factor follows: it does not."""
 
     def scale(self, R: Float[Tensor, "b k"]) -> float:
         """`t = ⟨C, R⟩ / ⟨diag(s²) R Gxx, R⟩`; 1, and an event, unless both are positive."""
-        linear, quadratic = self._inner_products(R)
-        if not (linear > 0 and quadratic > 0):
-            record("the global scale is not positive: not applied")
-        return _ratio(linear, quadratic)
+        return self.at(R).scale()
 
     def objective(self, R: Float[Tensor, "b k"]) -> float:
         """The objective at the optimal scale."""
-        linear, quadratic = self._inner_products(R)
-        t = _ratio(linear, quadratic)
-        value = (t * t * quadratic - 2 * t * linear + self.yy) / self.yy
-        if self.alignment is not None:
-            value += self.alignment.weight * self.alignment.penalty(R)
-        return value
+        return self.at(R).value
 
     def gradient(self, R: Float[Tensor, "b k"], t: float) -> Float[Tensor, "b k"]:
         """The Euclidean gradient in R at scale t."""
@@ -67,9 +64,6 @@ class RightProblem:
             rows = self.alignment.rows
             grad[rows] += self.alignment.weight * self.alignment.gradient_rows(R)
         return grad
-
-    def _inner_products(self, R: Float[Tensor, "b k"]) -> tuple[float, float]:
-        return float((self.cross * R).sum()), float((self.s.square() * energies(R, self.mu)).sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,31 +89,39 @@ class JointProblem:
     U: Float[Tensor, "m b_U"]
     alignment: Alignment | None = None
 
-    def at(self, R: Float[Tensor, "b k"]) -> RightProblem:
-        """The right problem at the best left factor for R."""
+    def at(self, R: Float[Tensor, "b k"]) -> "Point":
+        """The objective at R, and the best left factor there."""
         modes = self.U.shape[1]
-        s = self.s[:modes]
-        U = polar((self.Gyx @ R[:modes].T) * s, nearest=self.U)
-        cross = (U.T @ self.Gyx).mul_(s[:, None])
-        if modes < len(R):
-            cross = torch.cat([cross, cross.new_zeros(len(R) - modes, R.shape[1])])
+        response = (self.Gyx @ R[:modes].T).mul_(self.s[:modes])
+        U = polar(response, nearest=self.U)
+        return Point(self, R, float((U * response).sum()), energies(R, self.mu), U)
+
+    def touching(self, point: "Point") -> RightProblem:
+        """The right problem at the best left factor: it touches the objective from above."""
+        assert point.U is not None
+        modes = self.U.shape[1]
+        cross = torch.empty_like(point.R)
+        torch.mm(point.U.T, self.Gyx, out=cross[:modes])
+        cross[:modes].mul_(self.s[:modes, None])
+        cross[modes:] = 0
         return RightProblem(self.s, self.mu, cross, self.yy, self.alignment)
 
-    def slack(
-        self, R: Float[Tensor, "b k"], t: float, g: Float[Tensor, "b k"]
-    ) -> Float[Tensor, "b b"]:
-        """How far planes of modes turn against the gradient g, because U follows R.
+    def slack(self, point: "Point", S: Float[Tensor, "b b"]) -> Float[Tensor, "b b"]:
+        """How far planes of modes turn against a gradient, because U follows R.
 
-        The skew part of `g Rᵀ` times the softness of every plane, less what alignment resists.
+        The skew part of the gradient times `Rᵀ`, times the softness of every plane, less what
+        alignment resists.
+
+        Args:
+            S: the gradient times `Rᵀ`; its symmetric part, which a tangent one lacks, is ignored.
         """
-        Omega = g @ R.T
-        softness = self._softness(R, t)
-        turn = (0.5 * (Omega - Omega.T)).mul_(softness)
+        softness = self._softness(point)
+        turn = (0.5 * (S - S.T)).mul_(softness)
         if self.alignment is None or not self.alignment.stiff:
             return turn
-        return self.alignment.resisted(R, softness, turn)
+        return self.alignment.resisted(point.R, softness, turn)
 
-    def _softness(self, R: Float[Tensor, "b k"], t: float) -> Float[Tensor, "b b"]:
+    def _softness(self, point: "Point") -> Float[Tensor, "b b"]:
         """What to add to the inverse curvature of every plane (i, j) of modes, as U follows R.
 
         For `R → exp(ω J) R`, J the generator of the plane (i, j), the curvature with U held is
@@ -130,7 +132,7 @@ class JointProblem:
         diagonal, without which planes of modes that hold nothing would be all noise. F and J are
         half the second derivatives: every plane has two entries.
         """
-        e, s2 = energies(R, self.mu).clamp_min(0), self.s.square()
+        e, s2, t = point.energy.clamp_min(0), self.s.square(), point.t
         a = s2 * e
         unit = t * t / self.yy
         fixed = torch.outer(s2, e)
@@ -140,6 +142,55 @@ class JointProblem:
         floor = FLOOR * 2 * unit * float(s2.mean()) * float(self.mu.clamp_min(0).mean())
         soft = joint.add_(fixed, alpha=SLACK).add_(floor).reciprocal_()
         return soft.sub_(fixed.mul_(1 + SLACK).add_(floor).reciprocal_())
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """One R, and the objective there.
+
+    Attributes:
+        problem: whose objective.
+        R: orthonormal rows.
+        linear: `⟨C, R⟩`.
+        energy: `e_i = r_iᵀ Gxx r_i`.
+        U: the left factor there, where it follows.
+    """
+
+    problem: "RightProblem | JointProblem"
+    R: Float[Tensor, "b k"]
+    linear: float
+    energy: Float[Tensor, " b"]
+    U: Float[Tensor, "m b_U"] | None = None
+
+    @cached_property
+    def value(self) -> float:
+        """The objective at the optimal scale."""
+        t, yy, alignment = self.t, self.problem.yy, self.problem.alignment
+        value = (t * t * self.quadratic - 2 * t * self.linear + yy) / yy
+        if alignment is not None:
+            value += alignment.weight * alignment.penalty(self.R)
+        return value
+
+    @cached_property
+    def quadratic(self) -> float:
+        """`⟨diag(s²) R Gxx, R⟩`."""
+        return float((self.problem.s.square() * self.energy).sum())
+
+    @property
+    def t(self) -> float:
+        """The optimal scale; 1 unless both inner products are positive."""
+        positive = self.linear > 0 and self.quadratic > 0
+        return self.linear / self.quadratic if positive else 1.0
+
+    def scale(self) -> float:
+        """The optimal scale; an event where there is none."""
+        if not (self.linear > 0 and self.quadratic > 0):
+            record("the global scale is not positive: not applied")
+        return self.t
+
+    def touching(self) -> RightProblem:
+        """The right problem with the left factor held as it is here."""
+        return self.problem.touching(self)
 
 
 Problem = RightProblem | JointProblem
@@ -155,7 +206,3 @@ FLOOR = 5e-4
 def energies(R: Float[Tensor, "b k"], mu: Float[Tensor, " k"]) -> Float[Tensor, " b"]:
     """`e_i = r_iᵀ Gxx r_i` in the eigenbasis."""
     return R.square() @ mu
-
-
-def _ratio(linear: float, quadratic: float) -> float:
-    return linear / quadratic if linear > 0 and quadratic > 0 else 1.0

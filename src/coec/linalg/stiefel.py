@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.errors import NumericalError
+from coec.linalg.products import lower_gram
 
 
 def tangent(R: Float[Tensor, "b k"], Z: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
@@ -37,7 +38,7 @@ def retract_cholesky(
     if not step * step * float(xi.square().sum()) <= longest * len(R):
         raise NumericalError("retraction of a step that is not finite, or far too long")
     A = torch.add(R, xi, alpha=step)
-    L, info = torch.linalg.cholesky_ex(A @ A.T)
+    L, info = torch.linalg.cholesky_ex(lower_gram(A))
     if int(info) != 0:
         raise NumericalError("retraction of a step that is not finite, or far too long")
     return torch.linalg.solve_triangular(L, A, upper=False)

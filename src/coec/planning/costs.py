@@ -8,7 +8,7 @@ import torch
 from coec.calibration.layers import TOKENS_PER_BATCH
 from coec.calibration.sensitivity import TOKENS as TRIED
 from coec.calibration.tokens import TOKEN_SUFFIXES, WHOLE
-from coec.devices import DTYPES, resident_bytes
+from coec.devices import DTYPES, choose_device, choose_solve_dtype, resident_bytes
 from coec.models.layout import Site
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ def memory(
     per_token = (6 * hidden + 4 * plan.dense.ffn) * forward.itemsize + 8 * widest
     batch = max(1, TOKENS_PER_BATCH // length) * length
     written = plan.parameters_after * DTYPES[plan.recipe.repair.dtype or "float32"].itemsize
-    solve = DTYPES[plan.recipe.repair.solve_dtype].itemsize
+    repair, device = plan.recipe.repair, choose_device(plan.recipe.runtime.device)
+    solve = choose_solve_dtype(repair.solve_dtype, device).itemsize
     found = {
         "program": resident_bytes(),
         "text": _text_bytes(plan, forward),

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from coec.linalg.products import rounded_products
+
 Parameters = dict[str, Tensor]
 """θ by name, in float32 or wider; or a direction in its space."""
 
@@ -232,7 +234,9 @@ class Products:
                     x = seen[name][0].flatten(0, -2).to(g)
                     share = g.square().sum(dim=1, keepdim=True) / g.shape[1]
                     rows, columns = sums.get(name, (0, 0))
-                    sums[name] = (rows + g.square().sum(dim=0), columns + x.T @ (share * x))
+                    with rounded_products(x.device):  # factors only precondition
+                        own_columns = x.T @ (share * x)
+                    sums[name] = (rows + g.square().sum(dim=0), columns + own_columns)
             yield sums
 
     def _with_tangent(

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.linalg.decompose import eigh
+from coec.linalg.products import rounded_products
 from coec.reconstruction.least_squares import Factor, Parameters
 
 SAME = 1e-5
@@ -67,4 +68,5 @@ class Preconditioner:
             self._inverses[name] = _inverted(factor, damping * mean)
 
     def __call__(self, residual: Parameters) -> Parameters:
-        return {name: inverse(residual[name]) for name, inverse in self._inverses.items()}
+        with rounded_products(next(iter(residual.values())).device):
+            return {name: inverse(residual[name]) for name, inverse in self._inverses.items()}

@@ -19,7 +19,7 @@ ExecutorName = Literal["here", "ray"]
 KvGroups = Literal["uniform", "all", "held-out"]
 TokenWeights = Literal["equal", "residual"]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
-SolveDtypeName = Literal["float64", "float32"]
+SolveDtypeName = Literal["auto", "float64", "float32"]
 LARGEST_SHARE = 1000
 """Of sampled windows to those of a text: more is a slip."""
 CHOOSING = (
@@ -157,7 +157,11 @@ class Repair(Settings):
         "The loader for which the model type is chosen that is written: transformers loads every "
         "one; under another name only what that program loads as it is.",
     )
-    solve_dtype: SolveDtypeName = setting("float64", "Of the compensation.")
+    solve_dtype: SolveDtypeName = setting(
+        "auto",
+        "Of the compensation. `auto` is float64 on a CPU, and on a device that multiplies in it at "
+        "an eighth of its float32 rate or more, which is measured; else float32.",
+    )
 
     def __post_init__(self) -> None:
         align = plain(self.align)
