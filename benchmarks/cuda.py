@@ -27,11 +27,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import coec
-from benchmarks import operations, record
+from benchmarks import record
 from benchmarks.instances import synthetic
 from benchmarks.operations import MODELS, Site
 from coec.compensation.frame import Frame, Target
 from coec.compensation.objective import Reconstruction
+from coec.planning import operations
+from coec.planning.forecast import readable
 
 PHASES = {
     "tempering": (Reconstruction, "tempered"),
@@ -264,9 +266,9 @@ def describe(model: str, dtype: str, rate: float, sites: list[dict[str, Any]]) -
     memory = [site["device_peak_gib"] for site in sites if site["device_peak_gib"] is not None]
     peak = f"; device memory at most {max(memory):.1f} GiB" if memory else ""
     return (
-        f"### {model}, {dtype}, matrix products at {rate / 1e12:.3g} T/s\n\n"
+        f"# {model}, {dtype}, matrix products at {rate / 1e12:.3g} T/s\n\n"
         f"{record.table(columns, rows)}\n\n"
-        f"{names} of all {blocks} blocks, extrapolated: {operations.readable(whole)}{peak}."
+        f"{names} of all {blocks} blocks, extrapolated: {readable(whole)}{peak}."
     )
 
 

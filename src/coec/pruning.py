@@ -16,7 +16,7 @@ from coec.allocating import worths
 from coec.calibration.measure import Source, adopted, source_of
 from coec.calibration.statistics import Statistics
 from coec.compensation import Method
-from coec.devices import DTYPES, choose_device, computed_by, environment
+from coec.devices import choose_device, computed_by, environment
 from coec.errors import OptionError
 from coec.events import Progress
 from coec.execution.code import code_digest
@@ -24,7 +24,7 @@ from coec.execution.journal import journal, unfinished
 from coec.execution.output import check_output, check_space
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.planning import Plan
+from coec.planning import How, Plan, Room, check_room
 from coec.rebuilding import rebuilt
 from coec.recipe import Recipe
 from coec.report import Report
@@ -107,6 +107,9 @@ def prune(
         recipe = _calibrated(recipe, statistics, dense, given)
     plan = Plan.of(dense, recipe)
     recipe = plan.recipe  # its kept units are read
+    device = choose_device(recipe.runtime.device)
+    how = How.of(plan, device, dense.dtype, measured=statistics is not None)
+    check_room(plan, how, Room.of(device))
     source = source_of(dense, recipe.calibration, recipe.runtime, statistics, progress)
     if recipe.rebuilding.reconstruct and source.forward_dtype == "float16":
         raise OptionError(
@@ -114,9 +117,8 @@ def prune(
             "float16: set forward_dtype=bfloat16 or forward_dtype=float32"
         )
     dense.check_values()
-    dtype = DTYPES[recipe.repair.dtype] if recipe.repair.dtype else dense.dtype
+    dtype = how.written
     check_space(out, space_needed(out, plan, dtype))
-    device = choose_device(recipe.runtime.device)
     seconds.lap("checking")
 
     with journal(out, _identity(plan, source, dtype, device), force=force, restart=restart) as done:

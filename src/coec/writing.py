@@ -24,7 +24,7 @@ from coec.models.files import opened, read_tensors, write_json, write_tensors
 from coec.models.layout import BlockLayout
 from coec.models.non_uniform import FILE as CODE
 from coec.models.stored import INDEX
-from coec.planning import SHARD_BYTES, Plan
+from coec.planning import Plan, disk
 from coec.solving import Solved
 
 MAX_SHARD = "2GB"
@@ -183,10 +183,9 @@ class Checkpoint:
 
 def space_needed(out: Path, plan: Plan, dtype: torch.dtype) -> int:
     """Bytes that a run into `out` has yet to write: the model, a shard, and what goes beside."""
-    model = int(plan.parameters_after * dtype.itemsize * 1.01)
     partial = partial_of(out)
     there = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
-    return max(0, model + min(model, SHARD_BYTES) + 2**24 - there)
+    return max(0, sum(disk(plan, dtype)) - there)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
