@@ -2,8 +2,8 @@
 
     python -m benchmarks.operations [--model Llama-3.1-70B] [--rounds 2] [--steps 30]
 
-The counts are those of `coec.planning.operations`, which plans are made of. A floor is operations divided by the measured rate of a matrix product: no phase can be faster
-without doing less.
+The counts are those of `coec.planning.operations`, which plans are made of. A floor is operations
+divided by the measured rate of a matrix product: no phase can be faster without doing less.
 """
 
 import argparse

@@ -4,7 +4,8 @@
 
 30 % of two small trained models and of a Llama of 87 M random parameters, whose hidden states are
 those of no trained model; 16 windows. Every run is a process of its own. The machine is measured
-anew before each, since other work slows it by turns. Seconds are CPU time where one thread runs.
+before each and after it, since other work slows it by turns, and taken for what lies between.
+Seconds are CPU time where one thread runs.
 The ratio is predicted over found.
 """
 
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from benchmarks import record
 from benchmarks.instances import SHARED
 from coec.planning import How, measuring
 from coec.planning.forecast import Forecast
+from coec.planning.machines import Machine
 from coec.settings import PRESETS
 
 TRAINED = {
@@ -99,14 +102,14 @@ def _model(name: str, shared: Path, folder: Path) -> tuple[Path, Path, int]:
 
 def measure(model: Path, calibration: Path, length: int, preset: str) -> dict[str, Any]:
     """One run, predicted and found."""
-    settings = {
+    settings: dict[str, Any] = {
         "calibration": str(calibration), "samples": SAMPLES, "seq_len": length, "preset": preset,
         "sparsity": 0.3,
     }  # fmt: skip
     device = torch.device("cpu")
     plan = coec.plan(model, **settings)
-    machine = measuring.measured(device)
-    predicted = plan.forecast(How.of(plan, device), machine)
+    how = How.of(plan, device)
+    before = measuring.measured(device)
     with tempfile.TemporaryDirectory() as out:
         command = [
             sys.executable, "-c", RUN, str(model), f"{out}/pruned", json.dumps(settings),
@@ -114,7 +117,20 @@ def measure(model: Path, calibration: Path, length: int, preset: str) -> dict[st
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return compared(predicted, json.loads(done.stdout.splitlines()[-1]))
+    machine = between(before, measuring.measured(device))
+    return compared(plan.forecast(how, machine), json.loads(done.stdout.splitlines()[-1]))
+
+
+def between(one: Machine, other: Machine) -> Machine:
+    """Whose times are the mean of two machines' times."""
+    rates = {
+        name: tuple(
+            (size, 2 / (1 / first + 1 / second))
+            for (size, first), (_, second) in zip(points, other.rates[name], strict=True)
+        )
+        for name, points in one.rates.items()
+    }
+    return replace(one, rates=rates)
 
 
 def compared(predicted: Forecast, found: dict[str, Any]) -> dict[str, Any]:

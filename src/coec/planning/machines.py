@@ -30,7 +30,7 @@ class Work:
         kernel: its kind.
         amount: of one execution, in what the kind is counted in.
         size: what the rate depends on: the geometric mean of a product's three edges, the smaller
-            edge of a decomposition, the bytes of a tensor.
+            edge of a decomposition, the columns of a head, the bytes of a tensor.
         times: how often.
         dtype: of the numbers; "" where that makes no difference.
     """
@@ -159,7 +159,8 @@ def named(name: str) -> Machine:
     for dtype in ("float64", "float32", "bfloat16", "float16"):
         peak = 1e12 * getattr(sheet, dtype.replace("float16", "bfloat16").replace("bb", "b"))
         for kernel, share in {"product": SHARE, **SHARES}.items():
-            rates[f"{kernel} {dtype}"] = tuple((size, peak * share * part) for size, part in FULL)
+            full = FULL if kernel != "attention" else ((1.0, 1.0),)
+            rates[f"{kernel} {dtype}"] = tuple((size, peak * share * part) for size, part in full)
     moved = ((1.0, sheet.bandwidth * 1e9 * OF_BANDWIDTH),)
     rates |= {"elementwise": moved, "reduce": moved}
     rates |= {"link": ((1.0, sheet.link * 1e9 * OF_LINK),), "call": ((1.0, 1 / CALL),)}

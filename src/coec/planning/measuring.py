@@ -36,6 +36,9 @@ TENSORS = {
     "cuda": (2**16, 2**22, 2**26, 2**28),
 }
 """Bytes of the tensors of elementwise work: what does not fit a cache is far slower."""
+SUMMED = {"cpu": (2**16, 2**20, 2**26), "cuda": TENSORS["cuda"]}
+"""Of those, the tensors of float32 that are summed in float64, by way of a copy: between, it is
+chance whether the memory of that copy was used before."""
 RUNS, LONG = 5, 0.3
 """How often something is measured, and the seconds after which once is enough."""
 CHARACTERS = 2.5
@@ -144,12 +147,12 @@ def _products(clock: _Clock) -> dict[str, Points]:
 
 
 def _attention(clock: _Clock, dtype: torch.dtype) -> Points:
-    found = []
-    for length in (128, 512):
-        q = torch.randn(4, 8, length, 64, dtype=dtype, device=clock.device)
+    found, length = [], 512
+    for columns in (16, 64, 128):
+        q = torch.randn(4, 8, length, columns, dtype=dtype, device=clock.device)
         run = torch.nn.functional.scaled_dot_product_attention
         seconds = clock(partial(run, q, q, q, is_causal=True))
-        found.append((float(length), 4 * length * q.numel() / seconds))
+        found.append((float(columns), 4 * length * q.numel() / seconds))
     return tuple(found)
 
 
@@ -183,7 +186,7 @@ def _elementwise(clock: _Clock) -> dict[str, Points]:
     for size in TENSORS[clock.device.type]:
         x = torch.ones(size // 4, device=clock.device)
         moved.append((float(size), 3 * size / clock(partial(torch.mul, x, x))))
-        if size >= 2**16:
+        if size in SUMMED[clock.device.type]:
             rows = x.view(-1, 256)
             seconds = clock(partial(torch.sum, rows, dim=0, dtype=torch.float64))
             summed.append((float(size), size / seconds))

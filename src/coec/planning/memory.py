@@ -18,9 +18,11 @@ from coec.planning.phases import LEAST_BATCHES, NAMED_TEXT, How
 if TYPE_CHECKING:
     from coec.planning.plan import Plan
 
-SOLVER_MATRICES = 6
-"""Matrices of the wider consumer's size in a solve: four are counted (tests), and an
-eigendecomposition takes two more inside."""
+SOLVER_MATRICES = {"coec": 6, "auto": 6}
+"""Matrices of the consumer's size in a solve: four are counted (tests), and an eigendecomposition
+takes two more inside."""
+CLOSED_FORM, ELIMINATION = 3, 2
+"""Of other compensations; and of the selection `obs`, in float64, beside the statistics."""
 BYTES_PER_CHARACTER = 170
 """Memory that tokenising takes, measured (docs/FORMATS.md)."""
 SHARD_BYTES = 2 * 10**9
@@ -32,8 +34,8 @@ MAPS = 8
 """Attention maps of a batch at once in a fit, where they are made in plain form."""
 LOGIT_COPIES = 6
 LEAST = {
-    "block's weights": 0.5, "hidden states": 1.0, "forward pass": 0.25, "statistics": 0.6,
-    "solver": 0.5, "fit": 0.4, "logits": 0.3, "whole model": 1.0, "shard": 0.5,
+    "block's weights": 0.5, "hidden states": 1.0, "forward pass": 0.25, "statistics": 0.5,
+    "Grams": 1.0, "weight": 0.3, "solver": 0.5, "fit": 0.4, "logits": 0.3, "whole model": 1.0, "shard": 0.5,
 }  # fmt: skip
 """How much of what a purpose is planned to take it takes at least: what a refusal goes by. The
 program and what a text took are left out: they are there already, or may be given back."""
@@ -71,7 +73,7 @@ def memory(plan: "Plan", how: How) -> list[Held]:
     for phase, names in _phases(plan, how).items():
         own = {name: sizes[name] for name in names if sizes.get(name)}
         if "solver" in own:
-            own["solver"] = solver(plan, how, phase.rpartition(" ")[2])
+            own |= _solving(plan, how, phase.partition(" ")[2])
         if how.device == "cpu":
             found.append(Held(phase, {}, own))
             continue
@@ -90,17 +92,17 @@ def _phases(plan: "Plan", how: How) -> dict[str, tuple[str, ...]]:
         "forward pass",
         "statistics",
     )
-    waiting = ("program", "text", "block's weights", "hidden states", "statistics")
+    waiting = ("program", "text", "hidden states", "Grams", "weight", "solver")
     found: dict[str, tuple[str, ...]] = {"checking": ("program", "text")}
     kinds = [site.kind for site in plan.model.layout.kinds]
     if plan.recipe.calibration.written and not how.measured:
         found["sampling text"] = ("program", "text", "whole model")
     if not plan.decided:
-        found["allocating"] = (*calibrating, "solver", "logits")
+        found["allocating"] = (*calibrating, "weight", "solver", "logits")
     if plan.recipe.rebuilding.in_order:
         found["passes"] = calibrating
         for kind in kinds:
-            found[f"solving {kind}"] = (*waiting, "solver")
+            found[f"solving {kind}"] = waiting
             if plan.recipe.rebuilding.reconstruct:
                 found[f"fitting {kind}"] = (
                     "program", "text", "block's weights", "hidden states", "fit"
@@ -108,7 +110,7 @@ def _phases(plan: "Plan", how: How) -> dict[str, tuple[str, ...]]:
         found["predicting"] = ("program", "text", "hidden states", "logits")
     else:
         found["calibrating"] = calibrating
-        found |= {f"solving {kind}": (*waiting, "solver") for kind in kinds}
+        found |= {f"solving {kind}": waiting for kind in kinds}
     return found | {"writing": ("program", "text", "shard")}
 
 
@@ -134,7 +136,7 @@ def purposes(plan: "Plan", how: How) -> dict[str, int]:
         "hidden states": _waiting(plan, tokens) * plan.dense.hidden * forward,
         "forward pass": min(_batch(plan), tokens) * per_token,
         "statistics": statistics_per_block(plan) + 8 * widest**2,
-        "solver": solver(plan, how, None),
+        **_solving(plan, how, ""),
         "fit": _fit(plan, how) if plan.recipe.rebuilding.reconstruct else 0,
         "logits": _logits(plan, how),
         "whole model": _whole(plan, how) if plan.recipe.calibration.written else 0,
@@ -145,16 +147,36 @@ def purposes(plan: "Plan", how: How) -> dict[str, int]:
     return found
 
 
-def solver(plan: "Plan", how: How, kind: str | None) -> int:
-    """Matrices of the widest consumer of a kind, or of all."""
-    sites = [site for site in plan.model.layout.sites if kind is None or site.kind == kind]
-    widest = max(site.columns for site in sites or plan.model.layout.sites)
-    return SOLVER_MATRICES * widest**2 * how.solve.itemsize
+def _solving(plan: "Plan", how: How, kind: str) -> dict[str, int]:
+    """Selection and compensation of the widest site of a kind; "" for any.
+
+    The Grams of sites that follow wait beside its own.
+    """
+    kinds = [site.kind for site in plan.model.layout.kinds]
+    left = kinds[kinds.index(kind) :] if kind in kinds else kinds
+    blocks = plan.model.layout.blocks
+    grams = max(sum(s.columns**2 for s in b.sites if s.kind in left) for b in blocks)
+    sites = [site for site in plan.model.layout.sites if kind in ("", site.kind)]
+    widest = max(sites, key=lambda site: site.columns)
+    matrices = SOLVER_MATRICES.get(plan.recipe.method.name, CLOSED_FORM) * how.solve.itemsize
+    if plan.recipe.repair.selection == "obs":
+        matrices = max(matrices, ELIMINATION * torch.float64.itemsize)
+    itemsize = how.stored.itemsize + how.solve.itemsize
+    return {
+        "Grams": _kinds_of_windows(plan) * grams * torch.float64.itemsize,
+        "weight": plan.model.shapes[widest.weight].numel() * itemsize,
+        "solver": matrices * widest.columns**2,
+    }
+
+
+def _kinds_of_windows(plan: "Plan") -> int:
+    """Those that are fitted, and where some are held out those."""
+    return 2 if plan.recipe.calibration.holdout else 1
 
 
 def statistics_per_block(plan: "Plan") -> int:
     """Bytes of one block's Grams in float64, held-out ones included."""
-    kinds = 2 if plan.recipe.calibration.holdout else 1
+    kinds = _kinds_of_windows(plan)
     blocks = plan.model.layout.blocks
     squares = max(sum(site.columns**2 for site in block.sites) for block in blocks)
     return kinds * squares * torch.float64.itemsize

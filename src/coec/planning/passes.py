@@ -1,4 +1,4 @@
-"""What running a model over windows takes: blocks, statistics, the head, and text that it writes."""
+"""What running a model over windows takes: blocks, statistics, the head, writing text."""
 
 from dataclasses import dataclass
 
@@ -29,6 +29,7 @@ class Passed:
         batches: in how many parts they are run.
         dtype: of the pass.
         device: cpu or cuda; from the host to another one hidden states are copied, and back.
+        head: columns of one of its heads.
     """
 
     weights: float
@@ -40,6 +41,7 @@ class Passed:
     batches: float
     dtype: str
     device: str
+    head: int
 
     def forward(self, times: float = 1.0, *, attends: bool = True) -> list[Work]:
         """A way forward, so many times.
@@ -61,7 +63,7 @@ class Passed:
         ]
         if attends:
             maps = 4.0 * self.length * self.attention * self.tokens
-            found.append(Work("attention", maps, float(self.length), times, self.dtype))
+            found.append(Work("attention", maps, float(self.head), times, self.dtype))
         if self.device != "cpu":
             moved = 2 * self.tokens * self.hidden * itemsize
             found.append(Work("link", moved, 1.0, times))

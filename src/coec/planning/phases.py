@@ -133,6 +133,8 @@ def phases(plan: "Plan", how: How, length: Length = "typical") -> list[Phase]:
     if plan.recipe.rebuilding.in_order:
         found += of.rebuilding()
     else:
+        if not how.measured:
+            found.append(Phase("loading weights", "calibrating", tuple(of.loading())))
         found.append(Phase("calibrating", "calibrating", tuple(of.calibrating()), windows))
         found += [
             Phase(f"solving {kind}", "solving", tuple(of.solving(kind)), blocks)
@@ -176,7 +178,7 @@ class _Work:
             return []
         size = max(1, TOKENS_PER_BATCH // self.plan.seq_len)
         batches = float(-(-self.recipe.calibration.windows // size))
-        found = self._loading()
+        found: list[Work] = []
         for block, count in self._blocks().items():
             found += self._passed(block, self.tokens, batches).forward(count)
             found += self._grams(block, self.tokens, batches, count)
@@ -193,7 +195,7 @@ class _Work:
 
     def allocating(self) -> list[Work]:
         """A dense pass of its own; for errors also solves, and models run side by side."""
-        found = self.calibrating()
+        found = [*self.loading(), *self.calibrating()]
         for kind in self.kinds:
             for (one, units, _, _), count in self._consumers(kind).items():
                 if self.recipe.repair.allocation == "error":
@@ -228,7 +230,7 @@ class _Work:
         size = 2.0 * self.plan.parameters_after * self.how.written.itemsize
         return [
             Work("elementwise", 3 * size, 2.0**24),
-            Work("call", 1.0, 1.0, 600.0 * self.plan.dense.layers),
+            Work("call", 1.0, 1.0, 3000.0 * self.plan.dense.layers),
         ]
 
     def _ordered(self) -> dict[str, list[Work]]:
@@ -240,7 +242,7 @@ class _Work:
             int((self.tokens - held) / plan.seq_len) // LEAST_BATCHES,
         ))  # fmt: skip
         batches = self.tokens / plan.seq_len / size
-        found: dict[str, list[Work]] = {"passes": [*self._loading(), *self._loading()]}
+        found: dict[str, list[Work]] = {"passes": [*self.loading(), *self.loading()]}
         for block, count in self._blocks().items():
             dense, pruned = (
                 self._passed(block, self.tokens, batches, pruned=after) for after in (False, True)
@@ -370,7 +372,7 @@ class _Work:
         attention = wide.pop("attention", float(plan.dense.hidden))
         return Passed(
             float(weights), plan.dense.hidden, int(sum(wide.values())), int(attention), tokens,
-            plan.seq_len, batches, self.how.passes, self.how.device,
+            plan.seq_len, batches, self.how.passes, self.how.device, plan.dense.head_dim,
         )  # fmt: skip
 
     def _grams(self, block: BlockLayout, tokens: float, batches: float, count: int) -> list[Work]:
@@ -380,7 +382,7 @@ class _Work:
             found += gram(site.columns, tokens * share, batches, count)
         return found
 
-    def _loading(self) -> list[Work]:
+    def loading(self) -> list[Work]:
         """Every block's weights as they are run."""
         count = float(self.plan.parameters_before)
         size = count * (self.how.stored.itemsize + self.how.forward.itemsize)

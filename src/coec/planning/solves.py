@@ -117,11 +117,13 @@ JOINT_STEP: dict[str, Part] = {
         "product", lambda o, c: 2.0 * RANK**4 * o.b * c.aligned, lambda o: float(RANK**2)
     ),
     "elementwise": Part(
-        "elementwise", lambda o, c: 8.0 * (79 * o.b * o.k + 97 * o.b**2), _bytes
+        "elementwise",
+        lambda o, c: 8.0 * ((68 + 3 * c.inner) * o.b * o.k + (113 + 26 * c.inner) * o.b**2),
+        _bytes,
     ),
     "elementwise, alignment": Part(
         "elementwise",
-        lambda o, c: 8.0 * (33 * o.b * o.k + 53 * RANK**4) * c.aligned,
+        lambda o, c: 8.0 * (33 * o.b * o.k + (49 + c.inner) * RANK**4) * c.aligned,
         _bytes,
     ),
     "calls": Part(
