@@ -44,7 +44,7 @@ import json, os, sys, time
 alone = os.environ.get("OMP_NUM_THREADS") == "1"
 if alone:
     time.perf_counter = time.process_time
-import coec, coec.pruning
+import coec.cli.commands, coec.pruning, coec
 began = sum(os.times()[:2]) if alone else float(sys.argv[4])
 from coec.experiments.memory import peak
 import torch
@@ -109,6 +109,7 @@ def measure(model: Path, calibration: Path, length: int, preset: str) -> dict[st
     device = torch.device("cpu")
     plan = coec.plan(model, **settings)
     how = How.of(plan, device)
+    bytes_planned = planned_memory(model, settings)
     before = measuring.measured(device)
     with tempfile.TemporaryDirectory() as out:
         command = [
@@ -118,7 +119,20 @@ def measure(model: Path, calibration: Path, length: int, preset: str) -> dict[st
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     machine = between(before, measuring.measured(device))
-    return compared(plan.forecast(how, machine), json.loads(done.stdout.splitlines()[-1]))
+    found = json.loads(done.stdout.splitlines()[-1])
+    return compared(plan.forecast(how, machine), bytes_planned, found)
+
+
+def planned_memory(model: Path, settings: dict[str, Any]) -> int:
+    """As the command plans it, in a process that holds nothing else."""
+    flags = [
+        word
+        for name, value in settings.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    command = [sys.executable, "-m", "coec", "prune", str(model), "--dry-run", "--json", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(json.loads(done.stdout)["memory_bytes"]["total"])
 
 
 def between(one: Machine, other: Machine) -> Machine:
@@ -133,7 +147,7 @@ def between(one: Machine, other: Machine) -> Machine:
     return replace(one, rates=rates)
 
 
-def compared(predicted: Forecast, found: dict[str, Any]) -> dict[str, Any]:
+def compared(predicted: Forecast, size: int, found: dict[str, Any]) -> dict[str, Any]:
     """Both, by what a report counts."""
     laps = {"starting": found["starting"], **found["laps"]}
     solving = laps.pop("solving", None)
@@ -157,7 +171,7 @@ def compared(predicted: Forecast, found: dict[str, Any]) -> dict[str, Any]:
     return {
         "predicted": {name: guessed.get(name, [0.0, 0.0, 0.0]) for name in laps},
         "found": laps,
-        "bytes": {"predicted": sum(predicted.peak), "found": found["bytes"]},
+        "bytes": {"predicted": size, "found": found["bytes"]},
         "efforts": efforts,
     }
 

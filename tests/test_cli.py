@@ -116,7 +116,8 @@ def test_a_dry_run_needs_only_the_configuration(run, tmp_path):
         assert plan["loads_in"]["transformers"] == "yes"
     status, out, _ = run("prune", tmp_path, "--dry-run", "--sparsity", 0.5)
     assert status == 0
-    assert "hidden states" in out
+    assert "solving mlp" in out
+    assert "a small machine" in out
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
 

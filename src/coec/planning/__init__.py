@@ -1,9 +1,9 @@
 """The plan: what pruning will do, from the configuration alone, in seconds."""
 
 from coec.planning.forecast import Forecast, disk
+from coec.planning.how import How
 from coec.planning.machines import GPUS, named
 from coec.planning.memory import SHARD_BYTES
-from coec.planning.phases import How
 from coec.planning.plan import Plan
 from coec.planning.room import Room, check_room, close
 

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from coec.planning.how import How
 from coec.planning.machines import Machine
 from coec.planning.memory import SHARD_BYTES, Held, memory
-from coec.planning.phases import How, Length, Phase, phases
+from coec.planning.phases import Length, Phase, phases
 
 if TYPE_CHECKING:
     from coec.planning.plan import Plan

@@ -13,7 +13,9 @@ from coec.calibration.sensitivity import TOKENS as TRIED
 from coec.calibration.tokens import TOKEN_SUFFIXES, WHOLE
 from coec.devices import resident_bytes
 from coec.models.layout import Site
-from coec.planning.phases import LEAST_BATCHES, NAMED_TEXT, How
+from coec.planning.facts import NAMED_TEXT
+from coec.planning.how import How
+from coec.planning.phases import LEAST_BATCHES
 
 if TYPE_CHECKING:
     from coec.planning.plan import Plan
@@ -35,7 +37,8 @@ MAPS = 8
 LOGIT_COPIES = 6
 LEAST = {
     "block's weights": 0.5, "hidden states": 1.0, "forward pass": 0.25, "statistics": 0.5,
-    "Grams": 1.0, "weight": 0.3, "solver": 0.5, "fit": 0.4, "logits": 0.3, "whole model": 1.0, "shard": 0.5,
+    "Grams": 1.0, "weight": 0.3, "solver": 0.5, "fit": 0.4, "logits": 0.3, "whole model": 1.0,
+    "shard": 0.5,
 }  # fmt: skip
 """How much of what a purpose is planned to take it takes at least: what a refusal goes by. The
 program and what a text took are left out: they are there already, or may be given back."""
@@ -138,7 +141,7 @@ def purposes(plan: "Plan", how: How) -> dict[str, int]:
         "statistics": statistics_per_block(plan) + 8 * widest**2,
         **_solving(plan, how, ""),
         "fit": _fit(plan, how) if plan.recipe.rebuilding.reconstruct else 0,
-        "logits": _logits(plan, how),
+        "logits": _logits(plan, how, tokens),
         "whole model": _whole(plan, how) if plan.recipe.calibration.written else 0,
         "shard": min(written, SHARD_BYTES),
     }
@@ -235,9 +238,11 @@ def _fit_of(plan: "Plan", how: How, site: Site) -> int:
     return VECTORS * fitted * wide + precondition + tokens * active
 
 
-def _logits(plan: "Plan", how: How) -> int:
+def _logits(plan: "Plan", how: How, tokens: int) -> int:
+    """The head, and of two models what it makes of a run of tokens."""
     head = plan.model.shapes[plan.model.layout.embedding].numel()
-    return head * how.forward.itemsize + LOGIT_COPIES * 4 * LOGITS_PER_PASS
+    logits = min(LOGITS_PER_PASS, tokens * plan.model.vocabulary)
+    return head * how.forward.itemsize + LOGIT_COPIES * 4 * logits
 
 
 def _whole(plan: "Plan", how: How) -> int:

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from coec.planning import operations
 from coec.planning.machines import Work
 
-ELEMENTS = (30.0, 6.0)
-"""Elements that move through memory in a block beside its products, per token: times the hidden
-width, and times that of the MLP. Counted in Llama."""
+ELEMENTS = (36.0, 8.0)
+"""Elements that move through memory in a block beside its products, and as their results, per
+token: times the hidden width, and times that of the MLP. Counted in Llama."""
 CALLS, CALLS_OF_GRAM = 110.0, 25.0
 """Of operators, in a block and for the statistics of a site, per batch: 70 that torch runs, and
 what lies around them in modules."""
-BACKWARD = 2.0
-"""Operations of the way back, relative to those of the way forward."""
+CALLS_OF_TOKEN = (200.0, 900.0)
+"""In a block and beside the blocks, where the model writes a token: `generate` looks after a cache
+and the end of every text."""
 
 
 @dataclass(frozen=True)
@@ -118,5 +119,5 @@ class Written:
             Work("product", 2 * self.weights * rows, (rows * self.hidden**2) ** (1 / 3), steps,
                  self.dtype),
             Work("elementwise", self.weights * itemsize + 3 * cache, 2.0**20, steps),
-            Work("call", 1.0, 1.0, steps * (self.layers * 130 + 150)),
+            Work("call", 1.0, 1.0, steps * (self.layers * CALLS_OF_TOKEN[0] + CALLS_OF_TOKEN[1])),
         ]  # fmt: skip

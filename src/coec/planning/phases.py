@@ -1,28 +1,22 @@
 """What a run does, phase by phase, as work: from the plan alone."""
 
-from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
-
-import torch
 
 from coec.calibration.layers import TOKENS_PER_BATCH
 from coec.calibration.self_text import BATCH
 from coec.calibration.sensitivity import TOKENS as TRIED
-from coec.calibration.tokens import TOKEN_SUFFIXES, WHOLE
-from coec.devices import DTYPES, choose_forward_dtype, stored_dtype
-from coec.models.layout import BlockLayout, Site
+from coec.models.layout import Site
 from coec.planning import fits, solves
+from coec.planning.facts import Facts, characters
+from coec.planning.how import How
 from coec.planning.machines import Work
 from coec.planning.operations import Consumer
-from coec.planning.passes import Passed, Written, gram, head
+from coec.planning.passes import Written
 
 if TYPE_CHECKING:
     from coec.planning.plan import Plan
 
-NAMED_TEXT = 11_000_000
-"""Characters that are read of a data set at most."""
 LEAST_BATCHES = 8
 """Of windows, where the pruned model is run beside the dense one."""
 OPENING = (40_000.0, 900.0)
@@ -54,63 +48,6 @@ class Phase:
         return sum(one.operations for one in self.work)
 
 
-@dataclass(frozen=True)
-class How:
-    """Where and in what a run is done.
-
-    Attributes:
-        device: cpu or cuda.
-        stored, forward, written: dtypes of the dense weights, of the dense pass, of the result.
-        solve: that of the compensation.
-        measured: there are statistics already, and no text is run.
-    """
-
-    device: str
-    stored: torch.dtype
-    forward: torch.dtype
-    written: torch.dtype
-    solve: torch.dtype
-    measured: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        plan: "Plan",
-        device: torch.device,
-        stored: torch.dtype | None = None,
-        *,
-        measured: bool = False,
-    ) -> "How":
-        """As a run of a plan would be done on a device.
-
-        Args:
-            plan: what is asked for.
-            device: where.
-            stored: the dtype of the weights; None for what the configuration says.
-            measured: whether statistics are given.
-        """
-        repair = plan.recipe.repair
-        stored = stored_dtype(plan.output.config) if stored is None else stored
-        return cls(
-            device.type,
-            stored,
-            choose_forward_dtype(plan.recipe.calibration.forward_dtype, stored, device),
-            DTYPES[repair.dtype] if repair.dtype else stored,
-            DTYPES[repair.solve_dtype],
-            measured,
-        )
-
-    @property
-    def passes(self) -> str:
-        """The forward dtype, by name."""
-        return str(self.forward).removeprefix("torch.")
-
-    @property
-    def solves(self) -> str:
-        """The dtype of the compensation, by name."""
-        return str(self.solve).removeprefix("torch.")
-
-
 def phases(plan: "Plan", how: How, length: Length = "typical") -> list[Phase]:
     """Every phase of a run, in order.
 
@@ -134,7 +71,7 @@ def phases(plan: "Plan", how: How, length: Length = "typical") -> list[Phase]:
         found += of.rebuilding()
     else:
         if not how.measured:
-            found.append(Phase("loading weights", "calibrating", tuple(of.loading())))
+            found.append(Phase("loading weights", "calibrating", tuple(of.facts.loading())))
         found.append(Phase("calibrating", "calibrating", tuple(of.calibrating()), windows))
         found += [
             Phase(f"solving {kind}", "solving", tuple(of.solving(kind)), blocks)
@@ -151,7 +88,7 @@ class _Work:
         self.recipe = plan.recipe
         self.tokens = float(plan.recipe.calibration.windows * plan.seq_len)
         self.kinds = [site.kind for site in plan.model.layout.kinds]
-        self.active = _active(plan)
+        self.facts = Facts(plan, how)
 
     def checking(self) -> list[Work]:
         """Imports apart: the model is opened, its weights are read, and a text is tokenised."""
@@ -159,8 +96,8 @@ class _Work:
         once = plan.parameters_before * self.how.stored.itemsize
         calls = OPENING[0] + OPENING[1] * plan.dense.layers
         found = [Work("digest", float(once)), Work("call", 1.0, 1.0, calls)]
-        characters = 0 if self.how.measured else _characters(plan)
-        return [*found, Work("tokenise", float(characters))] if characters else found
+        text = 0 if self.how.measured else characters(plan)
+        return [*found, Work("tokenise", float(text))] if text else found
 
     def sampling(self) -> list[Work]:
         """Windows that the model writes, the whole of it in memory."""
@@ -168,7 +105,7 @@ class _Work:
         embedding = plan.model.shapes[plan.model.layout.embedding].numel()
         weights = float(plan.parameters_before - (0 if plan.model.tied else embedding))
         return Written(
-            weights * self.active, plan.dense.hidden, plan.dense.layers, calibration.written,
+            weights * self.facts.active, plan.dense.hidden, plan.dense.layers, calibration.written,
             plan.seq_len, BATCH, self.how.passes,
         ).work()  # fmt: skip
 
@@ -179,15 +116,15 @@ class _Work:
         size = max(1, TOKENS_PER_BATCH // self.plan.seq_len)
         batches = float(-(-self.recipe.calibration.windows // size))
         found: list[Work] = []
-        for block, count in self._blocks().items():
-            found += self._passed(block, self.tokens, batches).forward(count)
-            found += self._grams(block, self.tokens, batches, count)
+        for block, count in self.facts.blocks().items():
+            found += self.facts.passed(block, self.tokens, batches).forward(count)
+            found += self.facts.grams(block, self.tokens, batches, count)
         return found
 
     def solving(self, kind: str) -> list[Work]:
         """Selection and compensation of all sites of one kind."""
         found: list[Work] = []
-        for (one, units, kept, aligned), count in self._consumers(kind).items():
+        for (one, units, kept, aligned), count in self.facts.consumers(kind).items():
             found += [
                 replace(w, times=w.times * count) for w in self._solve(one, units, kept, aligned)
             ]
@@ -195,9 +132,9 @@ class _Work:
 
     def allocating(self) -> list[Work]:
         """A dense pass of its own; for errors also solves, and models run side by side."""
-        found = [*self.loading(), *self.calibrating()]
+        found = [*self.facts.loading(), *self.calibrating()]
         for kind in self.kinds:
-            for (one, units, _, _), count in self._consumers(kind).items():
+            for (one, units, _, _), count in self.facts.consumers(kind).items():
                 if self.recipe.repair.allocation == "error":
                     work = solves.elimination(one, units, max(1, one.k * units // one.d))
                     found += [replace(w, times=w.times * count) for w in work]
@@ -208,11 +145,11 @@ class _Work:
             found += self.solving(kind)
         sites = len(self.plan.model.layout.sites)
         tried = float(min(self.tokens, max(TRIED, self.plan.seq_len)))
-        for block, count in self._blocks().items():
+        for block, count in self.facts.blocks().items():
             # Of each earlier site two models, of each own site two, the dense and the pruned one.
             models = len(block.sites) * (self.plan.dense.layers + 1) + 2
-            found += self._passed(block, tried, 1.0).forward(count * models)
-        return found + self._head(tried, 1.0 + 2 * sites)
+            found += self.facts.passed(block, tried, 1.0).forward(count * models)
+        return found + self.facts.head(tried, 1.0 + 2 * sites)
 
     def rebuilding(self) -> list[Phase]:
         """Both models side by side, once briefly for each of several candidates."""
@@ -236,20 +173,21 @@ class _Work:
     def _ordered(self) -> dict[str, list[Work]]:
         """One candidate: passes of both models, solves, fits, and how well it predicts."""
         plan, how = self.plan, self.recipe.rebuilding
-        held = self._held()
+        held = self.facts.held()
         size = max(1, min(
             TOKENS_PER_BATCH // plan.seq_len,
             int((self.tokens - held) / plan.seq_len) // LEAST_BATCHES,
         ))  # fmt: skip
         batches = self.tokens / plan.seq_len / size
-        found: dict[str, list[Work]] = {"passes": [*self.loading(), *self.loading()]}
-        for block, count in self._blocks().items():
+        found: dict[str, list[Work]] = {"passes": [*self.facts.loading(), *self.facts.loading()]}
+        for block, count in self.facts.blocks().items():
             dense, pruned = (
-                self._passed(block, self.tokens, batches, pruned=after) for after in (False, True)
+                self.facts.passed(block, self.tokens, batches, pruned=after)
+                for after in (False, True)
             )
             # Behind every half of the dense block, and once more where each is measured.
             found["passes"] += [*dense.forward(2 * count), *pruned.forward(1.5 * count)]
-            found["passes"] += self._grams(block, self.tokens, batches, count)
+            found["passes"] += self.facts.grams(block, self.tokens, batches, count)
             for site in block.sites if how.propagate else ():
                 rows = plan.model.shapes[site.weight][0]
                 missing = 2.0 * rows * site.columns * (self.tokens - held)
@@ -261,7 +199,7 @@ class _Work:
             if how.reconstruct:
                 found[f"fitting {kind}"] = self._fits(kind, held, size)
         judged = held or self.tokens
-        found["predicting"] = self._head(judged, 2.0 + how.final_norm)
+        found["predicting"] = self.facts.head(judged, 2.0 + how.final_norm)
         return found
 
     def _fits(self, kind: str, held: float, size: int) -> list[Work]:
@@ -269,9 +207,9 @@ class _Work:
         plan, how = self.plan, self.recipe.rebuilding
         tokens = self.tokens - held
         found: list[Work] = []
-        for block, count in self._blocks().items():
+        for block, count in self.facts.blocks().items():
             for site in (one for one in block.sites if one.kind == kind):
-                passed = self._passed(block, tokens, tokens / plan.seq_len / size, pruned=True)
+                passed = self.facts.passed(block, tokens, tokens / plan.seq_len / size, pruned=True)
                 weights = sum(
                     plan.pruned_shapes[name].numel()
                     for name in site.tensors
@@ -327,104 +265,8 @@ class _Work:
         steps = {"least": course.least, "typical": course.steps, "most": course.most}
         return replace(course, steps=steps[self.length])
 
-    def _consumers(self, kind: str) -> Counter[tuple[Consumer, int, int, bool]]:
-        """The sites of one kind by their sizes, and how many are alike."""
-        plan = self.plan
-        found: Counter[tuple[Consumer, int, int, bool]] = Counter()
-        for site in plan.model.layout.sites:
-            if site.kind == kind:
-                kept = plan.widths.of(site)
-                rows = int(plan.model.shapes[site.weight][0])
-                one = Consumer(kind, rows, site.columns, kept * site.columns_per_unit)
-                found[one, site.units, kept, site.value is not None] += 1
-        return found
-
-    def _blocks(self) -> dict[BlockLayout, int]:
-        """One block of each shape, and how many are like it."""
-        first: dict[tuple[object, ...], BlockLayout] = {}
-        counts: Counter[BlockLayout] = Counter()
-        for block in self.plan.model.layout.blocks:
-            key = tuple(
-                (site.name, site.columns, self.plan.widths.of(site)) for site in block.sites
-            )
-            counts[first.setdefault(key, block)] += 1
-        return dict(counts)
-
-    def _passed(
-        self, block: BlockLayout, tokens: float, batches: float, *, pruned: bool = False
-    ) -> Passed:
-        """A pass of one block, dense or pruned."""
-        plan = self.plan
-        shapes = plan.pruned_shapes if pruned else plan.model.shapes
-        own = [s for name, s in shapes.items() if name.startswith(block.prefix) and len(s) == 2]
-        routed = {site.consumer.rpartition(".")[0] for site in block.sites if site.routed}
-        weights = sum(s.numel() for s in own) * (self.active if routed else 1.0)
-        share = {site.kind: (plan.widths.of(site) / site.units if pruned else 1.0)
-                 for site in block.sites}  # fmt: skip
-        wide = {
-            kind: sum(
-                site.columns * share[site.kind] * (self.active if site.routed else 1.0)
-                for site in block.sites
-                if site.kind == kind
-            )
-            for kind in share
-        }
-        attention = wide.pop("attention", float(plan.dense.hidden))
-        return Passed(
-            float(weights), plan.dense.hidden, int(sum(wide.values())), int(attention), tokens,
-            plan.seq_len, batches, self.how.passes, self.how.device, plan.dense.head_dim,
-        )  # fmt: skip
-
-    def _grams(self, block: BlockLayout, tokens: float, batches: float, count: int) -> list[Work]:
-        found: list[Work] = []
-        for site in block.sites:
-            share = self.active if site.routed else 1.0
-            found += gram(site.columns, tokens * share, batches, count)
-        return found
-
-    def loading(self) -> list[Work]:
-        """Every block's weights as they are run."""
-        count = float(self.plan.parameters_before)
-        size = count * (self.how.stored.itemsize + self.how.forward.itemsize)
-        found = [Work("elementwise", size, 2.0**24)]
-        if self.how.device != "cpu":
-            found.append(Work("link", count * self.how.stored.itemsize))
-        return found
-
-    def _head(self, tokens: float, models: float) -> list[Work]:
-        plan = self.plan
-        return head(plan.dense.hidden, plan.model.vocabulary, tokens, self.how.passes, models)
-
-    def _held(self) -> float:
-        """Tokens that are held out."""
-        calibration = self.recipe.calibration
-        share = calibration.holdout
-        if not share:
-            return 0.0
-        return float(max(1, round(share * calibration.samples)) * self.plan.seq_len)
-
 
 def _defaults() -> dict[str, object]:
     from coec.settings import CoecOptions
 
     return CoecOptions().record()
-
-
-def _active(plan: "Plan") -> float:
-    """The share of experts that a token meets."""
-    names = plan.model.architecture.blocks.experts
-    if names is None:
-        return 1.0
-    met = plan.model.config.get("num_experts_per_tok") or 1
-    return float(met) / float(plan.model.config.get(names.count) or met)
-
-
-def _characters(plan: "Plan") -> int:
-    """Of a text that is tokenised; 0 for token ids."""
-    source = plan.recipe.calibration.source
-    if not isinstance(source, str | Path) or plan.recipe.calibration.own:
-        return 0
-    path = Path(source)
-    if path.suffix in TOKEN_SUFFIXES:
-        return 0
-    return min(path.stat().st_size if path.is_file() else NAMED_TEXT, WHOLE)

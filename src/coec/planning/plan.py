@@ -21,9 +21,9 @@ from coec.models.layout import Layout
 from coec.models.non_uniform import FILE as CODE
 from coec.models.shape import Shape
 from coec.planning.forecast import Forecast
+from coec.planning.how import How
 from coec.planning.machines import Machine
 from coec.planning.notes import notes_of
-from coec.planning.phases import How
 from coec.planning.sizes import (
     budget_of,
     check_experts,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from coec.errors import OptionError
+from coec.planning.how import How
 from coec.planning.memory import memory
-from coec.planning.phases import How
 
 if TYPE_CHECKING:
     from coec.planning.plan import Plan
