@@ -7,6 +7,7 @@ the tables in the document, each between two comments.
 """
 
 import argparse
+import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,9 +111,21 @@ class Planned:
         return sum(map(self.seconds, phases)) + self.adding + self.reading
 
 
+@functools.cache
+def described(model: str) -> Description:
+    """Built once: its skeleton takes seconds."""
+    return Description.of(MODELS[model])
+
+
+@functools.cache
+def plan_of(model: str, recipe: str) -> Plan:
+    """The plan of one model."""
+    return Plan.of(described(model), coec.Recipe.of(**RECIPES[recipe]))
+
+
 def planned(model: str, recipe: str, machine: str, gpus: int) -> Planned:
-    """The plan of one model, and what it takes at one place."""
-    plan = Plan.of(Description.of(MODELS[model]), coec.Recipe.of(**RECIPES[recipe]))
+    """What a plan takes at one place."""
+    plan = plan_of(model, recipe)
     how = How.of(plan, torch.device("cuda"))
     statistics = 8.0 * sum(site.columns**2 for site in plan.model.layout.sites)
     weights = float(plan.parameters_before * how.stored.itemsize)

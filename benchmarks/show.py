@@ -10,6 +10,7 @@ from benchmarks import (
     end_to_end,
     gguf_tables,
     growth,
+    plan_accuracy,
     reconstruction,
     record,
     right_solve,
@@ -51,6 +52,7 @@ TABLES = {
     "cuda": _cuda,
     "cuda_rehearsal": _cuda,
     "gguf_speed": gguf_tables.described,
+    "plan_accuracy": lambda found: map(plan_accuracy.describe, found["runs"]),
     "end_to_end": lambda found: map(end_to_end.describe, found["models"]),
 }
 
