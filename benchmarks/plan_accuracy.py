@@ -67,13 +67,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shared", type=Path, default=SHARED)
     parser.add_argument("--models", nargs="+", choices=names, default=names)
     parser.add_argument("--presets", nargs="+", choices=list(PRESETS), default=list(PRESETS))
+    parser.add_argument("--again", action="store_true", help="predict again what was found before")
     parser.add_argument("--append", action="store_true", help="keep other runs' last results")
     chosen = parser.parse_args(arguments)
     transformers.utils.logging.disable_progress_bar()
     print(f"The plan against runs. {record.header()}\n", flush=True)
     runs: list[dict[str, Any]] = record.load("plan_accuracy").get("runs", [])
-    runs = runs if chosen.append else []
+    runs = runs if chosen.append or chosen.again else []
     with tempfile.TemporaryDirectory() as folder:
+        if chosen.again:
+            runs = [again(run, chosen.shared, Path(folder)) for run in runs]
+            record.save("plan_accuracy", arguments, {"runs": runs})
+            print("\n\n".join(map(describe, runs)))
+            return
         for model in chosen.models:
             where, calibration, length = _model(model, chosen.shared, Path(folder))
             for preset in chosen.presets:
@@ -102,10 +108,7 @@ def _model(name: str, shared: Path, folder: Path) -> tuple[Path, Path, int]:
 
 def measure(model: Path, calibration: Path, length: int, preset: str) -> dict[str, Any]:
     """One run, predicted and found."""
-    settings: dict[str, Any] = {
-        "calibration": str(calibration), "samples": SAMPLES, "seq_len": length, "preset": preset,
-        "sparsity": 0.3,
-    }  # fmt: skip
+    settings = settings_of(calibration, length, preset)
     device = torch.device("cpu")
     plan = coec.plan(model, **settings)
     how = How.of(plan, device)
@@ -120,7 +123,31 @@ def measure(model: Path, calibration: Path, length: int, preset: str) -> dict[st
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     machine = between(before, measuring.measured(device))
     found = json.loads(done.stdout.splitlines()[-1])
-    return compared(plan.forecast(how, machine), bytes_planned, found)
+    return kept(plan.forecast(how, machine), bytes_planned, found, machine)
+
+
+def kept(predicted: Forecast, size: int, found: dict[str, Any], machine: Machine) -> dict[str, Any]:
+    """A row, with what another prediction of the same run needs."""
+    row = compared(predicted, size, found)
+    return {**row, "machine": machine.record(), "report": found}
+
+
+def again(run: dict[str, Any], shared: Path, folder: Path) -> dict[str, Any]:
+    """A run that was found before, predicted by the tables of now and the rates of then."""
+    model, preset = run["run"].split(", ")
+    where, calibration, length = _model(model, shared, folder)
+    plan = coec.plan(where, **settings_of(calibration, length, preset))
+    machine = Machine.of(run["machine"])
+    forecast = plan.forecast(How.of(plan, torch.device("cpu")), machine)
+    return {**run, **kept(forecast, run["bytes"]["predicted"], run["report"], machine)}
+
+
+def settings_of(calibration: Path, length: int, preset: str) -> dict[str, Any]:
+    """Of every run."""
+    return {
+        "calibration": str(calibration), "samples": SAMPLES, "seq_len": length, "preset": preset,
+        "sparsity": 0.3,
+    }  # fmt: skip
 
 
 def planned_memory(model: Path, settings: dict[str, Any]) -> int:

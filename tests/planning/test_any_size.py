@@ -22,7 +22,7 @@ def data(name):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
-writing.MAX_SHARD = "10MB"  # of 2 GB, as these models are of a terabyte
+writing.MAX_SHARD = "24MB"  # of 2 GB, as these models are of a terabyte
 model, text, out, room = sys.argv[1:]
 settings = dict(calibration=text, samples=4, seq_len=32, compensation="none", device="cpu")
 coec.prune(sys.argv[1] + "-1", out + "-1", **settings)  # libraries take what they take once
@@ -43,7 +43,7 @@ finally:
     thread.join()
 print(json.dumps({"before": before, "peak": peak[0]}))
 """
-HIDDEN, FFN, ROOM = 512, 2048, 256 * 2**20
+HIDDEN, FFN, ROOM = 1024, 512, 256 * 2**20
 BLOCK = 4 * (4 * HIDDEN**2 + 3 * HIDDEN * FFN)
 """Bytes of a block."""
 
@@ -54,7 +54,7 @@ def saved(folder, blocks):
         hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=blocks, vocab_size=512,
         num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=64,
     )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="50MB")
+    transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="24MB")
     return folder
 
 
@@ -79,6 +79,6 @@ def test_twice_the_blocks_take_no_more_memory(tmp_path):
         folder = saved(tmp_path / f"model-{blocks}", blocks)
         saved(tmp_path / f"model-{blocks}-1", 1)
         found[blocks] = run(folder, tmp_path / f"out-{blocks}", text)
-    assert 32 * BLOCK > 1.5 * ROOM
+    assert 32 * BLOCK > 2 * ROOM
     one, two = (found[blocks]["peak"] - found[blocks]["before"] for blocks in (16, 32))
-    assert two < 1.1 * max(one, BLOCK)
+    assert two < 1.1 * one

@@ -20,10 +20,12 @@ from coec.planning.phases import LEAST_BATCHES
 if TYPE_CHECKING:
     from coec.planning.plan import Plan
 
-SOLVER_MATRICES = {"coec": 6, "auto": 6}
-"""Matrices of the consumer's size in a solve: four are counted (tests), and an eigendecomposition
-takes two more inside."""
-CLOSED_FORM, ELIMINATION = 3, 2
+SOLVER_MATRICES = {
+    "coec": 6.0, "auto": 6.0, "rcpu": 3.0, "least-squares": 3.0, "ridge-to-slice": 3.0
+}  # fmt: skip
+"""Matrices of the consumer's size in a solve: of COEC four are counted (tests), and an
+eigendecomposition takes two more inside."""
+LIGHT, ELIMINATION = 0.25, 2.0
 """Of other compensations; and of the selection `obs`, in float64, beside the statistics."""
 BYTES_PER_CHARACTER = 170
 """Memory that tokenising takes, measured (docs/FORMATS.md)."""
@@ -161,14 +163,16 @@ def _solving(plan: "Plan", how: How, kind: str) -> dict[str, int]:
     grams = max(sum(s.columns**2 for s in b.sites if s.kind in left) for b in blocks)
     sites = [site for site in plan.model.layout.sites if kind in ("", site.kind)]
     widest = max(sites, key=lambda site: site.columns)
-    matrices = SOLVER_MATRICES.get(plan.recipe.method.name, CLOSED_FORM) * how.solve.itemsize
+    matrices = SOLVER_MATRICES.get(plan.recipe.method.name, LIGHT) * how.solve.itemsize
     if plan.recipe.repair.selection == "obs":
         matrices = max(matrices, ELIMINATION * torch.float64.itemsize)
+    if not (plan.recipe.rebuilding.propagate or any(map(plan.widths.removes_from, sites))):
+        matrices = 0.0  # all units stay, and nothing is solved
     itemsize = how.stored.itemsize + how.solve.itemsize
     return {
         "Grams": _kinds_of_windows(plan) * grams * torch.float64.itemsize,
         "weight": plan.model.shapes[widest.weight].numel() * itemsize,
-        "solver": matrices * widest.columns**2,
+        "solver": int(matrices * widest.columns**2),
     }
 
 

@@ -43,6 +43,8 @@ STEPS = {"gradient": 6.0, "conjugate": 2.0, "joint": 1.0}
 """Steps of the right solvers, relative to those of `joint`."""
 RANK = 16
 """Of the aligned subspaces (`r_p`)."""
+PAIRS = RANK * (RANK + 1) // 2
+"""Entries of a symmetric matrix of that size."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Part:
             self.amount(one, course),
             max(1.0, self.size(one)),
             times * self.times(course),
-            "" if self.kernel in ("call", "elementwise") else self.dtype or dtype,
+            "" if self.kernel in ("call", "elementwise", "reduce") else self.dtype or dtype,
         )
 
 
@@ -117,6 +119,15 @@ JOINT_STEP: dict[str, Part] = {
         "product",
         lambda o, c: 2.0 * c.aligned * (2 * RANK**5 + RANK**3 * (o.b + o.k)),
         lambda o: float(RANK**2),
+    ),
+    "core of the alignment": Part(
+        "cholesky",
+        lambda o, c: 2.0 * c.aligned * operations.inverse(PAIRS),
+        lambda o: float(PAIRS),
+    ),
+    # Entries picked by index, about as slow as sums by way of a copy.
+    "pairs of the alignment": Part(
+        "reduce", lambda o, c: 8.0 * 8 * RANK**4 * c.aligned, lambda o: 8.0 * RANK**4
     ),
     "elementwise": Part(
         "elementwise",
