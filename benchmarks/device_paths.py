@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 import coec
-from benchmarks import elimination, operations, reconstruction, record
+from benchmarks import elimination, reconstruction, record
 from benchmarks.instances import Instance, synthetic
-from benchmarks.operations import Site
+from benchmarks.operations import MODELS, Site
 from coec.devices import choose_solve_dtype, double_rate
+from coec.planning import operations
 from coec.reconstruction.least_squares import Parameters
 from coec.selection.elimination import removal_order
 from coec.types import Gram, GramSum, KeptSet
@@ -56,7 +57,7 @@ def differences(device: torch.device) -> dict[str, float]:
 
 def timings(device: torch.device, model: str, scale: float) -> dict[str, Any]:
     """Seconds at a model's widths: statistics, elimination, a step of block reconstruction."""
-    down = next(site for site in operations.MODELS[model] if site.name == "down_proj")
+    down = next(site for site in MODELS[model] if site.name == "down_proj")
     site = down.scaled(scale)
     rows = torch.randn(TOKENS, site.d, device=device).bfloat16()
     sums = GramSum(site.d, device)

@@ -23,8 +23,8 @@ from torch import Tensor
 import coec
 from benchmarks import record
 from benchmarks.instances import SHARED, TRAINED
-from benchmarks.operations import readable
 from coec.calibration.tokens import load_tokenizer, read_stream, sample_windows
+from coec.planning.forecast import readable
 
 QWEN = "qwen2.5-0.5b"
 QWEN_LAYERS = 24

@@ -11,6 +11,7 @@ from benchmarks import (
     end_to_end,
     gguf_tables,
     growth,
+    plan_accuracy,
     reconstruction,
     record,
     right_solve,
@@ -56,6 +57,7 @@ TABLES = {
     "cuda_rehearsal": _cuda,
     "true_widths": lambda found: map(true_widths.describe, found["sites"]),
     "gguf_speed": gguf_tables.described,
+    "plan_accuracy": lambda found: map(plan_accuracy.describe, found["runs"]),
     "end_to_end": lambda found: map(end_to_end.describe, found["models"]),
 }
 

@@ -23,11 +23,12 @@ from unittest import mock
 import torch
 
 import coec
-from benchmarks import elimination, operations, record
+from benchmarks import elimination, record
 from benchmarks.instances import Instance, synthetic
 from benchmarks.meter import Meter, product_rates
 from benchmarks.operations import MODELS, Site
 from coec.linalg import conjugate as solver
+from coec.planning.forecast import readable
 from coec.types import Gram, KeptSet
 
 SHAPES = {
@@ -202,7 +203,7 @@ def describe(found: dict[str, Any]) -> str:
         f"### {found['name']}, k = {found['k']}, {found['dtype']}\n\n"
         f"Products at {rates['float64'] / 1e9:.0f} G/s in float64, "
         f"{rates['float32'] / 1e9:.0f} in float32; whole: "
-        f"{operations.readable(now['seconds'])}.\n\n"
+        f"{readable(now['seconds'])}.\n\n"
         + record.table(columns, rows) + "\n\n"
         + record.table(["preconditioner", "s", "to 1 %", "to 0.1 %", "steps", "s per step",
                         "tempered error", "memory, problem → peak"], ends)

@@ -130,3 +130,28 @@ def hasty_auto(monkeypatch):
     assert candidates.keys() < CANDIDATES.keys()
     for name, candidate in candidates.items():
         monkeypatch.setitem(CANDIDATES, name, candidate)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _known_machine(tmp_path_factory):
+    """Plans do not measure this machine, which takes ten seconds: its rates are written down.
+
+    Programs that tests start find them too, where they compute as this process does.
+    """
+    from coec.planning import measuring
+
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        measuring.keep(torch.device("cpu"), small_machine())
+        yield
+
+
+def small_machine():
+    """A machine of round numbers."""
+    from coec.planning.machines import Machine
+
+    kinds = ("product", "attention", "eigh", "svd", "cholesky", "triangular", "elementwise")
+    rates = dict.fromkeys((*kinds, "reduce", "digest", "link"), ((1.0, 1000000000.0),))
+    rates |= {"call": ((1.0, 1e5),), "tokenise": ((1.0, 1e6),), "import": ((1.0, 0.2),)}
+    return Machine("a small machine", "cpu", rates)

@@ -8,15 +8,16 @@ import pytest
 import torch
 
 import coec
-from benchmarks import device_paths, elimination, operations, reconstruction, record, true_widths
+from benchmarks import device_paths, elimination, reconstruction, record, true_widths
 from benchmarks.instances import right_solve, synthetic, tempered
 from benchmarks.literal import literal
 from benchmarks.meter import PHASES, REST, Counter, Meter
-from benchmarks.operations import MODELS, Site
+from benchmarks.operations import BLOCK_PARAMETERS, MODELS, Site, phases
 from benchmarks.peers import BORROWED, OURS, PEERS, SOLVERS, Eliminated, OutOfTimeError, Trace, run
 from coec.linalg import conjugate as conjugate_module
 from coec.linalg.conjugate import conjugate
 from coec.linalg.spd import regularized_inverse
+from coec.planning import operations
 from coec.selection import elimination as elimination_module
 from coec.selection.elimination import removal_order
 
@@ -47,7 +48,7 @@ def test_counts_of_small_cases_by_hand():
 
 def test_phases_of_a_matrix_add_up_over_rounds_and_steps():
     none, some = (
-        {phase.name: phase.total for phase in operations.phases(WIDE, 100, rounds, 5 * rounds)}
+        {phase.name: phase.total for phase in phases(WIDE, 100, rounds, 5 * rounds)}
         for rounds in (0, 2)
     )
     assert none["joint step"] == 0
@@ -64,7 +65,7 @@ def test_kept_widths_of_the_large_models():
         down, out = sites
         hidden, groups = down.m, 8 * 128
         attention = 2 * hidden * out.d + 2 * hidden * groups
-        assert operations.BLOCK_PARAMETERS[model] == attention + 3 * hidden * down.d
+        assert BLOCK_PARAMETERS[model] == attention + 3 * hidden * down.d
         for site in sites:
             units = site.d if site.name == "down_proj" else 8
             assert site.k == -(-7 * units // 10) * (site.d // units)

@@ -108,12 +108,13 @@ def test_a_sparsity_that_removes_nothing_is_refused(sparsity, least, dense):
 
 
 MEMORY = """
-import sys, coec, torch
+import sys, coec, coec.planning, torch
 from coec.experiments.memory import peak
 settings = {"calibration": sys.argv[2], "samples": 96, "seq_len": 32}
-planned = coec.plan(sys.argv[1], **settings).memory(torch.float32, torch.float32)
+planned = coec.plan(sys.argv[1], **settings)
+planned = planned.forecast(coec.planning.How.of(planned, torch.device("cpu"))).peak
 coec.prune(sys.argv[1], sys.argv[3], **settings)
-print(sum(planned.values()), peak(torch.device("cpu")))  # not ru_maxrss: a child inherits it
+print(sum(planned), peak(torch.device("cpu")))  # not ru_maxrss: a child inherits it
 """
 
 

@@ -18,7 +18,7 @@ from coec.calibration.measure import Source, adopted
 from coec.calibration.shares import SharedPass, sourced
 from coec.calibration.statistics import Statistics
 from coec.compensation import Method
-from coec.devices import DTYPES, computed_by, environment
+from coec.devices import computed_by, environment
 from coec.errors import OptionError
 from coec.events import Progress
 from coec.execution.code import code_digest
@@ -28,7 +28,7 @@ from coec.execution.remote import Remote, is_url
 from coec.handing_out import HandingOut
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.planning import Plan
+from coec.planning import How, Plan, Room, check_room
 from coec.rebuilding import rebuilt
 from coec.recipe import Recipe
 from coec.report import Report
@@ -116,6 +116,10 @@ def prune(
     plan = Plan.of(dense, recipe)
     recipe = plan.recipe  # its kept units are read
     with sourced(dense, recipe.calibration, recipe.runtime, statistics, progress) as source:
+        recipe = _with_dtype(recipe, source)
+        plan = replace(plan, recipe=recipe)
+        how = How.of(plan, source.device, dense.dtype, measured=statistics is not None)
+        check_room(plan, how, Room.of(source.device))
         if recipe.rebuilding.reconstruct and source.forward_dtype == "float16":
             raise OptionError(
                 "reconstruct sums over tokens in the dtype of the forward pass, which overflow in "
@@ -123,9 +127,7 @@ def prune(
             )
         if recipe.rebuilding.in_order:
             check_leader(source)
-        recipe = _with_dtype(recipe, source)
-        plan = replace(plan, recipe=recipe)
-        dtype = DTYPES[recipe.repair.dtype] if recipe.repair.dtype else dense.dtype
+        dtype = how.written
         check_space(out, space_needed(out, plan, dtype))
         seconds.lap("checking")
         identity = _identity(plan, source, dtype)

@@ -6,7 +6,8 @@ the model about once, whenever the run is killed.
 """
 
 import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from coec.models.files import opened, read_tensors, write_json, write_tensors
 from coec.models.layout import BlockLayout
 from coec.models.non_uniform import FILE as CODE
 from coec.models.stored import INDEX
-from coec.planning import SHARD_BYTES, Plan
+from coec.planning import Plan, disk
 from coec.solving import Solved
 
 MAX_SHARD = "2GB"
@@ -128,7 +129,7 @@ class Checkpoint:
         )
         for file_name, names in self._split.filename_to_tensors.items():
             if file_name not in self._done:
-                shard = {name: self._tensor(name) for name in sorted(names)}
+                shard = self._shard(names)
                 self._done.put(
                     file_name,
                     folder / file_name,
@@ -152,15 +153,25 @@ class Checkpoint:
         for block in self._dense.layout.blocks:
             yield read_tensors(self._done.path(self._units(block)))
 
-    def _tensor(self, name: str) -> Tensor:
-        """One tensor of the result, from its block's file or from the dense model."""
-        block = self._block_of(name)
-        if block is None:
-            changed = read_tensors(self._done.path(ENDING)) if self.ended else {}
-            return (changed[name] if name in changed else self._dense.tensor(name)).to(self._dtype)
-        with opened(self._done.path(self._weights(block))) as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
+    def _shard(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Tensors of the result by name, from their blocks' files or from the dense model.
+
+        Every file is opened once: a tensor holds a map of all of it.
+        """
+        changed = read_tensors(self._done.path(ENDING)) if self.ended else {}
+        found: dict[str, Tensor] = {}
+        for block, own in itertools.groupby(sorted(names), self._block_of):
+            if block is None:
+                found |= {
+                    name: (changed[name] if name in changed else self._dense.tensor(name)).to(
+                        self._dtype
+                    )
+                    for name in own
+                }
+                continue
+            with opened(self._done.path(self._weights(block))) as file:
+                found |= {name: file.get_tensor(name) for name in own}
+        return found
 
     def _block_of(self, name: str) -> BlockLayout | None:
         blocks = self._dense.layout.blocks
@@ -191,10 +202,9 @@ class Checkpoint:
 
 def space_needed(out: Path, plan: Plan, dtype: torch.dtype) -> int:
     """Bytes that a run into `out` has yet to write: the model, a shard, and what goes beside."""
-    model = int(plan.parameters_after * dtype.itemsize * 1.01)
     partial = partial_of(out)
     there = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
-    return max(0, model + min(model, SHARD_BYTES) + 2**24 - there)
+    return max(0, sum(disk(plan, dtype)) - there)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

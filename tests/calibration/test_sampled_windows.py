@@ -10,6 +10,7 @@ from coec.calibration.tokens import Windows, hold_out
 from coec.calibration.windows import window_maker
 from coec.errors import CalibrationError, OptionError
 from coec.models.dense import Dense
+from coec.planning import How
 from coec.settings import Calibration, Runtime
 
 CPU = (torch.device("cpu"), torch.float64, None)
@@ -116,6 +117,12 @@ def test_plans_count_them(dense, tokens):
         coec.plan(dense.folder, calibration=tokens, samples=6, seq_len=32, sampled=share)
         for share in (0.0, 1.0)
     )
-    assert many.operations()["dense pass"] == 2 * few.operations()["dense pass"]
-    states = [p.memory(torch.float32, torch.float32)["hidden states"] for p in (few, many)]
+    one, other = (plan.forecast(How.of(plan, torch.device("cpu"))) for plan in (few, many))
+    operations = [forecast.record()["operations"]["calibrating"] for forecast in (one, other)]
+    assert operations[1] == 2 * operations[0]
+    states = [
+        next(h.host["hidden states"] for h in forecast.held if h.phase == "calibrating")
+        for forecast in (one, other)
+    ]
     assert states[1] == 2 * states[0]
+    assert "whole model" in {p for h in other.held for p in h.host}

@@ -20,7 +20,8 @@ from coec.cli.common import (
     switch,
     with_settings,
 )
-from coec.cli.prune import show_plan, show_report
+from coec.cli.planned import Asked, Measure, OfMachine, check_dry, show_plan
+from coec.cli.prune import show_report
 
 RECIPE = tuple(one for one in settings.RECIPE if one.name not in settings.CHOOSING)
 """All but those that say which units stay: here PRUNED does."""
@@ -37,6 +38,8 @@ def compensate_command(
     dry_run: Annotated[
         bool, switch("--dry-run", "Print the plan; the weights of both are read for it.")
     ] = False,
+    machine: OfMachine = None,
+    measure: Measure = False,
     force: Force = False,
     restart: Restart = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -50,6 +53,8 @@ def compensate_command(
     """
     if out is None and not dry_run:
         raise typer.BadParameter("OUT is missing (only --dry-run works without)")
+    if not dry_run and out is not None:
+        check_dry(machine, measure=measure)
     quieten()
     from coec import compensating, pruning
     from coec.recipe import Recipe, read_settings
@@ -68,6 +73,6 @@ def compensate_command(
                 progress=advance, **chosen,
             )  # fmt: skip
     if out is None or dry_run:
-        show_plan(plan, model, as_json, measured=statistics is not None)
+        show_plan(plan, model, out, Asked(machine, measure, as_json, statistics is not None))
     else:
         show_report(report, as_json)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,9 +24,9 @@ from coec.cli.common import (
     switch,
     with_settings,
 )
+from coec.cli.planned import Asked, Measure, OfMachine, check_dry, show_plan
 
 if TYPE_CHECKING:
-    from coec.planning import Plan
     from coec.report import Report
 
 
@@ -49,6 +50,8 @@ def prune_command(
     dry_run: Annotated[
         bool, switch("--dry-run", "Print the plan from the configuration alone.")
     ] = False,
+    machine: OfMachine = None,
+    measure: Measure = False,
     force: Force = False,
     restart: Restart = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -63,74 +66,23 @@ def prune_command(
         raise typer.BadParameter("OUT is missing (only --dry-run works without)")
     quieten()
     from coec import pruning
+    from coec.execution.remote import is_url
     from coec.recipe import read_settings
 
     chosen = (read_settings(config) if config else {}) | given(flags)
     chosen["trust_remote_code"] = trust_remote_code
     if out is None or dry_run:
         plan = pruning.plan(model, statistics=statistics, **chosen)
-        show_plan(plan, model, as_json, measured=statistics is not None)
+        folder = None if out is None or is_url(out) else Path(out)
+        show_plan(plan, model, folder, Asked(machine, measure, as_json, statistics is not None))
         return
+    check_dry(machine, measure=measure)
     with progress_bars() as advance:
         report = pruning.prune(
             model, out, statistics=statistics, force=force, restart=restart, progress=advance,
             **chosen,
         )  # fmt: skip
     show_report(report, as_json)
-
-
-def show_plan(plan: "Plan", model: str, as_json: bool, *, measured: bool) -> None:
-    """Prints what a pruning would do, as a table or as one JSON object."""
-    from rich.table import Table
-
-    from coec.devices import choose_device, choose_forward_dtype, stored_dtype
-    from coec.report import counted
-
-    device = choose_device(plan.recipe.runtime.device)
-    stored = stored_dtype(plan.output.config)
-    forward = choose_forward_dtype(plan.recipe.calibration.forward_dtype, stored, device)
-    memory = plan.memory(stored, forward, measured=measured)
-    record = {
-        "model": model,
-        **plan.record(),
-        "memory_bytes": {**memory, "total": sum(memory.values())},
-        "operations": plan.operations(),
-        "device": str(device),
-    }
-    if as_json:
-        print(json.dumps(record))
-        return
-    table = Table("", "dense", "pruned", box=None, header_style="bold")
-    for what, width in record["widths"].items():
-        table.add_row(
-            f"{what.replace('_', ' ')} × {plan.dense.layers} blocks",
-            counted(width["before"]),
-            counted(width["after"]),
-        )
-    before, after = plan.parameters_before, plan.parameters_after
-    table.add_row("parameters", f"{before:,}", f"{after:,} ({after / before:.1%})")
-    results.print(table)
-    for name, other in plan.alternatives.items():
-        results.print(
-            f"or, if held-out windows say so (kv_groups = {name}): {other.pruned.kv_heads} KV "
-            f"groups, {other.pruned.ffn:,} MLP channels, stored as {other.output.model_type}",
-            markup=False,
-        )
-    for note in plan.notes:
-        results.print(note, markup=False)
-    code = f", built by {record['code']} beside the weights" if record["code"] else ""
-    results.print(f"\nstored as {plan.output.model_type}{code}", markup=False)
-    if plan.output.relabelled:
-        results.print(f"  ({plan.output.relabelled})", markup=False)
-    for loader, how in plan.output.loads_in.items():
-        results.print(f"  {loader:<14} {how}", markup=False)
-    results.print(f"\nmemory on {device}: about {sum(memory.values()) / 1e9:.2f} GB")
-    for purpose, size in memory.items():
-        results.print(f"  {purpose:<22} {size / 1e9:8.2f} GB", markup=False)
-    operations = record["operations"]
-    results.print(f"\noperations: about {sum(operations.values()):.2g}")
-    for purpose, count in operations.items():
-        results.print(f"  {purpose:<22} {count:8.1e}", markup=False)
 
 
 def show_report(report: "Report", as_json: bool) -> None:

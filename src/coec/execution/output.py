@@ -46,12 +46,17 @@ def check_output(out: Path, model: Path, force: bool) -> None:
 
 def check_space(out: Path, needed: int) -> None:
     """Raises OutputError when the disk has less than `needed` bytes free."""
-    free = shutil.disk_usage(nearest(resolved(out))).free
+    free = free_space(out)
     if free < needed:
         raise OutputError(
             f"not enough disk space for '{out}': {needed / 1e9:.2f} GB needed, "
-            f"{free / 1e9:.2f} GB free"
+            f"{free / 1e9:.2f} GB free; choose a folder on another disk"
         )
+
+
+def free_space(out: Path) -> int:
+    """Bytes that are free where a folder is to be made."""
+    return shutil.disk_usage(nearest(resolved(out))).free
 
 
 @contextmanager

@@ -1,6 +1,13 @@
 """The plan: what pruning will do, from the configuration alone, in seconds."""
 
-from coec.planning.costs import SHARD_BYTES
+from coec.planning.forecast import Forecast, disk
+from coec.planning.how import How
+from coec.planning.machines import GPUS, named
+from coec.planning.memory import SHARD_BYTES
 from coec.planning.plan import Plan
+from coec.planning.room import Room, check_room, close
 
-__all__ = ["SHARD_BYTES", "Plan"]
+__all__ = [
+    "GPUS", "SHARD_BYTES", "Forecast", "How", "Plan", "Room", "check_room", "close", "disk",
+    "named",
+]  # fmt: skip

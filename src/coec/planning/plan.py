@@ -20,7 +20,9 @@ from coec.models.formats import OutputFormat, choose_format
 from coec.models.layout import Layout
 from coec.models.non_uniform import FILE as CODE
 from coec.models.shape import Shape
-from coec.planning import costs
+from coec.planning.forecast import Forecast
+from coec.planning.how import How
+from coec.planning.machines import Machine
 from coec.planning.notes import notes_of
 from coec.planning.sizes import (
     budget_of,
@@ -230,25 +232,17 @@ class Plan:
         """What has no effect, and what a width costs elsewhere."""
         return notes_of(self)
 
-    def memory(
-        self, stored: torch.dtype, forward: torch.dtype, *, measured: bool = False
-    ) -> dict[str, int]:
-        """Bytes in memory at the fullest moment, by purpose: `costs.memory`."""
-        return costs.memory(self, stored, forward, measured=measured)
-
-    def operations(self) -> dict[str, float]:
-        """Floating-point operations by purpose, of products that grow with text or width alone.
+    def forecast(self, how: How, machine: Machine | None = None) -> Forecast:
+        """Memory, operations and disk of every phase, and times by the rates of a machine.
 
         Where there are several candidates, each is fitted briefly, and one of them then in full.
+
+        Args:
+            how: where and in what it is done (`How.of`).
+            machine: measured (`coec.planning.measuring.here`) or known by its data sheet
+                (`coec.planning.machines.named`); None for no times.
         """
-        found = costs.operations(self)
-        if written := self.recipe.calibration.written:
-            found["sampling text"] = 2.0 * self.parameters_before * written * self.seq_len
-        plans = Plan.candidates(self.model, self.recipe)
-        for plan in plans.values() if len(plans) > 1 else ():
-            for name, count in costs.operations(plan.briefly()).items():
-                found[name] += count
-        return found
+        return Forecast.of(self, how, machine)
 
     def record(self) -> dict[str, Any]:
         """What `--dry-run --json` prints and the report keeps."""

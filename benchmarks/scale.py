@@ -1,0 +1,205 @@
+"""Plans for models of 70 to 405 billion parameters, on one GPU and on many: docs/SCALE.md.
+
+    python -m benchmarks.scale [--write docs/SCALE.md]
+
+Nothing is measured: sizes are of public configurations, rates of data sheets. `--write` replaces
+the tables in the document, each between two comments.
+"""
+
+import argparse
+import functools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import coec
+from benchmarks import record
+from coec.models.description import Description
+from coec.planning import Forecast, How, Plan, named
+from coec.planning.forecast import readable
+from coec.planning.phases import Phase
+
+COMMON = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
+    "max_position_embeddings": 8192, "rope_theta": 500000.0, "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu",
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama-3-70B": {
+        **COMMON, "hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128_256,
+    },
+    "Qwen2.5-72B": {
+        **COMMON, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2",
+        "hidden_size": 8192, "intermediate_size": 29_568, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 152_064,
+        "rope_theta": 1e6,
+    },
+    "Llama-3.1-405B": {
+        **COMMON, "hidden_size": 16_384, "intermediate_size": 53_248, "num_hidden_layers": 126,
+        "num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128_256,
+    },
+}  # fmt: skip
+"""Public dimensions."""
+RECIPES: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "paper, solve_dtype = float32": {"solve_dtype": "float32"},
+    "fast": {"preset": "fast"},
+}
+PLACES = (("rtx4090", 1), ("h100", 8), ("h100", 64))
+"""GPUs, and how many of them."""
+SHARED_STORAGE, DISK = 1e10, 2e9
+"""Bytes per second to what all workers see, and from the disk that the weights are on: assumed."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One model and recipe at one place.
+
+    Attributes:
+        forecast: of one GPU.
+        gpus: how many.
+        statistics: bytes of the Grams of all blocks.
+        weights: bytes of the dense model.
+    """
+
+    forecast: Forecast
+    gpus: int
+    statistics: float
+    weights: float
+
+    def fits(self, name: str, *, certainly: bool = False) -> bool:
+        """Whether the least that a phase takes is there; or all that it is planned to."""
+        held = next((one for one in self.forecast.held if one.phase == name), None)
+        assert self.forecast.machine is not None
+        room = self.forecast.machine.device_bytes
+        if held is None or room is None:
+            return True
+        return (sum(held.device.values()) if certainly else held.least[0]) <= room
+
+    def time(self, phase: Phase) -> str:
+        """In words."""
+        if not self.fits(phase.name):
+            return "does not fit"
+        sure = self.fits(phase.name, certainly=True)
+        return readable(self.seconds(phase)) + ("" if sure else " (close)")
+
+    def seconds(self, phase: Phase) -> float:
+        """Of one phase: its tasks go to the GPUs, the most to one of them counts."""
+        whole = self.forecast.seconds[phase.name].typical
+        return whole * math.ceil(phase.tasks / self.gpus) / phase.tasks
+
+    @property
+    def adding(self) -> float:
+        """Seconds in which the statistics of all workers are added up."""
+        return 0.0 if self.gpus == 1 else 2 * self.gpus * self.statistics / SHARED_STORAGE
+
+    @property
+    def reading(self) -> float:
+        """Seconds of reading every weight: for the checks, and again where blocks are run."""
+        return 2 * self.weights / DISK
+
+    @property
+    def total(self) -> float | None:
+        """Of all; None where a phase does not fit."""
+        phases = self.forecast.phases
+        if not all(self.fits(phase.name) for phase in phases):
+            return None
+        return sum(map(self.seconds, phases)) + self.adding + self.reading
+
+
+@functools.cache
+def described(model: str) -> Description:
+    """Built once: its skeleton takes seconds."""
+    return Description.of(MODELS[model])
+
+
+@functools.cache
+def plan_of(model: str, recipe: str) -> Plan:
+    """The plan of one model."""
+    return Plan.of(described(model), coec.Recipe.of(**RECIPES[recipe]))
+
+
+def planned(model: str, recipe: str, machine: str, gpus: int) -> Planned:
+    """What a plan takes at one place."""
+    plan = plan_of(model, recipe)
+    how = How.of(plan, torch.device("cuda"))
+    statistics = 8.0 * sum(site.columns**2 for site in plan.model.layout.sites)
+    weights = float(plan.parameters_before * how.stored.itemsize)
+    return Planned(plan.forecast(how, named(machine)), gpus, statistics, weights)
+
+
+def table(model: str, recipe: str) -> str:
+    """Markdown: memory and operations of every phase, and its time at every place."""
+    places = [planned(model, recipe, *place) for place in PLACES]
+    first = places[0].forecast
+    held = {one.phase: one for one in first.held}
+    rows = []
+    for phase in first.phases:
+        own = held.get(phase.name)
+        sizes = ["", ""]
+        if own is not None:
+            host = sum(size for name, size in own.host.items() if name != "program")
+            sizes = [_size(sum(own.device.values())), _size(host)]
+        times = [one.time(phase) for one in places]
+        rows.append([phase.name, *sizes, f"{phase.operations:.1e}" if phase.operations else "",
+                     *times])  # fmt: skip
+    rows.append(["reading the disk", "", "", "", *(readable(one.reading) for one in places)])
+    rows.append([
+        "adding up statistics", "", "", "",
+        *(readable(one.adding) if one.adding else "" for one in places),
+    ])  # fmt: skip
+    totals = ["–" if one.total is None else readable(one.total) for one in places]
+    everything = sum(phase.operations for phase in first.phases)
+    rows.append(["all", "", "", f"{everything:.1e}", *totals])
+    columns = [f"{count} × {_called(name)}" for name, count in PLACES]
+    disk = f"Disk: {first.output / 1e9:.0f} GB, and {first.partial / 1e9:.0f} GB meanwhile."
+    heading = ["phase", "device, GB", "host, GB", "operations", *columns]
+    return f"{record.table(heading, rows)}\n\n{disk}"
+
+
+def _called(machine: str) -> str:
+    return {"rtx4090": "24 GB", "h100": "80 GB"}[machine]
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:.1f}" if size else ""
+
+
+def tables() -> dict[str, str]:
+    """Every table, by model and recipe."""
+    return {f"{model}, {recipe}": table(model, recipe) for model in MODELS for recipe in RECIPES}
+
+
+def between(name: str) -> tuple[str, str]:
+    """The comments that a table stands between in the document."""
+    return f"<!-- {name} -->", f"<!-- end of {name} -->"
+
+
+def written(text: str) -> str:
+    """The document with its tables made again."""
+    for name, made in tables().items():
+        first, last = between(name)
+        before, rest = text.split(first)
+        text = f"{before}{first}\n{made}\n{last}{rest.split(last)[1]}"
+    return text
+
+
+def main() -> None:
+    """Prints the tables, or writes them into the document."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--write", type=Path, metavar="DOCUMENT")
+    chosen = parser.parse_args()
+    if chosen.write is not None:
+        text = chosen.write.read_text(encoding="utf-8")
+        chosen.write.write_text(written(text), encoding="utf-8")
+        return
+    for name, made in tables().items():
+        print(f"### {name}\n\n{made}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Where and in what a run is done."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from coec.devices import DTYPES, choose_forward_dtype, choose_solve_dtype, stored_dtype
+
+if TYPE_CHECKING:
+    from coec.planning.plan import Plan
+
+
+@dataclass(frozen=True)
+class How:
+    """Where and in what a run is done.
+
+    Attributes:
+        device: cpu or cuda.
+        stored, forward, written: dtypes of the dense weights, of the dense pass, of the result.
+        solve: that of the compensation.
+        measured: there are statistics already, and no text is run.
+    """
+
+    device: str
+    stored: torch.dtype
+    forward: torch.dtype
+    written: torch.dtype
+    solve: torch.dtype
+    measured: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        plan: "Plan",
+        device: torch.device,
+        stored: torch.dtype | None = None,
+        *,
+        measured: bool = False,
+    ) -> "How":
+        """As a run of a plan would be done on a device.
+
+        Args:
+            plan: what is asked for.
+            device: where.
+            stored: the dtype of the weights; None for what the configuration says.
+            measured: whether statistics are given.
+        """
+        repair = plan.recipe.repair
+        stored = stored_dtype(plan.output.config) if stored is None else stored
+        return cls(
+            device.type,
+            stored,
+            choose_forward_dtype(plan.recipe.calibration.forward_dtype, stored, device),
+            DTYPES[repair.dtype] if repair.dtype else stored,
+            choose_solve_dtype(repair.solve_dtype, device),
+            measured,
+        )
+
+    @property
+    def passes(self) -> str:
+        """The forward dtype, by name."""
+        return str(self.forward).removeprefix("torch.")
+
+    @property
+    def solves(self) -> str:
+        """The dtype of the compensation, by name."""
+        return str(self.solve).removeprefix("torch.")
