@@ -51,8 +51,8 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 PLACES = (("rtx4090", 1), ("h100", 8), ("h100", 64))
 """GPUs, and how many of them."""
-SHARED_STORAGE, DISK = 1e10, 2e9
-"""Bytes per second to what all workers see, and from the disk that the weights are on: assumed."""
+NETWORK, DISK = 1e10, 2e9
+"""Bytes per second between machines, and from the disk that the weights are on: assumed."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,14 @@ class Planned:
         gpus: how many.
         statistics: bytes of the Grams of all blocks.
         weights: bytes of the dense model.
+        blocks: of the model.
     """
 
     forecast: Forecast
     gpus: int
     statistics: float
     weights: float
+    blocks: int
 
     def fits(self, name: str, *, certainly: bool = False) -> bool:
         """Whether the least that a phase takes is there; or all that it is planned to."""
@@ -94,13 +96,22 @@ class Planned:
 
     @property
     def adding(self) -> float:
-        """Seconds in which the statistics of all workers are added up."""
-        return 0.0 if self.gpus == 1 else 2 * self.gpus * self.statistics / SHARED_STORAGE
+        """Seconds by which the dense pass is longer than a share of it, as sums are passed on.
+
+        Every worker adds to a block's sums what it has, and hands them to the next: of a row of
+        workers the last is that many blocks behind the first.
+        """
+        if self.gpus == 1:
+            return 0.0
+        [dense] = [one for one in self.forecast.phases if one.name == "calibrating"]
+        stream = self.seconds(dense) / self.blocks
+        hop = 2 * self.statistics / self.blocks / NETWORK
+        return (self.blocks + self.gpus - 1) * (stream + hop) - self.blocks * stream
 
     @property
     def reading(self) -> float:
-        """Seconds of reading every weight: for the checks, and again where blocks are run."""
-        return 2 * self.weights / DISK
+        """Seconds of reading every weight."""
+        return self.weights / DISK
 
     @property
     def total(self) -> float | None:
@@ -126,10 +137,10 @@ def plan_of(model: str, recipe: str) -> Plan:
 def planned(model: str, recipe: str, machine: str, gpus: int) -> Planned:
     """What a plan takes at one place."""
     plan = plan_of(model, recipe)
-    how = How.of(plan, torch.device("cuda"))
+    how = How.of(plan, torch.device("cuda"), machine=named(machine))
     statistics = 8.0 * sum(site.columns**2 for site in plan.model.layout.sites)
     weights = float(plan.parameters_before * how.stored.itemsize)
-    return Planned(plan.forecast(how, named(machine)), gpus, statistics, weights)
+    return Planned(plan.forecast(how, named(machine)), gpus, statistics, weights, plan.dense.layers)
 
 
 def table(model: str, recipe: str) -> str:
@@ -149,7 +160,7 @@ def table(model: str, recipe: str) -> str:
                      *times])  # fmt: skip
     rows.append(["reading the disk", "", "", "", *(readable(one.reading) for one in places)])
     rows.append([
-        "adding up statistics", "", "", "",
+        "passing sums on", "", "", "",
         *(readable(one.adding) if one.adding else "" for one in places),
     ])  # fmt: skip
     totals = ["–" if one.total is None else readable(one.total) for one in places]

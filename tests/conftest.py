@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from coec.compensation.auto import CANDIDATES, SOLVERS
 from coec.compensation.coec import coec
 from coec.settings import CoecOptions
+from machines import small_machine
 from places import SHARED
 
 TESTS = Path(__file__).resolve().parent
@@ -145,13 +146,3 @@ def _known_machine(tmp_path_factory):
         patch.setenv("XDG_CACHE_HOME", str(folder))
         measuring.keep(torch.device("cpu"), small_machine())
         yield
-
-
-def small_machine():
-    """A machine of round numbers."""
-    from coec.planning.machines import Machine
-
-    kinds = ("product", "attention", "eigh", "svd", "cholesky", "triangular", "elementwise")
-    rates = dict.fromkeys((*kinds, "reduce", "digest", "link"), ((1.0, 1000000000.0),))
-    rates |= {"call": ((1.0, 1e5),), "tokenise": ((1.0, 1e6),), "import": ((1.0, 0.2),)}
-    return Machine("a small machine", "cpu", rates)

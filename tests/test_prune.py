@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import coec
 import tiny_models as tm
 from coec import pruning, writing
+from coec.calibration import measure
 from coec.errors import OptionError, OutputError
 from coec.models import dense as dense_module
 from coec.models import description
@@ -296,7 +297,7 @@ def test_the_working_precision_is_decided_before_any_work(
         return getattr(torch, chosen if setting == "auto" else setting)
 
     identity = pruning._identity
-    monkeypatch.setattr(pruning, "choose_solve_dtype", choose)
+    monkeypatch.setattr(measure, "choose_solve_dtype", choose)
     monkeypatch.setattr(pruning, "_identity", lambda *a: begun.append(identity(*a)) or begun[-1])
     report = coec.prune(
         dense, tmp_path / "out", calibration=tokens, compensation="rcpu", **SETTINGS

@@ -16,7 +16,7 @@ from coec.planning import How, Plan, Room, check_room, close, disk, named, room
 from coec.planning.machines import Machine
 from coec.recipe import Recipe
 from coec.writing import space_needed
-from conftest import small_machine
+from machines import small_machine
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LARGE = MODELS["Llama-3-70B"]
@@ -33,7 +33,12 @@ def folder(tmp_path_factory):
 
 def planned(folder, device=CPU, **settings):
     plan = coec.plan(folder, **{**SMALL, **settings})
-    return plan, How.of(plan, device)
+    return plan, how_on(plan, device)
+
+
+def how_on(plan, device):
+    """A GPU is one that is not here."""
+    return How.of(plan, device, machine=named("h100") if device is CUDA else None)
 
 
 def names(folder, **settings):
@@ -43,8 +48,8 @@ def names(folder, **settings):
 
 def test_phases_are_those_of_the_run(folder):
     assert names(folder) == [
-        "starting", "checking", "loading weights", "calibrating", "solving attention",
-        "solving mlp", "writing",
+        "starting", "checking", "reading weights", "loading weights", "calibrating",
+        "solving attention", "solving mlp", "writing",
     ]  # fmt: skip
     best = names(folder, preset="best")
     assert best[:3] == ["starting", "checking", "sampling text"]
@@ -135,7 +140,7 @@ def test_autograd_is_part_of_what_a_fit_holds(folder):
 def test_narrow_dtypes_make_attention_maps_in_a_fit(folder):
     """They have no difference quotient, and forward mode has no fused attention."""
     plan = coec.plan(folder, preset="best", samples=128, seq_len=64, forward_dtype="bfloat16")
-    narrow = How.of(plan, CUDA)
+    narrow = how_on(plan, CUDA)
     wide = replace(narrow, forward=torch.float32)
     fit = [
         {one.phase: one for one in plan.forecast(how).held}["fitting attention"].device["fit"]
@@ -173,7 +178,7 @@ def test_a_solve_that_cannot_fit_is_refused_and_told_what_helps(settings, advice
     """On a device with room for the least that everything else takes."""
     model = Description.of(LARGE)
     plan = Plan.of(model, Recipe.of(**settings))
-    how = How.of(plan, CUDA)
+    how = how_on(plan, CUDA)
     least = {one.phase: one.least[0] for one in plan.forecast(how).held}
     assert max(least, key=lambda phase: least[phase]) == "solving mlp"
     check_room(plan, how, Room(least["solving mlp"], None))

@@ -73,16 +73,16 @@ def test_a_step_takes_the_work_in_the_table(one, aligned, monkeypatch):
         monkeypatch.setattr(conjugate_module, name, run)
 
     counted("retract_cholesky", "trials")
-    real = conjugate_module._multiplier
+    real = conjugate_module._tangent
 
-    def multiplier(divide, *args):
+    def tangent(divide, *args):
         def count(X):
             seen["inner"] += 1
             return divide(X)
 
         return real(count, *args)
 
-    monkeypatch.setattr(conjugate_module, "_multiplier", multiplier)
+    monkeypatch.setattr(conjugate_module, "_tangent", tangent)
     W, gram = problems.weight(one.m, one.d), problems.gram("power law", one.d, tokens=4 * one.d)
     value = problems.weight(one.k, 40) if aligned else None
     counts, notes = {}, {}

@@ -67,7 +67,8 @@ def show_plan(plan: "Plan", model: str, out: Path | None, asked: Asked) -> None:
     else:
         device = choose_device(plan.recipe.runtime.device)
         machine, room = _here(device, measure=asked.measure), Room.of(device)
-    how = How.of(plan, device, measured=asked.measured)
+    elsewhere = None if asked.machine is None else machine
+    how = How.of(plan, device, measured=asked.measured, machine=elsewhere)
     check_room(plan, how, room)
     close_to = close(plan, how, room)
     forecast = plan.forecast(how, machine)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from coec.devices import DTYPES, choose_forward_dtype, choose_solve_dtype, stored_dtype
+from coec.planning.machines import Machine
 
 if TYPE_CHECKING:
     from coec.planning.plan import Plan
@@ -37,6 +38,7 @@ class How:
         stored: torch.dtype | None = None,
         *,
         measured: bool = False,
+        machine: Machine | None = None,
     ) -> "How":
         """As a run of a plan would be done on a device.
 
@@ -45,6 +47,7 @@ class How:
             device: where.
             stored: the dtype of the weights; None for what the configuration says.
             measured: whether statistics are given.
+            machine: where that is not here: its data sheet decides what this device would.
         """
         repair = plan.recipe.repair
         stored = stored_dtype(plan.output.config) if stored is None else stored
@@ -53,7 +56,9 @@ class How:
             stored,
             choose_forward_dtype(plan.recipe.calibration.forward_dtype, stored, device),
             DTYPES[repair.dtype] if repair.dtype else stored,
-            choose_solve_dtype(repair.solve_dtype, device),
+            choose_solve_dtype(repair.solve_dtype, device)
+            if machine is None
+            else machine.solve_dtype(repair.solve_dtype),
             measured,
         )
 

@@ -10,6 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import torch
+
+from coec.devices import DTYPES, USEFUL
 from coec.errors import OptionError
 
 Kernel = Literal[
@@ -78,6 +81,13 @@ class Machine:
         """Per second, at its size."""
         points = self.rates.get(f"{work.kernel} {work.dtype}".strip())
         return _interpolated(points or self.rates[work.kernel], work.size)
+
+    def solve_dtype(self, asked: str) -> torch.dtype:
+        """As `choose_solve_dtype` would decide there: by the rates of large products."""
+        if asked != "auto":
+            return DTYPES[asked]
+        double, single = (self.rates[f"product {n}"][-1][1] for n in ("float64", "float32"))
+        return torch.float64 if double >= USEFUL * single else torch.float32
 
     def record(self) -> dict[str, Any]:
         """JSON-ready."""

@@ -67,6 +67,7 @@ def phases(plan: "Plan", how: How, length: Length = "typical") -> list[Phase]:
         found.append(Phase("sampling text", "reading text", tuple(of.sampling())))
     if not plan.decided:
         found.append(Phase("allocating", "allocating", tuple(of.allocating())))
+    found.append(of.reading())
     if plan.recipe.rebuilding.in_order:
         found += of.rebuilding()
     else:
@@ -91,13 +92,21 @@ class _Work:
         self.facts = Facts(plan, how)
 
     def checking(self) -> list[Work]:
-        """Imports apart: the model is opened, its weights are read, and a text is tokenised."""
+        """Imports apart: the model is opened, and a text is tokenised."""
         plan = self.plan
-        once = plan.parameters_before * self.how.stored.itemsize
         calls = OPENING[0] + OPENING[1] * plan.dense.layers
-        found = [Work("digest", float(once)), Work("call", 1.0, 1.0, calls)]
+        found = [Work("call", 1.0, 1.0, calls)]
         text = 0 if self.how.measured else characters(plan)
         return [*found, Work("tokenise", float(text))] if text else found
+
+    def reading(self) -> Phase:
+        """Every weight once, its digest too, a block ahead of what is computed."""
+        if self.recipe.rebuilding.in_order:
+            lap = "rebuilding"
+        else:
+            lap = "solving" if self.how.measured else "calibrating"
+        once = self.plan.parameters_before * self.how.stored.itemsize
+        return Phase("reading weights", lap, (Work("digest", float(once)),))
 
     def sampling(self) -> list[Work]:
         """Windows that the model writes, the whole of it in memory."""

@@ -134,17 +134,18 @@ JOINT_STEP: dict[str, Part] = {
     ),
     "elementwise": Part(
         "elementwise",
-        lambda o, c: 8.0 * ((68 + 3 * c.inner) * o.b * o.k + (113 + 26 * c.inner) * o.b**2),
+        lambda o, c: 8.0 * ((50 + 3 * c.inner) * o.b * o.k + (98 + 10 * c.inner) * o.b**2),
         _bytes,
     ),
     "elementwise, alignment": Part(
         "elementwise",
-        lambda o, c: 8.0 * (33 * o.b * o.k + (49 + c.inner) * RANK**4) * c.aligned,
+        lambda o, c: 8.0 * c.aligned
+        * ((21 + 3 * c.inner) * o.b * o.k + (20 + 1.2 * c.inner) * RANK**4),
         _bytes,
     ),
     "calls": Part(
         "call", lambda o, c: 1.0, lambda o: 1.0,
-        lambda c: 200 + 45 * c.trials + 12 * c.inner + c.aligned * (130 + 22 * c.inner),
+        lambda c: 111 + 74 * c.trials + 19 * c.inner + c.aligned * (116 + 15 * c.inner),
     ),
 }  # fmt: skip
 """One step of `joint`, without the polar factor of the left side at every trial."""
