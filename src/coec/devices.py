@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from coec import __version__
-from coec.errors import OptionError
+from coec.errors import OptionError, first_line
 from coec.settings import DTYPE_NAMES
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
@@ -49,7 +49,7 @@ def choose_device(device: str) -> torch.device:
         chosen = torch.device(device)
         torch.ones(1, device=chosen).item()  # a device that holds no data, such as meta, fails
     except Exception as error:  # backends that are not there raise errors of many kinds
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise OptionError(f"device '{device}' cannot be used: {reason}") from error
     return chosen
 

@@ -5,6 +5,14 @@ prints it as it is, without a traceback, and exits with status 1. What to change
 keyword argument, `seq_len=64`, of which the command makes a flag (`coec.cli.spelling`).
 """
 
+LONGEST = 200
+"""Characters that are told of somebody else's error."""
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's error says, on one line; its kind where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:LONGEST]
+
 
 class CoecError(Exception):
     """Base of all errors raised on purpose by this package."""

@@ -48,7 +48,7 @@ class HandingOut:
     def blocks(self, skip: Container[int], progress: Progress | None) -> Iterator[Solved]:
         """The blocks that are not in `skip`, as they are finished.
 
-        LostError work is done again: of a block in flight all of it, of a worker's windows what is
+        Lost work is done again: of a block in flight all of it, of a worker's windows what is
         needed to go on.
 
         Raises:
@@ -69,8 +69,7 @@ class HandingOut:
             for reference in finished:
                 arriving = flying.pop(reference)
                 try:
-                    with cluster.translated():
-                        handed: Handed = ray.get(reference)
+                    handed: Handed = cluster.get(reference)
                 except LostError as error:
                     losses += 1
                     if losses > RETRIES * len(self.dense.layout.blocks):

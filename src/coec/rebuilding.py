@@ -26,7 +26,6 @@ from coec.events import Progress, record, recording
 from coec.execution.cluster import RETRIES, LostError, lost
 from coec.execution.journal import Journal
 from coec.linalg.spd import solve_right
-from coec.models.ahead import ReadAhead
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.files import write_json
@@ -156,6 +155,7 @@ class SideBySide:
     ) -> None:
         self._dense, self._plan, self._how = dense, plan, plan.recipe.rebuilding
         self._team, self._device, self._dtype, self._written = team, device, dtype, written
+        self._held_out = bool(plan.recipe.calibration.holdout)
         self._smaller = {s.key: s for s in Description.of(plan.output.config).layout.sites}
 
     def blocks(
@@ -179,18 +179,17 @@ class SideBySide:
             CoecError: as `solve_site`; or work was lost too often.
         """
         blocks = self._dense.layout.blocks
-        with ReadAhead(self._dense, last=len(blocks) - 1) as ahead:
-            for block in blocks:
-                if block.index not in solved:
-                    solve = functools.partial(self._solve, block, ahead.tensors(block))
-                    result = self._standing(block.index, finished, solve)
-                    yield result
-                    # As it is written: a run that goes on from the disk has nothing else. Where a
-                    # place is lost meanwhile, it is brought there before the next block.
-                    with contextlib.suppress(LostError):
-                        self._team.do("go_past", block.index, result.tensors)
-                if progress:
-                    progress(phase, block.index + 1, len(blocks))
+        for block in blocks:
+            if block.index not in solved:
+                solve = functools.partial(self._solve, block)
+                result = self._standing(block.index, finished, solve)
+                yield result
+                # As it is written: a run that goes on from the disk has nothing else. Where a place
+                # is lost meanwhile, it is brought there before the next block.
+                with contextlib.suppress(LostError):
+                    self._team.do("go_past", block.index, result.tensors)
+            if progress:
+                progress(phase, block.index + 1, len(blocks))
 
     def end(self, finished: Finished) -> Ending:
         """What the pruned model's end needs, and how well it predicts; after the last block."""
@@ -214,8 +213,7 @@ class SideBySide:
         raise AssertionError
 
     def _end(self) -> Ending:
-        held = any(True for _ in self._team.all("numbers", "held"))
-        kind: Kind = "held" if held else "fit"
+        kind: Kind = "held" if self._held_out else "fit"
 
         def score(norm: Tensor | None = None, *, dense: bool = False) -> Score:
             sums = Prediction()
@@ -224,7 +222,7 @@ class SideBySide:
             return Score.of(sums)
 
         facts = {
-            "windows": "held out" if held else "fitted",
+            "windows": "held out" if self._held_out else "fitted",
             "dense": score(dense=True).perplexity,
         }
         plain = score()
@@ -243,7 +241,8 @@ class SideBySide:
         best = asdict(fitted if taken else plain)
         return Ending(norm if taken else None, {**facts, **best, "final_norm": tried})
 
-    def _solve(self, block: BlockLayout, tensors: dict[str, Tensor]) -> Solved:
+    def _solve(self, block: BlockLayout) -> Solved:
+        tensors = self._dense.tensors(block)
         self._team.do("open", block.index)
         self._weigh()
         cuts, rows = [], []
@@ -325,7 +324,6 @@ class SideBySide:
             ask = functools.partial(self._team.all, "product", kind)
             return LeastSquares(ask, self._how.curvature)
 
-        held = any(True for _ in self._team.all("numbers", "held"))
         wide = torch.promote_types(self._dtype, torch.float32)
         theta = {
             name: written[r.tensor][r.start : r.stop].to(self._device, wide)
@@ -334,7 +332,7 @@ class SideBySide:
         steps = self._how.reconstruct
         with recording() as events:
             found = fit(
-                problem("fit"), problem("held") if held else None, theta,
+                problem("fit"), problem("held") if self._held_out else None, theta,
                 steps=steps if site.value is None else min(steps, ATTENTION_STEPS),
                 iterations=self._how.inner, damping=self._how.damping,
                 seed=own_seed(self._plan.recipe.calibration.seed, site.block),

@@ -18,6 +18,7 @@ from torch.func import functional_call
 from coec.calibration.head import Head
 from coec.calibration.layers import Layers, State, to_host
 from coec.calibration.prediction import Prediction
+from coec.calibration.stream import LEAST_BATCHES, in_parts
 from coec.models.ahead import ReadAhead
 from coec.models.dense import Dense
 from coec.models.description import Description
@@ -27,7 +28,7 @@ from coec.planning import Plan
 from coec.reconstruction import Batch, Products
 from coec.types import GramSum
 
-PARTS = 8
+PARTS = LEAST_BATCHES
 """So many summands every sum over the windows has, where there are batches enough."""
 Kind = Literal["fit", "held"]
 
@@ -142,7 +143,7 @@ class Pair:
             self.begin()
         return [self._at]
 
-    def numbers(self, kind: Kind) -> Iterator[int]:
+    def _numbers(self, kind: Kind) -> Iterator[int]:
         """Of the batches."""
         return (n for part in self._parts[kind] for n in part)
 
@@ -303,7 +304,7 @@ class Pair:
         """
         head = self._head
         states = self._above if dense else self._below
-        for number in self.numbers(kind):
+        for number in self._numbers(kind):
             yield head.predicted(
                 states[number], self._above[number], self._batches[number].ids, norm
             )
@@ -311,7 +312,7 @@ class Pair:
     def norms(self) -> Iterator[tuple[Float[Tensor, " h"], Float[Tensor, " h"]]]:
         """`Σ n̂ n` and `Σ n̂²` of every batch fitted on, as in `rescaled_norm`."""
         head = self._head
-        for number in self.numbers("fit"):
+        for number in self._numbers("fit"):
             yield head.norm_sums(self._below[number], self._above[number])
 
     @cached_property
@@ -349,22 +350,13 @@ def given_of(
     fit = windows.split(size)
     held = () if held_out is None else held_out.split(size)
     numbered = [Numbered(n, ids) for n, ids in enumerate((*fit, *held))]
-    kinds: dict[Kind, list[list[Numbered]]] = {
-        "fit": _cut(numbered[: len(fit)], PARTS), "held": _cut(numbered[len(fit) :], PARTS)
-    }  # fmt: skip
+    kinds: dict[Kind, Parts] = {
+        "fit": in_parts(numbered[: len(fit)], min(PARTS, len(fit))),
+        "held": in_parts(numbered[len(fit) :], min(PARTS, len(held))),
+    }
     places = min(places, len(kinds["fit"]))
-    return [
-        {kind: parts[p * len(parts) // places : (p + 1) * len(parts) // places]
-         for kind, parts in kinds.items()}
-        for p in range(places)
-    ]  # fmt: skip
-
-
-def _cut(batches: list[Numbered], count: int) -> list[list[Numbered]]:
-    """In as many parts of consecutive batches, or as there are batches."""
-    count = min(count, len(batches))
-    return [batches[p * len(batches) // count : (p + 1) * len(batches) // count]
-            for p in range(count)]  # fmt: skip
+    shares = [in_parts(parts, places) for parts in kinds.values()]
+    return [dict(zip(kinds, own, strict=True)) for own in zip(*shares, strict=True)]
 
 
 def weights_of(squares: Float[Tensor, "n length"], least: float) -> Float[Tensor, "n length"]:

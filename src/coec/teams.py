@@ -7,21 +7,22 @@ in the order of the windows.
 import itertools
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from coec.calibration.layers import TOKENS_PER_BATCH
 from coec.calibration.measure import DensePass, Source
 from coec.calibration.shares import SharedPass
+from coec.calibration.stream import batch_size
 from coec.errors import OptionError
 from coec.execution.cluster import Cluster, LostError, begin
 from coec.models.dense import Dense
 from coec.planning import Plan
-from coec.side_by_side import PARTS, Given, Pair, Seen, given_of
+from coec.side_by_side import Given, Pair, Seen, given_of
 from coec.types import GramSum
 
 Finished = Callable[[int], Mapping[str, Tensor] | None]
@@ -36,9 +37,10 @@ class NothingKeptError(Exception):
     """A place was lost, and what was solved before is not there to go on from."""
 
 
-class Team(Protocol):
+class Team(ABC):
     """All places together."""
 
+    @abstractmethod
     def all(self, name: str, *arguments: Any) -> Iterable[Any]:
         """What a method of `Pair` returns, of all places in their order; begun at once.
 
@@ -48,7 +50,10 @@ class Team(Protocol):
 
     def do(self, name: str, *arguments: Any) -> None:
         """The same for a method that returns nothing; done when this returns."""
+        for _ in self.all(name, *arguments):
+            pass
 
+    @abstractmethod
     def bring_to(self, index: int, finished: Finished) -> None:
         """Has every place stand before a block, or behind the last.
 
@@ -58,7 +63,7 @@ class Team(Protocol):
         """
 
 
-class Here:
+class Here(Team):
     """A team of one, in this process."""
 
     def __init__(self, pair: Pair) -> None:
@@ -67,10 +72,6 @@ class Here:
     def all(self, name: str, *arguments: Any) -> Iterable[Any]:
         found: Iterable[Any] = getattr(self.pair, name)(*arguments)
         return found
-
-    def do(self, name: str, *arguments: Any) -> None:
-        for _ in self.all(name, *arguments):
-            pass
 
     def bring_to(self, index: int, finished: Finished) -> None:
         [at] = self.pair.stand(index)
@@ -108,7 +109,7 @@ class _Place:
         return socket.gethostname()
 
 
-class OnCluster:
+class OnCluster(Team):
     """A team of processes of a cluster; one that is lost is begun anew, on another node if need be.
 
     Args:
@@ -140,10 +141,6 @@ class OnCluster:
         handed = self._cluster.ray.put(_on_cpu(arguments))
         return self._awaited([place.run.remote(name, handed) for place in self._places])
 
-    def do(self, name: str, *arguments: Any) -> None:
-        for _ in self.all(name, *arguments):
-            pass
-
     def bring_to(self, index: int, finished: Finished) -> None:
         numbers = range(len(self._places))
         asked = [self._stand(n, index) for n in numbers]
@@ -173,9 +170,7 @@ class OnCluster:
 
     def hosts(self) -> list[str]:
         """The machine of every place."""
-        with self._cluster.translated():
-            found: list[str] = self._cluster.ray.get([p.host.remote() for p in self._places])
-            return found
+        return self._cluster.hosts(self._places)
 
     def end(self) -> None:
         """Ends all places."""
@@ -183,13 +178,7 @@ class OnCluster:
             self._cluster.ray.kill(place)
 
     def _awaited(self, references: Sequence[Any]) -> Iterator[Any]:
-        def answers() -> Iterator[list[Any]]:
-            for reference in references:
-                with self._cluster.translated():
-                    answer = self._cluster.ray.get(reference)
-                yield answer
-
-        return itertools.chain.from_iterable(answers())
+        return itertools.chain.from_iterable(map(self._cluster.get, references))
 
 
 @contextmanager
@@ -204,7 +193,7 @@ def team_of(source: Source, dense: Dense, plan: Plan, written: torch.dtype) -> I
     """
     assert isinstance(source, DensePass)  # statistics are refused before
     windows, held_out = source.parts()
-    size = max(1, min(TOKENS_PER_BATCH // windows.shape[1], len(windows) // PARTS))
+    size = batch_size(windows.shape[1], len(windows))
     how: dict[str, Any] = {"device": source.device, "dtype": source.dtype, "written": written}
     if not isinstance(source, SharedPass):
         [given] = given_of(windows, held_out, size)

@@ -19,7 +19,7 @@ from torch import Tensor
 from coec.calibration.layers import State
 from coec.calibration.measure import DensePass, SavedPass, Source
 from coec.calibration.statistics import Statistics
-from coec.calibration.stream import DenseStream, Measured, Sums, batch_size
+from coec.calibration.stream import DenseStream, Measured, Sums, batch_size, in_parts
 from coec.devices import choose_solve_dtype
 from coec.errors import OptionError
 from coec.events import Progress
@@ -175,8 +175,7 @@ class SharedPass(DensePass):
             for attempt in range(RETRIES + 1):
                 arriving = self.arriving(index, oldest=index)
                 try:
-                    with self.cluster.translated():
-                        sums = self.cluster.ray.get(arriving.sums)
+                    sums = self.cluster.get(arriving.sums)
                     break
                 except LostError as error:
                     if attempt == RETRIES:
@@ -191,16 +190,14 @@ class SharedPass(DensePass):
         """As a worker's device has it: the leading process may have none like it."""
         if asked != "auto" or self.device.type == "cpu":
             return super().solve_dtype(asked)
-        ray = self.cluster.ray
-        choose = ray.remote(**self.cluster.half(self.device))(choose_solve_dtype)
-        with self.cluster.translated():
-            chosen: torch.dtype = ray.get(choose.remote(asked, self.device))
-            return chosen
+        choose = self.cluster.ray.remote(**self.cluster.half(self.device))(choose_solve_dtype)
+        chosen: torch.dtype = self.cluster.result(choose.remote(asked, self.device))
+        return chosen
 
     def account(self) -> dict[str, Any]:
         """The windows of every worker that ran, and its host."""
         if self._row:
-            hosts = self.cluster.ray.get([worker.host.remote() for worker, _ in self._row])
+            hosts = self.cluster.hosts([worker for worker, _ in self._row])
             given = shares(*self.parts(), self.workers)
             self.note(hosts, [(len(f), 0 if h is None else len(h)) for f, h in given])
         return {"workers": self._account}
@@ -297,16 +294,13 @@ def shares(
 
     With more workers than batches there are as many shares as batches.
     """
-    size = batch_size(windows)
+    size = batch_size(windows.shape[1])
     fit, held = windows.split(size), () if held_out is None else held_out.split(size)
     count = min(count, len(fit))
-    found: list[Given] = []
-    for n in range(count):
-        own, others = (
-            part[n * len(part) // count : (n + 1) * len(part) // count] for part in (fit, held)
-        )
-        found.append((torch.cat(own), torch.cat(others) if others else None))
-    return found
+    return [
+        (torch.cat(list(own)), torch.cat(list(others)) if others else None)
+        for own, others in zip(in_parts(fit, count), in_parts(held, count), strict=True)
+    ]
 
 
 def statistics_bytes(dense: Dense, calibration: Calibration) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from coec.errors import CalibrationError
+from coec.errors import CalibrationError, first_line
 
 WIKITEXT2 = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 C4 = "allenai/c4"
@@ -251,5 +251,5 @@ def _load(name: str, read: Callable[[Callable[..., Any]], Any]) -> Any:
     except CalibrationError:
         raise
     except Exception as error:  # the hub's client raises many kinds; one line is enough
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise CalibrationError(offline.format(reason)) from error

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from jaxtyping import Int
@@ -19,6 +20,11 @@ from coec.models.dense import Dense
 from coec.models.experts import routed_inputs
 from coec.models.layout import BlockLayout, Site
 from coec.types import Gram, GramSum
+
+T = TypeVar("T")
+LEAST_BATCHES = 8
+"""So many are made where sums over batches are shared out, and where a share of them stands for
+all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +99,7 @@ class DenseStream:
         self._dense, self._device = dense, device
         self._progress = progress
         self._layers = Layers(dense, device=device, dtype=dtype)
-        size = batch_size(windows)
+        size = batch_size(windows.shape[1])
         fit = windows.split(size)
         self._fit_batches = len(fit)
         self._batches = fit if holdout is None else fit + holdout.split(size)
@@ -191,9 +197,20 @@ class DenseStream:
                 hook.remove()
 
 
-def batch_size(windows: Int[Tensor, "n length"]) -> int:
-    """Windows that are run at once."""
-    return max(1, TOKENS_PER_BATCH // windows.shape[1])
+def batch_size(length: int, least: int | None = None) -> int:
+    """How many windows are run at once.
+
+    Args:
+        length: of a window.
+        least: of so many windows LEAST_BATCHES batches are made, where there are as many.
+    """
+    size = TOKENS_PER_BATCH // length
+    return max(1, size if least is None else min(size, least // LEAST_BATCHES))
+
+
+def in_parts(items: Sequence[T], count: int) -> list[Sequence[T]]:
+    """Consecutive items in so many parts of about equal size, some empty where there are fewer."""
+    return [items[n * len(items) // count : (n + 1) * len(items) // count] for n in range(count)]
 
 
 def _accumulate(sums: dict[str, GramSum], name: str) -> Callable[..., None]:

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coec.calibration.sources import is_file, is_folder
-from coec.errors import CalibrationError, CoecError, OptionError
+from coec.errors import CalibrationError, CoecError, OptionError, first_line
 from coec.events import Progress
 
 SURROUNDINGS = ("get_git_commit_hash", "add_env_info")
@@ -138,7 +138,7 @@ def _loaded(
     except CoecError:
         raise
     except Exception as error:  # the hub, a file, or a template that misses a column
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = first_line(error)
         if files is None:
             raise CalibrationError(
                 f"the data of task '{name}' could not be loaded ({reason}). Offline, give local "

@@ -9,7 +9,7 @@ import os
 import pickle
 import socket
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from coec import __version__
-from coec.errors import CoecError, OptionError
+from coec.errors import CoecError, OptionError, first_line
 from coec.execution.output import nearest
 
 ANSWER_S = 5
@@ -188,9 +188,7 @@ class Cluster:
             try:
                 found = self.ray.get(answer, timeout=CHECK_S)
             except self.ray.exceptions.RayError as error:
-                raise OptionError(
-                    f"node {node.host} does not work: {_first_line(error)}"
-                ) from error
+                raise OptionError(f"node {node.host} does not work: {first_line(error)}") from error
             if missing := found.get("missing"):
                 raise OptionError(f"node {node.host} has no {missing}: install 'coec[ray]' there")
             for name, version in ours.items():
@@ -216,8 +214,38 @@ class Cluster:
             while isinstance(cause, errors.RayTaskError):
                 cause = cause.cause
             if isinstance(cause, errors.RayError | LostError):
-                raise LostError(_first_line(cause)) from error
+                raise LostError(first_line(cause)) from error
             raise cause from None
+
+    def get(self, reference: Any) -> Any:
+        """What remote work returned.
+
+        Raises:
+            LostError: it was lost; errors of the work itself as they were raised there.
+        """
+        with self.translated():
+            return self.ray.get(reference)
+
+    def result(self, task: Any) -> Any:
+        """As `get`, of a task that Ray itself does again.
+
+        Raises:
+            CoecError: it was lost too often.
+        """
+        try:
+            return self.get(task)
+        except LostError as error:
+            raise lost(error) from error
+
+    def hosts(self, actors: Sequence[Any]) -> list[str]:
+        """The machine of every actor; "lost" where one is being begun anew."""
+        found = []
+        for answer in [actor.host.remote() for actor in actors]:
+            try:
+                found.append(self.get(answer))
+            except LostError:
+                found.append("lost")
+        return found
 
 
 class ClusterJobs:
@@ -248,12 +276,7 @@ class ClusterJobs:
         handed = [task.remote(function, job, cluster.threads) for job in jobs]
         try:
             for reference in handed:
-                try:
-                    with cluster.translated():
-                        result = cluster.ray.get(reference)
-                except LostError as error:
-                    raise lost(error) from error
-                yield result
+                yield cluster.result(reference)
         finally:  # an error or a signal: nobody waits for the rest
             for reference in handed:
                 cluster.ray.cancel(reference)
@@ -339,7 +362,7 @@ def joined(address: str | None) -> Iterator[Cluster]:
         )
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise OptionError(
-            f"no Ray cluster can be joined at '{address}' ({_first_line(error)}): start one with "
+            f"no Ray cluster can be joined at '{address}' ({first_line(error)}): start one with "
             "`ray start --head`, or leave address out"
         ) from error
     try:
@@ -360,7 +383,3 @@ def _check_answers(address: str) -> None:
             f"no Ray cluster answers at '{address}' ({error}): start one with `ray start --head`, "
             "or mend the address"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

@@ -5,14 +5,14 @@ to its place, the configuration last, without which no program takes it for a mo
 """
 
 import hashlib
-import os
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coec.errors import OutputError
+from coec.errors import OutputError, first_line
+from coec.models.files import cache_folder
 
 URL = re.compile(r"[a-z][a-z0-9+.-]+://?")
 """How a URL begins; with one slash where it was taken for a path."""
@@ -60,7 +60,7 @@ class Remote:
         except ImportError as error:
             raise OutputError(f"'{url}' needs a package that is not installed: {error}") from error
         except Exception as error:  # file systems raise what they like
-            raise OutputError(f"'{url}' cannot be used: {_first_line(error)}") from error
+            raise OutputError(f"'{url}' cannot be used: {first_line(error)}") from error
         remote = cls(url, files, root.rstrip("/"), _staged(url))
         if there and not force:
             raise OutputError(
@@ -98,7 +98,7 @@ class Remote:
                     self.files.rm_file(path)
         except Exception as error:
             raise OutputError(
-                f"'{self.url}' could not be written: {_first_line(error)}; the same command goes "
+                f"'{self.url}' could not be written: {first_line(error)}; the same command goes "
                 f"on from '{self.staged}.partial'"
             ) from error
 
@@ -109,15 +109,10 @@ class Remote:
             self.files.pipe_file(probe, b"")
             self.files.rm_file(probe)
         except Exception as error:
-            raise OutputError(f"'{self.url}' cannot be written: {_first_line(error)}") from error
+            raise OutputError(f"'{self.url}' cannot be written: {first_line(error)}") from error
 
 
 def _staged(url: str) -> Path:
     """One folder for every URL: the same command finds what it had begun."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = re.sub(r"[^\w.-]", "-", url.rstrip("/").rpartition("/")[2])[:40] or "model"
-    return cache / "coec" / "outputs" / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+    return cache_folder() / "outputs" / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"

@@ -17,6 +17,12 @@ from torch import Tensor
 
 from coec.errors import ModelError
 
+
+def cache_folder() -> Path:
+    """Where this package keeps what it can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coec"
+
+
 MAX_JSON = 2**26
 """Bytes beyond which a JSON file is no configuration, index or report: 64 MiB."""
 

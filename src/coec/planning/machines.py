@@ -166,11 +166,13 @@ def named(name: str) -> Machine:
         raise OptionError(f"unknown machine '{name}'; known: {', '.join(GPUS)}")
     sheet = GPUS[name]
     rates: dict[str, Points] = {}
-    for dtype in ("float64", "float32", "bfloat16", "float16"):
-        peak = 1e12 * getattr(sheet, dtype.replace("float16", "bfloat16").replace("bb", "b"))
+    peaks = {"float64": sheet.float64, "float32": sheet.float32, "bfloat16": sheet.bfloat16}
+    for dtype, peak in {**peaks, "float16": sheet.bfloat16}.items():
         for kernel, share in {"product": SHARE, **SHARES}.items():
             full = FULL if kernel != "attention" else ((1.0, 1.0),)
-            rates[f"{kernel} {dtype}"] = tuple((size, peak * share * part) for size, part in full)
+            rates[f"{kernel} {dtype}"] = tuple(
+                (size, 1e12 * peak * share * part) for size, part in full
+            )
     moved = ((1.0, sheet.bandwidth * 1e9 * OF_BANDWIDTH),)
     rates |= {"elementwise": moved, "reduce": moved}
     rates |= {"link": ((1.0, sheet.link * 1e9 * OF_LINK),), "call": ((1.0, 1 / CALL),)}

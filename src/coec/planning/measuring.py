@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from coec.events import Progress
+from coec.models.files import cache_folder
 from coec.planning import operations
 from coec.planning.machines import HOST, Machine, Points
 
@@ -261,9 +262,8 @@ def _known(device: torch.device) -> dict[str, Any]:
 
 def _path(device: torch.device) -> Path:
     """Where its rates are kept."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256(json.dumps(_known(device)).encode()).hexdigest()
-    return cache / "coec" / f"machine-{digest[:16]}.json"
+    return cache_folder() / f"machine-{digest[:16]}.json"
 
 
 def _read(path: Path) -> Machine | None:

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from coec.calibration.head import LOGITS_PER_PASS
-from coec.calibration.layers import TOKENS_PER_BATCH
 from coec.calibration.self_text import BATCH
 from coec.calibration.sensitivity import TOKENS as TRIED
+from coec.calibration.stream import batch_size
 from coec.calibration.tokens import TOKEN_SUFFIXES, WHOLE
 from coec.devices import resident_bytes
 from coec.models.layout import Site
 from coec.planning.facts import NAMED_TEXT
 from coec.planning.how import How
-from coec.planning.phases import LEAST_BATCHES
 
 if TYPE_CHECKING:
     from coec.planning.plan import Plan
@@ -190,7 +189,7 @@ def statistics_per_block(plan: "Plan") -> int:
 
 
 def _batch(plan: "Plan") -> int:
-    return max(1, TOKENS_PER_BATCH // plan.seq_len) * plan.seq_len
+    return batch_size(plan.seq_len) * plan.seq_len
 
 
 def _waiting(plan: "Plan", tokens: int) -> int:
@@ -218,7 +217,7 @@ def _fit(plan: "Plan", how: How) -> int:
 def _fit_of(plan: "Plan", how: How, site: Site) -> int:
     itemsize, hidden = how.forward.itemsize, plan.dense.hidden
     windows = plan.recipe.calibration.windows
-    tokens = plan.seq_len * max(1, min(TOKENS_PER_BATCH // plan.seq_len, windows // LEAST_BATCHES))
+    tokens = plan.seq_len * batch_size(plan.seq_len, windows)
     kept = plan.widths.of(site)
     inputs = [int(plan.model.shapes[part.tensor][1]) for part in site.fitted]
     rows = [(part.stop - part.start) // site.units * kept for part in site.fitted]

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from coec.calibration.layers import TOKENS_PER_BATCH
 from coec.calibration.self_text import BATCH
 from coec.calibration.sensitivity import TOKENS as TRIED
+from coec.calibration.stream import batch_size
 from coec.models.layout import Site
 from coec.planning import fits, solves
 from coec.planning.facts import Facts, characters
@@ -17,8 +17,6 @@ from coec.planning.passes import Written
 if TYPE_CHECKING:
     from coec.planning.plan import Plan
 
-LEAST_BATCHES = 8
-"""Of windows, where the pruned model is run beside the dense one."""
 OPENING = (40_000.0, 900.0)
 """Calls that opening a model takes, and for every block, whose modules are made and copied."""
 Length = Literal["least", "typical", "most"]
@@ -122,7 +120,7 @@ class _Work:
         """The dense pass, and the statistics of every site."""
         if self.how.measured:
             return []
-        size = max(1, TOKENS_PER_BATCH // self.plan.seq_len)
+        size = batch_size(self.plan.seq_len)
         batches = float(-(-self.recipe.calibration.windows // size))
         found: list[Work] = []
         for block, count in self.facts.blocks().items():
@@ -183,10 +181,7 @@ class _Work:
         """One candidate: passes of both models, solves, fits, and how well it predicts."""
         plan, how = self.plan, self.recipe.rebuilding
         held = self.facts.held()
-        size = max(1, min(
-            TOKENS_PER_BATCH // plan.seq_len,
-            int((self.tokens - held) / plan.seq_len) // LEAST_BATCHES,
-        ))  # fmt: skip
+        size = batch_size(plan.seq_len, int((self.tokens - held) / plan.seq_len))
         batches = self.tokens / plan.seq_len / size
         found: dict[str, list[Work]] = {"passes": [*self.facts.loading(), *self.facts.loading()]}
         for block, count in self.facts.blocks().items():
