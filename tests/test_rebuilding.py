@@ -237,17 +237,17 @@ def test_biases_go_with_targets(variant, settings, tokens, tmp_path):
 def test_going_on_keeps_no_graph_of_what_is_passed(dense, tokens, tmp_path, monkeypatch):
     """Hidden states of every solved block would stay in memory."""
     settings = {"preset": "best", "kv_groups": "uniform", **QUICK}
-    solve, seen = rebuilding.SideBySide._solve, []
+    solve, seen = rebuilding.SideBySide.solved, []
 
-    def watched(self, block, tensors):
+    def watched(self, block):
         pair = self._team.pair
         states = (*pair._above.values(), *pair._below.values())
         seen.append([state.requires_grad for state in states])
         if block.index == 1 and len(seen) == 2:
             raise KeyboardInterrupt
-        return solve(self, block, tensors)
+        return solve(self, block)
 
-    monkeypatch.setattr(rebuilding.SideBySide, "_solve", watched)
+    monkeypatch.setattr(rebuilding.SideBySide, "solved", watched)
     with pytest.raises(KeyboardInterrupt):
         pruned(dense, tmp_path / "out", tokens, **settings)
     pruned(dense, tmp_path / "out", tokens, **settings)

@@ -13,7 +13,7 @@ from coec import rebuilding
 from coec.errors import CoecError
 from coec.execution.cluster import RETRIES, LostError
 from coec.side_by_side import PARTS, Pair, given_of
-from coec.teams import Here
+from coec.teams import Here, Team
 
 SETTINGS = {
     "samples": 20, "seq_len": 16, "preset": "best", "sampled": 0.0, "inner": 2, "reconstruct": 1,
@@ -21,7 +21,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
-class Several:
+class Several(Team):
     """A team of pairs in one process, whose first dies whenever `lost` says so."""
 
     def __init__(self, make, shares, lost):
@@ -34,9 +34,11 @@ class Several:
             raise LostError(name)
         return itertools.chain.from_iterable([m.all(name, *arguments) for m in self._members])
 
-    def do(self, name, *arguments):
-        for _ in self.all(name, *arguments):
-            pass
+    def solve(self, work):
+        handed = work()
+        if self._lost("solve"):
+            raise LostError("solve")
+        return handed
 
     def bring_to(self, index, finished):
         for member in self._members:
@@ -78,7 +80,9 @@ def test_any_number_of_places_gives_the_same_bits(count, place, tmp_path, monkey
     assert equal(found, load_file(place / "alone" / "model.safetensors"))
 
 
-@pytest.mark.parametrize("name", ["product", "squares", "go_past", "predict", "enter", "load"])
+@pytest.mark.parametrize(
+    "name", ["product", "squares", "go_past", "predict", "enter", "load", "solve"]
+)
 def test_a_place_that_is_lost_anywhere_is_made_up_for(name, place, tmp_path, monkeypatch):
     asked = []
 

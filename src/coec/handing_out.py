@@ -1,6 +1,5 @@
 """The solving stage on a cluster: blocks are solved as tasks while the dense pass goes on."""
 
-import socket
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,20 +12,7 @@ from coec.events import Progress
 from coec.execution.cluster import RETRIES, LostError, begin, lost
 from coec.models.dense import Dense
 from coec.planning import Plan
-from coec.solving import Solved, solve_block
-
-
-@dataclass(frozen=True, eq=False)
-class Handed:
-    """A block that was solved elsewhere.
-
-    Attributes:
-        solved: what is written of it.
-        hashes: of the dense weights that were read for it, as in `Dense.hashes`.
-    """
-
-    solved: Solved
-    hashes: dict[str, str]
+from coec.solving import Handed, Solved, solve_block
 
 
 @dataclass(eq=False)
@@ -117,6 +103,4 @@ def _solve(
     tensors = dense.tensors(block)
     fit, held = sums.to(device).grams()
     solved = solve_block(Measured(block, tensors, fit, held), plan, device, dtype)
-    for row in solved.rows:
-        row["host"] = socket.gethostname()
-    return Handed(solved, {name: dense.hashes[name] for name in tensors})
+    return Handed(solved, {name: dense.hashes[name] for name in tensors}).signed()

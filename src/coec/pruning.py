@@ -33,7 +33,6 @@ from coec.rebuilding import rebuilt
 from coec.recipe import Recipe
 from coec.report import Report
 from coec.solving import solve_block
-from coec.teams import check_leader
 from coec.writing import Checkpoint, dtype_name, space_needed
 
 
@@ -125,8 +124,6 @@ def prune(
                 "reconstruct sums over tokens in the dtype of the forward pass, which overflow in "
                 "float16: set forward_dtype=bfloat16 or forward_dtype=float32"
             )
-        if recipe.rebuilding.in_order:
-            check_leader(source)
         dtype = how.written
         check_space(out, space_needed(out, plan, dtype))
         seconds.lap("checking")

@@ -34,7 +34,7 @@ from coec.models.surgery import cast, cut_block
 from coec.planning import Plan
 from coec.reconstruction import LeastSquares, fit
 from coec.side_by_side import Kind, Seen, fitted_rows, weights_of, whole
-from coec.solving import SiteStatistics, Solved, assembled, naming, own_seed, solve_site
+from coec.solving import Handed, SiteStatistics, Solved, assembled, naming, own_seed, solve_site
 from coec.teams import Finished, NothingKeptError, Team, team_of
 from coec.types import GramSum
 from coec.writing import Checkpoint
@@ -181,13 +181,14 @@ class SideBySide:
         blocks = self._dense.layout.blocks
         for block in blocks:
             if block.index not in solved:
-                solve = functools.partial(self._solve, block)
-                result = self._standing(block.index, finished, solve)
-                yield result
+                solve = functools.partial(self._team.solve, functools.partial(self.solved, block))
+                handed = self._standing(block.index, finished, solve)
+                self._dense.hashes.update(handed.hashes)
+                yield handed.solved
                 # As it is written: a run that goes on from the disk has nothing else. Where a place
                 # is lost meanwhile, it is brought there before the next block.
                 with contextlib.suppress(LostError):
-                    self._team.do("go_past", block.index, result.tensors)
+                    self._team.do("go_past", block.index, handed.solved.tensors)
             if progress:
                 progress(phase, block.index + 1, len(blocks))
 
@@ -241,7 +242,8 @@ class SideBySide:
         best = asdict(fitted if taken else plain)
         return Ending(norm if taken else None, {**facts, **best, "final_norm": tried})
 
-    def _solve(self, block: BlockLayout) -> Solved:
+    def solved(self, block: BlockLayout) -> Handed:
+        """A block before which every place of the team stands."""
         tensors = self._dense.tensors(block)
         self._team.do("open", block.index)
         self._weigh()
@@ -262,7 +264,8 @@ class SideBySide:
                 self._team.do("enter", number)
             cuts.append(cut)
             rows.append(row)
-        return assembled(block, written, cuts, rows, self._plan)
+        solved = assembled(block, written, cuts, rows, self._plan)
+        return Handed(solved, {name: self._dense.hashes[name] for name in tensors})
 
     def _load(self, block: BlockLayout, site: Site, written: Mapping[str, Tensor]) -> None:
         """Gives the pruned model's layer what the half of a site needs."""

@@ -1,6 +1,7 @@
 """The solving stage: a measured block in, its smaller tensors and an account of every site out."""
 
 import json
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,6 +46,25 @@ class Solved:
     tensors: dict[str, Tensor]
     kept: dict[str, Tensor]
     rows: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Handed:
+    """A block that was solved, maybe by a process of a cluster.
+
+    Attributes:
+        solved: what is written of it.
+        hashes: of the dense weights that were read for it, as in `Dense.hashes`.
+    """
+
+    solved: Solved
+    hashes: dict[str, str]
+
+    def signed(self) -> "Handed":
+        """The same, with the name of this machine in the account of every site."""
+        for row in self.solved.rows:
+            row["host"] = socket.gethostname()
+        return self
 
 
 def solve_block(measured: Measured, plan: Plan, device: torch.device, dtype: torch.dtype) -> Solved:

@@ -18,11 +18,11 @@ from torch import Tensor
 from coec.calibration.measure import DensePass, Source
 from coec.calibration.shares import SharedPass
 from coec.calibration.stream import batch_size
-from coec.errors import OptionError
 from coec.execution.cluster import Cluster, LostError, begin
 from coec.models.dense import Dense
 from coec.planning import Plan
 from coec.side_by_side import Given, Pair, Seen, given_of
+from coec.solving import Handed
 from coec.types import GramSum
 
 Finished = Callable[[int], Mapping[str, Tensor] | None]
@@ -54,6 +54,14 @@ class Team(ABC):
             pass
 
     @abstractmethod
+    def solve(self, work: Callable[[], Handed]) -> Handed:
+        """What some work returns that asks this team, done where there is a device for it.
+
+        Raises:
+            LostError: a place was lost, or who did the work.
+        """
+
+    @abstractmethod
     def bring_to(self, index: int, finished: Finished) -> None:
         """Has every place stand before a block, or behind the last.
 
@@ -72,6 +80,9 @@ class Here(Team):
     def all(self, name: str, *arguments: Any) -> Iterable[Any]:
         found: Iterable[Any] = getattr(self.pair, name)(*arguments)
         return found
+
+    def solve(self, work: Callable[[], Handed]) -> Handed:
+        return work()
 
     def bring_to(self, index: int, finished: Finished) -> None:
         [at] = self.pair.stand(index)
@@ -127,10 +138,10 @@ class OnCluster(Team):
         plan: Plan,
         how: Mapping[str, Any],
     ) -> None:
-        self._cluster = cluster
+        self._cluster, self._device = cluster, how["device"]
         ray = cluster.ray
         place = ray.remote(
-            max_restarts=-1, scheduling_strategy="SPREAD", **cluster.half(how["device"])
+            max_restarts=-1, scheduling_strategy="SPREAD", **cluster.half(self._device)
         )(_Place)
         shared = ray.put(dense), ray.put(plan)
         how = {**how, "threads": cluster.threads}
@@ -140,6 +151,12 @@ class OnCluster(Team):
     def all(self, name: str, *arguments: Any) -> Iterable[Any]:
         handed = self._cluster.ray.put(_on_cpu(arguments))
         return self._awaited([place.run.remote(name, handed) for place in self._places])
+
+    def solve(self, work: Callable[[], Handed]) -> Handed:
+        # Not done again by Ray: the places have to stand before the block first.
+        task = self._cluster.ray.remote(max_retries=0, **self._cluster.half(self._device))(_solve)
+        handed: Handed = self._cluster.get(task.remote(work, self._cluster.threads))
+        return handed
 
     def bring_to(self, index: int, finished: Finished) -> None:
         numbers = range(len(self._places))
@@ -209,13 +226,10 @@ def team_of(source: Source, dense: Dense, plan: Plan, written: torch.dtype) -> I
         team.end()
 
 
-def check_leader(source: Source) -> None:
-    """Raises OptionError where blocks in order would be solved by a process without their GPU."""
-    if source.device.type == "cuda" and not torch.cuda.is_available():
-        raise OptionError(
-            "the process that leads solves the blocks itself where each waits for the one before, "
-            "and has no GPU: run the command on a node that has one, or set device=cpu"
-        )
+def _solve(work: Callable[[], Handed], threads: int) -> Handed:
+    """In a process of the cluster."""
+    begin(threads)
+    return work().signed()
 
 
 def _kept(finished: Finished, index: int) -> Mapping[str, Tensor]:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -109,7 +110,7 @@ def test_a_driver_that_is_killed_goes_on_with_what_was_not_finished(cluster, her
 
 
 def test_the_pruned_model_runs_along_on_a_cluster_as_in_one_process(cluster, tmp_path, monkeypatch):
-    """Propagated statistics, reconstruction, and a worker that dies in the middle."""
+    """Propagated statistics, reconstruction; a worker dies in the middle, and a block's process."""
     import ray
 
     settings = {
@@ -117,20 +118,37 @@ def test_the_pruned_model_runs_along_on_a_cluster_as_in_one_process(cluster, tmp
         "reconstruct": 1, "kv_groups": "uniform",
     }  # fmt: skip
     coec.prune(SMALL, tmp_path / "here", **settings)
-    asked, ask = [], OnCluster.all
+    solve, died, lost = OnCluster.solve, tmp_path / "died", tmp_path / "lost"
 
-    def losing(self, name, *arguments):
-        """The third block's first product is asked of a place that has just died."""
-        asked.append(name)
-        if name == "product" and asked.count("squares") == 3 and "lost" not in asked:
-            asked.append("lost")
-            ray.kill(self._places[0], no_restart=False)
-        return ask(self, name, *arguments)
+    def befallen(self, work):
+        """Runs where blocks are solved."""
+        place = self._places[0]
 
-    monkeypatch.setattr(OnCluster, "all", losing)
+        def once():
+            if died.exists() and not lost.exists():  # the second attempt: its first product fails
+                lost.touch()
+
+                def losing(self, name, *arguments, ask=OnCluster.all):
+                    if name == "product":
+                        ray.kill(place, no_restart=False)
+                    return ask(self, name, *arguments)
+
+                with mock.patch.object(OnCluster, "all", losing):
+                    return work()
+            handed = work()
+            if not died.exists():  # the first attempt: all is done, and lost with its process
+                died.touch()
+                os._exit(1)
+            return handed
+
+        return solve(self, once)
+
+    monkeypatch.setattr(OnCluster, "solve", befallen)
     report = coec.prune(SMALL, tmp_path / "there", executor="ray", workers=2, **settings)
     assert weights(tmp_path / "there") == weights(tmp_path / "here")
-    assert "lost" in asked
+    assert died.exists()
+    assert lost.exists()
+    assert all(row["host"] for row in report.sites)
     assert len(report.calibration["workers"]) == 2
 
 
