@@ -17,6 +17,7 @@ import gc
 import math
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from typing import Any
 from unittest import mock
 
@@ -28,7 +29,10 @@ from benchmarks.instances import Instance, synthetic
 from benchmarks.meter import Meter, product_rates
 from benchmarks.operations import MODELS, Site
 from coec.linalg import conjugate as solver
+from coec.planning import measuring, operations, solves
 from coec.planning.forecast import readable
+from coec.planning.machines import Machine
+from coec.settings.options import CoecOptions
 from coec.types import Gram, KeptSet
 
 SHAPES = {
@@ -56,10 +60,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="float64", choices=("float64", "float32"))
     parser.add_argument("--former", action="store_true", help="the former preconditioner as well")
     parser.add_argument("--rounds", type=int, help="limit of the alternation (its default)")
+    parser.add_argument("--iterations", type=int, help="limit of one right solve (its default)")
     chosen = parser.parse_args(arguments)
     print(f"True widths. {record.header()}\n", flush=True)
     rates = product_rates(torch.device("cpu"))
-    options = {} if chosen.rounds is None else {"rounds": chosen.rounds}
+    limits = {"rounds": chosen.rounds, "iterations": chosen.iterations}
+    options = {name: limit for name, limit in limits.items() if limit is not None}
     first = synthetic(Site("mlp", 16, 64, 45))
     with Meter(torch.device("cpu")).running():  # first calls are nobody's time
         coec.compensate(first.weight, first.gram, first.kept)
@@ -69,6 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
             continue
         found = measure(name, site, getattr(torch, chosen.dtype), rates, options,
                         former=chosen.former)  # fmt: skip
+        found["planned"] = planned(site, found, measuring.measured(torch.device("cpu")))
         old = record.load("true_widths").get("sites", [])
         sites = record.merged(old, [found], "name")
         record.save("true_widths", arguments, {"sites": sites})
@@ -107,6 +114,24 @@ def measure(
         "name": name, "m": site.m, "d": site.d, "k": site.k, "dtype": str(dtype)[6:],
         "rates": {str(kind)[6:]: rate for kind, rate in rates.items()}, "runs": runs,
     }  # fmt: skip
+
+
+def planned(site: Site, found: dict[str, Any], machine: Machine) -> dict[str, float]:
+    """Seconds that a plan has for a site, of the steps that it expects and of those of the run."""
+    now, dtype = found["runs"]["now"], found["dtype"]
+    taken = now["right_iterations"]
+    consumer = operations.Consumer(site.name, site.m, site.d, site.k)
+    options = asdict(CoecOptions())
+    expected = solves.MLP if site.name != "o_proj" else replace(solves.ATTENTION, aligned=False)
+    courses = {
+        "expected": expected,
+        "taken": replace(expected, rounds=len(taken), steps=sum(taken)),
+    }
+    rest = machine.seconds(solves.errors(consumer, dtype))
+    return {
+        name: rest + machine.seconds(solves.coec(consumer, course, dtype, machine.device, options))
+        for name, course in courses.items()
+    } | {"steps": expected.steps}
 
 
 def _run(
@@ -204,10 +229,21 @@ def describe(found: dict[str, Any]) -> str:
         f"Products at {rates['float64'] / 1e9:.0f} G/s in float64, "
         f"{rates['float32'] / 1e9:.0f} in float32; whole: "
         f"{readable(now['seconds'])}.\n\n"
-        + record.table(columns, rows) + "\n\n"
+        + record.table(columns, rows) + "\n\n" + _beside_plan(found)
         + record.table(["preconditioner", "s", "to 1 %", "to 0.1 %", "steps", "s per step",
                         "tempered error", "memory, problem → peak"], ends)
     )  # fmt: skip
+
+
+def _beside_plan(found: dict[str, Any]) -> str:
+    if "planned" not in found:
+        return ""
+    now, plan = found["runs"]["now"], found["planned"]
+    return (
+        f"The plan: {readable(plan['expected'])} with its {plan['steps']:.0f} steps, "
+        f"{readable(plan['taken'])} with the {len(now['steps'])} that were taken, "
+        f"{plan['taken'] / now['seconds']:.2f} of what they took.\n\n"
+    )
 
 
 def _seconds(at: float | None) -> str:
