@@ -1,6 +1,7 @@
 """Widths that differ by block: shared out, written, loaded, evaluated, pruned again."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -337,6 +338,13 @@ def test_errors_are_not_weighed_from_statistics(dense, ids, tmp_path):
     with pytest.raises(OptionError, match="allocation = error runs the pruned model over the text"):
         coec.prune(dense, tmp_path / "out", allocation="error", **own)
     coec.prune(dense, tmp_path / "out", allocation="adaptive", **own)
+
+
+def test_a_cluster_of_gpus_is_led_from_one_of_its_nodes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    allocating.check_leader(SimpleNamespace(device=torch.device("cpu")))
+    with pytest.raises(OptionError, match="has no GPU: run the command on a node that has one"):
+        allocating.check_leader(SimpleNamespace(device=torch.device("cuda")))
 
 
 def test_a_plan_says_that_its_widths_are_not_decided(dense, ids):

@@ -1,10 +1,10 @@
-"""The dtype of the compensation follows what a device does well."""
+"""The dtype of the compensation follows what a device does well; devices that are elsewhere."""
 
 import pytest
 import torch
 
 from coec import devices
-from coec.devices import choose_solve_dtype, double_rate
+from coec.devices import at_hand, choose_solve_dtype, double_rate
 
 CUDA = torch.device("cuda", 7)  # named, never used
 
@@ -54,3 +54,10 @@ def test_the_rate_is_measured_once(monkeypatch):
 def test_a_rate_is_that_of_products(monkeypatch):
     monkeypatch.setattr(devices, "PRODUCT", 64)
     assert 0 < double_rate(torch.device("cpu")) < 100
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_a_process_has_no_device_for_it_does_on_the_cpu(monkeypatch, there):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    assert at_hand(CUDA) == (CUDA if there else torch.device("cpu"))
+    assert at_hand(torch.device("cpu")) == torch.device("cpu")

@@ -14,6 +14,8 @@ from coec.allocation import Worths, parameters
 from coec.calibration.measure import DensePass, Source
 from coec.calibration.sensitivity import Repaired, Sensitivity
 from coec.calibration.stream import Measured
+from coec.devices import at_hand
+from coec.errors import OptionError
 from coec.events import Progress
 from coec.execution.journal import Journal
 from coec.models.dense import Dense
@@ -71,6 +73,15 @@ def worths(
         path = done.work / f"{PIECE}.safetensors"
         done.put(PIECE, path, functools.partial(write_tensors, found))
     return read_tensors(done.path(PIECE))
+
+
+def check_leader(source: Source) -> None:
+    """Raises OptionError where worths would be measured by a process without a device for it."""
+    if at_hand(source.device) != source.device:
+        raise OptionError(
+            "widths by block are decided by the process that leads, which has no GPU: run the "
+            "command on a node that has one, or set allocation=uniform or device=cpu"
+        )
 
 
 def _sensitivity(dense: Dense, source: Source, device: torch.device) -> Sensitivity:

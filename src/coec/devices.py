@@ -54,6 +54,12 @@ def choose_device(device: str) -> torch.device:
     return chosen
 
 
+def at_hand(device: torch.device) -> torch.device:
+    """The device, or the CPU where this process has none like it: a cluster's are elsewhere."""
+    there = device.type != "cuda" or torch.cuda.is_available()
+    return device if there else torch.device("cpu")
+
+
 def choose_forward_dtype(
     asked: str | None, stored: torch.dtype, device: torch.device
 ) -> torch.dtype:

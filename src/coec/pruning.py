@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from coec.allocating import worths
+from coec.allocating import check_leader, worths
 from coec.calibration.measure import Source, adopted
 from coec.calibration.shares import SharedPass, sourced
 from coec.calibration.statistics import Statistics
@@ -124,6 +124,8 @@ def prune(
                 "reconstruct sums over tokens in the dtype of the forward pass, which overflow in "
                 "float16: set forward_dtype=bfloat16 or forward_dtype=float32"
             )
+        if not plan.decided:
+            check_leader(source)
         dtype = how.written
         check_space(out, space_needed(out, plan, dtype))
         seconds.lap("checking")

@@ -20,7 +20,7 @@ from coec.calibration.layers import State
 from coec.calibration.measure import DensePass, SavedPass, Source
 from coec.calibration.statistics import Statistics
 from coec.calibration.stream import DenseStream, Measured, Sums, batch_size, in_parts
-from coec.devices import choose_solve_dtype
+from coec.devices import at_hand, choose_solve_dtype
 from coec.errors import OptionError
 from coec.events import Progress
 from coec.execution.cluster import RETRIES, Cluster, LostError, begin, joined, lost
@@ -181,7 +181,7 @@ class SharedPass(DensePass):
                     if attempt == RETRIES:
                         raise lost(error) from error
             block = arriving.block
-            fit, held = sums.to(self.device).grams()
+            fit, held = sums.to(at_hand(self.device)).grams()
             yield Measured(block, self._dense.tensors(block), fit, held)
             if progress:
                 progress("calibrating", number + 1, len(wanted))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from coec.devices import at_hand
 from coec.errors import OptionError
 from coec.planning.how import How
 from coec.planning.memory import memory
@@ -36,8 +37,8 @@ class Room:
     @classmethod
     def of(cls, device: torch.device) -> "Room":
         """What there is now, the limits of control groups and of this process included."""
-        here = device.type == "cuda" and torch.cuda.is_available()
-        free = torch.cuda.mem_get_info(device)[0] if here else None
+        here = at_hand(device)
+        free = torch.cuda.mem_get_info(here)[0] if here.type == "cuda" else None
         found = [one for one in (_available(), _of_cgroup(), _of_process()) if one is not None]
         return cls(free, min(found, default=None))
 
