@@ -146,7 +146,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(dense, tokens, after, tmp_
     """Both streams are run again through what is solved."""
     settings = {"preset": "best", **QUICK}
     pruned(dense, tmp_path / "whole", tokens, **settings)
-    solve, count = rebuilding.SideBySide._solve, [0]
+    solve, count = rebuilding.SideBySide.solved, [0]
 
     def interrupted(self, *arguments):
         if count[0] == after:
@@ -155,7 +155,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(dense, tokens, after, tmp_
         return solve(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rebuilding.SideBySide, "_solve", interrupted)
+        patch.setattr(rebuilding.SideBySide, "solved", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pruned(dense, tmp_path / "out", tokens, **settings)
     if after:  # otherwise nothing is lost by asking for something else
