@@ -10,6 +10,7 @@ from coec.errors import NumericalError
 from coec.events import record
 from coec.linalg.decompose import svd
 from coec.linalg.qdwh import qdwh
+from coec.linalg.spd import rounding_level
 
 
 def polar(
@@ -30,7 +31,7 @@ def polar(
         if U is not None:
             return U
     P, sigma, Qt = svd(A)
-    informative = sigma > max(A.shape) * torch.finfo(A.dtype).eps * sigma[0]
+    informative = sigma > rounding_level(sigma)
     rank = int(informative.sum())
     if nearest is None or rank == len(sigma):
         return P @ Qt
