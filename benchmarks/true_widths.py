@@ -64,6 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     print(f"True widths. {record.header()}\n", flush=True)
     rates = product_rates(torch.device("cpu"))
+    machine = measuring.measured(torch.device("cpu"))
     limits = {"rounds": chosen.rounds, "iterations": chosen.iterations}
     options = {name: limit for name, limit in limits.items() if limit is not None}
     first = synthetic(Site("mlp", 16, 64, 45))
@@ -75,7 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
             continue
         found = measure(name, site, getattr(torch, chosen.dtype), rates, options,
                         former=chosen.former)  # fmt: skip
-        found["planned"] = planned(site, found, measuring.measured(torch.device("cpu")))
+        found["planned"] = planned(site, found, machine)
         old = record.load("true_widths").get("sites", [])
         sites = record.merged(old, [found], "name")
         record.save("true_widths", arguments, {"sites": sites})
