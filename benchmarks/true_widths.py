@@ -128,7 +128,7 @@ def planned(site: Site, found: dict[str, Any], machine: Machine) -> dict[str, fl
         "expected": expected,
         "taken": replace(expected, rounds=len(taken), steps=sum(taken)),
     }
-    rest = machine.seconds(solves.errors(consumer, dtype))
+    rest = machine.seconds(solves.errors(consumer))
     return {
         name: rest + machine.seconds(solves.coec(consumer, course, dtype, machine.device, options))
         for name, course in courses.items()

@@ -105,7 +105,9 @@ def _repaired(measured: Measured, plan: Plan, device: torch.device) -> dict[str,
     found = {}
     for site in measured.block.sites:
         statistics = SiteStatistics(measured.grams[site.name], measured.holdout.get(site.name))
-        cut, _ = solve_site(site, measured.tensors, statistics, plan, device)
+        cut, _ = solve_site(
+            site, measured.tensors, statistics, plan, device, measured.tensors[site.weight].dtype
+        )
         if cut.result is not None:
             found[site.key] = _in_place(cut, measured.tensors)
     return found

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from coec.calibration.statistics import (
     write_grams,
 )
 from coec.calibration.tokens import digest
+from coec.calibration.windows import with_judges
 from coec.devices import computed_by
 from coec.errors import CalibrationError, OptionError, OutputError
 from coec.events import Progress
@@ -56,10 +58,12 @@ def collect(
     recipe = Recipe.or_of(recipe, settings)
     out = _free(out)
     dense = Dense.open(model)
-    kinds = 2 if recipe.calibration.holdout else 1
+    calibration = with_judges(recipe.calibration, dense)
+    recipe = replace(recipe, calibration=calibration)
+    kinds = 2 if calibration.held_out else 1
     size = 8 * kinds * sum(site.columns**2 for site in dense.layout.sites)
     check_space(out, int(size * 1.01) + 2**24)
-    with sourced(dense, recipe.calibration, recipe.runtime, progress=progress) as source:
+    with sourced(dense, calibration, recipe.runtime, progress=progress) as source:
         identity = {"statistics": source.made_with, "computed_by": computed_by(source.device)}
         with journal(out, identity, restart=restart) as done:
             if not done.finished:
@@ -162,7 +166,16 @@ def _sums_of_both(first: Statistics, second: Statistics, index: int) -> Grams:
     return {kind: {site: a[kind][site] + b[kind][site] for site in a[kind]} for kind in a}
 
 
-SHARED = ("model", "tokenizer", "text_column", "seq_len", "holdout", "sampled", "forward_dtype")
+SHARED = (
+    "model",
+    "tokenizer",
+    "text_column",
+    "seq_len",
+    "holdout",
+    "judging",
+    "sampled",
+    "forward_dtype",
+)
 """What two statistics must have been made with alike to be merged."""
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from coec.calibration.head import Score, rescaled_norm
 from coec.calibration.measure import DensePass, Source
 from coec.calibration.prediction import Prediction
+from coec.compensation.shrinkage import FEW
 from coec.errors import NumericalError
 from coec.events import Progress, record, recording
 from coec.execution.cluster import RETRIES, LostError, lost
@@ -36,7 +37,7 @@ from coec.reconstruction import LeastSquares, fit
 from coec.side_by_side import Kind, Seen, fitted_rows, weights_of, whole
 from coec.solving import Handed, SiteStatistics, Solved, assembled, naming, own_seed, solve_site
 from coec.teams import Finished, NothingKeptError, Team, team_of
-from coec.types import GramSum
+from coec.types import Gram, GramSum
 from coec.writing import Checkpoint
 
 Result = TypeVar("Result")
@@ -155,7 +156,7 @@ class SideBySide:
     ) -> None:
         self._dense, self._plan, self._how = dense, plan, plan.recipe.rebuilding
         self._team, self._device, self._dtype, self._written = team, device, dtype, written
-        self._held_out = bool(plan.recipe.calibration.holdout)
+        self._held_out = bool(plan.recipe.calibration.held_out)
         self._smaller = {s.key: s for s in Description.of(plan.output.config).layout.sites}
 
     def blocks(
@@ -251,7 +252,9 @@ class SideBySide:
         written = {name: tensor.to(self._written) for name, tensor in tensors.items()}
         for number, site in enumerate(block.sites):
             statistics = self._measured(number, site, tensors)
-            cut, row = solve_site(site, tensors, statistics, self._plan, self._device)
+            cut, row = solve_site(
+                site, tensors, statistics, self._plan, self._device, self._written
+            )
             small = cut_block(tensors, [cut], self._written)
             written |= {name: small[name] for name in site.tensors if name in small}
             self._load(block, site, written)
@@ -295,19 +298,29 @@ class SideBySide:
         What is missing in the hidden states behind it, the consumer has to add: with `δ` that
         difference, `T = W₀ + (Σ w δ xᵀ)(G + ε)⁻¹` is the consumer that comes closest.
         """
-        seen = self._seen(number, site, "fit")
+        gram, target = self._aimed(number, site, tensors, "fit")
+        held, held_target = None, None
+        if target is None or gram.tokens < FEW * self._smaller[site.key].columns:
+            held, held_target = self._aimed(number, site, tensors, "held")
+        return SiteStatistics(gram, held, target, held_target)
+
+    def _aimed(
+        self, number: int, site: Site, tensors: Mapping[str, Tensor], kind: Kind
+    ) -> tuple[Gram, Tensor | None]:
+        """Statistics of the consumer's inputs, and the target on them, where errors propagate."""
+        seen = self._seen(number, site, kind)
+        weight_of_tokens = seen.gram.weight
         gram = seen.gram.gram()
         with naming(site.consumer):
             gram.check_finite()
-        if seen.missing is not None:
-            weight = tensors[site.weight].to(gram.xx)
-            factor = seen.added / seen.scale if seen.scale > 0 else 1.0
-            missing = seen.missing.to(gram.xx) / (factor or 1.0)
-            correction = solve_right(missing, gram.xx, TARGET_RIDGE, gram.precision)
-            # The target is of the windows fitted on: what it misses on others is not known.
-            return SiteStatistics(gram, None, weight + correction)
-        held = self._seen(number, site, "held")
-        return SiteStatistics(gram, held.gram.gram() if held.gram.tokens else None)
+        if seen.missing is None:
+            return gram, None
+        weight = tensors[site.weight].to(gram.xx)
+        factor = seen.added / seen.scale if seen.scale > 0 else 1.0
+        missing = seen.missing.to(gram.xx) / (factor or 1.0)
+        if kind == "held":  # weights have mean 1 over the windows fitted on, in a Gram over its own
+            missing *= gram.tokens / weight_of_tokens
+        return gram, weight + solve_right(missing, gram.xx, TARGET_RIDGE, gram.precision)
 
     def _seen(self, number: int, site: Site, kind: Kind) -> Seen:
         """The sum of all parts."""

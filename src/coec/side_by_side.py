@@ -202,7 +202,7 @@ class Pair:
                     x, consumed = seen.pop()
                     w = self._weights[n].to(self._device)
                     found.gram.update(x, w)
-                    if kind == "fit" and self._how.propagate:
+                    if self._how.propagate:
                         missing = _flat(targets[n].to(self._device)) - _flat(out)
                         weighted = missing * w.reshape(-1, 1).to(missing)
                         found.miss((weighted.T @ _flat(x)).double())

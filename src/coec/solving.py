@@ -5,17 +5,18 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from coec.calibration.stream import Measured
-from coec.compensation import Method, compensate, relative_errors
+from coec.compensation import compensate
 from coec.devices import choose_solve_dtype
 from coec.errors import NumericalError, OptionError
 from coec.events import recording
+from coec.guard import Judge
 from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import Cut, cut_block, value_rows
 from coec.planning import Plan
@@ -24,10 +25,6 @@ from coec.settings import SEEDS
 from coec.types import Gram, KeptSet, SiteResult
 
 ERRORS = ("error_before", "error_after")
-TRUSTED = 2
-"""Tokens for every kept column, from which on a repair of an expert is taken as it is."""
-FEW = f"fewer than {TRUSTED} tokens for every kept column"
-SHRUNK = f"{FEW}: the repair is shrunk towards the slice"
 UNSEEN = "no token was routed here: units chosen by magnitude, slice kept"
 
 
@@ -81,7 +78,7 @@ def solve_block(measured: Measured, plan: Plan, device: torch.device, dtype: tor
         statistics = SiteStatistics(
             measured.grams.pop(site.name), measured.holdout.pop(site.name, None)
         )
-        cut, row = solve_site(site, measured.tensors, statistics, plan, device)
+        cut, row = solve_site(site, measured.tensors, statistics, plan, device, dtype)
         cuts.append(cut)
         rows.append(row)
     return assembled(measured.block, cut_block(measured.tensors, cuts, dtype), cuts, rows, plan)
@@ -95,11 +92,13 @@ class SiteStatistics:
         gram: over the windows fitted on; taken out when it is used, as it is large.
         held_out: over others; None where there are none.
         target: as in `compensate`; None where the inputs are the dense model's.
+        held_out_target: the same over the held-out windows.
     """
 
     gram: Gram | None
     held_out: Gram | None = None
     target: Tensor | None = None
+    held_out_target: Tensor | None = None
 
 
 @contextmanager
@@ -117,15 +116,24 @@ def solve_site(
     statistics: SiteStatistics,
     plan: Plan,
     device: torch.device,
+    written: torch.dtype,
 ) -> tuple[Cut, dict[str, Any]]:
     """Selects the units of one site and compensates for the others; and the account of it.
+
+    Args:
+        site: which.
+        tensors: of its block.
+        statistics: of its consumer's inputs.
+        plan: what was asked for.
+        device: where to solve.
+        written: the dtype of the written weights, which errors are of.
 
     Raises:
         NumericalError: statistics or weights are not finite, naming the module.
     """
     began = time.perf_counter()
     with naming(site.consumer):
-        cut, diagnostics = _solve_site(site, tensors, statistics, plan, device)
+        cut, diagnostics = _solve_site(site, tensors, statistics, plan, device, written)
     row = {
         "module": site.consumer,
         "block": site.block,
@@ -159,42 +167,60 @@ def _solve_site(
     statistics: SiteStatistics,
     plan: Plan,
     device: torch.device,
+    written: torch.dtype,
 ) -> tuple[Cut, dict[str, Any]]:
-    recipe = plan.recipe
     weight = tensors[site.weight].to(device)
-    sums, statistics.gram = statistics.gram, None
-    assert sums is not None
-    sums.check_finite()
+    fitted, statistics.gram = statistics.gram, None
+    assert fitted is not None
+    held = statistics.held_out if statistics.held_out and statistics.held_out.tokens else None
+    fitted.check_finite()
+    if held is not None:
+        held.check_finite()
+    gram = fitted + held if held is not None and plan.judges_are_fitted else fitted
     with recording() as events:
-        units = _kept(site, weight, sums, plan)
-    gram = sums.to(choose_solve_dtype(recipe.repair.solve_dtype, device))
-    del sums  # the largest matrix there is, unless it is the one that is used
-    target, held = statistics.target, statistics.held_out
-    if units.everything and target is None:
+        units = _kept(site, weight, gram, plan)
+    if units.everything and statistics.target is None:
         return Cut(site, units, None), {"events": events}
-    unseen = not gram.tokens
-    if unseen:
-        events.append(UNSEEN)
-    method = Method.of("none") if unseen else recipe.method
-    needs = method.needs
-    result = compensate(
-        weight,
-        gram,
-        site.kept_columns(units),
-        method=method,
-        value_weight=value_rows(tensors, site, units) if "value" in needs else None,
-        held_out=held if "held_out" in needs else None,
-        target=target,
-        **({} if unseen else recipe.repair.options),
-    )
-    if site.routed and not unseen:
-        result = _trusted(result, weight, gram, site.kept_columns(units), method)
-    if held is not None and held.tokens and "held_out" not in needs:
-        result = _with_holdout(result, weight, held, site.kept_columns(units), target)
-    found = {"tokens": gram.tokens} if site.routed else {}
-    unknown = dict.fromkeys(ERRORS) if unseen else {}  # of no tokens there is no error
-    events = list(dict.fromkeys([*events, *result.diagnostics.get("events", [])]))
-    return Cut(site, units, result), {**found, **result.diagnostics, **unknown, "events": events}
+    kept = site.kept_columns(units)
+    counted = {"tokens": gram.tokens} if site.routed else {}
+    if not gram.tokens:  # of no tokens there is no error
+        result = compensate(weight, gram, kept, method="none")
+        unknown = {**counted, **result.diagnostics, **dict.fromkeys(ERRORS)}
+        return Cut(site, units, result), {**unknown, "events": [*events, UNSEEN]}
+    recipe, method = plan.recipe, plan.recipe.method
+    needs_held_out = "held_out" in method.needs
+
+    def repair(sums: Gram) -> SiteResult:
+        return compensate(
+            weight,
+            sums,
+            kept,
+            method=method,
+            value_weight=value_rows(tensors, site, units) if "value" in method.needs else None,
+            held_out=held if needs_held_out else None,
+            target=statistics.target,
+            solve_dtype=choose_solve_dtype(recipe.repair.solve_dtype, device),
+            **recipe.repair.options,
+        )
+
+    judge = Judge(
+        weight.to(gram.x), KeptSet(kept.indices.to(gram.x.device), kept.size), gram,
+        None if needs_held_out else held, statistics.target, statistics.held_out_target,
+    )  # fmt: skip
+    with recording() as drawn:
+        result = repair(gram)
+        if recipe.calibration.guarded and judge.few and not needs_held_out:
+            judged = (lambda: result) if gram is fitted else (lambda: repair(fitted))
+            unjudged = 1.0 if method.shrinks else judge.trust
+            result = judge.guarded(
+                result, judged, unjudged=unjudged if site.routed else 0.0, seq_len=plan.seq_len
+            )
+        elif gram is fitted:
+            result = judge.with_held_out_errors(result)
+        named = isinstance(recipe.repair.compensation, str)
+        result = judge.as_written(result, written, checked=named)
+    events = list(dict.fromkeys([*events, *result.diagnostics.get("events", []), *drawn]))
+    return Cut(site, units, result), {**counted, **result.diagnostics, "events": events}
 
 
 def _kept(site: Site, weight: Tensor, sums: Gram, plan: Plan) -> KeptSet:
@@ -214,33 +240,6 @@ def _kept(site: Site, weight: Tensor, sums: Gram, plan: Plan) -> KeptSet:
     return keep_highest(unit_scores(scores, site.units), keep)
 
 
-def _trusted(
-    result: SiteResult, weight: Tensor, gram: Gram, kept: KeptSet, method: Method
-) -> SiteResult:
-    """A repair of an expert, so far from the slice as its tokens can tell (METHODS §9).
-
-    `W_K + t (W̃ − W_K)`, `t = N/2k` where N tokens are fewer than two for each of k kept columns: a
-    repair fits these tokens and says little about others. A method that shrinks of itself is left.
-    """
-    trust = gram.tokens / (TRUSTED * len(kept.indices))
-    if trust >= 1:
-        return result
-    events, after = [*result.diagnostics["events"], _few(method)], result.diagnostics["error_after"]
-    if not method.shrinks:
-        kept = KeptSet(kept.indices.to(gram.x.device), kept.size)
-        plain = weight.to(gram.x)[:, kept.indices]
-        bias = None if result.bias is None else result.bias * trust
-        result = replace(result, weight=plain + trust * (result.weight - plain), bias=bias)
-        _, after = relative_errors(weight.to(gram.x), gram, kept, result)
-    own = {"error_after": after, "events": events}
-    return replace(result, diagnostics={**result.diagnostics, **own})
-
-
-def _few(method: Method) -> str:
-    """What few tokens mean for a repair: one that shrinks of itself is left as it is."""
-    return FEW if method.shrinks else SHRUNK
-
-
 def _check_recordable(row: dict[str, Any]) -> None:
     """Raises OptionError where a method's diagnostics cannot stand in a report."""
     try:
@@ -249,21 +248,6 @@ def _check_recordable(row: dict[str, Any]) -> None:
         raise OptionError(
             f"the compensation has diagnostics for {row['module']} that no report holds: {error}"
         ) from error
-
-
-def _with_holdout(
-    result: SiteResult, weight: Tensor, gram: Gram, kept: KeptSet, target: Tensor | None
-) -> SiteResult:
-    """Adds the error on the held-out windows to the diagnostics."""
-    gram.check_finite()
-    kept = KeptSet(kept.indices.to(gram.x.device), kept.size)
-    wide = SiteResult(
-        result.weight.to(gram.x), None if result.bias is None else result.bias.to(gram.x)
-    )
-    aim = None if target is None else target.to(gram.x)
-    before, after = relative_errors(weight.to(gram.x), gram, kept, wide, target=aim)
-    held = {"holdout_before": before, "holdout_after": after}
-    return replace(result, diagnostics={**result.diagnostics, **held})
 
 
 def own_seed(seed: int, block: int) -> int:

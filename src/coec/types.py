@@ -6,7 +6,7 @@ N calibration tokens.
 
 import copy
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -63,9 +63,15 @@ class Gram:
         )
 
     def to(self, dtype: torch.dtype) -> "Gram":
-        """The same in another floating-point dtype."""
+        """Return the same sums in another floating-point dtype.
+
+        In a wider one the rounding of the narrower becomes part of the precision.
+        """
+        precision, eps = self.precision, torch.finfo(self.xx.dtype).eps
+        if eps > torch.finfo(dtype).eps:
+            precision = max(precision, eps)
         centred = None if self.centred is None else self.centred.to(dtype)
-        return replace(self, xx=self.xx.to(dtype), x=self.x.to(dtype), centred=centred)
+        return Gram(self.xx.to(dtype), self.x.to(dtype), self.tokens, centred, precision)
 
     @property
     def mean(self) -> Float[Tensor, " d"]:
@@ -275,9 +281,9 @@ class SiteProblem:
     """One consumer, some of whose input columns go: what every compensation is given.
 
     Attributes:
-        weight: `W₀`, the dense consumer (`down_proj` or `o_proj`), outputs × inputs.
-        gram: statistics of its inputs, as many as W₀ has columns; their dtype is the working
-            precision.
+        weight: `W₀`, the dense consumer (`down_proj` or `o_proj`), outputs × inputs; float64 like
+            every tensor here.
+        gram: statistics of its inputs, as many as W₀ has columns.
         kept: the columns that stay.
         value: where the consumer follows attention and the method needs it: the pruned value
             projection as the consumer sees it, one row per kept column.
@@ -285,6 +291,8 @@ class SiteProblem:
             nothing is fitted unless the method does it.
         target: T, whose products with the inputs are what the outputs should be, where that is
             not W₀: see `aim`.
+        solve_dtype: of the products of long iterations, which a device may multiply much faster in
+            float32. Decompositions, closed forms and errors are float64 in any case.
     """
 
     weight: Float[Tensor, "m d"]
@@ -293,6 +301,7 @@ class SiteProblem:
     value: Float[Tensor, "k h"] | None = None
     target: Float[Tensor, "m d"] | None = None
     held_out: Gram | None = None
+    solve_dtype: torch.dtype = torch.float64
 
     def __post_init__(self) -> None:
         channels = len(self.gram.x)
@@ -334,7 +343,7 @@ class SiteResult:
     """What replaces the kept columns of one consumer.
 
     Attributes:
-        weight: `W̃`, m×k, in the dtype of the statistics.
+        weight: `W̃`, m×k.
         bias: an amount to add to the consumer's bias, or None.
         diagnostics: numbers and words for the report; JSON-ready.
     """

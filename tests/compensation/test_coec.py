@@ -207,7 +207,9 @@ def test_rounding_is_no_event(dtype, lost):
         G = X @ X.T if lost == "nothing" else torch.eye(10, dtype=X.dtype)
         still = Gram(G.to(dtype), X.sum(dim=1).to(dtype), X.shape[1])
         result = coec.compensate(W.to(dtype), still, kept)
-        assert result.diagnostics["events"] == []
+        again = [e for e in result.diagnostics["events"] if "solved in float64" in e]
+        assert result.diagnostics["events"] == again
+        assert len(again) == (dtype == torch.float32 and lost == "nothing")
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(
             result.weight, W[:, kept].to(dtype), rtol=0, atol=eps**0.5 * float(W.abs().max())

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Container, Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +35,7 @@ def depends_on(dense: Dense, calibration: Calibration, device: torch.device) -> 
     """
     dtype = choose_forward_dtype(calibration.forward_dtype, dense.dtype, device)
     return calibration.record() | {
+        "judging": calibration.judging,
         "model": dense.fingerprint,
         "tokenizer": tokenizer_digest(dense.folder),
         "calibration": source_digest(calibration.source),
@@ -135,7 +137,7 @@ class DensePass(Source):
     def parts(self) -> tuple[Tensor, Tensor | None]:
         """The windows to fit on, and those that are held out, where some are."""
         assert self.windows is not None  # `begin` made them
-        return hold_out(self.windows, self._calibration.holdout, self._calibration.seed)
+        return hold_out(self.windows, self._calibration.held_out, self._calibration.seed)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -198,7 +200,8 @@ def adopted(
     if "seq_len" in wanted:
         wanted["seq_len"] = window_length(asked, model)
     statistics.check(wanted)
-    return Calibration.of(statistics.settings)
+    own = Calibration.of(statistics.settings)
+    return replace(own, judging=statistics.made_with.get("judging", 0.0))
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -305,6 +305,6 @@ def shares(
 
 def statistics_bytes(dense: Dense, calibration: Calibration) -> int:
     """Of the block whose statistics are largest."""
-    kinds = 2 if calibration.holdout else 1
+    kinds = 2 if calibration.held_out else 1
     blocks = dense.layout.blocks
     return 8 * kinds * max(sum(s.columns**2 + 2 * s.columns for s in b.sites) for b in blocks)

@@ -114,7 +114,8 @@ class Statistics:
             if block.index in skip:
                 continue
             grams = self.grams(block.index, device)
-            kinds = [FIT, HELD_OUT] if self.made_with.get("holdout") else [FIT]
+            held_out = self.made_with.get("holdout") or self.made_with.get("judging")
+            kinds = [FIT, HELD_OUT] if held_out else [FIT]
             for kind, site in itertools.product(kinds, block.sites):
                 found = grams[kind].get(site.name)
                 if found is None or found.x.shape != (site.columns,):

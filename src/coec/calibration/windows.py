@@ -23,6 +23,7 @@ from coec.calibration.tokens import (
     read_stream,
     sample_windows,
 )
+from coec.compensation.shrinkage import FEW
 from coec.errors import CalibrationError, OptionError
 from coec.events import Progress
 from coec.models.carried import tokenizer_files
@@ -33,6 +34,8 @@ from coec.settings import Calibration, Runtime
 
 DEFAULT_SEQ_LEN = 2048
 """Tokens of a calibration window where the model takes so many."""
+JUDGING = 0.25
+"""The fraction of the windows that judge repairs where tokens are few."""
 
 
 def resolve_seq_len(asked: int | None, positions: int, default: int) -> int:
@@ -84,7 +87,7 @@ def window_maker(
     """Checks the calibration text now, and returns a function that makes the windows."""
     seq_len = window_length(calibration, dense)
     samples, added, seed = calibration.samples, calibration.added, calibration.seed
-    held_out(samples, calibration.holdout)
+    held_out(samples, calibration.held_out)
     text = None
     if not calibration.own:
         needed = CHOICE * samples * seq_len
@@ -133,7 +136,7 @@ def check_calibrations(dense: Dense, parts: Sequence[Calibration], runtime: Runt
     Raises:
         CoecError: it cannot be read, or is too short for one of them.
     """
-    wanted = {(part.samples, window_length(part, dense), part.holdout): part for part in parts}
+    wanted = {(part.samples, window_length(part, dense), part.held_out): part for part in parts}
     for samples, _, holdout in wanted:
         held_out(samples, holdout)
     if parts[0].own:
@@ -147,6 +150,19 @@ def check_calibrations(dense: Dense, parts: Sequence[Calibration], runtime: Runt
         sample_windows(
             stream, samples=samples, seq_len=seq_len, seed=part.seed, vocabulary=dense.vocabulary
         )
+
+
+def with_judges(calibration: Calibration, model: Description) -> Calibration:
+    """Return the calibration with windows that judge repairs, where tokens are few.
+
+    A quarter of the windows, where `holdout` is left open, there are fewer than `FEW` tokens for
+    every column of the widest consumer, and a second window.
+    """
+    if calibration.holdout is not None or calibration.judging or calibration.samples < 2:
+        return calibration
+    tokens = calibration.windows * window_length(calibration, model)
+    widest = max((site.columns for site in model.layout.sites), default=0)
+    return replace(calibration, judging=JUDGING if tokens < FEW * widest else 0.0)
 
 
 def window_length(calibration: Calibration, model: Description) -> int:

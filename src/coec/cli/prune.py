@@ -111,9 +111,7 @@ def show_report(report: "Report", as_json: bool) -> None:
             f"{site + ' error':<16} {error[0]:.4f} → {error[1]:.4f} "
             "(relative output error on the calibration data, mean over blocks)"
         )
-        if report.recipe["holdout"] and any(
-            row.get("holdout_after") is not None for row in report.sites
-        ):
+        if any(row.get("holdout_after") is not None for row in report.sites if row["site"] == site):
             held = report.mean_errors(site, held_out=True)
             lines.append(f"{'  held out':<16} {held[0]:.4f} → {held[1]:.4f}")
     lines += _rebuilt_lines(report)

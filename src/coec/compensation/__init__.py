@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from coec.compensation.methods import COMPENSATIONS, Method
-from coec.compensation.objective import above, relative_errors
+from coec.compensation.objective import above, kept_columns, relative_errors
 from coec.errors import NumericalError, OptionError
 from coec.events import record, recording
 from coec.linalg.spd import semidefinite
@@ -37,14 +37,14 @@ def compensate(
     value_weight: Float[Tensor, "k h"] | None = None,
     target: Float[Tensor, "m d"] | None = None,
     held_out: Gram | None = None,
+    solve_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> SiteResult:
     """Replaces the kept columns of one weight from second-order statistics (METHODS §§4, 5).
 
     Args:
         weight: `W₀`, the dense consumer (`down_proj` or `o_proj`), outputs × inputs.
-        gram: statistics of its inputs, as many as W₀ has columns; their dtype is the working
-            precision.
+        gram: statistics of its inputs, as many as W₀ has columns.
         kept: indices of the columns that stay, sorted; or a KeptSet.
         method: a name in COMPENSATIONS, a function `(problem, *, options) -> SiteResult`, or a
             `Method`, where that must declare something.
@@ -55,11 +55,13 @@ def compensate(
             above 1; with every column kept there is still something to repair.
         held_out: statistics of the same inputs over further windows; given to methods that need
             them, as `auto` does.
+        solve_dtype: of the products of long iterations; that of the statistics where None. All else
+            is float64.
         options: of the method; unknown ones are errors.
 
     Returns:
-        SiteResult: weight m×k, bias (or None), diagnostics with the untempered relative error
-        before and after and every safeguard that fired.
+        SiteResult: weight m×k in the dtype of the statistics, bias (or None), diagnostics with the
+        untempered relative error before and after and every safeguard that fired.
 
     Raises:
         OptionError: an unknown method or option, one out of range, shapes that do not fit, a
@@ -79,7 +81,8 @@ def compensate(
         )
     kept = kept if isinstance(kept, KeptSet) else KeptSet(kept, weight.shape[-1])
     kept = KeptSet(kept.indices.to(gram.xx.device), kept.size)
-    problem = SiteProblem(weight, gram, kept, value_weight, target, held_out)
+    solve_dtype = solve_dtype or gram.xx.dtype
+    problem = SiteProblem(weight, gram, kept, value_weight, target, held_out, solve_dtype)
     _check_finite(problem)
     with recording() as events:
         problem, units = _moderate(_prepared(problem, method))
@@ -91,23 +94,31 @@ def compensate(
             problem.weight, problem.gram, kept, result, target=problem.target
         )
         if above(after, before, problem.weight.dtype):
-            record("the relative error lies above the slice's")
+            rise = "the relative error lies above the slice's"
+            if method not in COMPENSATIONS.values():
+                record(rise)
+            else:
+                record(f"{rise}: slice kept")
+                slice_ = kept_columns(problem.weight, kept)
+                result, after = SiteResult(slice_, diagnostics=result.diagnostics), before
     errors = {"error_before": before, "error_after": after}
-    return _in_units(result, units, {**errors, **result.diagnostics, "events": events})
+    diagnostics = {**errors, **result.diagnostics, "events": events}
+    return _in_units(result, units, gram.xx.dtype, diagnostics)
 
 
 def _prepared(problem: SiteProblem, method: Method) -> SiteProblem:
-    """All in the working precision, Grams semidefinite, parts that nobody needs left out."""
-    like = problem.gram.xx
+    """All in float64, Grams semidefinite, parts that nobody needs left out."""
+    gram = problem.gram.to(torch.float64)
     value = problem.value if "value" in method.needs else None
     held = problem.held_out if "held_out" in method.needs else None
     if held is not None:
-        held = held.to(like.dtype)
+        held = held.to(torch.float64)
         held = replace(held, xx=semidefinite(held.xx))
+    like = gram.xx
     return replace(
         problem,
         weight=problem.weight.to(like),
-        gram=replace(problem.gram, xx=semidefinite(like)),
+        gram=replace(gram, xx=semidefinite(like)),
         value=None if value is None else value.to(like),
         target=None if problem.target is None else problem.target.to(like),
         held_out=held,
@@ -127,14 +138,17 @@ def _check_finite(problem: SiteProblem) -> None:
 
 
 def _in_units(
-    result: SiteResult, units: tuple[float, float], diagnostics: dict[str, Any]
+    result: SiteResult,
+    units: tuple[float, float],
+    dtype: torch.dtype,
+    diagnostics: dict[str, Any],
 ) -> SiteResult:
-    """The result of a moderate problem in the units of the original one."""
+    """The result of a moderate problem in the units of the original one, in this dtype."""
     own, inputs = units
-    bias = None if result.bias is None else result.bias * own * inputs
+    bias = None if result.bias is None else (result.bias * own * inputs).to(dtype)
     if bias is not None and not torch.isfinite(bias).all():
         raise NumericalError("the bias overflows: solve in float64")
-    W = result.weight * own
+    W = (result.weight * own).to(dtype)
     if not torch.isfinite(W).all():
         raise NumericalError("the compensated weight overflows: solve in float64")
     return SiteResult(W, bias, diagnostics)

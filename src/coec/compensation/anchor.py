@@ -55,9 +55,9 @@ class Anchor:
         return cls(U_v, seen @ seen.T, lambda_a, r_p)
 
     def alignment(self, frame: Frame, target: Target) -> Alignment:
-        """The penalty on the rows of the frame that lead now."""
-        rows = frame.leading(self.r_p)
-        return Alignment(target.basis.T @ self.writer, self.target, rows, self.weight)
+        """The penalty on the rows of the frame that lead now, in the dtype of the target."""
+        rows, basis = frame.leading(self.r_p), target.basis
+        return Alignment(basis.T @ self.writer.to(basis), self.target.to(basis), rows, self.weight)
 
 
 def _left_frame(A: Float[Tensor, "m n"]) -> Float[Tensor, "m r"]:

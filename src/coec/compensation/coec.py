@@ -14,13 +14,17 @@ from torch import Tensor
 from coec.compensation.anchor import Anchor
 from coec.compensation.descent import Descended, Descent, Origin, RightSolver, Side
 from coec.compensation.frame import Shrinkage, Target
-from coec.compensation.objective import Reconstruction, above, kept_columns
+from coec.compensation.objective import Reconstruction, above, kept_columns, rounding
 from coec.compensation.rcpu import rcpu
 from coec.errors import NumericalError
 from coec.events import record, recording
 from coec.linalg.units import power_of_two
 from coec.settings import CoecOptions
-from coec.types import SiteProblem, SiteResult
+from coec.types import KeptSet, SiteProblem, SiteResult
+
+RESOLVED, SPREAD, AGREE = 0.02, 2.0**16, 0.01
+"""What a descent in float32 is trusted with: relative errors above, ratios of weights to outputs
+below, and a difference between its error and that in float64 below (docs/LOG.md)."""
 
 ALIGNED = ("penalties_per_round", "objectives_per_round", "alignment_before", "alignment_after")
 """Diagnostics that only an aligned descent has."""
@@ -45,7 +49,7 @@ def coec(problem: SiteProblem, options: CoecOptions) -> SiteResult:
     Raises:
         NumericalError: an input holds NaN or Inf.
     """
-    weight, gram, kept = problem.weight, problem.gram, problem.kept
+    weight, kept = problem.weight, problem.kept
     # G^0 = I: the data-blind limit, whose best weight is the slice itself.
     if options.alpha == 0 or problem.nothing_to_repair:
         W_K = kept_columns(weight, kept)
@@ -58,21 +62,42 @@ def coec(problem: SiteProblem, options: CoecOptions) -> SiteResult:
             weight / unit, problem.value, kept, lambda_a=options.lambda_a, r_p=options.r_p
         )
     descents = _descents(options)
-    target = Target.of(
-        Reconstruction.tempered(problem.aim / unit, gram.xx, kept, options.alpha, gram.precision)
-    )
+    target = _target(problem, unit, options.alpha)
     parts, summaries = [], []
     for rows in _chunks(len(weight), options.slices):
         W_K = kept_columns(weight[rows], kept).div_(unit)
-        W, summary = _solve(W_K, target.rows(rows), descents, anchor)
+        W, summary = _solve(W_K, target.rows(rows), descents, anchor, problem.solve_dtype)
         parts.append(W * unit)
         summaries.append(summary)
     del target
     W = torch.cat(parts)
     if options.alpha < 1 or anchor is not None or options.slices > 1:
-        _compare_with_rcpu(W, problem)
+        W = _checked(W, problem)
     diagnostics = summaries[0] if len(summaries) == 1 else {"slices": summaries}
     return SiteResult(W, diagnostics=diagnostics)
+
+
+def _target(problem: SiteProblem, unit: float, alpha: float) -> Target:
+    """Return the tempered problem, diagonalised, weights in this unit.
+
+    On the CPU, and an event, where the device of the statistics has no room for it.
+    """
+    device = problem.gram.xx.device
+
+    def target(place: torch.device) -> Target:
+        gram, aim = problem.gram, problem.aim.to(place) / unit
+        kept = KeptSet(problem.kept.indices.to(place), problem.kept.size)
+        return Target.of(
+            Reconstruction.tempered(aim, gram.xx.to(place), kept, alpha, gram.precision)
+        )
+
+    try:
+        return target(device)
+    except torch.OutOfMemoryError:
+        if device.type == "cpu":
+            raise
+    record(f"{device.type} has no room to decompose the Gram in float64: decomposed on the CPU")
+    return target(torch.device("cpu")).to(problem.gram.xx)
 
 
 def _descents(options: CoecOptions) -> list[Descent]:
@@ -93,34 +118,96 @@ def _descents(options: CoecOptions) -> list[Descent]:
 
 
 def _solve(
-    W_K: Float[Tensor, "m k"], target: Target, descents: list[Descent], anchor: Anchor | None
+    W_K: Float[Tensor, "m k"],
+    target: Target,
+    descents: list[Descent],
+    anchor: Anchor | None,
+    dtype: torch.dtype,
 ) -> tuple[Float[Tensor, "m k"], dict[str, Any]]:
-    """The best of the descents on one group of rows, or the fallback when none is sound."""
+    """Return the best of the descents on one group of rows, or the fallback when none is sound.
+
+    A descent in fewer digits than the target's is judged in all of them, and done again in all of
+    them where fewer do not tell how it goes.
+    """
     if not target.yy > 0:
         record("the dense output is 0 on the calibration data: slice kept")
         return W_K, {"reason": "no output to reconstruct"}
     if not bool(W_K.any()):
         record("every kept column is 0: slice kept")
         return W_K, {"reason": "nothing to rotate"}
-    results = []
+    best = None
+    if dtype != target.mu.dtype:
+        best = _narrow(W_K, target, descents, anchor, dtype)
+    if best is None:
+        try:
+            best = _best(W_K, target, descents, anchor)
+        except NumericalError as error:
+            record(str(error))
+            return _fallback(W_K, target, anchor)
+    return best.frame.weight(target), _summary(best, anchored=anchor is not None)
+
+
+def _narrow(
+    W_K: Float[Tensor, "m k"],
+    target: Target,
+    descents: list[Descent],
+    anchor: Anchor | None,
+    dtype: torch.dtype,
+) -> Descended | None:
+    """Return the best of the descents in fewer digits; None, and an event, where these are too few.
+
+    They are where it fails, where its error differs from that in all digits, where that is below
+    `RESOLVED`, and where `‖W_K‖² tr Gxx / yy` is above `SPREAD`: with a few huge channels of small
+    weight, rounding a rotation moves their output by far more than that of the others.
+    """
+    try:
+        spread = float(W_K.square().sum() * target.mu.sum()) / target.yy
+        if spread > SPREAD:
+            raise NumericalError("a few channels are huge")
+        with recording() as events:
+            best = _best(W_K.to(dtype), target.to(target.mu.to(dtype)), descents, anchor)
+        error = target.error(best.frame)
+        if error < RESOLVED:
+            raise NumericalError("the error is small")
+        if abs(error - best.errors[-1]) > AGREE * error:
+            raise NumericalError("the error comes out otherwise")
+    except NumericalError as reason:
+        name = str(dtype).removeprefix("torch.")
+        record(f"{name} has too few digits here ({reason}): solved in float64")
+        return None
+    for event in events:
+        record(event)
+    return best
+
+
+def _best(
+    W_K: Float[Tensor, "m k"], target: Target, descents: list[Descent], anchor: Anchor | None
+) -> Descended:
+    """Return the descent of lowest objective.
+
+    Raises:
+        NumericalError: every descent failed, or the best ended above RCPU or the slice.
+    """
+    results, failures = [], []
     for descent in descents:
         try:
             results.append(descent(W_K, target, anchor))
         except NumericalError as error:
-            record(f"descent abandoned: {error}")
+            failures.append(f"descent abandoned: {error}")
     results = [result for result in results if math.isfinite(result.objectives[-1])]
     if not results:
-        return _fallback(W_K, target, anchor)
+        raise NumericalError("; ".join(failures) or "the descent ended at NaN or Inf")
+    for failure in failures:
+        record(failure)
     best = min(results, key=lambda result: result.objectives[-1])
-    W = best.frame.weight(target)
-    if not torch.isfinite(W).all():
-        record("the descent ended at NaN or Inf")
-        return _fallback(W_K, target, anchor)
+    if not torch.isfinite(best.frame.weight(target)).all():
+        raise NumericalError("the descent ended at NaN or Inf")
     for name, bound in {"RCPU": best.rcpu, "the slice": best.objectives[0]}.items():
-        if above(best.objectives[-1], bound, W.dtype):
-            record(f"the descent ended above {name}")
-            return _fallback(W_K, target, anchor)
-    return W, _summary(best, anchored=anchor is not None)
+        if above(best.objectives[-1], bound, W_K.dtype):
+            raise NumericalError(f"the descent ended above {name}")
+    if best.objectives[-1] < -rounding(W_K.dtype):
+        raise NumericalError("the descent ended below 0, where no error lies")
+    return best
 
 
 def _fallback(
@@ -140,14 +227,21 @@ def _fallback(
     return W, {"reason": f"fell back to {chosen}"}
 
 
-def _compare_with_rcpu(W: Float[Tensor, "m k"], problem: SiteProblem) -> None:
-    """Records where the untempered error, which was not what was minimised, lies above RCPU's."""
+def _checked(W: Float[Tensor, "m k"], problem: SiteProblem) -> Float[Tensor, "m k"]:
+    """Return W; RCPU's weight where the untempered error, which was not minimised, is the slice's.
+
+    RCPU's error is never above the slice's. An event says so, and where W lies above RCPU.
+    """
     target = Reconstruction.of_site(problem)
-    own = target.error(W)
+    error = target.error(W)
     with recording():
-        other = target.error(rcpu(problem).weight)
-    if above(own, other, W.dtype):
+        other = rcpu(problem).weight
+    if above(error, target.error(kept_columns(problem.weight, problem.kept)), W.dtype):
+        record("the relative error lies above the slice's: fell back to rcpu")
+        return other
+    if above(error, target.error(other), W.dtype):
         record("the relative error lies above RCPU's")
+    return W
 
 
 def _summary(result: Descended, *, anchored: bool) -> dict[str, Any]:

@@ -46,14 +46,27 @@ class Target:
     def of(cls, problem: Reconstruction) -> "Target":
         """Diagonalises Gxx once; every later step is elementwise in it.
 
-        Directions of Gxx that are noise get no energy and no part in the output.
+        Directions of Gxx that are noise get no energy and no part in the output: their energy may
+        come out at 0 or below, and the output that they seem to give would then cost nothing.
         """
         mu, E = eigh(problem.Gxx)
-        Gyx = problem.Gyx @ E
-        if problem.precision > 0:
-            said = mu > noise(mu, E, problem.Gxx.diagonal(), problem.precision)
-            mu, Gyx = torch.where(said, mu, 0.0), Gyx.mul_(said)
-        return cls(mu, E, Gyx, problem.energy, problem.yy)
+        informative = mu > noise(mu, E, problem.Gxx.diagonal(), problem.precision)
+        Gyx = (problem.Gyx @ E).mul_(informative)
+        return cls(torch.where(informative, mu, 0.0), E, Gyx, problem.energy, problem.yy)
+
+    def to(self, like: Tensor) -> "Target":
+        """Return the same problem in the dtype and on the device of a tensor."""
+        mu, basis, Gyx = self.mu.to(like), self.basis.to(like), self.Gyx.to(like)
+        return Target(mu, basis, Gyx, self.energy.to(like), self.yy)
+
+    def error(self, frame: "Frame") -> float:
+        """Return `𝓛(Ŵ)` of a frame of any dtype, in the dtype of the problem.
+
+        Taken from the product of the factors: a frame from fewer digits is not quite orthonormal.
+        """
+        W = (frame.U.to(self.mu) * frame.s.to(self.mu)) @ frame.R.to(self.mu)
+        linear = float((W * self.Gyx).sum())
+        return (float((W.square_() @ self.mu).sum()) - 2 * linear + self.yy) / self.yy
 
     def rows(self, rows: slice) -> "Target":
         """The problem of some of the outputs alone."""
@@ -82,8 +95,9 @@ class Frame:
         return cls(U, s, R @ target.basis)
 
     def weight(self, target: Target) -> Float[Tensor, "m k"]:
-        """`Ŵ`, back in the channels' own basis."""
-        return (self.U * self.s) @ (self.R @ target.basis.T)
+        """`Ŵ`, back in the channels' own basis, in the dtype of the target."""
+        U, s, R = (part.to(target.mu) for part in (self.U, self.s, self.R))
+        return (U * s) @ (R @ target.basis.T)
 
     def completed(self) -> "Frame":
         """R completed to a square orthogonal frame, s padded with zeros: the full `O(k)` family."""

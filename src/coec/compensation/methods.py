@@ -43,7 +43,7 @@ class Method:
             not in the others, which there must be.
         options: the dataclass of the options.
         shrinks: whether a result stays near the slice of itself where tokens are few; others are
-            shrunk towards it at experts.
+            drawn back to it at experts, where no held-out windows judge them.
     """
 
     function: Callable[..., SiteResult]

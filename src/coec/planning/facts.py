@@ -98,7 +98,7 @@ class Facts:
     def held(self) -> float:
         """Tokens that are held out."""
         calibration = self.plan.recipe.calibration
-        share = calibration.holdout
+        share = calibration.held_out
         if not share:
             return 0.0
         return float(max(1, round(share * calibration.samples)) * self.plan.seq_len)

@@ -24,6 +24,9 @@ SOLVER_MATRICES = {
 }  # fmt: skip
 """Matrices of the consumer's size in a solve: of COEC four are counted (tests), and an
 eigendecomposition takes two more inside."""
+ITERATIVE = ("coec", "auto")
+"""Those whose iterations may be in float32; what their decompositions take besides, in float64, is
+taken of the host where a device has no room for it."""
 LIGHT, ELIMINATION = 0.25, 2.0
 """Of other compensations; and of the selection `obs`, in float64, beside the statistics."""
 BYTES_PER_CHARACTER = 170
@@ -162,22 +165,27 @@ def _solving(plan: "Plan", how: How, kind: str) -> dict[str, int]:
     grams = max(sum(s.columns**2 for s in b.sites if s.kind in left) for b in blocks)
     sites = [site for site in plan.model.layout.sites if kind in ("", site.kind)]
     widest = max(sites, key=lambda site: site.columns)
-    matrices = SOLVER_MATRICES.get(plan.recipe.method.name, LIGHT) * how.solve.itemsize
+    method, wide = plan.recipe.method.name, torch.float64.itemsize
+    matrices = SOLVER_MATRICES.get(method, LIGHT)
     if plan.recipe.repair.selection == "obs":
-        matrices = max(matrices, ELIMINATION * torch.float64.itemsize)
+        matrices = max(matrices, ELIMINATION)
     if not (plan.recipe.rebuilding.propagate or any(map(plan.widths.removes_from, sites))):
         matrices = 0.0  # all units stay, and nothing is solved
-    itemsize = how.stored.itemsize + how.solve.itemsize
+    solve = how.solve.itemsize if method in ITERATIVE else wide
+    entries = int(matrices * widest.columns**2)
     return {
-        "Grams": _kinds_of_windows(plan) * grams * torch.float64.itemsize,
-        "weight": plan.model.shapes[widest.weight].numel() * itemsize,
-        "solver": int(matrices * widest.columns**2),
+        "Grams": _kinds_of_windows(plan) * grams * wide,
+        "weight": plan.model.shapes[widest.weight].numel() * (how.stored.itemsize + wide),
+        "solver": entries * solve,
+        "decomposition": entries * (wide - solve),
     }
 
 
 def _kinds_of_windows(plan: "Plan") -> int:
-    """Those that are fitted, and where some are held out those."""
-    return 2 if plan.recipe.calibration.holdout else 1
+    """Number of Grams of one site: of fitted windows, of held-out ones, and of both together."""
+    if plan.judges_are_fitted:
+        return 3
+    return 2 if plan.recipe.calibration.held_out else 1
 
 
 def statistics_per_block(plan: "Plan") -> int:

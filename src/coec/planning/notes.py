@@ -1,9 +1,12 @@
 """What a plan has to say: what has no effect, and what a width costs elsewhere."""
 
+import math
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from coec.allocation import MOST_ADDED, MULTIPLES, OF_EXPERTS
+from coec.compensation.shrinkage import FEW
 from coec.models.fallbacks import fallbacks
 from coec.models.layout import Site
 from coec.selection import kept_count
@@ -57,6 +60,7 @@ def notes_of(plan: "Plan") -> tuple[str, ...]:
     return (
         *plan.remarks,
         *([] if plan.decided else [undecided]),
+        *_few_tokens(plan),
         *(_of_experts(plan, experts) if experts else ()),
         *((f"attention keeps all KV groups: {whole}",) if whole else ()),
         *_of_kept(plan),
@@ -102,3 +106,17 @@ def _of_kept(plan: "Plan") -> tuple[str, ...]:
         f"{len(kept.units)} of {len(sites)} sites keep the units of '{kept.source}', the "
         "others are selected from",
     )
+
+
+def _few_tokens(plan: "Plan") -> Iterator[str]:
+    """Yield what few calibration tokens will mean."""
+    calibration = plan.recipe.calibration
+    widest = max(site.columns for site in plan.model.layout.sites)
+    tokens = calibration.windows * plan.seq_len
+    repaired = plan.recipe.repair.compensation != "none"
+    if repaired and calibration.guarded and tokens < FEW * widest:
+        yield (
+            f"few tokens: {tokens:,} for up to {widest:,} columns; repairs are drawn back towards "
+            f"the slice, by held-out error; {math.ceil(FEW * widest / plan.seq_len)} windows would "
+            "do"
+        )

@@ -145,7 +145,7 @@ class _Work:
                 if self.recipe.repair.allocation == "error":
                     work = solves.elimination(one, units, max(1, one.k * units // one.d))
                     found += [replace(w, times=w.times * count) for w in work]
-                found += [replace(w, times=w.times * count) for w in solves.errors(one, "float64")]
+                found += [replace(w, times=w.times * count) for w in solves.errors(one)]
         if self.recipe.repair.allocation != "error":
             return found
         for kind in self.kinds:
@@ -248,7 +248,7 @@ class _Work:
         device = self.how.device
         selected = self.recipe.kept is None and self.recipe.repair.selection == "obs"
         found = solves.elimination(one, units, kept) if selected else []
-        found += solves.errors(one, dtype)
+        found += solves.errors(one)
         if one.k == one.d and not self.recipe.rebuilding.propagate:
             return found
         if method in ("coec", "auto"):
@@ -259,9 +259,9 @@ class _Work:
             # All candidates, three of them descents, and the best one again.
             found += work * 4 if method == "auto" else work
         elif method in ("least-squares", "ridge-to-slice"):
-            found += solves.closed_form(one, dtype)
+            found += solves.closed_form(one)
         elif method == "rcpu":
-            found += solves.rcpu(one, dtype, device)
+            found += solves.rcpu(one, device)
         return found
 
     def _course(self, aligned: bool) -> solves.Course:

@@ -13,7 +13,7 @@ from coec.allocation import (
     uniform,
     whole_attention,
 )
-from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len
+from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len, with_judges
 from coec.errors import OptionError
 from coec.models.description import Description
 from coec.models.formats import OutputFormat, choose_format
@@ -77,6 +77,7 @@ class Plan:
             ModelError, OptionError: as `of`.
         """
         recipe = recipe.opened()
+        recipe = replace(recipe, calibration=with_judges(recipe.calibration, model))
         if recipe.kept is not None:
             recipe.kept.check(model.layout)
         if (setting := recipe.rebuilding.in_order) and (adds := model.architecture.adds):
@@ -102,6 +103,14 @@ class Plan:
         # Where the rule removes no group there is nothing to choose.
         distinct = {plan.pruned: name for name, plan in reversed(plans.items())}
         return {name: plan for name, plan in plans.items() if name in distinct.values()}
+
+    @property
+    def judges_are_fitted(self) -> bool:
+        """True where windows that judge repairs are fitted on in the end.
+
+        Not where they were held out for good, or judge what follows on the repairs too.
+        """
+        return bool(self.recipe.calibration.judging) and not self.recipe.rebuilding.in_order
 
     def briefly(self) -> "Plan":
         """The same with little reconstruction: enough to see which of several candidates leads."""

@@ -40,6 +40,8 @@ class Course:
 MLP = Course(rounds=2.1, steps=20, least=12, most=70, trials=1.6, inner=4.6)
 ATTENTION = Course(rounds=3.1, steps=30, least=19, most=92, trials=1.7, inner=10.5, aligned=True)
 """They depend on the data: docs/PERFORMANCE.md, `The plan against runs`."""
+WIDE = "float64"
+"""Of decompositions, closed forms and errors, whatever the dtype of the iterations."""
 STEPS = {"gradient": 6.0, "conjugate": 2.0, "joint": 1.0}
 """Steps of the right solvers, relative to those of `joint`."""
 RANK = 16
@@ -152,15 +154,20 @@ JOINT_STEP: dict[str, Part] = {
 """One step of `joint`, without the polar factor of the left side at every trial."""
 
 DESCENT: dict[str, Part] = {
-    "eigenpairs of G": Part("eigh", lambda o, c: operations.eigh(o.d), lambda o: float(o.d)),
+    "eigenpairs of G": Part(
+        "eigh", lambda o, c: operations.eigh(o.d), lambda o: float(o.d), dtype=WIDE
+    ),
     "tempering": Part(
-        "product", lambda o, c: operations.tempering(o) - operations.eigh(o.d), lambda o: float(o.d)
+        "product", lambda o, c: operations.tempering(o) - operations.eigh(o.d),
+        lambda o: float(o.d), dtype=WIDE,
     ),
-    "eigenpairs of Gxx": Part("eigh", lambda o, c: operations.eigh(o.k), lambda o: float(o.k)),
+    "eigenpairs of Gxx": Part(
+        "eigh", lambda o, c: operations.eigh(o.k), lambda o: float(o.k), dtype=WIDE
+    ),
     "eigenbasis": Part(
-        "product", lambda o, c: operations.eigenbasis(o) - operations.eigh(o.k), _left
+        "product", lambda o, c: operations.eigenbasis(o) - operations.eigh(o.k), _left, dtype=WIDE
     ),
-    "assembly": Part("product", lambda o, c: operations.assembly(o), _left),
+    "assembly": Part("product", lambda o, c: operations.assembly(o), _left, dtype=WIDE),
     "rescales": Part(
         "product", lambda o, c: operations.product(o.b, o.m, o.k), _left, lambda c: 3 + c.rounds
     ),
@@ -168,16 +175,17 @@ DESCENT: dict[str, Part] = {
         "elementwise", lambda o, c: 8.0 * (40 * o.d**2 + 185 * o.m * o.k), lambda o: 8.0 * o.d * o.m
     ),
     "calls": Part("call", lambda o, c: 1.0, lambda o: 1.0, lambda c: 600 + 130 * c.rounds),
-}
+}  # fmt: skip
 """What a descent does besides its steps."""
 
 ERRORS: dict[str, Part] = {
     "errors": Part(
-        "product", lambda o, c: 4 * operations.product(o.m, o.d, o.d), lambda o: float(o.d)
+        "product", lambda o, c: 6 * operations.product(o.m, o.d, o.d), lambda o: float(o.d),
+        dtype=WIDE,
     ),
     "elementwise": Part("elementwise", lambda o, c: 60.0 * o.d**2, lambda o: 8.0 * o.d**2),
     "calls": Part("call", lambda o, c: 1.0, lambda o: 1.0, lambda c: 400.0),
-}
+}  # fmt: skip
 """Scores, checks of statistics, and the relative errors of every method; half of it on held-out
 windows."""
 
@@ -219,7 +227,8 @@ def coec(
     sides = 0.0 if options["rotation"] == "left" or not rounds else 1.0
     found = [part.work(one, course, dtype, 1.0) for part in DESCENT.values()]
     found += [part.work(one, course, dtype, steps * sides) for part in JOINT_STEP.values()]
-    found += svd(one.m, one.k, dtype, device, 2.0)  # the slice, and that of RCPU beside it
+    found += svd(one.m, one.k, dtype, device)
+    found += rcpu(one, device)  # beside which the untempered error is held
     followed = steps * sides * course.trials if options["solver"] == "joint" else 0.0
     found += polar(one, dtype, device, 2 + 2 * rounds + followed)
     if course.aligned:
@@ -229,27 +238,27 @@ def coec(
     return found
 
 
-def closed_form(one: Consumer, dtype: str) -> list[Work]:
+def closed_form(one: Consumer) -> list[Work]:
     """Ridge regressions: normal equations by Cholesky."""
     m, d, k = one.m, one.d, one.k
     return [
-        Work("product", operations.product(m, d, d) + operations.product(m, k, k), d, 1.0, dtype),
-        Work("cholesky", operations.inverse(k), k, 1.0, dtype),
-        Work("triangular", 2 * operations.triangular_solve(k, m), k, 1.0, dtype),
+        Work("product", operations.product(m, d, d) + operations.product(m, k, k), d, 1.0, WIDE),
+        Work("cholesky", operations.inverse(k), k, 1.0, WIDE),
+        Work("triangular", 2 * operations.triangular_solve(k, m), k, 1.0, WIDE),
         Work("elementwise", 8.0 * (8 * k**2 + 12 * m * d), 8.0 * k**2),
         Work("call", 1.0, 1.0, 150),
     ]
 
 
-def rcpu(one: Consumer, dtype: str, device: str) -> list[Work]:
+def rcpu(one: Consumer, device: str) -> list[Work]:
     """One left rotation and one scale."""
     m, d, k = one.m, one.d, one.k
     product = operations.product(m, d, d) + operations.product(m, k, k)
     product += 2 * operations.product(m, k, one.b)
     return [
-        Work("product", product, d, 1.0, dtype),
-        *svd(m, k, dtype, device),
-        *polar(one, dtype, device, 1.0),
+        Work("product", product, d, 1.0, WIDE),
+        *svd(m, k, WIDE, device),
+        *polar(one, WIDE, device, 1.0),
         Work("call", 1.0, 1.0, 150),
     ]
 
@@ -276,6 +285,6 @@ def elimination(one: Consumer, units: int, kept: int) -> list[Work]:
     return work
 
 
-def errors(one: Consumer, dtype: str) -> list[Work]:
+def errors(one: Consumer) -> list[Work]:
     """What every method takes besides."""
-    return [part.work(one, MLP, dtype, 1.0) for part in ERRORS.values()]
+    return [part.work(one, MLP, WIDE, 1.0) for part in ERRORS.values()]

@@ -159,8 +159,9 @@ class Repair(Settings):
     )
     solve_dtype: SolveDtypeName = setting(
         "auto",
-        "Of the compensation. `auto` is float64 on a CPU, and on a device that multiplies in it at "
-        "an eighth of its float32 rate or more, which is measured; else float32.",
+        "Of the iterations of a compensation; decompositions and errors are float64. `auto` is "
+        "float64 on a CPU, and on a device that multiplies in it at an eighth of its float32 rate "
+        "or more, which is measured; else float32.",
     )
 
     def __post_init__(self) -> None:
@@ -268,7 +269,12 @@ class Rebuilding(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration(Settings):
-    """All that statistics depend on, besides the dense model."""
+    """All that statistics depend on, besides the dense model.
+
+    Attributes:
+        judging: the fraction of the windows that decide how far repairs are drawn back, where
+            `holdout` leaves that open; see `coec.calibration.windows.with_judges`.
+    """
 
     source: Source = setting(
         "wikitext2",
@@ -285,9 +291,12 @@ class Calibration(Settings):
         least=2,
     )
     seed: int = setting(0, "Draws the windows.", least=0, check=check_seed)
-    holdout: float = setting(
-        0.0,
-        "Fraction of the windows, at least one, not fitted on, whose error the report has too.",
+    holdout: float | None = setting(
+        None,
+        "Fraction of the windows, at least one, not fitted on, whose error the report has too. "
+        "Where tokens are few, they decide how far a repair is drawn back towards the slice; 0 "
+        "leaves every repair as it was fitted.",
+        otherwise="0; where tokens are few a quarter, fitted on once they have decided",
         check=_check_holdout,
     )
     sampled: float = setting(
@@ -301,6 +310,17 @@ class Calibration(Settings):
         "Of the dense forward pass.",
         otherwise="the model's on a GPU, float32 on the CPU",
     )
+    judging: float = 0.0
+
+    @property
+    def held_out(self) -> float:
+        """Fraction of the windows whose statistics are summed apart."""
+        return self.holdout or self.judging
+
+    @property
+    def guarded(self) -> bool:
+        """True unless repairs are to be left as they are fitted, however few tokens there are."""
+        return self.holdout != 0
 
     @property
     def added(self) -> int:

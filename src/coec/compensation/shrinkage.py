@@ -1,0 +1,67 @@
+"""Repairs drawn back towards the slice, where tokens are few beside what is fitted (METHODS §4)."""
+
+from dataclasses import dataclass, replace
+
+from jaxtyping import Float
+from torch import Tensor
+
+from coec.compensation.objective import kept_columns, relative_errors
+from coec.types import Gram, KeptSet, SiteResult
+
+FEW = 8
+"""Tokens for every fitted column from which on a repair is taken as it is (docs/LOG.md)."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """The θ of lowest held-out error of `W_K + θ (W̃ − W_K)`.
+
+    Attributes:
+        value: θ, from 0, the slice, to 1, the repair.
+        before: the slice's relative error on the held-out statistics.
+        after: that at θ.
+    """
+
+    value: float
+    before: float
+    after: float
+
+
+def best_share(
+    weight: Float[Tensor, "m d"],
+    kept: KeptSet,
+    result: SiteResult,
+    held_out: Gram,
+    target: Float[Tensor, "m d"] | None = None,
+) -> Share:
+    """Return how far a repair is to be followed: the minimum of a parabola in θ.
+
+    `min 𝓛(W_K + θ (W̃ − W_K))  s.t.  0 ≤ θ ≤ 1`, 𝓛 on held-out statistics; a bias is scaled alike.
+    Three values of 𝓛 give the parabola. A repair that is the slice is followed.
+
+    Args:
+        weight: `W₀`.
+        kept: the columns that stay.
+        result: the repair, fitted on other statistics.
+        held_out: statistics of the same inputs over further windows.
+        target: what the outputs should be on those, where that is not W₀ (`SiteProblem.aim`).
+    """
+    half = drawn_back(weight, kept, result, 0.5)
+    before, middle = relative_errors(weight, held_out, kept, half, target=target)
+    _, after = relative_errors(weight, held_out, kept, result, target=target)
+    slope, curvature = 4 * middle - 3 * before - after, 2 * (before + after - 2 * middle)
+    share = 1.0
+    if curvature > 0:
+        share = min(max(-slope / (2 * curvature), 0.0), 1.0)
+    elif after > before:
+        share = 0.0
+    return Share(share, before, before + share * (slope + share * curvature))
+
+
+def drawn_back(
+    weight: Float[Tensor, "m d"], kept: KeptSet, result: SiteResult, share: float
+) -> SiteResult:
+    """Return `W_K + θ (W̃ − W_K)`, and θ times the bias; diagnostics as they are."""
+    W_K = kept_columns(weight, kept).to(result.weight)
+    bias = None if result.bias is None else share * result.bias
+    return replace(result, weight=W_K + share * (result.weight - W_K), bias=bias)

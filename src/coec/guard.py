@@ -1,0 +1,109 @@
+"""Repairs held to what further windows bear out, and to what is written (METHODS §4)."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from coec.compensation import relative_errors
+from coec.compensation.objective import above, kept_columns
+from coec.compensation.shrinkage import FEW, best_share, drawn_back
+from coec.events import record
+from coec.types import Gram, KeptSet, SiteResult
+
+TRUSTED = 2
+"""Tokens for every kept column from which on an expert's repair is taken as it is, where no window
+judges it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Judge:
+    """What a repair of one site is held to; all tensors are float64, on one device.
+
+    Attributes:
+        weight: `W₀`.
+        kept: the columns that stay.
+        gram: what the repair is fitted on.
+        held_out: statistics of further windows; None where there are none.
+        target, held_out_target: what the outputs should be on either, where that is not W₀
+            (`SiteProblem.aim`).
+    """
+
+    weight: Float[Tensor, "m d"]
+    kept: KeptSet
+    gram: Gram
+    held_out: Gram | None = None
+    target: Float[Tensor, "m d"] | None = None
+    held_out_target: Float[Tensor, "m d"] | None = None
+
+    @property
+    def trust(self) -> float:
+        """How far an expert's repair is followed by its number of tokens alone, from 0 to 1."""
+        return min(self.gram.tokens / (TRUSTED * len(self.kept.indices)), 1.0)
+
+    @property
+    def few(self) -> bool:
+        """True where there are fewer than `FEW` tokens for every kept column."""
+        return self.gram.tokens < FEW * len(self.kept.indices)
+
+    def guarded(
+        self, result: SiteResult, judged: Callable[[], SiteResult], *, unjudged: float, seq_len: int
+    ) -> SiteResult:
+        """Return a repair fitted on few tokens, drawn back to the slice as far as it should be.
+
+        Args:
+            result: the repair.
+            judged: makes the repair that held-out windows judge, on which it must not be fitted.
+            unjudged: how far a repair is followed where no window is held out, from 0 to 1.
+            seq_len: tokens of a window.
+        """
+        columns = len(self.kept.indices)
+        held: dict[str, float] = {}
+        if self.held_out is not None:
+            share = best_share(
+                self.weight, self.kept, judged(), self.held_out, self.held_out_target
+            )
+            held = {"holdout_before": share.before, "holdout_after": share.after}
+            value, by = share.value, "by held-out error"
+        else:
+            value, by = unjudged, "as no held-out window judges it"
+        diagnostics = {**result.diagnostics, **held, "followed": value}
+        if value < 1:
+            record(
+                f"few tokens: the repair is drawn back towards the slice, {by}; "
+                f"{math.ceil(FEW * columns / seq_len)} windows would do"
+            )
+            result = drawn_back(self.weight, self.kept, result, value)
+        return replace(result, diagnostics=diagnostics)
+
+    def with_held_out_errors(self, result: SiteResult) -> SiteResult:
+        """Return the repair with the slice's and its own error on the held-out windows."""
+        if self.held_out is None:
+            return result
+        before, after = relative_errors(
+            self.weight, self.held_out, self.kept, result, target=self.held_out_target
+        )
+        held = {"holdout_before": before, "holdout_after": after}
+        return replace(result, diagnostics={**result.diagnostics, **held})
+
+    def as_written(self, result: SiteResult, dtype: torch.dtype, *, checked: bool) -> SiteResult:
+        """Return the repair with the errors of its weight in the dtype that is written.
+
+        Args:
+            result: the repair.
+            dtype: of the written weights.
+            checked: whether the slice replaces a repair whose error lies above its own.
+        """
+        written = replace(result, weight=result.weight.to(dtype).to(self.weight))
+        before, after = relative_errors(
+            self.weight, self.gram, self.kept, written, target=self.target
+        )
+        if checked and above(after, before, torch.float64):
+            record(f"the relative error lies above the slice's once it is {dtype}: slice kept")
+            result = replace(result, weight=kept_columns(self.weight, self.kept), bias=None)
+            after = before
+        errors = {"error_before": before, "error_after": after}
+        return replace(result, diagnostics={**result.diagnostics, **errors})
