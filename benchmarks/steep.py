@@ -9,6 +9,7 @@ as they are and with two such channels. Every error is the untempered relative e
 that comes out, in float64. A problem passes where the narrow error is at most 1.05 times the other,
 or where the slice came out and an event says so. With `--models`, stories260K with two channels of
 every MLP enlarged (the function is unchanged) is pruned in both, and its perplexity measured.
+With `--decompose D ...` nothing but eigendecompositions of that size is timed, in both dtypes.
 """
 
 import argparse
@@ -28,6 +29,7 @@ import coec
 from benchmarks import record
 from benchmarks.instances import SHARED, TEXTS, sites
 from coec.compensation import relative_errors
+from coec.linalg.decompose import eigh
 from coec.types import Gram, KeptSet, SiteResult
 
 WORSE = 1.05
@@ -56,7 +58,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--method", default="coec", choices=("coec", "least-squares", "rcpu"))
     parser.add_argument("--seed", type=int, default=0, help="of the synthetic problems")
     parser.add_argument("--models", action="store_true", help="prune enlarged models too")
+    parser.add_argument("--decompose", nargs="+", type=int, metavar="D")
     chosen = parser.parse_args(arguments)
+    if chosen.decompose:
+        decompositions(chosen.decompose, arguments)
+        return
     print(f"Steep problems, {chosen.method}. {record.header()}\n", flush=True)
     options: dict[str, Any] = {"ridge": 0.0} if chosen.method == "least-squares" else {}
     problems = itertools.chain(synthetic(chosen.seed), real(chosen.shared))
@@ -206,6 +212,27 @@ def _with_large_channels(problem: Problem, size: float) -> Problem:
         centred=None if gram.centred is None else gram.centred * scale.square(),
     )
     return replace(problem, weight=problem.weight / scale, gram=scaled)
+
+
+def decompositions(sizes: list[int], arguments: list[str] | None) -> None:
+    """Print seconds of an eigendecomposition in float64 beside those in float32."""
+    print(f"Eigendecompositions. {record.header()}\n")
+    print(f"{'d':<8}{'float64':>10}{'float32':>10}{'ratio':>8}")
+    rows = []
+    for d in sizes:
+        inputs = torch.randn(d, d, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        inputs *= torch.arange(1, d + 1, dtype=torch.float64)[:, None] ** -0.5
+        gram, seconds = inputs @ inputs.T, {}
+        del inputs
+        for dtype in (torch.float64, torch.float32):
+            A = gram.to(dtype)
+            began = record.clock()
+            eigh(A)
+            seconds[str(dtype).removeprefix("torch.")] = record.clock() - began
+        rows.append({"d": d, **seconds})
+        wide, narrow = seconds["float64"], seconds["float32"]
+        print(f"{d:<8}{wide:>10.2f}{narrow:>10.2f}{wide / narrow:>8.2f}", flush=True)
+        record.save("steep-decompositions", arguments, {"rows": rows})
 
 
 def enlarged(shared: Path) -> Iterator[dict[str, Any]]:
