@@ -4,7 +4,6 @@ open → measure → allocate → solve → write. Every stage is a module of it
 in the journal, so that a run that was killed goes on where it was.
 """
 
-import shutil
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from coec.events import Progress
 from coec.execution.code import code_digest
 from coec.execution.journal import Journal, journal, unfinished
 from coec.execution.output import check_output, check_space
-from coec.execution.remote import Remote, is_url
+from coec.execution.remote import Remote, destination
 from coec.handing_out import HandingOut
 from coec.models.dense import Dense
 from coec.models.description import Description
@@ -81,8 +80,8 @@ def prune(
 
     Args:
         model: a folder with config.json and safetensors, or a hub name.
-        out: the folder to make, or its URL (`s3://bucket/name`): the model is then made in a cache
-            of this machine, and copied there when it is whole.
+        out: the folder to make, or its URL: that of a server (`s3://bucket/name`) is made in a
+            cache of this machine, and copied there when it is whole.
         recipe: what to do; or give its fields and the compensation's options as `settings`
             (`sparsity=0.3, compensation="coec", alpha=0.8`).
         statistics: what `collect` made, or its folder, instead of a dense pass; the result is the
@@ -107,8 +106,9 @@ def prune(
         statistics = Statistics.open(statistics)
     recipe = _asked(recipe, settings, statistics)
     dense = Dense.open(model)
-    remote = Remote.at(str(out), force=force) if is_url(out) else None
-    out = Path(out) if remote is None else remote.staged
+    place = destination(out, dense.folder, force=force)
+    remote = place if isinstance(place, Remote) else None
+    out = place.staged if isinstance(place, Remote) else place
     check_output(out, dense.folder, force=force or unfinished(out))
     if statistics is not None:
         recipe = _calibrated(recipe, statistics, dense, given)
@@ -133,15 +133,19 @@ def prune(
         with journal(out, identity, force=force, restart=restart) as done:
             if done.finished:
                 return Report.read(out)
-            report = _pruned(done, dense, plan, source, dtype, seconds, progress)
-            report.write(done.new)
             if remote is not None:
-                remote.put(done.new)
-            done.complete()
-    if remote is not None:
-        shutil.rmtree(out)
-        report = replace(report, out=remote.url)
-    return report
+                remote.check(done, force)
+            if remote is not None and remote.whole(done):
+                report = Report.read(done.new)
+            else:
+                report = _pruned(done, dense, plan, source, dtype, seconds, progress)
+                report.write(done.new)
+            if remote is None:
+                done.complete()
+            else:
+                remote.put(done, force)
+                done.elsewhere()
+    return report if remote is None else replace(report, out=remote.url)
 
 
 def _pruned(

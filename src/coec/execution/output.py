@@ -9,19 +9,21 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from coec.errors import OutputError
 from coec.events import record
-from coec.execution.remote import is_url
 from coec.models.carried import foreign_entry
 
 LOCK, NEW, OLD, WORK, JOURNAL = "coec.lock", "new", "old", "work", "journal.jsonl"
 """What `OUT.partial/` holds: the lock, what will be OUT, what that is about to replace, other
 finished pieces, and the account of both."""
+URL = re.compile(r"[a-z][a-z0-9+.-]+://?")
+"""How a URL begins; with one slash where it was taken for a path."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """What file systems without locks answer, those of some networks among them."""
@@ -257,18 +259,33 @@ def sync(path: Path) -> None:
 
 def check_replaceable(out: Path, force: bool) -> None:
     """Raises OutputError unless `out` is free, or `force` may replace what it holds."""
-    if not out.is_dir() or not any(out.iterdir()):
-        return
+    if out.is_dir() and any(out.iterdir()):
+        check_judged(out, force, lambda: foreign_entry(out))
+
+
+def check_judged(out: str | Path, force: bool, foreign: Callable[[], str | None]) -> None:
+    """Raises OutputError unless what is in a place may be replaced.
+
+    Args:
+        out: the place, which is not empty.
+        force: whether a model there may be replaced.
+        foreign: says what is in the place that is not of a model.
+    """
     if not force:
         raise OutputError(
-            f"'{out}' is not empty; choose another folder, or pass force=True to replace the "
+            f"'{out}' is not empty; choose another place, or pass force=True to replace the "
             "model that it holds"
         )
-    if foreign := foreign_entry(out):
+    if strange := foreign():
         raise OutputError(
-            f"'{out}' {foreign}: only a folder that holds a model and nothing else is replaced; "
+            f"'{out}' {strange}: only a folder that holds a model and nothing else is replaced; "
             "remove it yourself, or choose another"
         )
+
+
+def is_url(out: str | Path) -> bool:
+    """Whether an output is meant to be at a URL."""
+    return URL.match(str(out)) is not None
 
 
 def resolved(path: Path) -> Path:

@@ -3,6 +3,7 @@
 import hashlib
 import re
 import shutil
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -49,6 +50,8 @@ LITTER = (".gitattributes", ".DS_Store")
 """Files that the hub and file managers put in any folder."""
 HUB_CACHE = ".cache/huggingface"
 """Where the hub's client notes what it downloaded into a folder."""
+JUDGED = ("config.json", ".py")
+"""How the names of those files end whose content says what else a model may hold."""
 IMPORT = re.compile(r"^\s*(?:from|import)\s+\.(\w+)", re.MULTILINE)
 FOLDERS = {
     "coec": ("kept.safetensors",),
@@ -117,24 +120,30 @@ def carry_files(source: Path, target: Path) -> None:
 
 
 def foreign_entry(folder: Path) -> str | None:
-    """What in a folder neither coec nor `save_pretrained` writes; None where it is a model.
+    """What in a folder neither coec nor `save_pretrained` writes; None where it is a model."""
+    names = list(_entries(folder))
+    return foreign_name(names, folder) or incomplete(names, folder)
 
-    Without a model's configuration and weights, that nothing else is there says nothing.
+
+def foreign_name(names: Iterable[str], folder: Path) -> str | None:
+    """The first file that neither coec nor `save_pretrained` writes into a model, in words.
+
+    Args:
+        names: of the files, inside the model; with a slash at the end where one is no file.
+        folder: holds those that JUDGED names.
     """
-    own = (*CARRIED, *WEIGHTS, *RECORDS, *LITTER, *tokenizer_code(folder))
-    for path in sorted(folder.iterdir()):
-        if _is_hub_cache(path):
-            continue
-        if path.is_dir() and (path.is_symlink() or path.name not in FOLDERS):
-            return f"holds '{path.name}/'"
-        inside = [path]
-        if path.is_dir():
-            inside = sorted(path.iterdir())
-        for file in inside:
-            known = own if file is path else FOLDERS[path.name]
-            if not file.is_file() or not _known(file.name, known):
-                return f"holds '{file.relative_to(folder)}'"
-    if not any(_known(path.name, WEIGHTS) for path in folder.iterdir()):
+    ours = (*CARRIED, *WEIGHTS, *RECORDS, *LITTER, *tokenizer_code(folder))
+    for name in sorted(names):
+        holder, _, last = name.rpartition("/")
+        known = FOLDERS.get(holder, ()) if holder else ours
+        if not last or not _known(last, known):
+            return f"holds '{name}'"
+    return None
+
+
+def incomplete(names: Iterable[str], folder: Path) -> str | None:
+    """What files lack to be a model, in words: that nothing else is there says nothing."""
+    if not any(_known(name, WEIGHTS) for name in names):
         return "holds no weights"
     try:
         config = parse_json(folder / "config.json")
@@ -142,6 +151,18 @@ def foreign_entry(folder: Path) -> str | None:
         return "holds no config.json that can be read"
     described = isinstance(config, dict) and "model_type" in config
     return None if described else "holds a config.json that is of no model"
+
+
+def _entries(folder: Path) -> Iterator[str]:
+    """What a folder holds, by path; with a slash at the end where that is no file."""
+    for path in sorted(folder.iterdir()):
+        if _is_hub_cache(path):
+            continue
+        inside = [path]
+        if path.name in FOLDERS and path.is_dir() and not path.is_symlink():
+            inside = sorted(path.iterdir())
+        for one in inside:
+            yield one.relative_to(folder).as_posix() + ("" if one.is_file() else "/")
 
 
 def _is_hub_cache(path: Path) -> bool:
