@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from coec.allocating import check_leader, worths
-from coec.calibration.measure import Source, adopted
+from coec.calibration.measure import Source, adopted, expect_unchanged
 from coec.calibration.shares import SharedPass, sourced
 from coec.calibration.statistics import Statistics
 from coec.compensation import Method
@@ -159,6 +159,7 @@ def _pruned(
 ) -> Report:
     """Everything but the report, into the journal; and the report."""
     recipe, device = plan.recipe, source.device
+    expect_unchanged(done, dense, source)
     calibration = source.begin(done, progress)
     seconds.lap("reading text")
     plans = Plan.candidates(dense, recipe)
@@ -186,6 +187,7 @@ def _pruned(
             seconds.lap("solving")
             if progress:
                 progress("solving", measured.block.index + 1, plan.dense.layers)
+    dense.check_unchanged()
     checkpoint.write()
     seconds.lap("writing")
     return Report(

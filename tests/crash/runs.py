@@ -115,7 +115,7 @@ class Place:
 
     def clear(self) -> None:
         """Removes what the command made."""
-        for path in (self.out, self.partial):
+        for path in (self.out, self.partial, self.root / "bucket", self.root / "cache"):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -37,6 +37,8 @@ WRITING = ".writing"
 """The suffix of a file until it is complete."""
 PLACING = "placing"
 """The name of the entry that says that all is done but to rename the folder to OUT."""
+SWEPT = "swept"
+"""The fact that a piece was written by other means than `put`."""
 AGAIN = (NumericalError, OptionError)
 """Errors that the same command would meet again: what was finished before is of no use then."""
 
@@ -74,6 +76,10 @@ class Journal:
         facts: dict[str, Any] = self._entries[name]["facts"]
         return facts
 
+    def every(self, fact: str) -> list[Any]:
+        """What was recorded under a name, of all finished pieces that have it."""
+        return [e["facts"][fact] for e in self._entries.values() if fact in e["facts"]]
+
     def put(self, name: str, path: Path, write: Callable[[Path], None], **facts: Any) -> None:
         """Finishes a piece; returns when it is on the disk.
 
@@ -109,20 +115,21 @@ class Journal:
             raise unwritable(self.out, error) from error
 
     def recorded(self) -> dict[str, tuple[int, str]]:
-        """Size and SHA-256 of every file in `new`, by path; from now on each is a piece.
+        """Size and SHA-256 of every file in `new`, by path; what is no piece becomes one.
 
         Raises:
             OutputError: the disk refuses.
         """
-        known = {entry["file"]: entry for entry in self._entries.values()}
+        put = {e["file"]: e for e in self._entries.values() if SWEPT not in e["facts"]}
         files: dict[str, tuple[int, str]] = {}
         try:
             for path in sorted(path for path in self.new.rglob("*") if path.is_file()):
                 name, file = (path.relative_to(top).as_posix() for top in (self.new, self.partial))
-                if file not in known or not _is_recorded(path, known[file]):
+                entry = put.get(file)
+                if entry is None:
                     sync(path)
-                    self._append(_entry(name, file, path, {}))
-                entry = self._entries.get(name) or known[file]
+                    entry = _entry(name, file, path, {SWEPT: True})
+                    self._append(entry)
                 files[name] = entry["bytes"], entry["sha256"]
         except OSError as error:
             raise unwritable(self.out, error) from error
