@@ -133,7 +133,7 @@ class Watch:
     def lose(self) -> None:
         """What a power cut takes: all that was not synced."""
         for name, size in self.synced.items():
-            if os.path.isfile(name):
+            if os.path.isfile(name) and os.stat(name).st_size != size:
                 os.truncate(name, size)
         for source, target in reversed(self.renamed):
             if os.path.lexists(target) and not os.path.lexists(source):

@@ -114,8 +114,9 @@ class Place:
         return found
 
     def clear(self) -> None:
-        """Removes what the command made."""
-        for path in (self.out, self.partial, self.root / "bucket", self.root / "cache"):
+        """Removes what the command made, but for what it will replace again."""
+        made = (self.out, self.partial, self.root / "bucket") if self.name not in FORCED else ()
+        for path in (*made, self.root / "cache"):
             shutil.rmtree(path, ignore_errors=True)
 
 

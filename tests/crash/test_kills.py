@@ -43,8 +43,7 @@ def _end_and_go_on(here, wanted, solved, **how):
         if here.name in PRUNINGS:
             assert sorted(answer["solved"]) == sorted(set(solved) - before)
     assert here.listing() == wanted
-    if here.name not in FORCED:  # what it makes is replaced again
-        here.clear()
+    here.clear()
 
 
 def _at_boundaries(here, undisturbed, what, count):

@@ -4,6 +4,7 @@ Whatever is pruned, calibrated on, evaluated or compared comes through here, so 
 made of the same tensors, and what one part of the package refuses no other accepts.
 """
 
+import functools
 import hashlib
 import json
 import re
@@ -54,7 +55,7 @@ class Dense(Description):
         files: tensor name → file name.
         stamps: size and time of every file when it was opened; a file that changes later is
             refused.
-        dtype: of the weights, the widest where they are mixed.
+        dtype: of the weights; where they are mixed, the narrowest that holds them all.
         notes: what is unusual about it, one sentence each.
         hashes: of the tensors read so far, by name: dtype, shape and SHA-256 of the content.
         expected: what weights have to be, as `expect` has it.
@@ -91,6 +92,11 @@ class Dense(Description):
                 "the weights differ"
             )
         dtype = _check(folder, headers, facts["shapes"])
+        if {headers[name].kind for name in facts["shapes"]} == {"F16", "BF16"}:
+            notes.append(
+                "some weights are float16, others bfloat16: what is written is float32, which "
+                "holds both, unless the setting dtype says another"
+            )
         _generation_config(folder)
         files = {name: headers[name].file for name in facts["shapes"]}
         stamps = {file: _stamp(folder / file) for file in sorted(set(files.values()))}
@@ -328,7 +334,7 @@ def _stored(path: Path, name: str) -> Tensor:
 def _check(
     folder: Path, headers: dict[str, Header], expected: dict[str, torch.Size]
 ) -> torch.dtype:
-    """Every expected tensor is there, of its shape, and float; returns the widest dtype."""
+    """Every expected tensor is there, of its shape, and float; returns what holds all of them."""
     missing = [name for name in expected if name not in headers]
     if missing:
         raise ModelError(
@@ -353,7 +359,7 @@ def _check(
                 f"{where} has shape {header.shape}, config.json says {tuple(expected[name])}"
             )
     dtypes = {FLOAT_DTYPES[headers[name].kind] for name in expected}
-    return max(dtypes, key=lambda dtype: (dtype.itemsize, dtype == torch.bfloat16))
+    return functools.reduce(torch.promote_types, sorted(dtypes, key=str))
 
 
 def _sample(tensor: Tensor) -> Tensor:
