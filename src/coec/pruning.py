@@ -25,6 +25,7 @@ from coec.execution.journal import Journal, journal, unfinished
 from coec.execution.output import check_output, check_space
 from coec.execution.remote import Remote, destination
 from coec.handing_out import HandingOut
+from coec.models.carried import carried_files
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.planning import How, Plan, Room, check_room
@@ -106,6 +107,7 @@ def prune(
         statistics = Statistics.open(statistics)
     recipe = _asked(recipe, settings, statistics)
     dense = Dense.open(model)
+    carried_files(dense.folder)
     place = destination(out, dense.folder, force=force)
     remote = place if isinstance(place, Remote) else None
     out = place.staged if isinstance(place, Remote) else place

@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,10 @@ from coec.models.carried import foreign_entry
 LOCK, NEW, OLD, WORK, JOURNAL = "coec.lock", "new", "old", "work", "journal.jsonl"
 """What `OUT.partial/` holds: the lock, what will be OUT, what that is about to replace, other
 finished pieces, and the account of both."""
+KINDS = {
+    LOCK: stat.S_ISREG, JOURNAL: stat.S_ISREG, NEW: stat.S_ISDIR, OLD: stat.S_ISDIR,
+    WORK: stat.S_ISDIR,
+}  # fmt: skip
 URL = re.compile(r"[a-z][a-z0-9+.-]+://?")
 """How a URL begins; with one slash where it was taken for a path."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -176,18 +181,23 @@ def lock(descriptor: int, partial: Path) -> None:
 def _strange(partial: Path) -> str | None:
     """What tells that the folder is not ours: it would be emptied.
 
-    The lock is made first and removed last, so that without one nothing in there is ours.
+    The lock is made first and removed last, so that without one nothing in there is ours. What we
+    make are folders and files, through which nothing outside can be reached.
     """
     if partial.is_symlink():
         return "is a link"
-    ours = {LOCK, NEW, OLD, WORK, JOURNAL} if os.path.lexists(partial / LOCK) else {LOCK}
     for path in partial.iterdir():
-        if path.name in ours:
-            continue
+        kind = KINDS.get(path.name)
         # Another run may have begun or ended meanwhile: ours is what has a lock, or is gone.
-        locked = path.name in (NEW, OLD, WORK, JOURNAL) and os.path.lexists(partial / LOCK)
-        if not locked and os.path.lexists(path):
+        locked = path.name == LOCK or os.path.lexists(partial / LOCK)
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            continue
+        if kind is None or not locked:
             return f"holds '{path.name}'"
+        if not kind(status.st_mode):
+            return f"holds a '{path.name}' that is a link or of another kind"
     return None
 
 

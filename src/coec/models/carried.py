@@ -3,6 +3,7 @@
 import hashlib
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -48,6 +49,8 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 RECORDS = ("config.json", "README.md", "coec.json", CODE)
 LITTER = (".gitattributes", ".DS_Store")
 """Files that the hub and file managers put in any folder."""
+HUB_MODEL = "models--"
+"""How the folders of models begin in the hub's cache, where models are links into `blobs`."""
 HUB_CACHE = ".cache/huggingface"
 """Where the hub's client notes what it downloaded into a folder."""
 JUDGED = ("config.json", ".py")
@@ -112,11 +115,40 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def carry_files(source: Path, target: Path) -> None:
-    """Copies what belongs to a model besides configuration and weights."""
-    code = tokenizer_code(source)
-    for path in sorted(source.iterdir()):
-        if path.is_file() and (path.name in code or _known(path.name, CARRIED)):
-            shutil.copyfile(path, target / path.name)  # with the mode of a new file
+    """Copies what belongs to a model besides configuration and weights.
+
+    Copies have the mode of a new file, but nobody else may read or write them who could not the
+    original.
+
+    Raises:
+        ModelError: as `carried_files`.
+    """
+    for path in carried_files(source):
+        copy = target / path.name
+        shutil.copyfile(path, copy)
+        copy.chmod(stat.S_IMODE(copy.stat().st_mode) & (path.stat().st_mode | stat.S_IRWXU))
+
+
+def carried_files(folder: Path) -> list[Path]:
+    """The files that `carry_files` copies.
+
+    Raises:
+        ModelError: one is a link out of the model, to what may be nobody else's business.
+    """
+    code = tokenizer_code(folder)
+    files = [
+        path for path in sorted(folder.iterdir())
+        if path.is_file() and (path.name in code or _known(path.name, CARRIED))
+    ]  # fmt: skip
+    for path in files:
+        place = path.resolve()
+        blob = place.parent.name == "blobs" and place.parts[-3].startswith(HUB_MODEL)
+        if not (place.is_relative_to(folder.resolve()) or place.name == path.name or blob):
+            raise ModelError(
+                f"'{path}' is a link to '{place}', which would be copied into the output under "
+                "another name: put the file itself there, or remove the link"
+            )
+    return files
 
 
 def foreign_entry(folder: Path) -> str | None:
