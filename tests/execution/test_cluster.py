@@ -118,6 +118,20 @@ def test_a_job_of_a_sweep_needs_a_node_of_as_many_cores_as_threads():
         ClusterJobs(cluster((1, 0, 1), (1, 0, 1)), CPU)
 
 
+def test_jobs_of_a_sweep_say_what_they_wait_for(monkeypatch):
+    made, waits = cluster((2, 0, 1)), iter([[], ["done"]])
+    jobs = ClusterJobs(made, CPU)
+    task = SimpleNamespace(remote=lambda *arguments: "reference")
+    made.ray = SimpleNamespace(
+        nodes=cluster((1, 0, 1)).ray.nodes, remote=lambda **options: lambda function: task,
+        wait=lambda references, timeout: (next(waits), []), cancel=lambda reference: None,
+    )  # fmt: skip
+    monkeypatch.setattr(Cluster, "get", lambda self, reference: 3)
+    with recording() as events:
+        assert list(jobs.map(abs, [-3])) == [3]
+    assert "waiting for a node, since one was lost: no node of the cluster has 2 CPUs" in events[0]
+
+
 @pytest.mark.parametrize(
     ("device", "match"),
     [

@@ -144,7 +144,10 @@ class Cluster:
 
     def check_room(self, device: torch.device) -> None:
         """Raises OptionError where no node has room for a job that does all by itself."""
-        if device.type == "cpu" and max(node.cpus for node in self.nodes) < self.threads:
+        nodes = self.alive()
+        if device.type == "cuda" and max(node.gpus for node in nodes) < 1:
+            raise OptionError("no node of the cluster has a GPU: add one, or use device=cpu")
+        if device.type == "cpu" and max(node.cpus for node in nodes) < self.threads:
             raise OptionError(
                 f"no node of the cluster has {self.threads} CPUs, as many as this process has "
                 "threads: set OMP_NUM_THREADS to fewer"
@@ -354,10 +357,19 @@ class ClusterJobs:
         handed = [task.remote(function, job, cluster.threads) for job in jobs]
         try:
             for reference in handed:
+                while not cluster.ray.wait([reference], timeout=LOOK_S)[0]:
+                    self._say_what_is_waited_for()
                 yield cluster.result(reference)
         finally:  # an error or a signal: nobody waits for the rest
             for reference in handed:
                 cluster.ray.cancel(reference)
+
+    def _say_what_is_waited_for(self) -> None:
+        """Records that a node was lost without which no job can be done."""
+        try:
+            self._cluster.check_room(self._device)
+        except OptionError as error:
+            record(f"waiting for a node, since one was lost: {error}")
 
 
 @dataclass(frozen=True)
