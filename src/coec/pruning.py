@@ -108,7 +108,7 @@ def prune(
     recipe = _asked(recipe, settings, statistics)
     dense = Dense.open(model)
     carried_files(dense.folder)
-    place = destination(out, dense.folder, force=force)
+    place = destination(out, dense.folder, force=force, restart=restart)
     remote = place if isinstance(place, Remote) else None
     out = place.staged if isinstance(place, Remote) else place
     check_output(out, dense.folder, force=force or unfinished(out))

@@ -186,6 +186,27 @@ def test_a_server_that_does_not_answer_loses_nothing(pruned, there, monkeypatch,
     assert held(there) == held(tmp_path / "out")
 
 
+def test_half_a_copy_is_not_begun_anew_upon(pruned, there, monkeypatch):
+    """Without its journal nobody knows whose it is; the journal is not thrown away for that."""
+    put = bucket.Bucket.put_file
+
+    def torn(self, here, path, **options):
+        if path.endswith("coec.json"):
+            raise ConnectionError("gone")
+        put(self, here, path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket.Bucket, "put_file", torn)
+        with pytest.raises(OutputError, match="gone"):
+            pruned(URL)
+    for force, match in ((False, "is not empty"), (True, "has no coec.json")):
+        with pytest.raises(OutputError, match=match):
+            pruned(URL, restart=True, force=force)
+    seen = []
+    pruned(URL, progress=lambda *state: seen.append(state[0]))
+    assert "solving" not in seen
+
+
 def test_a_file_that_did_not_arrive_whole_is_an_error(pruned, monkeypatch):
     put = bucket.Bucket.put_file
 

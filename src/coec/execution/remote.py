@@ -171,13 +171,16 @@ class Remote:
         self.files.rm_file(probe)
 
 
-def destination(out: str | Path, model: Path, *, force: bool) -> Path | Remote:
+def destination(
+    out: str | Path, model: Path, *, force: bool, restart: bool = False
+) -> Path | Remote:
     """Where a model is to be made: a folder of this machine, also by its URL, or a place beyond.
 
     Args:
         out: a path or a URL.
         model: the folder of the dense model.
         force: replace a model that coec wrote there.
+        restart: what an earlier run had copied there is not gone on with.
 
     Raises:
         OutputError: no model can be written to that URL.
@@ -207,7 +210,7 @@ def destination(out: str | Path, model: Path, *, force: bool) -> Path | Remote:
     remote = Remote(url, files, root.rstrip("/"), _staged(url), model)
     with remote._reached("used"):
         listing = remote._listing()
-        if not unfinished(remote.staged):  # else the journal tells what is there
+        if restart or not unfinished(remote.staged):  # else the journal tells what is there
             remote._judged(listing, None, force)
     with remote._reached("written"):
         remote._check_writable()
