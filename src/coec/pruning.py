@@ -4,7 +4,6 @@ open → measure → allocate → solve → write. Every stage is a module of it
 in the journal, so that a run that was killed goes on where it was.
 """
 
-import shutil
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from coec.allocating import check_leader, worths
-from coec.calibration.measure import Source, adopted
+from coec.calibration.measure import Source, adopted, expect_unchanged
 from coec.calibration.shares import SharedPass, sourced
 from coec.calibration.statistics import Statistics
 from coec.compensation import Method
@@ -24,8 +23,9 @@ from coec.events import Progress
 from coec.execution.code import code_digest
 from coec.execution.journal import Journal, journal, unfinished
 from coec.execution.output import check_output, check_space
-from coec.execution.remote import Remote, is_url
+from coec.execution.remote import Remote, destination
 from coec.handing_out import HandingOut
+from coec.models.carried import carried_files
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.planning import How, Plan, Room, check_room
@@ -81,8 +81,8 @@ def prune(
 
     Args:
         model: a folder with config.json and safetensors, or a hub name.
-        out: the folder to make, or its URL (`s3://bucket/name`): the model is then made in a cache
-            of this machine, and copied there when it is whole.
+        out: the folder to make, or its URL: that of a server (`s3://bucket/name`) is made in a
+            cache of this machine, and copied there when it is whole.
         recipe: what to do; or give its fields and the compensation's options as `settings`
             (`sparsity=0.3, compensation="coec", alpha=0.8`).
         statistics: what `collect` made, or its folder, instead of a dense pass; the result is the
@@ -107,8 +107,10 @@ def prune(
         statistics = Statistics.open(statistics)
     recipe = _asked(recipe, settings, statistics)
     dense = Dense.open(model)
-    remote = Remote.at(str(out), force=force) if is_url(out) else None
-    out = Path(out) if remote is None else remote.staged
+    carried_files(dense.folder)
+    place = destination(out, dense.folder, force=force, restart=restart)
+    remote = place if isinstance(place, Remote) else None
+    out = place.staged if isinstance(place, Remote) else place
     check_output(out, dense.folder, force=force or unfinished(out))
     if statistics is not None:
         recipe = _calibrated(recipe, statistics, dense, given)
@@ -133,15 +135,19 @@ def prune(
         with journal(out, identity, force=force, restart=restart) as done:
             if done.finished:
                 return Report.read(out)
-            report = _pruned(done, dense, plan, source, dtype, seconds, progress)
-            report.write(done.new)
             if remote is not None:
-                remote.put(done.new)
-            done.complete()
-    if remote is not None:
-        shutil.rmtree(out)
-        report = replace(report, out=remote.url)
-    return report
+                remote.check(done, force)
+            if remote is not None and remote.whole(done):
+                report = Report.read(done.new)
+            else:
+                report = _pruned(done, dense, plan, source, dtype, seconds, progress)
+                report.write(done.new)
+            if remote is None:
+                done.complete()
+            else:
+                remote.put(done, force)
+                done.elsewhere()
+    return report if remote is None else replace(report, out=remote.url)
 
 
 def _pruned(
@@ -155,6 +161,7 @@ def _pruned(
 ) -> Report:
     """Everything but the report, into the journal; and the report."""
     recipe, device = plan.recipe, source.device
+    expect_unchanged(done, dense, source)
     calibration = source.begin(done, progress)
     seconds.lap("reading text")
     plans = Plan.candidates(dense, recipe)
@@ -182,6 +189,7 @@ def _pruned(
             seconds.lap("solving")
             if progress:
                 progress("solving", measured.block.index + 1, plan.dense.layers)
+    dense.check_unchanged()
     checkpoint.write()
     seconds.lap("writing")
     return Report(

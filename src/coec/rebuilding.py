@@ -99,8 +99,10 @@ def rebuilt(
             with beside(plan.briefly()) as both:
                 facts = _trial(both, f"trying {name}", progress)
             facts["widths"] = plan.record()["widths"]
-            done.put(piece, done.work / piece, functools.partial(_write, facts), **facts)
-        tried[name] = done.facts(piece)
+            made_of = dense.digests_of(dense.layout.blocks)
+            path = done.work / piece
+            done.put(piece, path, functools.partial(_write, facts), dense=made_of, trial=facts)
+        tried[name] = done.facts(piece)["trial"]
     # Perplexity of few windows is noisy: how likely their next tokens were says less about a model
     # than all that the dense one expects there (docs/LOG.md).
     chosen = min(tried or plans, key=lambda name: _of(tried.get(name, {}).get("kl")))

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import stat
 import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -243,7 +244,10 @@ def read_toml(path: Path, name: str, missing: str) -> dict[str, Any]:
         OptionError: it is missing, cannot be read, is too large, or is not TOML.
     """
     try:
-        if path.stat().st_size > TOML_BYTES:
+        status = path.stat()
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+            raise OptionError(f"{name} is a pipe or a device: give a regular file")
+        if status.st_size > TOML_BYTES:
             raise OptionError(
                 f"{name} is larger than {TOML_BYTES:,} bytes: it is no recipe or grid"
             )

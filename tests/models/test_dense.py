@@ -124,15 +124,15 @@ def test_an_index_that_is_none_is_named(content, model):
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "widest"),
+    ("dtypes", "holding"),
     [
         (("float32", "bfloat16"), "float32"),
         (("float64", "float32"), "float64"),
-        (("float16", "bfloat16"), "bfloat16"),
+        (("float16", "bfloat16"), "float32"),  # which holds both
     ],
 )
 @pytest.mark.parametrize("flip", [False, True])
-def test_of_mixed_dtypes_the_widest_is_taken(dtypes, widest, flip, model):
+def test_of_mixed_dtypes_that_is_taken_which_holds_all(dtypes, holding, flip, model):
     one, two = (getattr(torch, name) for name in (dtypes[::-1] if flip else dtypes))
 
     def change(weights):
@@ -140,7 +140,9 @@ def test_of_mixed_dtypes_the_widest_is_taken(dtypes, widest, flip, model):
             weights[name] = weights[name].to(two if "norm" in name else one)
 
     rewrite(model, change)
-    assert Dense.open(model).dtype == getattr(torch, widest)
+    dense = Dense.open(model)
+    assert dense.dtype == getattr(torch, holding)
+    assert bool(dense.notes) == ("float16" in dtypes)
 
 
 def test_tensors_that_the_model_does_not_store_are_let_pass(model):

@@ -59,6 +59,11 @@ class Source(ABC):
         """All that they depend on, JSON-ready; model and text by what tells them from others."""
 
     @property
+    def made_of(self) -> dict[str, str]:
+        """The weights of which they were made, as in `Dense.digests_of`, where that is known."""
+        return {}
+
+    @property
     def forward_dtype(self) -> str:
         """In which they are computed."""
         return str(self.made_with["forward_dtype"])
@@ -126,6 +131,7 @@ class DensePass(Source):
                     done.work / "windows.safetensors",
                     lambda path: write_tensors({"input_ids": made.ids}, path),
                     **made.record(),
+                    dense=self._dense.digests_of(self._dense.layout.blocks),
                 )
             self.windows = made
         return self.windows.record()
@@ -169,11 +175,34 @@ class SavedPass(Source):
     def made_with(self) -> dict[str, Any]:
         return self._statistics.made_with
 
+    @property
+    def made_of(self) -> dict[str, str]:
+        return self._statistics.made_of
+
     def begin(self, done: Journal, progress: Progress | None) -> dict[str, Any]:
         return self._statistics.calibration
 
     def blocks(self, skip: Container[int], progress: Progress | None) -> Iterator[Measured]:
         return self._statistics.blocks(self._dense, self.device, skip)
+
+
+def expect_unchanged(done: Journal, dense: Dense, source: Source) -> None:
+    """Has the dense model compared, as it is read, with what a run goes on from.
+
+    Args:
+        done: holds pieces that were made of it.
+        dense: the model.
+        source: of the run; its statistics may have been made of it.
+
+    Raises:
+        ModelError: it is another one by now.
+    """
+    begun = (
+        "it was read by a run that this one goes on with: give the model as it was, or pass "
+        "restart=True to begin anew"
+    )
+    collected = "its statistics were collected: collect them again"
+    dense.expect([*((known, begun) for known in done.every("dense")), (source.made_of, collected)])
 
 
 def adopted(

@@ -122,7 +122,7 @@ def _own_tokenizer(
 def _whole(dense: Dense, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """The whole network; raises CalibrationError where the device has no room for it."""
     try:
-        return dense.network(device, dtype)
+        return dense.network(device, dtype, noted=True)
     except torch.OutOfMemoryError:
         raise CalibrationError(
             f"text cannot be sampled from the model: {device} has no room for all of it; "

@@ -66,7 +66,7 @@ def prune_command(
         raise typer.BadParameter("OUT is missing (only --dry-run works without)")
     quieten()
     from coec import pruning
-    from coec.execution.remote import is_url
+    from coec.execution.output import is_url
     from coec.recipe import read_settings
 
     chosen = (read_settings(config) if config else {}) | given(flags)
