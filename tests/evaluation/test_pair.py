@@ -91,6 +91,24 @@ def test_another_model_of_the_same_sizes_is_refused(name, pruned, tmp_path):
         Pair.open(other, pruned)
 
 
+def test_fitted_producers_are_kin_by_what_is_held(dense_folder, fitted_folder):
+    pair = Pair.open(dense_folder, fitted_folder)
+    assert pair.fitted
+    assert not any(pair.reads_the_same(site) for site in pair.dense.layout.sites)
+
+
+@pytest.mark.parametrize("name", ["q_proj", "embed_tokens"])
+def test_another_model_is_no_kin_of_fitted_producers(name, fitted_folder, tmp_path):
+    model = tm.tiny("llama", torch.float32)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if name in parameter_name:
+                parameter.add_(0.1)
+    other = tm.save(model, tmp_path / "other")
+    with pytest.raises(ModelError, match=f"was not pruned from .*{name}.* others"):
+        Pair.open(other, fitted_folder)
+
+
 def test_kept_units_of_another_run_are_refused(dense_folder, pruned, kept):
     kept(layers_1_mlp=torch.arange(27))
     with pytest.raises(ModelError, match=r"layers.1.mlp .* keeps 27 units, the pruned model has 2"):

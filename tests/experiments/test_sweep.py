@@ -767,19 +767,21 @@ def test_cells_that_run_both_models_take_the_text_itself(place, tmp_path):
 
 
 def test_a_group_of_such_cells_alone_collects_nothing(place, tmp_path, monkeypatch):
-    """Its rows have the distance from the dense model too, where that is asked for."""
+    """Its rows have the distance from the dense model too, and frames, if asked for."""
     text = (place / "grid.toml").read_text().partition("[[variants]]")
     models = "[[models]]" + text[2].partition("[[models]]")[2]
     variants = '[[variants]]\npreset = "best"\nreconstruct = 1\ninner = 2\n'
     (tmp_path / "g.toml").write_text(text[0].replace("seed = [0, 1]", "") + variants + models)
     monkeypatch.setattr("coec.experiments.sweep.collect", lambda *given, **more: 1 / 0)
-    cells = expand(str(tmp_path / "g.toml"), evaluate={"distance": True})
+    cells = expand(str(tmp_path / "g.toml"), evaluate={"distance": True, "geometry": True})
     assert sweep(cells, tmp_path / "out").failed == 0
     dense, best = sorted(Store(tmp_path / "out").rows.values(), key=lambda row: not row.dense)
     assert best.overlap.windows is not None
     assert best.calibration.windows == 2 * best.setting("samples")
     assert best.rebuilding.kv_groups in best.rebuilding.candidates
     assert {*best.rebuilding.candidates} == {"uniform", "all"}
+    pruned = [site for site in best.sites if site.site == "mlp"]
+    assert all(0 < site.geometry.angle_oc < 90 for site in pruned)
     assert 0 < best.measured("kl") < 10
     assert 0 <= best.measured("agreement") <= 100
     assert best.measured("seconds") == best.seconds["pruning"]
