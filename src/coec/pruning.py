@@ -17,6 +17,7 @@ from coec.allocating import check_leader, worths
 from coec.calibration.measure import Source, adopted
 from coec.calibration.shares import SharedPass, sourced
 from coec.calibration.statistics import Statistics
+from coec.card import origin
 from coec.compensation import Method
 from coec.devices import computed_by, environment
 from coec.errors import OptionError
@@ -132,7 +133,7 @@ def prune(
         identity = _identity(plan, source, dtype)
         with journal(out, identity, force=force, restart=restart) as done:
             if done.finished:
-                return Report.read(out)
+                return replace(Report.read(out), model=dense.name)
             report = _pruned(done, dense, plan, source, dtype, seconds, progress)
             report.write(done.new)
             if remote is not None:
@@ -184,6 +185,7 @@ def _pruned(
                 progress("solving", measured.block.index + 1, plan.dense.layers)
     checkpoint.write()
     seconds.lap("writing")
+    known, unread = origin(dense.name, dense.folder)
     return Report(
         model=dense.name,
         model_sha256=dense.digest,
@@ -194,12 +196,13 @@ def _pruned(
             "dtype": dtype_name(dtype),
             "forward_dtype": source.forward_dtype,
         },
-        plan=plan.record() | {"notes": [*dense.notes, *plan.notes]},
+        plan=plan.record() | {"notes": [*dense.notes, *plan.notes, *unread]},
         calibration=calibration | source.account(),
         sites=checkpoint.rows,
         seconds=seconds.laps,
         environment=environment(str(device)),
         rebuilding=rebuilding,
+        origin=known,
     )
 
 

@@ -68,7 +68,7 @@ def test_nothing_compensated_nothing_turned(dense_folder, tmp_path):
     tokens = tm.token_file(tmp_path / "tokens.npy")
     coec.prune(dense_folder, tmp_path / "out", calibration=tokens, samples=24, seq_len=32,
                compensation="none")  # fmt: skip
-    for row in coec.geometry(None, tmp_path / "out", ranks={"attention": 4, "mlp": 8}):
+    for row in coec.geometry(dense_folder, tmp_path / "out", ranks={"attention": 4, "mlp": 8}):
         assert row["pruned_compensated"]["greatest"] < 1e-6
         assert row["discrepancy"] == pytest.approx(0, abs=1e-12)
         assert row["original_pruned"] == row["original_compensated"]

@@ -43,11 +43,15 @@ def test_a_pair_knows_sizes_and_units(dense_folder, pruned_folder):
 
 
 def test_the_report_names_the_dense_model(dense_folder, pruned, monkeypatch):
-    assert Pair.open(None, pruned).dense.folder == dense_folder
+    with pytest.raises(ModelError, match="was made from 'dense', which is no folder here or bes"):
+        Pair.open(None, pruned)
+    beside = shutil.copytree(dense_folder, pruned.parent / "dense")
+    assert Pair.open(None, pruned).dense.folder == beside
+    shutil.rmtree(beside)
     report = json.loads((pruned / "coec.json").read_text())
     for name in ("org/model", "/nowhere/model"):
         (pruned / "coec.json").write_text(json.dumps(report | {"model": name}))
-        with pytest.raises(ModelError, match=f"was made from '{name}', which is no folder here"):
+        with pytest.raises(ModelError, match=f"was made from '{name}', which is no folder here or"):
             Pair.open(None, pruned)
     monkeypatch.chdir(dense_folder.parent)
     (pruned / "coec.json").write_text(json.dumps(report | {"model": dense_folder.name}))

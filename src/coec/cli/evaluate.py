@@ -22,9 +22,10 @@ from coec.cli.common import (
     quieten,
     results,
     setting,
+    switch,
 )
 from coec.cli.spelling import flag_of
-from coec.errors import CoecError
+from coec.errors import CoecError, OptionError
 
 if TYPE_CHECKING:
     from coec.evaluation.perplexity import Perplexity
@@ -108,6 +109,14 @@ def eval_command(
             NAME,
         ),
     ] = None,
+    add_to_card: Annotated[
+        bool,
+        switch(
+            "--add-to-card",
+            "Write the perplexity into the model card (README.md) of MODEL, a folder that coec "
+            "wrote; no other file changes.",
+        ),
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
@@ -118,12 +127,18 @@ def eval_command(
          "text_column": text_column}
     )  # fmt: skip
     _refuse_unheard(text, tasks, for_text, for_tasks)
+    if add_to_card:
+        _check_card(model, text, tasks)
     common = given({"seq_len": seq_len, "device": device, "dtype": dtype})
     common["trust_remote_code"] = trust_remote_code
     if tasks is None or text is not None:
         for_text["text"] = text or "wikitext2"
     quieten()
     result, scores, failure = _measured(model, for_text, tasks, for_tasks, common)
+    if add_to_card and result is not None:
+        from coec import card
+
+        card.add_to_card(Path(model), result)
     if result is not None and result.same_text_as_calibration:
         notes.print("note: evaluated on the text it was calibrated on")
     if as_json and (result or scores):
@@ -159,6 +174,19 @@ def _refuse_unheard(
                     else "--text self"
                 )
             )
+
+
+def _check_card(model: str, text: str | None, tasks: str | None) -> None:
+    """Refuses what has no card of ours, before anything is measured."""
+    from coec.report import REPORT
+
+    if tasks is not None and text is None:
+        raise typer.BadParameter("--add-to-card adds a perplexity: with --tasks, give --text too")
+    if not (Path(model) / REPORT).is_file():
+        raise OptionError(
+            f"--add-to-card writes into the card of a folder that coec made, and '{model}' has no "
+            f"{REPORT}: leave it out"
+        )
 
 
 def _measured(

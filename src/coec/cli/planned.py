@@ -99,7 +99,7 @@ def _show_sizes(plan: "Plan", record: dict[str, Any]) -> None:
     """Widths, parameters, candidates, notes and the format."""
     from rich.table import Table
 
-    from coec.report import counted
+    from coec.card import counted
 
     table = Table("", "dense", "pruned", box=None, header_style="bold")
     for what, width in record["widths"].items():

@@ -87,8 +87,8 @@ def prune_command(
 
 def show_report(report: "Report", as_json: bool) -> None:
     """Prints what a pruning did, in lines or as one JSON object."""
+    from coec.card import counted
     from coec.models.architectures import ARCHITECTURES
-    from coec.report import counted
 
     if as_json:
         print(json.dumps({"out": report.out, **report.as_dict()}))

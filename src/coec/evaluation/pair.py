@@ -136,14 +136,15 @@ def _fitted(report: dict[str, Any]) -> bool:
 
 
 def _named_model(folder: Path, report: dict[str, Any]) -> Path:
-    """The dense model that the report names, if it is on this disk."""
+    """The dense model that the report names, if it is here or beside the pruned one."""
     named = Path(str(report.get("model")))
-    if not named.is_dir():
-        raise ModelError(
-            f"'{folder}' was made from '{named}', which is no folder here: "
-            "name the dense model, coec analyze DENSE PRUNED"
-        )
-    return named
+    for place in (named, folder.absolute().parent / named):
+        if place.is_dir():
+            return place
+    raise ModelError(
+        f"'{folder}' was made from '{named}', which is no folder here or beside it: "
+        "name the dense model, coec analyze DENSE PRUNED"
+    )
 
 
 def _unchanged(model: Description) -> dict[str, int]:
