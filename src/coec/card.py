@@ -3,7 +3,7 @@
 import json
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -240,7 +240,7 @@ def _recipe(report: "Report") -> str:
 def _command(report: "Report") -> str:
     """The command that makes the model again, or why there is none."""
     recipe = report.recipe
-    named = {"selection": SELECTIONS, "compensation": COMPENSATIONS}
+    named: dict[str, Collection[str]] = {"selection": SELECTIONS, "compensation": COMPENSATIONS}
     by_hand = [name for name, known in named.items() if recipe[name] not in known]
     by_hand += ["calibration"] * (recipe["calibration"] == "tensor")
     if by_hand:
@@ -259,7 +259,7 @@ def _command(report: "Report") -> str:
     )
 
 
-def changed(recipe: Mapping[str, Any], preset: str | None = None) -> dict[str, Any]:
+def changed(recipe: Mapping[str, Any], preset: Any = None) -> dict[str, Any]:
     """The settings of a recorded recipe that its preset does not bring, options among them.
 
     Args:

@@ -531,6 +531,30 @@ def test_the_command(place, copied, capsys, monkeypatch):
     assert "coec report" in text
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--jobs", "0"], "jobs must be a whole number of at least 1, got 0"),
+        (["--executor", "ray", "--jobs", "2"], "jobs has no effect with executor = ray"),
+        (["--executor", "cloud"], "executor must be one of processes, ray, got 'cloud'"),
+        (["--tasks", "arc_eazy"], "has no task 'arc_eazy'; did you mean arc_easy"),
+        (["--device", "gpu"], "device"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_sweep_would(more, said, place, run, few_tasks):
+    status, out, err = run("sweep", place / "grid.toml", "--dry-run", *more)
+    assert (status, out) == (1, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("where", ["", "[[variants]]\n"])
+def test_a_setting_that_a_grid_names_twice_is_refused(where, place, tmp_path):
+    (tmp_path / "g.toml").write_text(f'{where}seq-len = 8\nseq_len = 16\n[[models]]\npath = "m"')
+    with pytest.raises(OptionError, match="sets seq_len twice, as 'seq-len' and 'seq_len'"):
+        expand(str(tmp_path / "g.toml"))
+
+
 def test_evaluation_text_sampled_from_the_dense_model(place, tmp_path):
     """The windows are those of `coec eval --text self`."""
     cells = expand(str(place / "grid.toml"), evaluate={"text": "self", "max_windows": 3})[:1]

@@ -24,6 +24,12 @@ WINDOWS = "windows.safetensors"
 FIT, HELD_OUT = "fit", "holdout"
 COUNTS = "counts"
 """The entry in a file's metadata that holds tokens and precision of its Grams."""
+ENTRIES = {
+    "calibration": ("source", "windows", "seq_len", "text_sha256"),
+    "made_with": ("model", "calibration", "seq_len", "forward_dtype"),
+    "settings": ("calibration", "seq_len", "holdout"),
+}
+"""The tables of the record, and what each must hold to be used."""
 Grams = dict[str, dict[str, Gram]]
 """Of one block, by kind of windows and site."""
 
@@ -56,15 +62,14 @@ class Statistics:
         folder = Path(folder)
         try:
             record = parse_json(folder / RECORD)
-            parts = [record[name] for name in ("calibration", "made_with", "settings")]
-            if not all(isinstance(part, dict) for part in parts):
-                raise TypeError("a part of the record is no table")
-            for key in ("source", "windows", "seq_len", "text_sha256"):
-                parts[0][key]
-            return cls(folder, *parts)
+            for part, names in ENTRIES.items():
+                if missing := [name for name in names if name not in record[part]]:
+                    raise ValueError(f"{part} lacks {missing[0]}")
+            return cls(folder, **{part: dict(record[part]) for part in ENTRIES})
         except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise CalibrationError(
-                f"'{folder}' holds no complete statistics ({RECORD}): collect them again"
+                f"'{folder}' holds no complete statistics ({RECORD}: {reason}): collect them again"
             ) from error
 
     def record(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from coec.calibration.ids import token_ids
 from coec.calibration.sources import Split, is_file, one_line, read_parts
 from coec.errors import CalibrationError, ModelError
 from coec.events import Progress
-from coec.models.carried import TOKENIZER_FILES, tokenizer_classes
+from coec.models.carried import TOKENIZER_CONFIG, TOKENIZER_FILES, tokenizer_classes
 
 TOKEN_SUFFIXES = (".npy", ".safetensors")
 WHOLE = 12_000_000
@@ -134,7 +134,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
             "files there, or give token ids (.npy, .safetensors) instead of text"
         )
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raise what they like
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise ModelError(
@@ -144,6 +144,13 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
         raise ModelError(
             f"the tokenizer in '{folder}' cannot be loaded: {one_line(error)}"
         ) from error
+    longest = tokenizer.model_max_length
+    if not isinstance(longest, int | float):
+        raise ModelError(
+            f"model_max_length in '{folder / TOKENIZER_CONFIG}' must be a number, got "
+            f"{longest!r:.80}: mend it"
+        )
+    return tokenizer
 
 
 def check_same_tokenizer(folder: Path, baseline: Path, *, trust_remote_code: bool = False) -> None:

@@ -114,11 +114,12 @@ def sweep_command(
     from coec.experiments.grid import expand
 
     cells = expand(grid, models=model, settings=given(recipe), evaluate=given(evaluation))
+    from coec.experiments.sweep import check_plan, sweep
+
     if out is None or dry_run:
+        check_plan(cells, jobs, executor, address, device or "auto")
         _show_cells(cells, as_json)
         return
-    from coec.experiments.sweep import sweep
-
     try:
         with progress_bars() as advance:
             summary = sweep(
