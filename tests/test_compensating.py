@@ -241,7 +241,7 @@ def test_the_command(dense, cut, tokens, tmp_path, run):
     assert status == 0
     assert f"wrote {out}" in shown
     assert f"every site keeps the units of '{cut[0]}'" in shown
-    assert "matching" in heard
+    assert "solving: 2 of 2" in heard
     assert tm.load(out).config.intermediate_size == 28
     assert run("compensate", dense, cut[0], out, *how)[0] == 1
 

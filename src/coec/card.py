@@ -283,7 +283,7 @@ def changed(recipe: Mapping[str, Any], preset: Any = None) -> dict[str, Any]:
 def _flag(name: str, value: Any) -> str:
     flag = name.replace("_", "-")
     if isinstance(value, bool):
-        return f"--{flag}" if value else f"--no-{flag}"
+        return f"--{'' if value else 'no-'}{flag}"
     return f"--{flag} {shlex.quote(str(value))}"
 
 

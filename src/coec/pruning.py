@@ -90,7 +90,8 @@ def prune(
             same to the bit. The settings of the calibration are theirs.
         force: replace an existing model in `out`.
         restart: begin anew where an unfinished run into `out` was asked for something else.
-        progress: called with (phase, done, total).
+        progress: called with (phase, done, total); a run that goes on with an unfinished one says
+            with ("resuming blocks", done, total) what is done.
 
     Returns:
         Report: also written to `out/coec.json`.
@@ -171,12 +172,14 @@ def _pruned(
         seconds.lap("rebuilding")
     elif isinstance(source, SharedPass):
         checkpoint = Checkpoint(done, dense, plan, dtype)
+        checkpoint.say_resumed(progress)
         handing = HandingOut(source, dense, plan, dtype)
         for solved in handing.blocks(checkpoint.solved, progress):
             checkpoint.keep(solved)
         seconds.lap("calibrating and solving")
     else:
         checkpoint = Checkpoint(done, dense, plan, dtype)
+        checkpoint.say_resumed(progress)
         for measured in source.blocks(checkpoint.solved, progress):
             seconds.lap("calibrating")
             checkpoint.keep(solve_block(measured, plan, device, dtype))

@@ -15,6 +15,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
+from coec.events import RESUMING, Progress
 from coec.execution.journal import Journal
 from coec.execution.output import partial_of
 from coec.kept import KEPT
@@ -60,6 +61,11 @@ class Checkpoint:
             if self._units(block) in self._done
             and (self._weights(block) in self._done or self._written(block))
         }
+
+    def say_resumed(self, progress: Progress | None) -> None:
+        """Tells how many blocks an earlier run has solved, where this one goes on from it."""
+        if progress and self._done.resumed:
+            progress(f"{RESUMING} blocks", len(self.solved), len(self._dense.layout.blocks))
 
     def tensors(self, block: BlockLayout) -> dict[str, Tensor]:
         """The written tensors of a solved block, wherever they are by now."""

@@ -18,12 +18,12 @@ from coec.cli.common import (
     argument,
     given,
     notes,
-    progress_bars,
     quieten,
     results,
     setting,
     switch,
 )
+from coec.cli.progress import Quiet, showing_progress
 from coec.cli.spelling import flag_of
 from coec.errors import CoecError, OptionError
 
@@ -118,6 +118,7 @@ def eval_command(
         ),
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Measure token perplexity of MODEL, its distance from a baseline, and zero-shot accuracy."""
@@ -129,12 +130,14 @@ def eval_command(
     _refuse_unheard(text, tasks, for_text, for_tasks)
     if add_to_card:
         _check_card(model, text, tasks)
-    common = given({"seq_len": seq_len, "device": device, "dtype": dtype})
+    common: dict[str, Any] = given({"seq_len": seq_len, "device": device, "dtype": dtype})
     common["trust_remote_code"] = trust_remote_code
     if tasks is None or text is not None:
         for_text["text"] = text or "wikitext2"
     quieten()
-    result, scores, failure = _measured(model, for_text, tasks, for_tasks, common)
+    with showing_progress(quiet) as advance:
+        common["progress"] = advance
+        result, scores, failure = _measured(model, for_text, tasks, for_tasks, common)
     if add_to_card and result is not None:
         from coec import card
 
@@ -202,17 +205,15 @@ def _measured(
     """
     from coec.evaluation import perplexity, zero_shot
 
-    with progress_bars() as advance:
-        common = {**common, "progress": advance}
-        if tasks is None:
-            return perplexity.perplexity(model, **for_text, **common), None, None
-        # The tasks' data are read before the perplexity is measured, which may take its time.
-        with zero_shot.opened(model, tasks, **for_tasks, **common) as measure:
-            result = perplexity.perplexity(model, **for_text, **common) if for_text else None
-            try:
-                return result, measure(), None
-            except CoecError as error:
-                return result, None, error
+    if tasks is None:
+        return perplexity.perplexity(model, **for_text, **common), None, None
+    # The tasks' data are read before the perplexity is measured, which may take its time.
+    with zero_shot.opened(model, tasks, **for_tasks, **common) as measure:
+        result = perplexity.perplexity(model, **for_text, **common) if for_text else None
+        try:
+            return result, measure(), None
+        except CoecError as error:
+            return result, None, error
 
 
 def _record(

@@ -22,7 +22,7 @@ from coec.collecting import collect
 from coec.devices import choose_device
 from coec.errors import CalibrationError, CoecError, OptionError, OutputError, UnfinishedError
 from coec.evaluation.zero_shot import check_tasks
-from coec.events import Progress
+from coec.events import RESUMING, Progress
 from coec.execution.cluster import ClusterJobs, joined, shared_folder
 from coec.execution.output import remove_leftovers
 from coec.execution.workers import Executor, Workers
@@ -124,6 +124,8 @@ def sweep(
         _widen(cells, store)
         ran = sum(map(len, groups))
         finished = len(cells) - ran
+        if progress and ran and finished:
+            progress(f"{RESUMING} cells", finished, len(cells))
         for group in groups:
             text = known_by[group[0].id]["calibration text"]
             prepared = _prepare(group, text, subjects[group[0].subject], out, progress)

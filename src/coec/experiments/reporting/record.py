@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from coec.events import duration
 from coec.experiments.declarations import Declaration
 from coec.experiments.reporting.axes import Context, in_order
 from coec.experiments.reporting.cost import GIB
@@ -84,13 +85,6 @@ def _overlap(rows: Sequence[Row]) -> str:
         f"FLAGGED in {flagged} of {checked} cells checked: the evaluation text shares "
         "passages with the calibration text, so perplexity there is too good"
     )
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person says them."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _list(
