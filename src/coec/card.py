@@ -99,7 +99,7 @@ structured pruning of MLP channels and KV groups, {_asked(report)}.
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"{trust})
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder"{trust})
 ```
 {_stored_as(plan)}
 | | dense | pruned |

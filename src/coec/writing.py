@@ -25,6 +25,7 @@ from coec.models.description import CONFIG
 from coec.models.files import opened, read_tensors, write_json, write_tensors
 from coec.models.layout import BlockLayout
 from coec.models.non_uniform import FILE as CODE
+from coec.models.non_uniform import as_written
 from coec.models.stored import INDEX
 from coec.planning import Plan, disk
 from coec.solving import Solved
@@ -203,7 +204,7 @@ class Checkpoint:
         config = dict(self.plan.output.config)
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
             config[key] = dtype_name(self._dtype)
-        return config
+        return as_written(config)
 
 
 def space_needed(out: Path, plan: Plan, dtype: torch.dtype) -> int:

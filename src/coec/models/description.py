@@ -19,7 +19,7 @@ from coec.models.carried import DOWNLOADED, NOT_DOWNLOADED
 from coec.models.experts import stored_shapes
 from coec.models.files import parse_json
 from coec.models.layout import Layout
-from coec.models.non_uniform import class_of
+from coec.models.non_uniform import as_read, class_of
 from coec.models.shape import BLOCK_WIDTHS, LARGEST, Shape, whole
 
 CONFIG = "config.json"
@@ -159,7 +159,7 @@ def read_config(model: Path) -> dict[str, Any]:
         raise ModelError(f"'{path}' cannot be read: {error.strerror}") from error
     if not isinstance(config, dict):
         raise ModelError(f"'{path}' holds no JSON object")
-    return config
+    return as_read(config)
 
 
 def skeleton(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
