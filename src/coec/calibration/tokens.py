@@ -21,6 +21,7 @@ from coec.errors import CalibrationError, ModelError
 from coec.events import Progress
 from coec.models.carried import TOKENIZER_CONFIG, TOKENIZER_FILES, tokenizer_classes
 from coec.models.description import CONFIG, read_config
+from coec.models.files import check_fetched
 from coec.models.shape import BLOCK_WIDTHS
 
 TOKEN_SUFFIXES = (".npy", ".safetensors")
@@ -135,6 +136,8 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
             f"'{folder}' has no tokenizer ({', '.join(TOKENIZER_FILES)}): copy the tokenizer "
             "files there, or give token ids (.npy, .safetensors) instead of text"
         )
+    for name in (TOKENIZER_CONFIG, *TOKENIZER_FILES):
+        check_fetched(folder / name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, **_known_config(folder)
@@ -142,8 +145,9 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
     except Exception as error:  # tokenizers raise what they like
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise ModelError(
-                f"the tokenizer in '{folder}' runs Python code of its own: read it, and pass "
-                "trust_remote_code=True if you trust it"
+                f"the tokenizer in '{folder}' runs Python code of its own, with all that it "
+                "imports and with code of other repositories that its files name: read it, and "
+                "pass trust_remote_code=True if you trust it"
             ) from error
         raise ModelError(
             f"the tokenizer in '{folder}' cannot be loaded: {one_line(error)}"

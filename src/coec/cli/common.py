@@ -43,7 +43,10 @@ TrustRemoteCode = Annotated[
     bool,
     switch(
         "--trust-remote-code",
-        "Let the model's tokenizer run its own Python code. Only for a model you trust.",
+        "Run the Python code that a tokenizer's files name, of MODEL and of every model whose "
+        "tokenizer is read (a baseline, those of a grid): all that it imports, a configuration's "
+        "class, and code of other hub repositories that it refers to. Code that builds models is "
+        "never run. Only for models you trust.",
     ),
 ]
 Config = Annotated[
