@@ -202,6 +202,17 @@ def test_a_folder_without_statistics_is_refused(model, tmp_path):
         coec.prune(model, tmp_path / "out", statistics=tmp_path, **SETTINGS)
 
 
+@pytest.mark.parametrize("name", ["forward_dtype", "model", "seq_len"])
+def test_a_record_that_lacks_an_entry_is_refused(name, model, saved, tmp_path):
+    folder = shutil.copytree(saved.folder, tmp_path / "saved")
+    record = json.loads((folder / "statistics.json").read_text())
+    for part in ("made_with", "settings"):
+        record[part].pop(name, None)
+    (folder / "statistics.json").write_text(json.dumps(record))
+    with pytest.raises(CalibrationError, match=f"holds no complete statistics .*{name}"):
+        coec.prune(model, tmp_path / "out", statistics=folder, holdout=0.2)
+
+
 def test_a_damaged_file_names_the_block_and_what_was_finished_stays(model, tmp_path, monkeypatch):
     made = coec.collect(model, tmp_path / "s", **SETTINGS)
     whole = (made.folder / "block-00001.safetensors").read_bytes()

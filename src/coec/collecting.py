@@ -24,7 +24,7 @@ from coec.calibration.tokens import digest
 from coec.calibration.windows import with_judges
 from coec.devices import computed_by
 from coec.errors import CalibrationError, OptionError, OutputError
-from coec.events import Progress
+from coec.events import RESUMING, Progress
 from coec.execution.journal import Journal, journal, unfinished
 from coec.execution.output import check_space, clear_remains, resolved
 from coec.models.dense import Dense
@@ -81,6 +81,8 @@ def _collected(
     expect_unchanged(done, dense, source)
     record = source.begin(done, progress)
     finished = {b.index for b in dense.layout.blocks if block_file(b.index) in done}
+    if progress and done.resumed:
+        progress(f"{RESUMING} blocks", len(finished), len(dense.layout.blocks))
     for measured in source.blocks(finished, progress):
         grams = {FIT: measured.grams, HELD_OUT: measured.holdout}
         _keep(done, measured.index, grams, dense=dense.digests_of([measured.block]))

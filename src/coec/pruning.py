@@ -16,6 +16,7 @@ from coec.allocating import check_leader, worths
 from coec.calibration.measure import Source, adopted, expect_unchanged
 from coec.calibration.shares import SharedPass, sourced
 from coec.calibration.statistics import Statistics
+from coec.card import origin
 from coec.compensation import Method
 from coec.devices import computed_by, environment
 from coec.errors import OptionError
@@ -89,7 +90,8 @@ def prune(
             same to the bit. The settings of the calibration are theirs.
         force: replace an existing model in `out`.
         restart: begin anew where an unfinished run into `out` was asked for something else.
-        progress: called with (phase, done, total).
+        progress: called with (phase, done, total); a run that goes on with an unfinished one says
+            with ("resuming blocks", done, total) what is done.
 
     Returns:
         Report: also written to `out/coec.json`.
@@ -134,11 +136,11 @@ def prune(
         identity = _identity(plan, source, dtype)
         with journal(out, identity, force=force, restart=restart) as done:
             if done.finished:
-                return Report.read(out)
+                return replace(Report.read(out), model=dense.name)
             if remote is not None:
                 remote.check(done, force)
             if remote is not None and remote.whole(done):
-                report = Report.read(done.new)
+                report = replace(Report.read(done.new), model=dense.name)
             else:
                 report = _pruned(done, dense, plan, source, dtype, seconds, progress)
                 report.write(done.new)
@@ -177,12 +179,14 @@ def _pruned(
         seconds.lap("rebuilding")
     elif isinstance(source, SharedPass):
         checkpoint = Checkpoint(done, dense, plan, dtype)
+        checkpoint.say_resumed(progress)
         handing = HandingOut(source, dense, plan, dtype)
         for solved in handing.blocks(checkpoint.solved, progress):
             checkpoint.keep(solved)
         seconds.lap("calibrating and solving")
     else:
         checkpoint = Checkpoint(done, dense, plan, dtype)
+        checkpoint.say_resumed(progress)
         for measured in source.blocks(checkpoint.solved, progress):
             seconds.lap("calibrating")
             checkpoint.keep(solve_block(measured, plan, device, dtype))
@@ -192,6 +196,7 @@ def _pruned(
     dense.check_unchanged()
     checkpoint.write()
     seconds.lap("writing")
+    known, unread = origin(dense.name, dense.folder)
     return Report(
         model=dense.name,
         model_sha256=dense.digest,
@@ -202,12 +207,13 @@ def _pruned(
             "dtype": dtype_name(dtype),
             "forward_dtype": source.forward_dtype,
         },
-        plan=plan.record() | {"notes": [*dense.notes, *plan.notes]},
+        plan=plan.record() | {"notes": [*dense.notes, *plan.notes, *unread]},
         calibration=calibration | source.account(),
         sites=checkpoint.rows,
         seconds=seconds.laps,
         environment=environment(str(device)),
         rebuilding=rebuilding,
+        origin=known,
     )
 
 

@@ -15,6 +15,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
+from coec.events import RESUMING, Progress
 from coec.execution.journal import Journal
 from coec.execution.output import partial_of
 from coec.kept import KEPT
@@ -24,6 +25,7 @@ from coec.models.description import CONFIG
 from coec.models.files import opened, read_tensors, write_json, write_tensors
 from coec.models.layout import BlockLayout
 from coec.models.non_uniform import FILE as CODE
+from coec.models.non_uniform import as_written
 from coec.models.stored import INDEX
 from coec.planning import Plan, disk
 from coec.solving import Solved
@@ -60,6 +62,11 @@ class Checkpoint:
             if self._units(block) in self._done
             and (self._weights(block) in self._done or self._written(block))
         }
+
+    def say_resumed(self, progress: Progress | None) -> None:
+        """Tells how many blocks an earlier run has solved, where this one goes on from it."""
+        if progress and self._done.resumed:
+            progress(f"{RESUMING} blocks", len(self.solved), len(self._dense.layout.blocks))
 
     def tensors(self, block: BlockLayout) -> dict[str, Tensor]:
         """The written tensors of a solved block, wherever they are by now."""
@@ -190,7 +197,7 @@ class Checkpoint:
         config = dict(self.plan.output.config)
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
             config[key] = dtype_name(self._dtype)
-        return config
+        return as_written(config)
 
 
 def space_needed(out: Path, plan: Plan, dtype: torch.dtype) -> int:

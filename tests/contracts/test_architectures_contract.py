@@ -20,7 +20,7 @@ from coec.errors import OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.layout import Rows
-from coec.models.loaders import NEVER_TRIED, TARGETS
+from coec.models.loaders import LOADERS, TARGETS
 from coec.models.surgery import with_rows
 from coec.reconstruction import Batch, LeastSquares, Products
 from coec.types import GramSum, KeptSet
@@ -101,8 +101,8 @@ TARGETED = {
     **{
         (variant, target): None
         for variant, values in tm.VARIANTS.items()
-        if values["model_type"] in NEVER_TRIED
         for target in ("vllm", "llama.cpp")
+        if values["model_type"] not in LOADERS[TARGETS[target]].types
     },
     **{("cohere2", target): None for target in ("vllm", "llama.cpp")},
 }

@@ -74,8 +74,9 @@ class Statistics:
                 raise ValueError("it was changed")
             return cls(folder, *(record[part] for part in PARTS))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise CalibrationError(
-                f"'{folder}' holds no complete statistics ({RECORD}): collect them again"
+                f"'{folder}' holds no complete statistics ({RECORD}: {reason}): collect them again"
             ) from error
 
     def record(self) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class Journal:
         new: what will be `out`.
         work: other pieces, gone in the end.
         finished: whether an earlier run had put `out` in place already, and was killed then.
+        resumed: whether an earlier run has left finished pieces.
     """
 
     def __init__(self, out: Path, partial: Path, identity: Identity, force: bool) -> None:
@@ -63,6 +64,7 @@ class Journal:
         if not self.finished:
             check_replaceable(out, force)
             self._drop_the_unfinished()
+        self.resumed = bool(self._entries)
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries

@@ -98,7 +98,6 @@ def open_subjects(
         if subject not in opened:
             how = subject.evaluation
             if how.tasks:
-                check_tasks(how.tasks, how.tasks_data)
                 load_tokenizer(dense.folder, trust_remote_code=how.trust_remote_code)
             statistics = by_model.get(dense.digest) if saved else None
             text = _evaluation_text(subject, dense, device)

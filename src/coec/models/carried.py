@@ -40,9 +40,11 @@ LICENCES = (
 CARRIED = (*TOKENIZER, *LICENCES, "generation_config.json")
 """Files copied unchanged from the dense model, by pattern."""
 DOWNLOADED = (
-    "*.json", "*.jinja", "*.py", "*.tiktoken", "tokenizer.model*", "merges.txt", *LICENCES,
+    "*.json", "*.jinja", "*.py", "*.tiktoken", "tokenizer.model*", "merges.txt", "README.md",
+    *LICENCES,
 )  # fmt: skip
-"""What is downloaded of a model on the hub, besides weights. Code runs only where it is trusted."""
+"""What is downloaded of a model on the hub, besides weights. Code runs only where it is
+trusted; the card names the licence."""
 NOT_DOWNLOADED = ("*/*", "consolidated*")
 """What is left there: the same weights in other formats, in folders or by their makers' names."""
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
