@@ -12,7 +12,7 @@ from benchmarks.scale import MODELS
 from coec.errors import OptionError
 from coec.execution.output import check_space
 from coec.models.description import Description
-from coec.planning import How, Plan, Room, check_room, close, disk, named, room
+from coec.planning import How, Plan, Room, check_room, close, disk, named
 from coec.planning.machines import Machine
 from coec.recipe import Recipe
 from coec.writing import space_needed
@@ -213,28 +213,6 @@ def test_a_real_run_is_refused_before_any_work(tmp_path, monkeypatch):
     with pytest.raises(OptionError, match="this machine has 0.0 GB free"):
         coec.prune(model, tmp_path / "out", calibration=tokens, **SMALL)
     assert not (tmp_path / "out.partial").exists()
-
-
-def test_limits_of_control_groups_count(tmp_path):
-    (tmp_path / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.current").write_text("700\n")
-    (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 200\n")
-    assert room._of_cgroup(tmp_path) == 500
-    (tmp_path / "memory.max").write_text("max\n")
-    assert room._of_cgroup(tmp_path) is None
-    old = tmp_path / "old/memory"
-    old.mkdir(parents=True)
-    (old / "memory.limit_in_bytes").write_text("1000\n")
-    (old / "memory.usage_in_bytes").write_text("900\n")
-    (old / "memory.stat").write_text("total_inactive_file 50\n")
-    assert room._of_cgroup(tmp_path / "old") == 150
-    assert room._of_cgroup(tmp_path / "nothing") is None
-
-
-def test_there_is_some_room_here():
-    found = Room.of(CPU)
-    assert found.device is None
-    assert found.host is None or found.host > 2**20
 
 
 def test_data_sheets_refuse_what_their_memory_does_not_hold(folder):
