@@ -198,16 +198,30 @@ def test_one_window_cannot_be_held_out(dense, tokens, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["propagate", "reconstruct", "final_norm"])
-def test_statistics_alone_do_not_hold_token_streams(name, dense, tokens, tmp_path):
-    made = coec.collect(dense, tmp_path / "stats", **SETTINGS, calibration=tokens)
+@pytest.fixture(scope="module")
+def statistics(dense, tokens, tmp_path_factory):
+    """Without held-out windows."""
+    out = tmp_path_factory.mktemp("statistics") / "statistics"
+    return coec.collect(dense, out, **SETTINGS, calibration=tokens)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"propagate": True}, "propagate"),
+        ({"reconstruct": 1}, "reconstruct"),
+        ({"final_norm": True}, "final_norm"),
+        ({"kv_groups": "held-out"}, "kv_groups"),
+        ({"preset": "best"}, "preset = best"),
+    ],
+)
+def test_statistics_alone_do_not_hold_token_streams(settings, name, dense, statistics, tmp_path):
+    said = f"^{name} runs the pruned model over the text.*leave out the statistics, or {name}$"
     for call in (
-        lambda: coec.prune(dense, tmp_path / "out", statistics=made, **{name: True + 0}
-                           if name == "reconstruct" else {name: True}),
-        lambda: coec.plan(dense, statistics=made, **{name: 1}
-                          if name == "reconstruct" else {name: True}),
-    ):  # fmt: skip
-        with pytest.raises(OptionError, match=f"{name} runs the pruned model over the text"):
+        lambda: coec.prune(dense, tmp_path / "out", statistics=statistics, **settings),
+        lambda: coec.plan(dense, statistics=statistics, **settings),
+    ):
+        with pytest.raises(OptionError, match=said):
             call()
     assert not (tmp_path / "out").exists()
 

@@ -12,11 +12,12 @@ from benchmarks.scale import MODELS
 from coec.errors import OptionError
 from coec.execution.output import check_space
 from coec.models.description import Description
-from coec.planning import How, Plan, Room, check_room, close, disk, named
+from coec.planning import How, Plan, Room, check_room, close, disk, named, within
 from coec.planning.machines import Machine
 from coec.recipe import Recipe
 from coec.writing import space_needed
 from machines import small_machine
+from paper_models import LLAMA_8B
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LARGE = MODELS["Llama-3-70B"]
@@ -213,6 +214,26 @@ def test_a_real_run_is_refused_before_any_work(tmp_path, monkeypatch):
     with pytest.raises(OptionError, match="this machine has 0.0 GB free"):
         coec.prune(model, tmp_path / "out", calibration=tokens, **SMALL)
     assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("free", "at_once", "said"),
+    [
+        (24e9, 16, None),  # a card's
+        (48e9, 32, None),
+        (12e9, 1, "^sampling text needs 16.* GB .*: set sampled = 0, or set device = cpu$"),
+    ],
+)
+def test_so_many_windows_are_sampled_as_a_card_has_room_for(free, at_once, said):
+    plan = Plan.of(Description.of(LLAMA_8B), Recipe.of(preset="best"))
+    card = Room(int(free), None)
+    how = within(plan, how_on(plan, CUDA), card)
+    assert how.at_once == at_once
+    if said is None:
+        check_room(plan, how, card)
+    else:
+        with pytest.raises(OptionError, match=said):
+            check_room(plan, how, card)
 
 
 def test_data_sheets_refuse_what_their_memory_does_not_hold(folder):

@@ -1,19 +1,29 @@
 """Whether a run fits: what memory there is, and which option would help where it does not."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from coec.calibration.self_text import windows_at_once
 from coec.errors import OptionError
 from coec.free_memory import Room
 from coec.planning.how import How
-from coec.planning.memory import memory
+from coec.planning.memory import memory, written_window
 
 if TYPE_CHECKING:
     from coec.planning.plan import Plan
 
 CLOSE = 0.9
 """A plan that takes more of what there is than this is said to be close."""
+
+
+def within(plan: "Plan", how: How, room: Room) -> How:
+    """The same, with as many windows sampled at once as there is memory for beside the model."""
+    free = room.computing
+    if free is not None:
+        free -= plan.parameters_before * how.forward.itemsize
+    return replace(how, at_once=windows_at_once(free, written_window(plan, how)))
 
 
 def check_room(plan: "Plan", how: How, room: Room) -> None:
@@ -64,7 +74,8 @@ def _advice(plan: "Plan", how: How, sizes: dict[str, int]) -> str:
     if largest == "hidden states":
         return f"take fewer samples than {calibration.samples}, or a seq_len below {plan.seq_len}"
     if largest == "whole model":
-        return "set sampled = 0" if calibration.added else "calibrate on a text, not on self"
+        less = "set sampled = 0" if calibration.added else "calibrate on a text, not on self"
+        return f"{less}, or {elsewhere}" if elsewhere else less
     if largest == "text":
         return "give token ids (.npy), or a shorter text"
     if largest == "solver" and how.solve == torch.float64:
