@@ -40,8 +40,8 @@ def test_four_square_matrices_at_most(solver, dtype):
 
     What a LAPACK routine allocates inside is not seen: for `eigh`, twice the matrix.
     """
-    m, d, k = 160, 560, 392
-    W, gram = problems.weight(m, d).to(dtype), problems.gram("power law", d, tokens=2000)
+    m, d, k = 80, 280, 196
+    W, gram = problems.weight(m, d).to(dtype), problems.gram("power law", d, tokens=1000)
     gram = coec.Gram(gram.xx.to(dtype), gram.x.to(dtype), gram.tokens)
     with Peak(W, gram.xx) as peak:
         coec.compensate(W, gram, problems.kept(d, k), solver=solver, rounds=2)
