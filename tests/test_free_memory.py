@@ -5,6 +5,8 @@ import sys
 import pytest
 import torch
 
+import coec
+import tiny_models as tm
 from coec import free_memory
 from coec.devices import resident_bytes
 from coec.free_memory import Room, hand_back
@@ -42,3 +44,16 @@ def test_freed_memory_between_pieces_that_stay_is_handed_back():
     hand_back()
     assert kept - resident_bytes() > 0.8 * 2**26
     assert len(pieces) == 128
+
+
+def test_a_run_hands_it_back_behind_every_block(tmp_path, monkeypatch):
+    """Behind the pass and the solve of each, and where errors propagate behind both passes."""
+    handed = []
+    monkeypatch.setattr(free_memory, "_malloc_trim", lambda: handed.append)
+    dense = tm.save(tm.tiny("llama", torch.float32), tmp_path / "dense")
+    own = {"calibration": tm.token_file(tmp_path / "tokens.npy"), "samples": 4, "seq_len": 32}
+    coec.prune(dense, tmp_path / "out", compensation="none", **own)
+    assert len(handed) == 1 + 2 * 2  # once where the text was read
+    handed.clear()
+    coec.prune(dense, tmp_path / "far", propagate=True, compensation="none", **own)
+    assert len(handed) == 1 + 2 * 2
