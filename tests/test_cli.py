@@ -371,15 +371,11 @@ def test_a_recipe_file_holds_settings_alone(command, dense, run, tmp_path):
         assert err.count("\n") == 1
 
 
-def test_eval_with_json_is_one_object_for_a_program(dense, tokens):
-    shown = subprocess.run(
-        [sys.executable, "-m", "coec", "eval", str(dense), "--text", tokens, "--seq-len", "32",
-         "--json"],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.count("\n") == 1
-    assert json.loads(shown.stdout)["tokens"] == 24 * 31
+def test_eval_with_json_is_one_object_for_a_program(dense, tokens, run):
+    status, out, err = run("eval", dense, "--text", tokens, "--seq-len", "32", "--json")
+    assert status == 0, err
+    assert out.count("\n") == 1
+    assert json.loads(out)["tokens"] == 24 * 31
 
 
 @pytest.fixture

@@ -54,6 +54,7 @@ def test_pruning_from_saved_statistics_is_the_same_to_the_bit(model, saved, comp
     assert [row["holdout_after"] for row in one.sites] == [r["holdout_after"] for r in two.sites]
 
 
+@pytest.mark.usefixtures("hasty_auto")
 def test_statistics_bring_the_held_out_windows_that_a_compensation_needs(model, saved, tmp_path):
     same = {**SETTINGS, "sparsity": 0.4, "compensation": "auto"}
     one = coec.prune(model, tmp_path / "one", holdout=0.2, **same)

@@ -29,10 +29,11 @@ from coec.handing_out import HandingOut
 from coec.models.carried import carried_files
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.planning import How, Plan, Room, check_room
+from coec.planning import How, Plan, Room, check_room, within
 from coec.rebuilding import rebuilt
 from coec.recipe import Recipe
 from coec.report import Report
+from coec.settings import PRESETS, with_preset
 from coec.solving import solve_block
 from coec.writing import Checkpoint, dtype_name, space_needed
 
@@ -122,7 +123,8 @@ def prune(
         recipe = _with_dtype(recipe, source)
         plan = replace(plan, recipe=recipe)
         how = How.of(plan, source.device, dense.dtype, measured=statistics is not None)
-        check_room(plan, how, Room.of(source.device))
+        room = Room.of(source.device)
+        check_room(plan, within(plan, how, room), room)
         if recipe.rebuilding.reconstruct and source.forward_dtype == "float16":
             raise OptionError(
                 "reconstruct sums over tokens in the dtype of the forward pass, which overflow in "
@@ -220,9 +222,13 @@ def _pruned(
 def _asked(
     recipe: Recipe | None, settings: dict[str, Any], statistics: Statistics | None
 ) -> Recipe:
-    """The recipe given, or one of settings; statistics bring their held-out windows to those."""
+    """The recipe given, or one of settings; statistics bring their held-out windows to those.
+
+    Where they have none, `_calibrated` says so: first comes whether statistics do at all.
+    """
     if recipe is None and statistics is not None:
-        settings = {"holdout": statistics.settings["holdout"], **settings}
+        holdout = statistics.settings["holdout"] or PRESETS["best"].amounts["holdout"]
+        settings = {"holdout": holdout, **with_preset(settings)}
     return Recipe.or_of(recipe, settings)
 
 

@@ -95,7 +95,7 @@ class Recipe:
         if "held_out" in method.needs and not self.calibration.holdout:
             raise OptionError(
                 f"compensation '{method.name}' needs held-out windows: set the fraction of the "
-                "windows that are held out (holdout=0.125)"
+                "windows that are held out (holdout=0.125), of statistics when they are collected"
             )
         if callable(self.repair.compensation) or callable(self.repair.selection):
             _rehearse(self)
@@ -133,6 +133,8 @@ class Recipe:
     def check_for_statistics(self) -> None:
         """Raises OptionError where statistics do not do: it asks for the token streams."""
         if name := self.needs_text:
+            if name in PRESETS[self.rebuilding.preset].settings:
+                name = f"preset = {self.rebuilding.preset}"
             raise OptionError(
                 f"{name} runs the pruned model over the text, of which statistics hold sums only: "
                 f"leave out the statistics, or {name}"

@@ -187,6 +187,7 @@ def test_one_dense_pass_per_calibration_and_nothing_left_behind(finished):
     assert sorted(p.name for p in folder.iterdir()) == [".lock", DECLARED, RESULTS]
 
 
+@pytest.mark.slow
 def test_worker_processes_give_the_same_rows_in_the_same_order(place, whole, tmp_path):
     sweep(expand(str(place / "grid.toml")), tmp_path / "out", jobs=2)
     rows = records(tmp_path / "out")

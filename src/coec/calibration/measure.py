@@ -17,6 +17,7 @@ from coec.calibration.windows import source_digest, window_length, window_maker
 from coec.devices import choose_device, choose_forward_dtype, choose_solve_dtype
 from coec.events import Progress
 from coec.execution.journal import Journal
+from coec.free_memory import hand_back
 from coec.models.carried import tokenizer_digest
 from coec.models.dense import Dense
 from coec.models.description import Description
@@ -138,7 +139,9 @@ class DensePass(Source):
 
     def draw(self, progress: Progress | None = None) -> Windows:
         """Makes the windows anew."""
-        return self._make(self.device, self._dtype, progress)
+        windows = self._make(self.device, self._dtype, progress)
+        hand_back()  # what a text took, or the whole model
+        return windows
 
     def parts(self) -> tuple[Tensor, Tensor | None]:
         """The windows to fit on, and those that are held out, where some are."""

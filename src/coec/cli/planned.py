@@ -60,7 +60,7 @@ def show_plan(plan: "Plan", model: str, out: Path | None, asked: Asked) -> None:
     import torch
 
     from coec.devices import choose_device
-    from coec.planning import How, Room, check_room, close, named
+    from coec.planning import How, Room, check_room, close, named, within
 
     close_to: tuple[str, ...] = ()
     if asked.machine is not None:
@@ -71,7 +71,7 @@ def show_plan(plan: "Plan", model: str, out: Path | None, asked: Asked) -> None:
         device = choose_device(plan.recipe.runtime.device)
         machine, room = _here(device, asked), Room.of(device)
     elsewhere = None if asked.machine is None else machine
-    how = How.of(plan, device, measured=asked.measured, machine=elsewhere)
+    how = within(plan, How.of(plan, device, measured=asked.measured, machine=elsewhere), room)
     check_room(plan, how, room)
     close_to = close(plan, how, room)
     forecast = plan.forecast(how, machine)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from coec.calibration.self_text import BATCH
 from coec.calibration.sensitivity import TOKENS as TRIED
 from coec.calibration.stream import batch_size
 from coec.models.layout import Site
@@ -113,7 +112,7 @@ class _Work:
         weights = float(plan.parameters_before - (0 if plan.model.tied else embedding))
         return Written(
             weights * self.facts.active, plan.dense.hidden, plan.dense.layers, calibration.written,
-            plan.seq_len, BATCH, self.how.passes,
+            plan.seq_len, self.how.at_once, self.how.passes,
         ).work()  # fmt: skip
 
     def calibrating(self) -> list[Work]:
