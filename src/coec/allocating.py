@@ -72,7 +72,7 @@ def worths(
             found = _weighed(found, sensitivity.costs(), plan)
         path = done.work / f"{PIECE}.safetensors"
         made_of = dense.digests_of(dense.layout.blocks)
-        done.put(PIECE, path, functools.partial(write_tensors, found), dense=made_of)
+        done.put(PIECE, path, functools.partial(write_tensors, found), made_of=made_of)
     return read_tensors(done.path(PIECE))
 
 

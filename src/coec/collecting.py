@@ -85,7 +85,7 @@ def _collected(
         progress(f"{RESUMING} blocks", len(finished), len(dense.layout.blocks))
     for measured in source.blocks(finished, progress):
         grams = {FIT: measured.grams, HELD_OUT: measured.holdout}
-        _keep(done, measured.index, grams, dense=dense.digests_of([measured.block]))
+        _keep(done, measured.index, grams, made_of=dense.digests_of([measured.block]))
     dense.check_unchanged()
     settings = recipe.record()
     kept = {name: settings[name] for name in recipe.calibration.record()}

@@ -101,7 +101,7 @@ def rebuilt(
             facts["widths"] = plan.record()["widths"]
             made_of = dense.digests_of(dense.layout.blocks)
             path = done.work / piece
-            done.put(piece, path, functools.partial(_write, facts), dense=made_of, trial=facts)
+            done.put(piece, path, functools.partial(_write, facts), made_of=made_of, trial=facts)
         tried[name] = done.facts(piece)["trial"]
     # Perplexity of few windows is noisy: how likely their next tokens were says less about a model
     # than all that the dense one expects there (docs/LOG.md).

@@ -112,7 +112,7 @@ class Checkpoint:
             work / f"units-{index:05}.safetensors",
             functools.partial(write_tensors, solved.kept),
             sites=solved.rows,
-            dense=self._dense.digests_of([solved.block]),
+            made_of=self._dense.digests_of([solved.block]),
         )
 
     @property

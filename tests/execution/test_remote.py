@@ -62,7 +62,7 @@ def test_a_model_at_a_url_is_that_of_a_folder(pruned, there, tmp_path):
     assert "model.safetensors" in held(there)
     assert held(there) == held(tmp_path / "out")
     assert not list((tmp_path / "cache").rglob("*.safetensors"))  # nothing is left of it
-    with pytest.raises(OutputError, match="is not empty; choose another place"):
+    with pytest.raises(OutputError, match="is not empty; choose another folder"):
         pruned(URL)
 
 

@@ -132,7 +132,7 @@ class DensePass(Source):
                     done.work / "windows.safetensors",
                     lambda path: write_tensors({"input_ids": made.ids}, path),
                     **made.record(),
-                    dense=self._dense.digests_of(self._dense.layout.blocks),
+                    made_of=self._dense.digests_of(self._dense.layout.blocks),
                 )
             self.windows = made
         return self.windows.record()
@@ -205,7 +205,9 @@ def expect_unchanged(done: Journal, dense: Dense, source: Source) -> None:
         "restart=True to begin anew"
     )
     collected = "its statistics were collected: collect them again"
-    dense.expect([*((known, begun) for known in done.every("dense")), (source.made_of, collected)])
+    dense.expect(
+        [*((known, begun) for known in done.every("made_of")), (source.made_of, collected)]
+    )
 
 
 def adopted(

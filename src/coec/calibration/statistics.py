@@ -72,7 +72,9 @@ class Statistics:
                 )
             if record.pop(SEAL) != seal(record):
                 raise ValueError("it was changed")
-            return cls(folder, *(record[part] for part in PARTS))
+            parts = {part: record[part] for part in PARTS}
+            parts["files"] = {name: (size, sha) for name, (size, sha) in parts["files"].items()}
+            return cls(folder, **parts)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise CalibrationError(

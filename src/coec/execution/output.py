@@ -283,7 +283,7 @@ def check_judged(out: str | Path, force: bool, foreign: Callable[[], str | None]
     """
     if not force:
         raise OutputError(
-            f"'{out}' is not empty; choose another place, or pass force=True to replace the "
+            f"'{out}' is not empty; choose another folder, or pass force=True to replace the "
             "model that it holds"
         )
     if strange := foreign():

@@ -58,7 +58,7 @@ class Remote:
         """Whether an earlier run had made the model, and all of it is here or there."""
         if UPLOADING not in done:
             return False
-        files: dict[str, Any] = done.facts(UPLOADING)["files"]
+        files = _files(done)
         if all(name in done for name in files):
             return True
         with self._reached("used"):  # it was killed while it tidied up
@@ -81,7 +81,7 @@ class Remote:
             there = self._judged(listing, done, force)
             if not self.whole(done):
                 done.note(UPLOADING, files=done.recorded(), there=sorted(there))
-            files: dict[str, Any] = done.facts(UPLOADING)["files"]
+            files = _files(done)
             missing = [name for name in files if not _arrived(done, name, files[name], listing)]
             if missing and CONFIG in listing:  # it is no model until it is whole
                 self.files.rm_file(self._path(CONFIG))
@@ -225,6 +225,11 @@ def _arrived(
         return False
     note, (size, digest), info = done.facts(_noted(name)), known, listing[name]
     return note["sha256"] == digest and info["size"] == size and note["stamp"] == _stamp(info)
+
+
+def _files(done: Journal) -> dict[str, tuple[int, str]]:
+    """Size and SHA-256 of every file of the model that is copied."""
+    return {name: (size, sha) for name, (size, sha) in done.facts(UPLOADING)["files"].items()}
 
 
 def _noted(name: str) -> str:
