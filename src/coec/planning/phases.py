@@ -142,7 +142,7 @@ class _Work:
         for kind in self.kinds:
             for (one, units, _, _), count in self.facts.consumers(kind).items():
                 if self.recipe.repair.allocation == "error":
-                    work = solves.elimination(one, units, max(1, one.k * units // one.d))
+                    work = solves.greedy_selection(one, units, max(1, one.k * units // one.d))
                     found += [replace(w, times=w.times * count) for w in work]
                 found += [replace(w, times=w.times * count) for w in solves.errors(one)]
         if self.recipe.repair.allocation != "error":
@@ -246,7 +246,7 @@ class _Work:
         method, dtype = self.recipe.method.name, self.how.solves
         device = self.how.device
         selected = self.recipe.kept is None and self.recipe.repair.selection == "obs"
-        found = solves.elimination(one, units, kept) if selected else []
+        found = solves.greedy_selection(one, units, kept) if selected else []
         found += solves.errors(one)
         if one.k == one.d and not self.recipe.rebuilding.propagate:
             return found
