@@ -23,13 +23,13 @@ help:  ## this list
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: .venv/ready  ## prune a bundled model five ways, compare, plot (about a minute)
+demo: .venv/ready  ## prune a bundled model five ways, compare, plot
 	@$(BIN)/python -m coec.demo
 
 # A process for every core up to four; more would wait for the longest test.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; n = min(os.cpu_count() or 1, 4); print(n if n > 1 else 0)')
 
-test: .venv/ready  ## the test suite (six to seven minutes on 2 cores)
+test: .venv/ready  ## the test suite
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 slow: .venv/ready  ## what test leaves out: long runs, many cases, a browser, a GPU, lm-eval's command

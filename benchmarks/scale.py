@@ -181,8 +181,14 @@ def _size(size: int) -> str:
 
 
 def tables() -> dict[str, str]:
-    """Every table, by model and recipe."""
-    return {f"{model}, {recipe}": table(model, recipe) for model in MODELS for recipe in RECIPES}
+    """Every table, by model and recipe; none where another recipe of the model gives the same."""
+    every = {f"{model}, {recipe}": table(model, recipe) for model in MODELS for recipe in RECIPES}
+    names = list(every)
+    return {
+        name: made
+        for number, (name, made) in enumerate(every.items())
+        if all(made != every[other] for other in names[:number])
+    }
 
 
 def between(name: str) -> tuple[str, str]:

@@ -13,6 +13,18 @@ QWEN_7B = {
     "use_sliding_window": False,
     "sliding_window": 131072,
 }
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
 LLAMA_70B = {
     "model_type": "llama",
     "hidden_size": 8192,

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 import coec
 import tiny_models as tm
 from coec import allocating
 from coec.calibration.sensitivity import Repaired, Sensitivity
+from coec.calibration.tokens import load_tokenizer
 from coec.errors import CoecError, ModelError, OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
@@ -105,8 +106,10 @@ def test_experts_have_one_width(variant, ids, tmp_path):
 
 def test_without_trust_nothing_is_loaded_by_mistake(dense, ids, tmp_path):
     prune(dense, tmp_path / "out", ids, kept=OWN, non_uniform=True)
-    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
-        tm.load(tmp_path / "out")
+    for auto in (AutoModelForCausalLM, AutoModel):
+        with pytest.raises(ValueError, match="trust_remote_code=True"):
+            auto.from_pretrained(tmp_path / "out", trust_remote_code=False)
+    assert load_tokenizer(tmp_path / "out")("the cat").input_ids
     card = (tmp_path / "out/README.md").read_text()
     assert 'from_pretrained("path/to/this/folder", trust_remote_code=True)' in card
     assert "| mlp per block | 40 | 4 to 20 |" in card

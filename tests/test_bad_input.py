@@ -3,8 +3,6 @@
 import errno
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,11 +10,14 @@ from safetensors.torch import load_file, save_file
 
 import coec
 import tiny_models as tm
-from coec import pruning, writing
+import typechecker
+from coec import Gram, pruning, writing
 from coec.calibration import measure
 from coec.cli import main
 from coec.errors import CalibrationError, CoecError, ModelError, OptionError, OutputError
 from coec.execution import output as output_module
+from coec.models.stored import Stored
+from coec.recipe import Recipe
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,72 @@ def refused(model, tmp_path, monkeypatch):
         assert sorted(tmp_path.rglob("*")) == before
 
     return run
+
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+
+
+def test_a_gguf_file_is_none_that_can_be_pruned(model, refused, tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF\3\0\0\0")
+    said = "is a GGUF file, which no weights can be pruned in: give the folder .* made from"
+    refused(ModelError, said, model=file)
+    for path in model.iterdir():
+        path.unlink()
+    shutil.copy(file, model)
+    refused(ModelError, "model.gguf' " + said)
+
+
+def test_a_file_of_weights_is_part_of_a_folder(model, refused):
+    refused(ModelError, "no model at .*a file: give the folder", model=model / "model.safetensors")
+
+
+def test_an_adapter_is_to_be_merged_first(model, refused):
+    for path in model.iterdir():
+        path.unlink()
+    said = {"base_model_name_or_path": "org/base", "peft_type": "LORA"}
+    (model / "adapter_config.json").write_text(json.dumps(said))
+    match = r"is a PEFT adapter of 'org/base'.*merge it first.*merge_and_unload\(\)"
+    refused(ModelError, match)
+    edit = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (model / "config.json").write_text(json.dumps(tm.raw_config("llama") | edit))
+    refused(ModelError, match)
+
+
+def test_a_model_that_peft_still_wraps_is_to_be_merged_first(model, refused):
+    path = model / "model.safetensors"
+    save_file({f"base_model.model.{k}": v for k, v in load_file(path).items()}, path)
+    match = r"named base_model\.model\.….*merge it first.*merge_and_unload\(\)"
+    refused(ModelError, match)
+    with pytest.raises(ModelError, match=match):
+        Stored.open(model)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_not_the_file(name, model, refused, tmp_path):
+    (model / name).write_text(LFS)
+    text = tm.text_file(tmp_path / "text.txt")
+    refused(ModelError, f"{name}.* is a pointer of git-LFS.*git lfs pull", calibration=text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("gemma3_text", "save its gemma3_text as"), ("llama4_text", "'llama4_text' is not supported")],
+)
+def test_a_multimodal_model_is_said_to_be_one(text, said, model, refused):
+    name = "Gemma3ForConditionalGeneration"
+    edit_config(model, model_type="gemma3", architectures=[name],
+                text_config={"model_type": text}, vision_config={})  # fmt: skip
+    refused(ModelError, f"multimodal model \\({name}, with vision_config\\).*{said}")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("a.csv", r"is a table.*\.jsonl"), ("a.TSV", "is a table"), ("a.txt.gz", "is compressed")],
+)
+def test_a_file_that_is_no_plain_text(name, said, refused, tmp_path):
+    tm.text_file(tmp_path / name)
+    refused(CalibrationError, said, calibration=str(tmp_path / name))
 
 
 def edit_config(model, **changes):
@@ -263,27 +330,22 @@ def test_settings_that_cannot_be(setting, match, refused):
 
 
 def test_wrong_types_and_shapes_without_the_type_checker_of_the_tests():
-    code = """
-import torch
-from coec import CoecError, Gram, compensate
-from coec.recipe import Recipe
-eye, zeros = torch.eye(3), torch.zeros(3)
-for attempt in (
-    lambda: Recipe.of(sparsity='much'),
-    lambda: Recipe.of(compensation=3),
-    lambda: Recipe.of(seed=1.5),
-    lambda: Recipe.of(device=[]),
-    lambda: Gram(torch.zeros(3, 2), zeros, 1),
-    lambda: compensate(eye, Gram(eye, zeros, 1), torch.tensor([1.0, 2.0])),
-    lambda: compensate(zeros, Gram(eye, zeros, 1), torch.tensor([1])),
-):
-    try:
-        attempt()
-    except CoecError as error:
-        print(error)
-"""
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.splitlines() == [
+    typechecker.switch(on=False)  # the next test's own setup decides anew
+    eye, zeros = torch.eye(3), torch.zeros(3)
+    said = []
+    for attempt in (
+        lambda: Recipe.of(sparsity="much"),
+        lambda: Recipe.of(compensation=3),
+        lambda: Recipe.of(seed=1.5),
+        lambda: Recipe.of(device=[]),
+        lambda: Gram(torch.zeros(3, 2), zeros, 1),
+        lambda: coec.compensate(eye, Gram(eye, zeros, 1), torch.tensor([1.0, 2.0])),
+        lambda: coec.compensate(zeros, Gram(eye, zeros, 1), torch.tensor([1])),
+    ):
+        with pytest.raises(CoecError) as caught:
+            attempt()
+        said.append(str(caught.value))
+    assert said == [
         "sparsity must be a number, got 'much'",
         "compensation must be text, got 3",
         "seed must be a whole number of at least 0, got 1.5",
@@ -353,7 +415,7 @@ def test_a_result_that_does_not_fit_its_dtype_says_which_does(original, tmp_path
 @pytest.mark.parametrize(
     ("toml", "match"),
     [
-        ("alhpa = 1", "unknown setting 'alhpa'; did you mean 'alpha'?"),
+        ("alhpa = 1", "holds 'alhpa', which is no setting; did you mean 'alpha'?"),
         ("alpha = ", "is not valid TOML"),
         ("[coec]\nalpha = 1", "has a table [coec]; write its keys at the top level"),
     ],

@@ -210,6 +210,7 @@ def test_a_device_is_compared_with_the_cpu_in_all_that_is_timed(monkeypatch):
     assert "| elimination |" in device_paths.describe_timings(timed)
 
 
+@pytest.mark.slow
 def test_a_true_width_is_run_with_the_former_preconditioner_too(monkeypatch):
     monkeypatch.setattr(true_widths, "WIDE", 30)
     rates = dict.fromkeys((torch.float64, torch.float32), 1e9)

@@ -353,15 +353,29 @@ def test_a_recipe_file_that_cannot_be_read_is_one_line(dense, run, tmp_path):
         assert match in err
 
 
-def test_eval_with_json_is_one_object_for_a_program(dense, tokens):
-    shown = subprocess.run(
-        [sys.executable, "-m", "coec", "eval", str(dense), "--text", tokens, "--seq-len", "32",
-         "--json"],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.count("\n") == 1
-    assert json.loads(shown.stdout)["tokens"] == 24 * 31
+@pytest.mark.parametrize("command", ["prune", "collect", "compensate"])
+def test_a_recipe_file_holds_settings_alone(command, dense, run, tmp_path):
+    places = [dense, *[dense] * (command == "compensate"), tmp_path / "out"]
+    cases = {
+        f"{key} = 1": f"holds '{key}', which is no setting: give it to the command"
+        for key in ("model", "out", "force", "restart", "statistics", "progress", "recipe",
+                    "dense", "pruned", "config")
+    }  # fmt: skip
+    cases["samples-of = 1"] = "holds 'samples-of', which is no setting; did you mean 'samples'?"
+    cases["seq-len = 8\nseq_len = 16"] = "sets seq_len twice, as 'seq-len' and 'seq_len'"
+    for content, said in cases.items():
+        (tmp_path / "r.toml").write_text(content)
+        status, out, err = run(command, *places, "--config", tmp_path / "r.toml")
+        assert (status, out) == (1, "")
+        assert said in err
+        assert err.count("\n") == 1
+
+
+def test_eval_with_json_is_one_object_for_a_program(dense, tokens, run):
+    status, out, err = run("eval", dense, "--text", tokens, "--seq-len", "32", "--json")
+    assert status == 0, err
+    assert out.count("\n") == 1
+    assert json.loads(out)["tokens"] == 24 * 31
 
 
 @pytest.fixture

@@ -94,7 +94,10 @@ def test_a_row_of_the_paper_from_a_configuration(run, tmp_path):
         (["{dense}", "{pruned}", "--sparsity", "0.3"], "--sparsity goes with --config-only"),
         (["{dense}"], "no coec/kept.safetensors in"),
         (["{dense}", "{lost}"], "no model at"),
-        (["{orphan}"], "is no folder here: name the dense model, coec analyze DENSE PRUNED"),
+        (
+            ["{orphan}"],
+            "is no folder here or beside it: name the dense model, coec analyze DENSE PRUNED",
+        ),
         (["{dense}", "{pruned}", "--new-tokens", "64"], "leaves no room for a prompt"),
         (["{dense}", "{pruned}", "--repeats", "0"], "repeats must be a whole number"),
         (["{dense}", "{pruned}", "--rank-mlp", "0"], "the rank of mlp must be"),

@@ -16,7 +16,9 @@ from coec.calibration.statistics import Statistics
 from coec.calibration.tokens import Stream, held_out, hold_out, sample_windows
 from coec.calibration.windows import source_digest
 from coec.errors import CalibrationError, CoecError, OptionError, OutputError
+from coec.execution.entries import seal
 from coec.models.dense import Dense
+from coec.models.files import sha256
 from coec.recipe import Recipe
 from coec.types import Gram
 
@@ -52,6 +54,7 @@ def test_pruning_from_saved_statistics_is_the_same_to_the_bit(model, saved, comp
     assert [row["holdout_after"] for row in one.sites] == [r["holdout_after"] for r in two.sites]
 
 
+@pytest.mark.usefixtures("hasty_auto")
 def test_statistics_bring_the_held_out_windows_that_a_compensation_needs(model, saved, tmp_path):
     same = {**SETTINGS, "sparsity": 0.4, "compensation": "auto"}
     one = coec.prune(model, tmp_path / "one", holdout=0.2, **same)
@@ -200,6 +203,17 @@ def test_a_folder_without_statistics_is_refused(model, tmp_path):
         coec.prune(model, tmp_path / "out", statistics=tmp_path, **SETTINGS)
 
 
+@pytest.mark.parametrize("name", ["forward_dtype", "model", "seq_len"])
+def test_a_record_that_lacks_an_entry_is_refused(name, model, saved, tmp_path):
+    folder = shutil.copytree(saved.folder, tmp_path / "saved")
+    record = json.loads((folder / "statistics.json").read_text())
+    for part in ("made_with", "settings"):
+        record[part].pop(name, None)
+    (folder / "statistics.json").write_text(json.dumps(record))
+    with pytest.raises(CalibrationError, match=f"holds no complete statistics .*{name}"):
+        coec.prune(model, tmp_path / "out", statistics=folder, holdout=0.2)
+
+
 def test_a_damaged_file_names_the_block_and_what_was_finished_stays(model, tmp_path, monkeypatch):
     made = coec.collect(model, tmp_path / "s", **SETTINGS)
     whole = (made.folder / "block-00001.safetensors").read_bytes()
@@ -230,9 +244,9 @@ def damaged(model, saved, tmp_path):
     """Prunes from a copy of the statistics that a function has spoilt."""
     folder = shutil.copytree(saved.folder, tmp_path / "damaged")
 
-    def prune(spoil):
+    def prune(spoil, match=None):
         spoil(folder)
-        with pytest.raises(CoecError) as caught:
+        with pytest.raises(CoecError, match=match) as caught:
             coec.prune(model, tmp_path / "out", statistics=folder, holdout=0.2, **SETTINGS)
         assert "\n" not in str(caught.value)
         assert not (tmp_path / "out").exists()
@@ -250,6 +264,89 @@ def damaged(model, saved, tmp_path):
 )  # fmt: skip
 def test_a_damaged_record_of_statistics_is_one_line(content, damaged):
     assert not damaged(lambda folder: (folder / "statistics.json").write_text(content))
+
+
+def all_of(folder):
+    """Reads everything, as prunings and mergers do."""
+    statistics = Statistics.open(folder)
+    return [statistics.grams(n, torch.device("cpu")) for n in (0, 1)], statistics.windows
+
+
+def swap(one, other):
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "file", ["block-00000.safetensors", "block-00001.safetensors", "windows.safetensors",
+             "statistics.json"]
+)  # fmt: skip
+def test_one_bit_that_changed_is_found_wherever_it_is(file, saved, tmp_path):
+    """In the length of a header, the header with its counts, the payload, the record."""
+    folder = shutil.copytree(saved.folder, tmp_path / "damaged")
+    path, whole = folder / file, (saved.folder / file).read_bytes()
+    all_of(folder)
+    for place in {*range(0, len(whole), len(whole) // 25), *range(12), len(whole) - 1}:
+        spoilt = bytearray(whole)
+        spoilt[place] ^= 1 << place % 8
+        path.write_bytes(spoilt)
+        with pytest.raises(CalibrationError, match="collect (them )?again"):
+            all_of(folder)
+    path.write_bytes(whole)
+    all_of(folder)
+
+
+def negate(folder):
+    path = folder / "block-00001.safetensors"
+    with safe_open(path, "pt") as file:
+        counts, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+    save_file(tensors | {"fit.mlp.xx": -tensors["fit.mlp.xx"]}, path, counts)
+
+
+def edit(folder):
+    path = folder / "statistics.json"
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
+
+
+def of_earlier_version(folder):
+    path = folder / "statistics.json"
+    record = json.loads(path.read_text())
+    for name in ("files", "made_of", "record_sha256"):
+        del record[name]
+    path.write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (lambda f: swap(*(f / f"block-0000{n}.safetensors" for n in (0, 1))), "what was collected"),
+        (negate, "what was collected"),
+        (edit, "no complete statistics"),
+        (of_earlier_version, "was collected by an earlier version, without digests"),
+        (lambda folder: (folder / "windows.safetensors").unlink(), "windows"),
+    ],
+)
+def test_exchanged_negated_edited_and_old_statistics_are_refused(
+    spoil, match, saved, damaged, tmp_path
+):
+    if match == "windows":
+        spoil(folder := shutil.copytree(saved.folder, tmp_path / "x"))
+        with pytest.raises(CalibrationError, match=match):
+            all_of(folder)
+    else:
+        damaged(spoil, match)
+
+
+def vouch(folder):
+    """Has the record say of every file what it is by now."""
+    path = folder / "statistics.json"
+    record = json.loads(path.read_text())
+    del record["record_sha256"]
+    record["files"] = {
+        name: [(folder / name).stat().st_size, sha256(folder / name)] for name in record["files"]
+    }
+    path.write_text(json.dumps(record | {"record_sha256": seal(record)}))
 
 
 def without_tokens(tensors, counts):
@@ -298,8 +395,9 @@ def test_damaged_sums_are_one_line(change, damaged):
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         change(tensors, counts)
         save_file(tensors, path, metadata={"counts": json.dumps(counts)})
+        vouch(folder)
 
-    damaged(spoil)
+    damaged(spoil, r"statistics of block 1 cannot|layers\.1\.mlp.* hold NaN")
 
 
 def test_statistics_of_another_text_of_the_same_name_are_refused(model, tmp_path):

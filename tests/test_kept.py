@@ -82,7 +82,7 @@ def test_our_own_units_give_our_own_model_and_nothing_is_selected(
         "source": str(ours), "sha256": KeptUnits.read(ours).digest, "sites": 4,
     }  # fmt: skip
     card = (tmp_path / "out/README.md").read_text()
-    assert f"KV groups, the units of `{ours}` kept." in card
+    assert f"KV groups, the units of `{ours.name}` kept." in card
     assert "- selection: given;" in card
 
 

@@ -27,6 +27,7 @@ def place(dense, tmp_path):
     """A folder with odd things in it, by name."""
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe.toml")
     (tmp_path / "file").write_text("x")
     (tmp_path / "deep.toml").write_text("a = " + "[" * 50_000)
     (tmp_path / "digits.toml").write_text("seed = " + "9" * 5000)
@@ -96,6 +97,9 @@ PRUNE = "prune DENSE out --samples 24 --seq-len 32 --calibration"
         ("prune DENSE out --config seed.toml", "seed must be below 2**64"),
         ("prune DENSE out --config latin.toml", "not valid TOML"),
         ("prune DENSE out --config huge.toml", "larger than"),
+        ("prune DENSE out --config pipe.toml", "is a pipe or a device: give a regular file"),
+        ("prune DENSE out --config /dev/zero", "is a pipe or a device: give a regular file"),
+        ("sweep pipe.toml out --model DENSE", "is a pipe or a device: give a regular file"),
         ("prune DENSE out --config folder", "cannot be read"),
         ("prune DENSE out --config loop", "cannot be read"),
         ("prune DENSE out --config LONG", "cannot be read"),

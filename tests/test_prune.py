@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import coec
 import tiny_models as tm
@@ -194,7 +194,7 @@ def test_the_record_holds_everything_needed_to_repeat_the_run(dense, tmp_path):
     report = coec.prune(
         dense, tmp_path / "out", calibration=text, samples=9, seq_len=16, seed=5, kappa=7
     )
-    assert coec.Report.read(str(tmp_path / "out")) == report
+    assert coec.Report.read(str(tmp_path / "out")).as_dict() == report.as_dict()
     record = json.loads((tmp_path / "out/coec.json").read_text())
     assert record["coec"] == coec.__version__
     recipe = record["recipe"]
@@ -570,3 +570,23 @@ def test_skeletons_of_one_configuration_are_apart(dense):
     assert next(two.parameters()).dtype == torch.bfloat16
     one.base_model.layers = torch.nn.ModuleList()
     assert len(two.base_model.layers) == 2
+
+
+def test_no_bit_is_lost_of_float16_beside_bfloat16(tmp_path):
+    """Neither dtype holds the other: what is carried over is the same number in float32."""
+    dense = tm.save(tm.tiny("llama", torch.float32), tmp_path / "model")
+    path = dense / "model.safetensors"
+    weights = {
+        name: tensor.to(torch.float16 if "embed" in name or "layers.0" in name else torch.bfloat16)
+        for name, tensor in load_file(path).items()
+    }
+    save_file(weights, path, {"format": "pt"})
+    report = coec.prune(
+        dense, tmp_path / "out", calibration=tm.token_file(tmp_path / "tokens.npy"), samples=4,
+        seq_len=32, compensation="none",
+    )  # fmt: skip
+    written = load_file(tmp_path / "out/model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(written[name], weights[name].float())
+    assert {tensor.dtype for tensor in written.values()} == {torch.float32}
+    assert "some weights are float16, others bfloat16" in report.plan["notes"][0]

@@ -34,6 +34,16 @@ def pruned(dense, out, tokens, **settings):
     return coec.prune(dense, out, **{**SETTINGS, "calibration": tokens, **settings})
 
 
+@pytest.fixture(scope="module")
+def best(dense, tokens, tmp_path_factory):
+    """A folder of runs by `best`, by the rule for KV groups, and their reports."""
+    root = tmp_path_factory.mktemp("best")
+    return root, {
+        kind: pruned(dense, root / kind, tokens, preset="best", kv_groups=kind, **QUICK)
+        for kind in ("uniform", "all", "held-out")
+    }
+
+
 def hidden(model, ids):
     """The hidden states behind every layer."""
     with torch.no_grad():
@@ -91,18 +101,15 @@ def test_without_a_step_the_independent_form_is_the_dense_pass(dense, tokens, tm
             torch.testing.assert_close(mine[name], theirs[name], rtol=1e-7, atol=1e-9)
 
 
-def test_held_out_windows_choose_the_number_of_groups(dense, tokens, tmp_path):
-    reports = {
-        kind: pruned(dense, tmp_path / kind, tokens, preset="best", kv_groups=kind, **QUICK)
-        for kind in ("uniform", "all", "held-out")
-    }
+def test_held_out_windows_choose_the_number_of_groups(best):
+    root, reports = best
     scores = {kind: reports[kind].rebuilding["kl"] for kind in ("uniform", "all")}
-    best = min(scores, key=scores.get)  # so brief a fit is what candidates are tried with
+    nearer = min(scores, key=scores.get)  # so brief a fit is what candidates are tried with
     chosen = reports["held-out"]
-    assert chosen.rebuilding["kv_groups"] == best
+    assert chosen.rebuilding["kv_groups"] == nearer
     for kind, score in scores.items():
         assert chosen.rebuilding["candidates"][kind]["kl"] == score
-    one, other = (load_file(tmp_path / n / "model.safetensors") for n in (best, "held-out"))
+    one, other = (load_file(root / n / "model.safetensors") for n in (nearer, "held-out"))
     assert all(torch.equal(one[name], other[name]) for name in one)
     parameters = [report.plan["parameters"]["after"] for report in reports.values()]
     assert max(parameters) - min(parameters) <= 2 * 3 * tm.HIDDEN  # a channel in every block
@@ -122,10 +129,10 @@ def test_the_nearer_candidate_is_made_though_the_other_likes_the_windows(
     assert report.rebuilding["candidates"]["all"]["perplexity"] == 3.0
 
 
-def test_the_final_norm_is_kept_where_it_helps(dense, tokens, tmp_path):
-    report = pruned(dense, tmp_path / "out", tokens, preset="best", kv_groups="uniform", **QUICK)
-    tried = report.rebuilding["final_norm"]
-    stored = load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"]
+def test_the_final_norm_is_kept_where_it_helps(dense, best):
+    root, reports = best
+    tried = reports["uniform"].rebuilding["final_norm"]
+    stored = load_file(root / "uniform" / "model.safetensors")["model.norm.weight"]
     before = Dense.open(dense).tensor("model.norm.weight")
     assert tried["taken"] == (tried["with"] < tried["without"])
     assert torch.equal(stored, before) != tried["taken"]
@@ -142,10 +149,12 @@ def test_steps_are_taken_back_where_they_harm_held_out_windows(dense, tokens, tm
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_an_interrupted_run_goes_on_to_the_same_bytes(dense, tokens, after, tmp_path, monkeypatch):
+def test_an_interrupted_run_goes_on_to_the_same_bytes(
+    dense, tokens, best, after, tmp_path, monkeypatch
+):
     """Both streams are run again through what is solved."""
     settings = {"preset": "best", **QUICK}
-    pruned(dense, tmp_path / "whole", tokens, **settings)
+    root, reports = best
     solve, count = rebuilding.SideBySide.solved, [0]
 
     def interrupted(self, *arguments):
@@ -162,10 +171,9 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(dense, tokens, after, tmp_
         with pytest.raises(UnfinishedError, match="damping"):
             pruned(dense, tmp_path / "out", tokens, **settings, damping=0.2)
     report = pruned(dense, tmp_path / "out", tokens, **settings)
-    whole = coec.Report.read(tmp_path / "whole")
-    assert json.dumps(report.rebuilding) == json.dumps(whole.rebuilding)
+    assert json.dumps(report.rebuilding) == json.dumps(reports["held-out"].rebuilding)
     for name in ("model.safetensors", "coec/kept.safetensors", "config.json", "README.md"):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+        assert (tmp_path / "out" / name).read_bytes() == (root / "held-out" / name).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -198,16 +206,30 @@ def test_one_window_cannot_be_held_out(dense, tokens, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["propagate", "reconstruct", "final_norm"])
-def test_statistics_alone_do_not_hold_token_streams(name, dense, tokens, tmp_path):
-    made = coec.collect(dense, tmp_path / "stats", **SETTINGS, calibration=tokens)
+@pytest.fixture(scope="module")
+def statistics(dense, tokens, tmp_path_factory):
+    """Without held-out windows."""
+    out = tmp_path_factory.mktemp("statistics") / "statistics"
+    return coec.collect(dense, out, **SETTINGS, calibration=tokens)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"propagate": True}, "propagate"),
+        ({"reconstruct": 1}, "reconstruct"),
+        ({"final_norm": True}, "final_norm"),
+        ({"kv_groups": "held-out"}, "kv_groups"),
+        ({"preset": "best"}, "preset = best"),
+    ],
+)
+def test_statistics_alone_do_not_hold_token_streams(settings, name, dense, statistics, tmp_path):
+    said = f"^{name} runs the pruned model over the text.*leave out the statistics, or {name}$"
     for call in (
-        lambda: coec.prune(dense, tmp_path / "out", statistics=made, **{name: True + 0}
-                           if name == "reconstruct" else {name: True}),
-        lambda: coec.plan(dense, statistics=made, **{name: 1}
-                          if name == "reconstruct" else {name: True}),
-    ):  # fmt: skip
-        with pytest.raises(OptionError, match=f"{name} runs the pruned model over the text"):
+        lambda: coec.prune(dense, tmp_path / "out", statistics=statistics, **settings),
+        lambda: coec.plan(dense, statistics=statistics, **settings),
+    ):
+        with pytest.raises(OptionError, match=said):
             call()
     assert not (tmp_path / "out").exists()
 
@@ -221,7 +243,7 @@ def test_a_candidate_that_cannot_be_is_left_out_and_named(dense, tokens, tmp_pat
 
 @pytest.mark.parametrize("variant", ["llama", "mistral", "qwen2", "granite", "seed_oss"])
 @pytest.mark.parametrize("settings", [
-    {"preset": "best", "kv_groups": "uniform", **QUICK},
+    {"preset": "best", "kv_groups": "uniform", "sampled": 0.0, **QUICK},
     {"propagate": True},
     {"propagate": True, "sparsity": 0.03},  # attention keeps everything, and has a target
 ])  # fmt: skip
@@ -255,9 +277,10 @@ def test_going_on_keeps_no_graph_of_what_is_passed(dense, tokens, tmp_path, monk
     assert not any(flag for flags in seen for flag in flags)
 
 
-def test_a_damaged_piece_of_an_ended_candidate_is_made_again(dense, tokens, tmp_path, monkeypatch):
+def test_a_damaged_piece_of_an_ended_candidate_is_made_again(
+    dense, tokens, best, tmp_path, monkeypatch
+):
     settings = {"preset": "best", **QUICK}
-    pruned(dense, tmp_path / "whole", tokens, **settings)
     with monkeypatch.context() as patch:
         patch.setattr(writing.Checkpoint, "write", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -268,7 +291,9 @@ def test_a_damaged_piece_of_an_ended_candidate_is_made_again(dense, tokens, tmp_
         path.write_bytes(content)
     with pytest.warns(RuntimeWarning, match="it is made again"):
         pruned(dense, tmp_path / "out", tokens, **settings)
-    one, other = (tmp_path / n / "model.safetensors" for n in ("whole", "out"))
+    one, other = (
+        folder / "model.safetensors" for folder in (best[0] / "held-out", tmp_path / "out")
+    )
     assert one.read_bytes() == other.read_bytes()
 
 

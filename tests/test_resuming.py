@@ -4,6 +4,7 @@ How a run survives being killed at any moment is in `tests/crash`.
 """
 
 import functools
+import itertools
 import json
 import shutil
 
@@ -15,6 +16,7 @@ import coec
 import tiny_models as tm
 from coec import devices, pruning, writing
 from coec.errors import ModelError, OptionError, UnfinishedError
+from coec.execution.journal import Journal
 from coec.models import dense as module
 from coec.types import SiteResult
 
@@ -281,18 +283,70 @@ def test_a_damaged_block_found_late_costs_only_itself(dense, tmp_path, monkeypat
     ).read_bytes()
 
 
+BEGUN = {
+    "prune": ({"compensation": "none"}, 2),
+    "best": ({"preset": "best", "reconstruct": 1, "inner": 1, "samples": 8, "sampled": 0}, 1),
+    "self": ({"compensation": "none", "calibration": "self", "samples": 4}, 1),
+    "allocate": ({"compensation": "none", "allocation": "adaptive", "non_uniform": True}, 1),
+    "collect": ({}, 1),
+}
+"""Runs, and after how many pieces they are ended."""
+OTHER = "model.embed_tokens.weight"
+
+
+def changed(model, name):
+    """Changes a weight where the fingerprint does not look; returns what undoes that."""
+    path = model / "model.safetensors"
+    before, weights = path.read_bytes(), load_file(path)
+    weights[name].view(-1)[5] += 0.5
+    save_file(weights, path, {"format": "pt"})
+    return lambda: path.write_bytes(before)
+
+
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [*((run, OTHER) for run in BEGUN), ("prune", "model.norm.weight"), ("self", "lm_head.weight"),
+     ("prune", "model.layers.0.mlp.up_proj.weight"), ("self", "model.layers.0.mlp.up_proj.weight")],
+)  # fmt: skip
 def test_a_model_that_changed_where_nothing_was_sampled_is_not_gone_on_with(
-    dense, tmp_path, monkeypatch
+    run, name, dense, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(module, "SAMPLED", 64)
-    model, out, text = tmp_path / "model", tmp_path / "out", tm.text_file(tmp_path / "text.txt")
-    shutil.copytree(dense, model)
-    interrupt(monkeypatch, model, out, calibration=text, **SETTINGS)
-    weights = load_file(model / "model.safetensors")
-    name = "model.layers.0.mlp.up_proj.weight"
-    other = weights[name].flatten().index_fill(0, torch.tensor([5]), 0.5)
-    save_file(weights | {name: other.view_as(weights[name])}, model / "model.safetensors")
-    with pytest.raises(ModelError, match="was changed since block 0 was done"):
-        coec.prune(model, out, calibration=text, **SETTINGS)
+    model, out = shutil.copytree(dense, tmp_path / "model"), tmp_path / "out"
+    settings, pieces = BEGUN[run]
+    make = coec.collect if run == "collect" else coec.prune
+    asked = {"calibration": tm.text_file(tmp_path / "text.txt"), "samples": 12, "seq_len": 32}
+    asked |= settings
+    put, count = Journal.put, itertools.count(1)
+
+    def ended(self, *arguments, **facts):
+        put(self, *arguments, **facts)
+        if next(count) == pieces:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Journal, "put", ended)
+    with pytest.raises(KeyboardInterrupt):
+        make(model, out, **asked)
+    undo = changed(model, name)
+    what = r"model\.layers\.0" if "layers" in name else "embedding, final norm or head"
+    with pytest.raises(ModelError, match=rf"was changed .{what}. since it was read by a run that"):
+        make(model, out, **asked)
     assert not out.exists()
-    coec.prune(model, out, calibration=text, restart=True, **SETTINGS)
+    undo()
+    make(model, out, **asked)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_statistics_of_a_model_that_changed_where_nothing_was_sampled_are_refused(
+    name, dense, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(module, "SAMPLED", 64)
+    model = shutil.copytree(dense, tmp_path / "model")
+    text = tm.text_file(tmp_path / "text.txt")
+    made = coec.collect(model, tmp_path / "statistics", calibration=text, samples=8, seq_len=32)
+    changed(model, name)
+    with pytest.raises(ModelError, match="was changed .* since its statistics were collected"):
+        coec.prune(model, tmp_path / "out", statistics=made, compensation="none")
+    with pytest.raises(OptionError, match="cannot be merged: the model was changed between"):
+        coec.merge(made, coec.collect(model, tmp_path / "b", calibration=text, samples=8,
+                                      seq_len=32, seed=1), tmp_path / "merged")  # fmt: skip

@@ -71,7 +71,8 @@ def worths(
         if sensitivity is not None:
             found = _weighed(found, sensitivity.costs(), plan)
         path = done.work / f"{PIECE}.safetensors"
-        done.put(PIECE, path, functools.partial(write_tensors, found))
+        made_of = dense.digests_of(dense.layout.blocks)
+        done.put(PIECE, path, functools.partial(write_tensors, found), made_of=made_of)
     return read_tensors(done.path(PIECE))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coec.calibration.measure import DensePass, Source
+from coec.calibration.measure import DensePass, Source, expect_unchanged
 from coec.calibration.shares import sourced
 from coec.calibration.statistics import (
     FIT,
@@ -17,13 +17,14 @@ from coec.calibration.statistics import (
     Grams,
     Statistics,
     block_file,
+    finish,
     write_grams,
 )
 from coec.calibration.tokens import digest
 from coec.calibration.windows import with_judges
 from coec.devices import computed_by
 from coec.errors import CalibrationError, OptionError, OutputError
-from coec.events import Progress
+from coec.events import RESUMING, Progress
 from coec.execution.journal import Journal, journal, unfinished
 from coec.execution.output import check_space, clear_remains, resolved
 from coec.models.dense import Dense
@@ -77,17 +78,20 @@ def _collected(
 ) -> None:
     """The statistics of every block, and what makes them complete."""
     assert isinstance(source, DensePass)  # there are no others to begin with
+    expect_unchanged(done, dense, source)
     record = source.begin(done, progress)
     finished = {b.index for b in dense.layout.blocks if block_file(b.index) in done}
+    if progress and done.resumed:
+        progress(f"{RESUMING} blocks", len(finished), len(dense.layout.blocks))
     for measured in source.blocks(finished, progress):
         grams = {FIT: measured.grams, HELD_OUT: measured.holdout}
-        _keep(done, measured.index, grams, dense=dense.digest_of(measured.block))
-    made_of = (done.facts(block_file(b.index))["dense"] for b in dense.layout.blocks)
-    dense.check_unchanged(dict(enumerate(made_of)))
+        _keep(done, measured.index, grams, made_of=dense.digests_of([measured.block]))
+    dense.check_unchanged()
     settings = recipe.record()
     kept = {name: settings[name] for name in recipe.calibration.record()}
     assert source.windows is not None
-    Statistics(done.new, record, source.made_with, kept).finish(done.new, source.windows.ids)
+    made_of = dense.digests_of(dense.layout.blocks)
+    finish(done, source.windows.ids, record, source.made_with, kept, made_of)
 
 
 def merge(
@@ -117,8 +121,7 @@ def merge(
     out = _free(out)
     made_with, settings = _merged_settings(first, second)
     windows = _windows_of_both(first, second)
-    files = block_file(0).replace("00000", "*")
-    blocks = max(len(list(one.folder.glob(files))) for one in (first, second))
+    blocks = len(first.files) - 1  # and the windows
     with journal(out, {"statistics": made_with}, restart=restart) as done:
         if not done.finished:
             for index in range(blocks):
@@ -136,7 +139,7 @@ def merge(
                 + second.calibration["tokens_available"],
                 "merged": [first.record(), second.record()],
             }
-            Statistics(done.new, record, made_with, settings).finish(done.new, windows)
+            finish(done, windows, record, made_with, settings, first.made_of)
             done.complete()
     return Statistics.open(out)
 
@@ -190,6 +193,11 @@ def _merged_settings(
                 f"'{first.folder}' and '{second.folder}' cannot be merged: they were collected "
                 f"with {name} = {one!r} and {other!r}"
             )
+    if first.made_of != second.made_of:
+        raise OptionError(
+            f"'{first.folder}' and '{second.folder}' cannot be merged: the model was changed "
+            "between: collect one of them again"
+        )
     pair = (first, second)
     parts = [statistics.made_with for statistics in pair]
     samples = sum(part["samples"] for part in parts)

@@ -11,6 +11,16 @@ from contextvars import ContextVar
 
 Progress = Callable[[str, int, int], None]
 """Told how far a long computation is: `(phase, done, total)`."""
+RESUMING = "resuming"
+"""The phase, followed by what is counted, in which a run says what it need not do again."""
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
 
 _current: ContextVar[list[str] | None] = ContextVar("coec_events", default=None)
 

@@ -52,6 +52,11 @@ class HandingOut:
                 flying[self._task(arriving)] = arriving
             finished, _ = ray.wait(list(flying), timeout=1)
             self._show(progress, done, total, flying)
+            if not finished and self.source.refitted():
+                for reference in flying:
+                    ray.cancel(reference)
+                waiting = sorted([*waiting, *(a.block.index for a in flying.values())])
+                flying.clear()
             for reference in finished:
                 arriving = flying.pop(reference)
                 try:

@@ -4,7 +4,6 @@ open → measure → allocate → solve → write. Every stage is a module of it
 in the journal, so that a run that was killed goes on where it was.
 """
 
-import shutil
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -14,9 +13,10 @@ from typing import Any
 import torch
 
 from coec.allocating import check_leader, worths
-from coec.calibration.measure import Source, adopted
+from coec.calibration.measure import Source, adopted, expect_unchanged
 from coec.calibration.shares import SharedPass, sourced
 from coec.calibration.statistics import Statistics
+from coec.card import origin
 from coec.compensation import Method
 from coec.devices import computed_by, environment
 from coec.errors import OptionError
@@ -24,14 +24,16 @@ from coec.events import Progress
 from coec.execution.code import code_digest
 from coec.execution.journal import Journal, journal, unfinished
 from coec.execution.output import check_output, check_space
-from coec.execution.remote import Remote, is_url
+from coec.execution.remote import Remote, destination
 from coec.handing_out import HandingOut
+from coec.models.carried import carried_files
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.planning import How, Plan, Room, check_room
+from coec.planning import How, Plan, Room, check_room, within
 from coec.rebuilding import rebuilt
 from coec.recipe import Recipe
 from coec.report import Report
+from coec.settings import PRESETS, with_preset
 from coec.solving import solve_block
 from coec.writing import Checkpoint, dtype_name, space_needed
 
@@ -81,15 +83,16 @@ def prune(
 
     Args:
         model: a folder with config.json and safetensors, or a hub name.
-        out: the folder to make, or its URL (`s3://bucket/name`): the model is then made in a cache
-            of this machine, and copied there when it is whole.
+        out: the folder to make, or its URL: that of a server (`s3://bucket/name`) is made in a
+            cache of this machine, and copied there when it is whole.
         recipe: what to do; or give its fields and the compensation's options as `settings`
             (`sparsity=0.3, compensation="coec", alpha=0.8`).
         statistics: what `collect` made, or its folder, instead of a dense pass; the result is the
             same to the bit. The settings of the calibration are theirs.
         force: replace an existing model in `out`.
         restart: begin anew where an unfinished run into `out` was asked for something else.
-        progress: called with (phase, done, total).
+        progress: called with (phase, done, total); a run that goes on with an unfinished one says
+            with ("resuming blocks", done, total) what is done.
 
     Returns:
         Report: also written to `out/coec.json`.
@@ -107,8 +110,10 @@ def prune(
         statistics = Statistics.open(statistics)
     recipe = _asked(recipe, settings, statistics)
     dense = Dense.open(model)
-    remote = Remote.at(str(out), force=force) if is_url(out) else None
-    out = Path(out) if remote is None else remote.staged
+    carried_files(dense.folder)
+    place = destination(out, dense.folder, force=force, restart=restart)
+    remote = place if isinstance(place, Remote) else None
+    out = place.staged if isinstance(place, Remote) else place
     check_output(out, dense.folder, force=force or unfinished(out))
     if statistics is not None:
         recipe = _calibrated(recipe, statistics, dense, given)
@@ -118,7 +123,8 @@ def prune(
         recipe = _with_dtype(recipe, source)
         plan = replace(plan, recipe=recipe)
         how = How.of(plan, source.device, dense.dtype, measured=statistics is not None)
-        check_room(plan, how, Room.of(source.device))
+        room = Room.of(source.device)
+        check_room(plan, within(plan, how, room), room)
         if recipe.rebuilding.reconstruct and source.forward_dtype == "float16":
             raise OptionError(
                 "reconstruct sums over tokens in the dtype of the forward pass, which overflow in "
@@ -132,16 +138,20 @@ def prune(
         identity = _identity(plan, source, dtype)
         with journal(out, identity, force=force, restart=restart) as done:
             if done.finished:
-                return Report.read(out)
-            report = _pruned(done, dense, plan, source, dtype, seconds, progress)
-            report.write(done.new)
+                return replace(Report.read(out), model=dense.name)
             if remote is not None:
-                remote.put(done.new)
-            done.complete()
-    if remote is not None:
-        shutil.rmtree(out)
-        report = replace(report, out=remote.url)
-    return report
+                remote.check(done, force)
+            if remote is not None and remote.whole(done):
+                report = replace(Report.read(done.new), model=dense.name)
+            else:
+                report = _pruned(done, dense, plan, source, dtype, seconds, progress)
+                report.write(done.new)
+            if remote is None:
+                done.complete()
+            else:
+                remote.put(done, force)
+                done.elsewhere()
+    return report if remote is None else replace(report, out=remote.url)
 
 
 def _pruned(
@@ -155,6 +165,7 @@ def _pruned(
 ) -> Report:
     """Everything but the report, into the journal; and the report."""
     recipe, device = plan.recipe, source.device
+    expect_unchanged(done, dense, source)
     calibration = source.begin(done, progress)
     seconds.lap("reading text")
     plans = Plan.candidates(dense, recipe)
@@ -170,20 +181,24 @@ def _pruned(
         seconds.lap("rebuilding")
     elif isinstance(source, SharedPass):
         checkpoint = Checkpoint(done, dense, plan, dtype)
+        checkpoint.say_resumed(progress)
         handing = HandingOut(source, dense, plan, dtype)
         for solved in handing.blocks(checkpoint.solved, progress):
             checkpoint.keep(solved)
         seconds.lap("calibrating and solving")
     else:
         checkpoint = Checkpoint(done, dense, plan, dtype)
+        checkpoint.say_resumed(progress)
         for measured in source.blocks(checkpoint.solved, progress):
             seconds.lap("calibrating")
             checkpoint.keep(solve_block(measured, plan, device, dtype))
             seconds.lap("solving")
             if progress:
                 progress("solving", measured.block.index + 1, plan.dense.layers)
+    dense.check_unchanged()
     checkpoint.write()
     seconds.lap("writing")
+    known, unread = origin(dense.name, dense.folder)
     return Report(
         model=dense.name,
         model_sha256=dense.digest,
@@ -194,21 +209,26 @@ def _pruned(
             "dtype": dtype_name(dtype),
             "forward_dtype": source.forward_dtype,
         },
-        plan=plan.record() | {"notes": [*dense.notes, *plan.notes]},
+        plan=plan.record() | {"notes": [*dense.notes, *plan.notes, *unread]},
         calibration=calibration | source.account(),
         sites=checkpoint.rows,
         seconds=seconds.laps,
         environment=environment(str(device)),
         rebuilding=rebuilding,
+        origin=known,
     )
 
 
 def _asked(
     recipe: Recipe | None, settings: dict[str, Any], statistics: Statistics | None
 ) -> Recipe:
-    """The recipe given, or one of settings; statistics bring their held-out windows to those."""
+    """The recipe given, or one of settings; statistics bring their held-out windows to those.
+
+    Where they have none, `_calibrated` says so: first comes whether statistics do at all.
+    """
     if recipe is None and statistics is not None:
-        settings = {"holdout": statistics.settings["holdout"], **settings}
+        holdout = statistics.settings["holdout"] or PRESETS["best"].amounts["holdout"]
+        settings = {"holdout": holdout, **with_preset(settings)}
     return Recipe.or_of(recipe, settings)
 
 

@@ -99,12 +99,15 @@ def rebuilt(
             with beside(plan.briefly()) as both:
                 facts = _trial(both, f"trying {name}", progress)
             facts["widths"] = plan.record()["widths"]
-            done.put(piece, done.work / piece, functools.partial(_write, facts), **facts)
-        tried[name] = done.facts(piece)
+            made_of = dense.digests_of(dense.layout.blocks)
+            path = done.work / piece
+            done.put(piece, path, functools.partial(_write, facts), made_of=made_of, trial=facts)
+        tried[name] = done.facts(piece)["trial"]
     # Perplexity of few windows is noisy: how likely their next tokens were says less about a model
     # than all that the dense one expects there (docs/LOG.md).
     chosen = min(tried or plans, key=lambda name: _of(tried.get(name, {}).get("kl")))
     made = Checkpoint(done, dense, plans[chosen], dtype)
+    made.say_resumed(progress)
     if not made.ended or len(made.solved) < len(dense.layout.blocks):
         with beside(plans[chosen]) as both:
 
@@ -190,8 +193,8 @@ class SideBySide:
                 # is lost meanwhile, it is brought there before the next block.
                 with contextlib.suppress(LostError):
                     self._team.do("go_past", block.index, handed.solved.tensors)
-            if progress:
-                progress(phase, block.index + 1, len(blocks))
+                if progress:
+                    progress(phase, block.index + 1, len(blocks))
 
     def end(self, finished: Finished) -> Ending:
         """What the pruned model's end needs, and how well it predicts; after the last block."""

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import stat
 import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,11 @@ from coec.types import Gram, KeptSet
 APART = ("options", "trust_remote_code")
 """Settings that no recipe file or grid may hold: the one has its keys at the top level, and whether
 a model's code may run is said by whoever runs it."""
+ARGUMENTS = (
+    "model", "dense", "pruned", "out", "recipe", "config", "statistics", "force", "restart",
+    "progress", "dry_run", "machine", "measure", "json",
+)  # fmt: skip
+"""What the commands and functions are given besides settings."""
 RECORDED = (
     "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters", "align",
     "allocation", "non_uniform", "selection", "kept", "compensation", "options", "propagate",
@@ -89,7 +95,7 @@ class Recipe:
         if "held_out" in method.needs and not self.calibration.holdout:
             raise OptionError(
                 f"compensation '{method.name}' needs held-out windows: set the fraction of the "
-                "windows that are held out (holdout=0.125)"
+                "windows that are held out (holdout=0.125), of statistics when they are collected"
             )
         if callable(self.repair.compensation) or callable(self.repair.selection):
             _rehearse(self)
@@ -127,6 +133,8 @@ class Recipe:
     def check_for_statistics(self) -> None:
         """Raises OptionError where statistics do not do: it asks for the token streams."""
         if name := self.needs_text:
+            if name in PRESETS[self.rebuilding.preset].settings:
+                name = f"preset = {self.rebuilding.preset}"
             raise OptionError(
                 f"{name} runs the pruned model over the text, of which statistics hold sums only: "
                 f"leave out the statistics, or {name}"
@@ -145,9 +153,7 @@ class Recipe:
         own = {k: v for k, v in settings.items() if k in known and k not in options}
         for name in settings:
             if name not in known and not callable(own.get("compensation")):
-                close = difflib.get_close_matches(name, known, 1)
-                hint = f"; did you mean '{close[0]}'?" if close else ""
-                raise OptionError(f"unknown setting '{name}'{hint}")
+                raise OptionError(f"unknown setting '{name}'{_meant(name)}")
         given = {name: value for name, value in settings.items() if name not in own}
         own["options"] = {**own.get("options", {}), **given}
         return cls(
@@ -219,16 +225,41 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Flat settings from a TOML file, keys as in `Recipe.of` (dashes and underscores alike).
 
     Raises:
-        OptionError: the file is missing, not TOML, or holds a table or a key that is apart.
+        OptionError: the file is missing, not TOML, or holds a table, a key that is no setting or
+            apart, or a setting twice.
     """
     content = read_toml(path, f"'{path}'", f"no configuration file '{path}'")
-    for name in APART:
-        if name in {key.replace("-", "_") for key in content}:
+    keys = by_name(content, f"'{path}'")
+    for name, key in keys.items():
+        if name in APART:
             raise OptionError(f"'{path}' holds '{name}', which no file can set")
-    for key, value in content.items():
-        if isinstance(value, dict):
+        if isinstance(content[key], dict):
             raise OptionError(f"'{path}' has a table [{key}]; write its keys at the top level")
-    return {key.replace("-", "_"): value for key, value in content.items()}
+        if name not in NAMES:
+            hint = ": give it to the command" if name in ARGUMENTS else _meant(name)
+            raise OptionError(f"'{path}' holds '{key}', which is no setting{hint}")
+    return {name: content[key] for name, key in keys.items()}
+
+
+def by_name(keys: Iterable[str], where: str) -> dict[str, str]:
+    """Keys of a file by the names of their settings, dashes and underscores alike.
+
+    Raises:
+        OptionError: two of them are one setting.
+    """
+    names: dict[str, str] = {}
+    for key in keys:
+        name = key.replace("-", "_")
+        if name in names:
+            raise OptionError(f"{where} sets {name} twice, as '{names[name]}' and '{key}'")
+        names[name] = key
+    return names
+
+
+def _meant(name: str) -> str:
+    """The setting that a name nearly is, as a hint."""
+    close = difflib.get_close_matches(name, NAMES | set(APART), 1)
+    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def read_toml(path: Path, name: str, missing: str) -> dict[str, Any]:
@@ -243,7 +274,10 @@ def read_toml(path: Path, name: str, missing: str) -> dict[str, Any]:
         OptionError: it is missing, cannot be read, is too large, or is not TOML.
     """
     try:
-        if path.stat().st_size > TOML_BYTES:
+        status = path.stat()
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+            raise OptionError(f"{name} is a pipe or a device: give a regular file")
+        if status.st_size > TOML_BYTES:
             raise OptionError(
                 f"{name} is larger than {TOML_BYTES:,} bytes: it is no recipe or grid"
             )

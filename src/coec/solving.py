@@ -16,6 +16,7 @@ from coec.compensation import compensate
 from coec.devices import choose_solve_dtype
 from coec.errors import NumericalError, OptionError
 from coec.events import recording
+from coec.free_memory import hand_back
 from coec.guard import Judge
 from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import Cut, cut_block, value_rows
@@ -81,7 +82,9 @@ def solve_block(measured: Measured, plan: Plan, device: torch.device, dtype: tor
         cut, row = solve_site(site, measured.tensors, statistics, plan, device, dtype)
         cuts.append(cut)
         rows.append(row)
-    return assembled(measured.block, cut_block(measured.tensors, cuts, dtype), cuts, rows, plan)
+    tensors = cut_block(measured.tensors, cuts, dtype)
+    hand_back()
+    return assembled(measured.block, tensors, cuts, rows, plan)
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from torch import Tensor
 from coec.calibration.measure import DensePass, Source
 from coec.calibration.shares import SharedPass
 from coec.calibration.stream import batch_size
-from coec.execution.cluster import Cluster, LostError, begin
+from coec.execution.cluster import LOOK_S, PATIENCE_S, Cluster, LostError, Shortage, begin
 from coec.models.dense import Dense
 from coec.planning import Plan
 from coec.side_by_side import Given, Pair, Seen, given_of
@@ -27,10 +27,6 @@ from coec.types import GramSum
 
 Finished = Callable[[int], Mapping[str, Tensor] | None]
 """The written tensors of a solved block, by its index; None where they were not kept."""
-
-
-PATIENCE_S = 600
-"""Seconds in which a place that was lost has begun anew, on another node if need be."""
 
 
 class NothingKeptError(Exception):
@@ -125,28 +121,41 @@ class OnCluster(Team):
 
     Args:
         cluster: where.
-        given: the windows of every place.
-        dense, plan: as in `Pair`.
+        shared: the windows of every place, of so many.
+        workers: how many there are, as long as there is room for them.
+        what: the dense model and the plan, as in `Pair`.
         how: the rest of what a `Pair` takes, by name.
     """
 
     def __init__(
         self,
         cluster: Cluster,
-        given: Sequence[Given],
-        dense: Dense,
-        plan: Plan,
+        shared: Callable[[int], Sequence[Given]],
+        workers: int,
+        what: tuple[Dense, Plan],
         how: Mapping[str, Any],
     ) -> None:
         self._cluster, self._device = cluster, how["device"]
-        ray = cluster.ray
+        self._shared, self._shortage = shared, Shortage(cluster, self._device)
+        self._what = tuple(map(cluster.ray.put, what))
+        self._how = {**how, "threads": cluster.threads}
+        self._begin(workers)
+
+    def _begin(self, workers: int) -> None:
+        ray = self._cluster.ray
         place = ray.remote(
-            max_restarts=-1, scheduling_strategy="SPREAD", **cluster.half(self._device)
+            max_restarts=-1, scheduling_strategy="SPREAD", **self._cluster.half(self._device)
         )(_Place)
-        shared = ray.put(dense), ray.put(plan)
-        how = {**how, "threads": cluster.threads}
-        self._given = [(*shared, ray.put(own), how) for own in given]
+        given = self._shared(workers)
+        self._given = [(*self._what, ray.put(share), self._how) for share in given]
         self._places = [place.remote() for _ in given]
+
+    def _check_room(self) -> None:
+        """Raises LostError where a node was lost, and fewer places were begun instead."""
+        if fewer := self._shortage.fewer(len(self._places)):
+            self.end()
+            self._begin(fewer)
+            raise LostError("places were begun anew")
 
     def all(self, name: str, *arguments: Any) -> Iterable[Any]:
         handed = self._cluster.ray.put(_on_cpu(arguments))
@@ -155,8 +164,19 @@ class OnCluster(Team):
     def solve(self, work: Callable[[], Handed]) -> Handed:
         # Not done again by Ray: the places have to stand before the block first.
         task = self._cluster.ray.remote(max_retries=0, **self._cluster.half(self._device))(_solve)
-        handed: Handed = self._cluster.get(task.remote(work, self._cluster.threads))
+        handed: Handed = self._awaited_in_room(task.remote(work, self._cluster.threads))
         return handed
+
+    def _awaited_in_room(self, reference: Any) -> Any:
+        """What remote work returns; raises LostError where it waits for what a lost node had."""
+        ray = self._cluster.ray
+        while not ray.wait([reference], timeout=LOOK_S)[0]:
+            try:
+                self._check_room()
+            except LostError:
+                ray.cancel(reference)
+                raise
+        return self._cluster.get(reference)
 
     def bring_to(self, index: int, finished: Finished) -> None:
         numbers = range(len(self._places))
@@ -177,17 +197,24 @@ class OnCluster(Team):
         while True:
             with self._cluster.translated():
                 try:
+                    while not self._cluster.ray.wait([answer], timeout=LOOK_S)[0]:
+                        self._check_room()
                     at: int = self._cluster.ray.get(answer)
                     return at
                 except self._cluster.ray.exceptions.ActorUnavailableError:
                     if time.monotonic() > until:
                         raise
+            self._check_room()
             time.sleep(1)
             answer = self._stand(number, most)
 
     def hosts(self) -> list[str]:
         """The machine of every place."""
         return self._cluster.hosts(self._places)
+
+    def windows(self) -> list[tuple[int, ...]]:
+        """How many windows every place fits on, and holds out."""
+        return [tuple(map(_count, g.values())) for g in self._shared(len(self._places))]
 
     def end(self) -> None:
         """Ends all places."""
@@ -217,11 +244,17 @@ def team_of(source: Source, dense: Dense, plan: Plan, written: torch.dtype) -> I
         yield Here(Pair(dense, plan, given, **how))
         return
     source.end()  # the workers of a pass that came before
-    shares = given_of(windows, held_out, size, source.workers)
-    team = OnCluster(source.cluster, shares, dense, plan, how)
+
+    handed = source.cluster.ray.put((windows, held_out))
+
+    def shared(workers: int) -> Sequence[Given]:
+        fit, held = source.cluster.ray.get(handed)
+        return given_of(fit, held, size, workers)
+
+    team = OnCluster(source.cluster, shared, source.workers, (dense, plan), how)
     try:
-        source.note(team.hosts(), [tuple(map(_count, given.values())) for given in shares])
         yield team
+        source.note(team.hosts(), team.windows())
     finally:
         team.end()
 

@@ -15,6 +15,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
+from coec.events import RESUMING, Progress
 from coec.execution.journal import Journal
 from coec.execution.output import partial_of
 from coec.kept import KEPT
@@ -24,6 +25,7 @@ from coec.models.description import CONFIG
 from coec.models.files import opened, read_tensors, write_json, write_tensors
 from coec.models.layout import BlockLayout
 from coec.models.non_uniform import FILE as CODE
+from coec.models.non_uniform import as_written
 from coec.models.stored import INDEX
 from coec.planning import Plan, disk
 from coec.solving import Solved
@@ -60,6 +62,11 @@ class Checkpoint:
             if self._units(block) in self._done
             and (self._weights(block) in self._done or self._written(block))
         }
+
+    def say_resumed(self, progress: Progress | None) -> None:
+        """Tells how many blocks an earlier run has solved, where this one goes on from it."""
+        if progress and self._done.resumed:
+            progress(f"{RESUMING} blocks", len(self.solved), len(self._dense.layout.blocks))
 
     def tensors(self, block: BlockLayout) -> dict[str, Tensor]:
         """The written tensors of a solved block, wherever they are by now."""
@@ -105,7 +112,7 @@ class Checkpoint:
             work / f"units-{index:05}.safetensors",
             functools.partial(write_tensors, solved.kept),
             sites=solved.rows,
-            dense=self._dense.digest_of(solved.block),
+            made_of=self._dense.digests_of([solved.block]),
         )
 
     @property
@@ -118,15 +125,8 @@ class Checkpoint:
         ]
 
     def write(self) -> None:
-        """Everything but the report, from solved blocks.
-
-        Raises:
-            ModelError: the dense model is not the one that they were solved from.
-        """
-        folder, blocks = self._done.new, self._dense.layout.blocks
-        self._dense.check_unchanged(
-            {block.index: self._done.facts(self._units(block))["dense"] for block in blocks}
-        )
+        """Everything but the report, from solved blocks."""
+        folder = self._done.new
         for file_name, names in self._split.filename_to_tensors.items():
             if file_name not in self._done:
                 shard = self._shard(names)
@@ -197,7 +197,7 @@ class Checkpoint:
         config = dict(self.plan.output.config)
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
             config[key] = dtype_name(self._dtype)
-        return config
+        return as_written(config)
 
 
 def space_needed(out: Path, plan: Plan, dtype: torch.dtype) -> int:

@@ -12,12 +12,7 @@ from coec.models.description import Description
 from coec.models.fallbacks import fallbacks
 from coec.planning import Plan
 from coec.recipe import Recipe
-from paper_models import LLAMA_70B, QWEN_7B
-
-LLAMA_8B = {
-    **LLAMA_70B, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8,
-}  # fmt: skip
+from paper_models import LLAMA_8B, LLAMA_70B, QWEN_7B
 
 
 def plan(config=None, **settings):

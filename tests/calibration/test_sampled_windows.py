@@ -98,7 +98,7 @@ def test_statistics_with_other_shares_are_not_merged(dense, tokens, tmp_path):
 
 
 def test_a_device_without_room_for_the_model_is_said(dense, tokens, monkeypatch):
-    def full(*given):
+    def full(*given, **how):
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(Dense, "network", full)

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 import tiny_models as tm
-from coec.calibration.self_text import sample_from_model
+from coec.calibration.self_text import sample_from_model, window_bytes, windows_at_once
 from coec.calibration.tokens import load_tokenizer
 from coec.errors import CalibrationError, ModelError
+from coec.models.description import Description
+from paper_models import LLAMA_8B
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +23,43 @@ def draw(model, seed=0, tokenizer=None, samples=40):
 def test_the_seed_decides_the_text(model):
     assert torch.equal(draw(model).ids, draw(model).ids)
     assert not torch.equal(draw(model).ids, draw(model, seed=1).ids)
+
+
+@pytest.mark.parametrize("at_once", [1, 8, 16])
+def test_windows_do_not_depend_on_how_many_are_sampled_at_once(model, at_once):
+    """Also those of the second group, of 8, that follows the first 32."""
+    some = sample_from_model(model, None, samples=40, seq_len=12, seed=0, at_once=at_once)
+    assert torch.equal(some.ids, draw(model).ids)
+
+
+def test_tokens_are_those_that_multinomial_draws(model):
+    """As transformers samples a batch of 32; twice as many take the random numbers further."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        expected = [
+            model.generate(
+                prompt := torch.randint(tm.VOCABULARY, (32, 1)), do_sample=True, top_k=0,
+                attention_mask=torch.ones_like(prompt), max_new_tokens=11, suppress_tokens=[1],
+            )
+            for _ in range(2)
+        ]  # fmt: skip
+    assert torch.equal(draw(model, samples=64).ids, torch.cat(expected))
+
+
+def test_so_many_are_sampled_at_once_as_fit():
+    size = window_bytes(Description.of(LLAMA_8B).shape, 128256, 2048, 2)
+    assert 2**28 < size < 1.3 * 2**28  # keys and values of 131 kB for a token
+    free = 24 * 10**9 - 2 * 8_030_261_248
+    counts = [windows_at_once(one, size) for one in (None, 2**36, free, 10**9, 0)]
+    assert counts == [32, 32, 16, 2, 1]
+
+
+def test_logits_that_are_not_finite_are_one_line():
+    broken = tm.tiny("llama", torch.float32)
+    with torch.no_grad():
+        broken.lm_head.weight.fill_(torch.inf)
+    with pytest.raises(CalibrationError, match="logits are not finite.*forward_dtype=NAME"):
+        draw(broken)
 
 
 def test_every_window_is_full_and_never_ends(model):

@@ -20,7 +20,7 @@ from coec.errors import OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.layout import Rows
-from coec.models.loaders import NEVER_TRIED, TARGETS
+from coec.models.loaders import LOADERS, TARGETS
 from coec.models.surgery import with_rows
 from coec.reconstruction import Batch, LeastSquares, Products
 from coec.types import GramSum, KeptSet
@@ -101,8 +101,8 @@ TARGETED = {
     **{
         (variant, target): None
         for variant, values in tm.VARIANTS.items()
-        if values["model_type"] in NEVER_TRIED
         for target in ("vllm", "llama.cpp")
+        if values["model_type"] not in LOADERS[TARGETS[target]].types
     },
     **{("cohere2", target): None for target in ("vllm", "llama.cpp")},
 }
@@ -300,9 +300,11 @@ def embedded(dense, tokens):
 @pytest.mark.parametrize("variant", ADDING)
 def test_a_reconstructed_checkpoint_is_what_the_streams_ended_with(variant, folders, tmp_path):
     """Loaded by stock transformers it predicts the held-out windows as the report says."""
-    models, tokens = folders
+    models, _ = folders
+    tokens = tm.token_file(tmp_path / "tokens.npy", rows=12, length=16)
+    settings = {**SETTINGS, "samples": 12, "seq_len": 16}
     report = coec.prune(
-        models[variant], tmp_path / "out", **SETTINGS, calibration=tokens, preset="best",
+        models[variant], tmp_path / "out", **settings, calibration=tokens, preset="best",
         reconstruct=1, inner=3, kv_groups="uniform",
     )  # fmt: skip
     held = hold_out(Windows(torch.from_numpy(np.load(tokens)).long(), "", 0, ""), 0.125, 0)[1]
@@ -359,7 +361,8 @@ def test_a_fused_projection_is_only_another_slice(preset, folders, tmp_path):
     apart.load_state_dict(state)
     split = tm.save(apart, tmp_path / "split")
     assert torch.equal(tm.logits(tm.load(split)), tm.logits(tm.load(models["phi3"])))
-    small = {"reconstruct": 1, "inner": 3, "sampled": 0.0} if preset == "best" else {}
+    small = {"reconstruct": 1, "inner": 3, "sampled": 0.0, "kv_groups": "uniform"}
+    small = small if preset == "best" else {}
     settings = {**SETTINGS, "calibration": tokens, "preset": preset, **small}
     for model, out in ((models["phi3"], "fused"), (split, "apart")):
         coec.prune(model, tmp_path / out, **settings)

@@ -25,12 +25,13 @@ from typing import Any
 
 import torch
 
+sys.path.append(str(Path(__file__).parents[1]))
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200"}
 
 PATIENCE = 300.0
 """Seconds after which a child hangs."""
 IMPORTED = (
-    "coec.cli.commands", "coec.collecting", "coec.experiments.sweep", "coec.pruning",
+    "bucket", "coec.cli.commands", "coec.collecting", "coec.experiments.sweep", "coec.pruning",
     "transformers.models.llama.modeling_llama", "transformers.models.mistral.modeling_mistral",
 )  # fmt: skip
 """What takes seconds, and is not to be repeated in every child."""
@@ -132,7 +133,7 @@ class Watch:
     def lose(self) -> None:
         """What a power cut takes: all that was not synced."""
         for name, size in self.synced.items():
-            if os.path.isfile(name):
+            if os.path.isfile(name) and os.stat(name).st_size != size:
                 os.truncate(name, size)
         for source, target in reversed(self.renamed):
             if os.path.lexists(target) and not os.path.lexists(source):
@@ -152,6 +153,7 @@ def child(request: dict[str, Any]) -> None:
     """One run of the command; tells events and solved blocks when it comes to its end."""
     cwd = Path(request["cwd"])
     os.chdir(cwd)
+    os.environ |= {"XDG_CACHE_HOME": str(cwd / "cache"), "COEC_TEST_BUCKET": str(cwd / "bucket")}
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -7,10 +7,16 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
+
+from coec.execution import remote as module
+from coec.execution.output import partial_of
+
 RUNS = int(os.environ.get("COEC_CRASH_RUNS", "100"))
 """How many runs of each command are killed at random moments."""
 
 HOW = ("--calibration", "text.txt", "--samples", "6", "--seq-len", "48")
+URL = "bucket://out"
 PRUNE = ("prune", "model", "out", *HOW, "--compensation", "rcpu", "--holdout", "0.3")
 COMMANDS = {
     "prune": PRUNE,
@@ -19,13 +25,16 @@ COMMANDS = {
     "prune from statistics": ("prune", "model", "out", "--statistics", "stats",
                               "--compensation", "rcpu"),
     "replace": (*PRUNE, "--force"),
+    "upload": ("prune", "model", URL, *PRUNE[3:]),
+    "upload anew": ("prune", "model", URL, *PRUNE[3:], "--force"),
     "rebuild": ("prune", "model", "out", *HOW, "--preset", "best", "--reconstruct", "1",
                 "--inner", "1", "--holdout", "0.3"),
     "collect": ("collect", "model", "out", *HOW, "--holdout", "0.3"),
     "merge": ("collect", "--merge", "stats", "more", "out"),
     "sweep": ("sweep", "grid.toml", "out"),
 }  # fmt: skip
-"""Each makes `out`."""
+"""Each makes `out`, or what is at the URL."""
+FORCED = ("replace", "upload anew")
 
 GRID = """samples = 6
 seq_len = 48
@@ -55,6 +64,8 @@ class Place:
         self._server, self.name, self.argv = server, name, COMMANDS[name]
         self.root, self.beside = root, beside
         self.out, self.partial = self.root / "out", self.root / "out.partial"
+        if URL in self.argv:
+            self.out, self.partial = self.root / "bucket/out", staged(self.root / "cache")
         (self.root / "model").symlink_to(shared / "models/stories260K")
         text = (shared / "data/tinystories/train.txt").read_text(encoding="utf-8")
         for file, start in {"text.txt": 0, "more.txt": 20_000, "other.txt": 40_000}.items():
@@ -64,8 +75,8 @@ class Place:
             if stats in self.argv:
                 how = ("--calibration", file, *HOW[2:])
                 assert self.send(("collect", "model", stats, *how))["status"] == 0, self.log()
-        if name == "replace":
-            earlier = ("prune", "model", "out", *HOW, "--compensation", "none")
+        if name in FORCED:
+            earlier = ("prune", "model", self.argv[2], *HOW, "--compensation", "none")
             assert self.send(earlier)["status"] == 0, self.log()
 
     def run(self, **how):
@@ -103,9 +114,17 @@ class Place:
         return found
 
     def clear(self) -> None:
-        """Removes what the command made."""
-        for path in (self.out, self.partial):
+        """Removes what the command made, but for what it will replace again."""
+        made = (self.out, self.partial, self.root / "bucket") if self.name not in FORCED else ()
+        for path in (*made, self.root / "cache"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def staged(cache: Path) -> Path:
+    """Where a model for the URL is made."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        return partial_of(module._staged(URL))
 
 
 def spread(events: int, count: int) -> list[int]:

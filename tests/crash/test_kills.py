@@ -9,13 +9,14 @@ A boundary is every call that changes the folder, and every fsync (`driver`).
 from random import Random
 
 import pytest
-from runs import COMMANDS, RUNS, spread
+from runs import COMMANDS, FORCED, RUNS, spread
 
-PRUNINGS = ("prune", "prune sampled text", "prune from statistics", "replace", "rebuild")
+PRUNINGS = ("prune", "prune sampled text", "prune from statistics", "replace", "rebuild",
+            "upload", "upload anew")  # fmt: skip
 STATUS = {"kill": -9, "power": -9, "term": 143}
 FEW = {
     "prune": ("kill", 4), "replace": ("power", 2), "collect": ("term", 2), "sweep": ("kill", 2),
-    "rebuild": ("kill", 1),
+    "rebuild": ("kill", 1), "upload": ("kill", 12),
 }  # fmt: skip
 """Boundaries of each command in every run of the suite."""
 
@@ -34,7 +35,7 @@ def _end_and_go_on(here, wanted, solved, **how):
         assert answer["status"] == STATUS[how["what"]], here.log()
     before, done = here.recorded(), here.finished(wanted)
     answer = here.run()
-    if done and here.name not in ("replace", "sweep"):
+    if done and here.name not in (*FORCED, "sweep"):
         assert (answer["status"], "make room" in here.log()) == (1, False), here.log()
         assert any(said in here.log() for said in ("is not empty", "exists: choose")), here.log()
     else:
@@ -42,8 +43,7 @@ def _end_and_go_on(here, wanted, solved, **how):
         if here.name in PRUNINGS:
             assert sorted(answer["solved"]) == sorted(set(solved) - before)
     assert here.listing() == wanted
-    if here.name != "replace":  # what it makes is replaced again
-        here.clear()
+    here.clear()
 
 
 def _at_boundaries(here, undisturbed, what, count):

@@ -18,3 +18,13 @@ def pruned_folder(dense_folder, tmp_path_factory):
     tokens = tm.token_file(tmp_path_factory.mktemp("tokens") / "tokens.npy")
     coec.prune(dense_folder, folder, calibration=tokens, samples=24, seq_len=32, rounds=2, r_p=4)
     return folder
+
+
+@pytest.fixture(scope="session")
+def fitted_folder(dense_folder, tmp_path_factory):
+    """Pruned with producers that were fitted as well."""
+    folder = tmp_path_factory.mktemp("pair") / "fitted"
+    tokens = tm.token_file(tmp_path_factory.mktemp("tokens") / "tokens.npy")
+    coec.prune(dense_folder, folder, calibration=tokens, samples=8, seq_len=32, reconstruct=1,
+               compensation="ridge-to-slice")  # fmt: skip
+    return folder

@@ -52,11 +52,23 @@ def test_a_row_is_the_comparison_of_the_stored_weights(rows, dense_folder, prune
     assert expected.as_dict().items() <= rows[2].items()
 
 
+def test_fitted_producers_are_compared_and_said(dense_folder, fitted_folder, rows):
+    """O and P are of the dense model alone; the penalty would be of values that are no longer."""
+    fitted = coec.geometry(dense_folder, fitted_folder, ranks={"attention": 4, "mlp": 8})
+    assert [row["module"] for row in fitted] == [row["module"] for row in rows]
+    assert all(row["reads_fitted"] and row["penalty"] is None for row in fitted)
+    assert not any(row["reads_fitted"] for row in rows)
+    assert all(0 < row["original_pruned"]["mean"] < 90 for row in fitted)
+    (note,) = [note for note in oddities(fitted) if "fitted" in note]
+    assert "alignment penalty" in note
+    assert "4 of 4 modules" in note
+
+
 def test_nothing_compensated_nothing_turned(dense_folder, tmp_path):
     tokens = tm.token_file(tmp_path / "tokens.npy")
     coec.prune(dense_folder, tmp_path / "out", calibration=tokens, samples=24, seq_len=32,
                compensation="none")  # fmt: skip
-    for row in coec.geometry(None, tmp_path / "out", ranks={"attention": 4, "mlp": 8}):
+    for row in coec.geometry(dense_folder, tmp_path / "out", ranks={"attention": 4, "mlp": 8}):
         assert row["pruned_compensated"]["greatest"] < 1e-6
         assert row["discrepancy"] == pytest.approx(0, abs=1e-12)
         assert row["original_pruned"] == row["original_compensated"]
@@ -116,6 +128,7 @@ def row(site="attention", block=0, **changes):
         "gap_pruned": 1.4,
         "gap_compensated": 1.3,
         "penalty": penalty if site == "attention" else None,
+        "reads_fitted": False,
         "events": [],
         **changes,
     }

@@ -43,11 +43,15 @@ def test_a_pair_knows_sizes_and_units(dense_folder, pruned_folder):
 
 
 def test_the_report_names_the_dense_model(dense_folder, pruned, monkeypatch):
-    assert Pair.open(None, pruned).dense.folder == dense_folder
+    with pytest.raises(ModelError, match="was made from 'dense', which is no folder here or bes"):
+        Pair.open(None, pruned)
+    beside = shutil.copytree(dense_folder, pruned.parent / "dense")
+    assert Pair.open(None, pruned).dense.folder == beside
+    shutil.rmtree(beside)
     report = json.loads((pruned / "coec.json").read_text())
     for name in ("org/model", "/nowhere/model"):
         (pruned / "coec.json").write_text(json.dumps(report | {"model": name}))
-        with pytest.raises(ModelError, match=f"was made from '{name}', which is no folder here"):
+        with pytest.raises(ModelError, match=f"was made from '{name}', which is no folder here or"):
             Pair.open(None, pruned)
     monkeypatch.chdir(dense_folder.parent)
     (pruned / "coec.json").write_text(json.dumps(report | {"model": dense_folder.name}))
@@ -89,6 +93,24 @@ def test_another_model_of_the_same_sizes_is_refused(name, pruned, tmp_path):
     other = tm.save(model, tmp_path / "other")
     with pytest.raises(ModelError, match=f"was not pruned from .*{name}.* keeps are others"):
         Pair.open(other, pruned)
+
+
+def test_fitted_producers_are_kin_by_what_is_held(dense_folder, fitted_folder):
+    pair = Pair.open(dense_folder, fitted_folder)
+    assert pair.fitted
+    assert not any(pair.reads_the_same(site) for site in pair.dense.layout.sites)
+
+
+@pytest.mark.parametrize("name", ["q_proj", "embed_tokens"])
+def test_another_model_is_no_kin_of_fitted_producers(name, fitted_folder, tmp_path):
+    model = tm.tiny("llama", torch.float32)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if name in parameter_name:
+                parameter.add_(0.1)
+    other = tm.save(model, tmp_path / "other")
+    with pytest.raises(ModelError, match=f"was not pruned from .*{name}.* others"):
+        Pair.open(other, fitted_folder)
 
 
 def test_kept_units_of_another_run_are_refused(dense_folder, pruned, kept):

@@ -58,7 +58,7 @@ def test_rates_are_medians_and_pairs():
 
 
 def test_a_measurement_on_the_cpu(dense_folder, pruned_folder):
-    found = coec.speed(None, pruned_folder, load=SMALL, device="cpu", dtype="float64")
+    found = coec.speed(dense_folder, pruned_folder, load=SMALL, device="cpu", dtype="float64")
     for rates in (found.prefill, found.decode):
         for spread in (rates.dense, rates.pruned):
             assert 0 < spread.least <= spread.median <= spread.greatest

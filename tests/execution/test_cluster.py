@@ -9,8 +9,10 @@ import torch
 
 import coec
 import tiny_models as tm
-from coec.errors import OptionError
-from coec.execution.cluster import Cluster, ClusterJobs, joined, shared_folder
+from coec.errors import CoecError, OptionError
+from coec.events import recording
+from coec.execution import cluster as module
+from coec.execution.cluster import Cluster, ClusterJobs, Shortage, joined, shared_folder
 
 
 def cluster(*nodes):
@@ -79,10 +81,55 @@ def test_workers_take_half_of_a_gpu_or_of_a_process_and_leave_room_for_a_block()
         small.workers(None, CPU)
 
 
+def test_where_a_node_is_lost_fewer_workers_leave_room_for_a_block(monkeypatch):
+    """After a while in which it might come back; where there is no room for one, that is said."""
+    nodes = [(2, 0, 1), (2, 0, 1)]
+    made, now = cluster(), [0.0]
+    monkeypatch.setattr(made.ray, "nodes", lambda: cluster(*nodes).ray.nodes())
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    shortage = Shortage(made, CPU)
+
+    def after(seconds):
+        now[0] += seconds
+        return shortage.fewer(2)
+
+    with recording() as events:
+        assert [after(10) for _ in range(9)] == [None] * 9
+        nodes.pop()
+        assert after(module.LOOK_S - 1) is None
+        assert after(1) is None
+        nodes.append((2, 0, 1))  # it is back
+        assert after(60) is None
+        nodes.pop()
+        assert after(60) is None
+        assert not events
+        assert after(module.SHORT_S) == 1
+        assert events.pop().endswith("so 1 go on with their windows")
+        nodes.pop()
+        assert after(10) is None
+        assert "waiting for one with room for a worker and a block being solved, each" in events[0]
+        with pytest.raises(CoecError, match="has had no room .* for 600 s: add a node; what is"):
+            after(module.PATIENCE_S)
+
+
 def test_a_job_of_a_sweep_needs_a_node_of_as_many_cores_as_threads():
     ClusterJobs(cluster((1, 0, 1), (2, 0, 1)), CPU)
     with pytest.raises(OptionError, match="no node of the cluster has 2 CPUs"):
         ClusterJobs(cluster((1, 0, 1), (1, 0, 1)), CPU)
+
+
+def test_jobs_of_a_sweep_say_what_they_wait_for(monkeypatch):
+    made, waits = cluster((2, 0, 1)), iter([[], ["done"]])
+    jobs = ClusterJobs(made, CPU)
+    task = SimpleNamespace(remote=lambda *arguments: "reference")
+    made.ray = SimpleNamespace(
+        nodes=cluster((1, 0, 1)).ray.nodes, remote=lambda **options: lambda function: task,
+        wait=lambda references, timeout: (next(waits), []), cancel=lambda reference: None,
+    )  # fmt: skip
+    monkeypatch.setattr(Cluster, "get", lambda self, reference: 3)
+    with recording() as events:
+        assert list(jobs.map(abs, [-3])) == [3]
+    assert "waiting for a node, since one was lost: no node of the cluster has 2 CPUs" in events[0]
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,20 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+import coec
 import tiny_models as tm
-from coec.errors import OutputError
+from coec.errors import ModelError, OutputError
 from coec.events import recording
 from coec.execution import output as module
 from coec.execution.journal import journal
-from coec.execution.output import JOURNAL, LOCK, check_output, check_space, remove_leftovers
+from coec.execution.output import (
+    JOURNAL,
+    LOCK,
+    check_output,
+    check_space,
+    claimed,
+    remove_leftovers,
+)
 from coec.models.carried import carry_files, foreign_entry
 
 
@@ -207,6 +215,21 @@ def test_a_folder_named_like_ours_is_not_emptied_without_our_lock(name, tmp_path
     assert mine.read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["new", "work", "old", JOURNAL])
+def test_nothing_behind_a_link_among_ours_is_removed(name, tmp_path):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.tex").write_text("mine")
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / LOCK).write_text("")
+    target = precious / "thesis.tex" if name == JOURNAL else precious
+    (tmp_path / "out.partial" / name).symlink_to(target)
+    for attempt in (new_folder(tmp_path / "out"), claimed(tmp_path / "out")):
+        with pytest.raises(OutputError, match=f"holds a '{name}' that is a link"), attempt:
+            raise AssertionError("work had begun")
+    assert (precious / "thesis.tex").read_text() == "mine"
+
+
 def test_a_link_to_a_place_of_another_name_is_not_ours(tmp_path):
     (tmp_path / "precious/new").mkdir(parents=True)
     (tmp_path / "precious" / LOCK).write_text("")
@@ -285,10 +308,46 @@ def test_licences_travel_by_their_kind(tmp_path):
         (tmp_path / "a" / name).chmod(0o400)
     carry_files(tmp_path / "a", tmp_path / "b")
     assert listing(tmp_path / "b") == sorted(names)
-    (tmp_path / "plain").write_text("")
-    assert {p.stat().st_mode for p in (tmp_path / "b").iterdir()} == {
-        (tmp_path / "plain").stat().st_mode
-    }
+
+
+@pytest.mark.parametrize(
+    ("mode", "copied"), [(0o444, 0o644), (0o664, 0o644), (0o400, 0o600), (0o640, 0o640)]
+)
+def test_nobody_else_may_read_what_travels_who_could_not_before(mode, copied, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a/LICENSE").write_text("mine")
+    (tmp_path / "a/LICENSE").chmod(mode)
+    mask = os.umask(0o022)
+    try:
+        carry_files(tmp_path / "a", tmp_path / "b")
+    finally:
+        os.umask(mask)
+    assert (tmp_path / "b/LICENSE").stat().st_mode & 0o777 == copied
+
+
+@pytest.mark.parametrize(
+    ("target", "travels"),
+    [("secret", False), ("model/README.md", True), ("other/LICENSE", True),
+     ("hub/models--a--b/blobs/0a1b", True), ("hub/blobs/0a1b", False)],
+)  # fmt: skip
+def test_a_link_out_of_the_model_is_not_followed_to_what_is_not_of_a_model(
+    target, travels, original, model, tmp_path
+):
+    """But to the hub's blobs, and to a file of that name: models are folders of links, too."""
+    (tmp_path / target).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / target).write_text("text")
+    (model / "LICENSE").symlink_to(tmp_path / target)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    if travels:
+        carry_files(model, copy)
+        assert (copy / "LICENSE").read_text() == "text"
+        assert not (copy / "LICENSE").is_symlink()
+        return
+    with pytest.raises(ModelError, match="LICENSE' is a link to '.*', which would be copied"):
+        coec.prune(model, tmp_path / "out", calibration="nobody reads this")
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_a_tokenizer_s_own_code_and_vocabulary_travel_and_may_be_replaced(model, tmp_path):

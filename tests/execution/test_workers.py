@@ -7,6 +7,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow  # programs of their own, each with workers that import torch
+
 PROGRAM = """
 import os, time
 from coec.execution.workers import Workers

@@ -187,6 +187,7 @@ def test_one_dense_pass_per_calibration_and_nothing_left_behind(finished):
     assert sorted(p.name for p in folder.iterdir()) == [".lock", DECLARED, RESULTS]
 
 
+@pytest.mark.slow
 def test_worker_processes_give_the_same_rows_in_the_same_order(place, whole, tmp_path):
     sweep(expand(str(place / "grid.toml")), tmp_path / "out", jobs=2)
     rows = records(tmp_path / "out")
@@ -531,6 +532,30 @@ def test_the_command(place, copied, capsys, monkeypatch):
     assert "coec report" in text
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--jobs", "0"], "jobs must be a whole number of at least 1, got 0"),
+        (["--executor", "ray", "--jobs", "2"], "jobs has no effect with executor = ray"),
+        (["--executor", "cloud"], "executor must be one of processes, ray, got 'cloud'"),
+        (["--tasks", "arc_eazy"], "has no task 'arc_eazy'; did you mean arc_easy"),
+        (["--device", "gpu"], "device"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_sweep_would(more, said, place, run, few_tasks):
+    status, out, err = run("sweep", place / "grid.toml", "--dry-run", *more)
+    assert (status, out) == (1, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("where", ["", "[[variants]]\n"])
+def test_a_setting_that_a_grid_names_twice_is_refused(where, place, tmp_path):
+    (tmp_path / "g.toml").write_text(f'{where}seq-len = 8\nseq_len = 16\n[[models]]\npath = "m"')
+    with pytest.raises(OptionError, match="sets seq_len twice, as 'seq-len' and 'seq_len'"):
+        expand(str(tmp_path / "g.toml"))
+
+
 def test_evaluation_text_sampled_from_the_dense_model(place, tmp_path):
     """The windows are those of `coec eval --text self`."""
     cells = expand(str(place / "grid.toml"), evaluate={"text": "self", "max_windows": 3})[:1]
@@ -767,19 +792,21 @@ def test_cells_that_run_both_models_take_the_text_itself(place, tmp_path):
 
 
 def test_a_group_of_such_cells_alone_collects_nothing(place, tmp_path, monkeypatch):
-    """Its rows have the distance from the dense model too, where that is asked for."""
+    """Its rows have the distance from the dense model too, and frames, if asked for."""
     text = (place / "grid.toml").read_text().partition("[[variants]]")
     models = "[[models]]" + text[2].partition("[[models]]")[2]
     variants = '[[variants]]\npreset = "best"\nreconstruct = 1\ninner = 2\n'
     (tmp_path / "g.toml").write_text(text[0].replace("seed = [0, 1]", "") + variants + models)
     monkeypatch.setattr("coec.experiments.sweep.collect", lambda *given, **more: 1 / 0)
-    cells = expand(str(tmp_path / "g.toml"), evaluate={"distance": True})
+    cells = expand(str(tmp_path / "g.toml"), evaluate={"distance": True, "geometry": True})
     assert sweep(cells, tmp_path / "out").failed == 0
     dense, best = sorted(Store(tmp_path / "out").rows.values(), key=lambda row: not row.dense)
     assert best.overlap.windows is not None
     assert best.calibration.windows == 2 * best.setting("samples")
     assert best.rebuilding.kv_groups in best.rebuilding.candidates
     assert {*best.rebuilding.candidates} == {"uniform", "all"}
+    pruned = [site for site in best.sites if site.site == "mlp"]
+    assert all(0 < site.geometry.angle_oc < 90 for site in pruned)
     assert 0 < best.measured("kl") < 10
     assert 0 <= best.measured("agreement") <= 100
     assert best.measured("seconds") == best.seconds["pruning"]

@@ -236,3 +236,5 @@ def test_a_folder_without_one_is_refused(folder):
     refused(folder, "has no tokenizer: copy its files there, or pass")
     (folder / "tokenizer.json").write_text("{")
     refused(folder, "cannot be loaded")
+    bt.save_bytes(folder, model_max_length={})
+    refused(folder, r"model_max_length .* must be a number, got \{\}")

@@ -248,6 +248,21 @@ def test_a_tensor_of_another_kind_is_said(dense):
         found(mine, {**mine.tensors, weight: mine.tensors[weight].flatten()})
 
 
+def test_query_heads_in_another_order_within_their_group(dense):
+    mine = side(dense, "attention")
+    tensors = dict(mine.tensors)
+    rows = torch.arange(32).reshape(8, 4)[[0, 1, 3, 2, 4, 5, 6, 7]].flatten()
+    for ending in ("q_proj.weight", "q_proj.bias"):
+        tensors[name_of(mine, ending)] = tensors[name_of(mine, ending)][rows]
+    tensors[mine.site.weight] = tensors[mine.site.weight][:, rows]
+    match = (
+        "KV group 1 of layers.1.attention in 'PRUNED' has the dense model's query heads in another "
+        r"order \(3, 2\): put q_proj's rows and o_proj's columns into the dense model's order"
+    )
+    with pytest.raises(ModelError, match=match):
+        found(mine, tensors)
+
+
 def test_query_heads_that_went_alone(dense):
     """Heads 2 and 5 of eight, and every KV head is there."""
     mine = side(dense, "attention")

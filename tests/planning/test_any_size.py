@@ -43,13 +43,6 @@ finally:
     thread.join()
 print(json.dumps({"peak": peak[0]}))
 """
-EXACT = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(2**17),
-    "MALLOC_TRIM_THRESHOLD_": "0",
-}
-"""glibc gives back what is freed, at once. Left alone it moves its threshold with what was freed
-before, and keeps 70 MB in one run and nothing in the next of the same program."""
 HIDDEN, FFN, ROOM = 1024, 512, 256 * 2**20
 BLOCK = 4 * (4 * HIDDEN**2 + 3 * HIDDEN * FFN)
 """Bytes of a block."""
@@ -68,7 +61,6 @@ def saved(folder, blocks):
 def run(folder, out, text):
     command = [sys.executable, "-c", RUN, str(folder), text, str(out), str(ROOM)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    environment |= EXACT
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])

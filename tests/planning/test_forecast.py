@@ -12,11 +12,12 @@ from benchmarks.scale import MODELS
 from coec.errors import OptionError
 from coec.execution.output import check_space
 from coec.models.description import Description
-from coec.planning import How, Plan, Room, check_room, close, disk, named, room
+from coec.planning import How, Plan, Room, check_room, close, disk, named, within
 from coec.planning.machines import Machine
 from coec.recipe import Recipe
 from coec.writing import space_needed
 from machines import small_machine
+from paper_models import LLAMA_8B
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LARGE = MODELS["Llama-3-70B"]
@@ -215,26 +216,24 @@ def test_a_real_run_is_refused_before_any_work(tmp_path, monkeypatch):
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_limits_of_control_groups_count(tmp_path):
-    (tmp_path / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.current").write_text("700\n")
-    (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 200\n")
-    assert room._of_cgroup(tmp_path) == 500
-    (tmp_path / "memory.max").write_text("max\n")
-    assert room._of_cgroup(tmp_path) is None
-    old = tmp_path / "old/memory"
-    old.mkdir(parents=True)
-    (old / "memory.limit_in_bytes").write_text("1000\n")
-    (old / "memory.usage_in_bytes").write_text("900\n")
-    (old / "memory.stat").write_text("total_inactive_file 50\n")
-    assert room._of_cgroup(tmp_path / "old") == 150
-    assert room._of_cgroup(tmp_path / "nothing") is None
-
-
-def test_there_is_some_room_here():
-    found = Room.of(CPU)
-    assert found.device is None
-    assert found.host is None or found.host > 2**20
+@pytest.mark.parametrize(
+    ("free", "at_once", "said"),
+    [
+        (24e9, 16, None),  # a card's
+        (48e9, 32, None),
+        (12e9, 1, "^sampling text needs 16.* GB .*: set sampled = 0, or set device = cpu$"),
+    ],
+)
+def test_so_many_windows_are_sampled_as_a_card_has_room_for(free, at_once, said):
+    plan = Plan.of(Description.of(LLAMA_8B), Recipe.of(preset="best"))
+    card = Room(int(free), None)
+    how = within(plan, how_on(plan, CUDA), card)
+    assert how.at_once == at_once
+    if said is None:
+        check_room(plan, how, card)
+    else:
+        with pytest.raises(OptionError, match=said):
+            check_room(plan, how, card)
 
 
 def test_data_sheets_refuse_what_their_memory_does_not_hold(folder):

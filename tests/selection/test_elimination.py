@@ -36,12 +36,12 @@ def kept(W, gram, units, keep):
     ("m", "d", "units"),
     [(5, 24, 24), (40, 24, 24), (3, 61, 61), (7, 24, 6), (30, 24, 2), (4, 60, 20)],
 )
-@pytest.mark.parametrize("panel", [1, 3, 128])
-def test_the_order_is_that_of_the_formula(kind, m, d, units, panel):
+def test_the_order_is_that_of_the_formula(kind, m, d, units):
     W, G = problems.weight(m, d), problems.gram(kind, d).xx
     for keep in (1, units // 2, units - 1):
         expected = oracles.greedy_elimination(W, G, units, keep)
-        assert removal_order(W, G, units, keep, panel) == expected
+        for panel in (1, 3, 128):
+            assert removal_order(W, G, units, keep, panel) == expected, panel
 
 
 def test_an_indefinite_gram_is_clamped_and_said_so():

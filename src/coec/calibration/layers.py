@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from coec.errors import ModelError
+from coec.free_memory import hand_back
 from coec.models.description import Description, compute_buffers
 from coec.models.experts import stacked
 from coec.models.layout import BlockLayout, Site
@@ -136,6 +137,7 @@ class Layers:
     def drop(self, index: int) -> None:
         """Frees the weights of a layer."""
         self.modules[index].to("meta")
+        hand_back()
 
     def advance(self, index: int, state: State) -> State:
         """What a layer makes of a batch of hidden states."""

@@ -17,6 +17,7 @@ from coec.calibration.windows import source_digest, window_length, window_maker
 from coec.devices import choose_device, choose_forward_dtype, choose_solve_dtype
 from coec.events import Progress
 from coec.execution.journal import Journal
+from coec.free_memory import hand_back
 from coec.models.carried import tokenizer_digest
 from coec.models.dense import Dense
 from coec.models.description import Description
@@ -57,6 +58,11 @@ class Source(ABC):
     @abstractmethod
     def made_with(self) -> dict[str, Any]:
         """All that they depend on, JSON-ready; model and text by what tells them from others."""
+
+    @property
+    def made_of(self) -> dict[str, str]:
+        """The weights of which they were made, as in `Dense.digests_of`, where that is known."""
+        return {}
 
     @property
     def forward_dtype(self) -> str:
@@ -126,13 +132,16 @@ class DensePass(Source):
                     done.work / "windows.safetensors",
                     lambda path: write_tensors({"input_ids": made.ids}, path),
                     **made.record(),
+                    made_of=self._dense.digests_of(self._dense.layout.blocks),
                 )
             self.windows = made
         return self.windows.record()
 
     def draw(self, progress: Progress | None = None) -> Windows:
         """Makes the windows anew."""
-        return self._make(self.device, self._dtype, progress)
+        windows = self._make(self.device, self._dtype, progress)
+        hand_back()  # what a text took, or the whole model
+        return windows
 
     def parts(self) -> tuple[Tensor, Tensor | None]:
         """The windows to fit on, and those that are held out, where some are."""
@@ -169,11 +178,36 @@ class SavedPass(Source):
     def made_with(self) -> dict[str, Any]:
         return self._statistics.made_with
 
+    @property
+    def made_of(self) -> dict[str, str]:
+        return self._statistics.made_of
+
     def begin(self, done: Journal, progress: Progress | None) -> dict[str, Any]:
         return self._statistics.calibration
 
     def blocks(self, skip: Container[int], progress: Progress | None) -> Iterator[Measured]:
         return self._statistics.blocks(self._dense, self.device, skip)
+
+
+def expect_unchanged(done: Journal, dense: Dense, source: Source) -> None:
+    """Has the dense model compared, as it is read, with what a run goes on from.
+
+    Args:
+        done: holds pieces that were made of it.
+        dense: the model.
+        source: of the run; its statistics may have been made of it.
+
+    Raises:
+        ModelError: it is another one by now.
+    """
+    begun = (
+        "it was read by a run that this one goes on with: give the model as it was, or pass "
+        "restart=True to begin anew"
+    )
+    collected = "its statistics were collected: collect them again"
+    dense.expect(
+        [*((known, begun) for known in done.every("made_of")), (source.made_of, collected)]
+    )
 
 
 def adopted(

@@ -23,7 +23,16 @@ from coec.calibration.stream import DenseStream, Measured, Sums, batch_size, in_
 from coec.devices import at_hand, choose_solve_dtype
 from coec.errors import OptionError
 from coec.events import Progress
-from coec.execution.cluster import RETRIES, Cluster, LostError, begin, joined, lost
+from coec.execution.cluster import (
+    LOOK_S,
+    RETRIES,
+    Cluster,
+    LostError,
+    Shortage,
+    begin,
+    joined,
+    lost,
+)
 from coec.models.ahead import ReadAhead
 from coec.models.dense import Dense
 from coec.models.layout import BlockLayout
@@ -160,6 +169,7 @@ class SharedPass(DensePass):
             _Look(dense), dense.fingerprint, f"the model that is in '{dense.folder}' here"
         )
         self._row: list[tuple[Any, tuple[Any, ...]]] = []
+        self._shortage = Shortage(cluster, self.device)
         self._account: list[dict[str, Any]] = []
 
     @property
@@ -175,6 +185,9 @@ class SharedPass(DensePass):
             for attempt in range(RETRIES + 1):
                 arriving = self.arriving(index, oldest=index)
                 try:
+                    while not self.cluster.ray.wait([arriving.sums], timeout=LOOK_S)[0]:
+                        if self.refitted():
+                            raise LostError("workers were begun anew")
                     sums = self.cluster.get(arriving.sums)
                     break
                 except LostError as error:
@@ -236,6 +249,19 @@ class SharedPass(DensePass):
             parts = shares(*self.parts(), self.workers)
             self._row = [(worker.remote(), (dense, ray.put(given), how)) for given in parts]
         return self._row
+
+    def refitted(self) -> bool:
+        """Whether fewer workers have to be begun, since a node was lost; those before are ended.
+
+        Raises:
+            CoecError: there was no room for a single one for too long.
+        """
+        fewer = self._shortage.fewer(len(self._row)) if self._row else None
+        if fewer is None:
+            return False
+        self.end()
+        self.workers = fewer
+        return True
 
     def end(self) -> None:
         """Ends the workers."""

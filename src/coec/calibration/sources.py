@@ -73,12 +73,22 @@ def read_parts(source: str, *, split: Split, text_column: str = "text") -> Itera
         raise CalibrationError(f"'{source}' holds no text")
 
 
+TABLE = "is a table, not text: save its column of text as .jsonl, .parquet or .txt"
+PACKED = "is compressed: unpack it first"
+NO_TEXT = dict.fromkeys((".csv", ".tsv", ".xlsx", ".arrow"), TABLE) | dict.fromkeys(
+    (".gz", ".zst", ".bz2", ".xz", ".zip"), PACKED
+)
+"""What files of these names are."""
+
+
 def _file_parts(path: Path, column: str) -> Iterator[str]:
     if not is_file(path):
         raise CalibrationError(
             f"no text at '{path}': give 'wikitext2', 'c4', 'hub:OWNER/NAME', 'self', or a file "
             "(.txt, .jsonl, .parquet, or token ids as .npy or .safetensors)"
         )
+    if what := NO_TEXT.get(path.suffix.lower()):
+        raise CalibrationError(f"'{path}' {what}")
     try:
         if path.suffix in (".jsonl", ".json"):
             yield from _joined(_jsonl_column(path, column))

@@ -15,13 +15,18 @@ from torch import Tensor
 
 from coec.calibration.stream import Measured
 from coec.errors import CalibrationError, CoecError, OptionError
+from coec.execution.entries import seal
+from coec.execution.journal import Journal
 from coec.models.dense import Dense
-from coec.models.files import parse_json, write_json, write_tensors
+from coec.models.files import parse_json, sha256, write_json, write_tensors
 from coec.types import Gram
 
 RECORD = "statistics.json"
 WINDOWS = "windows.safetensors"
 FIT, HELD_OUT = "fit", "holdout"
+PARTS = ("calibration", "made_with", "settings", "made_of", "files")
+"""What the record holds, besides its own digest."""
+SEAL = "record_sha256"
 COUNTS = "counts"
 """The entry in a file's metadata that holds tokens and precision of its Grams."""
 Grams = dict[str, dict[str, Gram]]
@@ -37,12 +42,16 @@ class Statistics:
         calibration: where the windows came from, as in a report.
         made_with: all that the numbers depend on, by name; model and text by digests.
         settings: the settings of the calibration, as in a recipe.
+        made_of: the weights of the model, as in `Dense.digests_of`.
+        files: size and SHA-256 of every other file, by name.
     """
 
     folder: Path
     calibration: dict[str, Any]
     made_with: dict[str, Any]
     settings: dict[str, Any]
+    made_of: dict[str, str]
+    files: dict[str, tuple[int, str]]
 
     @classmethod
     def open(cls, folder: "str | Path | Statistics") -> "Statistics":
@@ -55,42 +64,46 @@ class Statistics:
             return folder
         folder = Path(folder)
         try:
-            record = parse_json(folder / RECORD)
-            parts = [record[name] for name in ("calibration", "made_with", "settings")]
-            if not all(isinstance(part, dict) for part in parts):
-                raise TypeError("a part of the record is no table")
-            for key in ("source", "windows", "seq_len", "text_sha256"):
-                parts[0][key]
-            return cls(folder, *parts)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            record = parse_json(folder / RECORD, distinct=True)
+            if isinstance(record, dict) and "made_with" in record and SEAL not in record:
+                raise CalibrationError(
+                    f"'{folder}' was collected by an earlier version, without digests that would "
+                    "tell damage: collect them again"
+                )
+            if record.pop(SEAL) != seal(record):
+                raise ValueError("it was changed")
+            parts = {part: record[part] for part in PARTS}
+            parts["files"] = {name: (size, sha) for name, (size, sha) in parts["files"].items()}
+            return cls(folder, **parts)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise CalibrationError(
-                f"'{folder}' holds no complete statistics ({RECORD}): collect them again"
+                f"'{folder}' holds no complete statistics ({RECORD}: {reason}): collect them again"
             ) from error
 
     def record(self) -> dict[str, Any]:
-        """What the file of that name holds."""
+        """What they were made of and with."""
         return {
             "calibration": self.calibration,
             "made_with": self.made_with,
             "settings": self.settings,
         }
 
-    def finish(self, folder: Path, windows: Int[Tensor, "n length"]) -> None:
-        """Writes what makes a folder of blocks complete."""
-        write_tensors({"input_ids": windows}, folder / WINDOWS)
-        write_json(folder / RECORD, self.record())
-
     @property
     def windows(self) -> Int[Tensor, "n length"]:
         """The calibration windows, held-out ones included; raises CalibrationError if damaged."""
         path = self.folder / WINDOWS
         try:
-            ids = load_file(path)["input_ids"]
-        except (OSError, SafetensorError, KeyError) as error:
+            self._check_file(path)
+            ids: Tensor = load_file(path)["input_ids"]
+            return ids
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise CalibrationError(f"'{path}' cannot be read ({error}): collect again") from error
-        if ids.ndim != 2 or ids.dtype != torch.int64:
-            raise CalibrationError(f"'{path}' holds no windows of token ids: collect again")
-        return ids
+
+    def _check_file(self, path: Path) -> None:
+        """Raises ValueError unless a file is what was collected; OSError where it is not there."""
+        if (path.stat().st_size, sha256(path)) != tuple(self.files[path.name]):
+            raise ValueError("it is not what was collected: collect again")
 
     def check(self, wanted: dict[str, Any]) -> None:
         """Raises OptionError naming the first of these that they were not made with."""
@@ -131,6 +144,7 @@ class Statistics:
         path = self.folder / block_file(index)
         grams: Grams = {FIT: {}, HELD_OUT: {}}
         try:
+            self._check_file(path)
             with safe_open(path, framework="pt", device=str(device)) as file:
                 counts = json.loads(file.metadata()[COUNTS])
                 for name in [key.removesuffix(".x") for key in file.keys() if key.endswith(".x")]:
@@ -141,6 +155,21 @@ class Statistics:
                 f"statistics of block {index} cannot be read from '{path}': {error}"
             ) from error
         return grams
+
+
+def finish(
+    done: Journal,
+    windows: Int[Tensor, "n length"],
+    calibration: dict[str, Any],
+    made_with: dict[str, Any],
+    settings: dict[str, Any],
+    made_of: dict[str, str],
+) -> None:
+    """Writes what makes a folder of blocks complete; arguments as in `Statistics`."""
+    done.put(WINDOWS, done.new / WINDOWS, lambda p: write_tensors({"input_ids": windows}, p))
+    values = (calibration, made_with, settings, made_of, done.recorded())
+    record = dict(zip(PARTS, values, strict=True))
+    write_json(done.new / RECORD, {**record, SEAL: seal(json.loads(json.dumps(record)))})
 
 
 def write_grams(path: Path, grams: Grams) -> None:

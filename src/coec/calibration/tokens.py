@@ -13,13 +13,16 @@ import torch
 from jaxtyping import Int
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from coec.calibration.ids import token_ids
 from coec.calibration.sources import Split, is_file, one_line, read_parts
 from coec.errors import CalibrationError, ModelError
 from coec.events import Progress
-from coec.models.carried import TOKENIZER_FILES, tokenizer_classes
+from coec.models.carried import TOKENIZER_CONFIG, TOKENIZER_FILES, tokenizer_classes
+from coec.models.description import CONFIG, read_config
+from coec.models.files import check_fetched
+from coec.models.shape import BLOCK_WIDTHS
 
 TOKEN_SUFFIXES = (".npy", ".safetensors")
 WHOLE = 12_000_000
@@ -133,17 +136,39 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
             f"'{folder}' has no tokenizer ({', '.join(TOKENIZER_FILES)}): copy the tokenizer "
             "files there, or give token ids (.npy, .safetensors) instead of text"
         )
+    for name in (TOKENIZER_CONFIG, *TOKENIZER_FILES):
+        check_fetched(folder / name)
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, **_known_config(folder)
+        )
     except Exception as error:  # tokenizers raise what they like
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise ModelError(
-                f"the tokenizer in '{folder}' runs Python code of its own: read it, and pass "
-                "trust_remote_code=True if you trust it"
+                f"the tokenizer in '{folder}' runs Python code of its own, with all that it "
+                "imports and with code of other repositories that its files name: read it, and "
+                "pass trust_remote_code=True if you trust it"
             ) from error
         raise ModelError(
             f"the tokenizer in '{folder}' cannot be loaded: {one_line(error)}"
         ) from error
+    longest = tokenizer.model_max_length
+    if not isinstance(longest, int | float):
+        raise ModelError(
+            f"model_max_length in '{folder / TOKENIZER_CONFIG}' must be a number, got "
+            f"{longest!r:.80}: mend it"
+        )
+    return tokenizer
+
+
+def _known_config(folder: Path) -> dict[str, Any]:
+    """The configuration of a model whose blocks have widths of their own.
+
+    To read that of its folder transformers would ask for the code beside the weights.
+    """
+    if not is_file(folder / CONFIG) or BLOCK_WIDTHS not in (config := read_config(folder)):
+        return {}
+    return {"config": AutoConfig.for_model(**{k: v for k, v in config.items() if k != "auto_map"})}
 
 
 def check_same_tokenizer(folder: Path, baseline: Path, *, trust_remote_code: bool = False) -> None:

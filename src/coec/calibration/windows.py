@@ -1,16 +1,17 @@
 """Calibration text to windows: what was asked for is checked first, and made when it is needed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from coec.calibration.ids import token_ids
-from coec.calibration.self_text import sample_from_model
+from coec.calibration.self_text import sample_from_model, windows_that_fit
 from coec.calibration.sources import is_named
 from coec.calibration.tokens import (
     CHOICE,
@@ -100,10 +101,12 @@ def window_maker(
     tokenizer = _own_tokenizer(dense, calibration, runtime)
 
     def make(device: torch.device, dtype: torch.dtype, progress: Progress | None) -> Windows:
-        drawn = sample_from_model(
-            _whole(dense, device, dtype), tokenizer, samples=calibration.written, seq_len=seq_len,
-            seed=seed, progress=progress,
-        )  # fmt: skip
+        with _room_for_all(device, added=bool(added)):
+            network = dense.network(device, dtype, noted=True)
+            drawn = sample_from_model(
+                network, tokenizer, samples=calibration.written, seq_len=seq_len, seed=seed,
+                at_once=windows_that_fit(dense, network, seq_len), progress=progress,
+            )  # fmt: skip
         return replace(drawn, sampled=added) if text is None else text.and_sampled(drawn.ids)
 
     return make
@@ -119,14 +122,22 @@ def _own_tokenizer(
     return load_tokenizer(dense.folder, trust_remote_code=runtime.trust_remote_code)
 
 
-def _whole(dense: Dense, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """The whole network; raises CalibrationError where the device has no room for it."""
+@contextmanager
+def _room_for_all(device: torch.device, *, added: bool) -> Iterator[None]:
+    """Says in one line that the whole network does not fit in the device's memory.
+
+    Args:
+        device: that has to hold it.
+        added: whether its text is added to another.
+    """
     try:
-        return dense.network(device, dtype)
+        yield
     except torch.OutOfMemoryError:
+        less = "set sampled=0" if added else "calibrate on a text, not on self"
+        elsewhere = "" if device.type == "cpu" else ", or device=cpu"
         raise CalibrationError(
-            f"text cannot be sampled from the model: {device} has no room for all of it; "
-            "calibrate on a text alone (sampled=0)"
+            f"text cannot be sampled from the model: {device} has no room for all of it: "
+            f"{less}{elsewhere}"
         ) from None
 
 

@@ -13,12 +13,12 @@ from coec.cli.common import (
     argument,
     given,
     notes,
-    progress_bars,
     quieten,
     results,
     setting,
     switch,
 )
+from coec.cli.progress import Quiet, showing_progress
 from coec.cli.spelling import spelled
 from coec.errors import OptionError
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from coec.evaluation.efficiency import Efficiency
     from coec.evaluation.speed import Speed, Spread
+    from coec.events import Progress
 
 SPEED = "Measured speed"
 GEOMETRY = "Geometry"
@@ -94,6 +95,7 @@ def analyze_command(
         int | None,
         setting("Size of the frames of down_proj. Default: 64.", WHOLE, rich_help_panel=GEOMETRY),
     ] = None,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Compare PRUNED with MODEL: cost, measured speed, and what happened to the weights' frames."""
@@ -113,7 +115,10 @@ def analyze_command(
     )  # fmt: skip
     ranks = given({"attention": rank_attention, "mlp": rank_mlp})
     parts = {"speed": not no_speed, "geometry": not no_geometry}
-    cost, rates, rows, odd = _measured(model, pruned, load, ranks, parts, device or "auto", dtype)
+    with showing_progress(quiet) as advance:
+        cost, rates, rows, odd = _measured(
+            model, pruned, load, ranks, parts, device or "auto", dtype, advance
+        )
     _show(cost, rates, rows, as_json, odd)
 
 
@@ -125,6 +130,7 @@ def _measured(
     parts: dict[str, bool],
     device: str,
     dtype: str | None,
+    advance: "Progress",
 ) -> tuple["Efficiency", "Speed | None", list[dict[str, Any]] | None, list[str]]:
     """Cost, and what was asked for of speed and geometry, with notes on what looks odd."""
     import torch
@@ -142,11 +148,10 @@ def _measured(
     cost = efficiency(pair.dense, pair.pruned, dtype=dtype)
     rates = rows = None
     try:
-        with progress_bars() as advance:
-            if parts["speed"]:
-                rates = speed.measure_speed(pair, workload, device, dtype, advance)
-            if parts["geometry"]:
-                rows = geometry.measure_geometry(pair, ranks, device, advance)
+        if parts["speed"]:
+            rates = speed.measure_speed(pair, workload, device, dtype, advance)
+        if parts["geometry"]:
+            rows = geometry.measure_geometry(pair, ranks, device, advance)
     except torch.OutOfMemoryError as error:
         raise OptionError(
             "out of memory: lower --prompt-tokens or --batch-size, leave out a part with "

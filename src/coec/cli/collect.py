@@ -13,12 +13,12 @@ from coec.cli.common import (
     TrustRemoteCode,
     argument,
     given,
-    progress_bars,
     quieten,
     results,
     switch,
     with_settings,
 )
+from coec.cli.progress import Quiet, showing_progress
 from coec.settings import Calibration, Runtime
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def collect_command(
     ] = False,
     restart: Restart = False,
     trust_remote_code: TrustRemoteCode = False,
+    quiet: Quiet = False,
     as_json: Json = False,
     **flags: Any,
 ) -> None:
@@ -55,7 +56,7 @@ def collect_command(
     from coec import collecting
     from coec.recipe import Recipe, read_settings
 
-    with progress_bars() as advance:
+    with showing_progress(quiet) as advance:
         if merged is not None:
             statistics = collecting.merge(model, out, merged, restart=restart, progress=advance)
         else:

@@ -1,16 +1,14 @@
-"""What the commands share: where text goes, how an option is declared, progress bars."""
+"""What the commands share: where text goes, how an option is declared."""
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 from rich.console import Console
 
-from coec.cli import interruptible
 from coec.settings import TABLE, DtypeName, Setting
 
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -45,7 +43,10 @@ TrustRemoteCode = Annotated[
     bool,
     switch(
         "--trust-remote-code",
-        "Let the model's tokenizer run its own Python code. Only for a model you trust.",
+        "Run the Python code that a tokenizer's files name, of MODEL and of every model whose "
+        "tokenizer is read (a baseline, those of a grid): all that it imports, a configuration's "
+        "class, and code of other hub repositories that it refers to. Code that builds models is "
+        "never run. Only for models you trust.",
     ),
 ]
 Config = Annotated[
@@ -119,36 +120,3 @@ def quieten() -> None:
 def given(flags: dict[str, Any]) -> dict[str, Any]:
     """The flags that were given."""
     return {name: value for name, value in flags.items() if value is not None}
-
-
-@contextmanager
-def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar per phase on stderr."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(),
-        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-    )  # fmt: skip
-    interruptible()
-    bar = Progress(*columns, console=notes)
-    tasks: dict[str, Any] = {}
-
-    def advance(phase: str, done: int, total: int) -> None:
-        bar.start()  # only now: an error in the checks leaves no empty line
-        if phase not in tasks:
-            tasks[phase] = bar.add_task(phase, total=total)
-        bar.update(tasks[phase], completed=done, total=total)
-
-    try:
-        yield advance
-    finally:
-        if tasks:
-            bar.stop()

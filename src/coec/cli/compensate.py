@@ -15,12 +15,12 @@ from coec.cli.common import (
     TrustRemoteCode,
     argument,
     given,
-    progress_bars,
     quieten,
     switch,
     with_settings,
 )
 from coec.cli.planned import Asked, Measure, OfMachine, check_dry, show_plan
+from coec.cli.progress import Quiet, showing_progress
 from coec.cli.prune import show_report
 
 RECIPE = tuple(one for one in settings.RECIPE if one.name not in settings.CHOOSING)
@@ -43,6 +43,7 @@ def compensate_command(
     force: Force = False,
     restart: Restart = False,
     trust_remote_code: TrustRemoteCode = False,
+    quiet: Quiet = False,
     as_json: Json = False,
     **flags: Any,
 ) -> None:
@@ -61,7 +62,7 @@ def compensate_command(
 
     chosen = (read_settings(config) if config else {}) | given(flags)
     chosen["trust_remote_code"] = trust_remote_code
-    with progress_bars() as advance:
+    with showing_progress(quiet) as advance:
         if out is None or dry_run:
             compensating.check_settings(chosen, pruned)
             Recipe.of(**chosen)  # before the weights are read
@@ -73,6 +74,7 @@ def compensate_command(
                 progress=advance, **chosen,
             )  # fmt: skip
     if out is None or dry_run:
-        show_plan(plan, model, out, Asked(machine, measure, as_json, statistics is not None))
+        asked = Asked(machine, measure, as_json, statistics is not None, quiet)
+        show_plan(plan, model, out, asked)
     else:
         show_report(report, as_json)

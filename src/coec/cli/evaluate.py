@@ -18,13 +18,14 @@ from coec.cli.common import (
     argument,
     given,
     notes,
-    progress_bars,
     quieten,
     results,
     setting,
+    switch,
 )
+from coec.cli.progress import Quiet, showing_progress
 from coec.cli.spelling import flag_of
-from coec.errors import CoecError
+from coec.errors import CoecError, OptionError
 
 if TYPE_CHECKING:
     from coec.evaluation.perplexity import Perplexity
@@ -108,7 +109,16 @@ def eval_command(
             NAME,
         ),
     ] = None,
+    add_to_card: Annotated[
+        bool,
+        switch(
+            "--add-to-card",
+            "Write the perplexity into the model card (README.md) of MODEL, a folder that coec "
+            "wrote; no other file changes.",
+        ),
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Measure token perplexity of MODEL, its distance from a baseline, and zero-shot accuracy."""
@@ -118,12 +128,20 @@ def eval_command(
          "text_column": text_column}
     )  # fmt: skip
     _refuse_unheard(text, tasks, for_text, for_tasks)
-    common = given({"seq_len": seq_len, "device": device, "dtype": dtype})
+    if add_to_card:
+        _check_card(model, text, tasks)
+    common: dict[str, Any] = given({"seq_len": seq_len, "device": device, "dtype": dtype})
     common["trust_remote_code"] = trust_remote_code
     if tasks is None or text is not None:
         for_text["text"] = text or "wikitext2"
     quieten()
-    result, scores, failure = _measured(model, for_text, tasks, for_tasks, common)
+    with showing_progress(quiet) as advance:
+        common["progress"] = advance
+        result, scores, failure = _measured(model, for_text, tasks, for_tasks, common)
+    if add_to_card and result is not None:
+        from coec import card
+
+        card.add_to_card(Path(model), result)
     if result is not None and result.same_text_as_calibration:
         notes.print("note: evaluated on the text it was calibrated on")
     if as_json and (result or scores):
@@ -161,6 +179,19 @@ def _refuse_unheard(
             )
 
 
+def _check_card(model: str, text: str | None, tasks: str | None) -> None:
+    """Refuses what has no card of ours, before anything is measured."""
+    from coec.report import REPORT
+
+    if tasks is not None and text is None:
+        raise typer.BadParameter("--add-to-card adds a perplexity: with --tasks, give --text too")
+    if not (Path(model) / REPORT).is_file():
+        raise OptionError(
+            f"--add-to-card writes into the card of a folder that coec made, and '{model}' has no "
+            f"{REPORT}: leave it out"
+        )
+
+
 def _measured(
     model: str,
     for_text: dict[str, Any],
@@ -174,17 +205,15 @@ def _measured(
     """
     from coec.evaluation import perplexity, zero_shot
 
-    with progress_bars() as advance:
-        common = {**common, "progress": advance}
-        if tasks is None:
-            return perplexity.perplexity(model, **for_text, **common), None, None
-        # The tasks' data are read before the perplexity is measured, which may take its time.
-        with zero_shot.opened(model, tasks, **for_tasks, **common) as measure:
-            result = perplexity.perplexity(model, **for_text, **common) if for_text else None
-            try:
-                return result, measure(), None
-            except CoecError as error:
-                return result, None, error
+    if tasks is None:
+        return perplexity.perplexity(model, **for_text, **common), None, None
+    # The tasks' data are read before the perplexity is measured, which may take its time.
+    with zero_shot.opened(model, tasks, **for_tasks, **common) as measure:
+        result = perplexity.perplexity(model, **for_text, **common) if for_text else None
+        try:
+            return result, measure(), None
+        except CoecError as error:
+            return result, None, error
 
 
 def _record(

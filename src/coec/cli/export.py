@@ -9,12 +9,12 @@ from coec.cli.common import (
     WHOLE,
     Json,
     argument,
-    progress_bars,
     quieten,
     results,
     setting,
     switch,
 )
+from coec.cli.progress import Quiet, showing_progress
 from coec.exporting.dtypes import DtypeName
 
 if TYPE_CHECKING:
@@ -45,13 +45,14 @@ def export_command(
         ),
     ] = False,
     force: Annotated[bool, switch("--force", "Replace the GGUF file at OUT.gguf.")] = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Write MODEL as one GGUF file, for llama.cpp and what is built on it."""
     quieten()
     from coec.exporting.export import export
 
-    with progress_bars() as advance:
+    with showing_progress(quiet) as advance:
         written = export(model, out, dtype=dtype, context=context, no_tokenizer=no_tokenizer,
                          force=force, progress=advance)  # fmt: skip
     if as_json:

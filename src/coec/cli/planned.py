@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coec.cli.common import progress_bars, results, setting, switch
+from coec.cli.common import results, setting, switch
+from coec.cli.progress import showing_progress
 
 if TYPE_CHECKING:
     from coec.planning import Forecast, Plan
@@ -33,12 +34,14 @@ class Asked:
         measure: whether its rates are measured anew.
         as_json: one JSON object instead of tables.
         measured: there are statistics, and no text is run.
+        quiet: no progress is shown.
     """
 
     machine: str | None
     measure: bool
     as_json: bool
     measured: bool
+    quiet: bool = False
 
 
 def check_dry(machine: str | None, *, measure: bool) -> None:
@@ -57,7 +60,7 @@ def show_plan(plan: "Plan", model: str, out: Path | None, asked: Asked) -> None:
     import torch
 
     from coec.devices import choose_device
-    from coec.planning import How, Room, check_room, close, named
+    from coec.planning import How, Room, check_room, close, named, within
 
     close_to: tuple[str, ...] = ()
     if asked.machine is not None:
@@ -66,9 +69,9 @@ def show_plan(plan: "Plan", model: str, out: Path | None, asked: Asked) -> None:
         room = Room(machine.device_bytes, None)
     else:
         device = choose_device(plan.recipe.runtime.device)
-        machine, room = _here(device, measure=asked.measure), Room.of(device)
+        machine, room = _here(device, asked), Room.of(device)
     elsewhere = None if asked.machine is None else machine
-    how = How.of(plan, device, measured=asked.measured, machine=elsewhere)
+    how = within(plan, How.of(plan, device, measured=asked.measured, machine=elsewhere), room)
     check_room(plan, how, room)
     close_to = close(plan, how, room)
     forecast = plan.forecast(how, machine)
@@ -88,18 +91,18 @@ def show_plan(plan: "Plan", model: str, out: Path | None, asked: Asked) -> None:
         results.print(line, markup=False)
 
 
-def _here(device: Any, *, measure: bool) -> "Machine":
+def _here(device: Any, asked: Asked) -> "Machine":
     from coec.planning import measuring
 
-    with progress_bars() as advance:
-        return measuring.here(device, anew=measure, progress=advance)
+    with showing_progress(asked.quiet) as advance:
+        return measuring.here(device, anew=asked.measure, progress=advance)
 
 
 def _show_sizes(plan: "Plan", record: dict[str, Any]) -> None:
     """Widths, parameters, candidates, notes and the format."""
     from rich.table import Table
 
-    from coec.report import counted
+    from coec.card import counted
 
     table = Table("", "dense", "pruned", box=None, header_style="bold")
     for what, width in record["widths"].items():

@@ -18,13 +18,13 @@ from coec.cli.common import (
     argument,
     given,
     notes,
-    progress_bars,
     quieten,
     results,
     switch,
     with_settings,
 )
 from coec.cli.planned import Asked, Measure, OfMachine, check_dry, show_plan
+from coec.cli.progress import Quiet, showing_progress
 
 if TYPE_CHECKING:
     from coec.report import Report
@@ -55,6 +55,7 @@ def prune_command(
     force: Force = False,
     restart: Restart = False,
     trust_remote_code: TrustRemoteCode = False,
+    quiet: Quiet = False,
     as_json: Json = False,
     **flags: Any,
 ) -> None:
@@ -66,7 +67,7 @@ def prune_command(
         raise typer.BadParameter("OUT is missing (only --dry-run works without)")
     quieten()
     from coec import pruning
-    from coec.execution.remote import is_url
+    from coec.execution.output import is_url
     from coec.recipe import read_settings
 
     chosen = (read_settings(config) if config else {}) | given(flags)
@@ -74,10 +75,11 @@ def prune_command(
     if out is None or dry_run:
         plan = pruning.plan(model, statistics=statistics, **chosen)
         folder = None if out is None or is_url(out) else Path(out)
-        show_plan(plan, model, folder, Asked(machine, measure, as_json, statistics is not None))
+        asked = Asked(machine, measure, as_json, statistics is not None, quiet)
+        show_plan(plan, model, folder, asked)
         return
     check_dry(machine, measure=measure)
-    with progress_bars() as advance:
+    with showing_progress(quiet) as advance:
         report = pruning.prune(
             model, out, statistics=statistics, force=force, restart=restart, progress=advance,
             **chosen,
@@ -87,8 +89,8 @@ def prune_command(
 
 def show_report(report: "Report", as_json: bool) -> None:
     """Prints what a pruning did, in lines or as one JSON object."""
+    from coec.card import counted
     from coec.models.architectures import ARCHITECTURES
-    from coec.report import counted
 
     if as_json:
         print(json.dumps({"out": report.out, **report.as_dict()}))

@@ -17,12 +17,12 @@ from coec.cli.common import (
     argument,
     given,
     notes,
-    progress_bars,
     quieten,
     results,
     setting,
     switch,
 )
+from coec.cli.progress import Quiet, showing_progress
 from coec.cli.spelling import spelled
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ def sweep_command(
     retry_failed: Annotated[bool, switch("--retry-failed", "Run failed cells again.")] = False,
     dry_run: Annotated[bool, switch("--dry-run", "List the cells and stop.")] = False,
     trust_remote_code: TrustRemoteCode = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Run every cell of GRID into OUT, from one dense pass per model and calibration.
@@ -114,13 +115,14 @@ def sweep_command(
     from coec.experiments.grid import expand
 
     cells = expand(grid, models=model, settings=given(recipe), evaluate=given(evaluation))
+    from coec.experiments.sweep import check_plan, sweep
+
     if out is None or dry_run:
+        check_plan(cells, jobs, executor, address, device or "auto")
         _show_cells(cells, as_json)
         return
-    from coec.experiments.sweep import sweep
-
     try:
-        with progress_bars() as advance:
+        with showing_progress(quiet) as advance:
             summary = sweep(
                 cells, out, jobs=jobs, executor=executor, address=address, device=device or "auto",
                 statistics=statistics or (), keep_models=keep_models,

@@ -45,7 +45,9 @@ def geometry(
 
     Returns:
         A JSON-ready dict per module: `module`, `site`, units before and after, the fields of
-        `Frames`, and `events`. Modules that keep every unit are left out.
+        `Frames`, `events`, and `reads_fitted`: whether what the module reads was fitted as well.
+        There is no penalty then, which is of the values that the dense model has. Modules that keep
+        every unit are left out.
 
     Raises:
         CoecError: with one line that says what to change.
@@ -84,7 +86,8 @@ def measure_geometry(
     for done, (site, units) in enumerate(modules, start=1):
         name = site.consumer
         weights = (_wide(c.tensor(site.weight), chosen) for c in (pair.dense, pair.pruned))
-        value = _value(pair, site, units, chosen)
+        same = pair.reads_the_same(site)
+        value = _value(pair, site, units, chosen) if same else None
         columns = site.kept_columns(units)
         kept = KeptSet(columns.indices.to(chosen), columns.size)
         W0, W_tilde = weights
@@ -101,6 +104,7 @@ def measure_geometry(
                 "units_before": units.size,
                 "units_after": len(units.indices),
                 **frames.as_dict(),
+                "reads_fitted": not same,
                 "events": events,
             }
         )
@@ -209,6 +213,9 @@ def oddities(rows: list[dict[str, Any]]) -> list[str]:
         ),
         "the frames hold all that the weights read, so O and P nearly coincide; ask for a smaller "
         "rank": lambda row: row["gap_pruned"] is None,
+        "what the module reads was fitted to the dense model as well (reconstruct): directions of "
+        "the compensated weight are those of changed inputs, and no alignment penalty is "
+        "measured": lambda row: row["reads_fitted"],
         "compensation raised the alignment penalty": lambda row: (
             (factor := _factor(row, "pruned", "compensated")) is not None and factor < 1
         ),

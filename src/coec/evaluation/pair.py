@@ -11,7 +11,7 @@ from coec.kept import KEPT
 from coec.models.dense import Dense
 from coec.models.description import Description, find_model, read_config
 from coec.models.files import read_tensors
-from coec.models.layout import Layout, Site
+from coec.models.layout import Layout, Rows, Site
 from coec.models.shape import Shape
 from coec.report import REPORT
 from coec.types import KeptSet
@@ -24,11 +24,13 @@ class Pair:
     Attributes:
         dense, pruned: the models, whole and finite.
         units: the kept units of every site, by `layers.<i>.<site>`.
+        fitted: whether producers were fitted as well (`reconstruct`), and are no copies any more.
     """
 
     dense: Dense
     pruned: Dense
     units: dict[str, KeptSet]
+    fitted: bool
 
     @classmethod
     def open(cls, dense: str | Path | Dense | None, pruned: str | Path | Dense) -> "Pair":
@@ -48,7 +50,8 @@ class Pair:
         after = Dense.open(pruned if isinstance(pruned, Dense) else folder)
         # What does not belong together is said before what is damaged.
         _check_sizes(folder, _unchanged(before), _unchanged(after))
-        pair = cls(before, after, _read_units(folder, before.layout, after.layout))
+        units = _read_units(folder, before.layout, after.layout)
+        pair = cls(before, after, units, _fitted(report))
         for model in (before, after):
             model.check_values()
         pair._check_kinship()
@@ -78,21 +81,44 @@ class Pair:
         """The units that a site keeps."""
         return self.units[site.key]
 
+    def reads_the_same(self, site: Site) -> bool:
+        """Whether the kept rows of all that the consumer reads at once are still copies."""
+        return not self.fitted or all(
+            self._copied(site, rows) for rows in site.fitted if rows.tensor in self.pruned.files
+        )
+
+    def _copied(self, site: Site, rows: Rows) -> bool:
+        """Whether the rows of a producer that a site keeps are those of the dense model."""
+        smaller = next(s for s in self.pruned.layout.sites if s.key == site.key)
+        # The pruned model may have more of them: biases that its format demands.
+        known = {one.tensor for one in site.producers}
+        written = [one for one in smaller.producers if one.tensor in known]
+        after = written[site.producers.index(rows)]
+        old = self.dense.tensor(rows.tensor)[rows.of(self.kept(site))]
+        new = self.pruned.tensor(after.tensor)[after.start : after.stop]
+        return torch.equal(old.to(new.dtype), new)
+
     def _check_kinship(self) -> None:
-        """The kept rows of the first block's producers are copies, or another model's."""
-        for site, smaller in zip(self.dense.layout.kinds, self.pruned.layout.kinds, strict=True):
-            # The pruned model may have more of them: biases that its format demands.
-            known = {rows.tensor for rows in site.producers}
-            written = [rows for rows in smaller.producers if rows.tensor in known]
-            for before, after in zip(site.producers, written, strict=True):
-                old = self.dense.tensor(before.tensor)[before.of(self.kept(site))]
-                new = self.pruned.tensor(after.tensor)[after.start : after.stop]
-                if not torch.equal(old.to(new.dtype), new):
-                    raise ModelError(
-                        f"'{self.pruned.folder}' was not pruned from '{self.dense.folder}': the "
-                        f"rows that {before.tensor} keeps are others; give the dense model it was "
-                        "made from"
-                    )
+        """Raises ModelError where what pruning copies is another model's.
+
+        That is the embedding, and of the first site of every kind the kept rows of its producers;
+        of those that were fitted nothing can be asked.
+        """
+        name = self.dense.layout.embedding
+        old, new = self.dense.tensor(name), self.pruned.tensor(name)
+        if not torch.equal(old.to(new.dtype), new):
+            raise self._stranger(f"the rows of {name} are others")
+        for site in self.dense.layout.kinds:
+            for rows in site.producers:
+                held = not (self.fitted and rows in site.fitted)
+                if held and not self._copied(site, rows):
+                    raise self._stranger(f"the rows that {rows.tensor} keeps are others")
+
+    def _stranger(self, why: str) -> ModelError:
+        return ModelError(
+            f"'{self.pruned.folder}' was not pruned from '{self.dense.folder}': {why}; give the "
+            "dense model it was made from"
+        )
 
 
 def _read_report(folder: Path) -> dict[str, Any]:
@@ -104,15 +130,21 @@ def _read_report(folder: Path) -> dict[str, Any]:
     return read_config(folder / REPORT)
 
 
+def _fitted(report: dict[str, Any]) -> bool:
+    recipe = report.get("recipe")
+    return isinstance(recipe, dict) and bool(recipe.get("reconstruct"))
+
+
 def _named_model(folder: Path, report: dict[str, Any]) -> Path:
-    """The dense model that the report names, if it is on this disk."""
+    """The dense model that the report names, if it is here or beside the pruned one."""
     named = Path(str(report.get("model")))
-    if not named.is_dir():
-        raise ModelError(
-            f"'{folder}' was made from '{named}', which is no folder here: "
-            "name the dense model, coec analyze DENSE PRUNED"
-        )
-    return named
+    for place in (named, folder.absolute().parent / named):
+        if place.is_dir():
+            return place
+    raise ModelError(
+        f"'{folder}' was made from '{named}', which is no folder here or beside it: "
+        "name the dense model, coec analyze DENSE PRUNED"
+    )
 
 
 def _unchanged(model: Description) -> dict[str, int]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from coec.calibration.ids import token_ids
 from coec.calibration.prediction import Prediction
-from coec.calibration.self_text import sample_from_model
+from coec.calibration.self_text import sample_from_model, windows_that_fit
 from coec.calibration.sources import Split
 from coec.calibration.tokens import (
     Stream,
@@ -146,14 +146,12 @@ def perplexity(
     base = None if base_model is None else load_network(base_model, chosen, dtype)
     if windows is None:
         assert base is not None
+        assert base_model is not None
+        length = resolve_seq_len(seq_len, model.positions, DEFAULT_SEQ_LEN)
         windows = sample_from_model(
-            base,
-            tokenizer,
-            samples=samples,
-            seq_len=resolve_seq_len(seq_len, model.positions, DEFAULT_SEQ_LEN),
-            seed=seed,
-            progress=progress,
-        )
+            base, tokenizer, samples=samples, seq_len=length, seed=seed,
+            at_once=windows_that_fit(base_model, base, length), progress=progress,
+        )  # fmt: skip
     sums = _measure(network, base, windows.ids, progress)
     length = windows.ids.shape[1]
     ppl = _exp(sums.cross_entropy, "model")

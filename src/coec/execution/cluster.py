@@ -4,10 +4,16 @@ What is handed to a cluster is computed there as it would be here: every node ha
 of what computes, sees the same files, and uses as many threads as this process.
 """
 
+import contextlib
+import importlib
 import logging
+import math
 import os
 import pickle
+import signal
 import socket
+import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +25,18 @@ import torch
 
 from coec import __version__
 from coec.errors import CoecError, OptionError, first_line
+from coec.events import record
 from coec.execution.output import nearest
 
 ANSWER_S = 5
 """Seconds in which a cluster answers, or is taken not to be there."""
 CHECK_S = 120
 """Seconds in which a node starts a process and says what it has."""
+LOOK_S, SHORT_S, PATIENCE_S = 5, 15, 600
+"""Seconds between two looks at what a cluster has; in which what it lost is back, before fewer
+workers go on; and in which there is room again where not even one has any."""
+LOOPBACK, ENABLED = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "ENABLE_RAY_CLUSTER"
+"""The variable by which Ray listens to other machines, and what its process reads of it."""
 RETRIES = 3
 """How often work that was lost with a process or a node is done again."""
 Job = TypeVar("Job")
@@ -63,7 +75,11 @@ class Cluster:
     def __init__(self, ray: Any) -> None:
         self.ray = ray
         self.threads = torch.get_num_threads()
-        self.nodes = [
+        self.nodes = self.alive()
+
+    def alive(self) -> list[Node]:
+        """The nodes that it has by now."""
+        return [
             Node(
                 one["NodeID"],
                 one.get("NodeManagerHostname") or one["NodeManagerAddress"],
@@ -71,9 +87,17 @@ class Cluster:
                 one["Resources"].get("GPU", 0.0),
                 int(one["Resources"].get("object_store_memory", 0)),
             )
-            for one in ray.nodes()
+            for one in self.ray.nodes()
             if one["Alive"]
         ]
+
+    def slots(self, nodes: Sequence[Node], device: torch.device) -> int:
+        """How many workers and solved blocks there is room for at once; each takes `half`."""
+        return sum(int(2 * share) for share in self._shares(nodes, device))
+
+    def _shares(self, nodes: Sequence[Node], device: torch.device) -> list[float]:
+        """Of every node, how many devices it has, or processes of as many threads as this has."""
+        return [n.gpus if device.type == "cuda" else n.cpus / self.threads for n in nodes]
 
     @property
     def gpus(self) -> float:
@@ -104,10 +128,9 @@ class Cluster:
         through the model; the other half is a block's that is solved meanwhile.
         """
         of_gpus = device.type == "cuda"
-        shares = [n.gpus if of_gpus else n.cpus / self.threads for n in self.nodes]
-        room = int(sum(shares)) if of_gpus else max(1, int(sum(shares)))
-        count = room if asked is None else asked
-        slots = sum(int(2 * share) for share in shares)
+        room = int(sum(self._shares(self.nodes, device)))
+        count = (room if of_gpus else max(1, room)) if asked is None else asked
+        slots = self.slots(self.nodes, device)
         if count + 1 > slots:
             what = f"{self.gpus:g} GPUs" if of_gpus else (
                 f"{sum(n.cpus for n in self.nodes):g} CPUs, {self.threads} for a process"
@@ -121,7 +144,10 @@ class Cluster:
 
     def check_room(self, device: torch.device) -> None:
         """Raises OptionError where no node has room for a job that does all by itself."""
-        if device.type == "cpu" and max(node.cpus for node in self.nodes) < self.threads:
+        nodes = self.alive()
+        if device.type == "cuda" and max(node.gpus for node in nodes) < 1:
+            raise OptionError("no node of the cluster has a GPU: add one, or use device=cpu")
+        if device.type == "cpu" and max(node.cpus for node in nodes) < self.threads:
             raise OptionError(
                 f"no node of the cluster has {self.threads} CPUs, as many as this process has "
                 "threads: set OMP_NUM_THREADS to fewer"
@@ -248,6 +274,61 @@ class Cluster:
         return found
 
 
+class Shortage:
+    """Watches that a cluster has room for a block being solved beside its workers.
+
+    Workers of a lost node begin anew on others, and may take the last room there: a block would
+    wait for ever.
+
+    Args:
+        cluster: which.
+        device: of the workers.
+    """
+
+    def __init__(self, cluster: Cluster, device: torch.device) -> None:
+        self._cluster, self._device = cluster, device
+        self._looked, self._since = 0.0, math.inf
+
+    def fewer(self, workers: int) -> int | None:
+        """With how many workers to go on; None where there is room, or may be again soon.
+
+        Raises:
+            CoecError: there was no room for a single one for too long.
+        """
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return None
+        self._looked = now
+        room = self._cluster.slots(self._cluster.alive(), self._device) - 1
+        if room >= workers:
+            self._since = math.inf
+            return None
+        self._since = min(self._since, now)
+        short = now - self._since
+        if room >= 1 and short >= SHORT_S:
+            self._since = math.inf
+            record(
+                f"the cluster lost a node: {workers} workers leave no room for a block being "
+                f"solved, so {room} go on with their windows"
+            )
+            return room
+        if room < 1:
+            each = "half a GPU" if self._device.type == "cuda" else (
+                f"{self._cluster.threads / 2:g} CPUs"
+            )  # fmt: skip
+            record(
+                f"the cluster lost a node: waiting for one with room for a worker and a block "
+                f"being solved, each of {each}, for {PATIENCE_S} s"
+            )
+            if short >= PATIENCE_S:
+                raise CoecError(
+                    f"the cluster has had no room for a worker and a block being solved for "
+                    f"{PATIENCE_S} s: add a node; what is finished is kept, and the same command "
+                    "goes on with the rest"
+                )
+        return None
+
+
 class ClusterJobs:
     """Carries out jobs on a cluster, each a task that is done again where it was lost.
 
@@ -276,10 +357,19 @@ class ClusterJobs:
         handed = [task.remote(function, job, cluster.threads) for job in jobs]
         try:
             for reference in handed:
+                while not cluster.ray.wait([reference], timeout=LOOK_S)[0]:
+                    self._say_what_is_waited_for()
                 yield cluster.result(reference)
         finally:  # an error or a signal: nobody waits for the rest
             for reference in handed:
                 cluster.ray.cancel(reference)
+
+    def _say_what_is_waited_for(self) -> None:
+        """Records that a node was lost without which no job can be done."""
+        try:
+            self._cluster.check_room(self._device)
+        except OptionError as error:
+            record(f"waiting for a node, since one was lost: {error}")
 
 
 @dataclass(frozen=True)
@@ -354,21 +444,68 @@ def joined(address: str | None) -> Iterator[Cluster]:
     if address is not None and address != "auto":
         _check_answers(address)
     try:
-        ray.init(
-            address="local" if address is None else address,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-            include_dashboard=False if address is None else None,
-        )
+        _start(ray, address)
+        yield Cluster(ray)
+    finally:
+        ray.shutdown()
+
+
+def _start(ray: Any, address: str | None) -> None:
+    """Joins a cluster, or starts one; raises OptionError where there is none."""
+    alone = _on_loopback() if address is None else contextlib.nullcontext()
+    try:
+        with _own_signals(), alone:
+            ray.init(
+                address="local" if address is None else address,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                include_dashboard=False if address is None else None,
+            )
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise OptionError(
             f"no Ray cluster can be joined at '{address}' ({first_line(error)}): start one with "
             "`ray start --head`, or leave address out"
         ) from error
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray takes SIGTERM for itself as it starts, and never gives it back: it ends with status 15.
+
+    What it raises meanwhile is made to what our own handler raises.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
     try:
-        yield Cluster(ray)
+        yield
+    except SystemExit as error:
+        if error.code != signal.SIGTERM:
+            raise
+        raise SystemExit(128 + signal.SIGTERM) from error
     finally:
-        ray.shutdown()
+        signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """A cluster that is started meanwhile listens to this machine alone.
+
+    Ray does so by itself on macOS and Windows, where this variable is off; it is read by what Ray
+    starts, and by this process when it imports Ray.
+    """
+    constants = importlib.import_module("ray._private.ray_constants")
+    before, enabled = os.environ.get(LOOPBACK), getattr(constants, ENABLED, True)
+    os.environ[LOOPBACK] = "0"
+    setattr(constants, ENABLED, False)
+    try:
+        yield
+    finally:
+        setattr(constants, ENABLED, enabled)
+        del os.environ[LOOPBACK]
+        if before is not None:
+            os.environ[LOOPBACK] = before
 
 
 def _check_answers(address: str) -> None:

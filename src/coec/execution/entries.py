@@ -17,18 +17,19 @@ SHOWN = 3
 
 def sealed(entry: dict[str, Any]) -> bytes:
     """A line of the journal, which carries the digest of what it says."""
-    return (json.dumps(entry | {SEAL: _seal(entry)}, allow_nan=False) + "\n").encode()
+    return (json.dumps(entry | {SEAL: seal(entry)}, allow_nan=False) + "\n").encode()
 
 
 def unsealed(line: bytes) -> dict[str, Any]:
     """What a line says; raises ValueError, KeyError or TypeError unless it is as it was written."""
     entry = json.loads(line)
-    if not isinstance(entry, dict) or entry.pop(SEAL) != _seal(entry):
+    if not isinstance(entry, dict) or entry.pop(SEAL) != seal(entry):
         raise ValueError("it was changed")
     return entry
 
 
-def _seal(entry: dict[str, Any]) -> str:
+def seal(entry: dict[str, Any]) -> str:
+    """SHA-256 of what an entry says."""
     return hashlib.sha256(json.dumps(entry, allow_nan=False).encode()).hexdigest()
 
 

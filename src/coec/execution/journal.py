@@ -37,6 +37,8 @@ WRITING = ".writing"
 """The suffix of a file until it is complete."""
 PLACING = "placing"
 """The name of the entry that says that all is done but to rename the folder to OUT."""
+SWEPT = "swept"
+"""The fact that a piece was written by other means than `put`."""
 AGAIN = (NumericalError, OptionError)
 """Errors that the same command would meet again: what was finished before is of no use then."""
 
@@ -50,6 +52,7 @@ class Journal:
         new: what will be `out`.
         work: other pieces, gone in the end.
         finished: whether an earlier run had put `out` in place already, and was killed then.
+        resumed: whether an earlier run has left finished pieces.
     """
 
     def __init__(self, out: Path, partial: Path, identity: Identity, force: bool) -> None:
@@ -61,6 +64,7 @@ class Journal:
         if not self.finished:
             check_replaceable(out, force)
             self._drop_the_unfinished()
+        self.resumed = bool(self._entries)
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -73,6 +77,10 @@ class Journal:
         """What was recorded with a finished piece."""
         facts: dict[str, Any] = self._entries[name]["facts"]
         return facts
+
+    def every(self, fact: str) -> list[Any]:
+        """What was recorded under a name, of all finished pieces that have it."""
+        return [e["facts"][fact] for e in self._entries.values() if fact in e["facts"]]
 
     def put(self, name: str, path: Path, write: Callable[[Path], None], **facts: Any) -> None:
         """Finishes a piece; returns when it is on the disk.
@@ -93,17 +101,41 @@ class Journal:
             sync(temporary)
             os.rename(temporary, path)
             sync(path.parent)
-            self._append(
-                {
-                    "name": name,
-                    "file": path.relative_to(self.partial).as_posix(),
-                    "bytes": path.stat().st_size,
-                    "sha256": sha256(path),
-                    "facts": facts,
-                }
-            )
+            self._append(_entry(name, path.relative_to(self.partial).as_posix(), path, facts))
         except OSError as error:
             raise unwritable(self.out, error) from error
+
+    def note(self, name: str, **facts: Any) -> None:
+        """Records something that has no file of its own; returns when it is on the disk.
+
+        Raises:
+            OutputError: the disk refuses.
+        """
+        try:
+            self._append({"name": name, "file": NEW, "bytes": 0, "sha256": "", "facts": facts})
+        except OSError as error:
+            raise unwritable(self.out, error) from error
+
+    def recorded(self) -> dict[str, tuple[int, str]]:
+        """Size and SHA-256 of every file in `new`, by path; what is no piece becomes one.
+
+        Raises:
+            OutputError: the disk refuses.
+        """
+        put = {e["file"]: e for e in self._entries.values() if SWEPT not in e["facts"]}
+        files: dict[str, tuple[int, str]] = {}
+        try:
+            for path in sorted(path for path in self.new.rglob("*") if path.is_file()):
+                name, file = (path.relative_to(top).as_posix() for top in (self.new, self.partial))
+                entry = put.get(file)
+                if entry is None:
+                    sync(path)
+                    entry = _entry(name, file, path, {SWEPT: True})
+                    self._append(entry)
+                files[name] = entry["bytes"], entry["sha256"]
+        except OSError as error:
+            raise unwritable(self.out, error) from error
+        return files
 
     def remove(self, name: str) -> None:
         """Deletes the file of a piece that is in another one by now."""
@@ -119,13 +151,17 @@ class Journal:
         try:
             for path in [self.new, *self.new.rglob("*")]:
                 sync(path)
-            self._append({"name": PLACING, "file": NEW, "bytes": 0, "sha256": "", "facts": {}})
+            self.note(PLACING)
             put_in_place(self.partial, self.out, self._force)
         except OSError as error:
             raise unwritable(self.out, error) from error
         finally:
             if not self.new.exists():
                 empty(self.partial)
+
+    def elsewhere(self) -> None:
+        """Says that all of `new` is in another place: nothing is needed here any more."""
+        self.finished = True
 
     def _read(self, identity: Identity) -> bool:
         """Takes up what an earlier run left, or begins; whether that run had come to its end.
@@ -175,6 +211,8 @@ class Journal:
         self._entries.pop(PLACING, None)
         for name, entry in list(self._entries.items()):
             path = self.path(name)
+            if entry["file"] == NEW:
+                continue  # a note
             if not path.is_file():
                 del self._entries[name]  # it had been removed because another piece has it
             elif not _is_recorded(path, entry):
@@ -206,6 +244,12 @@ class Journal:
             sync(self.partial.parent)
         else:
             self._entries[entry["name"]] = entry
+
+
+def _entry(name: str, file: str, path: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """What is recorded of a piece."""
+    size, digest = path.stat().st_size, sha256(path)
+    return {"name": name, "file": file, "bytes": size, "sha256": digest, "facts": facts}
 
 
 def _is_recorded(path: Path, entry: dict[str, Any]) -> bool:

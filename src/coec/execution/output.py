@@ -9,19 +9,26 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from coec.errors import OutputError
 from coec.events import record
-from coec.execution.remote import is_url
 from coec.models.carried import foreign_entry
 
 LOCK, NEW, OLD, WORK, JOURNAL = "coec.lock", "new", "old", "work", "journal.jsonl"
 """What `OUT.partial/` holds: the lock, what will be OUT, what that is about to replace, other
 finished pieces, and the account of both."""
+KINDS = {
+    LOCK: stat.S_ISREG, JOURNAL: stat.S_ISREG, NEW: stat.S_ISDIR, OLD: stat.S_ISDIR,
+    WORK: stat.S_ISDIR,
+}  # fmt: skip
+URL = re.compile(r"[a-z][a-z0-9+.-]+://?")
+"""How a URL begins; with one slash where it was taken for a path."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """What file systems without locks answer, those of some networks among them."""
@@ -174,18 +181,23 @@ def lock(descriptor: int, partial: Path) -> None:
 def _strange(partial: Path) -> str | None:
     """What tells that the folder is not ours: it would be emptied.
 
-    The lock is made first and removed last, so that without one nothing in there is ours.
+    The lock is made first and removed last, so that without one nothing in there is ours. What we
+    make are folders and files, through which nothing outside can be reached.
     """
     if partial.is_symlink():
         return "is a link"
-    ours = {LOCK, NEW, OLD, WORK, JOURNAL} if os.path.lexists(partial / LOCK) else {LOCK}
     for path in partial.iterdir():
-        if path.name in ours:
-            continue
+        kind = KINDS.get(path.name)
         # Another run may have begun or ended meanwhile: ours is what has a lock, or is gone.
-        locked = path.name in (NEW, OLD, WORK, JOURNAL) and os.path.lexists(partial / LOCK)
-        if not locked and os.path.lexists(path):
+        locked = path.name == LOCK or os.path.lexists(partial / LOCK)
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            continue
+        if kind is None or not locked:
             return f"holds '{path.name}'"
+        if not kind(status.st_mode):
+            return f"holds a '{path.name}' that is a link or of another kind"
     return None
 
 
@@ -257,18 +269,33 @@ def sync(path: Path) -> None:
 
 def check_replaceable(out: Path, force: bool) -> None:
     """Raises OutputError unless `out` is free, or `force` may replace what it holds."""
-    if not out.is_dir() or not any(out.iterdir()):
-        return
+    if out.is_dir() and any(out.iterdir()):
+        check_judged(out, force, lambda: foreign_entry(out))
+
+
+def check_judged(out: str | Path, force: bool, foreign: Callable[[], str | None]) -> None:
+    """Raises OutputError unless what is in a place may be replaced.
+
+    Args:
+        out: the place, which is not empty.
+        force: whether a model there may be replaced.
+        foreign: says what is in the place that is not of a model.
+    """
     if not force:
         raise OutputError(
             f"'{out}' is not empty; choose another folder, or pass force=True to replace the "
             "model that it holds"
         )
-    if foreign := foreign_entry(out):
+    if strange := foreign():
         raise OutputError(
-            f"'{out}' {foreign}: only a folder that holds a model and nothing else is replaced; "
+            f"'{out}' {strange}: only a folder that holds a model and nothing else is replaced; "
             "remove it yourself, or choose another"
         )
+
+
+def is_url(out: str | Path) -> bool:
+    """Whether an output is meant to be at a URL."""
+    return URL.match(str(out)) is not None
 
 
 def resolved(path: Path) -> Path:

@@ -24,7 +24,7 @@ from coec.experiments.declarations import (
     items,
 )
 from coec.experiments.publications import PUBLISHED, Publication, publication
-from coec.recipe import APART, Recipe, read_toml
+from coec.recipe import APART, Recipe, by_name, read_toml
 from coec.settings import NAMES, OPTIONS, Repair
 
 MOST_CELLS = 100_000
@@ -337,8 +337,8 @@ def _settings(table: Any, where: str, extra: set[str] | None = None) -> dict[str
     if not isinstance(table, dict):
         raise OptionError(f"grid '{where}': expected a table of settings, got {table!r}")
     out = {}
-    for name, value in table.items():
-        key = name.replace("-", "_")
+    for key, name in by_name(table, f"grid '{where}'").items():
+        value = table[name]
         _known(key, NAMES | (extra or set()), f"grid '{where}'", written=name)
         if isinstance(value, dict):
             raise OptionError(f"grid '{where}': {name} must be a value or a list, got {value!r}")

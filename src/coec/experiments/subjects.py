@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from coec.calibration.measure import adopted
-from coec.calibration.self_text import sample_from_model
+from coec.calibration.self_text import sample_from_model, windows_that_fit
 from coec.calibration.statistics import Statistics
 from coec.calibration.tokens import Windows, load_tokenizer
 from coec.calibration.windows import check_calibrations, resolve_seq_len, source_digest
@@ -98,7 +98,6 @@ def open_subjects(
         if subject not in opened:
             how = subject.evaluation
             if how.tasks:
-                check_tasks(how.tasks, how.tasks_data)
                 load_tokenizer(dense.folder, trust_remote_code=how.trust_remote_code)
             statistics = by_model.get(dense.digest) if saved else None
             text = _evaluation_text(subject, dense, device)
@@ -170,9 +169,10 @@ def _evaluation_text(subject: Subject, dense: Dense, device: str) -> Windows:
 def _sampled(subject: Subject, dense: Dense, device: str) -> Windows:
     """Text sampled from the dense model, as by `coec eval --text self`."""
     how = subject.evaluation
+    network = load_network(dense, choose_device(device), None)
+    seq_len = resolve_seq_len(how.seq_len, dense.positions, DEFAULT_SEQ_LEN)
     return sample_from_model(
-        load_network(dense, choose_device(device), None),
-        load_tokenizer(dense.folder, trust_remote_code=how.trust_remote_code),
-        samples=how.max_windows or SAMPLED, seed=1,
-        seq_len=resolve_seq_len(how.seq_len, dense.positions, DEFAULT_SEQ_LEN),
+        network, load_tokenizer(dense.folder, trust_remote_code=how.trust_remote_code),
+        samples=how.max_windows or SAMPLED, seed=1, seq_len=seq_len,
+        at_once=windows_that_fit(dense, network, seq_len),
     )  # fmt: skip

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from coec.calibration.measure import DensePass, depends_on
@@ -20,7 +21,8 @@ from coec.calibration.windows import source_digest
 from coec.collecting import collect
 from coec.devices import choose_device
 from coec.errors import CalibrationError, CoecError, OptionError, OutputError, UnfinishedError
-from coec.events import Progress
+from coec.evaluation.zero_shot import check_tasks
+from coec.events import RESUMING, Progress
 from coec.execution.cluster import ClusterJobs, joined, shared_folder
 from coec.execution.output import remove_leftovers
 from coec.execution.workers import Executor, Workers
@@ -98,8 +100,8 @@ def sweep(
     Raises:
         CoecError: a model, a text or the folder cannot be used; nothing has run.
     """
-    _check_executor(executor, jobs, address)
-    out, chosen = Path(out), str(choose_device(device))
+    chosen = str(check_plan(cells, jobs, executor, address, device))
+    out = Path(out)
     if out.exists() and not out.is_dir():
         raise OutputError(f"'{out}' is a file: give a folder")
     for cell in cells:
@@ -122,6 +124,8 @@ def sweep(
         _widen(cells, store)
         ran = sum(map(len, groups))
         finished = len(cells) - ran
+        if progress and ran and finished:
+            progress(f"{RESUMING} cells", finished, len(cells))
         for group in groups:
             text = known_by[group[0].id]["calibration text"]
             prepared = _prepare(group, text, subjects[group[0].subject], out, progress)
@@ -141,6 +145,24 @@ def sweep(
 
 
 EXECUTORS = ("processes", "ray")
+
+
+def check_plan(
+    cells: list[Cell], jobs: int | None, executor: str, address: str | None, device: str
+) -> torch.device:
+    """The device, where all that needs no model and no text can be carried out.
+
+    Raises:
+        CoecError: a task is unknown, there is no such device or executor, or settings of it do not
+            go together.
+    """
+    _check_executor(executor, jobs, address)
+    for tasks, data in dict.fromkeys(
+        (cell.subject.evaluation.tasks, cell.subject.evaluation.tasks_data) for cell in cells
+    ):
+        if tasks:
+            check_tasks(tasks, data)
+    return choose_device(device)
 
 
 def _check_executor(executor: str, jobs: int | None, address: str | None) -> None:

@@ -235,6 +235,26 @@ ARCHITECTURES: dict[str, Architecture] = {
 }  # fmt: skip
 
 
+def _check_text_alone(config: dict[str, Any]) -> None:
+    """Raises ModelError for a model of text and something else."""
+    others = [key for key in ("vision_config", "audio_config") if key in config]
+    text = config.get("text_config")
+    if not others or not isinstance(text, dict):
+        return
+    kind = text.get("model_type")
+    what = (
+        f"save its {kind} as a checkpoint of its own (…ForCausalLM), and prune that"
+        if kind in ARCHITECTURES
+        else f"its language model '{kind!s:.80}' is not supported either "
+        f"(supported: {', '.join(ARCHITECTURES)})"
+    )
+    names = config.get("architectures") or [config.get("model_type")]
+    raise ModelError(
+        f"this is a multimodal model ({names[0]!s:.80}, with {' and '.join(others)}), and pruning "
+        f"is of language models alone: {what}"
+    )
+
+
 def architecture_of(config: dict[str, Any]) -> Architecture:
     """The architecture of a raw configuration.
 
@@ -251,6 +271,7 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
             f"the weights are quantised ({method}): pruning needs float weights; "
             "use the original checkpoint, prune it, then quantise the result"
         )
+    _check_text_alone(config)
     classes = config.get("architectures") or ["ForCausalLM"]
     classes = classes if isinstance(classes, list) else [classes]
     if config.get("is_encoder_decoder") or not any(

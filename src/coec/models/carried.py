@@ -3,6 +3,8 @@
 import hashlib
 import re
 import shutil
+import stat
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -38,17 +40,23 @@ LICENCES = (
 CARRIED = (*TOKENIZER, *LICENCES, "generation_config.json")
 """Files copied unchanged from the dense model, by pattern."""
 DOWNLOADED = (
-    "*.json", "*.jinja", "*.py", "*.tiktoken", "tokenizer.model*", "merges.txt", *LICENCES,
+    "*.json", "*.jinja", "*.py", "*.tiktoken", "tokenizer.model*", "merges.txt", "README.md",
+    *LICENCES,
 )  # fmt: skip
-"""What is downloaded of a model on the hub, besides weights. Code runs only where it is trusted."""
+"""What is downloaded of a model on the hub, besides weights. Code runs only where it is
+trusted; the card names the licence."""
 NOT_DOWNLOADED = ("*/*", "consolidated*")
 """What is left there: the same weights in other formats, in folders or by their makers' names."""
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 RECORDS = ("config.json", "README.md", "coec.json", CODE)
 LITTER = (".gitattributes", ".DS_Store")
 """Files that the hub and file managers put in any folder."""
+HUB_MODEL = "models--"
+"""How the folders of models begin in the hub's cache, where models are links into `blobs`."""
 HUB_CACHE = ".cache/huggingface"
 """Where the hub's client notes what it downloaded into a folder."""
+JUDGED = ("config.json", ".py")
+"""How the names of those files end whose content says what else a model may hold."""
 IMPORT = re.compile(r"^\s*(?:from|import)\s+\.(\w+)", re.MULTILINE)
 FOLDERS = {
     "coec": ("kept.safetensors",),
@@ -109,32 +117,67 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def carry_files(source: Path, target: Path) -> None:
-    """Copies what belongs to a model besides configuration and weights."""
-    code = tokenizer_code(source)
-    for path in sorted(source.iterdir()):
-        if path.is_file() and (path.name in code or _known(path.name, CARRIED)):
-            shutil.copyfile(path, target / path.name)  # with the mode of a new file
+    """Copies what belongs to a model besides configuration and weights.
+
+    Copies have the mode of a new file, but nobody else may read or write them who could not the
+    original.
+
+    Raises:
+        ModelError: as `carried_files`.
+    """
+    for path in carried_files(source):
+        copy = target / path.name
+        shutil.copyfile(path, copy)
+        copy.chmod(stat.S_IMODE(copy.stat().st_mode) & (path.stat().st_mode | stat.S_IRWXU))
+
+
+def carried_files(folder: Path) -> list[Path]:
+    """The files that `carry_files` copies.
+
+    Raises:
+        ModelError: one is a link out of the model, to what may be nobody else's business.
+    """
+    code = tokenizer_code(folder)
+    files = [
+        path for path in sorted(folder.iterdir())
+        if path.is_file() and (path.name in code or _known(path.name, CARRIED))
+    ]  # fmt: skip
+    for path in files:
+        place = path.resolve()
+        blob = place.parent.name == "blobs" and place.parts[-3].startswith(HUB_MODEL)
+        if not (place.is_relative_to(folder.resolve()) or place.name == path.name or blob):
+            raise ModelError(
+                f"'{path}' is a link to '{place}', which would be copied into the output under "
+                "another name: put the file itself there, or remove the link"
+            )
+    return files
 
 
 def foreign_entry(folder: Path) -> str | None:
-    """What in a folder neither coec nor `save_pretrained` writes; None where it is a model.
+    """What in a folder neither coec nor `save_pretrained` writes; None where it is a model."""
+    names = list(_entries(folder))
+    return foreign_name(names, folder) or incomplete(names, folder)
 
-    Without a model's configuration and weights, that nothing else is there says nothing.
+
+def foreign_name(names: Iterable[str], folder: Path) -> str | None:
+    """The first file that neither coec nor `save_pretrained` writes into a model, in words.
+
+    Args:
+        names: of the files, inside the model; with a slash at the end where one is no file.
+        folder: holds those that JUDGED names.
     """
-    own = (*CARRIED, *WEIGHTS, *RECORDS, *LITTER, *tokenizer_code(folder))
-    for path in sorted(folder.iterdir()):
-        if _is_hub_cache(path):
-            continue
-        if path.is_dir() and (path.is_symlink() or path.name not in FOLDERS):
-            return f"holds '{path.name}/'"
-        inside = [path]
-        if path.is_dir():
-            inside = sorted(path.iterdir())
-        for file in inside:
-            known = own if file is path else FOLDERS[path.name]
-            if not file.is_file() or not _known(file.name, known):
-                return f"holds '{file.relative_to(folder)}'"
-    if not any(_known(path.name, WEIGHTS) for path in folder.iterdir()):
+    ours = (*CARRIED, *WEIGHTS, *RECORDS, *LITTER, *tokenizer_code(folder))
+    for name in sorted(names):
+        holder, _, last = name.rpartition("/")
+        known = FOLDERS.get(holder, ()) if holder else ours
+        if not last or not _known(last, known):
+            return f"holds '{name}'"
+    return None
+
+
+def incomplete(names: Iterable[str], folder: Path) -> str | None:
+    """What files lack to be a model, in words: that nothing else is there says nothing."""
+    if not any(_known(name, WEIGHTS) for name in names):
         return "holds no weights"
     try:
         config = parse_json(folder / "config.json")
@@ -142,6 +185,18 @@ def foreign_entry(folder: Path) -> str | None:
         return "holds no config.json that can be read"
     described = isinstance(config, dict) and "model_type" in config
     return None if described else "holds a config.json that is of no model"
+
+
+def _entries(folder: Path) -> Iterator[str]:
+    """What a folder holds, by path; with a slash at the end where that is no file."""
+    for path in sorted(folder.iterdir()):
+        if _is_hub_cache(path):
+            continue
+        inside = [path]
+        if path.name in FOLDERS and path.is_dir() and not path.is_symlink():
+            inside = sorted(path.iterdir())
+        for one in inside:
+            yield one.relative_to(folder).as_posix() + ("" if one.is_file() else "/")
 
 
 def _is_hub_cache(path: Path) -> bool:

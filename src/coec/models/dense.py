@@ -4,10 +4,11 @@ Whatever is pruned, calibrated on, evaluated or compared comes through here, so 
 made of the same tensors, and what one part of the package refuses no other accepts.
 """
 
+import functools
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +34,8 @@ from coec.models.shape import Shape
 from coec.models.stored import LAYER, Header, headers_of
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+OUTSIDE, OUTER = "", "embedding, final norm or head"
+"""What stands for the weights outside of all blocks, and their name."""
 SAMPLED = 2**16
 """Bytes of every tensor that `Dense.fingerprint` reads."""
 PARAMETER = re.compile(r"(model|lm_head)\..*(weight|bias)")
@@ -52,9 +55,10 @@ class Dense(Description):
         files: tensor name → file name.
         stamps: size and time of every file when it was opened; a file that changes later is
             refused.
-        dtype: of the weights, the widest where they are mixed.
+        dtype: of the weights; where they are mixed, the narrowest that holds them all.
         notes: what is unusual about it, one sentence each.
         hashes: of the tensors read so far, by name: dtype, shape and SHA-256 of the content.
+        expected: what weights have to be, as `expect` has it.
     """
 
     name: str
@@ -64,6 +68,7 @@ class Dense(Description):
     dtype: torch.dtype
     notes: tuple[str, ...]
     hashes: dict[str, str] = field(default_factory=dict, repr=False)
+    expected: list[tuple[str, str, str]] = field(default_factory=list, repr=False)
 
     @classmethod
     def open(cls, model: "str | Path | Dense") -> "Dense":
@@ -87,6 +92,11 @@ class Dense(Description):
                 "the weights differ"
             )
         dtype = _check(folder, headers, facts["shapes"])
+        if {headers[name].kind for name in facts["shapes"]} == {"F16", "BF16"}:
+            notes.append(
+                "some weights are float16, others bfloat16: what is written is float32, which "
+                "holds both, unless the setting dtype says another"
+            )
         _generation_config(folder)
         files = {name: headers[name].file for name in facts["shapes"]}
         stamps = {file: _stamp(folder / file) for file in sorted(set(files.values()))}
@@ -101,12 +111,13 @@ class Dense(Description):
         """All tensors of a block, by their full names.
 
         Raises:
-            ModelError: one of them is not finite.
+            ModelError: one of them is not finite, or not what is expected.
         """
         found: dict[str, Tensor] = {}
         for file, names in self._names_by_file().items():
             own = [name for name in names if name.startswith(block.prefix)]
             found |= self._noted(file, own) if own else {}
+        self._compare(block.prefix)
         return {name: found[name] for name in self.files if name in found}
 
     @cached_property
@@ -144,22 +155,59 @@ class Dense(Description):
         """Raises ModelError naming the first weight that is not finite; reads all of them."""
         _ = self.digest
 
-    def digest_of(self, block: BlockLayout) -> str:
-        """SHA-256 of the weights of one block; reads what was not read yet."""
-        names = [name for name in self.files if name.startswith(block.prefix)]
-        if any(name not in self.hashes for name in names):
-            self.tensors(block)
-        lines = [f"{name} {self.hashes[name]}" for name in sorted(names)]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    def digests_of(self, blocks: Iterable[BlockLayout]) -> dict[str, str]:
+        """SHA-256 of the weights of blocks, by prefix; and, by OUTSIDE, of those outside of all.
 
-    def check_unchanged(self, digests: Mapping[int, str]) -> None:
-        """Raises ModelError where the weights of a block, by its index, had another digest."""
-        for block in self.layout.blocks:
-            if self.digest_of(block) != digests[block.index]:
+        Reads what was not read yet.
+        """
+        return {part: self._digest(part) for part in (OUTSIDE, *(block.prefix for block in blocks))}
+
+    def expect(self, earlier: Iterable[tuple[Mapping[str, str], str]]) -> None:
+        """From now on weights are compared, when they are read, with what they were earlier.
+
+        Args:
+            earlier: digests as in `digests_of`, and the words that follow when others are found.
+
+        Raises:
+            ModelError: those outside of all blocks, which are read now, are others.
+        """
+        self.expected[:] = [
+            (part, digest, advice) for known, advice in earlier for part, digest in known.items()
+        ]
+        self._compare(OUTSIDE)
+
+    def check_unchanged(self) -> None:
+        """Reads what was not read yet of what is expected; raises ModelError where it is other."""
+        for part in {part for part, _, _ in self.expected}:
+            self._compare(part)
+
+    def _compare(self, part: str) -> None:
+        for known, digest, advice in self.expected:
+            if known == part and self._digest(part) != digest:
                 raise ModelError(
-                    f"'{self.name}' was changed since block {block.index} was done, by a run that "
-                    "this one went on with: pass restart=True to begin anew"
+                    f"'{self.name}' was changed ({part.strip('.') or OUTER}) since {advice}"
                 )
+
+    def _digest(self, part: str) -> str:
+        """SHA-256 of the weights of a block, or of those outside of all blocks."""
+        names = self._parts[part]
+        for name in names:
+            if name not in self.hashes:
+                self.tensor(name)
+        return hashlib.sha256(
+            "\n".join(f"{n} {self.hashes[n]}" for n in names).encode()
+        ).hexdigest()
+
+    @cached_property
+    def _parts(self) -> dict[str, list[str]]:
+        """The names of tensors, by the prefix of their block."""
+        parts: dict[str, list[str]] = {block.prefix: [] for block in self.layout.blocks}
+        prefixes = tuple(parts)
+        for name in sorted(self.files):
+            inside = name.startswith(prefixes)
+            prefix = next((p for p in prefixes if name.startswith(p)), "") if inside else OUTSIDE
+            parts.setdefault(prefix, []).append(name)
+        return parts
 
     def _with_config(self, hashes: dict[str, str]) -> str:
         """One digest of the configuration and of what is known of every tensor."""
@@ -168,11 +216,18 @@ class Dense(Description):
         content = [hashlib.sha256(config.encode()).hexdigest(), *lines]
         return hashlib.sha256("\n".join(content).encode()).hexdigest()
 
-    def network(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    def network(
+        self, device: torch.device, dtype: torch.dtype, *, noted: bool = False
+    ) -> PreTrainedModel:
         """The model in memory, made of exactly the tensors that were checked.
 
         transformers' own loader would pick the files itself, and fill with random numbers what it
         does not find there.
+
+        Args:
+            device: where.
+            dtype: of its weights.
+            noted: whether `hashes` has them then, which takes time.
 
         Raises:
             ModelError: a weight is not finite, or this release of transformers has others.
@@ -183,7 +238,7 @@ class Dense(Description):
             # no map of a file that may go
             name: _finite(tensor, name, file).to(device, dtype, copy=True)
             for file, names in self._names_by_file().items()
-            for name, tensor in self._read(file, names).items()
+            for name, tensor in (self._noted if noted else self._read)(file, names).items()
         }
         state = stacked(state, self.architecture.blocks.experts)
         model.load_state_dict(state, assign=True, strict=not self.tied)
@@ -279,7 +334,7 @@ def _stored(path: Path, name: str) -> Tensor:
 def _check(
     folder: Path, headers: dict[str, Header], expected: dict[str, torch.Size]
 ) -> torch.dtype:
-    """Every expected tensor is there, of its shape, and float; returns the widest dtype."""
+    """Every expected tensor is there, of its shape, and float; returns what holds all of them."""
     missing = [name for name in expected if name not in headers]
     if missing:
         raise ModelError(
@@ -304,7 +359,7 @@ def _check(
                 f"{where} has shape {header.shape}, config.json says {tuple(expected[name])}"
             )
     dtypes = {FLOAT_DTYPES[headers[name].kind] for name in expected}
-    return max(dtypes, key=lambda dtype: (dtype.itemsize, dtype == torch.bfloat16))
+    return functools.reduce(torch.promote_types, sorted(dtypes, key=str))
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -17,12 +17,20 @@ from coec.errors import ModelError
 from coec.models.architectures import ARCHITECTURES, Architecture, architecture_of
 from coec.models.carried import DOWNLOADED, NOT_DOWNLOADED
 from coec.models.experts import stored_shapes
-from coec.models.files import parse_json
+from coec.models.files import check_fetched, parse_json
 from coec.models.layout import Layout
-from coec.models.non_uniform import class_of
+from coec.models.non_uniform import as_read, class_of
 from coec.models.shape import BLOCK_WIDTHS, LARGEST, Shape, whole
 
 CONFIG = "config.json"
+MERGE = (
+    "merge it first (PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(FOLDER)), "
+    "and give that folder"
+)
+GGUF = (
+    "'{}' is a GGUF file, which no weights can be pruned in: give the folder with config.json and "
+    "safetensors that it was made from"
+)
 PARTIAL = "partial_rotary_factor"
 """The share of a head's numbers that turn: beside `rope_scaling` in the old form."""
 
@@ -130,7 +138,10 @@ def find_model(model: str | Path, *, weights: bool = True) -> Path:
         there = path.exists()
     except (OSError, ValueError, RuntimeError) as error:  # too long a name, a loop of links
         raise ModelError(f"'{_short(name)}' is no model folder: {_reason(error)}") from error
-    if there or name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if there:
+        check_fetched(path)
+        raise ModelError(_no_folder(path, _short(name)))
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(
             f"no model at '{_short(name)}': give a folder with config.json and safetensors "
             "weights, or a hub name such as 'org/model'"
@@ -146,12 +157,34 @@ def find_model(model: str | Path, *, weights: bool = True) -> Path:
         ) from error
 
 
+def _no_folder(path: Path, name: str) -> str:
+    """What a file is that was given for a model, and what to give instead."""
+    if path.suffix == ".gguf":
+        return GGUF.format(name)
+    return f"no model at '{name}', a file: give the folder with config.json and safetensors weights"
+
+
+def check_merged(folder: Path) -> None:
+    """Raises ModelError for a folder of PEFT's, which holds what is added to a model."""
+    path = folder / "adapter_config.json"
+    if not path.is_file() or any(folder.glob("model*.safetensors*")):
+        return
+    try:
+        base = parse_json(path).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        base = "an unknown model"
+    raise ModelError(f"'{folder}' is a PEFT adapter of '{base!s:.200}': {MERGE}")
+
+
 def read_config(model: Path) -> dict[str, Any]:
     """The raw config.json of a model folder (or the file itself)."""
     try:
         path = model if model.is_file() else model / CONFIG
         config = parse_json(path)
     except FileNotFoundError as error:
+        check_merged(model)
+        if gguf := next(iter(sorted(model.glob("*.gguf"))), None):
+            raise ModelError(GGUF.format(gguf)) from error
         raise ModelError(f"no {CONFIG} in '{model}': it is not a model folder") from error
     except ValueError as error:
         raise ModelError(f"'{path}' is not valid JSON: {error}") from error
@@ -159,7 +192,7 @@ def read_config(model: Path) -> dict[str, Any]:
         raise ModelError(f"'{path}' cannot be read: {error.strerror}") from error
     if not isinstance(config, dict):
         raise ModelError(f"'{path}' holds no JSON object")
-    return config
+    return as_read(config)
 
 
 def skeleton(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -36,7 +36,9 @@ def parse_json(path: Path, *, distinct: bool = False) -> Any:
     Raises:
         OSError: the file cannot be read, or is no file.
         ValueError: it is not JSON, holds a number that is not finite, or is absurdly large or deep.
+        ModelError: git-LFS has not fetched it.
     """
+    check_fetched(path)
     status = path.stat()
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise OSError(errno.EINVAL, "not a regular file")  # a pipe would be waited for
@@ -51,6 +53,26 @@ def parse_json(path: Path, *, distinct: bool = False) -> Any:
         )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+LFS = b"version https://git-lfs.github.com/spec/"
+"""How a file begins that stands for one which git-LFS has not fetched."""
+
+
+def check_fetched(path: Path) -> None:
+    """Raises ModelError for the few lines that stand for a file until git-LFS fetches it."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return
+        with path.open("rb") as file:
+            begins = file.read(len(LFS))
+    except OSError:
+        return  # whoever reads it says why
+    if begins == LFS:
+        raise ModelError(
+            f"'{path}' is a pointer of git-LFS, not the file itself: run `git lfs pull` in its "
+            "folder, or download it again"
+        )
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -110,6 +132,7 @@ def opened(path: Path) -> Iterator[Any]:
     if not path.is_file() or not os.access(path, os.R_OK):
         why = "permission denied" if path.is_file() else "it is no file"
         raise ModelError(f"shard '{path.name}' in '{path.parent}' cannot be read: {why}")
+    check_fetched(path)
     try:
         with safe_open(path, framework="pt") as file:
             yield file

@@ -1,7 +1,7 @@
 """Which programs load a checkpoint as it is, as data (docs/FORMATS.md has the table made of it).
 
 What is found by running a program and what is read in its source are told apart: a finding holds
-for the version that it names.
+for the version that it names. Of a type that nobody tried nothing is known.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,9 @@ from typing import Any
 from coec.models.layout import ATTENTION, MLP
 from coec.models.shape import Shape
 
-YES = "yes"
+YES, UNKNOWN = "yes", "not known"
+ANY = ("every type",)
+"""Stands for all model types."""
 
 
 @dataclass(frozen=True)
@@ -21,23 +23,31 @@ class Loader:
     Attributes:
         name: as people know it.
         checked: which versions, and how.
+        types: the model types that were tried; of others nothing is known.
     """
 
     name: str
     checked: str
+    types: tuple[str, ...]
 
 
+SOURCE_READ = ("llama", "mistral", "qwen2", "qwen3", "granite")
+WHOLE_MATRIX = (*SOURCE_READ, "seed_oss", "smollm3", "gemma2", "gemma3_text", "cohere2")
+"""The types of which every client was given every checkpoint (`python -m benchmarks.clients`)."""
 LOADERS = {
     loader.name: loader
     for loader in (
-        Loader("transformers", "run: 4.57.6, 5.0, 5.3, 5.17, 5.23"),
-        Loader("vLLM", "run: 0.32 on a CPU"),
-        Loader("SGLang", "read: 0.5.23"),
-        Loader("llama.cpp", "run: its converter of November 2026, float32; coec export"),
-        Loader("OpenVINO", "run: optimum-intel 2.2, OpenVINO 2026.4"),
-        Loader("CTranslate2", "run: 4.8.5"),
+        Loader("transformers", "run: 4.57.6, 5.0, 5.3, 5.17, 5.23", ANY),
+        Loader("vLLM", "run: 0.32 on a CPU",
+               (*WHOLE_MATRIX, "olmo2", "phi3", "mixtral", "qwen3_moe")),
+        Loader("SGLang", "read: 0.5.23", SOURCE_READ),
+        Loader("llama.cpp", "run: its converter of November 2026, float32; coec export",
+               (*WHOLE_MATRIX, "olmo2")),
+        Loader("OpenVINO", "run: optimum-intel 2.2, OpenVINO 2026.4",
+               (*WHOLE_MATRIX, "olmo2", "phi3")),
+        Loader("CTranslate2", "run: 4.8.5", WHOLE_MATRIX),
     )
-}
+}  # fmt: skip
 TARGETS = {"hf": "transformers", "vllm": "vLLM", "llama.cpp": "llama.cpp"}
 """The loader that a setting `target` names."""
 
@@ -141,19 +151,15 @@ class Finding:
         return (self.types == ANY or model_type in self.types) and self.when(stored)
 
 
-ANY = ("every type",)
-"""Stands for all model types."""
 OWN = "by coec export (its own converter {})"
 """What llama.cpp makes of checkpoints that its converter has no words for."""
-NEVER_TRIED = ("olmo2", "phi3", "mixtral", "qwen3_moe")
-"""Types of which only transformers has loaded pruned checkpoints."""
 FINDINGS = (
     Finding("transformers", ANY, own_widths, "with trust_remote_code=True"),
     Finding("vLLM", ANY, own_heads, "no (its transformers backend wants one number of heads)"),
     Finding(
         "vLLM", ANY, own_widths, "with trust_remote_code=True, if all blocks have as many heads",
     ),
-    Finding("SGLang", ANY, own_widths, "not known"),
+    Finding("SGLang", ANY, own_widths, UNKNOWN),
     Finding("llama.cpp", ("qwen3",), own_widths, "no (its qwen3 has one width)"),
     Finding(
         "llama.cpp", ("llama", "mistral", "qwen2", "seed_oss"), own_widths,
@@ -164,7 +170,7 @@ FINDINGS = (
         OWN.format("wants one width") + ", where its multipliers are neutral",
     ),
     Finding("llama.cpp", ANY, own_widths, "no (its architectures have one width)"),
-    Finding("OpenVINO", ANY, own_widths, "not known"),
+    Finding("OpenVINO", ANY, own_widths, UNKNOWN),
     Finding("CTranslate2", ANY, own_widths, "no (it wants one width)"),
     Finding(
         "vLLM", ("qwen2",), fewer_heads,
@@ -173,7 +179,6 @@ FINDINGS = (
     Finding("vLLM", ("qwen3",), output_bias, "no (its Qwen3 has no o_proj bias)"),
     Finding("vLLM", ("cohere2",), always, "no (it goes wrong, dense models too)"),
     Finding("SGLang", ("llama",), down_bias, "no (it drops down_proj.bias without a word)"),
-    Finding("SGLang", ("seed_oss",), always, "not known"),
     Finding("llama.cpp", ("qwen2",), fewer_heads, OWN.format("ignores head_dim")),
     Finding("llama.cpp", ("granite",), fewer_heads, OWN.format("drops head_dim")),
     Finding("llama.cpp", ("seed_oss",), new_biases, OWN.format("has no biases")),
@@ -182,18 +187,10 @@ FINDINGS = (
         "llama.cpp", ("mistral",), sliding,
         "up to the sliding window only (it ignores it, and goes wrong)",
     ),
-    Finding("llama.cpp", ("qwen2", "qwen3"), sliding, "not known"),
-    *(
-        Finding(loader, NEVER_TRIED, always, "not known")
-        for loader in LOADERS
-        if loader != "transformers"
-    ),
+    Finding("llama.cpp", ("qwen2", "qwen3"), sliding, UNKNOWN),
     Finding("llama.cpp", ("granite",), llama3_positions, OWN.format("refuses them")),
     Finding("llama.cpp", ("smollm3",), new_biases, "no (its smollm3 has no biases)"),
     Finding("llama.cpp", ("cohere2",), fewer_heads, "no (its cohere2 ignores head_dim)"),
-    Finding(
-        "SGLang", ("smollm3", "gemma2", "gemma3_text", "cohere2"), always, "not known",
-    ),
     Finding("OpenVINO", ("seed_oss",), always, "no (it does not know the type)"),
     Finding(
         "OpenVINO", ("gemma2", "gemma3_text"), always, "no (not with the transformers it brings)",
@@ -220,19 +217,25 @@ def loads_in(model_type: str, stored: Stored) -> dict[str, str]:
 def verdict(loader: str, model_type: str, stored: Stored) -> str:
     """`yes`, or what to know of a loader."""
     found = (f for f in FINDINGS if f.loader == loader and f.holds(model_type, stored))
-    return next((finding.verdict for finding in found), YES)
+    types = LOADERS[loader].types
+    default = YES if types == ANY or model_type in types else UNKNOWN
+    return next((finding.verdict for finding in found), default)
 
 
 def table() -> str:
-    """The findings in Markdown: a row for every loader, and below it where it differs."""
-    lines = ["| loader | checked | loads all of the types, except |", "|---|---|---|"]
+    """The findings in Markdown: a row for every loader, what it was tried with, what it lacks."""
+    lines = [
+        "| loader | checked | types that were tried | loads them, except |",
+        "|---|---|---|---|",
+    ]
     for loader in LOADERS.values():
         exceptions = [
             f"{', '.join(f.types)}{_words(f.when)}: {f.verdict}"
             for f in FINDINGS
             if f.loader == loader.name
         ]
-        lines.append(f"| {loader.name} | {loader.checked} | {'; '.join(exceptions) or '–'} |")
+        cells = [loader.name, loader.checked, ", ".join(loader.types), "; ".join(exceptions)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -327,9 +327,33 @@ def _strange(dense: Side, pruned: Side, names: list[str], lost: list[int]) -> Mo
                 f"'{pruned.name}' are none of the dense model's (row {rows[0]} is {off:.2g} of the "
                 f"nearest's length off that, row {nearest}): producers were changed, and {ending}"
             )
+    if swapped := _swapped_heads(dense, pruned, lost[0]):
+        return swapped
     return ModelError(
         f"{dense.site.unit} {lost[0]} of {dense.site.key} in '{pruned.name}' is put together of "
         f"rows of several {dense.site.unit}s of the dense model ({len(lost)} are): {ending}"
+    )
+
+
+def _swapped_heads(dense: Side, pruned: Side, unit: int) -> ModelError | None:
+    """What is wrong with a KV group whose query heads are the dense model's, in another order."""
+    heads = _heads(dense)
+    if heads is None:
+        return None
+    queries, group = heads
+    mine = dense.rows(queries, dense.count * group)
+    theirs = pruned.rows(queries, pruned.count * group)[unit * group : (unit + 1) * group]
+    same = _same([mine], [theirs], torch.ones(group, dtype=torch.bool))
+    order = [heads[0] for heads in same if heads]
+    groups = {head // group for head in order}
+    if len(order) < group or len(groups) > 1 or order == sorted(order):
+        return None
+    module = _module(queries).rpartition(".")[2]
+    consumer = dense.site.consumer.rpartition(".")[2]
+    return ModelError(
+        f"{dense.site.unit} {unit} of {dense.site.key} in '{pruned.name}' has the dense model's "
+        f"query heads in another order ({', '.join(map(str, order))}): put {module}'s rows and "
+        f"{consumer}'s columns into the dense model's order"
     )
 
 

@@ -15,12 +15,12 @@ class NonUniformBlocks:
     Servers that run transformers' modules build the decoder alone.
     """
 
-    base_model: Any
     post_init: Any
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
-        layers = self.base_model.layers
+        decoder: Any = getattr(self, "model", self)
+        layers = decoder.layers
         for index, widths in enumerate(config.block_widths):
             own = copy.deepcopy(config)
             for key, size in widths.items():

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from coec.errors import ModelError
 from coec.models.architectures import architecture_of
-from coec.models.description import find_model, read_config
+from coec.models.description import MERGE, check_merged, find_model, read_config
 from coec.models.files import FLOAT_DTYPES, opened, parse_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+WRAPPED = "base_model.model."
+"""Before the names of a model that PEFT wraps."""
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -96,6 +98,7 @@ def headers_of(folder: Path) -> dict[str, Header]:
     Raises:
         ModelError: files are missing or damaged, or loaders would read different ones.
     """
+    check_merged(folder)
     index = _index(folder) if (folder / INDEX).exists() else None
     if index is None and not (folder / WEIGHTS).exists():
         other = next(iter(sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth"))), None)
@@ -120,6 +123,11 @@ def headers_of(folder: Path) -> dict[str, Header]:
                     raise ModelError(
                         f"{name} is in both '{headers[name].file}' and '{file_name}' of "
                         f"'{folder}': loaders differ in which they read"
+                    )
+                if name.startswith(WRAPPED):
+                    raise ModelError(
+                        f"tensors in '{folder / file_name}' are named {WRAPPED}…, as PEFT saves a "
+                        f"model that it still wraps: {MERGE}"
                     )
                 stored = file.get_slice(name)
                 headers[name] = Header(file_name, stored.get_dtype(), tuple(stored.get_shape()))

@@ -77,7 +77,7 @@ class Facts:
         found: list[Work] = []
         for site in block.sites:
             share = self.active if site.routed else 1.0
-            found += passes.gram(site.columns, tokens * share, batches, count)
+            found += passes.statistics(site.columns, tokens * share, batches, count)
         return found
 
     def loading(self) -> list[Work]:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from coec.calibration.self_text import GROUP
 from coec.devices import DTYPES, choose_forward_dtype, choose_solve_dtype, stored_dtype
 from coec.planning.machines import Machine
 
@@ -21,6 +22,7 @@ class How:
         stored, forward, written: dtypes of the dense weights, of the dense pass, of the result.
         solve: that of the compensation.
         measured: there are statistics already, and no text is run.
+        at_once: windows that the model writes together, where it writes any.
     """
 
     device: str
@@ -29,6 +31,7 @@ class How:
     written: torch.dtype
     solve: torch.dtype
     measured: bool = False
+    at_once: int = GROUP
 
     @classmethod
     def of(

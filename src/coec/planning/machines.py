@@ -152,7 +152,7 @@ FULL = ((64.0, 0.01), (256.0, 0.1), (1024.0, 0.6), (4096.0, 1.0))
 """How far smaller matrices fill a GPU, by size."""
 CALL = 1e-5
 """Seconds in which Python launches one operator on a GPU."""
-HOST = {"digest": 1e9, "tokenise": 1e6, "import": 1 / 8}
+HOST_RATES = {"digest": 1e9, "tokenise": 1e6, "import": 1 / 8}
 """Bytes and characters per second, and how long imports take, where the host is not known."""
 
 
@@ -176,7 +176,7 @@ def named(name: str) -> Machine:
     moved = ((1.0, sheet.bandwidth * 1e9 * OF_BANDWIDTH),)
     rates |= {"elementwise": moved, "reduce": moved}
     rates |= {"link": ((1.0, sheet.link * 1e9 * OF_LINK),), "call": ((1.0, 1 / CALL),)}
-    rates |= {name: ((1.0, rate),) for name, rate in HOST.items()}
+    rates |= {name: ((1.0, rate),) for name, rate in HOST_RATES.items()}
     return Machine(
         sheet.about, "cuda", rates, int(sheet.gigabytes * 1e9), measured=False, share=SHARE
     )

@@ -24,7 +24,7 @@ from torch import Tensor
 from coec.events import Progress
 from coec.models.files import cache_folder
 from coec.planning import operations
-from coec.planning.machines import HOST, Machine, Points
+from coec.planning.machines import HOST_RATES, Machine, Points
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 SIZES = {
@@ -234,7 +234,7 @@ def _of_host(clock: _Clock) -> dict[str, Points]:
         alone = torch.get_num_threads() == 1
         rates["import"] = ((1.0, 1 / (float(done.stdout) if alone else wall)),)
     except (OSError, ValueError, subprocess.SubprocessError):
-        rates["import"] = ((1.0, HOST["import"]),)
+        rates["import"] = ((1.0, HOST_RATES["import"]),)
     return rates
 
 

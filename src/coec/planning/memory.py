@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from coec.calibration.head import LOGITS_PER_PASS
-from coec.calibration.self_text import BATCH
+from coec.calibration.self_text import window_bytes
 from coec.calibration.sensitivity import TOKENS as TRIED
 from coec.calibration.stream import batch_size
 from coec.calibration.tokens import TOKEN_SUFFIXES, WHOLE
@@ -257,12 +257,14 @@ def _logits(plan: "Plan", how: How, tokens: int) -> int:
 
 
 def _whole(plan: "Plan", how: How) -> int:
-    """A model that writes: all weights, and the keys and values of what it has written."""
-    shape = plan.dense
-    kept = 2 * shape.layers * shape.kv_heads * shape.head_dim
-    rows = min(BATCH, plan.recipe.calibration.written)
-    cache = kept * rows * plan.seq_len * how.forward.itemsize
-    return plan.parameters_before * how.forward.itemsize + cache
+    """A model that writes: all weights, and the windows that it writes at once."""
+    rows = min(how.at_once, plan.recipe.calibration.written)
+    return plan.parameters_before * how.forward.itemsize + rows * written_window(plan, how)
+
+
+def written_window(plan: "Plan", how: How) -> int:
+    """Bytes of one window that the model writes."""
+    return window_bytes(plan.dense, plan.model.vocabulary, plan.seq_len, how.forward.itemsize)
 
 
 def _text(plan: "Plan") -> int:

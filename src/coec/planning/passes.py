@@ -71,7 +71,7 @@ class Passed:
         return found
 
 
-def gram(columns: int, tokens: float, batches: float, times: float = 1.0) -> list[Work]:
+def statistics(columns: int, tokens: float, batches: float, times: float = 1.0) -> list[Work]:
     """Statistics of one site: a product in float32, and sums in float64."""
     batch = 4.0 * columns * tokens / batches
     square = 8.0 * columns**2

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from coec.calibration.self_text import BATCH
 from coec.calibration.sensitivity import TOKENS as TRIED
 from coec.calibration.stream import batch_size
 from coec.models.layout import Site
@@ -113,7 +112,7 @@ class _Work:
         weights = float(plan.parameters_before - (0 if plan.model.tied else embedding))
         return Written(
             weights * self.facts.active, plan.dense.hidden, plan.dense.layers, calibration.written,
-            plan.seq_len, BATCH, self.how.passes,
+            plan.seq_len, self.how.at_once, self.how.passes,
         ).work()  # fmt: skip
 
     def calibrating(self) -> list[Work]:
@@ -143,7 +142,7 @@ class _Work:
         for kind in self.kinds:
             for (one, units, _, _), count in self.facts.consumers(kind).items():
                 if self.recipe.repair.allocation == "error":
-                    work = solves.elimination(one, units, max(1, one.k * units // one.d))
+                    work = solves.greedy_selection(one, units, max(1, one.k * units // one.d))
                     found += [replace(w, times=w.times * count) for w in work]
                 found += [replace(w, times=w.times * count) for w in solves.errors(one)]
         if self.recipe.repair.allocation != "error":
@@ -247,7 +246,7 @@ class _Work:
         method, dtype = self.recipe.method.name, self.how.solves
         device = self.how.device
         selected = self.recipe.kept is None and self.recipe.repair.selection == "obs"
-        found = solves.elimination(one, units, kept) if selected else []
+        found = solves.greedy_selection(one, units, kept) if selected else []
         found += solves.errors(one)
         if one.k == one.d and not self.recipe.rebuilding.propagate:
             return found

@@ -1,46 +1,29 @@
 """Whether a run fits: what memory there is, and which option would help where it does not."""
 
-import resource
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from coec.devices import at_hand
+from coec.calibration.self_text import windows_at_once
 from coec.errors import OptionError
+from coec.free_memory import Room
 from coec.planning.how import How
-from coec.planning.memory import memory
+from coec.planning.memory import memory, written_window
 
 if TYPE_CHECKING:
     from coec.planning.plan import Plan
 
 CLOSE = 0.9
 """A plan that takes more of what there is than this is said to be close."""
-NO_LIMIT = 2**60
-"""A limit of a control group from here on is none."""
-CGROUP = Path("/sys/fs/cgroup")
 
 
-@dataclass(frozen=True)
-class Room:
-    """Free bytes.
-
-    Attributes:
-        device: on the device; None where the host computes, or other machines do.
-        host: of memory that this process can still take; None where nobody says.
-    """
-
-    device: int | None
-    host: int | None
-
-    @classmethod
-    def of(cls, device: torch.device) -> "Room":
-        """What there is now, the limits of control groups and of this process included."""
-        here = at_hand(device)
-        free = torch.cuda.mem_get_info(here)[0] if here.type == "cuda" else None
-        found = [one for one in (_available(), _of_cgroup(), _of_process()) if one is not None]
-        return cls(free, min(found, default=None))
+def within(plan: "Plan", how: How, room: Room) -> How:
+    """The same, with as many windows sampled at once as there is memory for beside the model."""
+    free = room.computing
+    if free is not None:
+        free -= plan.parameters_before * how.forward.itemsize
+    return replace(how, at_once=windows_at_once(free, written_window(plan, how)))
 
 
 def check_room(plan: "Plan", how: How, room: Room) -> None:
@@ -91,7 +74,8 @@ def _advice(plan: "Plan", how: How, sizes: dict[str, int]) -> str:
     if largest == "hidden states":
         return f"take fewer samples than {calibration.samples}, or a seq_len below {plan.seq_len}"
     if largest == "whole model":
-        return "set sampled = 0" if calibration.added else "calibrate on a text, not on self"
+        less = "set sampled = 0" if calibration.added else "calibrate on a text, not on self"
+        return f"{less}, or {elsewhere}" if elsewhere else less
     if largest == "text":
         return "give token ids (.npy), or a shorter text"
     if largest == "solver" and how.solve == torch.float64:
@@ -103,45 +87,3 @@ def _advice(plan: "Plan", how: How, sizes: dict[str, int]) -> str:
     if largest == "fit":
         return f"take a seq_len below {plan.seq_len}, or set reconstruct = 0 (preset = fast does)"
     return elsewhere or "take a machine with more memory"
-
-
-def _available() -> int | None:
-    """What the kernel says that programs can still take."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    found = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return next((int(kilobytes) * 1024 for kilobytes in found), None)
-
-
-def _of_cgroup(root: Path = CGROUP) -> int | None:
-    """What a control group leaves; file pages that it can drop count as free."""
-    for limit, used, dropped in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            most = (root / limit).read_text().strip()
-            taken = int((root / used).read_text())
-            stat = (root / limit).with_name("memory.stat").read_text().splitlines()
-        except (OSError, ValueError):
-            continue
-        if most == "max" or int(most) >= NO_LIMIT:
-            continue
-        pages = next((int(line.split()[1]) for line in stat if line.split()[0] == dropped), 0)
-        return max(0, int(most) - taken + pages)
-    return None
-
-
-def _of_process() -> int | None:
-    """What a limit on this process's data leaves."""
-    most = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    if most == resource.RLIM_INFINITY:
-        return None
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    found = (int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
-    return max(0, most - next(found, 0))

@@ -190,7 +190,7 @@ ERRORS: dict[str, Part] = {
 windows."""
 
 
-def polar(one: Consumer, dtype: str, device: str, times: float) -> Iterator[Work]:
+def polar_factors(one: Consumer, dtype: str, device: str, times: float) -> Iterator[Work]:
     """Polar factors of m×b matrices: by QDWH on a GPU, by an SVD elsewhere."""
     m, b = max(one.m, one.b), one.b
     if device != "cuda":
@@ -211,7 +211,7 @@ def svd(m: int, n: int, dtype: str, device: str, times: float = 1.0) -> Iterator
     if device != "cuda":
         yield Work("svd", count, float(b), times, dtype)
         return
-    yield from polar(Consumer("", max(m, n), b, b), dtype, device, times)
+    yield from polar_factors(Consumer("", max(m, n), b, b), dtype, device, times)
     yield Work("eigh", operations.eigh(b), float(b), times, dtype)
 
 
@@ -230,7 +230,7 @@ def coec(
     found += svd(one.m, one.k, dtype, device)
     found += rcpu(one, device)  # beside which the untempered error is held
     followed = steps * sides * course.trials if options["solver"] == "joint" else 0.0
-    found += polar(one, dtype, device, 2 + 2 * rounds + followed)
+    found += polar_factors(one, dtype, device, 2 + 2 * rounds + followed)
     if course.aligned:
         found += [*svd(one.k, one.m, dtype, device), *svd(one.d, one.m, dtype, device)]
     if options["rotation"] == "better":
@@ -258,12 +258,12 @@ def rcpu(one: Consumer, device: str) -> list[Work]:
     return [
         Work("product", product, d, 1.0, WIDE),
         *svd(m, k, WIDE, device),
-        *polar(one, WIDE, device, 1.0),
+        *polar_factors(one, WIDE, device, 1.0),
         Work("call", 1.0, 1.0, 150),
     ]
 
 
-def elimination(one: Consumer, units: int, kept: int) -> list[Work]:
+def greedy_selection(one: Consumer, units: int, kept: int) -> list[Work]:
     """The selection `obs`, in float64: units of one column in panels, others one by one."""
     d, single = one.d, units == one.d
     removed = units - kept

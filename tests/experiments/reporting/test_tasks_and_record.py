@@ -61,6 +61,18 @@ def test_the_best_is_the_lowest_perplexity_beside_the_dense_models(tmp_path):
     ]  # fmt: skip
 
 
+def test_the_best_names_preset_and_reconstruction(tmp_path):
+    fitted = {"preset": "best", "reconstruct": 3, "propagate": True, "final_norm": True}
+    best = sr.row(selection="obs", compensation="ridge-to-slice", perplexity=sr.perplexity(11.0))
+    best["settings"] |= fitted
+    (table,) = sr.tables(tmp_path, [sr.row(sparsity=0.2, perplexity=sr.perplexity(12.0)), best],
+                         "Best results")  # fmt: skip
+    assert [[cell.text for cell in row][2:5] for row in table.rows] == [
+        ["–", "rcpu", "coec"],
+        ["best", "obs", "ridge-to-slice + propagate + reconstruct 3 + final_norm"],
+    ]
+
+
 def test_the_record_holds_digests_seconds_and_memory(tmp_path):
     found = results(tmp_path, sr.sweep()).rows
     first = next(row for row in found if row.model == "babyllama-1M" and row.dense)

@@ -257,8 +257,3 @@ def spreads(item: Declaration, context: Context) -> list[Table]:
         body, notes=item.notes, settings=protocol(rows, varies=(name,)),
     )  # fmt: skip
     return [with_columns(table, item, context, metric)]
-
-
-def listed_cells(rows: Sequence[Row], grid: str) -> Table:
-    """One line per cell: the settings that vary within the grid, and what was measured."""
-    raise NotImplementedError

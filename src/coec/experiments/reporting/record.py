@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from coec.events import duration
 from coec.experiments.declarations import Declaration
 from coec.experiments.reporting.axes import Context, in_order
 from coec.experiments.reporting.cost import GIB
@@ -86,13 +87,6 @@ def _overlap(rows: Sequence[Row]) -> str:
     )
 
 
-def duration(seconds: float) -> str:
-    """Seconds as a person says them."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
 def _list(
     item: Declaration, rows: Sequence[Row], columns: Columns, labels: int, settings: str = ""
 ) -> list[Table]:
@@ -117,18 +111,28 @@ def best(item: Declaration, context: Context) -> list[Table]:
         times = value / below if value is not None and below else None
         return Cell(f"×{decimals(times, 3)}", times) if times else Cell(ABSENT)
 
+    several = any(row.setting("preset") not in (None, "paper") for row in pruned)
+    preset: Columns = {"Preset": lambda row: Cell(value_text(row.setting("preset")))}
     columns: Columns = {
         "Model": CELL["Model"],
         "Sparsity": lambda row: Cell(percent(row.sparsity), row.sparsity),
+        **(preset if several else {}),
         "Selection": lambda row: Cell(value_text(row.setting("selection"))),
-        "Compensation": lambda row: Cell(value_text(row.setting("compensation"))),
+        "Compensation": lambda row: Cell(_repaired(row)),
         "Perplexity": lambda row: amount(row.measured("perplexity")),
         "Dense": lambda row: amount(base(row)),
         "Pruned / dense": ratio,
         "Parameters kept": _kept,
     }
     used = protocol([*pruned, *dense.values()])
-    return _list(item, [rows[0] for rows in found.values()], columns, 4, used)
+    return _list(item, [rows[0] for rows in found.values()], columns, 4 + several, used)
+
+
+def _repaired(row: Row) -> str:
+    """The compensation, and the settings that run the pruned model beside the dense one."""
+    beyond = [(name, row.setting(name)) for name in ("propagate", "reconstruct", "final_norm")]
+    said = [name if value is True else f"{name} {value}" for name, value in beyond if value]
+    return " + ".join([value_text(row.setting("compensation")), *said])
 
 
 def _kept(row: Row) -> Cell:

@@ -1,0 +1,79 @@
+"""How far a command is, in a log."""
+
+import pytest
+import torch
+
+import tiny_models as tm
+from coec.cli.progress import Lines
+
+FEW = ("--samples", 4, "--seq-len", 32, "--compensation", "none", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    here = tmp_path_factory.mktemp("progress")
+    tm.save(tm.tiny("llama", torch.float32), here / "dense")
+    tm.text_file(here / "text.txt")
+    return here
+
+
+def told(*calls):
+    """The lines of calls `(seconds, phase, done, total)`."""
+    said, now = [], [0.0]
+    lines = Lines(clock=lambda: now[0], say=said.append)
+    for seconds, *call in calls:
+        now[0] = seconds
+        lines.advance(*call)
+    return said
+
+
+def test_every_block_has_a_line_with_what_is_left():
+    assert told((0, "solving", 1, 4), (60, "solving", 2, 4), (120, "solving", 3, 4),
+                (180, "solving", 4, 4), (190, "trying all", 1, 2)) == [
+        "solving: 1 of 4",
+        "solving: 2 of 4, about 2 min left",
+        "solving: 3 of 4, about 60 s left",
+        "solving: 4 of 4",
+        "trying all: 1 of 2",
+    ]  # fmt: skip
+
+
+def test_of_other_phases_there_is_a_line_every_half_minute():
+    calls = [(seconds, "calibrating", seconds + 1, 1000) for seconds in range(100)]
+    assert told(*calls) == [
+        "calibrating: 31 of 1,000, about 16 min left",
+        "calibrating: 61 of 1,000, about 16 min left",
+        "calibrating: 91 of 1,000, about 15 min left",
+    ]
+
+
+def test_a_run_into_a_log_says_how_far_it_is_and_quiet_says_nothing(place, run, tmp_path):
+    said = ("prune", place / "dense", "--calibration", place / "text.txt", *FEW)
+    status, _, err = run(*said[:2], tmp_path / "out", *said[2:])
+    assert status == 0
+    assert "solving: 1 of 2\n" in err
+    assert "solving: 2 of 2\n" in err
+    status, _, err = run(*said[:2], tmp_path / "again", *said[2:], "--quiet")
+    assert (status, err) == (0, "")
+
+
+@pytest.mark.parametrize("more", [(), ("--quiet",)])
+def test_a_run_that_goes_on_says_so(more, place, run, monkeypatch, tmp_path):
+    from coec import pruning
+
+    solve = pruning.solve_block
+
+    def once(measured, *rest):
+        if measured.index:
+            raise KeyboardInterrupt
+        return solve(measured, *rest)
+
+    said = ("prune", place / "dense", tmp_path / "out", "--calibration", place / "text.txt", *FEW)
+    with monkeypatch.context() as patch:
+        patch.setattr(pruning, "solve_block", once)
+        status, _, err = run(*said, *more)
+    assert status == 130
+    assert "resuming" not in err
+    status, _, err = run(*said, *more)
+    assert status == 0
+    assert "resuming: 1 of 2 blocks are done\n" in err
