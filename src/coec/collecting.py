@@ -161,6 +161,10 @@ def _keep(done: Journal, index: int, grams: Grams, **facts: Any) -> None:
 def _sums_of_both(first: Statistics, second: Statistics, index: int) -> Grams:
     """Of one block; raises CalibrationError where one of the two is damaged."""
     a, b = (one.grams(index, torch.device("cpu")) for one in (first, second))
+    if _judging(first) != _judging(
+        second
+    ):  # one of the two had few tokens, together there are more
+        a, b = _without_judges(a), _without_judges(b)
     if any(a[kind].keys() != b[kind].keys() for kind in a):
         raise CalibrationError(
             f"statistics of block {index} cannot be merged: '{first.folder}' and "
@@ -169,16 +173,13 @@ def _sums_of_both(first: Statistics, second: Statistics, index: int) -> Grams:
     return {kind: {site: a[kind][site] + b[kind][site] for site in a[kind]} for kind in a}
 
 
-SHARED = (
-    "model",
-    "tokenizer",
-    "text_column",
-    "seq_len",
-    "holdout",
-    "judging",
-    "sampled",
-    "forward_dtype",
-)
+def _without_judges(grams: Grams) -> Grams:
+    """Return the sums over all windows as those to fit on."""
+    fit, held = grams[FIT], grams[HELD_OUT]
+    return {FIT: {s: fit[s] + held[s] if s in held else fit[s] for s in fit}, HELD_OUT: {}}
+
+
+SHARED = ("model", "tokenizer", "text_column", "seq_len", "holdout", "sampled", "forward_dtype")
 """What two statistics must have been made with alike to be merged."""
 
 
@@ -203,10 +204,16 @@ def _merged_settings(
     samples = sum(part["samples"] for part in parts)
     made_with = first.made_with | {
         "samples": samples,
+        "judging": _judging(first) if _judging(first) == _judging(second) else 0.0,
         "calibration": hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
     }
     sources = " + ".join(str(statistics.settings["calibration"]) for statistics in pair)
     return made_with, first.settings | {"samples": samples, "calibration": sources}
+
+
+def _judging(statistics: Statistics) -> float:
+    """The fraction of the windows that judge repairs, where tokens were few."""
+    return float(statistics.made_with["judging"])
 
 
 def _windows_of_both(first: Statistics, second: Statistics) -> Tensor:

@@ -98,6 +98,8 @@ class Judge:
             checked: whether the slice replaces a repair whose error lies above its own.
         """
         written = replace(result, weight=result.weight.to(dtype).to(self.weight))
+        if not torch.isfinite(written.weight).all():  # refused where it is cast, naming dtypes
+            return result
         before, after = relative_errors(
             self.weight, self.gram, self.kept, written, target=self.target
         )

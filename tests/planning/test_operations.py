@@ -117,8 +117,9 @@ def test_parts_are_of_their_dtypes_and_devices():
     )
     assert "svd" in on_cpu
     assert "svd" not in on_gpu
-    dtypes = {w.dtype for w in solves.coec(one, solves.MLP, "float32", "cpu", options)}
-    assert dtypes == {"float32", ""}
+    work = solves.coec(one, solves.MLP, "float32", "cpu", options)
+    assert {w.dtype for w in work} == {"float32", "float64", ""}
+    assert {w.dtype for w in work if w.kernel == "eigh"} == {"float64"}
     assert solves.coec(one, solves.MLP, "float32", "cpu", {**options, "alpha": 0}) == []
 
 

@@ -13,7 +13,12 @@ from torch import Tensor
 from coec.calibration.statistics import Statistics
 from coec.calibration.stream import DenseStream, Measured
 from coec.calibration.tokens import Windows, hold_out
-from coec.calibration.windows import source_digest, window_length, window_maker
+from coec.calibration.windows import (
+    source_digest,
+    window_length,
+    window_maker,
+    with_judges,
+)
 from coec.devices import choose_device, choose_forward_dtype, choose_solve_dtype
 from coec.events import Progress
 from coec.execution.journal import Journal
@@ -36,7 +41,7 @@ def depends_on(dense: Dense, calibration: Calibration, device: torch.device) -> 
     """
     dtype = choose_forward_dtype(calibration.forward_dtype, dense.dtype, device)
     return calibration.record() | {
-        "judging": calibration.judging,
+        "judging": with_judges(calibration, dense).judging,
         "model": dense.fingerprint,
         "tokenizer": tokenizer_digest(dense.folder),
         "calibration": source_digest(calibration.source),
@@ -235,7 +240,7 @@ def adopted(
         wanted["seq_len"] = window_length(asked, model)
     statistics.check(wanted)
     own = Calibration.of(statistics.settings)
-    return replace(own, judging=statistics.made_with.get("judging", 0.0))
+    return replace(own, judging=statistics.made_with["judging"])
 
 
 def _equal(one: Any, other: Any) -> bool:
