@@ -104,8 +104,9 @@ class CoecOptions(Options):
         """The alignment penalty, on where there is a value projection, is on one frame."""
         if self.slices > 1 and "value" in parts and self.lambda_a > 0:
             raise OptionError(
-                "slices = 1 goes with alignment: the penalty is on the frame of the whole matrix, "
-                "which slices do not have; set lambda_a = 0 to rotate slices"
+                f"slices = {self.slices} does not go with alignment (lambda_a = {self.lambda_a:g}):"
+                " its penalty is on the frame of the whole matrix, which slices do not have; set "
+                "lambda_a = 0 to rotate slices, or leave slices out"
             )
 
 
