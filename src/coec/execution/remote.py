@@ -85,7 +85,8 @@ class Remote:
             missing = [name for name in files if not _arrived(done, name, files[name], listing)]
             if missing and CONFIG in listing:  # it is no model until it is whole
                 self.files.rm_file(self._path(CONFIG))
-            for name in sorted({*missing, CONFIG} if missing else (), key=lambda n: n == CONFIG):
+            copied = sorted({*missing, CONFIG} if missing else (), key=lambda n: (n == CONFIG, n))
+            for name in copied:
                 if name == CONFIG:  # what is left of another model goes before it
                     for old in (there & listing.keys()) - files.keys():
                         self.files.rm_file(self._path(old))

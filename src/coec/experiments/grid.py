@@ -121,6 +121,8 @@ class Cell:
                 del recipe[name]
         if recipe is not None and recipe["solve_dtype"] == "auto":
             recipe["solve_dtype"] = "float64"  # what it is on a CPU, and was by default
+        if recipe is not None and recipe["holdout"] is None:
+            recipe["holdout"] = 0.0  # likewise
         evaluation = replace(self.subject.evaluation, trust_remote_code=False)  # as in the recipe's
         content = [self.subject.label, dataclasses.asdict(evaluation), recipe]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]

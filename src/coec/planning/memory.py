@@ -174,7 +174,8 @@ def _solving(plan: "Plan", how: How, kind: str) -> dict[str, int]:
     solve = how.solve.itemsize if method in ITERATIVE else wide
     entries = int(matrices * widest.columns**2)
     return {
-        "Grams": _kinds_of_windows(plan) * grams * wide,
+        # And the sum of both where windows that judge are fitted on in the end.
+        "Grams": (_kinds_of_windows(plan) + plan.judges_are_fitted) * grams * wide,
         "weight": plan.model.shapes[widest.weight].numel() * (how.stored.itemsize + wide),
         "solver": entries * solve,
         "decomposition": entries * (wide - solve),
@@ -182,9 +183,7 @@ def _solving(plan: "Plan", how: How, kind: str) -> dict[str, int]:
 
 
 def _kinds_of_windows(plan: "Plan") -> int:
-    """Number of Grams of one site: of fitted windows, of held-out ones, and of both together."""
-    if plan.judges_are_fitted:
-        return 3
+    """Number of Grams of one site: of the windows fitted on, and of those held out."""
     return 2 if plan.recipe.calibration.held_out else 1
 
 

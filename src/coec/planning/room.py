@@ -80,7 +80,7 @@ def _advice(plan: "Plan", how: How, sizes: dict[str, int]) -> str:
         return "give token ids (.npy), or a shorter text"
     if largest == "solver" and how.solve == torch.float64:
         return "set solve_dtype = float32" + (", or device = cpu" if elsewhere else "")
-    if largest in ("statistics", "Grams") and calibration.holdout:
+    if largest in ("statistics", "Grams") and calibration.held_out:
         return "set holdout = 0" + (", or device = cpu" if elsewhere else "")
     if largest == "fit" and elsewhere:
         return f"take a seq_len below {plan.seq_len}, or {elsewhere}"

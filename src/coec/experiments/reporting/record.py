@@ -31,7 +31,9 @@ from coec.experiments.reporting.tables import (
     varying,
 )
 from coec.experiments.rows import Row
+from coec.settings import Rebuilding
 
+DEFAULT = Rebuilding().preset
 ENVIRONMENT = ("coec", "python", "torch", "transformers", "device", "machine")
 Columns = Mapping[str, Callable[[Row], Cell]]
 """What a list says of every row, by head."""
@@ -111,7 +113,7 @@ def best(item: Declaration, context: Context) -> list[Table]:
         times = value / below if value is not None and below else None
         return Cell(f"×{decimals(times, 3)}", times) if times else Cell(ABSENT)
 
-    several = any(row.setting("preset") not in (None, "paper") for row in pruned)
+    several = any(row.setting("preset") not in (None, DEFAULT) for row in pruned)
     preset: Columns = {"Preset": lambda row: Cell(value_text(row.setting("preset")))}
     columns: Columns = {
         "Model": CELL["Model"],
