@@ -3,8 +3,8 @@
     python -m benchmarks.few_tokens [--models stories260K] [--tokens 128 1024] [--unguarded]
 
 30 % of small trained models, windows of 64 tokens. `none` and `obs, none` prune the same units and
-repair nothing; every other column is over the one of its selection. `--unguarded` sets holdout = 0,
-which leaves repairs as they are fitted. `auto` and `best` hold out windows in any case.
+repair nothing; every other column is over the one of its selection. With `--unguarded` repairs are
+left as they are fitted, but for those of `auto` and `best`, which hold out windows in any case.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def measure(model: str, tokens: int, way: str, chosen: argparse.Namespace) -> fl
     )
     settings = dict(WAYS[way])
     if way not in OWN and chosen.unguarded:
-        settings["holdout"] = 0.0
+        settings["guard"] = False
     with tempfile.TemporaryDirectory() as folder:
         try:
             coec.prune(

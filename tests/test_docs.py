@@ -14,7 +14,7 @@ from coec.models import loaders
 from coec.models.architectures import ARCHITECTURES
 from coec.recipe import Recipe
 from coec.selection import SELECTIONS
-from coec.settings import OPTIONS
+from coec.settings import OPTIONS, TABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -39,6 +39,7 @@ def test_every_flag_named_in_a_document_exists():
     for command in app.registered_commands:
         names = inspect.signature(command.callback).parameters
         known |= {name.replace("_", "-") for name in names} | {"json"}
+    known |= {f"no-{one.name.replace('_', '-')}" for one in TABLE if one.kind is bool}
     for script in (ROOT / "benchmarks").glob("*.py"):
         known |= set(re.findall(r'"--([a-z-]+)"', script.read_text(encoding="utf-8")))
     for document in DOCUMENTS:

@@ -59,7 +59,7 @@ def test_a_quarter_of_the_windows_judges_where_tokens_are_few(dense):
     for samples, judging in ((few, 0.25), (plenty, 0.0), (1, 0.0)):
         calibration = Calibration(samples=samples, seq_len=LENGTH)
         assert with_judges(calibration, model).judging == judging
-    assert with_judges(Calibration(samples=few, seq_len=LENGTH, holdout=0.0), model).judging == 0
+    assert with_judges(Calibration(samples=few, seq_len=LENGTH, guard=False), model).judging == 0
     assert with_judges(Calibration(samples=few, seq_len=LENGTH, holdout=0.5), model).held_out == 0.5
 
 
@@ -67,7 +67,7 @@ def test_a_quarter_of_the_windows_judges_where_tokens_are_few(dense):
 def test_a_repair_of_few_tokens_is_the_whole_one_drawn_back(dense, pruned, tmp_path, compensation):
     """`W_K + θ (W̃ − W_K)`, W̃ and the units those of all windows, but for the order of sums."""
     report, written = pruned(compensation=compensation)
-    _, whole = pruned("whole", compensation=compensation, holdout=0.0)
+    _, whole = pruned("whole", compensation=compensation, guard=False)
     (event,) = {event.rpartition("; ")[0] for event in drawn(report)}
     assert event.endswith("by held-out error")
     assert min(followed(report)) < 1
@@ -82,7 +82,7 @@ def test_a_repair_of_few_tokens_is_the_whole_one_drawn_back(dense, pruned, tmp_p
 
 def test_with_plenty_of_tokens_nothing_is_held_out_and_no_bit_changes(pruned):
     report, written = pruned(samples=PLENTY)
-    _, whole = pruned("whole", samples=PLENTY, holdout=0.0)
+    _, whole = pruned("whole", samples=PLENTY, guard=False)
     assert followed(report) == drawn(report) == []
     assert all(torch.equal(written[name], whole[name]) for name in whole)
 

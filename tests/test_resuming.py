@@ -143,7 +143,7 @@ def refused(tmp_path, said, **asked):
         ({"compensation": "least-squares", "ridge": 0.1}, "ridge was null, now 0.1"),
         ({"samples": 12}, "samples was 24, now 12"),
         ({"seed": 1}, "seed was 0, now 1"),
-        ({"holdout": 0.5}, r"holdout was null, now 0\.5"),
+        ({"holdout": 0.5}, r"holdout was 0\.0, now 0\.5"),
         ({"dtype": "bfloat16"}, 'dtype was "float32", now "bfloat16"'),
         ({"forward_dtype": "float64"}, 'forward_dtype was "float32", now "float64"'),
     ],

@@ -185,7 +185,8 @@ def test_a_record_lists_what_determines_the_result_in_one_order():
         "allocation", "non_uniform", "selection", "kept", "compensation", "options", "propagate",
         "reconstruct", "inner", "damping", "curvature",
         "token_weights", "final_norm", "kv_groups", "calibration", "text_column", "samples",
-        "sampled", "seq_len", "seed", "holdout", "dtype", "target", "forward_dtype", "solve_dtype",
+        "sampled", "seq_len", "seed", "holdout", "guard", "dtype", "target", "forward_dtype",
+        "solve_dtype",
     ]  # fmt: skip
 
 

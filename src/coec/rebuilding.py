@@ -303,7 +303,8 @@ class SideBySide:
         """
         gram, target = self._aimed(number, site, tensors, "fit")
         held, held_target = None, None
-        if target is None or gram.tokens < FEW * self._smaller[site.key].columns:
+        few = gram.tokens < FEW * self._smaller[site.key].columns
+        if target is None or (few and self._plan.recipe.calibration.guard):
             held, held_target = self._aimed(number, site, tensors, "held")
         return SiteStatistics(gram, held, target, held_target)
 

@@ -48,7 +48,7 @@ RECORDED = (
     "allocation", "non_uniform", "selection", "kept", "compensation", "options", "propagate",
     "reconstruct", "inner", "damping", "curvature",
     "token_weights", "final_norm", "kv_groups", "calibration", "text_column", "samples", "sampled",
-    "seq_len", "seed", "holdout", "dtype", "target", "forward_dtype", "solve_dtype",
+    "seq_len", "seed", "holdout", "guard", "dtype", "target", "forward_dtype", "solve_dtype",
 )  # fmt: skip
 """The order in which reports list settings; one that is not named here comes after these."""
 REBUILDING = Rebuilding().record()

@@ -212,7 +212,7 @@ def _solve_site(
     )  # fmt: skip
     with recording() as drawn:
         result = repair(gram)
-        if recipe.calibration.guarded and judge.few and not needs_held_out:
+        if recipe.calibration.guard and judge.few and not needs_held_out:
             judged = (lambda: result) if gram is fitted else (lambda: repair(fitted))
             unjudged = 1.0 if method.shrinks else judge.trust
             result = judge.guarded(

@@ -26,5 +26,5 @@ def fitted_folder(dense_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair") / "fitted"
     tokens = tm.token_file(tmp_path_factory.mktemp("tokens") / "tokens.npy")
     coec.prune(dense_folder, folder, calibration=tokens, samples=8, seq_len=32, reconstruct=1,
-               holdout=0.0, compensation="ridge-to-slice")  # fmt: skip
+               guard=False, compensation="ridge-to-slice")  # fmt: skip
     return folder

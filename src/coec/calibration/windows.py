@@ -166,10 +166,10 @@ def check_calibrations(dense: Dense, parts: Sequence[Calibration], runtime: Runt
 def with_judges(calibration: Calibration, model: Description) -> Calibration:
     """Return the calibration with windows that judge repairs, where tokens are few.
 
-    A quarter of the windows, where `holdout` is left open, there are fewer than `FEW` tokens for
-    every column of the widest consumer, and a second window.
+    A quarter of the windows, where none are held out, there are fewer than `FEW` tokens for every
+    column of the widest consumer, and a second window.
     """
-    if calibration.holdout is not None or calibration.judging or calibration.samples < 2:
+    if not calibration.guard or calibration.held_out or calibration.samples < 2:
         return calibration
     tokens = calibration.windows * window_length(calibration, model)
     widest = max((site.columns for site in model.layout.sites), default=0)

@@ -31,7 +31,7 @@ MOST_CELLS = 100_000
 """Of one grid: more would take years."""
 NEWER = {
     "align": "1", "allocation": "uniform", "attention_sparsity": None, "budget_parameters": None,
-    "kept": None, "mlp_sparsity": None, "non_uniform": False, "target": "hf",
+    "guard": True, "kept": None, "mlp_sparsity": None, "non_uniform": False, "target": "hf",
 }  # fmt: skip
 """Settings that came after rows were published, at the value with which they change nothing."""
 TABLES = ("grids", "models", "evaluate", "variants", "report")
@@ -121,8 +121,6 @@ class Cell:
                 del recipe[name]
         if recipe is not None and recipe["solve_dtype"] == "auto":
             recipe["solve_dtype"] = "float64"  # what it is on a CPU, and was by default
-        if recipe is not None and recipe["holdout"] is None:
-            recipe["holdout"] = 0.0  # likewise
         evaluation = replace(self.subject.evaluation, trust_remote_code=False)  # as in the recipe's
         content = [self.subject.label, dataclasses.asdict(evaluation), recipe]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]

@@ -114,7 +114,7 @@ def _few_tokens(plan: "Plan") -> Iterator[str]:
     widest = max(site.columns for site in plan.model.layout.sites)
     tokens = calibration.windows * plan.seq_len
     repaired = plan.recipe.repair.compensation != "none"
-    if repaired and calibration.guarded and tokens < FEW * widest:
+    if repaired and calibration.guard and tokens < FEW * widest:
         yield (
             f"few tokens: {tokens:,} for up to {widest:,} columns; repairs are drawn back towards "
             f"the slice, by held-out error; {math.ceil(FEW * widest / plan.seq_len)} windows would "

@@ -81,7 +81,9 @@ def _advice(plan: "Plan", how: How, sizes: dict[str, int]) -> str:
     if largest == "solver" and how.solve == torch.float64:
         return "set solve_dtype = float32" + (", or device = cpu" if elsewhere else "")
     if largest in ("statistics", "Grams") and calibration.held_out:
-        return "set holdout = 0" + (", or device = cpu" if elsewhere else "")
+        return ("set guard = false" if calibration.judging else "set holdout = 0") + (
+            ", or device = cpu" if elsewhere else ""
+        )
     if largest == "fit" and elsewhere:
         return f"take a seq_len below {plan.seq_len}, or {elsewhere}"
     if largest == "fit":

@@ -272,8 +272,8 @@ class Calibration(Settings):
     """All that statistics depend on, besides the dense model.
 
     Attributes:
-        judging: the fraction of the windows that decide how far repairs are drawn back, where
-            `holdout` leaves that open; see `coec.calibration.windows.with_judges`.
+        judging: the fraction of the windows that judge repairs where `holdout` is 0; see
+            `coec.calibration.windows.with_judges`.
     """
 
     source: Source = setting(
@@ -291,13 +291,15 @@ class Calibration(Settings):
         least=2,
     )
     seed: int = setting(0, "Draws the windows.", least=0, check=check_seed)
-    holdout: float | None = setting(
-        None,
-        "Fraction of the windows, at least one, not fitted on, whose error the report has too. "
-        "Where tokens are few, they decide how far a repair is drawn back towards the slice; 0 "
-        "leaves every repair as it was fitted.",
-        otherwise="0; where tokens are few a quarter, fitted on once they have decided",
+    holdout: float = setting(
+        0.0,
+        "Fraction of the windows, at least one, not fitted on, whose error the report has too.",
         check=_check_holdout,
+    )
+    guard: bool = setting(
+        True,
+        "Where tokens are few beside the columns that are fitted, let held-out windows say how far "
+        "every repair is followed: those of holdout, or a quarter, fitted on in the end.",
     )
     sampled: float = setting(
         0.0,
@@ -316,11 +318,6 @@ class Calibration(Settings):
     def held_out(self) -> float:
         """Fraction of the windows whose statistics are summed apart."""
         return self.holdout or self.judging
-
-    @property
-    def guarded(self) -> bool:
-        """True unless repairs are to be left as they are fitted, however few tokens there are."""
-        return self.holdout != 0
 
     @property
     def added(self) -> int:
