@@ -60,7 +60,6 @@ class Judge:
             unjudged: how far a repair is followed where no window is held out, from 0 to 1.
             seq_len: tokens of a window.
         """
-        columns = len(self.kept.indices)
         held: dict[str, float] = {}
         if self.held_out is not None:
             share = best_share(
@@ -74,7 +73,7 @@ class Judge:
         if value < 1:
             record(
                 f"few tokens: the repair is drawn back towards the slice, {by}; "
-                f"{math.ceil(FEW * columns / seq_len)} windows would do"
+                f"{math.ceil(FEW * self.kept.size / seq_len)} windows would do"
             )
             result = drawn_back(self.weight, self.kept, result, value)
         return replace(result, diagnostics=diagnostics)
