@@ -1,5 +1,6 @@
 """Few tokens: held-out windows say how far every repair is followed."""
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -7,6 +8,7 @@ from safetensors.torch import load_file
 import coec
 import tiny_models as tm
 from coec.calibration.windows import with_judges
+from coec.collecting import merge
 from coec.compensation.shrinkage import FEW
 from coec.models.dense import Dense
 from coec.settings import Calibration
@@ -122,6 +124,40 @@ def test_in_order_the_judges_have_targets_of_their_own(pruned, settings):
         if "reconstruct" in settings:
             fit = row["reconstruction"]
             assert fit["holdout_after"] <= fit["holdout_before"]
+
+
+@pytest.mark.parametrize("windows", [1, 2])
+def test_judges_of_one_collection_judge_for_both(dense, pruned, windows, tmp_path):
+    """A single window has none; two of another collection bring one."""
+    settings = {"forward_dtype": "float64", "seq_len": LENGTH}
+    for name, samples in (("one", windows), ("other", 6)):
+        ids = np.random.default_rng(samples).integers(2, tm.VOCABULARY, size=(samples, LENGTH))
+        coec.collect(dense, tmp_path / name, calibration=ids, samples=samples, **settings)
+    merged = merge(tmp_path / "one", tmp_path / "other", tmp_path / "both")
+    assert merged.made_with["judging"] == 0.25
+    report, _ = pruned(statistics=tmp_path / "both", samples=windows + 6, seed=0)
+    assert all("by held-out error" in event for event in drawn(report))
+    assert 0 < max(followed(report)) < 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_errors_are_those_of_the_dtype_that_is_written(pruned, dtype):
+    """The slice of a wide model is itself no worse than the slice."""
+    report, _ = pruned(compensation="none", samples=PLENTY, dtype=dtype)
+    wide, _ = pruned("wide", compensation="none", samples=PLENTY)
+    assert not report.events
+    for row, other in zip(report.sites, wide.sites, strict=True):
+        assert row["error_before"] == row["error_after"] != other["error_after"]
+        assert row["error_after"] == pytest.approx(other["error_after"], rel=1e-2)
+
+
+def test_so_many_windows_are_named_that_no_site_has_few_tokens(pruned):
+    """Held-out ones are not fitted on, and count for nothing."""
+    report, _ = pruned(holdout=0.5)
+    count = max(int(event.split("; ")[1].split()[0]) for event in drawn(report))
+    enough, _ = pruned("enough", holdout=0.5, samples=count)
+    assert not drawn(enough)
+    assert not any("few tokens" in note for note in enough.plan["notes"])
 
 
 def test_the_command_says_what_was_done_and_what_would_do(dense, tokens, tmp_path, run):

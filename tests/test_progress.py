@@ -47,6 +47,16 @@ def test_of_other_phases_there_is_a_line_every_half_minute():
     ]
 
 
+def test_a_phase_that_begins_once_more_is_timed_anew():
+    """As the dense pass of every group of a sweep."""
+    first = [(60 * n, "calibrating", n + 1, 100) for n in range(100)]
+    second = [(6000 + 60 * n, "calibrating", n + 1, 100) for n in range(3)]
+    assert told(*first, *second)[-2:] == [
+        "calibrating: 2 of 100, about 98 min left",
+        "calibrating: 3 of 100, about 97 min left",
+    ]
+
+
 def test_a_run_into_a_log_says_how_far_it_is_and_quiet_says_nothing(place, run, tmp_path):
     said = ("prune", place / "dense", "--calibration", place / "text.txt", *FEW)
     status, _, err = run(*said[:2], tmp_path / "out", *said[2:])

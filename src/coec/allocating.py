@@ -94,6 +94,8 @@ def _sensitivity(dense: Dense, source: Source, device: torch.device) -> Sensitiv
 def _worth(measured: Measured, site: Site, plan: Plan, device: torch.device) -> Tensor:
     """Of the units of one site, that of the last one to stay first."""
     gram, weight = measured.grams[site.name], measured.tensors[site.weight].to(device)
+    if plan.judges_are_fitted and site.name in measured.holdout:
+        gram = gram + measured.holdout[site.name]
     with naming(site.consumer):
         gram.check_finite()
         if plan.recipe.repair.allocation == "adaptive":

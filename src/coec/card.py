@@ -243,6 +243,8 @@ def _command(report: "Report") -> str:
     named: dict[str, Collection[str]] = {"selection": SELECTIONS, "compensation": COMPENSATIONS}
     by_hand = [name for name, known in named.items() if recipe[name] not in known]
     by_hand += ["calibration"] * (recipe["calibration"] == "tensor")
+    if report.calibration.get("merged"):
+        return "No command makes it again: its statistics were merged from several texts."
     if by_hand:
         were = f"{' and '.join(by_hand)} {'were' if len(by_hand) > 1 else 'was'}"
         return f"No command makes it again: {were} given from Python."

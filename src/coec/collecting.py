@@ -159,27 +159,31 @@ def _keep(done: Journal, index: int, grams: Grams, **facts: Any) -> None:
 
 
 def _sums_of_both(first: Statistics, second: Statistics, index: int) -> Grams:
-    """Of one block; raises CalibrationError where one of the two is damaged."""
+    """Return those of one block; raises CalibrationError where one of the two is damaged.
+
+    Where only one of the two had windows that judge repairs, its judges judge for both.
+    """
     a, b = (one.grams(index, torch.device("cpu")) for one in (first, second))
-    if _judging(first) != _judging(
-        second
-    ):  # one of the two had few tokens, together there are more
-        a, b = _without_judges(a), _without_judges(b)
-    if any(a[kind].keys() != b[kind].keys() for kind in a):
+    judged = _judging(first) == _judging(second)
+    if any(a[kind].keys() != b[kind].keys() for kind in a if judged or kind == FIT):
         raise CalibrationError(
             f"statistics of block {index} cannot be merged: '{first.folder}' and "
             f"'{second.folder}' have sums of other sites: collect them again"
         )
-    return {kind: {site: a[kind][site] + b[kind][site] for site in a[kind]} for kind in a}
+    sums: Grams = {}
+    for kind in a:
+        both = a[kind].keys() & b[kind].keys()
+        sums[kind] = {
+            **a[kind],
+            **b[kind],
+            **{s: a[kind][s] + b[kind][s] for s in a[kind] if s in both},
+        }
+    return sums
 
 
-def _without_judges(grams: Grams) -> Grams:
-    """Return the sums over all windows as those to fit on."""
-    fit, held = grams[FIT], grams[HELD_OUT]
-    return {FIT: {s: fit[s] + held[s] if s in held else fit[s] for s in fit}, HELD_OUT: {}}
-
-
-SHARED = ("model", "tokenizer", "text_column", "seq_len", "holdout", "sampled", "forward_dtype")
+SHARED = (
+    "model", "tokenizer", "text_column", "seq_len", "holdout", "guard", "sampled", "forward_dtype",
+)  # fmt: skip
 """What two statistics must have been made with alike to be merged."""
 
 
@@ -204,7 +208,7 @@ def _merged_settings(
     samples = sum(part["samples"] for part in parts)
     made_with = first.made_with | {
         "samples": samples,
-        "judging": _judging(first) if _judging(first) == _judging(second) else 0.0,
+        "judging": max(_judging(first), _judging(second)),
         "calibration": hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
     }
     sources = " + ".join(str(statistics.settings["calibration"]) for statistics in pair)

@@ -50,7 +50,7 @@ class Judge:
         return self.gram.tokens < FEW * len(self.kept.indices)
 
     def guarded(
-        self, result: SiteResult, judged: Callable[[], SiteResult], *, unjudged: float, seq_len: int
+        self, result: SiteResult, judged: Callable[[], SiteResult], *, unjudged: float, windows: int
     ) -> SiteResult:
         """Return a repair fitted on few tokens, drawn back to the slice as far as it should be.
 
@@ -58,7 +58,7 @@ class Judge:
             result: the repair.
             judged: makes the repair that held-out windows judge, on which it must not be fitted.
             unjudged: how far a repair is followed where no window is held out, from 0 to 1.
-            seq_len: tokens of a window.
+            windows: of the calibration.
         """
         held: dict[str, float] = {}
         if self.held_out is not None:
@@ -73,7 +73,7 @@ class Judge:
         if value < 1:
             record(
                 f"few tokens: the repair is drawn back towards the slice, {by}; "
-                f"{math.ceil(FEW * self.kept.size / seq_len)} windows would do"
+                f"{math.ceil(windows * FEW * self.kept.size / self.gram.tokens)} windows would do"
             )
             result = drawn_back(self.weight, self.kept, result, value)
         return replace(result, diagnostics=diagnostics)
@@ -89,22 +89,28 @@ class Judge:
         return replace(result, diagnostics={**result.diagnostics, **held})
 
     def as_written(self, result: SiteResult, dtype: torch.dtype, *, checked: bool) -> SiteResult:
-        """Return the repair with the errors of its weight in the dtype that is written.
+        """Return the repair with the slice's and its own error, of weights as they are written.
 
         Args:
             result: the repair.
             dtype: of the written weights.
             checked: whether the slice replaces a repair whose error lies above its own.
         """
-        written = replace(result, weight=result.weight.to(dtype).to(self.weight))
-        if not torch.isfinite(written.weight).all():  # refused where it is cast, naming dtypes
+        slice_ = SiteResult(kept_columns(self.weight, self.kept), None, result.diagnostics)
+        if not torch.isfinite(result.weight.to(dtype)).all():  # refused where it is cast
             return result
-        before, after = relative_errors(
-            self.weight, self.gram, self.kept, written, target=self.target
-        )
+        before, after = self._error(slice_, dtype), self._error(result, dtype)
         if checked and above(after, before, torch.float64):
             record(f"the relative error lies above the slice's once it is {dtype}: slice kept")
-            result = replace(result, weight=kept_columns(self.weight, self.kept), bias=None)
-            after = before
+            result, after = slice_, before
+            held = {"followed": 0.0, "holdout_after": result.diagnostics.get("holdout_before")}
+            own = {name: value for name, value in held.items() if name in result.diagnostics}
+            result = replace(result, diagnostics={**result.diagnostics, **own})
         errors = {"error_before": before, "error_after": after}
         return replace(result, diagnostics={**result.diagnostics, **errors})
+
+    def _error(self, result: SiteResult, dtype: torch.dtype) -> float:
+        """Relative error, in float64, of a repair whose numbers are rounded to a dtype."""
+        bias = None if result.bias is None else result.bias.to(dtype).to(self.weight)
+        rounded = SiteResult(result.weight.to(dtype).to(self.weight), bias)
+        return relative_errors(self.weight, self.gram, self.kept, rounded, target=self.target)[1]

@@ -47,7 +47,7 @@ class HandingOut:
         progress = progress or (lambda phase, done, total: None)
         while waiting or flying:
             while waiting and len(flying) < self.source.in_flight:
-                oldest = min([waiting[0], *(a.block.index for a in flying.values())])
+                oldest = min([*waiting, *(a.block.index for a in flying.values())])
                 arriving = self.source.arriving(waiting.pop(0), oldest=oldest)
                 flying[self._task(arriving)] = arriving
             finished, _ = ray.wait(list(flying), timeout=1)

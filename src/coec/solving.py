@@ -216,7 +216,10 @@ def _solve_site(
             judged = (lambda: result) if gram is fitted else (lambda: repair(fitted))
             unjudged = 1.0 if method.shrinks else judge.trust
             result = judge.guarded(
-                result, judged, unjudged=unjudged if site.routed else 0.0, seq_len=plan.seq_len
+                result,
+                judged,
+                unjudged=unjudged if site.routed else 0.0,
+                windows=recipe.calibration.windows,
             )
         elif gram is fitted:
             result = judge.with_held_out_errors(result)

@@ -245,10 +245,11 @@ def team_of(source: Source, dense: Dense, plan: Plan, written: torch.dtype) -> I
         return
     source.end()  # the workers of a pass that came before
 
-    handed = source.cluster.ray.put((windows, held_out))
+    ray = source.cluster.ray  # what `shared` holds travels with every task
+    handed = ray.put((windows, held_out))
 
     def shared(workers: int) -> Sequence[Given]:
-        fit, held = source.cluster.ray.get(handed)
+        fit, held = ray.get(handed)
         return given_of(fit, held, size, workers)
 
     team = OnCluster(source.cluster, shared, source.workers, (dense, plan), how)

@@ -102,7 +102,8 @@ class Statistics:
 
     def _check_file(self, path: Path) -> None:
         """Raises ValueError unless a file is what was collected; OSError where it is not there."""
-        if (path.stat().st_size, sha256(path)) != tuple(self.files[path.name]):
+        known = tuple(self.files.get(path.name, ()))
+        if (path.stat().st_size, sha256(path)) != known:
             raise ValueError("it is not what was collected: collect again")
 
     def check(self, wanted: dict[str, Any]) -> None:

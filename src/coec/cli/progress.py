@@ -94,12 +94,16 @@ class Lines:
     clock: Callable[[], float] = time.monotonic
     say: Callable[[str], None] = lambda line: notes.print(line, markup=False)
     _begun: dict[str, tuple[float, int]] = field(default_factory=dict)
+    _done: dict[str, int] = field(default_factory=dict)
     _last: float | None = None
 
     def advance(self, phase: str, done: int, total: int) -> None:
         """Prints how far a phase is, if it is time for that."""
         now = self.clock()
         self._last = now if self._last is None else self._last
+        if done <= self._done.get(phase, -1):  # the phase begins once more
+            del self._begun[phase]
+        self._done[phase] = done
         began, first = self._begun.setdefault(phase, (now, done))
         if not phase.startswith(LONG):
             if now - self._last < HALF_MINUTE:

@@ -495,14 +495,19 @@ def _on_loopback() -> Iterator[None]:
     Ray does so by itself on macOS and Windows, where this variable is off; it is read by what Ray
     starts, and by this process when it imports Ray.
     """
-    constants = importlib.import_module("ray._private.ray_constants")
+    try:
+        constants: Any = importlib.import_module("ray._private.ray_constants")
+    except ImportError:  # private to Ray: another release may have it elsewhere
+        constants = None
     before, enabled = os.environ.get(LOOPBACK), getattr(constants, ENABLED, True)
     os.environ[LOOPBACK] = "0"
-    setattr(constants, ENABLED, False)
+    if constants is not None:
+        setattr(constants, ENABLED, False)
     try:
         yield
     finally:
-        setattr(constants, ENABLED, enabled)
+        if constants is not None:
+            setattr(constants, ENABLED, enabled)
         del os.environ[LOOPBACK]
         if before is not None:
             os.environ[LOOPBACK] = before

@@ -49,7 +49,7 @@ NOT_DOWNLOADED = ("*/*", "consolidated*")
 """What is left there: the same weights in other formats, in folders or by their makers' names."""
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 RECORDS = ("config.json", "README.md", "coec.json", CODE)
-LITTER = (".gitattributes", ".DS_Store")
+LITTER = (".gitattributes", ".DS_Store", ".README.md.partial")
 """Files that the hub and file managers put in any folder."""
 HUB_MODEL = "models--"
 """How the folders of models begin in the hub's cache, where models are links into `blobs`."""

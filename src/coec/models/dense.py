@@ -178,7 +178,7 @@ class Dense(Description):
 
     def check_unchanged(self) -> None:
         """Reads what was not read yet of what is expected; raises ModelError where it is other."""
-        for part in {part for part, _, _ in self.expected}:
+        for part in sorted({part for part, _, _ in self.expected}):
             self._compare(part)
 
     def _compare(self, part: str) -> None:

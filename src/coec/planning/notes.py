@@ -112,11 +112,13 @@ def _few_tokens(plan: "Plan") -> Iterator[str]:
     """Yield what few calibration tokens will mean."""
     calibration = plan.recipe.calibration
     widest = max(site.columns for site in plan.model.layout.sites)
-    tokens = calibration.windows * plan.seq_len
-    repaired = plan.recipe.repair.compensation != "none"
-    if repaired and calibration.guard and tokens < FEW * widest:
+    fitted = 1.0 if plan.judges_are_fitted else 1.0 - calibration.held_out
+    tokens = fitted * calibration.windows * plan.seq_len
+    judged = plan.recipe.repair.compensation not in ("none", "auto")
+    if judged and calibration.guard and tokens < FEW * widest:
+        by = "by held-out error" if calibration.held_out else "as no window judges them"
         yield (
-            f"few tokens: {tokens:,} for up to {widest:,} columns; repairs are drawn back towards "
-            f"the slice, by held-out error; {math.ceil(FEW * widest / plan.seq_len)} windows would "
-            "do"
+            f"few tokens: {tokens:,.0f} for up to {widest:,} columns; repairs are drawn back "
+            f"towards the slice, {by}; "
+            f"{math.ceil(calibration.windows * FEW * widest / tokens)} windows would do"
         )
