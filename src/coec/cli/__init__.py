@@ -14,7 +14,7 @@ import sys
 import threading
 from types import FrameType
 
-from coec.cli.signals import ENDING, end_tidily
+from coec.cli.signals import ENDING, end_tidily, status_of_signal
 
 ENDED = tuple(128 + number for number in ENDING)
 """The exit statuses after the other signals that end a run."""
@@ -89,6 +89,7 @@ def _run() -> None:
             raise
         _fail(f"out of memory: lower {LOWER}", error)
     except SystemExit as error:
+        error.code = status_of_signal() or error.code
         if error.code == INTERRUPTED:
             raise KeyboardInterrupt from error
         if error.code in ENDED:
