@@ -38,22 +38,31 @@ def test_what_is_started_listens_to_this_machine_alone():
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="../shared is not here")
-@pytest.mark.parametrize("later", [0, 2, 6])
-def test_sigterm_while_ray_starts_is_a_line(later, tmp_path):
-    """Ray takes the signal for itself, and would end with status 15 and no word."""
+@pytest.mark.parametrize("working", [False, True])
+def test_sigterm_is_a_line_while_ray_starts_and_while_it_works(working, tmp_path):
+    """Ray takes the signal for itself: it ended with status 15, or with 1 while it was waited for.
+
+    Between the two, for a second in which Ray's own code in C++ starts, it may still abort (-6).
+    """
+    out = tmp_path / "out"
     command = [
-        sys.executable, "-m", "coec", "prune", SHARED / "models/stories260K", tmp_path / "out",
+        sys.executable, "-m", "coec", "prune", SHARED / "models/stories260K", out,
         "--calibration", SHARED / "data/tinystories/train.txt", "--executor", "ray",
         "--workers", "1",
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def begun(process):
+        if working:
+            return (tmp_path / "out.partial/journal.jsonl").exists()
+        return any("gcs_server" in one.name() for one in process.children())
+
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as run:
-        while not any("gcs_server" in one.name() for one in psutil.Process(run.pid).children()):
+        while not begun(psutil.Process(run.pid)):
             assert run.poll() is None
             time.sleep(0.02)
-        time.sleep(later)
         run.send_signal(signal.SIGTERM)
         said = run.communicate(timeout=60)[1]
     assert run.returncode == 128 + signal.SIGTERM, said
-    assert "coec: interrupted; nothing half-written is left\n" in said
-    assert not list(tmp_path.iterdir())
+    assert "coec: interrupted" in said
+    assert not out.exists()
