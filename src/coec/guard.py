@@ -1,6 +1,5 @@
 """Repairs held to what further windows bear out, and to what is written (METHODS §4)."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from coec.compensation import relative_errors
 from coec.compensation.objective import above, kept_columns
-from coec.compensation.shrinkage import FEW, best_share, drawn_back
+from coec.compensation.shrinkage import best_share, drawn_back, enough, few
 from coec.events import record
 from coec.types import Gram, KeptSet, SiteResult
 
@@ -47,7 +46,7 @@ class Judge:
     @property
     def few(self) -> bool:
         """True where there are fewer than `FEW` tokens for every kept column."""
-        return self.gram.tokens < FEW * len(self.kept.indices)
+        return few(self.gram.tokens, len(self.kept.indices))
 
     def guarded(
         self, result: SiteResult, judged: Callable[[], SiteResult], *, unjudged: float, windows: int
@@ -73,7 +72,7 @@ class Judge:
         if value < 1:
             record(
                 f"few tokens: the repair is drawn back towards the slice, {by}; "
-                f"{math.ceil(windows * FEW * self.kept.size / self.gram.tokens)} windows would do"
+                f"{enough(windows, self.gram.tokens, self.kept.size)} windows would do"
             )
             result = drawn_back(self.weight, self.kept, result, value)
         return replace(result, diagnostics=diagnostics)
@@ -96,21 +95,24 @@ class Judge:
             dtype: of the written weights.
             checked: whether the slice replaces a repair whose error lies above its own.
         """
-        slice_ = SiteResult(kept_columns(self.weight, self.kept), None, result.diagnostics)
-        if not torch.isfinite(result.weight.to(dtype)).all():  # refused where it is cast
+
+        def rounded(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype).to(self.weight)
+
+        W = rounded(result.weight)
+        if not torch.isfinite(W).all():  # refused where it is cast
             return result
-        before, after = self._error(slice_, dtype), self._error(result, dtype)
+        bias = None if result.bias is None else rounded(result.bias)
+        aim = self.weight if self.target is None else self.target
+        before, after = relative_errors(
+            rounded(self.weight), self.gram, self.kept, SiteResult(W, bias), target=aim
+        )
         if checked and above(after, before, torch.float64):
             record(f"the relative error lies above the slice's once it is {dtype}: slice kept")
-            result, after = slice_, before
+            slice_ = kept_columns(self.weight, self.kept)
+            result, after = replace(result, weight=slice_, bias=None), before
             held = {"followed": 0.0, "holdout_after": result.diagnostics.get("holdout_before")}
             own = {name: value for name, value in held.items() if name in result.diagnostics}
             result = replace(result, diagnostics={**result.diagnostics, **own})
         errors = {"error_before": before, "error_after": after}
         return replace(result, diagnostics={**result.diagnostics, **errors})
-
-    def _error(self, result: SiteResult, dtype: torch.dtype) -> float:
-        """Relative error, in float64, of a repair whose numbers are rounded to a dtype."""
-        bias = None if result.bias is None else result.bias.to(dtype).to(self.weight)
-        rounded = SiteResult(result.weight.to(dtype).to(self.weight), bias)
-        return relative_errors(self.weight, self.gram, self.kept, rounded, target=self.target)[1]

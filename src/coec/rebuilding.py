@@ -21,7 +21,7 @@ from torch import Tensor
 from coec.calibration.head import Score, rescaled_norm
 from coec.calibration.measure import DensePass, Source
 from coec.calibration.prediction import Prediction
-from coec.compensation.shrinkage import FEW
+from coec.compensation.shrinkage import few
 from coec.errors import NumericalError
 from coec.events import Progress, record, recording
 from coec.execution.cluster import RETRIES, LostError, lost
@@ -303,8 +303,10 @@ class SideBySide:
         """
         gram, target = self._aimed(number, site, tensors, "fit")
         held, held_target = None, None
-        few = gram.tokens < FEW * self._smaller[site.key].columns
-        if target is None or (few and self._plan.recipe.calibration.guard):
+        judged = self._plan.recipe.calibration.guard and few(
+            gram.tokens, self._smaller[site.key].columns
+        )
+        if target is None or judged:
             held, held_target = self._aimed(number, site, tensors, "held")
         return SiteStatistics(gram, held, target, held_target)
 

@@ -24,7 +24,7 @@ from coec.calibration.tokens import (
     read_stream,
     sample_windows,
 )
-from coec.compensation.shrinkage import FEW
+from coec.compensation.shrinkage import few
 from coec.errors import CalibrationError, OptionError
 from coec.events import Progress
 from coec.models.carried import tokenizer_files
@@ -166,14 +166,14 @@ def check_calibrations(dense: Dense, parts: Sequence[Calibration], runtime: Runt
 def with_judges(calibration: Calibration, model: Description) -> Calibration:
     """Return the calibration with windows that judge repairs, where tokens are few.
 
-    A quarter of the windows, where none are held out, there are fewer than `FEW` tokens for every
-    column of the widest consumer, and a second window.
+    A quarter of the windows, where none are held out, there are few tokens for the columns of the
+    widest consumer, and there is a second window.
     """
     if not calibration.guard or calibration.held_out or calibration.samples < 2:
         return calibration
     tokens = calibration.windows * window_length(calibration, model)
     widest = max((site.columns for site in model.layout.sites), default=0)
-    return replace(calibration, judging=JUDGING if tokens < FEW * widest else 0.0)
+    return replace(calibration, judging=JUDGING if few(tokens, widest) else 0.0)
 
 
 def window_length(calibration: Calibration, model: Description) -> int:

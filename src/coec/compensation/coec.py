@@ -144,7 +144,11 @@ def _solve(
         except NumericalError as error:
             record(str(error))
             return _fallback(W_K, target, anchor)
-    return best.frame.weight(target), _summary(best, anchored=anchor is not None)
+    W = best.frame.weight(target)
+    if not torch.isfinite(W).all():
+        record("the descent ended at NaN or Inf")
+        return _fallback(W_K, target, anchor)
+    return W, _summary(best, anchored=anchor is not None)
 
 
 def _narrow(
@@ -169,7 +173,7 @@ def _narrow(
         error = target.error(best.frame)
         if error < RESOLVED:
             raise NumericalError("the error is small")
-        if abs(error - best.errors[-1]) > AGREE * error:
+        if not abs(error - best.errors[-1]) <= AGREE * error:  # nor where it is no number
             raise NumericalError("the error comes out otherwise")
     except NumericalError as reason:
         name = str(dtype).removeprefix("torch.")
@@ -200,8 +204,6 @@ def _best(
     for failure in failures:
         record(failure)
     best = min(results, key=lambda result: result.objectives[-1])
-    if not torch.isfinite(best.frame.weight(target)).all():
-        raise NumericalError("the descent ended at NaN or Inf")
     for name, bound in {"RCPU": best.rcpu, "the slice": best.objectives[0]}.items():
         if above(best.objectives[-1], bound, W_K.dtype):
             raise NumericalError(f"the descent ended above {name}")
@@ -228,9 +230,10 @@ def _fallback(
 
 
 def _checked(W: Float[Tensor, "m k"], problem: SiteProblem) -> Float[Tensor, "m k"]:
-    """Return W; RCPU's weight where the untempered error, which was not minimised, is the slice's.
+    """Return W, or RCPU's weight where W's error lies above the slice's, and an event.
 
-    RCPU's error is never above the slice's. An event says so, and where W lies above RCPU.
+    The error is the untempered one, which was not minimised; RCPU's is never above the slice's. An
+    event also says where W's lies above RCPU's.
     """
     target = Reconstruction.of_site(problem)
     error = target.error(W)

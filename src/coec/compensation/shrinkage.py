@@ -1,5 +1,6 @@
 """Repairs drawn back towards the slice, where tokens are few beside what is fitted (METHODS §4)."""
 
+import math
 from dataclasses import dataclass, replace
 
 from jaxtyping import Float
@@ -10,6 +11,16 @@ from coec.types import Gram, KeptSet, SiteResult
 
 FEW = 8
 """Tokens for every fitted column from which on a repair is taken as it is (docs/LOG.md)."""
+
+
+def few(tokens: float, columns: int) -> bool:
+    """True where there are fewer than `FEW` tokens for every column."""
+    return tokens < FEW * columns
+
+
+def enough(windows: int, tokens: float, columns: int) -> int:
+    """Number of windows with `FEW` tokens for every column, where so many windows have these."""
+    return math.ceil(windows * FEW * columns / tokens)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
 """What a plan has to say: what has no effect, and what a width costs elsewhere."""
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from coec.allocation import MOST_ADDED, MULTIPLES, OF_EXPERTS
-from coec.compensation.shrinkage import FEW
+from coec.compensation.shrinkage import enough, few
 from coec.models.fallbacks import fallbacks
 from coec.models.layout import Site
 from coec.selection import kept_count
@@ -115,10 +114,10 @@ def _few_tokens(plan: "Plan") -> Iterator[str]:
     fitted = 1.0 if plan.judges_are_fitted else 1.0 - calibration.held_out
     tokens = fitted * calibration.windows * plan.seq_len
     judged = plan.recipe.repair.compensation not in ("none", "auto")
-    if judged and calibration.guard and tokens < FEW * widest:
+    if judged and calibration.guard and few(tokens, widest):
         by = "by held-out error" if calibration.held_out else "as no window judges them"
         yield (
             f"few tokens: {tokens:,.0f} for up to {widest:,} columns; repairs are drawn back "
             f"towards the slice, {by}; "
-            f"{math.ceil(calibration.windows * FEW * widest / tokens)} windows would do"
+            f"{enough(calibration.windows, tokens, widest)} windows would do"
         )
