@@ -28,14 +28,35 @@ import tiny_models as tm  # noqa: E402
 WIKI, STORIES = "wikitext-2/valid.raw.txt", "tinystories/train.txt"
 SHORT: dict[str, Any] = {"sparsity": 0.3, "samples": 24, "seq_len": 64}
 BEST: dict[str, Any] = {"preset": "best", "reconstruct": 1, "inner": 4}
+PRESETS: dict[str, dict[str, Any]] = {"paper": {}, "fast": {"preset": "fast"}, "best": BEST}
 RANDOM: dict[str, Any] = {"sparsity": 0.3, "samples": 16, "seq_len": 32}
+CASES: dict[str, dict[str, Any]] = {
+    "auto": {"compensation": "auto", "holdout": 0.25},
+    "float32": {"solve_dtype": "float32"},
+    "unguarded": {"guard": False},
+    "few": {"samples": 4},
+    "many": {"samples": 128},
+    "sampled": {"sampled": 1.0},
+    "self": {"calibration": "self"},
+    "adaptive": {"allocation": "adaptive", "non_uniform": True},
+    "error": {"allocation": "error", "non_uniform": True, "preset": "fast"},
+    "error, best": {"allocation": "error", "non_uniform": True, **BEST},
+    "propagate": {"preset": "fast", "propagate": True},
+    "coec, propagate": {"propagate": True, "token_weights": "residual"},
+    "budget": {"budget_parameters": 0.8},
+    "multiple": {"align": 8}, "slices": {"slices": 2, "lambda_a": 0.0},
+    "no alignment": {"lambda_a": 0.0},
+    "bfloat16": {"dtype": "bfloat16"},
+    "kv all": {"preset": "fast", "kv_groups": "all"},
+    "own shares": {"attention_sparsity": 0.0, "mlp_sparsity": 0.5},
+}  # fmt: skip
 TRAINED: dict[str, tuple[str, str, dict[str, Any]]] = {
     **{
         f"{model}, {preset}": (model, text, {**SHORT, **settings})
         for model, text in (
             ("stories260K", STORIES), ("babyllama-1M", STORIES), ("wt2-llama", WIKI)
         )
-        for preset, settings in (("paper", {}), ("fast", {"preset": "fast"}), ("best", BEST))
+        for preset, settings in PRESETS.items()
     },
     **{
         f"stories260K, {selection}": ("stories260K", STORIES, {**SHORT, "selection": selection})
@@ -47,26 +68,7 @@ TRAINED: dict[str, tuple[str, str, dict[str, Any]]] = {
     },
     **{
         f"stories260K, {name}": ("stories260K", STORIES, {**SHORT, **settings})
-        for name, settings in {
-            "auto": {"compensation": "auto", "holdout": 0.25},
-            "float32": {"solve_dtype": "float32"},
-            "unguarded": {"guard": False},
-            "few": {"samples": 4},
-            "many": {"samples": 128},
-            "sampled": {"sampled": 1.0},
-            "self": {"calibration": "self"},
-            "adaptive": {"allocation": "adaptive", "non_uniform": True},
-            "error": {"allocation": "error", "non_uniform": True, "preset": "fast"},
-            "error, best": {"allocation": "error", "non_uniform": True, **BEST},
-            "propagate": {"preset": "fast", "propagate": True},
-            "coec, propagate": {"propagate": True, "token_weights": "residual"},
-            "budget": {"budget_parameters": 0.8},
-            "multiple": {"align": 8}, "slices": {"slices": 2, "lambda_a": 0.0},
-            "no alignment": {"lambda_a": 0.0},
-            "bfloat16": {"dtype": "bfloat16"},
-            "kv all": {"preset": "fast", "kv_groups": "all"},
-            "own shares": {"attention_sparsity": 0.0, "mlp_sparsity": 0.5},
-        }.items()
+        for name, settings in CASES.items()
     },
 }  # fmt: skip
 
@@ -181,7 +183,7 @@ def from_merged(scratch: Path, model: Path, settings: dict[str, Any]) -> Path:
         own = {**settings, "calibration": str(Path(settings["calibration"]).with_name(text))}
         parts.append(scratch / f"half {half}")
         coec.collect(model, parts[-1], **own)
-    coec.merge(*parts, scratch / "merged")
+    coec.merge(parts[0], parts[1], scratch / "merged")
     out = scratch / "from merged"
     coec.prune(model, out, statistics=scratch / "merged", sparsity=sparsity)
     return out
