@@ -27,7 +27,10 @@ PATIENCE = 30.0
 
 
 def cases(first: int, last: int):
-    """What the worker tells of every case; one that hangs or dies is told too, and passed over."""
+    """What the worker tells of every case; one that hangs or dies is told too, and passed over.
+
+    Raises RuntimeError where the worker ends before it has begun any: it would with every other.
+    """
     while first < last:
         command = [sys.executable, str(WORKER), str(first), str(last)]
         worker = subprocess.Popen(
@@ -44,6 +47,10 @@ def cases(first: int, last: int):
                 yield {"case": first, "end": "hang", "wrong": f"no end after {PATIENCE:g} s"}
                 break
             if not line:
+                if not begun:
+                    raise RuntimeError(
+                        f"the worker ends before its first case: {' '.join(command)}"
+                    )
                 yield {"case": first, "end": "death", "wrong": f"exit status {worker.wait()}"}
                 break
             told = json.loads(line)
