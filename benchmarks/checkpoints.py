@@ -22,12 +22,12 @@ import torch
 import coec
 from benchmarks import record
 from benchmarks.instances import SHARED
-from coec.calibration.measure import DensePass
 from coec.calibration.tokens import Windows
 from coec.evaluation.perplexity import evaluation_windows
 from coec.experiments.rows import RESULTS, Row, read_lines
 from coec.models.dense import Dense
 from coec.settings import Calibration, Runtime
+from coec.streaming.measure import DensePass
 
 STORIES, WIKI = "tinystories", "wikitext-2"
 TEXTS = {"stories260K": STORIES, "babyllama-1M": STORIES, "wt2-llama": WIKI}

@@ -72,7 +72,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fast": {"preset": "fast"},
     "best": {"preset": "best"},
     "bias": {"compensation": "bias"},
-    "align 32": {"align": "32"},
+    "align 32": {"multiple_of": "32"},
     "MLP alone": {"attention_sparsity": 0},
     "MLP alone, bias": {"attention_sparsity": 0, "compensation": "bias"},
     "target vllm": {"target": "vllm"},

@@ -27,14 +27,14 @@ from benchmarks import record
 from benchmarks.checkpoints import FILES, SAMPLES, SEQ_LEN, SPARSITY, TEXTS, evaluated_on
 from benchmarks.heads import reduced
 from benchmarks.instances import SHARED
-from coec.calibration.measure import DensePass
-from coec.calibration.stream import DenseStream, Measured
 from coec.calibration.tokens import Windows
 from coec.models.dense import Dense
 from coec.models.layout import Site
 from coec.models.surgery import value_rows
 from coec.selection import column_scores, keep_highest, kept_count, resolve, unit_scores
 from coec.settings import Calibration, Runtime
+from coec.streaming.dense_stream import DenseStream, Measured
+from coec.streaming.measure import DensePass
 
 DROPPED = {"rcpu, coec": ("rcpu", "coec"), "obs, ridge": ("obs", "ridge-to-slice")}
 """Selection and compensation of units that go."""

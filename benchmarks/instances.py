@@ -99,13 +99,13 @@ def sites(shared: Path, model: str = TRAINED, *, sparsity: float = 0.3) -> Itera
 
     Statistics of 64 windows of 256 tokens of the model's own calibration text; selection `rcpu`.
     """
-    from coec.calibration.stream import DenseStream
     from coec.calibration.tokens import load_tokenizer, read_stream, sample_windows
     from coec.models.dense import Dense
     from coec.models.surgery import value_rows
-    from coec.planning import Plan
-    from coec.recipe import Recipe
+    from coec.plan import Plan
+    from coec.plan.recipe import Recipe
     from coec.selection import keep_highest, unit_scores
+    from coec.streaming.dense_stream import DenseStream
 
     folder = shared / "models" / model
     checkpoint = Dense.open(folder)

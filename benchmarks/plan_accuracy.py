@@ -27,9 +27,9 @@ import transformers
 import coec
 from benchmarks import record
 from benchmarks.instances import SHARED
-from coec.planning import How, measuring
-from coec.planning.forecast import Forecast
-from coec.planning.machines import Machine
+from coec.plan import ComputeConfig, measuring
+from coec.plan.forecast import Forecast
+from coec.plan.machines import Machine
 from coec.settings import PRESETS
 
 TRAINED = {
@@ -44,7 +44,7 @@ import json, os, sys, time
 alone = os.environ.get("OMP_NUM_THREADS") == "1"
 if alone:
     time.perf_counter = time.process_time
-import coec.cli.commands, coec.pruning, coec
+import coec.cli.commands, coec.pipeline.prune, coec
 began = sum(os.times()[:2]) if alone else float(sys.argv[4])
 from coec.experiments.memory import peak
 import torch
@@ -111,7 +111,7 @@ def measure(model: Path, calibration: Path, length: int, preset: str) -> dict[st
     settings = settings_of(calibration, length, preset)
     device = torch.device("cpu")
     plan = coec.plan(model, **settings)
-    how = How.of(plan, device)
+    how = ComputeConfig.of(plan, device)
     bytes_planned = planned_memory(model, settings)
     before = measuring.measured(device)
     with tempfile.TemporaryDirectory() as out:
@@ -138,7 +138,7 @@ def again(run: dict[str, Any], shared: Path, folder: Path) -> dict[str, Any]:
     where, calibration, length = _model(model, shared, folder)
     plan = coec.plan(where, **settings_of(calibration, length, preset))
     machine = Machine.of(run["machine"])
-    forecast = plan.forecast(How.of(plan, torch.device("cpu")), machine)
+    forecast = plan.forecast(ComputeConfig.of(plan, torch.device("cpu")), machine)
     return {**run, **kept(forecast, run["bytes"]["predicted"], run["report"], machine)}
 
 

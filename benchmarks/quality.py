@@ -68,14 +68,14 @@ def measure(shared: Path, model: str, selection: str, repairs: list[str], sparsi
     print("|---|---|---|---|---|---|---|")
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
-        for repair in repairs:
+        for pruning in repairs:
             report = coec.prune(
-                dense_folder, Path(folder) / repair.replace(" ", "-"), sparsity=sparsity,
+                dense_folder, Path(folder) / pruning.replace(" ", "-"), sparsity=sparsity,
                 selection=selection, calibration=calibration, samples=SAMPLES, seq_len=SEQ_LEN,
-                **REPAIRS[repair],
+                **REPAIRS[pruning],
             )  # fmt: skip
             ppl = coec.perplexity(report.out, test, seq_len=SEQ_LEN).perplexity
-            rows[repair] = (ppl, report)
+            rows[pruning] = (ppl, report)
     none = rows["none"][0] if "none" in rows else float("nan")
     shares = {name: (none - row[0]) / (none - dense) for name, row in rows.items()}
     for name, (ppl, report) in rows.items():

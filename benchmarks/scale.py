@@ -18,9 +18,9 @@ import torch
 import coec
 from benchmarks import record
 from coec.models.description import Description
-from coec.planning import Forecast, How, Plan, named
-from coec.planning.forecast import readable
-from coec.planning.phases import Phase
+from coec.plan import ComputeConfig, Forecast, Plan, named
+from coec.plan.forecast import readable
+from coec.plan.phases import Phase
 
 COMMON = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
@@ -136,7 +136,7 @@ def plan_of(model: str, recipe: str) -> Plan:
 def planned(model: str, recipe: str, machine: str, gpus: int) -> Planned:
     """What a plan takes at one place."""
     plan = plan_of(model, recipe)
-    how = How.of(plan, torch.device("cuda"), machine=named(machine))
+    how = ComputeConfig.of(plan, torch.device("cuda"), machine=named(machine))
     statistics = 8.0 * sum(site.columns**2 for site in plan.model.layout.sites)
     weights = float(plan.parameters_before * how.stored.itemsize)
     return Planned(plan.forecast(how, named(machine)), gpus, statistics, weights, plan.dense.layers)

@@ -11,13 +11,15 @@ from safetensors.torch import load_file, save_file
 import coec
 import tiny_models as tm
 import typechecker
-from coec import Gram, pruning, writing
+from coec import Gram
 from coec.calibration import measure
 from coec.cli import main
 from coec.errors import CalibrationError, CoecError, ModelError, OptionError, OutputError
 from coec.execution import output as output_module
-from coec.models.stored import Stored
-from coec.recipe import Recipe
+from coec.models.raw_checkpoint import RawCheckpoint
+from coec.pipeline import prune as pruning
+from coec.pipeline import write as writing
+from coec.plan.recipe import Recipe
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,7 @@ def test_a_model_that_peft_still_wraps_is_to_be_merged_first(model, refused):
     match = r"named base_model\.model\.….*merge it first.*merge_and_unload\(\)"
     refused(ModelError, match)
     with pytest.raises(ModelError, match=match):
-        Stored.open(model)
+        RawCheckpoint.open(model)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])

@@ -17,8 +17,8 @@ from benchmarks.peers import BORROWED, OURS, PEERS, SOLVERS, Eliminated, OutOfTi
 from coec.linalg import conjugate as conjugate_module
 from coec.linalg.conjugate import conjugate
 from coec.linalg.spd import regularized_inverse
-from coec.planning import operations
-from coec.planning.machines import named
+from coec.plan import operations
+from coec.plan.machines import named
 from coec.selection import elimination as elimination_module
 from coec.selection.elimination import removal_order
 
@@ -85,7 +85,9 @@ def test_a_conjugate_step_takes_the_operations_counted(monkeypatch, site):
         assert ended.iterations == steps
         return counter.operations
 
-    step = operations.conjugate_step(site, trials=1) + operations.preconditioner(site, inner=3)
+    step = operations.conjugate_step(site, trials=1) + operations.preconditioner(
+        site, cg_iterations=3
+    )
     energies = 2 * R.numel()  # of the objective, a matrix-vector product
     assert count(3) - count(2) == pytest.approx(step + energies)
 

@@ -335,7 +335,7 @@ def test_an_interrupted_run_says_that_nothing_was_written(
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("coec.pruning.solve_block", interrupted)
+    monkeypatch.setattr("coec.pipeline.prune.solve_block", interrupted)
     status, out, err = run("prune", dense, tmp_path / "out", "--calibration", tokens,
                            "--samples", 24, "--seq-len", 32)  # fmt: skip
     assert status == 130

@@ -83,7 +83,7 @@ def test_merging_two_collections(dense, run, tmp_path):
 
 def test_the_line_that_goes_on_is_printed(dense, run, tmp_path, monkeypatch):
     tokens = tm.token_file(tmp_path / "tokens.npy")
-    from coec import pruning
+    from coec.pipeline import prune as pruning
 
     original, calls = pruning.solve_block, []
 

@@ -9,7 +9,7 @@ import coec
 import tiny_models as tm
 from coec import free_memory
 from coec.devices import resident_bytes
-from coec.free_memory import Room, hand_back
+from coec.free_memory import FreeMemory, hand_back
 
 
 def test_limits_of_control_groups_count(tmp_path):
@@ -29,7 +29,7 @@ def test_limits_of_control_groups_count(tmp_path):
 
 
 def test_there_is_some_room_here():
-    found = Room.of(torch.device("cpu"))
+    found = FreeMemory.of(torch.device("cpu"))
     assert found.device is None
     assert found.host is None or found.host > 2**20
 

@@ -69,7 +69,7 @@ def test_a_run_into_a_log_says_how_far_it_is_and_quiet_says_nothing(place, run, 
 
 @pytest.mark.parametrize("more", [(), ("--quiet",)])
 def test_a_run_that_goes_on_says_so(more, place, run, monkeypatch, tmp_path):
-    from coec import pruning
+    from coec.pipeline import prune as pruning
 
     solve = pruning.solve_block
 

@@ -18,9 +18,9 @@ from coec import settings
 from coec.compensation import COMPENSATIONS
 from coec.devices import DTYPES
 from coec.errors import OptionError
-from coec.recipe import Recipe
+from coec.plan.recipe import Recipe
 from coec.selection import SELECTIONS
-from coec.settings import Calibration, CoecOptions, Repair, RidgeOptions, Runtime
+from coec.settings import Calibration, CoecOptions, Pruning, RidgeOptions, Runtime
 from coec.settings.document import document
 from coec.types import SiteResult
 
@@ -47,7 +47,7 @@ before = "torch" in sys.modules
 from coec.cli.prune import prune_command
 from coec.experiments.grid import Grid
 from coec.experiments.rows import OPTION_KINDS, RECIPE_KINDS
-from coec.recipe import Recipe
+from coec.plan.recipe import Recipe
 recipe = Recipe.of(extra_turns=5, extra_text="yes")
 flags = inspect.signature(prune_command).parameters
 grid = Grid.read(sys.argv[1])
@@ -145,9 +145,9 @@ def test_the_document_lists_every_setting():
         (Calibration, {"seed": 2**64}, "seed must be below"),
         (Calibration, {"holdout": 1.0}, "holdout is a fraction of the windows"),
         (Calibration, {"samples": None}, "samples must be a whole number"),
-        (Repair, {"sparsity": 30}, "did you mean 0.3"),
-        (Repair, {"selection": "best"}, "unknown selection 'best'; known: rcpu, wanda-sp"),
-        (Repair, {"compensation": None}, "compensation must be text, got None"),
+        (Pruning, {"sparsity": 30}, "did you mean 0.3"),
+        (Pruning, {"selection": "best"}, "unknown selection 'best'; known: rcpu, wanda-sp"),
+        (Pruning, {"compensation": None}, "compensation must be text, got None"),
         (Runtime, {"device": ""}, "device must be text"),
         (Runtime, {"trust_remote_code": 1}, "trust_remote_code is True or False, got 1"),
     ],
@@ -171,7 +171,7 @@ def test_settings_cannot_be_changed():
 def test_a_recipe_of_parts_is_the_recipe_of_flat_settings():
     parts = Recipe(
         calibration=Calibration(source="text.txt", seed=3),
-        repair=Repair(sparsity=0.5, options={"alpha": 0.8}),
+        pruning=Pruning(sparsity=0.5, options={"alpha": 0.8}),
         runtime=Runtime(device="cpu"),
     )
     flat = Recipe.of(calibration="text.txt", seed=3, sparsity=0.5, alpha=0.8, device="cpu")
@@ -192,12 +192,12 @@ def test_a_record_lists_what_determines_the_result_in_one_order():
 
 def test_a_recipe_checks_the_options_of_its_compensation():
     with pytest.raises(OptionError, match=r"alpha must be in \[0, 1\]"):
-        Recipe(repair=Repair(options={"alpha": 2.0}))
+        Recipe(pruning=Pruning(options={"alpha": 2.0}))
     with pytest.raises(OptionError, match="'rcpu' has no option 'alpha'; its options: none"):
-        Recipe(repair=Repair(compensation="rcpu", options={"alpha": 0.5}))
+        Recipe(pruning=Pruning(compensation="rcpu", options={"alpha": 0.5}))
     with pytest.raises(OptionError, match=r"slices = \d+ does not go with alignment"):
         Recipe.of(slices=2)
-    assert Recipe.of(slices=2, lambda_a=0.0).repair.options == {"slices": 2, "lambda_a": 0.0}
+    assert Recipe.of(slices=2, lambda_a=0.0).pruning.options == {"slices": 2, "lambda_a": 0.0}
 
 
 def told(problem, *, what=None):

@@ -27,7 +27,7 @@ import tiny_models as tm  # noqa: E402
 
 WIKI, STORIES = "wikitext-2/valid.raw.txt", "tinystories/train.txt"
 SHORT: dict[str, Any] = {"sparsity": 0.3, "samples": 24, "seq_len": 64}
-BEST: dict[str, Any] = {"preset": "best", "reconstruct": 1, "inner": 4}
+BEST: dict[str, Any] = {"preset": "best", "reconstruct": 1, "cg_iterations": 4}
 PRESETS: dict[str, dict[str, Any]] = {"paper": {}, "fast": {"preset": "fast"}, "best": BEST}
 RANDOM: dict[str, Any] = {"sparsity": 0.3, "samples": 16, "seq_len": 32}
 CASES: dict[str, dict[str, Any]] = {
@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "unguarded": {"guard": False},
     "few": {"samples": 4},
     "many": {"samples": 128},
-    "sampled": {"sampled": 1.0},
+    "sampled": {"self_samples": 1.0},
     "self": {"calibration": "self"},
     "adaptive": {"allocation": "adaptive", "non_uniform": True},
     "error": {"allocation": "error", "non_uniform": True, "preset": "fast"},
@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "propagate": {"preset": "fast", "propagate": True},
     "coec, propagate": {"propagate": True, "token_weights": "residual"},
     "budget": {"budget_parameters": 0.8},
-    "multiple": {"align": 8}, "slices": {"slices": 2, "lambda_a": 0.0},
+    "multiple": {"multiple_of": 8}, "slices": {"slices": 2, "lambda_a": 0.0},
     "no alignment": {"lambda_a": 0.0},
     "bfloat16": {"dtype": "bfloat16"},
     "kv all": {"preset": "fast", "kv_groups": "all"},
@@ -131,7 +131,7 @@ def runs(shared: Path, scratch: Path) -> dict[str, Callable[[], Path]]:
             tm.save(tm.tiny(variant, torch.float32), folder)
         settings = {"calibration": tokens, **RANDOM, "preset": preset}
         if preset == "best":
-            settings |= {**BEST, "sampled": 0.0}
+            settings |= {**BEST, "self_samples": 0.0}
         return pruned(scratch, f"{variant} {preset}", folder, settings)
 
     def bind(function: Callable[..., Path], *arguments: Any) -> Callable[[], Path]:
@@ -194,7 +194,7 @@ def resumed(scratch: Path, model: Path, settings: dict[str, Any]) -> Path:
     out = scratch / f"resumed {settings.get('preset')}"
 
     def stop(phase: str, done: int, total: int) -> None:
-        if phase in ("solving", "rebuilding", "reconstructing") and done == 2:
+        if phase in ("solving", "reconstruction", "reconstructing") and done == 2:
             raise KeyboardInterrupt
 
     try:

@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING, Any
 from coec.errors import CoecError
 
 if TYPE_CHECKING:
-    from coec.calibration.statistics import Statistics
-    from coec.collecting import collect, merge
-    from coec.compensating import compensate_pruned, infer_kept
     from coec.compensation import Method, compensate
     from coec.evaluation.efficiency import efficiency
     from coec.evaluation.geometry import geometry
@@ -22,10 +19,13 @@ if TYPE_CHECKING:
     from coec.evaluation.speed import speed
     from coec.evaluation.zero_shot import zero_shot
     from coec.exporting.export import Export, export
-    from coec.planning import Plan
-    from coec.pruning import plan, prune
-    from coec.recipe import Recipe
-    from coec.report import Report
+    from coec.pipeline.collect import collect, merge
+    from coec.pipeline.compensate import compensate_pruned, infer_kept
+    from coec.pipeline.prune import plan, prune
+    from coec.pipeline.report import Report
+    from coec.plan import Plan
+    from coec.plan.recipe import Recipe
+    from coec.streaming.statistics import Statistics
     from coec.types import Gram, KeptSet, SiteProblem, SiteResult
     from coec.types import SiteResult as Compensation
 
@@ -64,23 +64,23 @@ _LAZY = {
     "Gram": "coec.types",
     "KeptSet": "coec.types",
     "Method": "coec.compensation",
-    "Plan": "coec.planning",
-    "Recipe": "coec.recipe",
-    "Report": "coec.report",
+    "Plan": "coec.plan",
+    "Recipe": "coec.plan.recipe",
+    "Report": "coec.pipeline.report",
     "SiteProblem": "coec.types",
     "SiteResult": "coec.types",
-    "Statistics": "coec.calibration.statistics",
-    "collect": "coec.collecting",
+    "Statistics": "coec.streaming.statistics",
+    "collect": "coec.pipeline.collect",
     "compensate": "coec.compensation",
-    "compensate_pruned": "coec.compensating",
+    "compensate_pruned": "coec.pipeline.compensate",
     "efficiency": "coec.evaluation.efficiency",
     "export": "coec.exporting.export",
     "geometry": "coec.evaluation.geometry",
-    "infer_kept": "coec.compensating",
-    "merge": "coec.collecting",
+    "infer_kept": "coec.pipeline.compensate",
+    "merge": "coec.pipeline.collect",
     "perplexity": "coec.evaluation.perplexity",
-    "plan": "coec.pruning",
-    "prune": "coec.pruning",
+    "plan": "coec.pipeline.prune",
+    "prune": "coec.pipeline.prune",
     "speed": "coec.evaluation.speed",
     "zero_shot": "coec.evaluation.zero_shot",
 }

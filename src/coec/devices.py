@@ -72,7 +72,7 @@ def choose_forward_dtype(
 
 
 def choose_solve_dtype(asked: str, device: torch.device) -> torch.dtype:
-    """The dtype of the compensation; see `Repair.solve_dtype`.
+    """The dtype of the compensation; see `Pruning.solve_dtype`.
 
     `auto` is float64 on a CPU, and elsewhere wherever it multiplies at a useful rate, which is
     measured once in a process.

@@ -18,7 +18,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
-class Room:
+class FreeMemory:
     """Free bytes.
 
     Attributes:
@@ -30,7 +30,7 @@ class Room:
     host: int | None
 
     @classmethod
-    def of(cls, device: torch.device) -> "Room":
+    def of(cls, device: torch.device) -> "FreeMemory":
         """What there is now, the limits of control groups and of this process included."""
         here = at_hand(device)
         free = torch.cuda.mem_get_info(here)[0] if here.type == "cuda" else None

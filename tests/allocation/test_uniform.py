@@ -10,8 +10,8 @@ import tiny_models as tm
 from coec.errors import OptionError
 from coec.models.description import Description
 from coec.models.fallbacks import fallbacks
-from coec.planning import Plan
-from coec.recipe import Recipe
+from coec.plan import Plan
+from coec.plan.recipe import Recipe
 from paper_models import LLAMA_8B, LLAMA_70B, QWEN_7B
 
 
@@ -37,22 +37,26 @@ def widths(config=None, **settings):
     ],
 )
 def test_channels_are_rounded_up_and_groups_stay(config, align, ffn):
-    kept, groups = widths(config, sparsity=0.3, align=align)
+    kept, groups = widths(config, sparsity=0.3, multiple_of=align)
     assert kept == ffn
     assert groups == widths(config, sparsity=0.3)[1]
 
 
 def test_automatic_alignment_gives_way_where_it_would_add_too_much():
     small = tm.raw_config(intermediate_size=100)
-    assert widths(small, align="auto")[0] == 70  # 96, the next multiple of 32, is a third more
-    [note] = plan(small, align="auto").notes
-    assert note.startswith("align = auto leaves mlp at 70 intermediate channels: the next multiple")
-    assert plan(LLAMA_8B, align="auto").notes[0].startswith("down_proj reads 10,112 columns")
-    assert widths(small, align=32)[0] == 96
+    assert (
+        widths(small, multiple_of="auto")[0] == 70
+    )  # 96, the next multiple of 32, is a third more
+    [note] = plan(small, multiple_of="auto").notes
+    assert note.startswith(
+        "multiple_of = auto leaves mlp at 70 intermediate channels: the next multiple"
+    )
+    assert plan(LLAMA_8B, multiple_of="auto").notes[0].startswith("down_proj reads 10,112 columns")
+    assert widths(small, multiple_of=32)[0] == 96
 
 
 def test_a_multiple_holds_where_the_mlp_pays_for_kept_groups():
-    kept, groups = widths(LLAMA_8B, sparsity=0.3, kv_groups="all", align=256)
+    kept, groups = widths(LLAMA_8B, sparsity=0.3, kv_groups="all", multiple_of=256)
     assert groups == 8
     assert kept % 256 == 0
     assert abs(kept - widths(LLAMA_8B, sparsity=0.3, kv_groups="all")[0]) <= 256
@@ -65,7 +69,7 @@ def test_keeping_all_groups_is_never_the_larger_model(sparsity, align):
     config = tm.raw_config(hidden_size=64, head_dim=8, intermediate_size=512)
     found = Plan.candidates(
         Description.of(config),
-        Recipe.of(sparsity=sparsity, align=align, kv_groups="held-out", holdout=0.1),
+        Recipe.of(sparsity=sparsity, multiple_of=align, kv_groups="held-out", holdout=0.1),
     )
     sizes = [one.parameters_after for one in found.values()]
     assert sizes == sorted(sizes, reverse=True)
@@ -74,14 +78,14 @@ def test_keeping_all_groups_is_never_the_larger_model(sparsity, align):
 
 def test_where_no_multiple_is_left_for_the_mlp_that_is_said():
     config = tm.raw_config(hidden_size=64, head_dim=8)
-    with pytest.raises(OptionError, match="kv_groups = all leaves fewer .* than align = 32"):
-        plan(config, sparsity=0.3, kv_groups="all", align=32)
+    with pytest.raises(OptionError, match="kv_groups = all leaves fewer .* than multiple_of = 32"):
+        plan(config, sparsity=0.3, kv_groups="all", multiple_of=32)
 
 
 def test_a_multiple_that_keeps_everything_is_noted():
-    [note] = plan(tm.raw_config(), sparsity=0.3, align=40).notes
+    [note] = plan(tm.raw_config(), sparsity=0.3, multiple_of=40).notes
     assert note == (
-        "nothing is removed at mlp: align = 40 rounds up to all 40 intermediate channels"
+        "nothing is removed at mlp: multiple_of = 40 rounds up to all 40 intermediate channels"
     )
 
 
@@ -101,14 +105,16 @@ def test_what_was_not_asked_for_is_not_noted_as_missing():
 def test_a_pruned_model_has_the_planned_widths(tmp_path):
     model = tm.save(tm.tiny(), tmp_path / "model")
     report = coec.prune(
-        model, tmp_path / "out", sparsity=0.5, attention_sparsity=0, align=8, samples=4,
+        model, tmp_path / "out", sparsity=0.5, attention_sparsity=0, multiple_of=8, samples=4,
         seq_len=32, calibration=tm.token_file(tmp_path / "t.npy"),
     )  # fmt: skip
     loaded = tm.load(tmp_path / "out")
     assert loaded.config.intermediate_size == 24
     assert loaded.config.num_key_value_heads == 4
     card = (tmp_path / "out/README.md").read_text(encoding="utf-8")
-    assert "0.5 of channels (channels rounded up, align = 8) and 0 of groups asked for" in card
+    assert (
+        "0.5 of channels (channels rounded up, multiple_of = 8) and 0 of groups asked for" in card
+    )
     recipe = json.loads((tmp_path / "out/coec.json").read_text(encoding="utf-8"))["recipe"]
     assert (recipe["align"], recipe["attention_sparsity"]) == ("8", 0)
     assert report.plan["removed"]["attention"] == 0
@@ -117,11 +123,14 @@ def test_a_pruned_model_has_the_planned_widths(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"align": 0}, "align is a whole number of channels, at least 1, or auto, got '0'"),
-        ({"align": "-8"}, "at least 1, or auto, got '-8'"),
-        ({"align": "often"}, "or auto, got 'often'"),
-        ({"align": 2.5}, "align must be text, got 2.5"),
-        ({"align": True}, "align must be text, got True"),
+        (
+            {"multiple_of": 0},
+            "multiple_of is a whole number of channels, at least 1, or auto, got '0'",
+        ),
+        ({"multiple_of": "-8"}, "at least 1, or auto, got '-8'"),
+        ({"multiple_of": "often"}, "or auto, got 'often'"),
+        ({"multiple_of": 2.5}, "multiple_of must be text, got 2.5"),
+        ({"multiple_of": True}, "multiple_of must be text, got True"),
         ({"mlp_sparsity": 1.0}, "strictly between 0 and 1, got 1"),
         ({"attention_sparsity": -0.1}, "attention_sparsity must be at least 0 and finite"),
         ({"attention_sparsity": 30}, r"got 30 \(did you mean 0.3\?\)"),
@@ -129,7 +138,10 @@ def test_a_pruned_model_has_the_planned_widths(tmp_path):
             {"attention_sparsity": 0, "mlp_sparsity": 0},
             "removing 0 of attention, 0 of mlp takes nothing from",
         ),
-        ({"attention_sparsity": 0, "align": 64}, "align = 64 takes nothing from 4 KV groups"),
+        (
+            {"attention_sparsity": 0, "multiple_of": 64},
+            "multiple_of = 64 takes nothing from 4 KV groups",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(settings, message):
@@ -143,9 +155,9 @@ def test_a_width_that_quantisers_do_not_divide_is_noted_with_its_cost():
     assert "down_proj reads 10,036 columns, no multiple of 256" in note
     assert "as F16, 1,721.4 MB more" in note
     assert "want multiples of 8" in note
-    [note] = plan(LLAMA_8B, sparsity=0.3, align=32).notes
-    assert "as Q5_0 and Q8_0, 241.8 MB more; align = 256" in note
-    assert plan(LLAMA_8B, sparsity=0.3, align=256).notes == ()
+    [note] = plan(LLAMA_8B, sparsity=0.3, multiple_of=32).notes
+    assert "as Q5_0 and Q8_0, 241.8 MB more; multiple_of = 256" in note
+    assert plan(LLAMA_8B, sparsity=0.3, multiple_of=256).notes == ()
 
 
 def test_a_width_that_was_not_full_before_is_left_alone():

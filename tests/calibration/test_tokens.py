@@ -24,7 +24,7 @@ from coec.calibration.tokens import (
     sample_windows,
 )
 from coec.errors import CalibrationError, ModelError
-from coec.models.carried import carry_files
+from coec.models.companion_files import carry_files
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import coec
+from coec.distributed.cluster import Cluster, shared_folder
+from coec.distributed.worker_group import RayGroup
 from coec.errors import OptionError
 from coec.execution import cluster as module
-from coec.execution.cluster import Cluster, shared_folder
 from coec.experiments.grid import expand
 from coec.experiments.sweep import sweep
-from coec.teams import OnCluster
 from places import SHARED
 
 pytestmark = [
@@ -114,11 +114,11 @@ def test_the_pruned_model_runs_along_on_a_cluster_as_in_one_process(cluster, tmp
     import ray
 
     settings = {
-        "calibration": STORIES, "samples": 24, "seq_len": 128, "preset": "best", "inner": 2,
+        "calibration": STORIES, "samples": 24, "seq_len": 128, "preset": "best", "cg_iterations": 2,
         "reconstruct": 1, "kv_groups": "uniform",
     }  # fmt: skip
     coec.prune(SMALL, tmp_path / "here", **settings)
-    solve, died, lost = OnCluster.solve, tmp_path / "died", tmp_path / "lost"
+    solve, died, lost = RayGroup.solve, tmp_path / "died", tmp_path / "lost"
 
     def befallen(self, work):
         """Runs where blocks are solved."""
@@ -128,12 +128,12 @@ def test_the_pruned_model_runs_along_on_a_cluster_as_in_one_process(cluster, tmp
             if died.exists() and not lost.exists():  # the second attempt: its first product fails
                 lost.touch()
 
-                def losing(self, name, *arguments, ask=OnCluster.all):
+                def losing(self, name, *arguments, ask=RayGroup.all):
                     if name == "product":
                         ray.kill(place, no_restart=False)
                     return ask(self, name, *arguments)
 
-                with mock.patch.object(OnCluster, "all", losing):
+                with mock.patch.object(RayGroup, "all", losing):
                     return work()
             handed = work()
             if not died.exists():  # the first attempt: all is done, and lost with its process
@@ -143,7 +143,7 @@ def test_the_pruned_model_runs_along_on_a_cluster_as_in_one_process(cluster, tmp
 
         return solve(self, once)
 
-    monkeypatch.setattr(OnCluster, "solve", befallen)
+    monkeypatch.setattr(RayGroup, "solve", befallen)
     report = coec.prune(SMALL, tmp_path / "there", executor="ray", workers=2, **settings)
     assert weights(tmp_path / "there") == weights(tmp_path / "here")
     assert died.exists()

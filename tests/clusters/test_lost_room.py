@@ -16,7 +16,7 @@ pytestmark = [
 ]
 SMALL = SHARED / "models/stories260K"
 SETTINGS = {"calibration": SHARED / "data/tinystories/train.txt", "samples": 160, "seq_len": 256}
-BEST = {"samples": 24, "seq_len": 128, "preset": "best", "inner": 2, "reconstruct": 1,
+BEST = {"samples": 24, "seq_len": 128, "preset": "best", "cg_iterations": 2, "reconstruct": 1,
         "kv_groups": "uniform"}  # fmt: skip
 STORE = 100 * 2**20
 
@@ -54,7 +54,7 @@ def test_fewer_workers_go_on_where_a_lost_node_leaves_no_room_for_a_block(run, c
     lost = []
 
     def lose(phase, done, total):
-        if phase in ("solving", "rebuilding") and done == 1 and not lost:
+        if phase in ("solving", "reconstructing") and done == 1 and not lost:
             lost.append(time.monotonic())
             threading.Thread(target=cluster.remove_node, args=(other,),
                              kwargs={"allow_graceful": False}).start()  # fmt: skip

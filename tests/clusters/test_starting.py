@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from coec.execution.cluster import joined
+from coec.distributed.cluster import joined
 from places import SHARED
 
 pytestmark = pytest.mark.ray

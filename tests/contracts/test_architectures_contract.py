@@ -12,8 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import coec
 import tiny_models as tm
-from coec.calibration.layers import Layers
-from coec.calibration.stream import DenseStream
 from coec.calibration.tokens import Windows, hold_out
 from coec.compensation import COMPENSATIONS
 from coec.errors import OptionError
@@ -23,6 +21,8 @@ from coec.models.layout import Rows
 from coec.models.loaders import LOADERS, TARGETS
 from coec.models.surgery import with_rows
 from coec.reconstruction import Batch, LeastSquares, Products
+from coec.streaming.dense_stream import DenseStream
+from coec.streaming.layers import Layers
 from coec.types import GramSum, KeptSet
 
 pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("hasty_auto")]  # whole models
@@ -305,14 +305,14 @@ def test_a_reconstructed_checkpoint_is_what_the_streams_ended_with(variant, fold
     settings = {**SETTINGS, "samples": 12, "seq_len": 16}
     report = coec.prune(
         models[variant], tmp_path / "out", **settings, calibration=tokens, preset="best",
-        reconstruct=1, inner=3, kv_groups="uniform",
+        reconstruct=1, cg_iterations=3, kv_groups="uniform",
     )  # fmt: skip
     held = hold_out(Windows(torch.from_numpy(np.load(tokens)).long(), "", 0, ""), 0.125, 0)[1]
     loss = 0.0
     with torch.no_grad():
         model = tm.load(tmp_path / "out")
         loss = float(model(input_ids=held, labels=held).loss)
-    assert report.rebuilding["perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)
+    assert report.reconstruction["perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)
     for row in report.sites:
         steps = row["reconstruction"]
         assert steps["error_after"] <= steps["error_before"]
@@ -361,7 +361,7 @@ def test_a_fused_projection_is_only_another_slice(preset, folders, tmp_path):
     apart.load_state_dict(state)
     split = tm.save(apart, tmp_path / "split")
     assert torch.equal(tm.logits(tm.load(split)), tm.logits(tm.load(models["phi3"])))
-    small = {"reconstruct": 1, "inner": 3, "sampled": 0.0, "kv_groups": "uniform"}
+    small = {"reconstruct": 1, "cg_iterations": 3, "self_samples": 0.0, "kv_groups": "uniform"}
     small = small if preset == "best" else {}
     settings = {**SETTINGS, "calibration": tokens, "preset": preset, **small}
     for model, out in ((models["phi3"], "fused"), (split, "apart")):

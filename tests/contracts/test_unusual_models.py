@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 
 import coec
 import tiny_models as tm
-from coec.calibration.stream import DenseStream
 from coec.models.dense import Dense
+from coec.streaming.dense_stream import DenseStream
 from coec.types import GramSum
 
 pytestmark = pytest.mark.unchecked  # whole models

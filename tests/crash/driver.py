@@ -31,7 +31,8 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMN
 PATIENCE = 300.0
 """Seconds after which a child hangs."""
 IMPORTED = (
-    "bucket", "coec.cli.commands", "coec.collecting", "coec.experiments.sweep", "coec.pruning",
+    "bucket", "coec.cli.commands", "coec.pipeline.collect", "coec.experiments.sweep",
+    "coec.pipeline.prune",
     "transformers.models.llama.modeling_llama", "transformers.models.mistral.modeling_mistral",
 )  # fmt: skip
 """What takes seconds, and is not to be repeated in every child."""
@@ -158,16 +159,16 @@ def child(request: dict[str, Any]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    import coec.writing
+    import coec.pipeline.write
 
-    coec.writing.MAX_SHARD = request.get("shard", coec.writing.MAX_SHARD)
-    keep, solved = coec.writing.Checkpoint.keep, []
+    coec.pipeline.write.MAX_SHARD = request.get("shard", coec.pipeline.write.MAX_SHARD)
+    keep, solved = coec.pipeline.write.Checkpoint.keep, []
 
     def kept(checkpoint: Any, block: Any) -> None:
         solved.append(checkpoint._units(block.block))
         keep(checkpoint, block)
 
-    coec.writing.Checkpoint.keep = kept
+    coec.pipeline.write.Checkpoint.keep = kept
     watch = Watch(cwd, request.get("at"), request.get("what", "kill"))
     watch.start()
     sys.argv = ["coec", *request["argv"]]

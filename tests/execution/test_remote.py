@@ -10,9 +10,9 @@ import torch
 import bucket
 import coec
 import tiny_models as tm
-from coec import writing
 from coec.errors import OutputError
 from coec.execution.output import is_url
+from coec.pipeline import write as writing
 
 SETTINGS = {"samples": 8, "seq_len": 32, "compensation": "ridge-to-slice"}
 

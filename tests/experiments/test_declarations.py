@@ -62,8 +62,8 @@ def declared(folder, text):
 
 def of_mine(values):
     return [
-        sr.row("m", sparsity, "rcpu", repair, grids=["mine"], perplexity=sr.perplexity(value))
-        for (sparsity, repair), value in values.items()
+        sr.row("m", sparsity, "rcpu", pruning, grids=["mine"], perplexity=sr.perplexity(value))
+        for (sparsity, pruning), value in values.items()
     ]
 
 

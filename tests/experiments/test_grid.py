@@ -9,7 +9,7 @@ from coec.cli.sweep import READY as NAMED_IN_HELP
 from coec.compensation import COMPENSATIONS
 from coec.errors import OptionError
 from coec.experiments.grid import NEWER, READY, Evaluation, expand
-from coec.recipe import Recipe
+from coec.plan.recipe import Recipe
 
 
 def write(folder, text, name="mine"):
@@ -81,7 +81,7 @@ def test_axes_are_crossed_and_variants_linked(tmp_path):
     )
     cells = pruned(expand(grid, models=["m"]))
     found = [
-        (c.recipe.repair.sparsity, c.recipe.repair.compensation, c.recipe.repair.options)
+        (c.recipe.pruning.sparsity, c.recipe.pruning.compensation, c.recipe.pruning.options)
         for c in cells
     ]
     assert found == [
@@ -239,7 +239,7 @@ def test_the_documented_grid_is_one(tmp_path):
 def test_what_a_grid_says_for_all_is_dropped_where_nothing_hears_it(tmp_path):
     path = tmp_path / "g.toml"
     path.write_text('lambda_a = [0.0, 50.0]\nr_p = 8\nsolver = ["joint", "gradient"]\ndelta = 1e-3')
-    options = [cell.recipe.repair.options for cell in expand(str(path), models=["m"])[1:]]
+    options = [cell.recipe.pruning.options for cell in expand(str(path), models=["m"])[1:]]
     assert [("r_p" in o, "delta" in o) for o in options] == [
         (False, False), (False, True), (True, False), (True, True),
     ]  # fmt: skip

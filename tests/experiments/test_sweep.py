@@ -777,7 +777,7 @@ def test_cells_that_run_both_models_take_the_text_itself(place, tmp_path):
     variants = (
         '[[variants]]\nselection = "obs"\n'
         '[[variants]]\npreset = "best"\nkv_groups = "uniform"\nreconstruct = 1\ninner = 2\n'
-        "sampled = 0.0\n"
+        "self_samples = 0.0\n"
     )
     (tmp_path / "g.toml").write_text(head + variants + models)
     assert sweep(expand(str(tmp_path / "g.toml")), tmp_path / "out").failed == 0
@@ -803,8 +803,8 @@ def test_a_group_of_such_cells_alone_collects_nothing(place, tmp_path, monkeypat
     dense, best = sorted(Store(tmp_path / "out").rows.values(), key=lambda row: not row.dense)
     assert best.overlap.windows is not None
     assert best.calibration.windows == 2 * best.setting("samples")
-    assert best.rebuilding.kv_groups in best.rebuilding.candidates
-    assert {*best.rebuilding.candidates} == {"uniform", "all"}
+    assert best.reconstruction.kv_groups in best.reconstruction.candidates
+    assert {*best.reconstruction.candidates} == {"uniform", "all"}
     pruned = [site for site in best.sites if site.site == "mlp"]
     assert all(0 < site.geometry.angle_oc < 90 for site in pruned)
     assert 0 < best.measured("kl") < 10

@@ -32,14 +32,14 @@ from transformers.utils import logging as transformers_logging
 import coec
 import sweep_rows
 import tiny_models as tm
+from coec.allocation.kept import KEPT
 from coec.errors import CoecError
 from coec.experiments.declarations import READY, Declared, ready, write_declarations
 from coec.experiments.grid import expand
 from coec.experiments.publications import ready_published
 from coec.experiments.reporting.report import write_report
 from coec.experiments.store import Store
-from coec.kept import KEPT
-from coec.recipe import Recipe, read_settings
+from coec.plan.recipe import Recipe, read_settings
 
 MEMORY = 12 * 2**30
 """Address space of the worker: what asks for absurd sizes fails, and does not drown the machine."""
@@ -112,20 +112,20 @@ def pruned(here: Path, model: Path, **changes: Any) -> None:
 def unfinished(root: Path, dense: Path, tokens: str) -> None:
     """A run that was ended before its second block; and what it would have given."""
     coec.prune(dense, root / "whole", calibration=tokens, **SMALL)
-    solve = coec.pruning.solve_block
+    solve = coec.pipeline.prune.solve_block
 
     def interrupted(measured: Any, *rest: Any) -> Any:
         if measured.block.index:
             raise KeyboardInterrupt
         return solve(measured, *rest)
 
-    coec.pruning.solve_block = interrupted
+    coec.pipeline.prune.solve_block = interrupted
     try:
         coec.prune(dense, root / "out", calibration=tokens, **SMALL)
     except KeyboardInterrupt:
         pass
     finally:
-        coec.pruning.solve_block = solve
+        coec.pipeline.prune.solve_block = solve
 
 
 def journal_files(here: Path) -> list[Path]:

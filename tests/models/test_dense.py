@@ -13,9 +13,9 @@ import coec
 import tiny_models as tm
 from coec.errors import ModelError
 from coec.models import dense as module
-from coec.models.ahead import ReadAhead
 from coec.models.dense import Dense
-from coec.models.stored import INDEX
+from coec.models.prefetcher import Prefetcher
+from coec.models.raw_checkpoint import INDEX
 
 CPU = torch.device("cpu")
 
@@ -393,16 +393,16 @@ def test_the_next_block_is_read_ahead_once_and_no_further_than_the_last(model, m
         Dense, "tensors", lambda self, block: read.append(block.index) or original(self, block)
     )
     first, second = opened.layout.blocks
-    with ReadAhead(opened, last=1) as ahead:
+    with Prefetcher(opened, last=1) as ahead:
         assert ahead.tensors(first).keys() == original(opened, first).keys()
         assert ahead.tensors(second).keys() == original(opened, second).keys()
     assert read == [0, 1]
-    with ReadAhead(opened, last=0) as ahead:
+    with Prefetcher(opened, last=0) as ahead:
         ahead.tensors(first)
     assert read == [0, 1, 0]
     rewrite(model, replaced(UP, lambda w: w * float("inf")))
     again = Dense.open(model)
-    with ReadAhead(again, last=1) as ahead:
+    with Prefetcher(again, last=1) as ahead:
         if UP.startswith(second.prefix):
             ahead.tensors(first)  # not yet its turn
         with pytest.raises(ModelError, match="holds NaN or Inf"):

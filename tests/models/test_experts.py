@@ -10,8 +10,8 @@ from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.experts import routed_inputs, stacked, stored_shapes
-from coec.planning import Plan
-from coec.recipe import Recipe
+from coec.plan import Plan
+from coec.plan.recipe import Recipe
 
 EXPERTS = [name for name, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].blocks.experts]
 
@@ -78,7 +78,7 @@ def test_experts_keep_a_multiple_of_8_as_their_product_of_matrices_wants():
     exact = plan(64, sparsity=0.25)
     assert exact.record()["widths"]["experts"]["after"] == 48
     assert not any("multiple" in note for note in exact.notes)
-    assert plan(64, sparsity=0.3, align="12").record()["widths"]["experts"]["after"] == 48
+    assert plan(64, sparsity=0.3, multiple_of="12").record()["widths"]["experts"]["after"] == 48
     whole = plan(64, sparsity=0.5, kv_groups="all").record()["widths"]["experts"]["after"]
     assert whole % 8 == 0
     assert whole < 32

@@ -1,7 +1,7 @@
 """How many units every site keeps (METHODS §10)."""
 
 from coec.allocation.alignment import MOST_ADDED, MULTIPLES, OF_EXPERTS
-from coec.allocation.by_worth import Worths, by_worth
+from coec.allocation.by_importance import Worths, by_worth
 from coec.allocation.uniform import shares_for, uniform, whole_attention
 from coec.allocation.widths import Widths, parameters
 

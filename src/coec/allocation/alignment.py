@@ -9,7 +9,7 @@ import math
 from coec.models.layout import Site
 
 MULTIPLES = (256, 128, 64, 32)
-"""Among which `align = auto` chooses: blocks of K-quants, tiles of tensor cores, blocks of Q8_0."""
+"""`multiple_of = auto` chooses from these: blocks of K-quants, tensor cores and Q8_0."""
 OF_EXPERTS = 8
 """What divides the channels that experts keep: transformers runs all experts at once, which takes
 rows of a multiple of 16 bytes and fails on others."""

@@ -8,23 +8,23 @@ from dataclasses import replace
 import torch
 
 from coec.allocation.alignment import aligned, aligned_down
+from coec.allocation.kept import KeptUnits
 from coec.allocation.widths import Widths, parameters
 from coec.errors import OptionError
-from coec.kept import KeptUnits
 from coec.models.layout import Layout, Site
 from coec.selection import kept_count
-from coec.settings import Repair
+from coec.settings import Pruning
 
 STEPS = 10_000
 """Fractions that are tried for a number of parameters are whole multiples of one over this."""
 
 
-def uniform(layout: Layout, repair: Repair, given: KeptUnits | None = None) -> Widths:
+def uniform(layout: Layout, pruning: Pruning, given: KeptUnits | None = None) -> Widths:
     """`⌈(1 − ρ) n⌉` units of every site, channels rounded up to a multiple.
 
     Args:
         layout: where units are.
-        repair: the fractions that go, and to what channels are rounded.
+        pruning: the fractions that go, and to what channels are rounded.
         given: the units of sites that somebody names, which keep as many as these.
 
     Raises:
@@ -32,28 +32,28 @@ def uniform(layout: Layout, repair: Repair, given: KeptUnits | None = None) -> W
     """
     kept = {}
     for site in layout.sites:
-        count = aligned(site, _by_rule(site, repair), repair.multiple)
+        count = aligned(site, _by_rule(site, pruning), pruning.multiple)
         named = None if given is None else given.units.get(site.key)
         kept[site.block, site.name] = count if named is None else len(named)
     widths = Widths(kept)
     if not any(widths.removes_from(site) for site in layout.sites):
-        raise _nothing_goes(layout, repair, given)
+        raise _nothing_goes(layout, pruning, given)
     return widths
 
 
 def shares_for(
     layout: Layout,
     shapes: Mapping[str, torch.Size],
-    repair: Repair,
+    pruning: Pruning,
     goal: int,
     given: KeptUnits | None = None,
-) -> Repair:
+) -> Pruning:
     """The same fractions, but the common one the least by which so many parameters go.
 
     Args:
         layout: where units are.
         shapes: of the dense model's tensors, by name.
-        repair: says which kinds of sites have fractions of their own, and what channels are
+        pruning: says which kinds of sites have fractions of their own, and what channels are
             rounded to.
         goal: how many parameters must go.
         given: the units of sites that somebody names.
@@ -64,22 +64,22 @@ def shares_for(
 
     def removed(step: int) -> int:
         try:
-            widths = uniform(layout, replace(repair, sparsity=step / STEPS), given)
+            widths = uniform(layout, replace(pruning, sparsity=step / STEPS), given)
         except OptionError:  # nothing goes
             return 0
         return widths.removed(layout, shapes)
 
     if removed(STEPS - 1) < goal:
         left = sum(size.numel() for size in shapes.values()) - removed(STEPS - 1)
-        align = "" if repair.align == "1" else f" with align = {repair.align}"
+        rounded = "" if pruning.multiple_of == "1" else f" with multiple_of = {pruning.multiple_of}"
         raise OptionError(
-            f"budget_parameters = {_number(repair.budget_parameters)}{align} cannot be met: "
+            f"budget_parameters = {_number(pruning.budget_parameters)}{rounded} cannot be met: "
             f"{left:,} parameters are left however much is removed; allow more"
-            + (", or align to a smaller multiple" if align else "")
+            + (", or align to a smaller multiple" if rounded else "")
         )
     steps = range(1, STEPS)
     first = bisect_left(steps, goal, key=removed)
-    return replace(repair, sparsity=steps[first] / STEPS)
+    return replace(pruning, sparsity=steps[first] / STEPS)
 
 
 def _number(budget: float | None) -> str:
@@ -88,18 +88,18 @@ def _number(budget: float | None) -> str:
     return f"{budget:g}" if budget < 1 else f"{budget:,.0f}"
 
 
-def _nothing_goes(layout: Layout, repair: Repair, given: KeptUnits | None) -> OptionError:
+def _nothing_goes(layout: Layout, pruning: Pruning, given: KeptUnits | None) -> OptionError:
     counts = " and ".join(f"{site.units:,} {site.unit}s" for site in layout.kinds)
-    asked = {site.kind: repair.removed(site.kind) for site in layout.kinds}
+    asked = {site.kind: pruning.removed(site.kind) for site in layout.kinds}
     shares = ", ".join(f"{share:g} of {name}" for name, share in asked.items())
     if given is not None:
         rest = "" if given.covers(layout) else f", and removing {shares} takes none elsewhere"
         return OptionError(
             f"'{given.source}' keeps every unit of the sites that it names{rest}: nothing would go"
         )
-    own = (repair.attention_sparsity, repair.mlp_sparsity) != (None, None)
-    if own or repair.align != "1":
-        rounded = "" if repair.align == "1" else f" with align = {repair.align}"
+    own = (pruning.attention_sparsity, pruning.mlp_sparsity) != (None, None)
+    if own or pruning.multiple_of != "1":
+        rounded = "" if pruning.multiple_of == "1" else f" with multiple_of = {pruning.multiple_of}"
         return OptionError(
             f"removing {shares}{rounded} takes nothing from {counts}: remove more"
             + (", or align to a smaller multiple" if rounded else "")
@@ -118,7 +118,7 @@ def _nothing_goes(layout: Layout, repair: Repair, given: KeptUnits | None) -> Op
 def whole_attention(
     layout: Layout,
     shapes: Mapping[str, torch.Size],
-    repair: Repair,
+    pruning: Pruning,
     given: KeptUnits | None = None,
 ) -> Widths:
     """All units behind attention stay; the other sites give as many parameters as `uniform` takes.
@@ -128,20 +128,20 @@ def whole_attention(
     Args:
         layout: where units are.
         shapes: of the dense model's tensors, by name.
-        repair: the fractions that `uniform` removes, and to what channels are rounded.
+        pruning: the fractions that `uniform` removes, and to what channels are rounded.
         given: the units of sites that somebody names.
 
     Raises:
         OptionError: the other sites have too few, or what is given says otherwise.
     """
-    widths = uniform(layout, repair, given)
+    widths = uniform(layout, pruning, given)
     kept: dict[tuple[int, str], int] = dict(widths.kept)
     for block in layout.blocks:
         spared = 0
         for site in block.sites:
             if site.value is not None:
                 _check_whole(site, widths, given)
-                spared += (site.units - _by_rule(site, repair)) * parameters(site, shapes)
+                spared += (site.units - _by_rule(site, pruning)) * parameters(site, shapes)
                 kept[site.block, site.name] = site.units
         paying = [s for s in block.sites if s.value is None and not _names(given, s)]
         if spared and not paying and not all(_names(given, site) for site in block.sites):
@@ -154,9 +154,9 @@ def whole_attention(
             less = math.ceil(spared / len(paying) / parameters(site, shapes))
             if less >= widths.of(site):
                 asked = (
-                    f"sparsity {repair.sparsity:g}"
-                    if repair.budget_parameters is None
-                    else f"budget_parameters = {_number(repair.budget_parameters)}"
+                    f"sparsity {pruning.sparsity:g}"
+                    if pruning.budget_parameters is None
+                    else f"budget_parameters = {_number(pruning.budget_parameters)}"
                 )
                 raise OptionError(
                     f"{asked} with kv_groups = all leaves no {site.unit}s: "
@@ -164,19 +164,20 @@ def whole_attention(
                 )
             left = widths.of(site)
             if less:
-                left = aligned_down(site, left - less, repair.multiple)
+                left = aligned_down(site, left - less, pruning.multiple)
             if not left:
                 raise OptionError(
-                    f"kv_groups = all leaves fewer {site.unit}s than align = {repair.align}: align "
-                    "to a smaller multiple, or keep kv_groups = uniform"
+                    f"kv_groups = all leaves fewer {site.unit}s than multiple_of = "
+                    f"{pruning.multiple_of}: align to a smaller "
+                    "multiple, or keep kv_groups = uniform"
                 )
             kept[site.block, site.name] = left
     return Widths(kept)
 
 
-def _by_rule(site: Site, repair: Repair) -> int:
+def _by_rule(site: Site, pruning: Pruning) -> int:
     """How many units of a site stay by its fraction alone."""
-    removed = repair.removed(site.kind)
+    removed = pruning.removed(site.kind)
     return kept_count(site.units, removed) if removed else site.units
 
 

@@ -19,7 +19,7 @@ from coec.calibration.ids import token_ids
 from coec.calibration.sources import Split, is_file, one_line, read_parts
 from coec.errors import CalibrationError, ModelError
 from coec.events import Progress
-from coec.models.carried import TOKENIZER_CONFIG, TOKENIZER_FILES, tokenizer_classes
+from coec.models.companion_files import TOKENIZER_CONFIG, TOKENIZER_FILES, tokenizer_classes
 from coec.models.description import CONFIG, read_config
 from coec.models.files import check_fetched
 from coec.models.shape import BLOCK_WIDTHS

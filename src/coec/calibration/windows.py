@@ -1,33 +1,24 @@
-"""Calibration text to windows: what was asked for is checked first, and made when it is needed."""
+"""Lengths, digests and token streams of a calibration text."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from coec.calibration.ids import token_ids
-from coec.calibration.self_text import sample_from_model, windows_that_fit
 from coec.calibration.sources import is_named
 from coec.calibration.tokens import (
-    CHOICE,
     Stream,
-    Windows,
     digest,
-    held_out,
     is_token_file,
     load_tokenizer,
     read_stream,
-    sample_windows,
 )
 from coec.compensation.shrinkage import few
 from coec.errors import CalibrationError, OptionError
 from coec.events import Progress
-from coec.models.carried import tokenizer_files
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.files import sha256
@@ -79,90 +70,6 @@ def source_digest(source: str | Path | Tensor | np.ndarray) -> str:
         raise CalibrationError(f"'{path}' cannot be read: {error.strerror}") from error
 
 
-Maker = Callable[[torch.device, torch.dtype, Progress | None], Windows]
-
-
-def window_maker(
-    dense: Dense, calibration: Calibration, runtime: Runtime, progress: Progress | None
-) -> Maker:
-    """Checks the calibration text now, and returns a function that makes the windows."""
-    seq_len = window_length(calibration, dense)
-    samples, added, seed = calibration.samples, calibration.added, calibration.seed
-    held_out(samples, calibration.held_out)
-    text = None
-    if not calibration.own:
-        needed = CHOICE * samples * seq_len
-        stream = _stream(dense, calibration, runtime, needed, progress)
-        text = sample_windows(
-            stream, samples=samples, seq_len=seq_len, seed=seed, vocabulary=dense.vocabulary
-        )
-    if text is not None and not calibration.written:
-        return lambda device, dtype, progress: text
-    tokenizer = _own_tokenizer(dense, calibration, runtime)
-
-    def make(device: torch.device, dtype: torch.dtype, progress: Progress | None) -> Windows:
-        with _room_for_all(device, added=bool(added)):
-            network = dense.network(device, dtype, noted=True)
-            drawn = sample_from_model(
-                network, tokenizer, samples=calibration.written, seq_len=seq_len, seed=seed,
-                at_once=windows_that_fit(dense, network, seq_len), progress=progress,
-            )  # fmt: skip
-        return replace(drawn, sampled=added) if text is None else text.and_sampled(drawn.ids)
-
-    return make
-
-
-def _own_tokenizer(
-    dense: Dense, calibration: Calibration, runtime: Runtime
-) -> PreTrainedTokenizerBase | None:
-    """What begins a text that the model writes; None beside token ids, where there is none."""
-    ids = isinstance(calibration.source, Tensor) or is_token_file(str(calibration.source))
-    if ids and not tokenizer_files(dense.folder):
-        return None
-    return load_tokenizer(dense.folder, trust_remote_code=runtime.trust_remote_code)
-
-
-@contextmanager
-def _room_for_all(device: torch.device, *, added: bool) -> Iterator[None]:
-    """Says in one line that the whole network does not fit in the device's memory.
-
-    Args:
-        device: that has to hold it.
-        added: whether its text is added to another.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        less = "set sampled=0" if added else "calibrate on a text, not on self"
-        elsewhere = "" if device.type == "cpu" else ", or device=cpu"
-        raise CalibrationError(
-            f"text cannot be sampled from the model: {device} has no room for all of it: "
-            f"{less}{elsewhere}"
-        ) from None
-
-
-def check_calibrations(dense: Dense, parts: Sequence[Calibration], runtime: Runtime) -> None:
-    """Checks one calibration text for all calibrations that name it; it is tokenised once.
-
-    Raises:
-        CoecError: it cannot be read, or is too short for one of them.
-    """
-    wanted = {(part.samples, window_length(part, dense), part.held_out): part for part in parts}
-    for samples, _, holdout in wanted:
-        held_out(samples, holdout)
-    if parts[0].own:
-        window_maker(dense, parts[0], runtime, None)
-        return
-    if any(part.added for part in parts):
-        _own_tokenizer(dense, parts[0], runtime)
-    most = max(samples * seq_len for samples, seq_len, _ in wanted)
-    stream = _stream(dense, parts[0], runtime, CHOICE * most, None)
-    for (samples, seq_len, _), part in wanted.items():
-        sample_windows(
-            stream, samples=samples, seq_len=seq_len, seed=part.seed, vocabulary=dense.vocabulary
-        )
-
-
 def with_judges(calibration: Calibration, model: Description) -> Calibration:
     """Return the calibration with windows that judge repairs, where tokens are few.
 
@@ -181,7 +88,7 @@ def window_length(calibration: Calibration, model: Description) -> int:
     return resolve_seq_len(calibration.seq_len, model.positions, DEFAULT_SEQ_LEN)
 
 
-def _stream(
+def text_stream(
     dense: Dense,
     calibration: Calibration,
     runtime: Runtime,

@@ -22,7 +22,7 @@ from coec.cli.progress import Quiet, showing_progress
 from coec.settings import Calibration, Runtime
 
 if TYPE_CHECKING:
-    from coec.calibration.statistics import Statistics
+    from coec.streaming.statistics import Statistics
 
 
 @with_settings((*Calibration.table(), *Runtime.table()), ())
@@ -53,8 +53,8 @@ def collect_command(
     if merge and (asked := list(given(flags)) + ["config"] * bool(config)):
         raise typer.BadParameter(f"--{asked[0].replace('_', '-')} has no effect with --merge")
     quieten()
-    from coec import collecting
-    from coec.recipe import Recipe, read_settings
+    from coec.pipeline import collect as collecting
+    from coec.plan.recipe import Recipe, read_settings
 
     with showing_progress(quiet) as advance:
         if merged is not None:

@@ -57,8 +57,9 @@ def compensate_command(
     if not dry_run and out is not None:
         check_dry(machine, measure=measure)
     quieten()
-    from coec import compensating, pruning
-    from coec.recipe import Recipe, read_settings
+    from coec.pipeline import compensate as compensating
+    from coec.pipeline import prune as pruning
+    from coec.plan.recipe import Recipe, read_settings
 
     chosen = (read_settings(config) if config else {}) | given(flags)
     chosen["trust_remote_code"] = trust_remote_code

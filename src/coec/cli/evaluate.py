@@ -139,7 +139,7 @@ def eval_command(
         common["progress"] = advance
         result, scores, failure = _measured(model, for_text, tasks, for_tasks, common)
     if add_to_card and result is not None:
-        from coec import card
+        from coec.pipeline import card as card
 
         card.add_to_card(Path(model), result)
     if result is not None and result.same_text_as_calibration:
@@ -181,7 +181,7 @@ def _refuse_unheard(
 
 def _check_card(model: str, text: str | None, tasks: str | None) -> None:
     """Refuses what has no card of ours, before anything is measured."""
-    from coec.report import REPORT
+    from coec.pipeline.report import REPORT
 
     if tasks is not None and text is None:
         raise typer.BadParameter("--add-to-card adds a perplexity: with --tasks, give --text too")

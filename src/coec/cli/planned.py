@@ -11,8 +11,8 @@ from coec.cli.common import results, setting, switch
 from coec.cli.progress import showing_progress
 
 if TYPE_CHECKING:
-    from coec.planning import Forecast, Plan
-    from coec.planning.machines import Machine
+    from coec.plan import Forecast, Plan
+    from coec.plan.machines import Machine
 
 OfMachine = Annotated[
     str | None,
@@ -60,18 +60,20 @@ def show_plan(plan: "Plan", model: str, out: Path | None, asked: Asked) -> None:
     import torch
 
     from coec.devices import choose_device
-    from coec.planning import How, Room, check_room, close, named, within
+    from coec.plan import ComputeConfig, FreeMemory, check_room, close, named, within
 
     close_to: tuple[str, ...] = ()
     if asked.machine is not None:
         machine = named(asked.machine)
         device = torch.device(machine.device)
-        room = Room(machine.device_bytes, None)
+        room = FreeMemory(machine.device_bytes, None)
     else:
         device = choose_device(plan.recipe.runtime.device)
-        machine, room = _here(device, asked), Room.of(device)
+        machine, room = _here(device, asked), FreeMemory.of(device)
     elsewhere = None if asked.machine is None else machine
-    how = within(plan, How.of(plan, device, measured=asked.measured, machine=elsewhere), room)
+    how = within(
+        plan, ComputeConfig.of(plan, device, measured=asked.measured, machine=elsewhere), room
+    )
     check_room(plan, how, room)
     close_to = close(plan, how, room)
     forecast = plan.forecast(how, machine)
@@ -92,7 +94,7 @@ def show_plan(plan: "Plan", model: str, out: Path | None, asked: Asked) -> None:
 
 
 def _here(device: Any, asked: Asked) -> "Machine":
-    from coec.planning import measuring
+    from coec.plan import measuring
 
     with showing_progress(asked.quiet) as advance:
         return measuring.here(device, anew=asked.measure, progress=advance)
@@ -102,7 +104,7 @@ def _show_sizes(plan: "Plan", record: dict[str, Any]) -> None:
     """Widths, parameters, candidates, notes and the format."""
     from rich.table import Table
 
-    from coec.card import counted
+    from coec.pipeline.card import counted
 
     table = Table("", "dense", "pruned", box=None, header_style="bold")
     for what, width in record["widths"].items():

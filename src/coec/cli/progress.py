@@ -16,7 +16,7 @@ Quiet: TypeAlias = Annotated[
 
 HALF_MINUTE = 30.0
 """Seconds between two lines, but for those of finished blocks and cells."""
-LONG = ("solving", "rebuilding", "allocating", "trying", "cells")
+LONG = ("solving", "reconstructing", "allocating", "trying", "cells")
 """Phases of blocks or cells, each of which may take long: every one has a line when it is done."""
 
 

@@ -27,7 +27,7 @@ from coec.cli.planned import Asked, Measure, OfMachine, check_dry, show_plan
 from coec.cli.progress import Quiet, showing_progress
 
 if TYPE_CHECKING:
-    from coec.report import Report
+    from coec.pipeline.report import Report
 
 
 WIDTHS = (
@@ -66,9 +66,9 @@ def prune_command(
     if out is None and not dry_run:
         raise typer.BadParameter("OUT is missing (only --dry-run works without)")
     quieten()
-    from coec import pruning
     from coec.execution.output import is_url
-    from coec.recipe import read_settings
+    from coec.pipeline import prune as pruning
+    from coec.plan.recipe import read_settings
 
     chosen = (read_settings(config) if config else {}) | given(flags)
     chosen["trust_remote_code"] = trust_remote_code
@@ -89,8 +89,8 @@ def prune_command(
 
 def show_report(report: "Report", as_json: bool) -> None:
     """Prints what a pruning did, in lines or as one JSON object."""
-    from coec.card import counted
     from coec.models.architectures import ARCHITECTURES
+    from coec.pipeline.card import counted
 
     if as_json:
         print(json.dumps({"out": report.out, **report.as_dict()}))
@@ -133,7 +133,7 @@ def show_report(report: "Report", as_json: bool) -> None:
         where = modules[0] if len(modules) == 1 else f"{modules[0]} and {len(modules) - 1} more"
         notes.print(f"note: {where}: {event}", markup=False)
     adds = ARCHITECTURES[report.plan["model_type"]].adds  # where blocks can be fitted at all
-    if report.recipe.get("preset") == "paper" and not report.rebuilding and not adds:
+    if report.recipe.get("preset") == "paper" and not report.reconstruction and not adds:
         results.print(
             "beyond the paper: --preset best fits every block to the dense model's hidden states",
             markup=False,
@@ -156,7 +156,7 @@ def _rebuilt_lines(report: "Report") -> list[str]:
                 f"{site + ' fitted':<16} {before:.4f} → {after:.4f} "
                 "(error of the hidden states, relative to what the part adds)"
             )
-    facts = report.rebuilding
+    facts = report.reconstruction
     for name, tried in facts.get("candidates", {}).items():
         chosen = ", chosen" if name == facts["kv_groups"] else ""
         kl = f", KL {tried['kl'] if tried['kl'] is not None else math.inf:.3f}"

@@ -175,15 +175,15 @@ def _show_cells(cells: list["Cell"], as_json: bool) -> None:
     for cell in cells:
         recipe = cell.recipe
         what = "dense" if recipe is None else (
-            f"{recipe.repair.sparsity:.0%} {recipe.repair.selection} → "
-            f"{recipe.repair.compensation}, {recipe.calibration.samples} windows, "
+            f"{recipe.pruning.sparsity:.0%} {recipe.pruning.selection} → "
+            f"{recipe.pruning.compensation}, {recipe.calibration.samples} windows, "
             f"seed {recipe.calibration.seed}"
             + "".join(
                 f", {name} = {value}"
                 for name, value in recipe.record().items()
                 if name in NEWER and value != NEWER[name]
             )
-            + "".join(f", {k} = {v}" for k, v in recipe.repair.options.items())
+            + "".join(f", {k} = {v}" for k, v in recipe.pruning.options.items())
         )  # fmt: skip
         lines.append((cell.id, cell.subject.label, ", ".join(cell.grids), what))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]

@@ -20,19 +20,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from coec import CoecError
-from coec.calibration.self_text import sample_from_model
+from coec.allocation.kept import KEPT
 from coec.calibration.tokens import load_tokenizer
-from coec.collecting import collect
 from coec.demo.plot import draw
 from coec.evaluation.perplexity import Perplexity, perplexity
-from coec.kept import KEPT
-from coec.pruning import prune
-from coec.report import Report
+from coec.pipeline.collect import collect
+from coec.pipeline.prune import prune
+from coec.pipeline.report import Report
+from coec.streaming.self_text import sample_from_model
 
 MODEL = Path(__file__).parent / "model"
 METHODS = ("none", "bias", "least-squares", "rcpu", "coec")
 BEST: dict[str, Any] = {
-    "preset": "best", "reconstruct": 1, "inner": 5, "kv_groups": "uniform", "sampled": 0.0,
+    "preset": "best", "reconstruct": 1, "cg_iterations": 5, "kv_groups": "uniform",
+    "self_samples": 0.0,
 }  # fmt: skip
 """One short step and the sizes of the other models: half a minute instead of several."""
 SPARSITY = 0.3

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from coec.evaluation.perplexity import Perplexity
-from coec.report import Report
+from coec.pipeline.report import Report
 
 COLOURS = {
     "dense": "#3c4043",
@@ -42,7 +42,7 @@ def picture(reports: Mapping[str, Report], scores: Mapping[str, Perplexity]) -> 
     ordered = sorted(scores, key=lambda method: -scores[method].perplexity)
     _draw_perplexities(left, {method: scores[method] for method in ordered})
     _draw_errors(middle, {method: reports[method] for method in ordered if method != BEST})
-    _draw_rebuilding(right, reports[BEST])
+    _draw_reconstruction(right, reports[BEST])
     for axes in (left, middle, right):
         axes.spines[["top", "right"]].set_visible(False)
     return figure
@@ -89,7 +89,7 @@ def _draw_errors(axes: Any, reports: Mapping[str, Report]) -> None:
     )  # fmt: skip
 
 
-def _draw_rebuilding(axes: Any, report: Report) -> None:
+def _draw_reconstruction(axes: Any, report: Report) -> None:
     """An arrow per part of every block, from its error after the repair to that after the fit."""
     rows = [row for row in report.sites if "reconstruction" in row]
     names = [f"{row['site'].replace('mlp', 'MLP')} {row['block']}" for row in rows]

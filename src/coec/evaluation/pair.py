@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
+from coec.allocation.kept import KEPT
 from coec.errors import ModelError, OptionError
-from coec.kept import KEPT
 from coec.models.dense import Dense
 from coec.models.description import Description, find_model, read_config
 from coec.models.files import read_tensors
 from coec.models.layout import Layout, Rows, Site
 from coec.models.shape import Shape
-from coec.report import REPORT
+from coec.pipeline.report import REPORT
 from coec.types import KeptSet
 
 

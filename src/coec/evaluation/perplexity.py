@@ -14,8 +14,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from coec.calibration.ids import token_ids
-from coec.calibration.prediction import Prediction
-from coec.calibration.self_text import sample_from_model, windows_that_fit
 from coec.calibration.sources import Split
 from coec.calibration.tokens import (
     Stream,
@@ -31,8 +29,10 @@ from coec.errors import ModelError, NumericalError, OptionError
 from coec.evaluation.network import check_dtype, load_network
 from coec.events import Progress
 from coec.models.dense import Dense
-from coec.report import calibration_digest
+from coec.pipeline.report import calibration_digest
 from coec.settings import check_seed, check_whole
+from coec.streaming.prediction import Prediction
+from coec.streaming.self_text import sample_from_model, windows_that_fit
 
 DEFAULT_SEQ_LEN = 4096
 LOGITS_PER_BATCH = 2**22

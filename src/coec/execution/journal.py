@@ -26,7 +26,7 @@ from coec.execution.output import (
     claimed,
     empty,
     partial_of,
-    put_in_place,
+    publish,
     resolved,
     sync,
     unwritable,
@@ -152,7 +152,7 @@ class Journal:
             for path in [self.new, *self.new.rglob("*")]:
                 sync(path)
             self.note(PLACING)
-            put_in_place(self.partial, self.out, self._force)
+            publish(self.partial, self.out, self._force)
         except OSError as error:
             raise unwritable(self.out, error) from error
         finally:

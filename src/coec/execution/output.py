@@ -18,7 +18,7 @@ from pathlib import Path
 
 from coec.errors import OutputError
 from coec.events import record
-from coec.models.carried import foreign_entry
+from coec.models.companion_files import foreign_entry
 
 LOCK, NEW, OLD, WORK, JOURNAL = "coec.lock", "new", "old", "work", "journal.jsonl"
 """What `OUT.partial/` holds: the lock, what will be OUT, what that is about to replace, other
@@ -212,7 +212,7 @@ def empty(partial: Path) -> None:
             path.unlink()
 
 
-def put_in_place(partial: Path, out: Path, force: bool) -> None:
+def publish(partial: Path, out: Path, force: bool) -> None:
     """Renames the finished folder to `out`; the system refuses where something is there.
 
     Raises:

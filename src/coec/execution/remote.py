@@ -17,7 +17,7 @@ from typing import Any
 from coec.errors import OutputError, first_line
 from coec.execution.journal import Journal, unfinished
 from coec.execution.output import check_judged, is_url, partial_of
-from coec.models.carried import JUDGED, foreign_name, incomplete
+from coec.models.companion_files import JUDGED, foreign_name, incomplete
 from coec.models.files import MAX_JSON, cache_folder
 
 CONFIG, REPORT = "config.json", "coec.json"

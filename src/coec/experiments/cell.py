@@ -22,9 +22,9 @@ from coec.experiments.memory import peak, reset_peak
 from coec.experiments.records import CONTROL
 from coec.experiments.rows import Row, read, write
 from coec.models.dense import Dense
-from coec.pruning import prune
-from coec.recipe import Recipe
-from coec.report import Report
+from coec.pipeline.prune import prune
+from coec.pipeline.report import Report
+from coec.plan.recipe import Recipe
 from coec.settings import Calibration
 
 SITE_FIELDS = (
@@ -191,7 +191,7 @@ def _pruned(report: Report) -> dict[str, Any]:
         "parameters": report.plan["parameters"],
         "calibration": report.calibration,
         "sites": sites,
-        "rebuilding": report.rebuilding,
+        "reconstruction": report.reconstruction,
     }
 
 

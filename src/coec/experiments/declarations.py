@@ -47,8 +47,8 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "where": _SETTINGS, "prefer": _SETTINGS, "reference": _SETTINGS, "varies": _SETTINGS,
     "x": _SETTINGS | {"parameters"},
 }  # fmt: skip
-"""The axes that a key may name. `method` and `repair` are a compensation with what tells it from
-another, after its selection; `repair` leaves out a selection that is the only one. `others` are
+"""The axes that a key may name. `method` and `pruning` are a compensation with what tells it from
+another, after its selection; `pruning` leaves out a selection that is the only one. `others` are
 columns for what tells lines apart."""
 
 

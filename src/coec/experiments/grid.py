@@ -24,14 +24,15 @@ from coec.experiments.declarations import (
     items,
 )
 from coec.experiments.publications import PUBLISHED, Publication, publication
-from coec.recipe import APART, Recipe, by_name, read_toml
-from coec.settings import NAMES, OPTIONS, Repair
+from coec.plan.recipe import APART, Recipe, by_name, read_toml
+from coec.settings import NAMES, OPTIONS, Pruning
 
 MOST_CELLS = 100_000
 """Of one grid: more would take years."""
 NEWER = {
-    "align": "1", "allocation": "uniform", "attention_sparsity": None, "budget_parameters": None,
-    "guard": True, "kept": None, "mlp_sparsity": None, "non_uniform": False, "target": "hf",
+    "multiple_of": "1", "allocation": "uniform", "attention_sparsity": None,
+    "budget_parameters": None, "guard": True, "kept": None, "mlp_sparsity": None,
+    "non_uniform": False, "target": "hf",
 }  # fmt: skip
 """Settings that came after rows were published, at the value with which they change nothing;
 `guard` where tokens are plenty, as they are in those rows."""
@@ -253,7 +254,7 @@ def _heard(settings: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """
     names = {one.name for one in OPTIONS}
     options = {name: value for name, value in settings.items() if name in names}
-    idle = Method.of(settings.get("compensation", Repair.compensation)).idle(options)
+    idle = Method.of(settings.get("compensation", Pruning.compensation)).idle(options)
     return {k: v for k, v in settings.items() if k not in idle or k in own}
 
 

@@ -118,8 +118,8 @@ def _counted(found: Publication) -> Iterator[tuple[str, tuple[float, ...], int]]
     """Every list of numbers, where it stands, and how many it must be."""
     for index, block in enumerate(found.comparison):
         for selection, by_repair in block.values.items():
-            for repair, values in by_repair.items():
-                place = f"comparison[{index}].values.{selection}.{repair}"
+            for pruning, values in by_repair.items():
+                place = f"comparison[{index}].values.{selection}.{pruning}"
                 yield place, values, len(block.models)
     for model, size in (found.efficiency.models if found.efficiency else {}).items():
         for name, values in vars(size).items():

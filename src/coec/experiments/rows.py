@@ -133,7 +133,7 @@ class Geometry(Part):
 
 
 @dataclass(frozen=True)
-class Reconstruction(Part):
+class SiteReconstruction(Part):
     """Errors of a part's hidden states before and after it was fitted, on both kinds of windows."""
 
     error_before: Number | None = None
@@ -153,7 +153,7 @@ class Candidate(Part):
 
 
 @dataclass(frozen=True)
-class Rebuilding(Part):
+class ModelReconstruction(Part):
     """Which model was chosen, by its KV groups, and among which."""
 
     kv_groups: Text | None = None
@@ -173,7 +173,7 @@ class Site(Part):
     holdout_after: Number | None = None
     chosen: Text | None = None
     candidates: Mapping[str, Number] = field(default_factory=dict)
-    reconstruction: Reconstruction = Reconstruction()
+    reconstruction: SiteReconstruction = SiteReconstruction()
     errors_per_round: tuple[Number, ...] = ()
     objectives_per_round: tuple[Number, ...] = ()
     gcv_lambda: Number | None = None
@@ -235,7 +235,7 @@ class Row:
     parameters: Parameters = Parameters()
     cost: Cost = Cost()
     sites: tuple[Site, ...] = ()
-    rebuilding: Rebuilding = Rebuilding()
+    reconstruction: ModelReconstruction = ModelReconstruction()
     overlap: Overlap = Overlap()
     calibration: Calibration = Calibration()
     seconds: Mapping[str, Number] = field(default_factory=dict)

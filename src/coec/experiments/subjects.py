@@ -5,11 +5,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from coec.calibration.measure import adopted
-from coec.calibration.self_text import sample_from_model, windows_that_fit
-from coec.calibration.statistics import Statistics
 from coec.calibration.tokens import Windows, load_tokenizer
-from coec.calibration.windows import check_calibrations, resolve_seq_len, source_digest
+from coec.calibration.windows import resolve_seq_len, source_digest
 from coec.devices import choose_device
 from coec.errors import OptionError
 from coec.evaluation.network import load_network
@@ -17,8 +14,12 @@ from coec.evaluation.perplexity import DEFAULT_SEQ_LEN, evaluation_windows
 from coec.evaluation.zero_shot import check_tasks
 from coec.experiments.grid import Cell, Subject
 from coec.models.dense import Dense
-from coec.planning import Plan
-from coec.recipe import Recipe
+from coec.plan import Plan
+from coec.plan.recipe import Recipe
+from coec.streaming.measure import adopted
+from coec.streaming.self_text import sample_from_model, windows_that_fit
+from coec.streaming.statistics import Statistics
+from coec.streaming.windows import check_calibrations
 
 SAMPLED = 64
 """Windows of `text = "self"` where `max_windows` does not say, as in `coec eval`."""

@@ -14,16 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coec.calibration.measure import DensePass, depends_on
 from coec.calibration.overlap import Overlap, overlap, passage_length
-from coec.calibration.statistics import Statistics
 from coec.calibration.windows import source_digest
-from coec.collecting import collect
 from coec.devices import choose_device
+from coec.distributed.cluster import ClusterJobs, joined, shared_folder
 from coec.errors import CalibrationError, CoecError, OptionError, OutputError, UnfinishedError
 from coec.evaluation.zero_shot import check_tasks
 from coec.events import RESUMING, Progress
-from coec.execution.cluster import ClusterJobs, joined, shared_folder
 from coec.execution.output import remove_leftovers
 from coec.execution.workers import Executor, Workers
 from coec.experiments.cell import Job, head, reason, run
@@ -40,8 +37,11 @@ from coec.experiments.subjects import (
     with_statistics,
 )
 from coec.models.dense import Dense
-from coec.recipe import Recipe
+from coec.pipeline.collect import collect
+from coec.plan.recipe import Recipe
 from coec.settings import without_effect
+from coec.streaming.measure import DensePass, depends_on
+from coec.streaming.statistics import Statistics
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ def _runs_itself(cell: Cell) -> bool:
 
 def _windows(recipe: Recipe, dense: Dense) -> Tensor:
     """The windows of a calibration text, without those that the model adds to it."""
-    text = replace(recipe.calibration, sampled=0.0)
+    text = replace(recipe.calibration, self_samples=0.0)
     return DensePass(dense, text, recipe.runtime).draw().ids
 
 

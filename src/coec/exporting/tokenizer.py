@@ -15,7 +15,7 @@ from coec.calibration.tokens import load_tokenizer
 from coec.errors import ModelError
 from coec.exporting import bytes_bpe, pieces
 from coec.exporting.vocabulary import UnknownTokenizerError, Vocabulary
-from coec.models.carried import TOKENIZER_FILES, tokenizer_classes
+from coec.models.companion_files import TOKENIZER_FILES, tokenizer_classes
 from coec.models.dense import Dense
 
 INSTEAD = "pass no_tokenizer=True for a file that takes and gives token ids alone"

@@ -30,8 +30,8 @@ from coec.models.description import (
 from coec.models.experts import stacked
 from coec.models.files import FLOAT_DTYPES, opened, parse_json
 from coec.models.layout import BlockLayout
+from coec.models.raw_checkpoint import LAYER, Header, headers_of
 from coec.models.shape import Shape
-from coec.models.stored import LAYER, Header, headers_of
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 OUTSIDE, OUTER = "", "embedding, final norm or head"

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coec.errors import ModelError
 from coec.models.architectures import ARCHITECTURES, Architecture, architecture_of
-from coec.models.carried import DOWNLOADED, NOT_DOWNLOADED
+from coec.models.companion_files import DOWNLOADED, NOT_DOWNLOADED
 from coec.models.experts import stored_shapes
 from coec.models.files import check_fetched, parse_json
 from coec.models.layout import Layout

@@ -31,7 +31,7 @@ def stored_shapes(
         return dict(shapes)
     found: dict[str, torch.Size] = {}
     for name, shape in shapes.items():
-        place = _Place.of(name, names.module)
+        place = _ExpertIndex.of(name, names.module)
         if place is None:
             found[name] = shape
         elif place.rest.startswith("experts.0."):
@@ -55,7 +55,7 @@ def stacked(tensors: Mapping[str, Tensor], names: ExpertNames | None) -> dict[st
     found: dict[str, Tensor] = {}
     experts: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name, tensor in tensors.items():
-        place = _Place.of(name, names.stored)
+        place = _ExpertIndex.of(name, names.stored)
         if place is None:
             found[name] = tensor
         elif parts := re.fullmatch(r"experts\.(\d+)\.(\w+)\.weight", place.rest):
@@ -93,14 +93,14 @@ def routed_inputs(experts: nn.Module, args: Iterable[Tensor]) -> Iterator[tuple[
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ExpertIndex:
     """A tensor's name around a module of a block: what stands before it, and behind."""
 
     prefix: str
     rest: str
 
     @classmethod
-    def of(cls, name: str, module: str) -> "_Place | None":
+    def of(cls, name: str, module: str) -> "_ExpertIndex | None":
         found = re.fullmatch(rf"((?:model\.layers\.\d+\.)?){re.escape(module)}\.(.+)", name)
         return None if found is None else cls(found[1], found[2])
 

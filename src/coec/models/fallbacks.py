@@ -52,7 +52,7 @@ def fallbacks(site: Site, units: int, outputs: int, blocks: int) -> str | None:
     more = blocks * outputs * columns * (bits - quantised.bits) / 8
     module = site.consumer.rpartition(".")[2]
     instead = "Q5_0 and Q8_0" if columns % BLOCK == 0 else "F16"
-    advice = "; align = 256 rounds up" if site.value is None else ""
+    advice = "; multiple_of = 256 rounds up" if site.value is None else ""
     slow = "" if columns % 8 == 0 else ", and matrix units of GPUs want multiples of 8 at least"
     return (
         f"{module} reads {columns:,} columns, no multiple of {K_BLOCK}: llama.cpp's Q4_K_M stores "

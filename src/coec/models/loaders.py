@@ -131,7 +131,7 @@ def slides(config: dict[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Incompatibility:
     """Where a loader does not do as transformers does.
 
     Attributes:
@@ -154,55 +154,57 @@ class Finding:
 OWN = "by coec export (its own converter {})"
 """What llama.cpp makes of checkpoints that its converter has no words for."""
 FINDINGS = (
-    Finding("transformers", ANY, own_widths, "with trust_remote_code=True"),
-    Finding("vLLM", ANY, own_heads, "no (its transformers backend wants one number of heads)"),
-    Finding(
+    Incompatibility("transformers", ANY, own_widths, "with trust_remote_code=True"),
+    Incompatibility(
+        "vLLM", ANY, own_heads, "no (its transformers backend wants one number of heads)"
+    ),
+    Incompatibility(
         "vLLM", ANY, own_widths, "with trust_remote_code=True, if all blocks have as many heads",
     ),
-    Finding("SGLang", ANY, own_widths, UNKNOWN),
-    Finding("llama.cpp", ("qwen3",), own_widths, "no (its qwen3 has one width)"),
-    Finding(
+    Incompatibility("SGLang", ANY, own_widths, UNKNOWN),
+    Incompatibility("llama.cpp", ("qwen3",), own_widths, "no (its qwen3 has one width)"),
+    Incompatibility(
         "llama.cpp", ("llama", "mistral", "qwen2", "seed_oss"), own_widths,
         OWN.format("wants one width"),
     ),
-    Finding(
+    Incompatibility(
         "llama.cpp", ("granite",), own_widths,
         OWN.format("wants one width") + ", where its multipliers are neutral",
     ),
-    Finding("llama.cpp", ANY, own_widths, "no (its architectures have one width)"),
-    Finding("OpenVINO", ANY, own_widths, UNKNOWN),
-    Finding("CTranslate2", ANY, own_widths, "no (it wants one width)"),
-    Finding(
+    Incompatibility("llama.cpp", ANY, own_widths, "no (its architectures have one width)"),
+    Incompatibility("OpenVINO", ANY, own_widths, UNKNOWN),
+    Incompatibility("CTranslate2", ANY, own_widths, "no (it wants one width)"),
+    Incompatibility(
         "vLLM", ("qwen2",), fewer_heads,
         "with --model-impl transformers (its Qwen2 ignores head_dim)",
     ),
-    Finding("vLLM", ("qwen3",), output_bias, "no (its Qwen3 has no o_proj bias)"),
-    Finding("vLLM", ("cohere2",), always, "no (it goes wrong, dense models too)"),
-    Finding("SGLang", ("llama",), down_bias, "no (it drops down_proj.bias without a word)"),
-    Finding("llama.cpp", ("qwen2",), fewer_heads, OWN.format("ignores head_dim")),
-    Finding("llama.cpp", ("granite",), fewer_heads, OWN.format("drops head_dim")),
-    Finding("llama.cpp", ("seed_oss",), new_biases, OWN.format("has no biases")),
-    Finding("llama.cpp", ("qwen3",), output_bias, "no (its qwen3 has no o_proj bias)"),
-    Finding(
+    Incompatibility("vLLM", ("qwen3",), output_bias, "no (its Qwen3 has no o_proj bias)"),
+    Incompatibility("vLLM", ("cohere2",), always, "no (it goes wrong, dense models too)"),
+    Incompatibility("SGLang", ("llama",), down_bias, "no (it drops down_proj.bias without a word)"),
+    Incompatibility("llama.cpp", ("qwen2",), fewer_heads, OWN.format("ignores head_dim")),
+    Incompatibility("llama.cpp", ("granite",), fewer_heads, OWN.format("drops head_dim")),
+    Incompatibility("llama.cpp", ("seed_oss",), new_biases, OWN.format("has no biases")),
+    Incompatibility("llama.cpp", ("qwen3",), output_bias, "no (its qwen3 has no o_proj bias)"),
+    Incompatibility(
         "llama.cpp", ("mistral",), sliding,
         "up to the sliding window only (it ignores it, and goes wrong)",
     ),
-    Finding("llama.cpp", ("qwen2", "qwen3"), sliding, UNKNOWN),
-    Finding("llama.cpp", ("granite",), llama3_positions, OWN.format("refuses them")),
-    Finding("llama.cpp", ("smollm3",), new_biases, "no (its smollm3 has no biases)"),
-    Finding("llama.cpp", ("cohere2",), fewer_heads, "no (its cohere2 ignores head_dim)"),
-    Finding("OpenVINO", ("seed_oss",), always, "no (it does not know the type)"),
-    Finding(
+    Incompatibility("llama.cpp", ("qwen2", "qwen3"), sliding, UNKNOWN),
+    Incompatibility("llama.cpp", ("granite",), llama3_positions, OWN.format("refuses them")),
+    Incompatibility("llama.cpp", ("smollm3",), new_biases, "no (its smollm3 has no biases)"),
+    Incompatibility("llama.cpp", ("cohere2",), fewer_heads, "no (its cohere2 ignores head_dim)"),
+    Incompatibility("OpenVINO", ("seed_oss",), always, "no (it does not know the type)"),
+    Incompatibility(
         "OpenVINO", ("gemma2", "gemma3_text"), always, "no (not with the transformers it brings)",
     ),
-    Finding("CTranslate2", ("llama", "qwen2"), fewer_heads, "no (its converter fails)"),
-    Finding("CTranslate2", ("mistral",), llama3_positions, "no (its converter fails)"),
-    Finding("CTranslate2", ("llama",), llama3_positions, "no (it goes wrong)"),
-    Finding("CTranslate2", ("mistral", "gemma3_text"), sliding, "no (longer texts fail)"),
-    Finding(
+    Incompatibility("CTranslate2", ("llama", "qwen2"), fewer_heads, "no (its converter fails)"),
+    Incompatibility("CTranslate2", ("mistral",), llama3_positions, "no (its converter fails)"),
+    Incompatibility("CTranslate2", ("llama",), llama3_positions, "no (it goes wrong)"),
+    Incompatibility("CTranslate2", ("mistral", "gemma3_text"), sliding, "no (longer texts fail)"),
+    Incompatibility(
         "CTranslate2", ("gemma2",), always, "no (it leaves out the soft caps, and goes wrong)",
     ),
-    Finding(
+    Incompatibility(
         "CTranslate2", ("granite", "seed_oss", "smollm3", "cohere2"), always,
         "no (it does not know the type)",
     ),

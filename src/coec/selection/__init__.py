@@ -1,8 +1,8 @@
 """Selection: how much to keep, and which units."""
 
 from coec.selection.budget import keep_highest, kept_count
+from coec.selection.importance import error_saved, standardised
 from coec.selection.scores import SELECTIONS, Score, column_scores, resolve, unit_scores
-from coec.selection.worth import error_saved, standardised
 
 __all__ = [
     "SELECTIONS",

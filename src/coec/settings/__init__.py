@@ -7,6 +7,7 @@ options that rows of results may have, and docs/SETTINGS.md (`python -m coec.set
 from dataclasses import replace
 
 from coec.settings.fields import (
+    RENAMED,
     SEEDS,
     Setting,
     Settings,
@@ -23,8 +24,8 @@ from coec.settings.parts import (
     DTYPE_NAMES,
     Calibration,
     DtypeName,
-    Rebuilding,
-    Repair,
+    Pruning,
+    Reconstruction,
     Runtime,
     Source,
     check_sparsity,
@@ -40,6 +41,7 @@ __all__ = [
     "PARTS",
     "PRESETS",
     "RECIPE",
+    "RENAMED",
     "SEEDS",
     "TABLE",
     "Calibration",
@@ -47,8 +49,8 @@ __all__ = [
     "DtypeName",
     "Options",
     "Preset",
-    "Rebuilding",
-    "Repair",
+    "Pruning",
+    "Reconstruction",
     "RidgeOptions",
     "Runtime",
     "Setting",
@@ -75,7 +77,7 @@ def _options() -> tuple[Setting, ...]:
     return tuple(found.values())
 
 
-PARTS = (Repair, Rebuilding, Calibration, Runtime)
+PARTS = (Pruning, Reconstruction, Calibration, Runtime)
 RECIPE = tuple(one for part in PARTS for one in part.table())
 """Settings of every recipe."""
 

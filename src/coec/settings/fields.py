@@ -20,6 +20,13 @@ DECLARED = "setting"
 """The key in a field's metadata under which its declaration stands."""
 
 
+RENAMED = {
+    "align": "multiple_of", "inner": "cg_iterations", "curvature": "curvature_share",
+    "sampled": "self_samples",
+}  # fmt: skip
+"""Settings by the names that they had before."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """A flag of `coec prune`, a key of recipes and grids, an argument of `coec.prune`.

@@ -23,8 +23,8 @@ SolveDtypeName = Literal["auto", "float64", "float32"]
 LARGEST_SHARE = 1000
 """Of sampled windows to those of a text: more is a slip."""
 CHOOSING = (
-    "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters", "align", "allocation",
-    "selection", "kept",
+    "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters", "multiple_of",
+    "allocation", "selection", "kept",
 )  # fmt: skip
 """Settings that say which units stay."""
 DTYPE_NAMES: tuple[str, ...] = get_args(DtypeName)
@@ -58,10 +58,13 @@ def _check_budget(budget: float | None) -> None:
         )
 
 
-def _check_align(align: str) -> None:
-    if align != "auto" and not (align.isdecimal() and align.isascii() and 0 < int(align) < 2**20):
+def _check_multiple_of(multiple_of: str) -> None:
+    if multiple_of != "auto" and not (
+        multiple_of.isdecimal() and multiple_of.isascii() and 0 < int(multiple_of) < 2**20
+    ):
         raise OptionError(
-            f"align is a whole number of channels, at least 1, or auto, got {align!r:.80}"
+            "multiple_of is a whole number of channels, at least 1, or auto, "
+            f"got {multiple_of!r:.80}"
         )
 
 
@@ -72,23 +75,24 @@ def _check_holdout(holdout: float) -> None:
         )
 
 
-def _check_curvature(curvature: float) -> None:
-    if not 0 < curvature <= 1:
+def _check_curvature_share(curvature_share: float) -> None:
+    if not 0 < curvature_share <= 1:
         raise OptionError(
-            f"curvature is a share of the windows, above 0 and at most 1, got {curvature!r}"
+            "curvature_share is a share of the windows, above 0 and at most 1, "
+            f"got {curvature_share!r}"
         )
 
 
-def _check_sampled(sampled: float) -> None:
-    if not 0 <= sampled < LARGEST_SHARE:
+def _check_self_samples(self_samples: float) -> None:
+    if not 0 <= self_samples < LARGEST_SHARE:
         raise OptionError(
-            f"sampled is how many windows the model adds for each of the text's, at least 0 and "
-            f"below {LARGEST_SHARE}, got {sampled!r}"
+            "self_samples is how many windows the model adds for each of the text's, at least 0 "
+            f"and below {LARGEST_SHARE}, got {self_samples!r}"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repair(Settings):
+class Pruning(Settings):
     """What is removed, and how the rest is repaired.
 
     Attributes:
@@ -123,11 +127,11 @@ class Repair(Settings):
         otherwise="what sparsity leaves",
         check=_check_budget,
     )
-    align: str = setting(
+    multiple_of: str = setting(
         "1",
         "Kept MLP channels are rounded up to a multiple of this; `auto` takes the largest of 256, "
         "128, 64 and 32 that adds at most 2 % of them.",
-        check=_check_align,
+        check=_check_multiple_of,
     )
     allocation: Allocation = setting(
         "uniform",
@@ -165,11 +169,11 @@ class Repair(Settings):
     )
 
     def __post_init__(self) -> None:
-        align = plain(self.align)
-        if isinstance(align, int) and not isinstance(align, bool):  # as files have it
-            object.__setattr__(self, "align", str(align))
-        elif isinstance(align, str) and align.isdecimal() and align.isascii():
-            object.__setattr__(self, "align", align.lstrip("0") or "0")
+        multiple = plain(self.multiple_of)
+        if isinstance(multiple, int) and not isinstance(multiple, bool):  # as files have it
+            object.__setattr__(self, "multiple_of", str(multiple))
+        elif isinstance(multiple, str) and multiple.isdecimal() and multiple.isascii():
+            object.__setattr__(self, "multiple_of", multiple.lstrip("0") or "0")
         super().__post_init__()
         options = {name: plain(value) for name, value in self.options.items()}
         object.__setattr__(self, "options", options)
@@ -196,11 +200,11 @@ class Repair(Settings):
     @property
     def multiple(self) -> int | None:
         """Of what kept MLP channels are made a multiple; None where it is chosen."""
-        return None if self.align == "auto" else int(self.align)
+        return None if self.multiple_of == "auto" else int(self.multiple_of)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rebuilding(Settings):
+class Reconstruction(Settings):
     """What goes beyond the paper: the pruned model run beside the dense one, and fitted to it."""
 
     preset: PresetName = setting(
@@ -219,11 +223,11 @@ class Rebuilding(Settings):
         "included; attention's values and output take one. 0 is off.",
         least=0,
     )
-    inner: int = setting(10, "Conjugate-gradient iterations of one such step.", least=1)
-    curvature: float = setting(
+    cg_iterations: int = setting(10, "Conjugate-gradient iterations of one such step.", least=1)
+    curvature_share: float = setting(
         1.0,
         "Share of the windows over which these iterations run; errors and gradients are of all.",
-        check=_check_curvature,
+        check=_check_curvature_share,
     )
     damping: float = setting(
         0.1, "λ of such a step, relative to the mean curvature of each matrix.", least=0
@@ -261,7 +265,9 @@ class Rebuilding(Settings):
         """Settings that have no effect beside the others, and why."""
         found: dict[str, str] = {}
         if not self.reconstruct:
-            found |= dict.fromkeys(("inner", "damping", "curvature"), "reconstruct = 0")
+            found |= dict.fromkeys(
+                ("cg_iterations", "damping", "curvature_share"), "reconstruct = 0"
+            )
         if not (self.propagate or self.reconstruct):
             found["token_weights"] = "neither propagate nor reconstruct"
         return found
@@ -301,11 +307,11 @@ class Calibration(Settings):
         "Where tokens are few beside the columns that are fitted, let held-out windows say how far "
         "every repair is followed: those of holdout, or a quarter, fitted on in the end.",
     )
-    sampled: float = setting(
+    self_samples: float = setting(
         0.0,
         "Windows sampled from the model itself, besides those of the text, for each of them; none "
         "is held out. Needs the whole model in memory.",
-        check=_check_sampled,
+        check=_check_self_samples,
     )
     forward_dtype: DtypeName | None = setting(
         None,
@@ -322,7 +328,7 @@ class Calibration(Settings):
     @property
     def added(self) -> int:
         """How many windows are sampled from the model besides those of the text."""
-        return round(self.sampled * self.samples)
+        return round(self.self_samples * self.samples)
 
     @property
     def windows(self) -> int:

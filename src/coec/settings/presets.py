@@ -40,8 +40,8 @@ PRESETS: dict[PresetName, Preset] = {
         {"selection": "obs", "propagate": True, "final_norm": True},
         {
             "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 3,
-            "curvature": 0.5, "token_weights": "residual", "kv_groups": "held-out",
-            "holdout": 0.125, "sampled": 1.0,
+            "curvature_share": 0.5, "token_weights": "residual", "kv_groups": "held-out",
+            "holdout": 0.125, "self_samples": 1.0,
         },
     ),
 }  # fmt: skip

@@ -87,9 +87,9 @@ def of_the_paper(blocks):
     rows = {}
     for block in blocks:
         for selection, repairs in block.values.items():
-            for repair, values in repairs.items():
+            for pruning, values in repairs.items():
                 for model, value in zip(block.models, values):
-                    place = (model, block.sparsity, selection, repair)
+                    place = (model, block.sparsity, selection, pruning)
                     row = rows.setdefault(place, sr.row(*place, grids=["main"]))
                     if block.metric == "perplexity":
                         row["perplexity"] = sr.perplexity(value)
@@ -117,7 +117,7 @@ def test_the_papers_claims_follow_from_its_numbers(tmp_path):
 
 def test_the_mean_ratio_is_geometric(tmp_path):
     values = {("a", "rcpu"): 10.0, ("a", "coec"): 5.0, ("b", "rcpu"): 10.0, ("b", "coec"): 20.0}
-    rows = [main(model, "rcpu", repair, value) for (model, repair), value in values.items()]
+    rows = [main(model, "rcpu", pruning, value) for (model, pruning), value in values.items()]
     table = sr.tables(tmp_path, rows, MAIN)[0]
     assert table.rows[0][5].value == pytest.approx(1)
     assert table.rows[0][4].text == "+2.50"

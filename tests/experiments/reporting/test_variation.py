@@ -39,12 +39,12 @@ def test_the_ablation_is_in_the_papers_order_with_a_mean_over_whole_models(tmp_p
 def test_a_curve_has_a_column_per_value_and_the_best_in_bold(tmp_path):
     rows = [
         sr.row(
-            compensation=repair,
+            compensation=pruning,
             samples=n,
             grids=["calibration-size"],
             perplexity=sr.perplexity(value),
         )
-        for repair, n, value in (("coec", 128, 9.0), ("coec", 32, 9.5), ("none", 32, 12.0))
+        for pruning, n, value in (("coec", 128, 9.0), ("coec", 32, 9.5), ("none", 32, 12.0))
     ]
     (table,) = sr.tables(tmp_path, rows, "Calibration size")
     assert table.heads[-2:] == ("32", "128")
@@ -67,8 +67,8 @@ def test_spread_is_the_range_over_seeds(tmp_path):
 
 def test_a_grid_of_a_users_own_shows_what_varies(tmp_path):
     rows = [
-        sr.row(compensation=repair, grids=["mine"], options=options, perplexity=sr.perplexity(9))
-        for repair, options in (
+        sr.row(compensation=pruning, grids=["mine"], options=options, perplexity=sr.perplexity(9))
+        for pruning, options in (
             ("coec", {"alpha": 0.9, "rounds": 1}), ("coec", {"alpha": 0.9, "rounds": 2}),
             ("none", {}),
         )

@@ -247,8 +247,8 @@ def spreads(item: Declaration, context: Context) -> list[Table]:
     if not found:
         return []
     body = tuple(
-        (Cell(repair), Cell(str(len(s)), len(s)), amount(statistics.median(s)), amount(max(s)))
-        for repair, s in found.items()
+        (Cell(pruning), Cell(str(len(s)), len(s)), amount(statistics.median(s)), amount(max(s)))
+        for pruning, s in found.items()
     )
     count = len({row.setting(name) for row in rows})
     table = Table(

@@ -31,9 +31,9 @@ from coec.experiments.reporting.tables import (
     varying,
 )
 from coec.experiments.rows import Row
-from coec.settings import Rebuilding
+from coec.settings import Reconstruction
 
-DEFAULT = Rebuilding().preset
+DEFAULT = Reconstruction().preset
 ENVIRONMENT = ("coec", "python", "torch", "transformers", "device", "machine")
 Columns = Mapping[str, Callable[[Row], Cell]]
 """What a list says of every row, by head."""

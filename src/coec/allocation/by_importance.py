@@ -1,0 +1,126 @@
+"""Widths of their own for every block: units stay where they are worth most (METHODS §10)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from coec.allocation.alignment import aligned
+from coec.allocation.widths import Widths, parameters
+from coec.models.layout import Layout, Site
+
+Worths = Mapping[str, Float[Tensor, " units"]]
+"""What the units of sites are worth, by `Site.key`: that of the last one to stay first."""
+
+
+def by_worth(
+    layout: Layout,
+    shapes: Mapping[str, torch.Size],
+    start: Widths,
+    importances: Worths,
+    multiple: int | None,
+    apart: frozenset[str] = frozenset(),
+    spare: int = 0,
+) -> Widths:
+    """As many parameters stay as in `start`, at most: those of the units that are worth most.
+
+    All units are ranked, and one place in the ranking divides those that stay from those that go.
+    Every site keeps one at least. What is left of the parameters behind that place goes to the next
+    units that fit.
+
+    Args:
+        layout: where units are.
+        shapes: of the dense model's tensors, by name.
+        start: whose parameters are shared out.
+        worths: of the sites among which they are; the others keep what they have.
+        multiple: to what channels are rounded up; None chooses it.
+        apart: kinds of sites that share their own parameters only.
+        spare: parameters that may stay besides, at the other kinds.
+    """
+    kept = dict(start.kept)
+    pools: dict[str, list[Site]] = {}
+    for site in layout.sites:
+        if site.key in importances:
+            pools.setdefault(site.kind if site.kind in apart else "", []).append(site)
+    for name, sites in pools.items():
+        costs = [parameters(site, shapes) for site in sites]
+        most = sum(cost * start.of(site) for cost, site in zip(costs, sites, strict=True))
+        pool = _Pool(sites, costs, most if name else most + spare, multiple)
+        for site, count in zip(
+            sites, pool.counts([importances[s.key] for s in sites]), strict=True
+        ):
+            kept[site.block, site.name] = count
+    return Widths(kept)
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """Sites that share out parameters.
+
+    Attributes:
+        sites: which.
+        costs: the parameters of one unit of each.
+        most: how many all units that stay may have.
+        multiple: as in `by_worth`.
+    """
+
+    sites: Sequence[Site]
+    costs: Sequence[int]
+    most: int
+    multiple: int | None
+
+    def counts(self, importances: Sequence[Float[Tensor, " units"]]) -> list[int]:
+        """How many units of each site stay."""
+        owners = torch.cat([torch.full((len(w),), n) for n, w in enumerate(importances)])
+        # Of equal ones those of the first site stay, so that the order is everywhere the same.
+        order = torch.cat(list(importances)).argsort(descending=True, stable=True)
+        ranked = owners[order]
+        least, most = 0, len(ranked)
+        while least < most:
+            middle = (least + most + 1) // 2
+            if self._spent(self._first(ranked[:middle])) <= self.most:
+                least = middle
+            else:
+                most = middle - 1
+        counts = self._first(ranked[:least])
+        absent = set(range(len(self.sites))) - set(ranked[:least].unique().tolist())
+        self._fill(counts, ranked[least:].tolist(), absent)
+        return [self._width(n, count) for n, count in enumerate(counts)]
+
+    def _first(self, ranked: Tensor) -> list[int]:
+        """How many of these units are of each site; one at least."""
+        found = torch.bincount(ranked, minlength=len(self.sites))
+        return [max(1, count) for count in found.tolist()]
+
+    def _fill(self, counts: list[int], rest: Sequence[int], paid: set[int]) -> None:
+        """Takes further units that fit, in their order; a site of which one does not is done.
+
+        Args:
+            counts: how many stay already; changed.
+            rest: the sites of the units that follow in the ranking.
+            paid: sites whose first unit is among those, and stays already.
+        """
+        left, open_sites = self.most - self._spent(counts), set(range(len(self.sites)))
+        least = min(self.costs)
+        for n in rest:
+            if left < least or not open_sites:
+                return
+            if n in paid:
+                paid.remove(n)
+                continue
+            if n not in open_sites or counts[n] == self.sites[n].units:
+                continue
+            price = (self._width(n, counts[n] + 1) - self._width(n, counts[n])) * self.costs[n]
+            if price > left:
+                open_sites.remove(n)
+            else:
+                counts[n] += 1
+                left -= price
+
+    def _spent(self, counts: Sequence[int]) -> int:
+        return sum(self._width(n, count) * self.costs[n] for n, count in enumerate(counts))
+
+    def _width(self, n: int, count: int) -> int:
+        return aligned(self.sites[n], count, self.multiple)

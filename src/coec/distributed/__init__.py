@@ -1,0 +1,1 @@
+"""Several workers: who holds windows, and blocks solved as tasks."""

@@ -1,0 +1,1 @@
+"""The stages of a pruning, and the story that runs them."""

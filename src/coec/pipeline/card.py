@@ -1,0 +1,331 @@
+"""The model card: what was done, the command that does it again, and what was measured."""
+
+import json
+import os
+import shlex
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import metadata_load
+
+from coec import __version__
+from coec.allocation.kept import KEPT
+from coec.compensation import COMPENSATIONS
+from coec.errors import ModelError
+from coec.selection import SELECTIONS
+from coec.settings import PARTS, PRESETS
+
+if TYPE_CHECKING:
+    from coec.evaluation.perplexity import Perplexity
+    from coec.pipeline.report import Report
+
+CARD = "README.md"
+LARGEST_CARD = 2**20
+"""Bytes of a dense model's card beyond which it is not read."""
+TAKEN = ("license", "license_name", "license_link", "language")
+"""What a dense model's card says that holds for what is made of it too."""
+BEYOND = (
+    "reconstruct", "cg_iterations", "damping", "curvature_share", "propagate", "token_weights",
+    "final_norm", "kv_groups",
+)  # fmt: skip
+"""Settings that run the pruned model beside the dense one."""
+MEASURED = "## Measured"
+COLUMNS = "| text | windows × tokens | perplexity | dense | ratio | KL | same next token |"
+
+
+def origin(name: str, folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """What the dense model is called, and what of its card holds for the pruned one too.
+
+    Args:
+        name: as the model was asked for.
+        folder: where it is.
+
+    Returns:
+        Fields of a card's front matter; and a note where the dense card cannot be read.
+    """
+    known = {"base_model": folder.name if Path(name).is_dir() else name}
+    path = folder / CARD
+    try:
+        if not path.is_file():
+            return known, []
+        if path.stat().st_size > LARGEST_CARD:
+            raise ValueError(f"it is larger than {LARGEST_CARD:,} bytes")
+        said = metadata_load(path) or {}
+    except Exception as error:  # a parser of a file that may hold anything
+        reason = " ".join(str(error).split())[:120]
+        return known, [f"the dense model's {CARD} says no licence that can be read: {reason}"]
+    return known | {key: said[key] for key in TAKEN if key in said and _is_text(said[key])}, []
+
+
+def _is_text(value: Any) -> bool:
+    words = value if isinstance(value, list) else [value]
+    return all(isinstance(word, str) and len(word) < 500 for word in words)
+
+
+def card(report: "Report") -> str:
+    """The model card. Holds no times, so that the same run writes the same card."""
+    plan, parameters = report.plan, report.plan["parameters"]
+    before, after = parameters["before"], parameters["after"]
+    dense = _dense(report)
+    name = dense.rpartition("/")[2]
+    code = plan.get("code")
+    trust = ", trust_remote_code=True" if code else ""
+    notes = "".join(f"\n{note[0].upper()}{note[1:]}.\n" for note in plan["notes"])
+    loaders = "\n".join(f"- {loader}: {how}" for loader, how in plan["loads_in"].items())
+    widths = "\n".join(
+        f"| {_of_what(what)} | {counted(w['before'])} | {counted(w['after'])} |"
+        for what, w in plan["widths"].items()
+    )
+    errors = "\n".join(
+        "| mean relative output error, {} | {:.4f} | {:.4f} |".format(
+            site, *report.mean_errors(site)
+        )
+        for site in report.kinds
+    )
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [coec, pruned]
+{_front_matter(report)}
+---
+
+# {name}, {1 - after / before:.1%} of parameters removed
+
+Made from `{name}` by coec {__version__}: training-free
+structured pruning of MLP channels and KV groups, {_asked(report)}.
+{notes}
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"{trust})
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder"{trust})
+```
+{_stored_as(plan)}
+| | dense | pruned |
+|---|---|---|
+| parameters | {before:,} | {after:,} ({after / before:.1%}) |
+{widths}
+
+| | slice only | compensated |
+|---|---|---|
+{errors}
+
+Errors are on the calibration data; they say nothing about other text. Evaluate before use:
+`coec eval THIS_FOLDER --baseline DENSE`; with `--add-to-card` the result is added here.
+{_held_out(report)}
+## Recipe
+
+{_recipe(report)}
+
+## Loads in
+
+{loaders}
+
+The licence of the dense model applies.
+"""
+
+
+def add_to_card(folder: Path, result: "Perplexity") -> None:
+    """Writes a measured perplexity into the card, in place of one of the same text and windows.
+
+    The rest of the card stays as it is, and no other file is touched.
+
+    Raises:
+        ModelError: the card cannot be read or written.
+    """
+
+    def shown(value: float | None, form: str = "{:.4g}") -> str:
+        return "" if value is None else form.format(value)
+
+    source = Path(result.text).name if result.text.startswith("/") else result.text
+    key = f"| `{source}` | {result.windows:,} × {result.seq_len:,} |"
+    cells = [
+        shown(result.perplexity), shown(result.baseline_perplexity), shown(result.ratio, "×{:.3f}"),
+        shown(result.kl), shown(result.agreement, "{:.1%}"),
+    ]  # fmt: skip
+    line = f"{key} {' | '.join(cells)} |"
+    path = folder / CARD
+    partial = path.with_name(f".{CARD}.partial")
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        whole = _with_line(text, key, line)
+        partial.write_text(whole, encoding="utf-8")
+        os.replace(partial, path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"'{path}' cannot be read or written: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _with_line(text: str, key: str, line: str) -> str:
+    """A card with a line in its table of measurements, which is made where there is none."""
+    if COLUMNS not in text:
+        head, mark, rest = text.partition("## Recipe\n")
+        return f"{head}{_measured([line])}\n{mark}{rest}"
+    lines = [one for one in text.split("\n") if not one.startswith(key)]
+    lines.insert(lines.index(COLUMNS) + 2, line)
+    return "\n".join(lines)
+
+
+def _measured(lines: list[str]) -> str:
+    rule = "|---" * (COLUMNS.count("|") - 1) + "|"
+    return "\n".join([MEASURED, "", COLUMNS, rule, *lines, ""])
+
+
+def _held_out(report: "Report") -> str:
+    """The perplexities that a run measured itself, on windows that judged its candidates."""
+    facts = report.reconstruction
+    if not facts.get("perplexity") or not facts.get("dense"):
+        return ""
+    where = f"{facts['windows'].replace(' ', '-')} windows of the calibration"
+    pruned, dense = facts["perplexity"], facts["dense"]
+    seq_len = report.calibration["seq_len"]
+    line = f"| {where} | × {seq_len:,} | {pruned:.4g} | {dense:.4g} | ×{pruned / dense:.3f} | | |"
+    return f"\n{_measured([line])}"
+
+
+def _dense(report: "Report") -> str:
+    """What the dense model is called: a name on the hub, or that of its folder."""
+    return str(report.origin.get("base_model") or Path(report.model).name)
+
+
+def _front_matter(report: "Report") -> str:
+    """The fields that depend on the dense model; JSON is YAML too."""
+    fields = {"base_model": _dense(report), **report.origin}
+    return "\n".join(f"{name}: {json.dumps(value)}" for name, value in fields.items())
+
+
+def _stored_as(plan: Mapping[str, Any]) -> str:
+    """What is unusual about the format."""
+    note = ""
+    if relabelled := plan["relabelled"]:
+        note = (
+            f"\nThe weights are stored as `{plan['output_model_type']}` "
+            f"({relabelled}); the function computed is the same.\n"
+        )
+    if code := plan.get("code"):
+        note += (
+            f"\nBlocks have widths of their own, which no stock class builds: `{code}` does. "
+            "Read it before you trust it.\n"
+        )
+    return note
+
+
+def _recipe(report: "Report") -> str:
+    """What was asked for, in words and as the command that makes the model again."""
+    recipe, calibration = report.recipe, report.calibration
+    options = ", ".join(f"{k} = {v}" for k, v in recipe["options"].items()) or "none"
+    added = calibration.get("sampled", 0)
+    sampled = f" and, {added} of them, from the dense model itself" if added else ""
+    kept = report.plan.get("kept")
+    given = kept and kept["sites"] == len(report.sites)
+    beyond = ", ".join(
+        f"{name} = {_plain(recipe[name])}" for name in BEYOND if name in changed(recipe, preset="")
+    )
+    return "\n".join([
+        *([f"- preset: {recipe['preset']}"] if "preset" in recipe else []),
+        f"- selection: {'given' if given else recipe['selection']}; "
+        f"compensation: {recipe['compensation']}",
+        f"- options: {options}",
+        *([f"- beside the dense model: {beyond}"] if beyond else []),
+        f"- calibration: {calibration['windows']} windows of {calibration['seq_len']} tokens from",
+        f"  `{calibration['source']}`{sampled}, seed {recipe['seed']}",
+        f"- details: `coec.json`; kept units: `{KEPT}`",
+        "",
+        _command(report),
+    ])  # fmt: skip
+
+
+def _command(report: "Report") -> str:
+    """The command that makes the model again, or why there is none."""
+    recipe = report.recipe
+    named: dict[str, Collection[str]] = {"selection": SELECTIONS, "compensation": COMPENSATIONS}
+    by_hand = [name for name, known in named.items() if recipe[name] not in known]
+    by_hand += ["calibration"] * (recipe["calibration"] == "tensor")
+    if report.calibration.get("merged"):
+        return "No command makes it again: its statistics were merged from several texts."
+    if by_hand:
+        were = f"{' and '.join(by_hand)} {'were' if len(by_hand) > 1 else 'was'}"
+        return f"No command makes it again: {were} given from Python."
+    settings = {"preset": recipe["preset"], "sparsity": recipe["sparsity"], **changed(recipe)}
+    kept = ""
+    if recipe["kept"] is not None:
+        settings["kept"] = "THIS_FOLDER"
+        kept = f" THIS_FOLDER is this one, whose `{KEPT}` says which units stay."
+    flags = [_flag(name, value) for name, value in settings.items()]
+    lines = " \\\n    ".join([f"coec prune {shlex.quote(_dense(report))} OUT", *flags])
+    return (
+        "With the same version, libraries and kind of device this makes the same model again."
+        f"{kept}\n\n```sh\n{lines}\n```"
+    )
+
+
+def changed(recipe: Mapping[str, Any], preset: Any = None) -> dict[str, Any]:
+    """The settings of a recorded recipe that its preset does not bring, options among them.
+
+    Args:
+        recipe: as `Recipe.record` has it.
+        preset: compare with another preset's; empty for the plain defaults.
+    """
+    preset = recipe["preset"] if preset is None else preset
+    brought = dict(PRESETS[preset].settings) if preset else {}
+    defaults = {one.name: one.default for part in PARTS for one in part.table()} | brought
+    names = [name for name in recipe if name in defaults or name in ("selection", "compensation")]
+    method = recipe["compensation"]
+    options = {**COMPENSATIONS[method].defaults} if method in COMPENSATIONS else {}
+    if method == brought.get("compensation"):
+        options |= {name: brought[name] for name in brought.keys() & options.keys()}
+    own = {name: recipe[name] for name in names if recipe[name] != defaults.get(name)}
+    return own | {
+        name: value for name, value in recipe["options"].items() if value != options.get(name)
+    }
+
+
+def _flag(name: str, value: Any) -> str:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{'' if value else 'no-'}{flag}"
+    return f"--{flag} {shlex.quote(str(value))}"
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _asked(report: "Report") -> str:
+    """How many units were to go, in words."""
+    kept, share = report.plan.get("kept"), _share(report.recipe)
+    if kept is None:
+        return f"{share} asked for"
+    units = f"the units of `{kept['source']}` kept"
+    if kept["sites"] == len(report.sites):
+        return units
+    return f"{units} at {kept['sites']} sites, {share} asked for at the others"
+
+
+def _share(recipe: Mapping[str, Any]) -> str:
+    """The fraction of units that was to go, or those of both kinds."""
+    every, budget = recipe["sparsity"], recipe.get("budget_parameters")
+    allocation = recipe.get("allocation", "uniform")
+    shared = "" if allocation == "uniform" else f", shared among blocks by `{allocation}`"
+    if budget is not None:
+        share = f"{budget:.4g} of the parameters" if budget < 1 else f"{budget:,.0f} parameters"
+        return f"a rest of at most {share}{shared}"
+    own = [recipe.get(f"{site}_sparsity") for site in ("mlp", "attention")]
+    mlp, attention = (every if share is None else share for share in own)
+    multiple = recipe.get("multiple_of", "1")
+    rounded = "" if multiple == "1" else f" (channels rounded up, multiple_of = {multiple})"
+    if own == [None, None]:
+        return f"{every:.4g} of each{rounded}{shared}"
+    return f"{mlp:.4g} of channels{rounded} and {attention:.4g} of groups{shared}"
+
+
+def _of_what(width: str) -> str:
+    """What a width counts, in words."""
+    return "channels per expert" if width == "experts" else f"{width.replace('_', ' ')} per block"
+
+
+def counted(width: int | list[int]) -> str:
+    """Units per block in words: one number, or the least and the most where blocks differ."""
+    return f"{width:,}" if isinstance(width, int) else f"{min(width):,} to {max(width):,}"

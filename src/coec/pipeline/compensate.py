@@ -1,0 +1,147 @@
+"""Repairing what another program pruned: which units it kept is inferred, the rest is `prune`."""
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from coec.allocation.kept import KeptUnits
+from coec.errors import ModelError, OptionError
+from coec.events import Progress
+from coec.execution.journal import unfinished
+from coec.execution.output import check_output
+from coec.models.dense import Dense
+from coec.models.layout import Site
+from coec.models.matching import Side, kept_units
+from coec.models.raw_checkpoint import RawCheckpoint
+from coec.pipeline.prune import prune
+from coec.pipeline.report import Report
+from coec.plan.recipe import Recipe
+from coec.settings import CHOOSING
+from coec.streaming.statistics import Statistics
+
+
+def infer_kept(
+    dense: str | Path | Dense, pruned: str | Path | RawCheckpoint, progress: Progress | None = None
+) -> KeptUnits:
+    """Which units of a dense model are in one that another program pruned from it.
+
+    A unit is found by its rows in the producers, which the other program must have left as they
+    were; what it did to the consumers plays no part. It may have cut rows, or set them or the
+    columns that read them to zero. One block is read at a time.
+
+    Args:
+        dense: a folder with config.json and safetensors, or a hub name.
+        pruned: likewise, its tensors named as those of the dense model.
+        progress: called with (phase, done, total).
+
+    Returns:
+        KeptUnits: of every site, for `prune(..., kept=...)`.
+
+    Raises:
+        ModelError: a model cannot be read, or units are none of the dense model's.
+    """
+    dense, pruned = Dense.open(dense), RawCheckpoint.open(pruned)
+    layout = dense.layout
+    if pruned.layers != len(layout.blocks):
+        raise ModelError(
+            f"'{pruned.name}' has {pruned.layers} blocks, '{dense.name}' {len(layout.blocks)}: "
+            "coec prunes no blocks, and needs the dense model that this one was pruned from"
+        )
+    _check_rest(dense, pruned)
+    found = {}
+    for block in layout.blocks:
+        for site in block.sites:
+            sides = (_side(model, site, dense) for model in (dense, pruned))
+            found[site.key] = kept_units(*sides)
+        if progress:
+            progress("matching", block.index + 1, len(layout.blocks))
+    return KeptUnits.of(found, pruned.name, pruned.digest)
+
+
+def _check_rest(dense: Dense, pruned: RawCheckpoint) -> None:
+    """Raises ModelError where a matrix of a block has lost something that belongs to no site."""
+    sites = {name for site in dense.layout.sites for name in site.tensors}
+    prefixes = tuple(block.prefix for block in dense.layout.blocks)
+    for name, shape in dense.shapes.items():
+        header = pruned.headers.get(name)
+        if not name.startswith(prefixes) or name in sites or len(shape) < 2 or header is None:
+            continue
+        if header.shape != tuple(shape):
+            raise ModelError(
+                f"{name} is {header.shape} in '{pruned.name}' and {tuple(shape)} in the dense "
+                "model: coec removes nothing there"
+            )
+
+
+def compensate_pruned(
+    dense: str | Path | Dense,
+    pruned: str | Path | RawCheckpoint,
+    out: str | Path,
+    recipe: Recipe | None = None,
+    *,
+    statistics: str | Path | Statistics | None = None,
+    force: bool = False,
+    restart: bool = False,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Report:
+    """Repairs a model that another program pruned: its units, our compensation.
+
+    The dense model is pruned to the units that are left in the other (`infer_kept`), as `prune`
+    does it, with any compensation, preset or reconstruction. Of the other model nothing else is
+    used.
+
+    Args:
+        dense: the model before it was pruned: a folder with config.json and safetensors, or a hub
+            name.
+        pruned: what the other program made of it, likewise.
+        out: the folder to make.
+        recipe: as in `prune`, and so is the rest; the settings `sparsity`, `selection` and `kept`
+            have no place here.
+
+    Returns:
+        Report: also written to `out/coec.json`; its `plan["kept"]` says from what the units are.
+
+    Raises:
+        CoecError: with one line that says what to change.
+
+    Example:
+        >>> report = coec.compensate_pruned("llama", "llama-flap", "llama-mended")
+        >>> report.plan["kept"]["inferred_from"]
+    """
+    check_settings(settings, pruned)
+    if Recipe.or_of(recipe, settings).pruning.kept is not None:
+        raise OptionError(
+            "the recipe names kept units, and so does the pruned model: leave one out"
+        )
+    dense = Dense.open(dense)
+    check_output(Path(out), dense.folder, force=force or unfinished(Path(out)))
+    kept = infer_kept(dense, pruned, progress)
+    if recipe is None:
+        settings["kept"] = kept
+    else:
+        recipe = replace(recipe, pruning=replace(recipe.pruning, kept=kept))
+    return prune(
+        dense, out, recipe, statistics=statistics, force=force, restart=restart, progress=progress,
+        **settings,
+    )  # fmt: skip
+
+
+def check_settings(settings: Collection[str], pruned: str | Path | RawCheckpoint) -> None:
+    """Raises OptionError for settings that say which units stay."""
+    name = pruned.name if isinstance(pruned, RawCheckpoint) else pruned
+    for one in CHOOSING:  # here the pruned model does
+        if one in settings:
+            raise OptionError(
+                f"{one} has no place where '{name}' says which units stay: leave it out"
+            )
+
+
+def _side(model: Dense | RawCheckpoint, site: Site, dense: Dense) -> Side:
+    """What a model has of a site."""
+    there = model.files if isinstance(model, Dense) else model.headers
+    names = {*(rows.tensor for rows in site.producers), site.weight}
+    names |= {name.removesuffix("weight") + "bias" for name in names}
+    tensors = {n: model.tensor(n) for n in sorted(names) if n in there}
+    return Side.of(model.name, site, tensors, dense.shapes)

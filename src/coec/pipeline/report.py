@@ -1,0 +1,143 @@
+"""What happened in a pruning run: one object, written as coec.json and as the model card."""
+
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
+
+from coec import __version__
+from coec.errors import ModelError
+from coec.models.files import parse_json, write_json
+from coec.pipeline.card import CARD, card
+
+REPORT = "coec.json"
+QUOTED = re.compile(r"(['`])(?:file://)?/[^'`]*/([^'`/]+)\1")
+"""An absolute path in a sentence, and its last name."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The account of one pruning run; JSON-ready.
+
+    Attributes:
+        model: the dense model as it was named.
+        model_sha256: of its configuration and weights.
+        out: the folder written.
+        recipe: resolved options.
+        plan: widths, parameters, output format, loaders.
+        calibration: where the windows came from, with digests.
+        sites: one entry per block and site.
+        reconstruction: where the pruned model was run beside the dense one: how well every
+            candidate predicts the held-out windows, and which was chosen.
+        seconds: wall-clock time by phase.
+        environment: versions and device.
+        origin: what the dense model is called, and what its card says of licence and language.
+    """
+
+    model: str
+    model_sha256: str
+    out: str
+    recipe: dict[str, Any]
+    plan: dict[str, Any]
+    calibration: dict[str, Any]
+    sites: list[dict[str, Any]]
+    seconds: dict[str, float]
+    environment: dict[str, str]
+    reconstruction: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but places: that of the output folder, and the folders of what was read."""
+        record = {
+            "coec": __version__,
+            "model": self.model,
+            "origin": self.origin,
+            "model_sha256": self.model_sha256,
+            "recipe": self.recipe,
+            "plan": self.plan,
+            "calibration": self.calibration,
+            "sites": self.sites,
+            "reconstruction": self.reconstruction,
+            "seconds": self.seconds,
+            "environment": self.environment,
+        }
+        return {name: public(value) for name, value in record.items()}
+
+    @property
+    def events(self) -> dict[str, list[str]]:
+        """Every safeguard that fired, and the modules it fired in."""
+        modules: dict[str, list[str]] = {}
+        for site in self.sites:
+            for event in site["events"]:
+                modules.setdefault(event, []).append(site["module"])
+        return modules
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of sites that there are, in the order of a block."""
+        return list(dict.fromkeys(row["site"] for row in self.sites))
+
+    def mean_errors(self, site: str, *, held_out: bool = False) -> tuple[float, float]:
+        """The mean relative error before and after compensation over a site's blocks.
+
+        On the windows fitted on, or on those held out; 0 where no block has any.
+        """
+        before, after = (f"{'holdout' if held_out else 'error'}_{w}" for w in ("before", "after"))
+        rows = [row for row in self.sites if row["site"] == site and row.get(before) is not None]
+        if not rows:
+            return 0.0, 0.0
+        return (
+            sum(row[before] for row in rows) / len(rows),
+            sum(row[after] for row in rows) / len(rows),
+        )
+
+    @classmethod
+    def read(cls, folder: str | Path) -> "Report":
+        """The report of a folder that `prune` wrote.
+
+        Raises:
+            ModelError: its coec.json is no report.
+        """
+        path = Path(folder) / REPORT
+        try:
+            record = {"reconstruction": {}, "origin": {}, **parse_json(path)}
+            own = {name: get_origin(kind) or kind for name, kind in get_type_hints(cls).items()}
+            del own["out"]
+            for name, kind in own.items():
+                if not isinstance(record[name], kind):
+                    raise TypeError(f"{name} is no {kind.__name__}")
+            return cls(out=str(folder), **{name: record[name] for name in own})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(
+                f"'{path}' is not the report of a pruning run: restore it, or move it away"
+            ) from error
+
+    def write(self, folder: Path) -> None:
+        """Writes coec.json and README.md."""
+        record = self.as_dict()
+        write_json(folder / REPORT, record)
+        shown = replace(self, **{name: record[name] for name in record if name != "coec"})
+        (folder / CARD).write_text(card(shown), encoding="utf-8")
+
+
+def public(value: Any) -> Any:
+    """A record in which absolute paths are their last name: where files lay is nobody else's."""
+    if isinstance(value, dict):
+        return {key: public(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [public(one) for one in value]
+    if isinstance(value, str):
+        bare = Path(value).name if value.startswith(("/", "file://")) else value
+        return QUOTED.sub(r"\1\2\1", bare)
+    return value
+
+
+def calibration_digest(folder: Path) -> str | None:
+    """The SHA-256 of the text that a model was pruned with; None where no coec.json says so.
+
+    Raises:
+        ModelError: the coec.json is no report.
+    """
+    if not (folder / REPORT).is_file():
+        return None
+    return str(Report.read(folder).calibration.get("text_sha256"))

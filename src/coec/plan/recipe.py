@@ -1,0 +1,340 @@
+"""The recipe: everything that determines a pruned model, besides the dense one."""
+
+import difflib
+import json
+import stat
+import tomllib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coec import selection as selections
+from coec.allocation.kept import KeptUnits, named
+from coec.calibration.ids import token_ids
+from coec.compensation import Method, compensate
+from coec.compensation.methods import called
+from coec.errors import OptionError
+from coec.settings import (
+    NAMES,
+    OPTIONS,
+    PARTS,
+    PRESETS,
+    RENAMED,
+    Calibration,
+    Options,
+    Pruning,
+    Reconstruction,
+    Runtime,
+    plain,
+    with_preset,
+    without_effect,
+)
+from coec.types import Gram, KeptSet
+
+APART = ("options", "trust_remote_code")
+"""Settings that no recipe file or grid may hold: the one has its keys at the top level, and whether
+a model's code may run is said by whoever runs it."""
+ARGUMENTS = (
+    "model", "dense", "pruned", "out", "recipe", "config", "statistics", "force", "restart",
+    "progress", "dry_run", "machine", "measure", "json",
+)  # fmt: skip
+"""What the commands and functions are given besides settings."""
+RECORDED = (
+    "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters", "multiple_of",
+    "allocation", "non_uniform", "selection", "kept", "compensation", "options", "propagate",
+    "reconstruct", "cg_iterations", "damping", "curvature_share",
+    "token_weights", "final_norm", "kv_groups", "calibration", "text_column", "samples",
+    "self_samples", "seq_len", "seed", "holdout", "guard", "dtype", "target", "forward_dtype",
+    "solve_dtype",
+)  # fmt: skip
+"""The order in which reports list settings; one that is not named here comes after these."""
+RECONSTRUCTION = Reconstruction().record()
+"""Its defaults."""
+TOML_BYTES = 10_000_000
+"""The largest recipe or grid that is read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Validated when made: no model is touched before every option is known to be good.
+
+    Numbers may be numpy's or torch's, also in arrays without dimensions; token ids a tensor or an
+    array.
+
+    Attributes:
+        calibration: all that statistics depend on.
+        pruning: what is removed, and how the rest is repaired.
+        reconstruction: what of the pruned model is fitted to the dense one besides.
+        runtime: where it is done, by which results differ as rounding does.
+    """
+
+    calibration: Calibration = field(default_factory=Calibration)
+    pruning: Pruning = field(default_factory=Pruning)
+    reconstruction: Reconstruction = field(default_factory=Reconstruction)
+    runtime: Runtime = field(default_factory=Runtime)
+
+    def __post_init__(self) -> None:
+        for part in PARTS:
+            name = part.__name__.lower()
+            if not isinstance(value := getattr(self, name), part):
+                raise OptionError(
+                    f"the {name} of a Recipe is a {part.__name__}, got {value!r:.80}: "
+                    "Recipe.of(...) takes settings by name"
+                )
+        if isinstance(self.calibration.source, np.ndarray | Tensor):
+            ids = token_ids(self.calibration.source)
+            object.__setattr__(self, "calibration", replace(self.calibration, source=ids))
+        method = self.method
+        chosen = method.chosen(self.pruning.options)
+        if isinstance(chosen, Options):
+            chosen.check_parts(method.needs)
+        self._check_reconstruction()
+        if "held_out" in method.needs and not self.calibration.holdout:
+            raise OptionError(
+                f"compensation '{method.name}' needs held-out windows: set the fraction of the "
+                "windows that are held out (holdout=0.125), of statistics when they are collected"
+            )
+        if callable(self.pruning.compensation) or callable(self.pruning.selection):
+            _rehearse(self)
+
+    def _check_reconstruction(self) -> None:
+        """Raises OptionError where its settings have no effect, or need windows held out."""
+        how = self.reconstruction.record()
+        if fixed := PRESETS[self.reconstruction.preset].fixed:
+            record = self.record()
+            for name, value in fixed.items():
+                if record[name] != value:
+                    raise OptionError(
+                        f"preset = {self.reconstruction.preset} means {name} = {value}, got "
+                        f"{record[name]}: Recipe.of(preset=...) sets all that a preset means"
+                    )
+        for name, why in self.reconstruction.idle().items():
+            if how[name] != RECONSTRUCTION[name]:
+                raise without_effect(name, why)
+        if self.reconstruction.in_order and "held_out" in self.method.needs:
+            raise OptionError(
+                f"compensation '{self.method.name}' fits what it chose on the held-out windows as "
+                f"well, by which {self.reconstruction.in_order} judges: use another compensation"
+            )
+        if how["kv_groups"] == "held-out" and not self.calibration.holdout:
+            raise OptionError(
+                "kv_groups = held-out needs windows that are held out: set holdout, say 0.125"
+            )
+
+    @property
+    def needs_text(self) -> str | None:
+        """The setting that runs pruned models over the text; None where sums of it will do."""
+        by_error = "allocation = error" if self.pruning.allocation == "error" else None
+        return self.reconstruction.in_order or by_error
+
+    def check_for_statistics(self) -> None:
+        """Raises OptionError where statistics do not do: it asks for the token streams."""
+        if name := self.needs_text:
+            if name in PRESETS[self.reconstruction.preset].settings:
+                name = f"preset = {self.reconstruction.preset}"
+            raise OptionError(
+                f"{name} runs the pruned model over the text, of which statistics hold sums only: "
+                f"leave out the statistics, or {name}"
+            )
+
+    @classmethod
+    def of(cls, **settings: Any) -> "Recipe":
+        """A recipe from flat settings: those of its parts, and options of the compensation.
+
+        Raises:
+            OptionError: an unknown setting or a bad value.
+        """
+        settings = with_preset({name: plain(value) for name, value in settings.items()})
+        known = NAMES | set(APART)
+        options = {one.name for one in OPTIONS}
+        own = {k: v for k, v in settings.items() if k in known and k not in options}
+        for name in settings:
+            if name not in known and not callable(own.get("compensation")):
+                raise OptionError(f"unknown setting '{name}'{_meant(name)}")
+        given = {name: value for name, value in settings.items() if name not in own}
+        own["options"] = {**own.get("options", {}), **given}
+        return cls(
+            calibration=Calibration.of(own),
+            pruning=Pruning.of(own),
+            reconstruction=Reconstruction.of(own),
+            runtime=Runtime.of(own),
+        )
+
+    @classmethod
+    def or_of(cls, recipe: "Recipe | None", settings: dict[str, Any]) -> "Recipe":
+        """The recipe given, or one of settings; both at once would leave one unheard.
+
+        Raises:
+            OptionError: both are given, or a setting is unknown or bad.
+        """
+        if recipe is None:
+            return cls.of(**settings)
+        if settings:
+            first = next(iter(settings))
+            raise OptionError(f"give a recipe or settings, not both; got '{first}' too")
+        return recipe
+
+    @property
+    def method(self) -> Method:
+        """The compensation, with what it declares."""
+        return Method.of(self.pruning.compensation)
+
+    @property
+    def score(self) -> Callable[..., Tensor]:
+        """The selection as a function."""
+        selection = self.pruning.selection
+        return selections.resolve(selection) if isinstance(selection, str) else selection
+
+    def opened(self) -> "Recipe":
+        """The same with its kept units read, once: a file that changes later changes nothing.
+
+        Raises:
+            OptionError: there are none, or they are no kept units.
+        """
+        if self.pruning.kept is None:
+            return self
+        return replace(self, pruning=replace(self.pruning, kept=KeptUnits.read(self.pruning.kept)))
+
+    @property
+    def kept(self) -> KeptUnits | None:
+        """The kept units that were given, of an opened recipe."""
+        kept = self.pruning.kept
+        assert kept is None or isinstance(kept, KeptUnits)  # `opened` read them
+        return kept
+
+    def record(self) -> dict[str, Any]:
+        """The resolved recipe for the report, defaults of the compensation included."""
+        source = self.calibration.source
+        found = {
+            **self.pruning.record(),
+            **self.reconstruction.record(),
+            **self.calibration.record(),
+            "selection": _name(self.pruning.selection),
+            "kept": named(self.pruning.kept),
+            "compensation": self.method.name,
+            "options": {**self.method.defaults, **self.pruning.options},
+            "calibration": "tensor" if isinstance(source, Tensor) else str(source),
+        }
+        return {name: found.pop(name) for name in RECORDED} | found
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Flat settings from a TOML file, keys as in `Recipe.of` (dashes and underscores alike).
+
+    Raises:
+        OptionError: the file is missing, not TOML, or holds a table, a key that is no setting or
+            apart, or a setting twice.
+    """
+    content = read_toml(path, f"'{path}'", f"no configuration file '{path}'")
+    keys = by_name(content, f"'{path}'")
+    for name, key in keys.items():
+        if name in APART:
+            raise OptionError(f"'{path}' holds '{name}', which no file can set")
+        if isinstance(content[key], dict):
+            raise OptionError(f"'{path}' has a table [{key}]; write its keys at the top level")
+        if name not in NAMES:
+            hint = ": give it to the command" if name in ARGUMENTS else _meant(name)
+            raise OptionError(f"'{path}' holds '{key}', which is no setting{hint}")
+    return {name: content[key] for name, key in keys.items()}
+
+
+def by_name(keys: Iterable[str], where: str) -> dict[str, str]:
+    """Keys of a file by the names of their settings, dashes and underscores alike.
+
+    Raises:
+        OptionError: two of them are one setting.
+    """
+    names: dict[str, str] = {}
+    for key in keys:
+        name = key.replace("-", "_")
+        if name in names:
+            raise OptionError(f"{where} sets {name} twice, as '{names[name]}' and '{key}'")
+        names[name] = key
+    return names
+
+
+def _meant(name: str) -> str:
+    """Return the setting that a name was before, or nearly is, as a hint."""
+    if name in RENAMED:
+        return f": it is '{RENAMED[name]}' now"
+    close = difflib.get_close_matches(name, NAMES | set(APART), 1)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def read_toml(path: Path, name: str, missing: str) -> dict[str, Any]:
+    """The content of a TOML file.
+
+    Args:
+        path: of the file.
+        name: what messages call it.
+        missing: the message when it is not there.
+
+    Raises:
+        OptionError: it is missing, cannot be read, is too large, or is not TOML.
+    """
+    try:
+        status = path.stat()
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+            raise OptionError(f"{name} is a pipe or a device: give a regular file")
+        if status.st_size > TOML_BYTES:
+            raise OptionError(
+                f"{name} is larger than {TOML_BYTES:,} bytes: it is no recipe or grid"
+            )
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise OptionError(missing) from error
+    except OSError as error:
+        raise OptionError(f"{name} cannot be read: {error.strerror}") from error
+    # Besides its own errors: numbers of too many digits, NUL in a path, brackets without end.
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"{name} is not valid TOML: {error}") from error
+
+
+def _name(choice: str | Callable[..., Any]) -> str:
+    return choice if isinstance(choice, str) else called(choice)
+
+
+def _rehearse(recipe: Recipe) -> None:
+    """Tries the functions of a user on a 6×8 problem: what is wrong fails here, not after hours."""
+    W, gram, kept = _problem([0, 2, 3, 5, 6])
+    _rehearse_selection(f"selection '{_name(recipe.pruning.selection)}'", recipe.score, W, gram)
+    name, options = f"compensation '{recipe.method.name}'", recipe.pruning.options
+    try:
+        result = compensate(
+            W, gram, kept, method=recipe.method, value_weight=W[:5, :4], held_out=gram, **options
+        )
+    except TypeError as error:
+        raise OptionError(f"{name} fails on a small problem with these options: {error}") from error
+    try:
+        json.dumps([options, result.diagnostics], allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise OptionError(
+            f"{name} has options or diagnostics that no report holds: {error}"
+        ) from error
+
+
+def _rehearse_selection(name: str, score: Callable[..., Any], W: Tensor, gram: Gram) -> None:
+    try:
+        scores = selections.column_scores(score, W, gram, units=4, keep=3, seed=0)
+    except TypeError as error:
+        raise OptionError(
+            f"{name} fails on a small problem; it is called with (weight, gram), and with units, "
+            f"keep and seed by keyword where it declares them: {error}"
+        ) from error
+    if not isinstance(scores, Tensor) or scores.shape != (8,):
+        got = tuple(scores.shape) if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+        raise OptionError(
+            f"{name} must return one score per column, a tensor of shape (8,), got {got}"
+        )
+
+
+def _problem(kept: Iterable[int]) -> tuple[Tensor, Gram, KeptSet]:
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(8, 32, generator=generator, dtype=torch.float64)
+    W = torch.randn(6, 8, generator=generator, dtype=torch.float64)
+    return W, Gram(X @ X.T, X.sum(dim=1), X.shape[1]), KeptSet(torch.tensor(list(kept)), 8)

@@ -1,0 +1,235 @@
+"""Dense hidden states carried through one block at a time, statistics gathered on the way.
+
+Only the embedding, one block and the hidden states are ever in memory.
+"""
+
+import itertools
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from coec.events import Progress
+from coec.models.dense import Dense
+from coec.models.experts import routed_inputs
+from coec.models.layout import BlockLayout, Site
+from coec.models.prefetcher import Prefetcher
+from coec.streaming.layers import TOKENS_PER_BATCH, Layers, State
+from coec.types import Gram, GramSum
+
+T = TypeVar("T")
+LEAST_BATCHES = 8
+"""So many are made where sums over batches are shared out, and where a share of them stands for
+all."""
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """One block of the dense model after its calibration pass.
+
+    Attributes:
+        block: which one, and where its units are.
+        tensors: its weights as stored, by their full names.
+        grams: statistics of every site's inputs, by the site's name.
+        holdout: the same over the windows that were held out; empty where none were.
+    """
+
+    block: BlockLayout
+    tensors: dict[str, Tensor]
+    grams: dict[str, Gram]
+    holdout: dict[str, Gram] = field(default_factory=dict)
+
+    @property
+    def index(self) -> int:
+        """Of the block."""
+        return self.block.index
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Statistics of one block while they are summed.
+
+    Attributes:
+        fit: of every site's inputs, by the site's name.
+        held: the same over windows that are held out.
+    """
+
+    fit: dict[str, GramSum] = field(default_factory=dict)
+    held: dict[str, GramSum] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> "Sums":
+        """The same on another device."""
+        return Sums(*({n: s.to(device) for n, s in part.items()} for part in (self.fit, self.held)))
+
+    def grams(self) -> tuple[dict[str, Gram], dict[str, Gram]]:
+        """Of both parts, handed over: whoever takes a Gram out can free it."""
+        fit, held = ({n: part.pop(n).gram() for n in list(part)} for part in (self.fit, self.held))
+        return fit, held
+
+
+class DenseStream:
+    """The dense model over fixed token windows, block by block.
+
+    Batches are added to the sums one after the other: where one stream goes on with the sums of
+    another, they come out as if one had run all windows.
+
+    Args:
+        dense: the model.
+        windows: token ids, n × length.
+        holdout: windows whose statistics are kept apart.
+        device: where blocks run; hidden states wait on the CPU.
+        dtype: of the forward pass.
+        progress: called with ("calibrating", finished batches over all blocks, total).
+    """
+
+    def __init__(
+        self,
+        dense: Dense,
+        windows: Int[Tensor, "n length"],
+        *,
+        holdout: Int[Tensor, "h length"] | None = None,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: Progress | None = None,
+    ) -> None:
+        self._dense, self._device = dense, device
+        self._progress = progress
+        self._layers = Layers(dense, device=device, dtype=dtype)
+        size = batch_size(windows.shape[1])
+        fit = windows.split(size)
+        self._fit_batches = len(fit)
+        self._batches = fit if holdout is None else fit + holdout.split(size)
+        self.states: list[State] = []
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Sets `states` to those before the first block."""
+        embedding = self._dense.tensor(self._dense.layout.embedding)
+        self.states = self._layers.embed(self._batches, embedding)
+
+    @torch.no_grad()
+    def advance(
+        self,
+        block: BlockLayout,
+        tensors: Mapping[str, Tensor],
+        sums: Sums | None,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Carries `states` through the next block.
+
+        Args:
+            block: which one.
+            tensors: its weights as stored.
+            sums: to which its statistics are added; None where they are not wanted.
+            progress: called after every batch.
+        """
+        self._layers.load(block, tensors)
+        count = len(self._batches)
+        fit, held = (None, None) if sums is None else (sums.fit, sums.held)
+        for part, numbers in (
+            (fit, range(self._fit_batches)),
+            (held, range(self._fit_batches, count)),
+        ):
+            with self._accumulating(block, part, bool(numbers)):
+                for number in numbers:
+                    self.states[number] = self._layers.advance(block.index, self.states[number])
+                    progress()
+        self._layers.drop(block.index)
+
+    def blocks(self, skip: Container[int] = ()) -> Iterator[Measured]:
+        """Yields blocks in order, their statistics complete.
+
+        Args:
+            skip: blocks that are only passed through, and not yielded; nothing runs behind the
+                last one that is.
+        """
+        wanted = [b.index for b in self._dense.layout.blocks if b.index not in skip]
+        if not wanted:
+            return
+        self.begin()
+        progress = self._counter(wanted[-1] + 1)
+        with Prefetcher(self._dense, last=wanted[-1]) as ahead:
+            for block in self._dense.layout.blocks[: wanted[-1] + 1]:
+                tensors = ahead.tensors(block)
+                sums = Sums() if block.index in wanted else None
+                self.advance(block, tensors, sums, progress)
+                if sums is not None:
+                    yield Measured(block, tensors, *sums.grams())
+
+    def _counter(self, blocks: int) -> Callable[[], None]:
+        """Reports one more finished batch at every call."""
+        done, total = itertools.count(1), len(self._batches) * blocks
+
+        def advance() -> None:
+            if self._progress:
+                self._progress("calibrating", next(done), total)
+
+        return advance
+
+    @contextmanager
+    def _accumulating(
+        self, block: BlockLayout, sums: dict[str, GramSum] | None, any_batch: bool
+    ) -> Iterator[None]:
+        """Adds the inputs of every site's consumer to `sums`, by site name; None adds nothing."""
+        layer, hooks = self._layers.modules[block.index], []
+        if sums is not None and any_batch:
+            experts, routed = (
+                self._layers.experts(block.index),
+                [s for s in block.sites if s.routed],
+            )
+            if experts is not None:
+                for site in routed:  # some may get no token
+                    sums.setdefault(site.name, GramSum(site.columns, self._device))
+                hooks.append(experts.register_forward_pre_hook(_accumulate_routed(sums, routed)))
+            for site in block.sites:
+                if site.routed:
+                    continue
+                consumer = layer.get_submodule(site.consumer.removeprefix(block.prefix))
+                hooks.append(consumer.register_forward_pre_hook(_accumulate(sums, site.name)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def batch_size(length: int, least: int | None = None) -> int:
+    """How many windows are run at once.
+
+    Args:
+        length: of a window.
+        least: of so many windows LEAST_BATCHES batches are made, where there are as many.
+    """
+    size = TOKENS_PER_BATCH // length
+    return max(1, size if least is None else min(size, least // LEAST_BATCHES))
+
+
+def in_parts(items: Sequence[T], count: int) -> list[Sequence[T]]:
+    """Consecutive items in so many parts of about equal size, some empty where there are fewer."""
+    return [items[n * len(items) // count : (n + 1) * len(items) // count] for n in range(count)]
+
+
+def _accumulate(sums: dict[str, GramSum], name: str) -> Callable[..., None]:
+    """A forward pre-hook that adds a module's input to the sums."""
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        inputs = args[0]
+        if name not in sums:
+            sums[name] = GramSum(inputs.shape[-1], inputs.device)
+        sums[name].update(inputs)
+
+    return hook
+
+
+def _accumulate_routed(sums: dict[str, GramSum], sites: Sequence[Site]) -> Callable[..., None]:
+    """A forward pre-hook that adds every expert's inputs to the sums of its site."""
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        for expert, inputs in routed_inputs(module, args):
+            sums[sites[expert].name].update(inputs)
+
+    return hook

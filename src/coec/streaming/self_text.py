@@ -1,0 +1,186 @@
+"""Token windows sampled from the dense model itself, for users without data."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
+
+from coec.calibration.tokens import Windows, digest, encoded
+from coec.errors import CalibrationError, ModelError
+from coec.events import Progress
+from coec.free_memory import FreeMemory
+from coec.models.description import Description
+from coec.models.shape import Shape
+
+GROUP = 32
+"""Windows whose random numbers are drawn together; no more are sampled at once."""
+SHARE = 0.8
+"""Of free memory, what the windows that are sampled at once may take."""
+LOGIT_COPIES = 6
+
+
+def window_bytes(shape: Shape, vocabulary: int, seq_len: int, itemsize: int) -> int:
+    """Memory of one window that is sampled, at its last token.
+
+    Keys and values of all layers; of one layer a second time while they grow, and repeated for the
+    query heads that share them; and copies of the logits in float32.
+    """
+    layer = 2 * shape.kv_heads * shape.head_dim * seq_len * itemsize
+    return layer * (shape.layers + 1 + shape.group) + 4 * LOGIT_COPIES * vocabulary
+
+
+def windows_at_once(free: int | None, size: int) -> int:
+    """How many windows of `size` bytes are sampled at once: GROUP, or a part of it that fits.
+
+    Args:
+        free: bytes beside the model; None where nobody says.
+        size: of `window_bytes`.
+    """
+    count = GROUP
+    while count > 1 and free is not None and count * size > SHARE * free:
+        count //= 2
+    return count
+
+
+def windows_that_fit(model: Description, network: Any, seq_len: int) -> int:
+    """`windows_at_once` of a network in memory, on its device."""
+    size = window_bytes(model.shape, model.vocabulary, seq_len, network.dtype.itemsize)
+    return windows_at_once(FreeMemory.of(network.device).computing, size)
+
+
+def sample_from_model(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    samples: int,
+    seq_len: int,
+    seed: int,
+    at_once: int = GROUP,
+    progress: Progress | None = None,
+) -> Windows:
+    """`samples` windows of `seq_len` tokens drawn from the model at temperature 1.
+
+    Every window starts with what the tokenizer puts before an empty text (a BOS token), or, where
+    that is nothing, with one token drawn uniformly from the vocabulary; no end token is drawn after
+    that. Penalties and cut-offs of the model's generation_config.json do not apply. The global
+    random state is left as it was.
+
+    Args:
+        model: the dense model, in memory.
+        tokenizer: for the start token; None for a uniform one.
+        seed: the same seed gives the same windows on one machine; use different ones for
+            calibration and evaluation.
+        at_once: so many windows are sampled together, at most GROUP. It decides no random number,
+            so that another one gives another text only where rounding tips a draw.
+        progress: called with ("sampling text", done, samples).
+
+    Raises:
+        CoecError: the tokenizer's start does not fit the model or the windows; or the model's
+            logits are not finite.
+    """
+    start = _start(model, tokenizer, seq_len)
+    rows: list[Tensor] = []
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), _plain_generation(model) as ends:
+        torch.manual_seed(seed)
+        for first in range(0, samples, GROUP):
+            count = min(GROUP, samples - first)
+            for part in torch.arange(count).split(at_once):
+                last = int(part[-1]) == count - 1  # whose random numbers move on
+                with contextlib.nullcontext() if last else torch.random.fork_rng(devices=devices):
+                    rows.append(_drawn(model, start, seq_len, ends, _Draw(part, count)))
+                if progress:
+                    progress("sampling text", first + int(part[-1]) + 1, samples)
+    ids = torch.cat(rows)
+    return Windows(ids, f"self (seed {seed})", ids.numel(), digest(ids), len(start))
+
+
+def _start(model: Any, tokenizer: PreTrainedTokenizerBase | None, seq_len: int) -> list[int]:
+    """The tokens that every window starts with."""
+    start: list[int] = [] if tokenizer is None else encoded(tokenizer, "").tolist()
+    vocabulary = int(model.config.vocab_size)
+    if any(not 0 <= token < vocabulary for token in start):
+        raise ModelError(
+            f"the tokenizer starts a text with the tokens {start}, the model's vocabulary has "
+            f"{vocabulary}: it was made for another model"
+        )
+    if seq_len <= len(start):
+        raise CalibrationError(
+            f"windows of {seq_len} tokens hold nothing but the {len(start)} that the tokenizer "
+            "starts a text with; take longer ones (seq_len=N)"
+        )
+    return start
+
+
+@contextlib.contextmanager
+def _plain_generation(model: Any) -> Iterator[list[int]]:
+    """The model without its generation configuration, which generate() merges into every other.
+
+    Yields:
+        The end tokens, none of which is drawn.
+    """
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield sorted(_ids(model.config.eos_token_id) | _ids(own.eos_token_id))
+    finally:
+        model.generation_config = own
+
+
+class _Draw(LogitsProcessor):
+    """Turns logits into numbers the largest of which is a token drawn at temperature 1.
+
+    Probabilities over exponential numbers, as `torch.multinomial` draws. Each step draws those of
+    all windows of a group, and takes its own: they do not depend on how many are sampled at once.
+
+    Args:
+        rows: the windows of the group that are sampled.
+        count: all of them.
+    """
+
+    def __init__(self, rows: Int[Tensor, " n"], count: int) -> None:
+        self.rows, self.count = rows, count
+
+    def __call__(
+        self, input_ids: Int[Tensor, "n length"], scores: Float[Tensor, "n v"]
+    ) -> Float[Tensor, "n v"]:
+        probabilities = scores.softmax(dim=-1)
+        if not torch.isfinite(probabilities).all():
+            raise CalibrationError(
+                "text cannot be sampled from the model: its logits are not finite; run it in "
+                "float32 or bfloat16 (forward_dtype=NAME)"
+            )
+        drawn = scores.new_empty(self.count, scores.shape[-1]).exponential_()
+        return probabilities / drawn[self.rows.to(drawn.device)]
+
+
+def _drawn(
+    model: Any, start: list[int], seq_len: int, ends: list[int], draw: _Draw
+) -> Int[Tensor, "n length"]:
+    """Some windows of a group, sampled together."""
+    if start:
+        prompt = torch.tensor([start]).expand(len(draw.rows), -1)
+    else:
+        prompt = torch.randint(int(model.config.vocab_size), (draw.count, 1))[draw.rows]
+    prompt = prompt.to(model.device)
+    ids: Tensor = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        logits_processor=[draw],
+        max_new_tokens=seq_len - prompt.shape[1],
+        suppress_tokens=ends or None,
+        pad_token_id=ends[0] if ends else 0,
+    )
+    return ids.cpu()
+
+
+def _ids(tokens: int | list[int] | None) -> set[int]:
+    """Token ids, however a configuration writes them."""
+    if tokens is None:
+        return set()
+    return {tokens} if isinstance(tokens, int) else set(tokens)

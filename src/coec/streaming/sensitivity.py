@@ -1,0 +1,152 @@
+"""What pruning each site costs the model's predictions, beside what it costs its own output.
+
+The same relative error matters a hundred times more at one site than at another, and nothing in a
+site's own statistics says where. So it is measured, twice for each site: in the dense model with
+this site alone pruned, and in the pruned model with this site alone left whole. All of these models
+are the dense one with some consumers replaced, and run side by side, a block at a time (METHODS
+§10).
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from coec.errors import NumericalError
+from coec.models.dense import Dense
+from coec.models.layout import BlockLayout, Site
+from coec.streaming.head import Head
+from coec.streaming.layers import Layers, State
+
+TOKENS = 4096
+"""Of the windows that are run: two sets of hidden states for each site wait in memory at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Repaired:
+    """A consumer after pruning, in the dense model's shape.
+
+    Attributes:
+        weight: its columns that went are 0.
+        bias: None where it has none.
+    """
+
+    weight: Float[Tensor, "m d"]
+    bias: Float[Tensor, " m"] | None
+
+
+class Sensitivity:
+    """Runs the models that differ from the dense one, or from the pruned one, at a site.
+
+    Args:
+        dense: the model.
+        windows: token ids of which the first few are run.
+        device: where blocks run; hidden states wait on the CPU.
+        dtype: of the forward pass.
+    """
+
+    def __init__(
+        self,
+        dense: Dense,
+        windows: Int[Tensor, "n length"],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._model, self._device, self._dtype = dense, device, dtype
+        self._windows = windows[: max(1, TOKENS // windows.shape[1])]
+        self._layers = Layers(dense, device=device, dtype=dtype)
+        [state] = self._layers.embed([self._windows], dense.tensor(dense.layout.embedding))
+        self._dense = self._pruned = state
+        self._alone: dict[str, State] = {}
+        self._whole: dict[str, State] = {}
+
+    @torch.no_grad()
+    def advance(
+        self, block: BlockLayout, tensors: Mapping[str, Tensor], repaired: Mapping[str, Repaired]
+    ) -> None:
+        """Runs all models through a block.
+
+        Args:
+            block: the next one.
+            tensors: its weights as stored, by full names.
+            repaired: the pruned consumers, by `Site.key`, of the sites from which anything goes.
+        """
+        self._layers.load(block, tensors)
+        sites = [site for site in block.sites if site.key in repaired]
+        for site in sites:
+            others = [one for one in sites if one.key != site.key]
+            with self._pruned_at(block, [site], repaired):
+                alone = self._through(block, self._dense)
+            with self._pruned_at(block, others, repaired):
+                whole = self._through(block, self._pruned)
+            self._alone[site.key], self._whole[site.key] = alone, whole
+        own = {site.key for site in sites}
+        self._dense = self._through(block, self._dense)
+        self._run_on(block, self._alone, own)
+        with self._pruned_at(block, sites, repaired):
+            self._pruned = self._through(block, self._pruned)
+            self._run_on(block, self._whole, own)
+        self._layers.drop(block.index)
+
+    def costs(self) -> dict[str, float]:
+        """Of every site, by `Site.key`: the mean of both measurements; after the last block.
+
+        Each is a difference of mean KL divergences from the dense model, in nats per token.
+
+        Raises:
+            NumericalError: one of the models predicts nothing finite.
+        """
+        head = Head(self._model, device=self._device, dtype=self._dtype)
+
+        def kl(state: State) -> float:
+            found = head.score([state], [self._dense], self._windows).kl
+            if found is None:
+                raise NumericalError(
+                    "what pruning each site costs cannot be measured: a pruned model predicts "
+                    "nothing finite; remove less, or use allocation = adaptive"
+                )
+            return found
+
+        pruned = kl(self._pruned)
+        return {
+            key: (kl(alone) + pruned - kl(self._whole[key])) / 2
+            for key, alone in self._alone.items()
+        }
+
+    def _through(self, block: BlockLayout, state: State) -> State:
+        return self._layers.advance(block.index, state)
+
+    def _run_on(self, block: BlockLayout, states: dict[str, State], new: Collection[str]) -> None:
+        """Runs the models that differ at an earlier block."""
+        for key in states:
+            if key not in new:
+                states[key] = self._through(block, states[key])
+
+    @contextmanager
+    def _pruned_at(
+        self, block: BlockLayout, sites: Collection[Site], repaired: Mapping[str, Repaired]
+    ) -> Iterator[None]:
+        """Puts the pruned consumers of some sites in the place of the dense ones."""
+        layer = self._layers.modules[block.index]
+        modules: list[Any] = [
+            layer.get_submodule(s.consumer.removeprefix(block.prefix)) for s in sites
+        ]
+        before = [(module.weight, module.bias) for module in modules]
+        for module, site in zip(modules, sites, strict=True):
+            one = repaired[site.key]
+            module.weight, module.bias = self._parameter(one.weight), self._parameter(one.bias)
+        try:
+            yield
+        finally:
+            for module, (weight, bias) in zip(modules, before, strict=True):
+                module.weight, module.bias = weight, bias
+
+    def _parameter(self, tensor: Tensor | None) -> nn.Parameter | None:
+        if tensor is None:
+            return None
+        return nn.Parameter(tensor.to(self._device, self._dtype), requires_grad=False)

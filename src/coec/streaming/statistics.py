@@ -1,0 +1,201 @@
+"""Statistics of the dense model on disk: one dense pass serves many recipes."""
+
+import itertools
+import json
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from coec.errors import CalibrationError, CoecError, OptionError
+from coec.execution.entries import seal
+from coec.execution.journal import Journal
+from coec.models.dense import Dense
+from coec.models.files import parse_json, sha256, write_json, write_tensors
+from coec.streaming.dense_stream import Measured
+from coec.types import Gram
+
+RECORD = "statistics.json"
+WINDOWS = "windows.safetensors"
+FIT, HELD_OUT = "fit", "holdout"
+PARTS = ("calibration", "made_with", "settings", "made_of", "files")
+"""What the record holds, besides its own digest."""
+SEAL = "record_sha256"
+COUNTS = "counts"
+"""The entry in a file's metadata that holds tokens and precision of its Grams."""
+Grams = dict[str, dict[str, Gram]]
+"""Of one block, by kind of windows and site."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The Grams of every block of one model on one calibration, bit for bit as summed.
+
+    Attributes:
+        folder: one file per block, and a record that is written last.
+        calibration: where the windows came from, as in a report.
+        made_with: all that the numbers depend on, by name; model and text by digests.
+        settings: the settings of the calibration, as in a recipe.
+        made_of: the weights of the model, as in `Dense.digests_of`.
+        files: size and SHA-256 of every other file, by name.
+    """
+
+    folder: Path
+    calibration: dict[str, Any]
+    made_with: dict[str, Any]
+    settings: dict[str, Any]
+    made_of: dict[str, str]
+    files: dict[str, tuple[int, str]]
+
+    @classmethod
+    def open(cls, folder: "str | Path | Statistics") -> "Statistics":
+        """Reads the record.
+
+        Raises:
+            CalibrationError: the folder holds no complete statistics.
+        """
+        if isinstance(folder, Statistics):
+            return folder
+        folder = Path(folder)
+        try:
+            record = parse_json(folder / RECORD, distinct=True)
+            if isinstance(record, dict) and "made_with" in record and SEAL not in record:
+                raise CalibrationError(
+                    f"'{folder}' was collected by an earlier version, without digests that would "
+                    "tell damage: collect them again"
+                )
+            if record.pop(SEAL) != seal(record):
+                raise ValueError("it was changed")
+            parts = {part: record[part] for part in PARTS}
+            parts["files"] = {name: (size, sha) for name, (size, sha) in parts["files"].items()}
+            return cls(folder, **parts)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise CalibrationError(
+                f"'{folder}' holds no complete statistics ({RECORD}: {reason}): collect them again"
+            ) from error
+
+    def record(self) -> dict[str, Any]:
+        """What they were made of and with."""
+        return {
+            "calibration": self.calibration,
+            "made_with": self.made_with,
+            "settings": self.settings,
+        }
+
+    @property
+    def windows(self) -> Int[Tensor, "n length"]:
+        """The calibration windows, held-out ones included; raises CalibrationError if damaged."""
+        path = self.folder / WINDOWS
+        try:
+            self._check_file(path)
+            ids: Tensor = load_file(path)["input_ids"]
+            return ids
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            raise CalibrationError(f"'{path}' cannot be read ({error}): collect again") from error
+
+    def _check_file(self, path: Path) -> None:
+        """Raises ValueError unless a file is what was collected; OSError where it is not there."""
+        known = tuple(self.files.get(path.name, ()))
+        if (path.stat().st_size, sha256(path)) != known:
+            raise ValueError("it is not what was collected: collect again")
+
+    def check(self, wanted: dict[str, Any]) -> None:
+        """Raises OptionError naming the first of these that they were not made with."""
+        for name, value in wanted.items():
+            found = self.made_with.get(name)
+            if found != value:
+                raise OptionError(
+                    f"the statistics in '{self.folder}' were collected with {name} = {found!r}, "
+                    f"not {value!r}: collect them again, or change the recipe"
+                )
+
+    def blocks(
+        self, dense: Dense, device: torch.device, skip: Container[int] = ()
+    ) -> Iterator[Measured]:
+        """The blocks in order, as `DenseStream.blocks` yielded them.
+
+        Raises:
+            CalibrationError: a file is missing or damaged.
+        """
+        for block in dense.layout.blocks:
+            if block.index in skip:
+                continue
+            grams = self.grams(block.index, device)
+            held_out = self.made_with.get("holdout") or self.made_with.get("judging")
+            kinds = [FIT, HELD_OUT] if held_out else [FIT]
+            for kind, site in itertools.product(kinds, block.sites):
+                found = grams[kind].get(site.name)
+                if found is None or found.x.shape != (site.columns,):
+                    what = "none" if found is None else f"sums of {len(found.x)} channels"
+                    raise CalibrationError(
+                        f"statistics of block {block.index} cannot be used: '{self.folder}' has "
+                        f"{what} for {site.name}, which has {site.columns}: collect them again"
+                    )
+            yield Measured(block, dense.tensors(block), grams[FIT], grams[HELD_OUT])
+
+    def grams(self, index: int, device: torch.device) -> Grams:
+        """Those of one block; raises CalibrationError where its file is missing or damaged."""
+        path = self.folder / block_file(index)
+        grams: Grams = {FIT: {}, HELD_OUT: {}}
+        try:
+            self._check_file(path)
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                counts = json.loads(file.metadata()[COUNTS])
+                for name in [key.removesuffix(".x") for key in file.keys() if key.endswith(".x")]:
+                    kind, site = name.split(".", 1)
+                    grams[kind][site] = _read_gram(file, counts, name)
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, CoecError) as error:
+            raise CalibrationError(
+                f"statistics of block {index} cannot be read from '{path}': {error}"
+            ) from error
+        return grams
+
+
+def finish(
+    done: Journal,
+    windows: Int[Tensor, "n length"],
+    calibration: dict[str, Any],
+    made_with: dict[str, Any],
+    settings: dict[str, Any],
+    made_of: dict[str, str],
+) -> None:
+    """Writes what makes a folder of blocks complete; arguments as in `Statistics`."""
+    done.put(WINDOWS, done.new / WINDOWS, lambda p: write_tensors({"input_ids": windows}, p))
+    values = (calibration, made_with, settings, made_of, done.recorded())
+    record = dict(zip(PARTS, values, strict=True))
+    write_json(done.new / RECORD, {**record, SEAL: seal(json.loads(json.dumps(record)))})
+
+
+def write_grams(path: Path, grams: Grams) -> None:
+    """The file of one block: sums as they are, counts beside them."""
+    tensors: dict[str, Tensor] = {}
+    counts: dict[str, list[float]] = {}
+    for kind, by_site in grams.items():
+        for site, gram in by_site.items():
+            assert gram.centred is not None  # a GramSum has it
+            sums = {"xx": gram.xx, "x": gram.x, "centred": gram.centred}
+            tensors |= {f"{kind}.{site}.{n}": value.cpu() for n, value in sums.items()}
+            counts[f"{kind}.{site}"] = [gram.tokens, gram.precision]
+    # In one entry: safetensors writes several in any order, and equal sums make equal files.
+    write_tensors(tensors, path, {COUNTS: json.dumps(counts)})
+
+
+def block_file(index: int) -> str:
+    """The name of a block's file."""
+    return f"block-{index:05}.safetensors"
+
+
+def _read_gram(file: Any, counts: dict[str, list[float]], name: str) -> Gram:
+    """One Gram of an open file; raises ValueError, KeyError or a CoecError where it is damaged."""
+    tokens, precision = counts[name]
+    if not isinstance(tokens, int) or not 0 <= precision < 1:
+        raise ValueError(f"{tokens} tokens, and a precision of {precision}")
+    xx, x, centred = (file.get_tensor(f"{name}.{part}") for part in ("xx", "x", "centred"))
+    return Gram(xx, x, tokens, centred, precision)

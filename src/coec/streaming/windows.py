@@ -1,0 +1,111 @@
+"""Calibration windows of a text, and those that the dense model itself writes.
+
+A text is checked before any work; what the model writes is made when it is needed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from coec.calibration.tokens import (
+    CHOICE,
+    Windows,
+    held_out,
+    is_token_file,
+    load_tokenizer,
+    sample_windows,
+)
+from coec.calibration.windows import text_stream, window_length
+from coec.errors import CalibrationError
+from coec.events import Progress
+from coec.models.companion_files import tokenizer_files
+from coec.models.dense import Dense
+from coec.settings import Calibration, Runtime
+from coec.streaming.self_text import sample_from_model, windows_that_fit
+
+Maker = Callable[[torch.device, torch.dtype, Progress | None], Windows]
+
+
+def window_maker(
+    dense: Dense, calibration: Calibration, runtime: Runtime, progress: Progress | None
+) -> Maker:
+    """Checks the calibration text now, and returns a function that makes the windows."""
+    seq_len = window_length(calibration, dense)
+    samples, added, seed = calibration.samples, calibration.added, calibration.seed
+    held_out(samples, calibration.held_out)
+    text = None
+    if not calibration.own:
+        needed = CHOICE * samples * seq_len
+        stream = text_stream(dense, calibration, runtime, needed, progress)
+        text = sample_windows(
+            stream, samples=samples, seq_len=seq_len, seed=seed, vocabulary=dense.vocabulary
+        )
+    if text is not None and not calibration.written:
+        return lambda device, dtype, progress: text
+    tokenizer = _own_tokenizer(dense, calibration, runtime)
+
+    def make(device: torch.device, dtype: torch.dtype, progress: Progress | None) -> Windows:
+        with _room_for_all(device, added=bool(added)):
+            network = dense.network(device, dtype, noted=True)
+            drawn = sample_from_model(
+                network, tokenizer, samples=calibration.written, seq_len=seq_len, seed=seed,
+                at_once=windows_that_fit(dense, network, seq_len), progress=progress,
+            )  # fmt: skip
+        return replace(drawn, sampled=added) if text is None else text.and_sampled(drawn.ids)
+
+    return make
+
+
+def _own_tokenizer(
+    dense: Dense, calibration: Calibration, runtime: Runtime
+) -> PreTrainedTokenizerBase | None:
+    """What begins a text that the model writes; None beside token ids, where there is none."""
+    ids = isinstance(calibration.source, Tensor) or is_token_file(str(calibration.source))
+    if ids and not tokenizer_files(dense.folder):
+        return None
+    return load_tokenizer(dense.folder, trust_remote_code=runtime.trust_remote_code)
+
+
+@contextmanager
+def _room_for_all(device: torch.device, *, added: bool) -> Iterator[None]:
+    """Says in one line that the whole network does not fit in the device's memory.
+
+    Args:
+        device: that has to hold it.
+        added: whether its text is added to another.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        less = "set self_samples=0" if added else "calibrate on a text, not on self"
+        elsewhere = "" if device.type == "cpu" else ", or device=cpu"
+        raise CalibrationError(
+            f"text cannot be sampled from the model: {device} has no room for all of it: "
+            f"{less}{elsewhere}"
+        ) from None
+
+
+def check_calibrations(dense: Dense, parts: Sequence[Calibration], runtime: Runtime) -> None:
+    """Checks one calibration text for all calibrations that name it; it is tokenised once.
+
+    Raises:
+        CoecError: it cannot be read, or is too short for one of them.
+    """
+    wanted = {(part.samples, window_length(part, dense), part.held_out): part for part in parts}
+    for samples, _, holdout in wanted:
+        held_out(samples, holdout)
+    if parts[0].own:
+        window_maker(dense, parts[0], runtime, None)
+        return
+    if any(part.added for part in parts):
+        _own_tokenizer(dense, parts[0], runtime)
+    most = max(samples * seq_len for samples, seq_len, _ in wanted)
+    stream = text_stream(dense, parts[0], runtime, CHOICE * most, None)
+    for (samples, seq_len, _), part in wanted.items():
+        sample_windows(
+            stream, samples=samples, seq_len=seq_len, seed=part.seed, vocabulary=dense.vocabulary
+        )

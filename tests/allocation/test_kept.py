@@ -1,0 +1,314 @@
+"""Units that somebody names: who is believed, what is refused, and that nothing else changes."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import coec
+import tiny_models as tm
+from coec.allocation.kept import KEPT, KeptUnits
+from coec.errors import OptionError, UnfinishedError
+from coec.experiments.grid import expand
+from coec.experiments.sweep import sweep
+from coec.pipeline import solve as solving
+from coec.plan.recipe import Recipe
+
+SETTINGS = {"samples": 24, "seq_len": 32, "rounds": 1}
+BRIEF = {"preset": "best", "reconstruct": 1, "cg_iterations": 2, "self_samples": 0.0}
+UNITS = {"attention": [0, 2, 3], "mlp": [*range(3, 30)]}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return tm.token_file(tmp_path_factory.mktemp("text") / "tokens.npy")
+
+
+@pytest.fixture(scope="module")
+def ours(dense, tokens, tmp_path_factory):
+    """A folder of ours, at the defaults."""
+    out = tmp_path_factory.mktemp("ours") / "out"
+    coec.prune(dense, out, calibration=tokens, **SETTINGS)
+    return out
+
+
+def of_all(**changes):
+    """Units of both blocks' sites, by key."""
+    units = {**UNITS, **changes}
+    return {f"layers.{block}.{name}": units[name] for block in range(2) for name in units}
+
+
+def written(folder):
+    """The files that hold a model and its kept units."""
+    return {
+        name: (folder / name).read_bytes() for name in ("model.safetensors", "config.json", KEPT)
+    }
+
+
+def save_units(units, path):
+    if path.suffix == ".json":
+        path.write_text(json.dumps({key: list(map(int, value)) for key, value in units.items()}))
+    else:
+        save_file({key: torch.tensor(value) for key, value in units.items()}, path)
+    return path
+
+
+@pytest.mark.parametrize("settings", [{}, {"sparsity": 0.2, "selection": "magnitude"}])
+def test_our_own_units_give_our_own_model_and_nothing_is_selected(
+    settings, dense, tokens, ours, tmp_path, monkeypatch
+):
+    """Whatever sparsity and selection say, which have no effect then."""
+    monkeypatch.setattr(solving, "column_scores", None)
+    report = coec.prune(
+        dense, tmp_path / "out", kept=ours, calibration=tokens, **SETTINGS, **settings
+    )
+    assert written(tmp_path / "out") == written(ours)
+    assert report.plan["notes"] == [
+        f"every site keeps the units of '{ours}': sparsity, align, allocation, "
+        "selection and kv_groups have no "
+        "effect"
+    ]
+    assert report.recipe["kept"] == str(ours)
+    assert report.plan["kept"] == {
+        "source": str(ours), "sha256": KeptUnits.read(ours).digest, "sites": 4,
+    }  # fmt: skip
+    card = (tmp_path / "out/README.md").read_text()
+    assert f"KV groups, the units of `{ours.name}` kept." in card
+    assert "- selection: given;" in card
+
+
+@pytest.mark.parametrize("sparsity", [0.3, 0.1])
+def test_and_so_does_best_which_then_tries_no_candidates(sparsity, dense, tokens, tmp_path):
+    how = {**BRIEF, "calibration": tokens, "samples": 24, "seq_len": 32}
+    first = coec.prune(dense, tmp_path / "one", sparsity=sparsity, **how)
+    again = coec.prune(dense, tmp_path / "two", sparsity=sparsity, kept=tmp_path / "one", **how)
+    assert written(tmp_path / "one") == written(tmp_path / "two")
+    assert first.reconstruction["kv_groups"] in ("uniform", "all")
+    assert again.reconstruction["kv_groups"] == "kept"
+    assert again.reconstruction["candidates"] == {}
+    assert again.reconstruction["kl"] == first.reconstruction["kl"]
+
+
+def test_statistics_serve_kept_units(dense, tokens, ours, tmp_path):
+    statistics = coec.collect(dense, tmp_path / "stats", calibration=tokens, samples=24, seq_len=32)
+    coec.prune(dense, tmp_path / "out", statistics=statistics, kept=ours, rounds=1)
+    assert written(tmp_path / "out") == written(ours)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "json", "mapping", "numpy"])
+def test_units_in_any_order_and_any_form_are_the_same(suffix, dense, tokens, tmp_path):
+    units = of_all()
+    given = {key: value[::-1] for key, value in units.items()}
+    if suffix in ("safetensors", "json"):
+        given = save_units(given, tmp_path / f"kept.{suffix}")
+    elif suffix == "numpy":
+        given = {key: np.array(value, dtype=np.int32) for key, value in given.items()}
+    report = coec.prune(
+        dense,
+        tmp_path / "out",
+        kept=given,
+        calibration=tokens,
+        compensation="none",
+        samples=24,
+        seq_len=32,
+    )
+    stored = load_file(tmp_path / "out" / KEPT)
+    assert {key: value.tolist() for key, value in stored.items()} == units
+    assert report.plan["kept"]["sha256"] == KeptUnits.of(units).digest
+
+
+def test_sites_that_are_not_named_are_selected_as_ever(dense, tokens, ours, tmp_path):
+    """With dense statistics no site knows of another."""
+    named = {"layers.0.attention": [1, 2, 3], "layers.1.mlp": [*range(28)]}
+    report = coec.prune(dense, tmp_path / "out", kept=named, calibration=tokens, **SETTINGS)
+    mine, theirs = load_file(tmp_path / "out" / KEPT), load_file(ours / KEPT)
+    for key in theirs:
+        assert mine[key].tolist() == named.get(key, theirs[key].tolist())
+    assert report.plan["notes"] == [
+        "2 of 4 sites keep the units of 'mapping', the others are selected from"
+    ]
+    assert report.recipe["kept"] == "mapping"
+    card = (tmp_path / "out/README.md").read_text()
+    assert "the units of `mapping` kept at 2 sites, 0.3 of each asked for at the others." in card
+
+
+def test_the_plan_shows_the_widths_and_never_asks_sparsity(dense, run, tmp_path):
+    file = save_units(of_all(), tmp_path / "kept.json")
+    status, out, _ = run("prune", dense, "--dry-run", "--json", "--kept", file, "--sparsity", 1e-6)
+    shown = json.loads(out)
+    assert status == 0
+    assert shown["widths"]["mlp"]["after"] == 27
+    assert shown["widths"]["kv_groups"]["after"] == 3
+    assert shown["kept"]["sites"] == 4
+
+
+@pytest.mark.parametrize(("kv_groups", "names"), [("held-out", ["kept"]), ("uniform", ["kept"])])
+def test_where_groups_are_named_there_is_nothing_to_choose(kv_groups, names, dense):
+    recipe = Recipe.of(kept={"layers.0.attention": [0, 1, 2]}, kv_groups=kv_groups, holdout=0.125)
+    plans = coec.Plan.candidates(coec.plan(dense).model, recipe)
+    assert list(plans) == names
+
+
+def test_whole_groups_may_be_named_as_well(dense):
+    """Then the MLP gives for them, as it does without."""
+    whole = {f"layers.{block}.attention": range(4) for block in range(2)}
+    plain = coec.plan(dense, kv_groups="all")
+    assert coec.plan(dense, kv_groups="all", kept=whole).widths == plain.widths
+
+
+@pytest.mark.parametrize(
+    ("kept", "match"),
+    [
+        (of_all(), "kv_groups = all keeps every KV group, 'mapping' 3 of 4 in layers.0.attention"),
+        ({f"layers.{n}.mlp": [0, 1] for n in range(2)}, "at the cost of other units, which "),
+    ],
+)
+def test_all_groups_and_units_that_say_otherwise(kept, match, dense):
+    with pytest.raises(OptionError, match=match):
+        coec.plan(dense, kept=kept, kv_groups="all")
+
+
+def test_held_out_windows_do_not_choose_at_the_cost_of_units_that_are_named(dense):
+    kept = {f"layers.{n}.mlp": [*range(20)] for n in range(2)}
+    plan = coec.plan(dense, kept=kept, kv_groups="held-out", holdout=0.125)
+    assert not plan.alternatives
+    assert plan.notes[0].startswith(
+        "kv_groups = all was not tried: kv_groups = all keeps KV groups"
+    )
+
+
+BAD = {
+    "twice": (
+        of_all(mlp=[1, 5, 1]),
+        "layers.0.mlp in 'mapping' names unit 1 twice: name each unit",
+    ),
+    "negative": (of_all(mlp=[-1, 5]), "layers.0.mlp in 'mapping' names unit -1: .* counted from 0"),
+    "beyond": (
+        of_all(attention=[0, 4]),
+        r"layers.0.attention in 'mapping' names unit 4, this model has 4 KV groups \(0 to 3\): are "
+        "they of another model",
+    ),
+    "empty": (of_all(mlp=[]), r"layers.0.mlp in 'mapping' is a list of the units that stay, at "),
+    "fraction": (of_all(mlp=[0, 1.0]), r"layers.0.mlp .* whole numbers, got \[0, 1.0\]"),
+    "truth": (of_all(mlp=[0, True]), r"whole numbers, got \[0, True\]"),
+    "word": (of_all(mlp="all"), "whole numbers, got 'all'"),
+    "ragged": (of_all(mlp=[[0], [1, 2]]), "whole numbers"),
+    "huge": (of_all(mlp=[0, 2**63]), "whole numbers, got .0, 9223372036854775808"),
+    "wrapped": (of_all(mlp=np.array([2**64 - 1], np.uint64)), "names unit -1"),
+    "mask": (of_all(mlp=torch.ones(40, dtype=torch.bool)), "whole numbers"),
+    "unknown": (
+        {"layers.0.mpl": [0]},
+        "'mapping' names 'layers.0.mpl', which is no site of this model of 2 blocks; did you mean "
+        "'layers.0.mlp'",
+    ),
+    "deeper": ({"layers.7.mlp": [0]}, "'layers.7.mlp', which is no site of this model of 2 blocks"),
+    "nothing": ({}, "'mapping' names no site: give a safetensors or JSON file"),
+    "everything": (
+        of_all(attention=[*range(4)], mlp=[*range(40)]),
+        "'mapping' keeps every unit of the sites that it names: nothing would go",
+    ),
+    "uneven": (
+        of_all() | {"layers.1.mlp": [0, 1]},
+        r"the widths of mlp in .mapping. differ by block \(2 to 27\), which no stock format holds",
+    ),
+    "number": (7, "kept must be text, got 7"),
+    "other": ({1, 2}, "kept is a set: give a safetensors or JSON file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_units_that_cannot_be_are_refused_before_any_work(name, dense, tmp_path):
+    kept, match = BAD[name]
+    with pytest.raises(OptionError, match=match):
+        coec.prune(dense, tmp_path / "out", kept=kept, calibration=tmp_path / "no text")
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_goes_anywhere(dense):
+    kept = {"layers.0.mlp": range(40)}
+    with pytest.raises(OptionError, match="every unit of .*, and removing 0.001 of .* takes none"):
+        coec.plan(dense, kept=kept, sparsity=0.001)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("units.json", None, "no kept units at '.*units.json': give a safetensors"),
+        ("x" * 300, None, "no kept units at|name too long"),
+        ("units.json", b"{", r"'.*units.json' holds no kept units \(Expecting"),
+        ("units.json", b"[1, 2]", "holds no kept units .it is no JSON object"),
+        ("units.safetensors", b"nothing", r"'.*units.safetensors' holds no kept units"),
+        ("units.txt", b"\xff\xfe", "holds no kept units"),
+    ],
+)
+def test_a_file_that_holds_none(name, content, why, dense, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(OptionError, match=re.compile(why, re.IGNORECASE)):
+        coec.plan(dense, kept=str(tmp_path / name))
+
+
+def test_a_folder_that_is_not_ours(dense):
+    with pytest.raises(OptionError, match="no coec/kept.safetensors in .*: it is no folder that"):
+        coec.plan(dense, kept=dense)
+
+
+def test_a_file_that_was_changed_is_another_run(dense, tokens, tmp_path, monkeypatch):
+    """Where it lies does not matter."""
+    file, other = save_units(of_all(), tmp_path / "kept.json"), tmp_path / "moved.json"
+    how = {"calibration": tokens, "compensation": "none", "samples": 24, "seq_len": 32}
+    solve = coec.pipeline.prune.solve_block
+
+    def interrupted(measured, *rest):
+        if measured.block.index:
+            raise KeyboardInterrupt
+        return solve(measured, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(coec.pipeline.prune, "solve_block", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            coec.prune(dense, tmp_path / "out", kept=file, **how)
+    shutil.move(file, other)
+    save_units(of_all(mlp=[*range(27)]), file)
+    with pytest.raises(UnfinishedError, match="kept was "):
+        coec.prune(dense, tmp_path / "out", kept=file, **how)
+    coec.prune(dense, tmp_path / "out", kept=other, **how)
+    stored = load_file(tmp_path / "out" / KEPT)
+    assert stored["layers.0.mlp"].tolist() == UNITS["mlp"]
+
+
+def test_a_grid_names_files_and_knows_them_by_their_content(dense, tokens, tmp_path, monkeypatch):
+    """A relative path is relative to where the command runs, as those of texts are."""
+    monkeypatch.chdir(tmp_path)
+    save_units(of_all(), tmp_path / "one.json")
+    save_units(of_all(mlp=[*range(27)]), tmp_path / "two.json")
+    (tmp_path / "grid.toml").write_text(
+        f'kept = ["one.json", "two.json"]\ncalibration = "{tokens}"\nsamples = 24\nseq-len = 32\n'
+        f'compensation = "none"\n[[models]]\npath = "{dense}"\n'
+        f'[evaluate]\ntext = "{tokens}"\nseq_len = 32\n'
+    )
+    cells = expand("grid.toml")
+    summary = sweep(cells, tmp_path / "rows")
+    rows = [json.loads(line) for line in (tmp_path / "rows/results.jsonl").open()]
+    assert summary.failed == 0
+    assert [row["settings"].get("kept") for row in rows] == [None, "one.json", "two.json"]
+    digests = [KeptUnits.read(name).digest for name in ("one.json", "two.json")]
+    assert [row["identity"]["kept units"] for row in rows] == [None, *digests]
+    shutil.copy("two.json", "one.json")
+    with pytest.raises(coec.CoecError, match="the kept units of 'model' is another one than"):
+        sweep(cells, tmp_path / "rows")
+
+
+def test_a_file_that_names_a_site_twice_is_refused(dense, tmp_path):
+    (tmp_path / "kept.json").write_text('{"layers.0.mlp": [0, 1], "layers.0.mlp": [0]}')
+    with pytest.raises(OptionError, match="it names 'layers.0.mlp' twice"):
+        coec.plan(dense, kept=tmp_path / "kept.json")

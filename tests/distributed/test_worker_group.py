@@ -1,0 +1,143 @@
+"""Several places that hold the windows: the result of one, also where one of them is lost."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import coec
+import tiny_models as tm
+from coec.distributed.cluster import RETRIES, LostError
+from coec.distributed.worker_group import LocalGroup, WorkerGroup
+from coec.errors import CoecError
+from coec.pipeline import reconstruct as reconstruction
+from coec.streaming.two_streams import PARTS, TwoStreams, given_of
+
+SETTINGS = {
+    "samples": 20, "seq_len": 16, "preset": "best", "self_samples": 0.0, "cg_iterations": 2,
+    "reconstruct": 1,
+    "holdout": 0.2, "seed": 1,
+}  # fmt: skip
+
+
+class Several(WorkerGroup):
+    """A team of pairs in one process, whose first dies whenever `lost` says so."""
+
+    def __init__(self, make, shares, lost):
+        self._make, self._shares, self._lost = make, shares, lost
+        self._members = [LocalGroup(make(given)) for given in shares]
+
+    def all(self, name, *arguments):
+        if self._lost(name):
+            self._members[0] = LocalGroup(self._make(self._shares[0]))
+            raise LostError(name)
+        return itertools.chain.from_iterable([m.all(name, *arguments) for m in self._members])
+
+    def solve(self, work):
+        handed = work()
+        if self._lost("solve"):
+            raise LostError("solve")
+        return handed
+
+    def bring_to(self, index, finished):
+        for member in self._members:
+            member.bring_to(index, finished)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    root = tmp_path_factory.mktemp("teams")
+    model = tm.save(tm.tiny("llama", torch.float32), root / "model")
+    tokens = tm.token_file(root / "tokens.npy", rows=20, length=16)
+    for name in ("held-out", "uniform"):
+        coec.prune(model, root / name, calibration=tokens, kv_groups=name, **SETTINGS)
+    return root
+
+
+def pruned(place, out, monkeypatch, count, lost=lambda name: False, kv_groups="uniform"):
+    """By a team of several; returns the weights."""
+
+    @contextlib.contextmanager
+    def worker_group(source, dense, plan, written):
+        windows, held = source.parts()
+        size = max(1, len(windows) // PARTS)
+        how = {"device": source.device, "dtype": source.dtype, "written": written}
+        shares = given_of(windows, held, size, count)
+        yield Several(lambda given: TwoStreams(dense, plan, given, **how), shares, lost)
+
+    monkeypatch.setattr(reconstruction, "team_of", worker_group)
+    settings = {**SETTINGS, "kv_groups": kv_groups}
+    coec.prune(place / "model", out, calibration=place / "tokens.npy", **settings)
+    return load_file(out / "model.safetensors")
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+@pytest.mark.parametrize("count", [3, 50])
+def test_any_number_of_places_gives_the_same_bits(count, place, tmp_path, monkeypatch):
+    found = pruned(place, tmp_path / "out", monkeypatch, count)
+    assert equal(found, load_file(place / "uniform" / "model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_groups"),
+    [
+        *((n, "uniform") for n in ("squares", "go_past", "predict", "enter", "load", "solve")),
+        ("product", "held-out"),  # lost while a candidate is tried, and again
+    ],
+)
+def test_a_place_that_is_lost_anywhere_is_made_up_for(
+    name, kv_groups, place, tmp_path, monkeypatch
+):
+    asked = []
+
+    def lost(one):
+        asked.append(one)
+        return asked.count(name) in (1, 3) and one == name
+
+    found = pruned(place, tmp_path / "out", monkeypatch, 2, lost, kv_groups)
+    assert asked.count(name) >= 2
+    assert equal(found, load_file(place / kv_groups / "model.safetensors"))
+
+
+def test_what_is_lost_again_and_again_ends_the_run_and_leaves_what_is_finished(
+    place, tmp_path, monkeypatch
+):
+    asked = []
+
+    def lost(name):
+        asked.append(name)
+        return asked.count("open") > 1 and name == "product" and "reconstructing" in asked
+
+    monkeypatch.setattr(
+        reconstruction.Checkpoint, "keep",
+        lambda self, solved, keep=reconstruction.Checkpoint.keep: (
+            asked.append("reconstructing"), keep(self, solved)
+        ),
+    )  # fmt: skip
+    with pytest.raises(CoecError, match=f"work was lost {RETRIES + 1} times") as caught:
+        pruned(place, tmp_path / "out", monkeypatch, 2, lost, "held-out")
+    assert "what is finished is kept" in "".join(caught.value.__notes__)
+    found = pruned(place, tmp_path / "out", monkeypatch, 2, kv_groups="held-out")
+    assert equal(found, load_file(place / "held-out" / "model.safetensors"))
+
+
+def test_parts_are_the_same_however_many_places_there_are():
+    windows = torch.arange(19)[:, None].expand(19, 4)
+    held = torch.arange(3)[:, None].expand(3, 4)
+    whole = given_of(windows, held, 2)
+    assert len(whole) == 1
+    assert len(whole[0]["fit"]) == PARTS
+    for count in (2, 5, 8, 30):
+        shares = given_of(windows, held, 2, count)
+        assert len(shares) == min(count, PARTS)
+        for kind in ("fit", "held"):
+            parts = [part for share in shares for part in share[kind]]
+            numbers = [[b.number for b in part] for part in parts]
+            assert numbers == [[b.number for b in part] for part in whole[0][kind]]
+    ids = torch.cat([b.ids for part in whole[0]["fit"] for b in part])
+    assert torch.equal(ids, windows)

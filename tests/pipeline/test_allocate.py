@@ -1,0 +1,473 @@
+"""Widths that differ by block: shared out, written, loaded, evaluated, pruned again."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForCausalLM
+
+import coec
+import tiny_models as tm
+from coec.calibration.tokens import load_tokenizer
+from coec.errors import CoecError, ModelError, OptionError
+from coec.models.architectures import ARCHITECTURES
+from coec.models.dense import Dense
+from coec.models.description import Description
+from coec.models.shape import Shape
+from coec.pipeline import allocate as allocating
+from coec.plan import ComputeConfig
+from coec.streaming.sensitivity import Repaired, Sensitivity
+
+SETTINGS = {"samples": 12, "seq_len": 32, "selection": "obs", "compensation": "ridge-to-slice"}
+OWN = {
+    "layers.0.mlp": [0, 1, 2, 5], "layers.1.mlp": list(range(0, 40, 2)),
+    "layers.0.attention": [0, 2, 3], "layers.1.attention": [1],
+}  # fmt: skip
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def ids(tmp_path_factory):
+    return tm.token_file(tmp_path_factory.mktemp("ids") / "ids.npy")
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
+
+
+@pytest.fixture
+def modules(monkeypatch, tmp_path):
+    """Where transformers copies the code of models that it is told to trust."""
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("transformers_modules"):
+            del sys.modules[name]
+    sys.path[:] = [path for path in sys.path if path != str(tmp_path / "modules")]
+
+
+def prune(model, out, ids, **settings):
+    return coec.prune(model, out, calibration=ids, **SETTINGS | settings)
+
+
+def widths(report):
+    return report.plan["widths"]["mlp"]["after"], report.plan["widths"]["kv_groups"]["after"]
+
+
+ROUTED = [v for v, c in tm.VARIANTS.items() if ARCHITECTURES[c["model_type"]].blocks.experts]
+
+
+@pytest.mark.parametrize("variant", [v for v in tm.VARIANTS if v not in ROUTED])
+def test_the_code_beside_the_weights_computes_what_the_package_does(
+    variant, ids, tmp_path, modules
+):
+    """Loaded as a user does, and without the code by the package; saved and loaded again."""
+    model = tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense")
+    out = tmp_path / "out"
+    sites = {site.key for site in Dense.open(model).layout.sites}  # OLMo 2 has no attention there
+    own = {key: units for key, units in OWN.items() if key in sites}
+    report = prune(model, out, ids, kept=own, non_uniform=True)
+    assert widths(report) == ([4, 20], [3, 1] if own == OWN else 4)
+    assert report.plan["loads_in"]["transformers"] == "with trust_remote_code=True"
+    loaded = AutoModelForCausalLM.from_pretrained(
+        out, trust_remote_code=True, dtype=torch.float64
+    ).eval()
+    assert type(loaded).__name__.startswith("NonUniform")
+    assert sum(p.numel() for p in loaded.parameters()) == report.plan["parameters"]["after"]
+    expected = tm.logits(Dense.open(out).network(CPU, torch.float64))
+    torch.testing.assert_close(tm.logits(loaded), expected, rtol=0, atol=1e-12)
+    start = torch.tensor([[3, 4, 5]])
+    cached, plain = (
+        loaded.generate(start, max_new_tokens=8, do_sample=False, use_cache=cache)
+        for cache in (True, False)
+    )
+    assert torch.equal(cached, plain)
+    loaded.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "again", trust_remote_code=True, dtype=torch.float64
+    )
+    assert torch.equal(tm.logits(again.eval()), tm.logits(loaded))
+
+
+@pytest.mark.parametrize("variant", ROUTED)
+def test_experts_have_one_width(variant, ids, tmp_path):
+    model = tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense")
+    with pytest.raises(OptionError, match="non_uniform is not built for models of experts"):
+        prune(model, tmp_path / "out", ids, non_uniform=True)
+    with pytest.raises(OptionError, match="a router may send an expert none"):
+        prune(model, tmp_path / "out", ids, compensation="auto", holdout=0.2)
+
+
+def test_without_trust_nothing_is_loaded_by_mistake(dense, ids, tmp_path):
+    prune(dense, tmp_path / "out", ids, kept=OWN, non_uniform=True)
+    for auto in (AutoModelForCausalLM, AutoModel):
+        with pytest.raises(ValueError, match="trust_remote_code=True"):
+            auto.from_pretrained(tmp_path / "out", trust_remote_code=False)
+    assert load_tokenizer(tmp_path / "out")("the cat").input_ids
+    card = (tmp_path / "out/README.md").read_text()
+    assert 'from_pretrained("path/to/this/folder", trust_remote_code=True)' in card
+    assert "| mlp per block | 40 | 4 to 20 |" in card
+
+
+@pytest.mark.parametrize("allocation", ["adaptive", "error"])
+@pytest.mark.parametrize(
+    "more", [{}, {"multiple_of": 8}, {"kv_groups": "all"}, {"mlp_sparsity": 0.5}]
+)
+def test_as_many_parameters_stay_as_with_uniform_widths(allocation, more, dense, ids, tmp_path):
+    plain = prune(dense, tmp_path / "plain", ids, **more)
+    own = prune(dense, tmp_path / "own", ids, allocation=allocation, non_uniform=True, **more)
+    before, after = (r.plan["parameters"]["after"] for r in (plain, own))
+    assert before - 8 * 3 * 32 < after <= before
+    mlp, groups = widths(own)
+    if more.get("kv_groups"):
+        assert groups == 4
+    if more.get("align"):
+        assert all(width % 8 == 0 for width in ([mlp] * 2 if isinstance(mlp, int) else mlp))
+
+
+@pytest.mark.parametrize("allocation", ["adaptive", "error"])
+def test_dead_channels_are_not_what_a_block_is_measured_by(allocation, ids, tmp_path):
+    """Two more than go with uniform widths are without weight: the block keeps all the others."""
+    model = tm.tiny("llama", torch.float32)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[:, :14] = 0
+    tm.save(model, tmp_path / "dense")
+    own = {"allocation": allocation, "non_uniform": True}
+    report = prune(tmp_path / "dense", tmp_path / "out", ids, **own)
+    assert widths(report)[0][0] in (range(20, 31) if allocation == "adaptive" else [26])
+
+
+@pytest.mark.parametrize("allocation", ["adaptive", "error"])
+def test_units_of_some_sites_do_not_let_others_lose_what_nobody_asked_for(
+    allocation, ids, tmp_path
+):
+    """Of two groups 30 % takes none; one block's single group is given."""
+    changes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    model = tm.save(tm.tiny("llama", torch.float32, **changes), tmp_path / "dense")
+    own = {"allocation": allocation, "non_uniform": True, "kept": {"layers.0.attention": [0]}}
+    report = prune(model, tmp_path / "out", ids, **own)
+    assert widths(report)[1] == [1, 2]
+
+
+def test_heights_that_are_no_costs_leave_the_shapes(dense):
+    plan = coec.plan(dense, allocation="error", non_uniform=True)
+    curves = {s.key: torch.tensor([torch.inf, 2.0, 1.0]).double() for s in plan.model.layout.sites}
+    for cost in (0.0, -1.0):
+        found = allocating._weighed(curves, dict.fromkeys(curves, cost), plan)
+        assert all(worth[1] == 2 * worth[2] > 0 for worth in found.values())
+
+
+def test_units_of_every_site_leave_nothing_to_allocate(dense, ids, tmp_path, monkeypatch):
+    monkeypatch.setattr("coec.pipeline.prune.worths", None)  # is not called
+    own = {"allocation": "error", "non_uniform": True, "kept": OWN}
+    report = prune(dense, tmp_path / "out", ids, **own)
+    assert "allocation" in report.plan["notes"][0]
+
+
+def test_a_card_says_what_was_asked_for(dense, ids, tmp_path):
+    own = {"allocation": "adaptive", "non_uniform": True, "budget_parameters": 0.9}
+    prune(dense, tmp_path / "out", ids, **own)
+    card = " ".join((tmp_path / "out/README.md").read_text().split())
+    assert "a rest of at most 0.9 of the parameters, shared among blocks by `adaptive`" in card
+
+
+def test_own_kept_units_of_own_widths_give_the_same_weights(dense, ids, tmp_path):
+    own = {"allocation": "error", "non_uniform": True}
+    first = prune(dense, tmp_path / "first", ids, **own)
+    assert isinstance(widths(first)[0], list)
+    prune(dense, tmp_path / "again", ids, kept=tmp_path / "first", non_uniform=True)
+    one, other = (load_file(tmp_path / n / "model.safetensors") for n in ("first", "again"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_equal_widths_are_written_in_a_stock_format(dense, ids, tmp_path, monkeypatch):
+    even = {"attention": 4, "mlp": 40}
+
+    def same(done, dense, source, plan, device, progress=None):
+        return {site.key: torch.linspace(1, 0, even[site.name]).double()
+                for site in dense.layout.sites}  # fmt: skip
+
+    monkeypatch.setattr("coec.pipeline.prune.worths", same)
+    report = prune(dense, tmp_path / "out", ids, sparsity=0.5, allocation="error", non_uniform=True)
+    assert widths(report) == (20, 2)
+    assert report.plan["code"] is None
+    tm.load(tmp_path / "out")
+    assert not (tmp_path / "out/modeling_non_uniform.py").exists()
+
+
+@pytest.mark.parametrize("groups", [2, 3])
+@pytest.mark.parametrize("variant", ["gemma2", "llama", "qwen3"])
+def test_no_widths_are_refused_once_work_has_begun(variant, groups, ids, tmp_path, monkeypatch):
+    """Heads that do not divide the hidden size, and none that a stock configuration takes."""
+
+    def found(done, dense, source, plan, device, progress=None):
+        worth = {}
+        for site in dense.layout.sites:
+            values = torch.linspace(0.9, 0.1, site.units).double()
+            if site.name == "attention":  # the first groups are worth more than any channel
+                values = torch.where(torch.arange(4) < groups, values + 1, values - 1)
+            worth[site.key] = values
+        return worth
+
+    monkeypatch.setattr("coec.pipeline.prune.worths", found)
+    model = tm.save(tm.tiny(variant, torch.float32, hidden_size=40), tmp_path / "dense")
+    own = {"sparsity": 0.5, "allocation": "error", "non_uniform": True}
+    report = prune(model, tmp_path / "out", ids, **own)
+    assert widths(report)[1] == groups
+    Dense.open(tmp_path / "out").network(CPU, torch.float32)
+
+
+@pytest.mark.parametrize("preset", ["fast", "best"])
+def test_presets_take_it(preset, dense, ids, tmp_path):
+    report = coec.prune(
+        dense, tmp_path / "out", preset=preset, allocation="error", non_uniform=True,
+        calibration=ids, samples=12, seq_len=32,
+    )  # fmt: skip
+    assert report.seconds["allocating"] > 0
+    assert report.plan["parameters"]["after"] < report.plan["parameters"]["before"]
+    value = coec.perplexity(tmp_path / "out", text=ids, seq_len=32, max_windows=4)
+    assert value.perplexity > 0
+
+
+def test_a_model_of_own_widths_is_pruned_again(dense, ids, tmp_path):
+    prune(dense, tmp_path / "out", ids, kept=OWN, non_uniform=True)
+    report = prune(tmp_path / "out", tmp_path / "less", ids, sparsity=0.5, non_uniform=True)
+    assert report.plan["widths"]["mlp"] == {"before": [4, 20], "after": [2, 10]}
+    assert report.plan["widths"]["kv_groups"] == {"before": [3, 1], "after": [2, 1]}
+    Dense.open(tmp_path / "less")
+    with pytest.raises(OptionError, match="differ by block .1 to 2., which no stock format holds"):
+        prune(tmp_path / "out", tmp_path / "no", ids, sparsity=0.5)
+
+
+def test_the_cache_is_counted_block_by_block(dense, ids, tmp_path):
+    prune(dense, tmp_path / "out", ids, kept=OWN, non_uniform=True)
+    cost = coec.efficiency(Dense.open(dense), Dense.open(tmp_path / "out"))
+    assert cost.pruned.kv_cache_bytes_per_token == 2 * (3 + 1) * 4 * 4
+    assert cost.dense.kv_cache_bytes_per_token == 2 * (4 + 4) * 4 * 4
+
+
+def test_the_code_is_replaced_with_the_model(dense, ids, tmp_path):
+    prune(dense, tmp_path / "out", ids, kept=OWN, non_uniform=True)
+    prune(dense, tmp_path / "out", ids, force=True)
+    assert not (tmp_path / "out/modeling_non_uniform.py").exists()
+
+
+def test_a_killed_run_goes_on_behind_its_allocation(dense, ids, tmp_path, monkeypatch):
+    own = {"allocation": "error", "non_uniform": True}
+    prune(dense, tmp_path / "whole", ids, **own)
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            "coec.pipeline.prune.solve_block", lambda *args: (_ for _ in ()).throw(KeyError)
+        )
+        with pytest.raises(KeyError):
+            prune(dense, tmp_path / "out", ids, **own)
+    monkeypatch.setattr(allocating, "_worth", None)  # is not called again
+    prune(dense, tmp_path / "out", ids, **own)
+    for name in ("model.safetensors", "config.json", "coec/kept.safetensors"):
+        one, other = ((tmp_path / n / name).read_bytes() for n in ("whole", "out"))
+        assert one == other
+
+
+@pytest.mark.parametrize(("budget", "most"), [(0.9, None), (30_000, 30_000), (30_000.0, 30_000)])
+@pytest.mark.parametrize("more", [{}, {"kv_groups": "all"}, {"compensation": "bias"}])
+def test_a_budget_of_parameters_is_met_and_used(budget, most, more, dense, ids):
+    plan = coec.plan(dense, calibration=ids, budget_parameters=budget, **SETTINGS | more)
+    most = most or int(0.9 * plan.parameters_before)
+    # A step of the fraction takes a channel of both blocks, or a group of both with it.
+    assert most - 2 * 32 * 3 - 2 * 8 * 3 * 32 < plan.parameters_after <= most
+
+
+@pytest.mark.parametrize("compensation", ["ridge-to-slice", "bias"])
+@pytest.mark.parametrize("align", [1, 16])
+def test_a_budget_is_used_where_uniform_widths_cannot(compensation, align, dense, ids, tmp_path):
+    """Aligned ones go in steps of all blocks; where widths differ, of one."""
+    own = {"budget_parameters": 0.9, "multiple_of": align, "compensation": compensation}
+    own |= {"allocation": "adaptive", "non_uniform": True}
+    plan = coec.plan(dense, calibration=ids, **SETTINGS | own)
+    report = prune(dense, tmp_path / "out", ids, **own)
+    after, budget = report.plan["parameters"]["after"], int(0.9 * plan.parameters_before)
+    assert plan.parameters_after - 8 * 3 * 32 < after <= budget
+    if compensation != "bias":  # what is left is less than the smallest step at one site
+        assert after > budget - align * 3 * 32
+
+
+def test_a_budget_beside_a_share_of_one_kind(dense, ids):
+    plan = coec.plan(
+        dense, calibration=ids, budget_parameters=0.9, attention_sparsity=0, **SETTINGS
+    )
+    assert plan.pruned.kv_heads == 4
+    budget = int(0.9 * plan.parameters_before)
+    assert budget - 2 * 3 * 32 < plan.parameters_after <= budget  # a channel less in both blocks
+
+
+REFUSED = {
+    "adaptive": ({"allocation": "adaptive"}, "set non_uniform to write code beside the weights"),
+    "uneven": ({"kept": OWN}, "the widths of attention in 'mapping' differ by block .1 to 3."),
+    "large budget": ({"budget_parameters": 10**6}, "is no less than the model's 33,184"),
+    "small budget": ({"budget_parameters": 100}, "= 100 cannot be met: 21,088 parameters are left"),
+    "budget of the MLP alone": (
+        {"budget_parameters": 25_000, "kv_groups": "all"},
+        "budget_parameters = 25,000 with kv_groups = all leaves no intermediate channels",
+    ),
+    "odd budget": ({"budget_parameters": 1.5}, "or below 1 a share of the dense model's, got 1.5"),
+    "aligned budget": (
+        {"budget_parameters": 21000, "multiple_of": 32},
+        "with multiple_of = 32 cannot be met: .* allow more, or align to a smaller multiple",
+    ),
+    "no share left": (
+        {"budget_parameters": 0.8, "attention_sparsity": 0.1, "mlp_sparsity": 0.2},
+        "budget_parameters has no effect with attention_sparsity and mlp_sparsity",
+    ),
+    "target": (
+        {"kept": OWN, "non_uniform": True, "target": "vllm"}, "so that vLLM loads it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_before_any_work(name, dense, ids, tmp_path):
+    settings, match = REFUSED[name]
+    with pytest.raises(OptionError, match=match):
+        prune(dense, tmp_path / "out", ids, **settings)
+    assert not any(tmp_path.iterdir())
+
+
+def test_errors_are_not_weighed_from_statistics(dense, ids, tmp_path):
+    stats = coec.collect(dense, tmp_path / "stats", calibration=ids, samples=12, seq_len=32)
+    own = {"selection": "obs", "non_uniform": True, "statistics": stats}
+    with pytest.raises(OptionError, match="allocation = error runs the pruned model over the text"):
+        coec.prune(dense, tmp_path / "out", allocation="error", **own)
+    coec.prune(dense, tmp_path / "out", allocation="adaptive", **own)
+
+
+def test_a_cluster_of_gpus_is_led_from_one_of_its_nodes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    allocating.check_leader(SimpleNamespace(device=torch.device("cpu")))
+    with pytest.raises(OptionError, match="has no GPU: run the command on a node that has one"):
+        allocating.check_leader(SimpleNamespace(device=torch.device("cuda")))
+
+
+def test_a_plan_says_that_its_widths_are_not_decided(dense, ids):
+    plan = coec.plan(dense, calibration=ids, allocation="error", non_uniform=True, **SETTINGS)
+    assert "allocation = error decides the widths of every block" in plan.notes[0]
+    assert plan.record()["code"] == "modeling_non_uniform.py"
+    assert plan.record()["widths"]["mlp"] == {"before": 40, "after": 28}
+
+
+def test_a_plan_counts_what_an_allocation_takes(dense, ids):
+    own = SETTINGS | {"calibration": ids, "non_uniform": True}
+    plans = {
+        how: coec.plan(dense, allocation=how, **own) for how in ("uniform", "adaptive", "error")
+    }
+    forecasts = {
+        name: plan.forecast(ComputeConfig.of(plan, torch.device("cpu")))
+        for name, plan in plans.items()
+    }
+    held = {
+        name: {one.phase: one.host for one in forecast.held} for name, forecast in forecasts.items()
+    }
+    operations = {name: forecast.record()["operations"] for name, forecast in forecasts.items()}
+    tokens = 12 * 32
+    # Two sets for each of four sites, beside the dense model's.
+    assert held["error"]["allocating"]["hidden states"] == (1 + 2 * 4) * tokens * 32 * 4
+    assert held["adaptive"]["calibrating"].keys() == held["uniform"]["calibrating"].keys()
+    assert "allocating" not in operations["uniform"]
+    # Models that run through a block on average, and the heads of all of them beside the dense one.
+    block = Description.of(plans["error"].model.config)
+    passes = (
+        2
+        * tokens
+        * sum(
+            shape.numel()
+            for name, shape in block.shapes.items()
+            if "layers" in name and len(shape) == 2
+        )
+    )
+    heads = 2 * 2 * 32 * block.vocabulary * tokens * (1 + 2 * 4)
+    more = operations["error"]["allocating"] - operations["adaptive"]["allocating"]
+    assert more > 8 * passes + heads
+    solves = sum(count for name, count in operations["error"].items() if "solving" in name)
+    assert more < 1.5 * (8 * passes + heads + solves)
+
+
+BROKEN = {
+    "no list": ("a", "is no list of tables"),
+    "too few": ([{"intermediate_size": 3}], "is of 1 blocks of 2"),
+    "unknown": ([{"hidden_size": 3}, {}], "holds 'hidden_size'; known are num_attention_heads"),
+    "other groups": ([{"num_attention_heads": 4}, {}], "blocks of 1 query heads per KV group"),
+    "zero": ([{"intermediate_size": 0}, {}], "it must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_widths_by_block_that_cannot_be_are_named(name):
+    value, match = BROKEN[name]
+    with pytest.raises(ModelError, match=match):
+        Description.of(tm.raw_config("mistral", block_widths=value))
+
+
+def test_a_shape_of_own_widths_is_read_as_it_was_written():
+    config = tm.raw_config("mistral")
+    shape = Shape.of(config).with_blocks([{"kv_heads": 3, "ffn": 9}, {"kv_heads": 1, "ffn": 20}])
+    assert (shape.kv_heads, shape.ffn, shape.uniform) == (3, 20, False)
+    assert (shape.at(1).kv_heads, shape.at(1).heads, shape.at(0).ffn) == (1, 2, 9)
+    written = [shape.at(0).keys(), shape.at(1).keys()]
+    assert Shape.of({**config, "block_widths": written}) == shape
+    assert Shape.of(config).with_blocks([{"kv_heads": 3, "ffn": 9}] * 2).uniform
+
+
+def test_costs_are_those_of_models_pruned_at_one_site_and_everywhere_else(dense):
+    """Against whole networks, each with its weights replaced."""
+    model = Dense.open(dense)
+    ids = torch.randint(2, tm.VOCABULARY, (3, 16), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(1)
+    repaired = {}
+    for site in model.layout.sites:
+        weight = model.tensor(site.weight)
+        bias = 0.1 * torch.randn(len(weight), generator=generator)
+        repaired[site.key] = Repaired(
+            weight + 0.1 * torch.randn(weight.shape, generator=generator),
+            bias if site.block == 0 else None,
+        )
+    found = Sensitivity(model, ids, device=CPU, dtype=torch.float64)
+    for block in model.layout.blocks:
+        found.advance(block, model.tensors(block), repaired)
+    costs = found.costs()
+
+    def log_p(keys):
+        network = model.network(CPU, torch.float64)
+        for site in model.layout.sites:
+            if site.key in keys:
+                module = network.get_submodule(site.consumer)
+                module.weight = torch.nn.Parameter(repaired[site.key].weight.double())
+                if repaired[site.key].bias is not None:
+                    module.bias = torch.nn.Parameter(repaired[site.key].bias.double())
+        return tm.logits(network, ids)[:, :-1].log_softmax(dim=-1)
+
+    dense_p, every = log_p(()), set(repaired)
+
+    def kl(keys):
+        return float((dense_p.exp() * (dense_p - log_p(keys))).sum(dim=-1).mean())
+
+    for key in repaired:
+        expected = (kl({key}) + kl(every) - kl(every - {key})) / 2
+        assert costs[key] == pytest.approx(expected, rel=1e-9)
+
+
+def test_predictions_that_are_not_finite_are_refused(dense, ids, tmp_path, monkeypatch):
+    original = allocating._in_place
+
+    def broken(cut, tensors):
+        one = original(cut, tensors)
+        return Repaired(one.weight * float("inf"), one.bias)
+
+    monkeypatch.setattr(allocating, "_in_place", broken)
+    with pytest.raises(CoecError, match="cannot be measured.*allocation = adaptive"):
+        prune(dense, tmp_path / "out", ids, allocation="error", non_uniform=True)

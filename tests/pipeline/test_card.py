@@ -1,0 +1,171 @@
+"""The model card: the recipe on it makes the model again, and nothing on it is of this machine."""
+
+import json
+import shlex
+import shutil
+
+import pytest
+import torch
+import yaml
+
+import coec
+import tiny_models as tm
+
+DENSE_CARD = """---
+license: other
+license_name: llama3
+license_link: LICENSE
+language: [en, de]
+tags: [a]
+---
+# A model
+"""
+FEW = {"samples": 6, "seq_len": 32, "calibration": "text.txt"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a dense model, its card and a text."""
+    here = tmp_path_factory.mktemp("place")
+    dense = tm.save(tm.tiny("llama", torch.float32), here / "dense")
+    (dense / "README.md").write_text(DENSE_CARD)
+    tm.text_file(here / "text.txt")
+    return here
+
+
+@pytest.fixture
+def here(place, monkeypatch):
+    monkeypatch.chdir(place)
+    return place
+
+
+def card_of(folder):
+    return (folder / "README.md").read_text(encoding="utf-8")
+
+
+def front_matter(folder):
+    return yaml.safe_load(card_of(folder).split("---")[1])
+
+
+def command_of(folder):
+    """The arguments of the command on the card."""
+    block = card_of(folder).partition("```sh\n")[2].partition("```")[0]
+    words = shlex.split(block.replace("\\\n", " "))
+    assert words[:4] == ["coec", "prune", "dense", "OUT"]
+    return words[1:]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rounds": 1, "iterations": 3, "alpha": 0.5, "mlp_sparsity": 0.5},
+        {"preset": "fast", "ridge": 0.02, "multiple_of": 8},
+        {"preset": "best", "reconstruct": 1, "cg_iterations": 2, "dtype": "bfloat16"},
+        {
+            "preset": "best",
+            "compensation": "none",
+            "kv_groups": "all",
+            "self_samples": 0.0,
+            "cg_iterations": 1,
+        },
+        {"compensation": "none", "kept": {"layers.1.mlp": list(range(7)), "layers.0.mlp": [1]}},
+    ],
+    ids=["paper", "fast", "best", "best changed", "kept"],
+)
+def test_the_command_on_the_card_makes_the_model_again(settings, here, tmp_path, run):
+    if "kept" in settings:
+        settings |= {"non_uniform": True, "attention_sparsity": 0.0}
+    out, again = tmp_path / "out", tmp_path / "again"
+    coec.prune("dense", out, **FEW, **settings)
+    said = command_of(out)
+    said[2] = str(again)
+    status, _, err = run(*(str(out) if word == "THIS_FOLDER" else word for word in said))
+    assert status == 0, err
+    assert (out / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+    recipes = [json.loads((one / "coec.json").read_text())["recipe"] for one in (out, again)]
+    assert recipes[0] | {"kept": None} == recipes[1] | {"kept": None}
+
+
+def test_the_card_says_preset_and_reconstruction(here, tmp_path):
+    coec.prune("dense", tmp_path / "out", **FEW, preset="best", reconstruct=1, cg_iterations=2)
+    card = card_of(tmp_path / "out")
+    assert "- preset: best" in card
+    assert "- beside the dense model: reconstruct = 1, cg_iterations = 2, " in card
+    assert "propagate = true" in card
+    assert "| held-out windows of the calibration |" in card
+
+
+def test_no_path_of_this_machine_is_written(here, tmp_path):
+    out = tmp_path / "out"
+    kept = tmp_path / "first"
+    coec.prune(here / "dense", kept, **FEW | {"calibration": here / "text.txt"},
+               compensation="none")  # fmt: skip
+    coec.prune(str(here / "dense"), out, **FEW | {"calibration": str(here / "text.txt")},
+               kept=kept, compensation="none")  # fmt: skip
+    for name in ("coec.json", "README.md", "config.json"):
+        for folder in (here, tmp_path):
+            assert str(folder) not in (out / name).read_text()
+    record = json.loads((out / "coec.json").read_text())
+    assert (record["model"], record["calibration"]["source"]) == ("dense", "text.txt")
+    assert record["plan"]["kept"]["source"] == "first"
+
+
+def test_the_front_matter_is_what_the_dense_card_says(here, tmp_path):
+    coec.prune("dense", tmp_path / "out", **FEW, preset="fast")
+    found = front_matter(tmp_path / "out")
+    assert found["base_model"] == "dense"
+    assert (found["license"], found["license_name"], found["license_link"]) == (
+        "other", "llama3", "LICENSE")  # fmt: skip
+    assert found["language"] == ["en", "de"]
+    assert found["tags"] == ["coec", "pruned"]
+
+
+@pytest.mark.parametrize(
+    "card", [None, "no front matter", "---\nlicense: [\n---\n", "---\n- 1\n---"]
+)
+def test_a_dense_card_without_facts_gives_none(card, here, tmp_path):
+    dense = shutil.copytree(here / "dense", tmp_path / "dense")
+    (dense / "README.md").unlink()
+    if card is not None:
+        (dense / "README.md").write_text(card)
+    report = coec.prune(dense, tmp_path / "out", **FEW, preset="fast")
+    assert front_matter(tmp_path / "out").keys() == {
+        "library_name", "pipeline_tag", "tags", "base_model"}  # fmt: skip
+    damaged = card is not None and card.startswith("---")
+    assert any("README.md" in note for note in report.plan["notes"]) == damaged
+
+
+def test_functions_and_tensors_have_no_command(here, tmp_path):
+    ids = torch.randint(2, tm.VOCABULARY, (400,))
+    coec.prune("dense", tmp_path / "out", calibration=ids, samples=4, seq_len=32,
+               selection=lambda weight, gram: weight.norm(dim=0),
+               compensation="none")  # fmt: skip
+    card = card_of(tmp_path / "out")
+    assert "```sh" not in card
+    assert "No command makes it again: selection and calibration were given from Python." in card
+
+
+def test_eval_adds_its_measurement_to_the_card(here, tmp_path, run):
+    out = tmp_path / "out"
+    coec.prune("dense", out, **FEW, preset="fast")
+    weights = {p: p.read_bytes() for p in out.rglob("*") if p.is_file() and p.name != "README.md"}
+    said = ("eval", out, "--text", "text.txt", "--seq-len", 32, "--add-to-card", "--json")
+    results = [json.loads(run(*said, *more)[1]) for more in ((), (), ("--baseline", "dense"))]
+    lines = [line for line in card_of(out).splitlines() if line.startswith("| `text.txt`")]
+    shown = f"{results[0]['perplexity']:.4g}"
+    assert len(lines) == 1  # of the same text in the same windows the last counts
+    assert shown in lines[0]
+    assert f"{results[2]['baseline_perplexity']:.4g}" in lines[0]
+    run(*said, "--max-windows", 2)
+    assert card_of(out).count("| `text.txt`") == 2
+    assert card_of(out).count("## Measured") == 1
+    assert weights == {path: path.read_bytes() for path in weights}
+
+
+def test_a_measurement_needs_a_card_of_ours(here, run):
+    for said in (("--text", "text.txt"), ("--tasks", "boolq")):
+        status, _, err = run("eval", "dense", *said, "--add-to-card")
+        assert status in (1, 2)
+        assert "--add-to-card" in err
+        assert err.count("\n") <= 6
+    assert (here / "dense/README.md").read_text() == DENSE_CARD

@@ -1,0 +1,602 @@
+"""Statistics kept on disk, and held-out ones."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import coec
+import tiny_models as tm
+from coec.calibration import windows as windows_module
+from coec.calibration.tokens import Stream, held_out, hold_out, sample_windows
+from coec.calibration.windows import source_digest
+from coec.errors import CalibrationError, CoecError, OptionError, OutputError
+from coec.execution.entries import seal
+from coec.models.dense import Dense
+from coec.models.files import sha256
+from coec.pipeline import collect as collecting
+from coec.pipeline import prune as pruning
+from coec.plan.recipe import Recipe
+from coec.streaming.statistics import Statistics
+from coec.types import Gram
+
+IDS = torch.randint(2, tm.VOCABULARY, (12, 24), generator=torch.Generator().manual_seed(5))
+SETTINGS = {"calibration": IDS, "samples": 10, "seq_len": 24}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tm.save(tm.tiny("qwen2", torch.float32), tmp_path_factory.mktemp("dense") / "model")
+
+
+@pytest.fixture(scope="module")
+def saved(model, tmp_path_factory):
+    return coec.collect(model, tmp_path_factory.mktemp("s") / "held", holdout=0.2, **SETTINGS)
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("compensation", ["coec", "bias", "ridge-to-slice"])
+def test_pruning_from_saved_statistics_is_the_same_to_the_bit(model, saved, compensation, tmp_path):
+    settings = {**SETTINGS, "holdout": 0.2, "sparsity": 0.4, "compensation": compensation}
+    if compensation == "ridge-to-slice":
+        settings["selection"] = "obs"
+    one = coec.prune(model, tmp_path / "one", **settings)
+    two = coec.prune(model, tmp_path / "two", statistics=saved.folder, **settings)
+    first, second = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert one.calibration == two.calibration
+    assert [row["holdout_after"] for row in one.sites] == [r["holdout_after"] for r in two.sites]
+
+
+@pytest.mark.usefixtures("hasty_auto")
+def test_statistics_bring_the_held_out_windows_that_a_compensation_needs(model, saved, tmp_path):
+    same = {**SETTINGS, "sparsity": 0.4, "compensation": "auto"}
+    one = coec.prune(model, tmp_path / "one", holdout=0.2, **same)
+    two = coec.prune(model, tmp_path / "two", statistics=saved.folder, **same)
+    assert one.sites[0]["candidates"] == two.sites[0]["candidates"]
+    assert two.recipe["holdout"] == 0.2
+    plan = coec.plan(model, statistics=saved.folder, **same)
+    assert plan.recipe.calibration.holdout == 0.2
+    recipe = Recipe.of(compensation="auto", holdout=0.2, sparsity=0.4)
+    assert coec.prune(model, tmp_path / "three", recipe, statistics=saved).sites[0]["chosen"]
+    with pytest.raises(OptionError, match="holdout"):
+        coec.prune(model, tmp_path / "four", statistics=saved, **same, holdout=0.5)
+
+
+def test_statistics_without_held_out_windows_are_refused_where_they_are_needed(model, tmp_path):
+    bare = coec.collect(model, tmp_path / "bare", **SETTINGS)
+    recipe = Recipe.of(compensation="auto", holdout=0.2)
+    for attempt in (
+        lambda: coec.prune(model, tmp_path / "out", statistics=bare, compensation="auto"),
+        lambda: coec.plan(model, statistics=bare, compensation="auto"),
+        lambda: coec.prune(model, tmp_path / "out", compensation="auto", **SETTINGS),
+        lambda: coec.prune(model, tmp_path / "out", recipe, statistics=bare),
+    ):
+        with pytest.raises(OptionError, match="holdout"):
+            attempt()
+    assert not (tmp_path / "out").exists()
+
+
+def test_saved_statistics_keep_their_precision_and_their_deviations(model, saved):
+    dense = Dense.open(model)
+    for block in saved.blocks(dense, torch.device("cpu")):
+        for gram in block.grams.values():
+            assert gram.precision == torch.finfo(torch.float32).eps
+            loose = Gram(gram.xx, gram.x, gram.tokens)
+            torch.testing.assert_close(gram.variance, loose.variance, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["self", "c4", "wikitext2", "hub:a/b"])
+def test_a_file_named_like_a_data_set_is_not_what_is_read(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if name == "c4":
+        (tmp_path / name).mkdir()
+    elif ":" not in name:
+        (tmp_path / name).write_text("mine")
+    assert source_digest(name) == name
+    assert source_digest(tmp_path / "absent") == str(tmp_path / "absent")
+
+
+def test_held_out_windows_are_a_fraction_drawn_under_the_seed():
+    windows = sample_windows(
+        Stream(torch.arange(200), "x", ""), samples=10, seq_len=20, seed=0, vocabulary=200
+    )
+    fit, held = hold_out(windows, 0.2, seed=0)
+    assert len(fit) == 8
+    assert len(held) == 2
+    together = torch.cat([fit, held])
+    assert torch.equal(together[together[:, 0].argsort()], windows.ids)
+    draws = {tuple(hold_out(windows, 0.2, seed=s)[1][:, 0].tolist()) for s in range(8)}
+    assert len(draws) > 3
+    assert hold_out(windows, 0.0, seed=0)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("windows", "fraction", "held"),
+    [(4, 0.125, 1), (2, 0.01, 1), (10, 0.01, 1), (8, 0.125, 1), (64, 0.125, 8), (1, 0.0, 0)],
+)
+def test_a_fraction_holds_out_at_least_one_window(windows, fraction, held):
+    assert held_out(windows, fraction) == held
+
+
+@pytest.mark.parametrize(("count", "fraction"), [(10, 0.99), (1, 0.01), (1, 0.5), (2, 0.8)])
+def test_a_fraction_that_leaves_nothing_to_fit_on_is_refused(count, fraction):
+    windows = sample_windows(
+        Stream(torch.arange(200), "x", ""), samples=count, seq_len=20, seed=0, vocabulary=200
+    )
+    with pytest.raises(
+        CalibrationError, match=r"both need at least one; take more windows \(samples=N\)"
+    ):
+        hold_out(windows, fraction, seed=0)
+
+
+def test_statistics_add_up_to_those_of_all_windows(model, saved, tmp_path):
+    whole = coec.collect(model, tmp_path / "whole", **SETTINGS, guard=False)
+    checkpoint = Dense.open(model)
+    cpu = torch.device("cpu")
+    parts = zip(whole.blocks(checkpoint, cpu), saved.blocks(checkpoint, cpu), strict=True)
+    for one, two in parts:
+        assert not one.holdout
+        for site in ("attention", "mlp"):
+            total = two.grams[site] + two.holdout[site]
+            assert (two.grams[site].tokens, two.holdout[site].tokens) == (192, 48)
+            assert total.tokens == one.grams[site].tokens
+            assert (total.xx - one.grams[site].xx).norm() < 1e-6 * total.xx.norm()
+            assert (total.x - one.grams[site].x).norm() < 1e-6 * total.x.norm()
+
+
+def test_the_held_out_error_is_that_of_the_held_out_activations(model, saved, tmp_path):
+    """Oracle: the dense layer's outputs on the held-out rows, through the written weights."""
+    report = coec.prune(
+        model, tmp_path / "out", statistics=saved.folder, holdout=0.2, sparsity=0.4,
+        compensation="bias", **SETTINGS,
+    )  # fmt: skip
+    kept = load_file(tmp_path / "out" / "coec/kept.safetensors")["layers.1.mlp"]
+    windows = sample_windows(
+        Stream(IDS, "tensor", ""), samples=10, seq_len=24, seed=0, vocabulary=tm.VOCABULARY
+    )
+    dense = tm.load(model)
+    seen = []
+    layer = dense.model.layers[1].mlp.down_proj
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, -2)))
+    with torch.no_grad():
+        dense(input_ids=hold_out(windows, 0.2, seed=0)[1])
+        X = seen[0].double()
+        W = layer.weight.double()
+        Y = X @ W.T
+        written = weights(tmp_path / "out")
+        prefix = "model.layers.1.mlp.down_proj"
+        Z = X[:, kept] @ written[f"{prefix}.weight"].double().T + written[f"{prefix}.bias"].double()
+        before = X[:, kept] @ W[:, kept].T
+    row = next(row for row in report.sites if row["module"] == prefix)
+    energy = Y.square().sum()
+    assert row["holdout_after"] == pytest.approx(float((Y - Z).square().sum() / energy), rel=1e-4)
+    expected = float((Y - before).square().sum() / energy)
+    assert row["holdout_before"] == pytest.approx(expected, rel=1e-4)
+    rows = [row for row in report.sites if row["site"] == "mlp"]
+    mean = sum(row["holdout_after"] for row in rows) / len(rows)
+    assert report.mean_errors("mlp", held_out=True)[1] == pytest.approx(mean)
+
+
+def test_statistics_of_another_calibration_are_refused(model, saved, tmp_path):
+    with pytest.raises(OptionError, match=r"collected with seed = 0, not 1"):
+        coec.prune(
+            model, tmp_path / "out", statistics=saved.folder, holdout=0.2, seed=1, **SETTINGS
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_statistics_of_another_model_are_refused(saved, tmp_path):
+    other = tm.save(tm.tiny("llama", torch.float32), tmp_path / "other")
+    with pytest.raises(OptionError, match="collected with model = "):
+        coec.prune(other, tmp_path / "out", statistics=saved.folder, holdout=0.2, **SETTINGS)
+
+
+def test_a_folder_without_statistics_is_refused(model, tmp_path):
+    with pytest.raises(CalibrationError, match="holds no complete statistics"):
+        coec.prune(model, tmp_path / "out", statistics=tmp_path, **SETTINGS)
+
+
+def test_a_damaged_file_names_the_block_and_what_was_finished_stays(model, tmp_path, monkeypatch):
+    made = coec.collect(model, tmp_path / "s", **SETTINGS)
+    whole = (made.folder / "block-00001.safetensors").read_bytes()
+    (made.folder / "block-00001.safetensors").write_bytes(b"torn")
+    with pytest.raises(CalibrationError, match="statistics of block 1 cannot be read"):
+        coec.prune(model, tmp_path / "out", statistics=made.folder, **SETTINGS)
+    assert not (tmp_path / "out").exists()
+    assert Statistics.open(made.folder).made_with["samples"] == 10
+    (made.folder / "block-00001.safetensors").write_bytes(whole)
+    solved, solve = [], pruning.solve_block
+
+    def counted(measured, *rest):
+        solved.append(measured.block.index)
+        return solve(measured, *rest)
+
+    monkeypatch.setattr(pruning, "solve_block", counted)
+    coec.prune(model, tmp_path / "out", statistics=made.folder, **SETTINGS)
+    assert solved == [1]
+
+
+def test_statistics_are_not_written_over(model, saved):
+    with pytest.raises(OutputError, match="exists: choose another folder"):
+        coec.collect(model, saved.folder, **SETTINGS)
+
+
+@pytest.fixture
+def damaged(model, saved, tmp_path):
+    """Prunes from a copy of the statistics that a function has spoilt."""
+    folder = shutil.copytree(saved.folder, tmp_path / "damaged")
+
+    def prune(spoil, match=None):
+        spoil(folder)
+        with pytest.raises(CoecError, match=match) as caught:
+            coec.prune(model, tmp_path / "out", statistics=folder, holdout=0.2, **SETTINGS)
+        assert "\n" not in str(caught.value)
+        assert not (tmp_path / "out").exists()
+        kept = getattr(caught.value, "__notes__", [])
+        assert len(kept) == (tmp_path / "out.partial").exists()
+        return kept
+
+    return prune
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "3", '{"calibration": 3, "made_with": {}}', '{"calibration": {}}', "[" * 10**5,
+     '{"calibration": {}, "made_with": {}}', '{"calibration": {}, "made_with": []}'],
+)  # fmt: skip
+def test_a_damaged_record_of_statistics_is_one_line(content, damaged):
+    assert not damaged(lambda folder: (folder / "statistics.json").write_text(content))
+
+
+def all_of(folder):
+    """Reads everything, as prunings and mergers do."""
+    statistics = Statistics.open(folder)
+    return [statistics.grams(n, torch.device("cpu")) for n in (0, 1)], statistics.windows
+
+
+def swap(one, other):
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "file", ["block-00000.safetensors", "block-00001.safetensors", "windows.safetensors",
+             "statistics.json"]
+)  # fmt: skip
+def test_one_bit_that_changed_is_found_wherever_it_is(file, saved, tmp_path):
+    """In the length of a header, the header with its counts, the payload, the record."""
+    folder = shutil.copytree(saved.folder, tmp_path / "damaged")
+    path, whole = folder / file, (saved.folder / file).read_bytes()
+    all_of(folder)
+    for place in {*range(0, len(whole), len(whole) // 25), *range(12), len(whole) - 1}:
+        spoilt = bytearray(whole)
+        spoilt[place] ^= 1 << place % 8
+        path.write_bytes(spoilt)
+        with pytest.raises(CalibrationError, match="collect (them )?again"):
+            all_of(folder)
+    path.write_bytes(whole)
+    all_of(folder)
+
+
+def negate(folder):
+    path = folder / "block-00001.safetensors"
+    with safe_open(path, "pt") as file:
+        counts, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+    save_file(tensors | {"fit.mlp.xx": -tensors["fit.mlp.xx"]}, path, counts)
+
+
+def edit(folder):
+    path = folder / "statistics.json"
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
+
+
+def of_earlier_version(folder):
+    path = folder / "statistics.json"
+    record = json.loads(path.read_text())
+    for name in ("files", "made_of", "record_sha256"):
+        del record[name]
+    path.write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (lambda f: swap(*(f / f"block-0000{n}.safetensors" for n in (0, 1))), "what was collected"),
+        (negate, "what was collected"),
+        (edit, "no complete statistics"),
+        (of_earlier_version, "was collected by an earlier version, without digests"),
+        (lambda folder: (folder / "windows.safetensors").unlink(), "windows"),
+    ],
+)
+def test_exchanged_negated_edited_and_old_statistics_are_refused(
+    spoil, match, saved, damaged, tmp_path
+):
+    if match == "windows":
+        spoil(folder := shutil.copytree(saved.folder, tmp_path / "x"))
+        with pytest.raises(CalibrationError, match=match):
+            all_of(folder)
+    else:
+        damaged(spoil, match)
+
+
+def vouch(folder):
+    """Has the record say of every file what it is by now."""
+    path = folder / "statistics.json"
+    record = json.loads(path.read_text())
+    del record["record_sha256"]
+    record["files"] = {
+        name: [(folder / name).stat().st_size, sha256(folder / name)] for name in record["files"]
+    }
+    path.write_text(json.dumps(record | {"record_sha256": seal(record)}))
+
+
+def without_tokens(tensors, counts):
+    counts.clear()
+
+
+def with_words_for_counts(tensors, counts):
+    counts["fit.mlp"][0] = "many"
+
+
+def with_no_tokens(tensors, counts):
+    counts["fit.mlp"][0] = 0
+
+
+def of_another_size(tensors, counts):
+    tensors["fit.mlp.x"], tensors["fit.mlp.xx"] = torch.zeros(7), torch.zeros(7, 7)
+
+
+def without_the_held_out(tensors, counts):
+    for name in [name for name in tensors if name.startswith("holdout")]:
+        del tensors[name]
+
+
+def with_nan(tensors, counts):
+    tensors["fit.mlp.xx"][0, 0] = float("nan")
+
+
+def with_nan_deviations(tensors, counts):
+    tensors["fit.mlp.centred"][0] = float("nan")
+
+
+def with_absurd_precision(tensors, counts):
+    counts["fit.mlp"][1] = float("nan")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [without_tokens, with_words_for_counts, with_no_tokens, of_another_size, without_the_held_out,
+     with_nan, with_nan_deviations, with_absurd_precision],
+)  # fmt: skip
+def test_damaged_sums_are_one_line(change, damaged):
+    def spoil(folder):
+        path = folder / "block-00001.safetensors"
+        with safe_open(path, "pt") as file:
+            counts = json.loads(file.metadata()["counts"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        change(tensors, counts)
+        save_file(tensors, path, metadata={"counts": json.dumps(counts)})
+        vouch(folder)
+
+    damaged(spoil, r"statistics of block 1 cannot|layers\.1\.mlp.* hold NaN")
+
+
+def test_statistics_of_another_text_of_the_same_name_are_refused(model, tmp_path):
+    """A text is known by its content: another place is none, another word is."""
+    text = tm.text_file(tmp_path / "text.txt")
+    settings = {**SETTINGS, "calibration": text}
+    made = coec.collect(model, tmp_path / "s", **settings)
+    copy = shutil.copyfile(text, tmp_path / "copy.txt")
+    settings["compensation"] = "none"
+    coec.prune(model, tmp_path / "a", statistics=made.folder, **{**settings, "calibration": copy})
+    (tmp_path / "text.txt").write_text((tmp_path / "text.txt").read_text().replace("cat", "dog"))
+    with pytest.raises(OptionError, match="collected with calibration = "):
+        coec.prune(model, tmp_path / "b", statistics=made.folder, **settings)
+
+
+def test_statistics_of_other_weights_of_the_same_sizes_are_refused(model, saved, tmp_path):
+    other = shutil.copytree(model, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"] += 1e-6
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(OptionError, match="collected with model = "):
+        coec.prune(other, tmp_path / "out", statistics=saved.folder, holdout=0.2, **SETTINGS)
+
+
+def test_what_collect_returns_brings_its_settings(model, saved, tmp_path):
+    """Nothing of the calibration need be said again, and what is said must agree."""
+    one = coec.prune(model, tmp_path / "one", holdout=0.2, sparsity=0.4, **SETTINGS)
+    two = coec.prune(model, tmp_path / "two", statistics=saved, sparsity=0.4)
+    assert two.recipe == one.recipe
+    assert two.calibration == one.calibration
+    first, second = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    coec.prune(model, tmp_path / "three", coec.Recipe.of(sparsity=0.4), statistics=saved)
+    third = weights(tmp_path / "three")
+    assert all(torch.equal(first[name], third[name]) for name in first)
+
+
+@pytest.mark.parametrize("setting", [{"samples": 128}, {"text_column": "x"}, {"seq_len": 12},
+                                     {"calibration": IDS + 1}, {"forward_dtype": "bfloat16"},
+                                     {"holdout": 0.0}])  # fmt: skip
+def test_a_setting_that_the_statistics_do_not_have_is_refused(setting, model, saved, tmp_path):
+    """Also one that says a default."""
+    name = next(iter(setting))
+    with pytest.raises(OptionError, match=f"were collected with {name} = "):
+        coec.prune(model, tmp_path / "out", statistics=saved, **setting)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def halves(model, tmp_path_factory):
+    """Statistics of two texts, and of both together."""
+    root = tmp_path_factory.mktemp("halves")
+    parts = {"a": IDS[:6], "b": IDS[6:], "both": IDS}
+    return {
+        name: coec.collect(model, root / name, calibration=ids, samples=len(ids), seq_len=24,
+                           holdout=0.5)
+        for name, ids in parts.items()
+    }  # fmt: skip
+
+
+def test_merged_statistics_are_the_sums_of_both(model, halves, tmp_path):
+    made = coec.merge(halves["a"], halves["b"].folder, tmp_path / "merged")
+    assert torch.equal(made.windows, IDS)
+    assert made.made_with["samples"] == 12
+    assert made.calibration["windows"] == 12
+    assert [one["made_with"] for one in made.calibration["merged"]] == [
+        halves["a"].made_with, halves["b"].made_with
+    ]  # fmt: skip
+    dense, cpu = Dense.open(model), torch.device("cpu")
+    blocks = [
+        {block.index: block for block in one.blocks(dense, cpu)}
+        for one in (made, halves["a"], halves["b"], halves["both"])
+    ]
+    for index in range(2):
+        merged, one, two, whole = (part[index] for part in blocks)
+        for kind in ("grams", "holdout"):
+            for site in ("attention", "mlp"):
+                a, b, c = (getattr(part, kind)[site] for part in (merged, one, two))
+                assert torch.equal(a.xx, b.xx + c.xx)
+                assert a.tokens == b.tokens + c.tokens
+        everything = {
+            site: [part.grams[site] + part.holdout[site] for part in (merged, whole)]
+            for site in ("attention", "mlp")
+        }
+        for a, b in everything.values():
+            assert (a.xx - b.xx).norm() < 1e-6 * b.xx.norm()
+            torch.testing.assert_close(a.variance, b.variance, rtol=1e-4, atol=1e-6)
+    report = coec.prune(model, tmp_path / "out", statistics=made, compensation="rcpu")
+    assert report.recipe["samples"] == 12
+    assert report.recipe["calibration"] == "tensor + tensor"
+
+
+def test_statistics_that_do_not_go_together_are_not_merged(model, saved, halves, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(OptionError, match="6 windows in common, which would count twice"):
+        coec.merge(halves["a"], halves["both"], out)
+    with pytest.raises(OptionError, match=r"collected with holdout = 0\.2 and 0\.5"):
+        coec.merge(saved, halves["a"], out)
+    other = tm.save(tm.tiny("llama", torch.float32), tmp_path / "other")
+    made = coec.collect(other, tmp_path / "s", calibration=IDS[:6].flip(1), samples=6, seq_len=24,
+                        holdout=0.5)  # fmt: skip
+    with pytest.raises(OptionError, match="collected with model = "):
+        coec.merge(halves["b"], made, out)
+    with pytest.raises(CalibrationError, match="holds no complete statistics"):
+        coec.merge(halves["b"], tmp_path, out)
+    with pytest.raises(OutputError, match="exists: choose another folder"):
+        coec.merge(halves["a"], halves["b"], tmp_path / "s")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("one", ["a", "b"])
+@pytest.mark.parametrize("damage", ["file", "sums"])
+def test_damaged_statistics_are_not_merged(damage, one, halves, tmp_path):
+    parts = {name: Statistics.open(shutil.copytree(halves[name].folder, tmp_path / name))
+             for name in ("a", "b")}  # fmt: skip
+    path = parts[one].folder / "block-00001.safetensors"
+    if damage == "file":
+        path.unlink()
+    else:
+        with safe_open(path, "pt") as file:
+            tensors = {n: file.get_tensor(n) for n in file.keys() if not n.startswith("fit.mlp")}
+            save_file(tensors, path, metadata=file.metadata())
+    with pytest.raises(CalibrationError, match="statistics of block 1 cannot be"):
+        coec.merge(parts["a"], parts["b"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    shutil.copy(halves[one].folder / path.name, path)
+    coec.merge(parts["a"], parts["b"], tmp_path / "out")  # goes on with the block that is mended
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "out"]
+
+
+def test_other_windows_of_one_text_are_another_merger(model, halves, tmp_path):
+    """An unfinished run from the one does not go on with the other."""
+    others = [
+        coec.collect(model, tmp_path / f"seed{seed}", calibration=IDS[6:], samples=3, seq_len=24,
+                     holdout=0.5, seed=seed)
+        for seed in (0, 1)
+    ]  # fmt: skip
+    assert not torch.equal(others[0].windows, others[1].windows)
+    made = [coec.merge(halves["a"], other, tmp_path / str(n)) for n, other in enumerate(others)]
+    assert made[0].made_with != made[1].made_with
+
+
+@pytest.mark.parametrize("step", ["collect", "merge"])
+def test_an_interrupted_collection_goes_on(step, model, halves, tmp_path, monkeypatch):
+    """The block that was there is not computed again, and the files are the same to the byte."""
+
+    def run(out):
+        if step == "merge":
+            return coec.merge(halves["a"], halves["b"], out)
+        return coec.collect(model, out, holdout=0.2, **SETTINGS)
+
+    whole = run(tmp_path / "whole").folder
+    original, written = collecting.write_grams, []
+
+    def once(path, grams):
+        written.append(path.name)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        original(path, grams)
+
+    monkeypatch.setattr(collecting, "write_grams", once)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    run(tmp_path / "out")
+    assert [name[:11] for name in written] == ["block-00000", "block-00001", "block-00001"]
+    for path in whole.iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_a_collection_of_something_else_is_not_continued(model, tmp_path, monkeypatch):
+    original = collecting.write_grams
+
+    def interrupted(path, grams):
+        if "00001" in path.name:
+            raise KeyboardInterrupt
+        original(path, grams)
+
+    monkeypatch.setattr(collecting, "write_grams", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        coec.collect(model, tmp_path / "out", **SETTINGS)
+    monkeypatch.undo()
+    with pytest.raises(OutputError, match="seed was 0, now 1.*restart=True"):
+        coec.collect(model, tmp_path / "out", seed=1, **SETTINGS)
+    made = coec.collect(model, tmp_path / "out", seed=1, restart=True, **SETTINGS)
+    assert made.made_with["seed"] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_text_sampled_from_the_model_is_sampled_once(model, tmp_path, monkeypatch):
+    settings = {"calibration": "self", "samples": 4, "seq_len": 16, "compensation": "none"}
+    coec.prune(model, tmp_path / "whole", **settings)
+    calls, original = [], windows_module.sample_from_model
+
+    def sampled(*arguments, **options):
+        calls.append(1)
+        return original(*arguments, **options)
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(windows_module, "sample_from_model", sampled)
+    with monkeypatch.context() as patch:
+        patch.setattr("coec.pipeline.prune.solve_block", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            coec.prune(model, tmp_path / "out", **settings)
+    report = coec.prune(model, tmp_path / "out", **settings)
+    assert len(calls) == 1
+    assert report.calibration["source"] == "self (seed 0)"
+    one, two = weights(tmp_path / "whole"), weights(tmp_path / "out")
+    assert all(torch.equal(one[name], two[name]) for name in one)

@@ -1,0 +1,593 @@
+"""What a run writes, on tiny random models."""
+
+import glob
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import coec
+import tiny_models as tm
+from coec.calibration import measure
+from coec.errors import OptionError, OutputError
+from coec.models import dense as dense_module
+from coec.models import description
+from coec.models.dense import Dense
+from coec.pipeline import prune as pruning
+from coec.pipeline import write as writing
+from coec.plan.recipe import Recipe
+from coec.types import SiteResult
+from oracles import greedy_elimination
+
+SETTINGS = {"samples": 24, "seq_len": 32}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return tm.token_file(tmp_path_factory.mktemp("tokens") / "tokens.npy")
+
+
+def weights(folder):
+    checkpoint = Dense.open(folder)
+    return {name: checkpoint.tensor(name) for name in checkpoint.files}
+
+
+def without_seconds(record):
+    if isinstance(record, dict):
+        return {k: without_seconds(v) for k, v in record.items() if k != "seconds"}
+    if isinstance(record, list):
+        return [without_seconds(entry) for entry in record]
+    return record
+
+
+def test_the_same_run_writes_the_same_bytes(dense, tmp_path):
+    text = tm.text_file(tmp_path / "text.txt")
+    for out in ("one", "two"):
+        coec.prune(dense, tmp_path / out, calibration=text, rounds=2, seed=3, samples=20,
+                   seq_len=32)  # fmt: skip
+    first, second = tmp_path / "one", tmp_path / "two"
+    files = [path for path in first.rglob("*") if path.is_file()]
+    assert len(files) == sum(path.is_file() for path in second.rglob("*"))
+    for path in files:
+        if path.name == "coec.json":
+            one, two = (json.loads((f / path.name).read_text()) for f in (first, second))
+            assert without_seconds(one) == without_seconds(two)
+        else:
+            assert path.read_bytes() == (second / path.relative_to(first)).read_bytes(), path.name
+
+
+def test_another_seed_draws_other_windows(dense, tmp_path):
+    text = tm.text_file(tmp_path / "text.txt")
+    digests = {
+        coec.prune(
+            dense, tmp_path / f"s{seed}", calibration=text, samples=20, seq_len=32, seed=seed,
+            compensation="none",
+        ).calibration["windows_sha256"]
+        for seed in (0, 1)
+    }  # fmt: skip
+    assert len(digests) == 2
+
+
+def test_a_site_that_keeps_everything_is_not_changed_and_said(dense, tokens, tmp_path):
+    """4 KV groups lose none at 10 %, and the account says so, of parameters too."""
+    report = coec.prune(dense, tmp_path / "out", sparsity=0.1, calibration=tokens, **SETTINGS)
+    before, after = weights(dense), weights(tmp_path / "out")
+    same = [name for name in before if torch.equal(before[name], after[name])]
+    assert sum("self_attn" in name for name in same) == 8
+    assert not any("mlp" in name for name in same)
+    assert report.plan["removed"] == {
+        "attention": 0,
+        "mlp": 0.1,
+        "parameters": pytest.approx(0.0231, rel=0.01),
+    }
+    said = "Nothing is removed at attention: 0.1 of 4 KV groups is less than one"
+    assert report.plan["notes"] == [said[0].lower() + said[1:]]
+    card = (tmp_path / "out/README.md").read_text()
+    assert said in card
+    assert "# model, 2.3% of parameters removed" in card
+
+
+@pytest.mark.parametrize(("sparsity", "least"), [(1e-6, 0.025), (0.003, 0.025), (0.0249, 0.025)])
+def test_a_sparsity_that_removes_nothing_is_refused(sparsity, least, dense):
+    """And the least that removes something does."""
+    match = (
+        f"removes nothing from 4 KV groups and 40 intermediate channels: the smallest .* {least}"
+    )
+    with pytest.raises(OptionError, match=match):
+        coec.plan(dense, sparsity=sparsity)
+    assert coec.plan(dense, sparsity=least).pruned.ffn == 39
+
+
+MEMORY = """
+import sys, coec, coec.plan, torch
+from coec.experiments.memory import peak
+settings = {"calibration": sys.argv[2], "samples": 96, "seq_len": 32}
+planned = coec.plan(sys.argv[1], **settings)
+planned = planned.forecast(coec.plan.How.of(planned, torch.device("cpu"))).peak
+coec.prune(sys.argv[1], sys.argv[3], **settings)
+print(sum(planned), peak(torch.device("cpu")))  # not ru_maxrss: a child inherits it
+"""
+
+
+@pytest.mark.slow
+def test_the_plan_names_the_memory_that_a_run_takes(dense, tmp_path):
+    """Of small models most is the program itself; measurements of others are in docs/FORMATS.md."""
+    text = tm.text_file(tmp_path / "text.txt", 200_000)
+    command = [sys.executable, "-c", MEMORY, dense, text, tmp_path / "out"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    planned, peak = map(float, shown.stdout.split())
+    assert 0.75 < planned / peak < 1.3
+
+
+@pytest.mark.parametrize("shard", ["2GB", "20KB"])
+def test_servers_find_the_weights_and_nothing_else(shard, dense, tokens, tmp_path, monkeypatch):
+    """Without an index vLLM and SGLang read every safetensors file of the folder as weights."""
+    monkeypatch.setattr(writing, "MAX_SHARD", shard)
+    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation="none", **SETTINGS)
+    files = glob.glob(str(tmp_path / "out" / "*.safetensors"))
+    assert (len(files) > 1) == (shard == "20KB")
+    found = [name for file in files for name in load_file(file)]
+    assert sorted(found) == sorted(tm.load(tmp_path / "out").state_dict())
+    modes = {path.stat().st_mode for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    (tmp_path / "plain").write_text("")
+    assert modes == {(tmp_path / "plain").stat().st_mode}
+
+
+def test_rotary_settings_are_written_in_both_forms(tokens, tmp_path):
+    """4.57 does not read rope_parameters: it would compute another model, silently."""
+    model = tm.save(tm.tiny("llama rope", torch.float32), tmp_path / "model")
+    path = model / "config.json"
+    config = json.loads(path.read_text())
+    parameters = config.get("rope_parameters") or {
+        "rope_theta": config.pop("rope_theta"), **config.pop("rope_scaling")
+    }  # fmt: skip
+    path.write_text(json.dumps({**config, "rope_parameters": parameters}))
+    coec.prune(model, tmp_path / "out", calibration=tokens, compensation="none", **SETTINGS)
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["rope_parameters"] == parameters
+    assert written["rope_theta"] == 500000.0
+    assert written["rope_scaling"] == tm.VARIANTS["llama rope"]["rope_scaling"]
+
+
+def test_a_second_run_into_the_same_folder_is_refused_at_once(dense, tokens, tmp_path):
+    """The first one's result is not lost to it."""
+    from coec.execution.journal import journal
+
+    with journal(tmp_path / "out", {}) as done:
+        (done.new / "config.json").write_text("first")
+        with pytest.raises(OutputError, match="another run is writing"):
+            coec.prune(dense, tmp_path / "out", calibration=tokens, force=True, **SETTINGS)
+        done.complete()
+    assert (tmp_path / "out/config.json").read_text() == "first"
+
+
+def test_alpha_zero_writes_the_slice(dense, tokens, tmp_path):
+    for out, options in {"a": {"alpha": 0.0}, "b": {"compensation": "none"}}.items():
+        coec.prune(dense, tmp_path / out, calibration=tokens, **SETTINGS, **options)
+    first, second = weights(tmp_path / "a"), weights(tmp_path / "b")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_what_is_not_compensated_keeps_its_values(dense, tokens, tmp_path):
+    coec.prune(dense, tmp_path / "out", calibration=tokens, rounds=1, **SETTINGS)
+    before, after = weights(dense), weights(tmp_path / "out")
+    kept = load_file(tmp_path / "out/coec/kept.safetensors")["layers.0.mlp"]
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
+        assert torch.equal(before[name], after[name])
+    gate = "model.layers.0.mlp.gate_proj.weight"
+    assert torch.equal(before[gate][kept], after[gate])
+
+
+def test_the_record_holds_everything_needed_to_repeat_the_run(dense, tmp_path):
+    text = tm.text_file(tmp_path / "text.txt")
+    report = coec.prune(
+        dense, tmp_path / "out", calibration=text, samples=9, seq_len=16, seed=5, kappa=7
+    )
+    assert coec.Report.read(str(tmp_path / "out")).as_dict() == report.as_dict()
+    record = json.loads((tmp_path / "out/coec.json").read_text())
+    assert record["coec"] == coec.__version__
+    recipe = record["recipe"]
+    assert recipe["options"]["kappa"] == 7
+    assert recipe["options"]["alpha"] == 0.9
+    assert (recipe["seed"], recipe["samples"], recipe["seq_len"]) == (5, 9, 16)
+    assert record["environment"]["torch"] == torch.__version__
+    assert len(record["calibration"]["text_sha256"]) == 64
+    assert record["calibration"]["special_tokens"] == 0
+    assert record["plan"]["widths"]["mlp"] == {"before": 40, "after": 28}
+    assert len(record["sites"]) == 4
+    for site in record["sites"]:
+        assert 0 <= site["error_after"] < site["error_before"] < 1
+        assert site["rounds"] == len(site["errors_per_round"]) - 2 == len(site["right_iterations"])
+        assert site["gcv_lambda"] > 0
+        assert site["reason"]
+        assert site["right_reason"]
+        assert site["seconds"] > 0
+    assert set(record["seconds"]) == {
+        "checking", "reading text", "calibrating", "solving", "writing",
+    }  # fmt: skip
+
+
+def test_the_card_has_the_loading_lines_and_the_recipe(dense, tokens, tmp_path):
+    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation="rcpu", **SETTINGS)
+    card = (tmp_path / "out/README.md").read_text()
+    assert "AutoModelForCausalLM.from_pretrained" in card
+    assert "compensation: rcpu" in card
+    assert "% of parameters removed" in card
+    assert "0.3 of each asked for" in card
+
+
+def test_kept_units_are_those_of_highest_score(dense, tokens, tmp_path):
+    coec.prune(dense, tmp_path / "out", calibration=tokens, selection="magnitude", **SETTINGS)
+    kept = load_file(tmp_path / "out/coec/kept.safetensors")["layers.1.mlp"]
+    scores = weights(dense)["model.layers.1.mlp.down_proj.weight"].norm(dim=0)
+    assert kept.tolist() == scores.topk(28).indices.sort().values.tolist()
+
+
+def test_units_that_greed_keeps(dense, tokens, tmp_path):
+    """Channels one by one, and whole KV groups."""
+    given = {**SETTINGS, "calibration": tokens}
+    report = coec.prune(dense, tmp_path / "out", selection="obs", sparsity=0.5,
+                        compensation="ridge-to-slice", **given)  # fmt: skip
+    saved = coec.collect(dense, tmp_path / "statistics", **given)
+    kept = load_file(tmp_path / "out/coec/kept.safetensors")
+    sites = {"mlp": (40, "mlp.down_proj"), "attention": (4, "self_attn.o_proj")}
+    for block in saved.blocks(Dense.open(dense), torch.device("cpu")):
+        for name, (units, module) in sites.items():
+            W = weights(dense)[f"model.layers.{block.index}.{module}.weight"].double()
+            gone = greedy_elimination(W, block.grams[name].xx, units, units // 2)
+            left = sorted(set(range(units)) - set(gone))
+            assert kept[f"layers.{block.index}.{name}"].tolist() == left
+    assert all(row["error_after"] < row["error_before"] for row in report.sites)
+
+
+def test_a_selection_of_the_user_is_told_how_many_stay(dense, tokens, tmp_path):
+    told = set()
+
+    def outer(weight, gram, *, units, keep):
+        told.add((weight.shape[1], units, keep))
+        return torch.arange(weight.shape[1]).to(weight)
+
+    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation="none", selection=outer,
+               **SETTINGS)  # fmt: skip
+    assert told == {(8, 4, 3), (40, 40, 28), (32, 4, 3)}
+    kept = load_file(tmp_path / "out/coec/kept.safetensors")
+    assert kept["layers.1.attention"].tolist() == [1, 2, 3]
+
+
+def test_random_units_follow_the_seed_and_differ_between_blocks(dense, tokens, tmp_path):
+    for out, seed in {"a": 0, "b": 0, "c": 1}.items():
+        coec.prune(dense, tmp_path / out, calibration=tokens, compensation="none",
+                   selection="random", seed=seed, **SETTINGS)  # fmt: skip
+    a, b, c = (load_file(tmp_path / out / "coec/kept.safetensors") for out in "abc")
+    assert torch.equal(a["layers.0.mlp"], b["layers.0.mlp"])
+    assert not torch.equal(a["layers.0.mlp"], c["layers.0.mlp"])
+    assert not torch.equal(a["layers.0.mlp"], a["layers.1.mlp"])
+
+
+def test_the_working_precision_does_not_choose_the_units(dense, tokens, tmp_path):
+    for dtype in ("float32", "float64"):
+        coec.prune(dense, tmp_path / dtype, calibration=tokens, compensation="rcpu",
+                   solve_dtype=dtype, **SETTINGS)  # fmt: skip
+    first, second = (
+        load_file(tmp_path / d / "coec/kept.safetensors") for d in ("float32", "float64")
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("chosen", ["float64", "float32"])
+def test_the_working_precision_is_decided_before_any_work(
+    dense, tokens, tmp_path, monkeypatch, chosen
+):
+    """Report and journal say what it was; another device may decide otherwise."""
+    asked, begun = [], []
+
+    def choose(setting, device):
+        asked.append(setting)
+        return getattr(torch, chosen if setting == "auto" else setting)
+
+    identity = pruning._identity
+    monkeypatch.setattr(measure, "choose_solve_dtype", choose)
+    monkeypatch.setattr(pruning, "_identity", lambda *a: begun.append(identity(*a)) or begun[-1])
+    report = coec.prune(
+        dense, tmp_path / "out", calibration=tokens, compensation="rcpu", **SETTINGS
+    )
+    assert asked == ["auto"]
+    assert report.recipe["solve_dtype"] == begun[0]["solve_dtype"] == chosen
+
+
+def test_the_plan_foretells_the_result(dense, tokens, tmp_path):
+    plan = coec.plan(dense, sparsity=0.5)
+    report = coec.prune(dense, tmp_path / "out", sparsity=0.5, compensation="none",
+                        calibration=tokens, **SETTINGS)  # fmt: skip
+    shapes = {name: tensor.shape for name, tensor in weights(tmp_path / "out").items()}
+    assert shapes == plan.pruned_shapes
+    assert report.plan["parameters"]["after"] == plan.parameters_after
+
+
+def test_tied_embeddings_stay_tied(tokens, tmp_path):
+    dense = tm.save(tm.tiny("llama tied", torch.float32), tmp_path / "dense")
+    coec.prune(dense, tmp_path / "out", calibration=tokens, rounds=1, **SETTINGS)
+    loaded = tm.load(tmp_path / "out")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert "lm_head.weight" not in weights(tmp_path / "out")
+
+
+@pytest.mark.parametrize("compensation", ["none", "bias"])
+def test_a_pruned_model_can_be_pruned_again(compensation, dense, tokens, tmp_path):
+    """Its type is one that we write: mistral or granite for a llama of uneven heads."""
+    for source, out in ((dense, tmp_path / "one"), (tmp_path / "one", tmp_path / "two")):
+        coec.prune(source, out, calibration=tokens, compensation=compensation, **SETTINGS)
+    loaded = tm.load(tmp_path / "two")
+    assert loaded.config.num_key_value_heads == 3  # 70 % of 3, rounded up
+    assert loaded.config.intermediate_size == 20
+    assert torch.isfinite(tm.logits(loaded)).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_dtype_is_kept_unless_asked(dtype, tokens, tmp_path):
+    stored = tm.save(tm.tiny("llama", torch.bfloat16), tmp_path / "dense")
+    kept = coec.prune(stored, tmp_path / "kept", calibration=tokens, compensation="none",
+                      **SETTINGS)  # fmt: skip
+    asked = coec.prune(stored, tmp_path / "asked", calibration=tokens, compensation="none",
+                       dtype=dtype, **SETTINGS)  # fmt: skip
+    assert kept.recipe["dtype"] == "bfloat16"
+    assert asked.recipe["dtype"] == dtype
+    assert {t.dtype for t in weights(tmp_path / "kept").values()} == {torch.bfloat16}
+    assert {t.dtype for t in weights(tmp_path / "asked").values()} == {getattr(torch, dtype)}
+    assert tm.load(tmp_path / "asked").dtype == getattr(torch, dtype)
+
+
+def test_both_names_of_the_dtype_are_kept_true(dense, tokens, tmp_path):
+    copy = shutil.copytree(dense, tmp_path / "dense")
+    config = json.loads((copy / "config.json").read_text())
+    config |= {"dtype": "float32", "torch_dtype": "float32"}
+    (copy / "config.json").write_text(json.dumps(config))
+    coec.prune(copy, tmp_path / "out", calibration=tokens, compensation="none", dtype="bfloat16",
+               **SETTINGS)  # fmt: skip
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["dtype"] == written["torch_dtype"] == "bfloat16"
+
+
+def test_many_shards_are_written_and_read(dense, tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "MAX_SHARD", "20KB")
+    coec.prune(dense, tmp_path / "many", calibration=tokens, compensation="none", **SETTINGS)
+    monkeypatch.undo()
+    coec.prune(dense, tmp_path / "one", calibration=tokens, compensation="none", **SETTINGS)
+    assert len(list((tmp_path / "many").glob("model-*.safetensors"))) > 3
+    assert torch.equal(tm.logits(tm.load(tmp_path / "many")), tm.logits(tm.load(tmp_path / "one")))
+    again = coec.prune(tmp_path / "many", tmp_path / "again", calibration=tokens, **SETTINGS)
+    assert again.plan["widths"]["mlp"]["before"] == 28
+
+
+def test_force_replaces_a_model_and_leaves_nothing_of_it(dense, tokens, tmp_path):
+    out = tmp_path / "out"
+    coec.prune(dense, out, calibration=tokens, compensation="none", **SETTINGS)
+    (out / "NOTICE").write_text("old")
+    coec.prune(dense, out, calibration=tokens, compensation="none", force=True, **SETTINGS)
+    assert not (out / "NOTICE").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_functions_of_the_user_need_no_registration(dense, tokens, tmp_path):
+    def first(weight, gram):
+        return -torch.arange(weight.shape[1], dtype=weight.dtype)
+
+    def half(problem, *, factor: float = 0.5):
+        return SiteResult(factor * problem.weight[:, problem.kept.indices])
+
+    report = coec.prune(dense, tmp_path / "out", calibration=tokens, selection=first,
+                        compensation=half, factor=0.25, **SETTINGS)  # fmt: skip
+    before, after = weights(dense), weights(tmp_path / "out")
+    name = "model.layers.0.mlp.down_proj.weight"
+    torch.testing.assert_close(after[name], 0.25 * before[name][:, :28])
+    assert report.recipe["selection"] == "first"
+    assert report.recipe["options"] == {"factor": 0.25}
+
+
+def test_a_tensor_of_ids_is_calibration_text(dense, tokens, tmp_path):
+    ids = torch.from_numpy(np.load(tokens))
+    from_tensor = coec.prune(dense, tmp_path / "a", calibration=ids, compensation="rcpu",
+                             **SETTINGS)  # fmt: skip
+    from_file = coec.prune(dense, tmp_path / "b", calibration=tokens, compensation="rcpu",
+                           **SETTINGS)  # fmt: skip
+    assert from_tensor.calibration["windows_sha256"] == from_file.calibration["windows_sha256"]
+    assert torch.equal(tm.logits(tm.load(tmp_path / "a")), tm.logits(tm.load(tmp_path / "b")))
+
+
+def test_self_calibration_needs_no_text(dense, tmp_path):
+    report = coec.prune(dense, tmp_path / "out", calibration="self", samples=20, seq_len=16,
+                        compensation="rcpu", seed=4)  # fmt: skip
+    assert report.calibration["source"] == "self (seed 4)"
+    assert report.calibration["windows"] == 20
+    assert tm.load(tmp_path / "out").config.intermediate_size == 28
+
+
+def test_progress_tells_every_phase(dense, tokens, tmp_path):
+    seen = {}
+    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation="none",
+               progress=lambda phase, done, total: seen.update({phase: (done, total)}),
+               **SETTINGS)  # fmt: skip
+    assert seen.keys() == {"calibrating", "solving"}
+    assert all(done == total for done, total in seen.values())
+
+
+def test_a_real_model_on_real_text_reloads_and_writes(shared, tmp_path):
+    """Trained weights, its own tokenizer, a relabelled format: 6 heads do not divide 64."""
+    from transformers import AutoTokenizer
+
+    story_model = tm.readable(shared / "models/stories260K", tmp_path / "dense")
+    report = coec.prune(
+        story_model, tmp_path / "out", calibration=str(shared / "data/tinystories/train.txt"),
+        samples=16, seq_len=128, rounds=3,
+    )  # fmt: skip
+    assert report.plan["output_model_type"] == "mistral"
+    assert all(site["error_after"] < site["error_before"] for site in report.sites)
+    tokenizer, model = AutoTokenizer.from_pretrained(tmp_path / "out"), tm.load(tmp_path / "out")
+    prompt = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False)
+    ids = model.generate(**prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    assert tokenizer.decode(ids[0], skip_special_tokens=True).startswith("Once upon a time")
+
+
+def test_calibration_may_be_named_by_a_path(dense, tmp_path):
+    path = tmp_path / "text.txt"
+    tm.text_file(path)
+    report = coec.prune(dense, tmp_path / "out", calibration=path, samples=20, seq_len=32,
+                        compensation="none")  # fmt: skip
+    assert report.recipe["calibration"] == report.calibration["source"] == str(path)
+
+
+def test_a_recipe_and_settings_at_once_are_refused(dense, tokens, tmp_path):
+    recipe = Recipe.of(calibration=tokens, **SETTINGS)
+    with pytest.raises(OptionError, match="a recipe or settings, not both; got 'sparsity' too"):
+        coec.prune(dense, tmp_path / "out", recipe, sparsity=0.5)
+    with pytest.raises(OptionError, match="a recipe or settings, not both"):
+        coec.plan(dense, recipe, alpha=0.5)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_repair_is_told_what_the_kept_value_heads_write(dense, tokens, tmp_path):
+    """Each kept head's rows once for every query head; nothing at the MLP."""
+    seen = []
+
+    def spy(problem):
+        seen.append((problem.kept.indices.tolist(), problem.value))
+        return SiteResult(problem.weight[:, problem.kept.indices])
+
+    needy = coec.Method(spy, needs={"value"})
+    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation=needy, **SETTINGS)
+    written = weights(tmp_path / "out")
+    told = [value for columns, value in seen if len(columns) == 24]
+    assert [value for columns, value in seen if len(columns) == 28] == [None, None]
+    for index, value in enumerate(told):
+        rows = written[f"model.layers.{index}.self_attn.v_proj.weight"].double()
+        heads = rows.reshape(3, 1, 4, tm.HIDDEN).expand(3, 2, 4, tm.HIDDEN)
+        assert torch.equal(value, heads.reshape(24, tm.HIDDEN))
+    assert len(told) == 2
+
+
+def test_attention_is_aligned_and_the_mlp_is_not(dense, tokens, tmp_path):
+    report = coec.prune(dense, tmp_path / "out", calibration=tokens, rounds=2, **SETTINGS)
+    for site in report.sites:
+        assert ("alignment_before" in site) == (site["site"] == "attention")
+    without = coec.prune(dense, tmp_path / "w", calibration=tokens, rounds=2, lambda_a=0.0,
+                         **SETTINGS)  # fmt: skip
+    assert not any("alignment_before" in site for site in without.sites)
+
+
+def test_random_units_differ_between_blocks_and_seeds(dense, tokens, tmp_path):
+    kept = {}
+    for out, seed in {"a": 0, "b": 0, "c": 1}.items():
+        coec.prune(dense, tmp_path / out, calibration=tokens, selection="random", seed=seed,
+                   compensation="none", **SETTINGS)  # fmt: skip
+        kept[out] = load_file(tmp_path / out / "coec/kept.safetensors")
+    assert kept["a"].keys() == {
+        f"layers.{i}.{site}" for i in (0, 1) for site in ("attention", "mlp")
+    }
+    assert all(torch.equal(kept["a"][name], kept["b"][name]) for name in kept["a"])
+    assert not torch.equal(kept["a"]["layers.0.mlp"], kept["c"]["layers.0.mlp"])
+    assert not torch.equal(kept["a"]["layers.0.mlp"], kept["a"]["layers.1.mlp"])
+
+
+def test_both_models_of_a_relabelled_card_are_named(dense, tokens, tmp_path):
+    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation="none", **SETTINGS)
+    card = (tmp_path / "out/README.md").read_text()
+    assert "stored as `mistral` (not llama: hidden size 32 is not a multiple of 6 heads)" in card
+    for loader in ("transformers", "vLLM", "SGLang", "llama.cpp"):
+        assert f"- {loader}: " in card
+
+
+def test_what_belongs_to_the_model_travels_and_nothing_else(dense, tokens, tmp_path):
+    source = tmp_path / "dense"
+    shutil.copytree(dense, source)
+    carried = {"LICENSE": "text", "chat_template.jinja": "{{ x }}", "special_tokens_map.json": "{}"}
+    for name, text in {**carried, "training_args.bin": "x", "notes.md": "x"}.items():
+        (source / name).write_text(text)
+    coec.prune(source, tmp_path / "out", calibration=tokens, compensation="none", **SETTINGS)
+    for name, text in carried.items():
+        assert (tmp_path / "out" / name).read_text() == text
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
+        [*carried, "README.md", "coec.json", "config.json", "generation_config.json",
+         "coec", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    )  # fmt: skip
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """How often each folder is opened, and how many skeletons are built."""
+    counts: dict[str, int] = {}
+    headers, build = dense_module.headers_of, description.AutoModelForCausalLM.from_config
+
+    def read(folder):
+        counts[folder.name] = counts.get(folder.name, 0) + 1
+        return headers(folder)
+
+    def built(*arguments, **options):
+        counts["skeletons"] = counts.get("skeletons", 0) + 1
+        return build(*arguments, **options)
+
+    description._skeleton.cache_clear()
+    monkeypatch.setattr(dense_module, "headers_of", read)
+    monkeypatch.setattr(description.AutoModelForCausalLM, "from_config", built)
+    return counts
+
+
+def test_a_model_is_opened_once_and_built_once_for_each_of_its_forms(
+    dense, tokens, tmp_path, opened
+):
+    out = tmp_path / "out"
+    coec.prune(dense, out, calibration=tokens, **SETTINGS)
+    assert opened == {dense.name: 1, "skeletons": 2}
+    opened.clear()
+    coec.perplexity(out, tokens, baseline=dense, seq_len=32)
+    assert opened == {"out": 1, dense.name: 1}
+    opened.clear()
+    coec.geometry(dense, out)
+    assert opened == {"out": 1, dense.name: 1}
+
+
+def test_sampled_text_needs_no_further_opening(dense, tmp_path, opened):
+    coec.prune(dense, tmp_path / "out", calibration="self", samples=4, seq_len=16,
+               compensation="none")  # fmt: skip
+    assert opened == {dense.name: 1, "skeletons": 2}
+
+
+def test_skeletons_of_one_configuration_are_apart(dense):
+    """They are copies: what a stream does to one is not seen by another."""
+    model = Dense.open(dense)
+    one, two = model.skeleton(torch.float64), model.skeleton(torch.bfloat16)
+    assert next(one.parameters()).dtype == torch.float64
+    assert next(two.parameters()).dtype == torch.bfloat16
+    one.base_model.layers = torch.nn.ModuleList()
+    assert len(two.base_model.layers) == 2
+
+
+def test_no_bit_is_lost_of_float16_beside_bfloat16(tmp_path):
+    """Neither dtype holds the other: what is carried over is the same number in float32."""
+    dense = tm.save(tm.tiny("llama", torch.float32), tmp_path / "model")
+    path = dense / "model.safetensors"
+    weights = {
+        name: tensor.to(torch.float16 if "embed" in name or "layers.0" in name else torch.bfloat16)
+        for name, tensor in load_file(path).items()
+    }
+    save_file(weights, path, {"format": "pt"})
+    report = coec.prune(
+        dense, tmp_path / "out", calibration=tm.token_file(tmp_path / "tokens.npy"), samples=4,
+        seq_len=32, compensation="none",
+    )  # fmt: skip
+    written = load_file(tmp_path / "out/model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(written[name], weights[name].float())
+    assert {tensor.dtype for tensor in written.values()} == {torch.float32}
+    assert "some weights are float16, others bfloat16" in report.plan["notes"][0]

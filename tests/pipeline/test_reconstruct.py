@@ -1,0 +1,363 @@
+"""The pruned model beside the dense one: what is fitted, chosen, refused, and written."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import coec
+import tiny_models as tm
+from coec.errors import CalibrationError, OptionError, UnfinishedError
+from coec.models.dense import Dense
+from coec.pipeline import reconstruct as reconstruction
+from coec.pipeline import write as writing
+from coec.plan.recipe import Recipe
+from coec.reconstruction import Fitted, Step
+
+SETTINGS = {"samples": 24, "seq_len": 32, "forward_dtype": "float64"}
+QUICK = {"reconstruct": 1, "cg_iterations": 3}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return tm.save(tm.tiny("llama"), tmp_path_factory.mktemp("dense") / "model")
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return tm.token_file(tmp_path_factory.mktemp("text") / "tokens.npy")
+
+
+def pruned(dense, out, tokens, **settings):
+    return coec.prune(dense, out, **{**SETTINGS, "calibration": tokens, **settings})
+
+
+@pytest.fixture(scope="module")
+def best(dense, tokens, tmp_path_factory):
+    """A folder of runs by `best`, by the rule for KV groups, and their reports."""
+    root = tmp_path_factory.mktemp("best")
+    return root, {
+        kind: pruned(dense, root / kind, tokens, preset="best", kv_groups=kind, **QUICK)
+        for kind in ("uniform", "all", "held-out")
+    }
+
+
+def hidden(model, ids):
+    """The hidden states behind every layer."""
+    with torch.no_grad():
+        return model(input_ids=ids, output_hidden_states=True).hidden_states
+
+
+def windows(tokens):
+    return torch.from_numpy(np.load(tokens)).long()
+
+
+def far(dense, out, tokens):
+    """How far the pruned model's last hidden states are from the dense model's."""
+    mine, theirs = (hidden(tm.load(folder), windows(tokens))[-2] for folder in (out, dense))
+    return float((mine - theirs).square().sum() / theirs.square().sum())
+
+
+@pytest.mark.slow
+def test_every_part_brings_the_hidden_states_closer(dense, tokens, tmp_path):
+    """Repair, then targets with the carried error, then producers fitted as well."""
+    steps = {
+        "none": {"compensation": "none"},
+        "repaired": {"compensation": "ridge-to-slice"},
+        "propagated": {"compensation": "ridge-to-slice", "propagate": True},
+        "independent": {"compensation": "ridge-to-slice", "reconstruct": 3},
+        "both": {"compensation": "ridge-to-slice", "propagate": True, "reconstruct": 3},
+    }
+    found = {}
+    for name, settings in steps.items():
+        pruned(dense, tmp_path / name, tokens, **settings)
+        found[name] = far(dense, tmp_path / name, tokens)
+    assert found["none"] > found["repaired"] > found["propagated"] > found["both"], found
+    assert found["repaired"] > found["independent"] > found["both"], found
+
+
+def test_nothing_carried_leaves_dense_statistics(dense, tokens, tmp_path):
+    """In the first block both streams are one, and so are targets, kept units and weights."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    pruned(dense, one, tokens, compensation="ridge-to-slice")
+    pruned(dense, other, tokens, compensation="ridge-to-slice", propagate=True)
+    mine, theirs = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    torch.testing.assert_close(mine[name], theirs[name], rtol=1e-6, atol=1e-8)
+    later = "model.layers.1.mlp.down_proj.weight"
+    assert not torch.allclose(mine[later], theirs[later], rtol=1e-3)
+
+
+def test_without_a_step_the_independent_form_is_the_dense_pass(dense, tokens, tmp_path):
+    """Only a final norm is asked for: sites are solved from dense inputs, as ever."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    pruned(dense, one, tokens, compensation="ridge-to-slice")
+    pruned(dense, other, tokens, compensation="ridge-to-slice", final_norm=True)
+    mine, theirs = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    for name in mine:
+        if name != "model.norm.weight":
+            torch.testing.assert_close(mine[name], theirs[name], rtol=1e-7, atol=1e-9)
+
+
+def test_held_out_windows_choose_the_number_of_groups(best):
+    root, reports = best
+    scores = {kind: reports[kind].reconstruction["kl"] for kind in ("uniform", "all")}
+    nearer = min(scores, key=scores.get)  # so brief a fit is what candidates are tried with
+    chosen = reports["held-out"]
+    assert chosen.reconstruction["kv_groups"] == nearer
+    for kind, score in scores.items():
+        assert chosen.reconstruction["candidates"][kind]["kl"] == score
+    one, other = (load_file(root / n / "model.safetensors") for n in (nearer, "held-out"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    parameters = [report.plan["parameters"]["after"] for report in reports.values()]
+    assert max(parameters) - min(parameters) <= 2 * 3 * tm.HIDDEN  # a channel in every block
+    assert reports["all"].plan["widths"]["kv_groups"] == {"before": 4, "after": 4}
+    assert reports["all"].plan["parameters"]["after"] <= parameters[0]
+
+
+def test_the_nearer_candidate_is_made_though_the_other_likes_the_windows(
+    dense, tokens, tmp_path, monkeypatch
+):
+    """Few windows say little about perplexity: the distance from the dense model decides."""
+    facts = {"windows": "held out", "dense": 2.0}
+    found = iter([{**facts, "perplexity": 3.1, "kl": 0.2}, {**facts, "perplexity": 3.0, "kl": 0.3}])
+    monkeypatch.setattr(reconstruction, "_trial", lambda *given: dict(next(found)))
+    report = pruned(dense, tmp_path / "out", tokens, preset="best", **QUICK)
+    assert report.reconstruction["kv_groups"] == "uniform"
+    assert report.reconstruction["candidates"]["all"]["perplexity"] == 3.0
+
+
+def test_the_final_norm_is_kept_where_it_helps(dense, best):
+    root, reports = best
+    tried = reports["uniform"].reconstruction["final_norm"]
+    stored = load_file(root / "uniform" / "model.safetensors")["model.norm.weight"]
+    before = Dense.open(dense).tensor("model.norm.weight")
+    assert tried["taken"] == (tried["with"] < tried["without"])
+    assert torch.equal(stored, before) != tried["taken"]
+
+
+def test_steps_are_taken_back_where_they_harm_held_out_windows(dense, tokens, tmp_path):
+    """With four windows a fit of thousands of numbers learns them by heart."""
+    report = pruned(dense, tmp_path / "out", tokens, samples=4, preset="best", damping=0.0,
+                    kv_groups="uniform", reconstruct=4, cg_iterations=30)  # fmt: skip
+    rows = [row["reconstruction"] for row in report.sites]
+    assert any(step["length"] == 0 for row in rows for step in row["steps"])
+    assert all(row["holdout_after"] <= row["holdout_before"] for row in rows)
+    assert all(row["error_after"] <= row["error_before"] for row in rows)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_an_interrupted_run_goes_on_to_the_same_bytes(
+    dense, tokens, best, after, tmp_path, monkeypatch
+):
+    """Both streams are run again through what is solved."""
+    settings = {"preset": "best", **QUICK}
+    root, reports = best
+    solve, count = reconstruction.SideBySide.solved, [0]
+
+    def interrupted(self, *arguments):
+        if count[0] == after:
+            raise KeyboardInterrupt
+        count[0] += 1
+        return solve(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reconstruction.SideBySide, "solved", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pruned(dense, tmp_path / "out", tokens, **settings)
+    if after:  # otherwise nothing is lost by asking for something else
+        with pytest.raises(UnfinishedError, match="damping"):
+            pruned(dense, tmp_path / "out", tokens, **settings, damping=0.2)
+    report = pruned(dense, tmp_path / "out", tokens, **settings)
+    assert json.dumps(report.reconstruction) == json.dumps(reports["held-out"].reconstruction)
+    for name in ("model.safetensors", "coec/kept.safetensors", "config.json", "README.md"):
+        assert (tmp_path / "out" / name).read_bytes() == (root / "held-out" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"preset": "best", "selection": "rcpu"}, "best means selection = obs, got rcpu"),
+        ({"preset": "best", "propagate": False}, "best means propagate = true, got false"),
+        ({"preset": "best", "reconstruct": 0}, "best reconstructs blocks"),
+        ({"preset": "worst"}, "preset must be one of paper, fast, best, got 'worst'"),
+        ({"propagate": "yes"}, "propagate must be true or false, got 'yes'"),
+        ({"cg_iterations": 5}, "cg_iterations has no effect with reconstruct = 0"),
+        ({"token_weights": "residual"}, "token_weights has no effect with neither"),
+        ({"kv_groups": "held-out"}, "needs windows that are held out: set holdout"),
+        ({"kv_groups": "all", "sparsity": 0.9}, "leaves no intermediate channels"),
+        ({"preset": "best", "compensation": "auto"}, "auto' fits what it chose on the held-out"),
+        ({"preset": "best", "forward_dtype": "float16"}, "overflow in float16: set forward_dtype"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_before_work(
+    settings, said, dense, tokens, tmp_path
+):
+    with pytest.raises(OptionError, match=said):
+        pruned(dense, tmp_path / "out", tokens, **settings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_window_cannot_be_held_out(dense, tokens, tmp_path):
+    with pytest.raises(CalibrationError, match="holdout"):
+        pruned(dense, tmp_path / "out", tokens, preset="best", samples=1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def statistics(dense, tokens, tmp_path_factory):
+    """Without held-out windows."""
+    out = tmp_path_factory.mktemp("statistics") / "statistics"
+    return coec.collect(dense, out, **SETTINGS, calibration=tokens)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"propagate": True}, "propagate"),
+        ({"reconstruct": 1}, "reconstruct"),
+        ({"final_norm": True}, "final_norm"),
+        ({"kv_groups": "held-out"}, "kv_groups"),
+        ({"preset": "best"}, "preset = best"),
+    ],
+)
+def test_statistics_alone_do_not_hold_token_streams(settings, name, dense, statistics, tmp_path):
+    said = f"^{name} runs the pruned model over the text.*leave out the statistics, or {name}$"
+    for call in (
+        lambda: coec.prune(dense, tmp_path / "out", statistics=statistics, **settings),
+        lambda: coec.plan(dense, statistics=statistics, **settings),
+    ):
+        with pytest.raises(OptionError, match=said):
+            call()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_candidate_that_cannot_be_is_left_out_and_named(dense, tokens, tmp_path):
+    report = pruned(dense, tmp_path / "out", tokens, preset="best", sparsity=0.7, **QUICK)
+    assert report.reconstruction["kv_groups"] == "uniform"
+    assert not report.reconstruction["candidates"]
+    assert any("kv_groups = all was not tried: " in note for note in report.plan["notes"])
+
+
+@pytest.mark.parametrize("variant", ["llama", "mistral", "qwen2", "granite", "seed_oss"])
+@pytest.mark.parametrize("settings", [
+    {"preset": "best", "kv_groups": "uniform", "self_samples": 0.0, **QUICK},
+    {"propagate": True},
+    {"propagate": True, "sparsity": 0.03},  # attention keeps everything, and has a target
+])  # fmt: skip
+def test_biases_go_with_targets(variant, settings, tokens, tmp_path):
+    """The format then has biases at other projections too, which nobody computes."""
+    model = tm.save(tm.tiny(variant), tmp_path / "model")
+    pruned(model, tmp_path / "out", tokens, compensation="bias", **settings)
+    state = load_file(tmp_path / "out" / "model.safetensors")
+    assert state["model.layers.1.mlp.down_proj.bias"].abs().max() > 0
+    assert torch.isfinite(tm.logits(tm.load(tmp_path / "out"))).all()
+
+
+def test_going_on_keeps_no_graph_of_what_is_passed(dense, tokens, tmp_path, monkeypatch):
+    """Hidden states of every solved block would stay in memory."""
+    settings = {"preset": "best", "kv_groups": "uniform", **QUICK}
+    solve, seen = reconstruction.SideBySide.solved, []
+
+    def watched(self, block):
+        pair = self._team.pair
+        states = (*pair._above.values(), *pair._below.values())
+        seen.append([state.requires_grad for state in states])
+        if block.index == 1 and len(seen) == 2:
+            raise KeyboardInterrupt
+        return solve(self, block)
+
+    monkeypatch.setattr(reconstruction.SideBySide, "solved", watched)
+    with pytest.raises(KeyboardInterrupt):
+        pruned(dense, tmp_path / "out", tokens, **settings)
+    pruned(dense, tmp_path / "out", tokens, **settings)
+    assert len(seen) == 3
+    assert not any(flag for flags in seen for flag in flags)
+
+
+def test_a_damaged_piece_of_an_ended_candidate_is_made_again(
+    dense, tokens, best, tmp_path, monkeypatch
+):
+    settings = {"preset": "best", **QUICK}
+    with monkeypatch.context() as patch:
+        patch.setattr(writing.Checkpoint, "write", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pruned(dense, tmp_path / "out", tokens, **settings)
+    for path in (tmp_path / "out.partial").rglob("block-00000.safetensors"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    with pytest.warns(RuntimeWarning, match="it is made again"):
+        pruned(dense, tmp_path / "out", tokens, **settings)
+    one, other = (
+        folder / "model.safetensors" for folder in (best[0] / "held-out", tmp_path / "out")
+    )
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_weight_that_the_output_cannot_hold_is_taken_back(dense, tokens, tmp_path, monkeypatch):
+    """As a step that is not finite: the repair before it stands."""
+
+    def huge(problem, held_out, theta, **how):
+        return Fitted({n: p * 1e30 for n, p in theta.items()}, 1.0, None,
+                      [Step(1.0, 0.5, None, 0.1)])  # fmt: skip
+
+    monkeypatch.setattr(reconstruction, "fit", huge)
+    report = pruned(dense, tmp_path / "out", tokens, preset="best", kv_groups="uniform",
+                    dtype="float16", **QUICK)  # fmt: skip
+    assert all("the reconstruction is taken back" in str(row["events"]) for row in report.sites)
+    assert all(row["reconstruction"]["error_after"] == 1.0 for row in report.sites)
+
+
+def test_options_of_the_compensation_win_over_a_preset():
+    for given in ({"ridge": 0.5}, {"options": {"ridge": 0.5}}):
+        assert Recipe.of(preset="best", **given).record()["options"] == {"ridge": 0.5}
+
+
+def test_one_sampled_window_is_refused_before_it_is_sampled(dense, tmp_path, monkeypatch):
+    monkeypatch.setattr(Dense, "network", lambda *given: 1 / 0)
+    with pytest.raises(CalibrationError, match="holdout"):
+        coec.prune(dense, tmp_path / "out", preset="best", calibration="self", samples=1,
+                   seq_len=16)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_preset_can_be_taken_in_parts(dense, tokens, tmp_path):
+    """What `best` sets, given one by one, is `best`."""
+    whole = pruned(dense, tmp_path / "whole", tokens, preset="best", **QUICK)
+    settings = {k: whole.recipe[k] for k in
+                ("selection", "compensation", "propagate", "token_weights", "final_norm",
+                 "kv_groups", "holdout", "sampled", "curvature")}  # fmt: skip
+    pruned(dense, tmp_path / "parts", tokens, **settings, **whole.recipe["options"], **QUICK)
+    one, other = (load_file(tmp_path / n / "model.safetensors") for n in ("whole", "parts"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_an_activation_that_is_not_silu_goes_through_the_same_path(tokens, tmp_path):
+    model = tm.save(tm.tiny("llama", hidden_act="gelu"), tmp_path / "gelu")
+    report = pruned(model, tmp_path / "out", tokens, preset="best", kv_groups="uniform", **QUICK)
+    rows = [row["reconstruction"] for row in report.sites]
+    assert all(row["error_after"] <= row["error_before"] for row in rows)
+    assert any(row["error_after"] < row["error_before"] for row in rows)
+    assert math.isfinite(report.reconstruction["perplexity"])
+
+
+def test_a_factor_on_what_a_part_adds_is_measured(tokens, tmp_path):
+    """Granite has one: a model of small weights times a large factor is the same model."""
+    one = tm.tiny("granite", residual_multiplier=0.25)
+    other = tm.tiny("granite", residual_multiplier=1.0)
+    other.load_state_dict(one.state_dict())
+    with torch.no_grad():
+        for layer in other.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.25)
+            layer.mlp.down_proj.weight.mul_(0.25)
+    logits = []
+    for name, model in {"one": one, "other": other}.items():
+        folder = tm.save(model, tmp_path / name)
+        out = tmp_path / f"{name}-out"
+        pruned(folder, out, tokens, compensation="ridge-to-slice", propagate=True)
+        logits.append(tm.logits(tm.load(out)))
+    torch.testing.assert_close(*logits, rtol=1e-6, atol=1e-8)

@@ -1,0 +1,357 @@
+"""An interrupted run goes on to the bytes of an undisturbed one, and not from anything else.
+
+How a run survives being killed at any moment is in `tests/crash`.
+"""
+
+import functools
+import itertools
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import coec
+import tiny_models as tm
+from coec import devices
+from coec.errors import ModelError, OptionError, UnfinishedError
+from coec.execution.journal import Journal
+from coec.models import dense as module
+from coec.pipeline import prune as pruning
+from coec.pipeline import write as writing
+from coec.types import SiteResult
+
+SETTINGS = {"samples": 24, "seq_len": 32, "rounds": 1}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
+
+
+@pytest.fixture
+def solved(monkeypatch):
+    """The blocks that were solved; `interrupted` ends a run before its second."""
+    blocks, solve = [], pruning.solve_block
+
+    def counted(measured, *rest):
+        blocks.append(measured.block.index)
+        return solve(measured, *rest)
+
+    monkeypatch.setattr(pruning, "solve_block", counted)
+    return blocks
+
+
+def interrupt(monkeypatch, *arguments, **settings):
+    """Prunes until the first block is finished."""
+    solve = pruning.solve_block
+
+    def interrupted(measured, *rest):
+        if measured.block.index:
+            raise KeyboardInterrupt
+        return solve(measured, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pruning, "solve_block", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            coec.prune(*arguments, **settings)
+
+
+def content(folder):
+    """Every file by its path, without times."""
+    found = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    record = json.loads(found.pop("coec.json"))
+    del record["seconds"]
+    for site in record["sites"]:
+        del site["seconds"]
+    return found, record
+
+
+def magnitude(weight, gram):
+    """A selection of the user's own."""
+    return weight.double().square().sum(0)
+
+
+def halve(problem):
+    """A compensation of the user's own, which changes what is kept."""
+    return SiteResult(problem.weight[:, problem.kept.indices] / 2)
+
+
+def scaled(problem, *, factor):
+    return SiteResult(problem.weight[:, problem.kept.indices] * factor)
+
+
+PAIRS = [
+    {"selection": "flap", "compensation": "bias", "holdout": 0.25},
+    {"selection": "wanda-sp", "slices": 2, "lambda_a": 0.0, "dtype": "bfloat16"},
+    {"compensation": "rcpu", "forward_dtype": "float64", "solve_dtype": "float32"},
+    {"compensation": "ridge-to-slice", "sparsity": 0.5, "forward_dtype": "bfloat16"},
+    {"selection": "random", "rotation": "left", "holdout": 0.5, "seed": 3},
+    {"selection": magnitude, "compensation": halve},
+    {"selection": "obs", "compensation": "ridge-to-slice", "holdout": 0.25},
+    {"calibration": "self", "samples": 4, "compensation": "least-squares"},
+    {"calibration": "self", "samples": 4, "holdout": 0.5, "selection": "magnitude"},
+]
+
+
+@pytest.mark.parametrize("options", PAIRS, ids=lambda o: "-".join(map(str, o)))
+def test_going_on_gives_the_same_bytes(options, dense, solved, tmp_path, monkeypatch):
+    if PAIRS.index(options) % 2:
+        monkeypatch.setattr(writing, "MAX_SHARD", "20KB")
+    text = tm.text_file(tmp_path / "text.txt")
+    settings = {"calibration": text} | SETTINGS | options
+    if "compensation" in options:
+        del settings["rounds"]
+    coec.prune(dense, tmp_path / "whole", **settings)
+    solved.clear()
+    interrupt(monkeypatch, dense, tmp_path / "out", **settings)
+    coec.prune(dense, tmp_path / "out", **settings)
+    assert solved == [0, 1]
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt", "whole"]
+
+
+@pytest.fixture
+def begun(dense, solved, tmp_path, monkeypatch):
+    """An unfinished run: its arguments, on a model and a text of the test's own."""
+    model = shutil.copytree(dense, tmp_path / "model")
+    text = tm.text_file(tmp_path / "text.txt")
+    asked = {"calibration": text, "compensation": "none", "samples": 24, "seq_len": 32}
+    interrupt(monkeypatch, model, tmp_path / "out", **asked)
+    return asked
+
+
+def refused(tmp_path, said, **asked):
+    """Nothing is lost, and the run may be thrown away."""
+    partial = tmp_path / "out.partial"
+    before = {path: path.read_bytes() for path in partial.rglob("*") if path.is_file()}
+    with pytest.raises(UnfinishedError, match=f"{said}.*restart=True"):
+        coec.prune(tmp_path / "model", tmp_path / "out", **asked)
+    assert before == {path: path.read_bytes() for path in partial.rglob("*") if path.is_file()}
+    coec.prune(tmp_path / "model", tmp_path / "out", restart=True, **asked)
+    assert not partial.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sparsity": 0.5}, r"sparsity was 0\.3, now 0\.5"),
+        ({"selection": "flap"}, 'selection was "rcpu", now "flap"'),
+        ({"compensation": "least-squares", "ridge": 0.1}, "ridge was null, now 0.1"),
+        ({"samples": 12}, "samples was 24, now 12"),
+        ({"seed": 1}, "seed was 0, now 1"),
+        ({"holdout": 0.5}, r"holdout was 0\.0, now 0\.5"),
+        ({"dtype": "bfloat16"}, 'dtype was "float32", now "bfloat16"'),
+        ({"forward_dtype": "float64"}, 'forward_dtype was "float32", now "float64"'),
+    ],
+)
+def test_other_settings_are_refused(changes, said, begun, tmp_path):
+    refused(tmp_path, said, **(begun | changes))
+
+
+def test_other_text_under_the_same_name_is_refused(begun, tmp_path):
+    (tmp_path / "text.txt").write_text("the mat sat on a cat. " * 200)
+    refused(tmp_path, "calibration was", **begun)
+
+
+def test_the_same_text_under_another_name_goes_on(begun, solved, tmp_path):
+    moved = shutil.move(tmp_path / "text.txt", tmp_path / "moved.txt")
+    coec.prune(tmp_path / "model", tmp_path / "out", **(begun | {"calibration": moved}))
+    assert solved == [0, 1]
+
+
+def test_other_weights_of_the_same_model_are_refused(begun, tmp_path):
+    path = tmp_path / "model/model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, path, {"format": "pt"})
+    refused(tmp_path, "model was", **begun)
+
+
+def test_another_tokenizer_is_refused(begun, tmp_path):
+    """It cuts other windows from the same text."""
+    path = tmp_path / "model/tokenizer.json"
+    path.write_text(path.read_text() + "\n")
+    refused(tmp_path, "tokenizer was", **begun)
+
+
+def test_other_libraries_are_refused(begun, tmp_path, monkeypatch):
+    """Their bits may differ, and a model of both would be of neither."""
+    monkeypatch.setattr(devices.torch, "__version__", "2.0.0")
+    refused(tmp_path, 'torch was ".*", now "2.0.0"', **begun)
+
+
+def test_another_device_is_refused(begun, tmp_path, monkeypatch):
+    computed_by = pruning.computed_by
+    monkeypatch.setattr(pruning, "computed_by", lambda device: computed_by(torch.device("cuda")))
+    refused(tmp_path, 'device was "cpu", now "cuda"', **begun)
+
+
+def test_a_function_with_other_code_is_refused(begun, tmp_path, dense, monkeypatch):
+    asked = {**begun, "selection": magnitude}
+    shutil.rmtree(tmp_path / "out.partial")
+    interrupt(monkeypatch, tmp_path / "model", tmp_path / "out", **asked)
+
+    def other(weight, gram):
+        return weight.double().abs().sum(0)
+
+    other.__name__ = other.__qualname__ = "magnitude"
+    refused(tmp_path, "code was", **(asked | {"selection": other}))
+
+
+def scaled_by(factor):
+    def halve(problem):
+        return SiteResult(problem.weight[:, problem.kept.indices] * factor)
+
+    return halve
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (scaled_by(0.5), scaled_by(0.4), "code was"),
+        (functools.partial(scaled, factor=0.5), functools.partial(scaled, factor=0.4), "code was"),
+        (coec.Method(halve), coec.Method(halve, adds_bias=True), "adds_bias was false, now true"),
+    ],
+)
+def test_a_function_that_does_something_else_is_refused(
+    first, second, said, dense, tmp_path, monkeypatch
+):
+    """Also where its source is the same, and its name."""
+    shutil.copytree(dense, tmp_path / "model")
+    asked = {"calibration": tm.text_file(tmp_path / "text.txt"), "samples": 8, "seq_len": 32}
+    interrupt(monkeypatch, tmp_path / "model", tmp_path / "out", compensation=first, **asked)
+    refused(tmp_path, said, compensation=second, **asked)
+
+
+def test_diagnostics_that_no_report_holds_are_refused(dense, tmp_path):
+    def late(problem):
+        last = problem.weight.shape[1] == 40  # not on the small problem that is tried first
+        diagnostics = {"mine": float("nan") if last else 0.0}
+        return SiteResult(problem.weight[:, problem.kept.indices], None, diagnostics)
+
+    text = tm.text_file(tmp_path / "text.txt")
+    with pytest.raises(OptionError, match="diagnostics for model.layers.0.mlp.*no report holds"):
+        coec.prune(dense, tmp_path / "out", calibration=text, samples=8, seq_len=32,
+                   compensation=late)  # fmt: skip
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_other_threads_are_refused(begun, tmp_path):
+    """They add up in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        refused(tmp_path, f'threads was "{threads}", now "{threads + 1}"', **begun)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_statistics_instead_of_the_same_text_are_no_other_run(begun, solved, tmp_path):
+    """They are the same to the bit, and so is what is made of them."""
+    how = {name: begun[name] for name in ("calibration", "samples", "seq_len")}
+    coec.collect(tmp_path / "model", tmp_path / "statistics", **how)
+    coec.prune(tmp_path / "model", tmp_path / "out", compensation="none",
+               statistics=tmp_path / "statistics")  # fmt: skip
+    assert solved == [0, 1]
+
+
+def test_a_damaged_block_found_late_costs_only_itself(dense, tmp_path, monkeypatch, solved):
+    """Weights are read when their turn comes: what was finished before stays, and is used."""
+    monkeypatch.setattr(module, "SAMPLED", 64)
+    good, out, text = tmp_path / "good", tmp_path / "out", tm.text_file(tmp_path / "text.txt")
+    shutil.copytree(dense, good)
+    whole = coec.prune(good, tmp_path / "whole", calibration=text, **SETTINGS)
+    weights = load_file(good / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    bad = weights[name].flatten().index_fill(0, torch.tensor([5]), float("nan"))
+    save_file(weights | {name: bad.view_as(weights[name])}, good / "model.safetensors")
+    with pytest.raises(ModelError, match=f"{name} .* holds NaN or Inf") as caught:
+        coec.prune(good, out, calibration=text, **SETTINGS)
+    assert "what is finished is kept" in caught.value.__notes__[0]
+    save_file(weights, good / "model.safetensors")
+    solved.clear()
+    report = coec.prune(good, out, calibration=text, **SETTINGS)
+    assert solved == [1]
+    assert report.model_sha256 == whole.model_sha256
+    assert content(out)[0].keys() == content(tmp_path / "whole")[0].keys()
+    assert (out / "model.safetensors").read_bytes() == (
+        tmp_path / "whole/model.safetensors"
+    ).read_bytes()
+
+
+BEGUN = {
+    "prune": ({"compensation": "none"}, 2),
+    "best": (
+        {"preset": "best", "reconstruct": 1, "cg_iterations": 1, "samples": 8, "self_samples": 0},
+        1,
+    ),
+    "self": ({"compensation": "none", "calibration": "self", "samples": 4}, 1),
+    "allocate": ({"compensation": "none", "allocation": "adaptive", "non_uniform": True}, 1),
+    "collect": ({}, 1),
+}
+"""Runs, and after how many pieces they are ended."""
+OTHER = "model.embed_tokens.weight"
+
+
+def changed(model, name):
+    """Changes a weight where the fingerprint does not look; returns what undoes that."""
+    path = model / "model.safetensors"
+    before, weights = path.read_bytes(), load_file(path)
+    weights[name].view(-1)[5] += 0.5
+    save_file(weights, path, {"format": "pt"})
+    return lambda: path.write_bytes(before)
+
+
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [*((run, OTHER) for run in BEGUN), ("prune", "model.norm.weight"), ("self", "lm_head.weight"),
+     ("prune", "model.layers.0.mlp.up_proj.weight"), ("self", "model.layers.0.mlp.up_proj.weight")],
+)  # fmt: skip
+def test_a_model_that_changed_where_nothing_was_sampled_is_not_gone_on_with(
+    run, name, dense, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(module, "SAMPLED", 64)
+    model, out = shutil.copytree(dense, tmp_path / "model"), tmp_path / "out"
+    settings, pieces = BEGUN[run]
+    make = coec.collect if run == "collect" else coec.prune
+    asked = {"calibration": tm.text_file(tmp_path / "text.txt"), "samples": 12, "seq_len": 32}
+    asked |= settings
+    put, count = Journal.put, itertools.count(1)
+
+    def ended(self, *arguments, **facts):
+        put(self, *arguments, **facts)
+        if next(count) == pieces:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Journal, "put", ended)
+    with pytest.raises(KeyboardInterrupt):
+        make(model, out, **asked)
+    undo = changed(model, name)
+    what = r"model\.layers\.0" if "layers" in name else "embedding, final norm or head"
+    with pytest.raises(ModelError, match=rf"was changed .{what}. since it was read by a run that"):
+        make(model, out, **asked)
+    assert not out.exists()
+    undo()
+    make(model, out, **asked)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_statistics_of_a_model_that_changed_where_nothing_was_sampled_are_refused(
+    name, dense, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(module, "SAMPLED", 64)
+    model = shutil.copytree(dense, tmp_path / "model")
+    text = tm.text_file(tmp_path / "text.txt")
+    made = coec.collect(model, tmp_path / "statistics", calibration=text, samples=8, seq_len=32)
+    changed(model, name)
+    with pytest.raises(ModelError, match="was changed .* since its statistics were collected"):
+        coec.prune(model, tmp_path / "out", statistics=made, compensation="none")
+    with pytest.raises(OptionError, match="cannot be merged: the model was changed between"):
+        coec.merge(made, coec.collect(model, tmp_path / "b", calibration=text, samples=8,
+                                      seq_len=32, seed=1), tmp_path / "merged")  # fmt: skip

@@ -1,0 +1,122 @@
+"""Experts that a calibration sends few tokens, or none."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import coec
+import tiny_models as tm
+from coec.models.dense import Dense
+from coec.pipeline.collect import merge
+from coec.pipeline.guard import TRUSTED
+from coec.pipeline.solve import UNSEEN
+from coec.types import KeptSet
+
+FEW = "few tokens: the repair is drawn back towards the slice"
+SETTINGS = {"sparsity": 0.3, "forward_dtype": "float64", "seq_len": 2, "samples": 1, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return tm.save(tm.tiny("mixtral"), tmp_path_factory.mktemp("dense") / "model")
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return tm.token_file(tmp_path_factory.mktemp("text") / "tokens.npy", rows=24, length=2)
+
+
+def of_expert(dense, out, row):
+    """Slice and written weight of an expert, and the columns that it keeps."""
+    model = Dense.open(dense)
+    site = next(one for one in model.layout.sites if one.consumer == row["module"])
+    kept = load_file(out / "coec/kept.safetensors")[site.key]
+    weight = model.tensor(site.weight)
+    columns = site.kept_columns(KeptSet(kept, site.units)).indices
+    return weight, columns, Dense.open(out).tensor(site.weight)
+
+
+@pytest.mark.parametrize("compensation", ["least-squares", "coec", "ridge-to-slice"])
+def test_an_expert_without_tokens_keeps_the_slice_of_its_largest_columns(
+    compensation, dense, tokens, tmp_path
+):
+    report = coec.prune(
+        dense, tmp_path / "out", **SETTINGS, calibration=tokens, compensation=compensation
+    )
+    unseen = [row for row in report.sites if row["site"] == "expert" and not row["tokens"]]
+    assert unseen
+    for row in unseen:
+        assert row["events"] == [UNSEEN]
+        assert (row["error_before"], row["error_after"]) == (None, None)
+        weight, columns, written = of_expert(dense, tmp_path / "out", row)
+        assert torch.equal(written, weight[:, columns])
+        largest = weight.norm(dim=0).topk(len(columns)).indices.sort().values
+        assert torch.equal(columns, largest)
+
+
+def test_with_few_tokens_a_repair_goes_so_far_from_the_slice_as_these_can_tell(
+    dense, tokens, tmp_path, monkeypatch
+):
+    settings = {**SETTINGS, "calibration": tokens, "compensation": "least-squares"}
+    shrunk = coec.prune(dense, tmp_path / "shrunk", **settings)
+    monkeypatch.setattr("coec.pipeline.guard.TRUSTED", 0.0001)
+    plain = coec.prune(dense, tmp_path / "plain", **settings)
+    few = 0
+    for row, other in zip(shrunk.sites, plain.sites, strict=True):
+        if row["site"] != "expert" or not row["tokens"]:
+            continue
+        few += 1
+        assert any(event.startswith(FEW) for event in row["events"])
+        assert not any(event.startswith(FEW) for event in other["events"])
+        weight, columns, written = of_expert(dense, tmp_path / "shrunk", row)
+        whole = of_expert(dense, tmp_path / "plain", other)[2]
+        share = row["tokens"] / (TRUSTED * len(columns))
+        expected = weight[:, columns] + share * (whole - weight[:, columns])
+        torch.testing.assert_close(written, expected, rtol=0, atol=1e-12)
+        assert row["error_before"] > row["error_after"] > other["error_after"]
+    assert few
+
+
+def test_a_method_that_shrinks_of_itself_is_left(dense, tokens, tmp_path, monkeypatch):
+    settings = {**SETTINGS, "calibration": tokens, "compensation": "ridge-to-slice"}
+    report = coec.prune(dense, tmp_path / "one", **settings)
+    events = [e for row in report.sites if row["site"] == "expert" for e in row["events"]]
+    assert not any(event.startswith(FEW) for event in events)
+    monkeypatch.setattr("coec.pipeline.guard.TRUSTED", 0.0001)
+    coec.prune(dense, tmp_path / "other", **settings)
+    one, other = (load_file(tmp_path / out / "model.safetensors") for out in ("one", "other"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_statistics_of_experts_serve_as_the_text_does_and_add_up(dense, tokens, tmp_path):
+    """Some of them of no token, in one of the two collections or in both."""
+    apart = {key: value for key, value in SETTINGS.items() if key != "sparsity"}
+    for seed in (1, 2):
+        coec.collect(dense, tmp_path / f"s{seed}", **{**apart, "seed": seed}, calibration=tokens)
+    text = coec.prune(dense, tmp_path / "a", **SETTINGS, calibration=tokens)
+    saved = coec.prune(dense, tmp_path / "b", sparsity=0.3, statistics=tmp_path / "s1")
+    first, second = ((tmp_path / out / "model.safetensors").read_bytes() for out in "ab")
+    assert first == second
+    assert [row.get("tokens") for row in text.sites] == [row.get("tokens") for row in saved.sites]
+    merge(tmp_path / "s1", tmp_path / "s2", tmp_path / "both")
+    both = coec.prune(dense, tmp_path / "c", sparsity=0.3, statistics=tmp_path / "both")
+    routed = [row["tokens"] for row in both.sites if row["site"] == "expert"]
+    assert sum(routed) == 2 * 2 * 4  # of two blocks: four tokens, each to two experts
+
+
+def test_the_command_says_what_became_of_experts(dense, tokens, tmp_path, run):
+    flags = ["--sparsity", "0.3", "--samples", "2", "--seq-len", "2", "--calibration", tokens]
+    status, dry, _ = run("prune", dense, tmp_path / "out", *flags, "--dry-run")
+    assert status == 0
+    assert "experts keep 32 intermediate channels" in dry
+    status, made, said = run("prune", dense, tmp_path / "out", *flags)
+    assert status == 0
+    assert "expert error" in made
+    assert FEW in said
+    assert "--preset best" not in made  # it is refused for these blocks
+    status, analyzed, _ = run("analyze", dense, tmp_path / "out", "--no-speed", "--json")
+    assert status == 0
+    rows = json.loads(analyzed)["geometry"]["modules"]
+    assert sum(row["site"] == "expert" for row in rows) == 8

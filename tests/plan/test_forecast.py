@@ -1,0 +1,242 @@
+"""What a run will take: phases, memory, disk, and whether it fits."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import coec
+import tiny_models as tm
+from benchmarks.scale import MODELS
+from coec.errors import OptionError
+from coec.execution.output import check_space
+from coec.models.description import Description
+from coec.pipeline.write import space_needed
+from coec.plan import ComputeConfig, FreeMemory, Plan, check_room, close, disk, named, within
+from coec.plan.machines import Machine
+from coec.plan.recipe import Recipe
+from machines import small_machine
+from paper_models import LLAMA_8B
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LARGE = MODELS["Llama-3-70B"]
+SMALL = {"samples": 16, "seq_len": 32}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A configuration alone."""
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(tm.raw_config("llama")))
+    return path
+
+
+def planned(folder, device=CPU, **settings):
+    plan = coec.plan(folder, **{**SMALL, **settings})
+    return plan, how_on(plan, device)
+
+
+def how_on(plan, device):
+    """A GPU is one that is not here."""
+    return ComputeConfig.of(plan, device, machine=named("h100") if device is CUDA else None)
+
+
+def names(folder, **settings):
+    plan, how = planned(folder, **settings)
+    return [phase.name for phase in plan.forecast(how).phases]
+
+
+def test_phases_are_those_of_the_run(folder):
+    assert names(folder) == [
+        "starting", "checking", "reading weights", "loading weights", "calibrating",
+        "solving attention", "solving mlp", "writing",
+    ]  # fmt: skip
+    best = names(folder, preset="best")
+    assert best[:3] == ["starting", "checking", "sampling text"]
+    assert {"trying candidates", "passes", "fitting mlp", "predicting"} <= set(best)
+    assert "allocating" in names(folder, allocation="adaptive", non_uniform=True)
+
+
+def test_every_phase_that_holds_memory_is_one_that_does_something(folder):
+    for settings in ({}, {"preset": "best"}, {"allocation": "error", "non_uniform": True}):
+        plan, how = planned(folder, **settings)
+        forecast = plan.forecast(how)
+        assert {held.phase for held in forecast.held} <= {p.name for p in forecast.phases}
+        assert forecast.peak == (0, max(sum(held.host.values()) for held in forecast.held))
+
+
+def test_a_gpu_holds_what_is_computed_and_the_host_what_waits(folder):
+    plan, how = planned(folder, CUDA)
+    held = {one.phase: one for one in plan.forecast(how).held}
+    assert set(held["calibrating"].host) == {"program", "text", "hidden states"}
+    assert {"forward pass", "statistics"} <= set(held["calibrating"].device)
+    assert "solver" in held["solving mlp"].device
+    assert set(held["writing"].device) == set()
+
+
+def test_times_come_from_a_machine_alone(folder):
+    plan, how = planned(folder)
+    assert plan.forecast(how).seconds == {}
+    forecast = plan.forecast(how, small_machine())
+    assert set(forecast.seconds) == {phase.name for phase in forecast.phases}
+    assert all(one.least < one.typical < one.most for one in forecast.seconds.values())
+    assert forecast.total.typical == pytest.approx(
+        sum(one.typical for one in forecast.seconds.values())
+    )
+    record = forecast.record()
+    assert json.loads(json.dumps(record)) == record
+    assert record["time"]["seconds"] == pytest.approx(forecast.total.typical)
+    assert record["time"]["measured"]
+    sheet = plan.forecast(how, named("h100")).record()["time"]
+    assert not sheet["measured"]
+    surer, less_sure = (one["between"][1] / one["seconds"] for one in (record["time"], sheet))
+    assert less_sure > surer
+
+
+def test_twice_the_text_is_twice_the_dense_pass(folder):
+    counts = {}
+    for samples in (16, 32):
+        plan, how = planned(folder, samples=samples)
+        counts[samples] = plan.forecast(how).record()["operations"]
+    assert counts[32]["calibrating"] == pytest.approx(2 * counts[16]["calibrating"])
+    assert counts[32]["solving mlp"] == counts[16]["solving mlp"]
+
+
+def test_operations_of_the_dense_pass_are_those_of_its_weights(folder):
+    """Twice the weights per token, attention maps, and the statistics."""
+    plan, how = planned(folder)
+    found = plan.forecast(how).record()["operations"]["calibrating"]
+    tokens = 16 * 32
+    weights = sum(
+        shape.numel()
+        for name, shape in plan.model.shapes.items()
+        if "layers" in name and len(shape) == 2
+    )
+    grams = sum(site.columns**2 for site in plan.model.layout.sites)
+    attention = plan.dense.kv_heads * plan.dense.group * plan.dense.head_dim
+    maps = 4 * 32 * attention * plan.dense.layers
+    assert found == pytest.approx(2 * tokens * (weights + grams) + maps * tokens)
+
+
+def test_more_steps_are_more_of_the_fits_alone(folder):
+    few, many = (
+        planned(folder, preset="best", kv_groups="all", reconstruct=steps) for steps in (1, 3)
+    )
+    one, other = (plan.forecast(how).record()["operations"] for plan, how in (few, many))
+    assert other["fitting mlp"] > 2 * one["fitting mlp"]
+    assert other["fitting attention"] == one["fitting attention"]  # one step is enough there
+    assert other["passes"] == one["passes"]
+
+
+def test_autograd_is_part_of_what_a_fit_holds(folder):
+    plan, how = planned(folder, preset="best")
+    held = {one.phase: one for one in plan.forecast(how).held}
+    assert held["fitting mlp"].host["fit"] > 0
+    wide, how_wide = planned(folder, preset="best", samples=128, seq_len=64)
+    more = {one.phase: one for one in wide.forecast(how_wide).held}
+    assert more["fitting mlp"].host["fit"] > 3 * held["fitting mlp"].host["fit"]
+
+
+def test_narrow_dtypes_make_attention_maps_in_a_fit(folder):
+    """They have no difference quotient, and forward mode has no fused attention."""
+    plan = coec.plan(folder, preset="best", samples=128, seq_len=64, forward_dtype="bfloat16")
+    narrow = how_on(plan, CUDA)
+    wide = replace(narrow, forward=torch.float32)
+    fit = [
+        {one.phase: one for one in plan.forecast(how).held}["fitting attention"].device["fit"]
+        for how in (narrow, wide)
+    ]
+    assert fit[0] > fit[1]
+
+
+def test_statistics_that_are_there_need_no_text(folder):
+    plan, how = planned(folder)
+    how = replace(how, measured=True)
+    forecast = plan.forecast(how)
+    [held] = [one for one in forecast.held if one.phase == "solving mlp"]
+    assert not {"text", "hidden states"} & set(held.host)
+    assert "loading weights" not in [phase.name for phase in forecast.phases]
+
+
+def test_the_disk_holds_the_model_about_once(folder, tmp_path):
+    plan, how = planned(folder)
+    output, partial = disk(plan, how.written)
+    assert output == pytest.approx(plan.parameters_after * how.written.itemsize, rel=0.02)
+    assert space_needed(tmp_path / "out", plan, how.written) == output + partial
+    with pytest.raises(coec.CoecError, match="choose a folder on another disk"):
+        check_space(tmp_path / "out", 2**60)
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({}, "set solve_dtype = float32, or device = cpu"),
+        ({"solve_dtype": "float32"}, "set device = cpu"),
+    ],
+)
+def test_a_solve_that_cannot_fit_is_refused_and_told_what_helps(settings, advice):
+    """On a device with room for the least that everything else takes."""
+    model = Description.of(LARGE)
+    plan = Plan.of(model, Recipe.of(**settings))
+    how = how_on(plan, CUDA)
+    least = {one.phase: one.least[0] for one in plan.forecast(how).held}
+    assert max(least, key=lambda phase: least[phase]) == "solving mlp"
+    check_room(plan, how, FreeMemory(least["solving mlp"], None))
+    with pytest.raises(
+        OptionError,
+        match=f"^solving mlp needs .* GB of memory at least, and the device .*: {advice}$",
+    ):
+        check_room(plan, how, FreeMemory(least["solving mlp"] - 1, None))
+
+
+def test_hidden_states_that_do_not_fit_ask_for_fewer_samples(folder):
+    plan, how = planned(folder, samples=10**6)
+    with pytest.raises(OptionError, match="take fewer samples than 1000000, or a seq_len below 32"):
+        check_room(plan, how, FreeMemory(None, 2**30))
+
+
+def test_a_close_fit_is_said_and_not_refused(folder):
+    plan, how = planned(folder)
+    fullest = max(sum(h.host.values()) - h.host["program"] for h in plan.forecast(how).held)
+    room = FreeMemory(None, fullest)
+    check_room(plan, how, room)
+    [line] = close(plan, how, room)
+    assert line.startswith("memory is close: ")
+    assert close(plan, how, FreeMemory(None, 10 * fullest)) == ()
+    assert close(plan, how, FreeMemory(None, None)) == ()
+
+
+def test_a_real_run_is_refused_before_any_work(tmp_path, monkeypatch):
+    model = tm.save(tm.tiny("llama", torch.float32), tmp_path / "model")
+    monkeypatch.setattr(FreeMemory, "of", lambda device: FreeMemory(None, 1))
+    tokens = tm.token_file(tmp_path / "tokens.npy")
+    with pytest.raises(OptionError, match="this machine has 0.0 GB free"):
+        coec.prune(model, tmp_path / "out", calibration=tokens, **SMALL)
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("free", "at_once", "said"),
+    [
+        (24e9, 16, None),  # a card's
+        (48e9, 32, None),
+        (12e9, 1, "^sampling text needs 16.* GB .*: set self_samples = 0, or set device = cpu$"),
+    ],
+)
+def test_so_many_windows_are_sampled_as_a_card_has_room_for(free, at_once, said):
+    plan = Plan.of(Description.of(LLAMA_8B), Recipe.of(preset="best"))
+    card = FreeMemory(int(free), None)
+    how = within(plan, how_on(plan, CUDA), card)
+    assert how.at_once == at_once
+    if said is None:
+        check_room(plan, how, card)
+    else:
+        with pytest.raises(OptionError, match=said):
+            check_room(plan, how, card)
+
+
+def test_data_sheets_refuse_what_their_memory_does_not_hold(folder):
+    plan, how = planned(folder, CUDA)
+    machine: Machine = named("rtx4090")
+    check_room(plan, how, FreeMemory(machine.device_bytes, None))

@@ -1,0 +1,128 @@
+"""Rates of machines: between sizes, of data sheets, measured and kept."""
+
+import json
+
+import pytest
+import torch
+
+from coec.errors import OptionError
+from coec.plan import measuring
+from coec.plan.forecast import readable, spread
+from coec.plan.machines import GPUS, SHARE, Machine, Work, named
+
+
+def machine(**rates):
+    return Machine("m", "cpu", rates)
+
+
+def test_rates_lie_between_those_of_the_nearest_sizes():
+    points = ((10.0, 1e9), (1000.0, 4e9))
+    one = machine(product=points)
+    rates = [one.rate(Work("product", 1.0, size)) for size in (1, 10, 100, 1000, 1e6)]
+    assert rates == pytest.approx([1e9, 1e9, 2e9, 4e9, 4e9])
+
+
+def test_seconds_are_amounts_over_rates_so_many_times():
+    one = machine(product=((1.0, 2e9),), call=((1.0, 1e5),))
+    work = [Work("product", 4e9, 1.0, 3.0, "float64"), Work("call", 1.0, 1.0, 1e5)]
+    assert one.seconds(work) == pytest.approx(7.0)
+
+
+def test_a_dtype_has_rates_of_its_own_where_there_are_some():
+    one = Machine("m", "cpu", {"product": ((1.0, 1.0),), "product float32": ((1.0, 2.0),)})
+    rates = [one.rate(Work("product", 1.0, dtype=dtype)) for dtype in ("float64", "float32")]
+    assert rates == [1.0, 2.0]
+
+
+def test_only_what_is_counted_in_operations_is_one():
+    assert Work("product", 5.0, times=2).operations == 10
+    assert Work("elementwise", 5.0).operations == Work("call", 1.0).operations == 0
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_data_sheet_has_every_rate(name):
+    one = named(name)
+    assert not one.measured
+    assert one.device_bytes == int(GPUS[name].gigabytes * 1e9)
+    for dtype in ("float64", "float32", "bfloat16", "float16"):
+        for kernel in ("product", "attention", "eigh", "svd", "cholesky", "triangular"):
+            assert one.rate(Work(kernel, 1.0, 1e5, dtype=dtype)) > 0
+    for kernel in ("elementwise", "reduce", "call", "digest", "tokenise", "import", "link"):
+        assert one.rate(Work(kernel, 1.0)) > 0
+    large = one.rate(Work("product", 1.0, 1e5, dtype="float32"))
+    assert large == pytest.approx(GPUS[name].float32 * 1e12 * SHARE)
+    half = one.rate(Work("product", 1.0, 1e5, dtype="float16"))
+    assert half == one.rate(Work("product", 1.0, 1e5, dtype="bfloat16"))
+
+
+def test_a_machine_that_nobody_knows_is_refused():
+    with pytest.raises(OptionError, match="unknown machine 'abacus'; known: h100, h200"):
+        named("abacus")
+
+
+def test_rates_are_kept_and_measured_anew_when_asked(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = []
+
+    def measured(device, progress=None):
+        made.append(Machine(f"the {len(made) + 1}th", "cpu", {"product": ((1.0, 2.0),)}))
+        return made[-1]
+
+    monkeypatch.setattr(measuring, "measured", measured)
+    device = torch.device("cpu")
+    first, again = measuring.here(device), measuring.here(device)
+    assert len(made) == 1
+    assert again == first
+    assert again.rates == {"product": ((1.0, 2.0),)}
+    assert measuring.here(device, anew=True).name == "the 2th"
+    assert measuring.here(device).name == "the 2th"
+    [path] = (tmp_path / "coec").iterdir()
+    known = json.loads(path.read_text())
+    assert known["torch"] == torch.__version__
+    assert known["threads"] == torch.get_num_threads()
+    path.write_text("{damaged")
+    assert measuring.here(device).name == "the 3th"
+
+
+def test_other_threads_are_another_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measuring, "measured", lambda device, progress: Machine("m", "cpu", {}))
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        measuring.here(torch.device("cpu"))
+    assert len(list((tmp_path / "coec").iterdir())) == 2
+
+
+def test_where_nothing_can_be_kept_rates_are_still_there(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(measuring, "measured", lambda device, progress: Machine("m", "cpu", {}))
+    assert measuring.here(torch.device("cpu")).name == "m"
+
+
+def test_small_measurements_have_every_rate(monkeypatch):
+    """Of small matrices, so that it takes no ten seconds."""
+    monkeypatch.setattr(measuring, "SIZES", {"cpu": {"product": (4, 8), "decomposed": (4, 8)}})
+    monkeypatch.setattr(measuring, "TENSORS", {"cpu": (2**12, 2**16)})
+    monkeypatch.setattr(measuring, "RUNS", 1)
+    monkeypatch.setattr(measuring.subprocess, "run", _unable)
+    told = []
+    found = measuring.measured(torch.device("cpu"), lambda *step: told.append(step))
+    kinds = {name.partition(" ")[0] for name in found.rates}
+    assert kinds == {
+        "product", "attention", "eigh", "svd", "cholesky", "triangular", "elementwise", "reduce",
+        "call", "tokenise", "digest", "import",
+    }  # fmt: skip
+    assert all(rate > 0 for points in found.rates.values() for _, rate in points)
+    assert told[-1] == ("measuring", 5, 5)
+    assert found.measured
+
+
+def _unable(*args, **kwargs):
+    raise OSError("no processes here")
+
+
+def test_durations_are_shown_with_what_they_may_lie_between():
+    assert spread(720.0, 480.0, 1080.0) == "12 min (8.0–18)"
+    assert spread(3.4, 2.0, 7.0) == "3.4 s (2.0–7.0)"
+    assert readable(90.0) == "1.5 min"

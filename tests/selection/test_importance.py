@@ -1,0 +1,83 @@
+"""What units are worth beside those of other sites."""
+
+import itertools
+
+import pytest
+import torch
+
+import problems
+from coec.selection import error_saved, standardised
+from coec.selection.importance import _rising
+from coec.types import Gram
+
+
+def gram(d=12, kind="power law"):
+    return problems.gram(kind, d)
+
+
+@pytest.mark.parametrize("units", [12, 4])
+def test_scores_are_standardised_as_flap_does(units):
+    W, G = problems.weight(5, 12), gram()
+    found = standardised(W, G, units)
+    scores = (W.square().sum(dim=0) * G.variance).reshape(units, -1).sum(dim=1)
+    expected = (scores - scores.mean()) / scores.std()
+    torch.testing.assert_close(found, expected.sort(descending=True).values)
+    torch.testing.assert_close(standardised(3 * W, G, units), found)
+
+
+def test_scores_that_do_not_differ_are_worth_nothing():
+    same = Gram(torch.eye(4).double(), torch.zeros(4).double(), 5)
+    assert standardised(torch.ones(3, 4).double(), same, 4).tolist() == [0.0] * 4
+    assert standardised(torch.ones(3, 4).double(), same, 1).tolist() == [0.0]
+
+
+def test_independent_channels_are_worth_their_energy():
+    """Nothing can be refitted: a channel's worth is ‖W_j‖² E[x_j²], over that of those that go."""
+    energies = torch.tensor([4.0, 1.0, 9.0, 2.0], dtype=torch.float64)
+    G = Gram(torch.diag(10 * energies), torch.zeros(4).double(), 10)
+    found = error_saved(torch.eye(4).double(), G, 4, 2)
+    assert found[0] == torch.inf
+    expected = torch.tensor([4.0, 2.0, 1.0], dtype=torch.float64) / 3
+    torch.testing.assert_close(found[1:], expected, rtol=1e-2, atol=0)  # but for the ridge
+
+
+@pytest.mark.parametrize("units", [12, 4])
+def test_neither_units_of_measure_nor_tokens_matter(units):
+    W, G = problems.weight(5, 12), gram()
+    found = error_saved(W, G, units, 1)
+    twice = Gram(2 * G.xx, 2 * G.x, 2 * G.tokens)
+    torch.testing.assert_close(error_saved(7 * W, twice, units, 1), found)
+    assert torch.isfinite(found[1:]).all()
+    assert (found[1:-1] >= found[2:]).all()
+    assert float(found[1:].sum()) == pytest.approx(1)
+
+
+def test_a_copy_is_worth_nothing():
+    X = problems.inputs("white", 6)
+    X = torch.cat([X, X[:1]])
+    found = error_saved(problems.weight(5, 7), Gram(X @ X.T, X.sum(dim=1), X.shape[1]), 7, 4)
+    assert found[-1] < 1e-2 < found[-2]
+
+
+def test_a_consumer_of_zeros_and_a_single_unit():
+    assert error_saved(torch.zeros(3, 4).double(), gram(4), 4, 2).tolist() == [torch.inf, 0, 0, 0]
+    assert error_saved(problems.weight(3, 4), gram(4), 1, 1).tolist() == [torch.inf]
+
+
+def test_what_costs_anything_beyond_what_costs_nothing_is_never_to_go():
+    """Two columns without weight: removing them costs nothing, and everything else is over that."""
+    weight = torch.tensor([[0.0, 2.0, 0.0, 1.0]], dtype=torch.float64)
+    G = Gram(torch.eye(4).double(), torch.zeros(4).double(), 10)
+    assert error_saved(weight, G, 4, 2).tolist() == [torch.inf, torch.inf, 0.0, 0.0]
+    assert error_saved(weight, G, 4, 4).tolist() == [torch.inf, torch.inf, 0.0, 0.0]
+    assert error_saved(weight, G, 4, 1)[1:].tolist() == pytest.approx([1.0, 0.0, 0.0])
+
+
+def test_the_path_is_replaced_by_its_convex_hull():
+    costs = [3.0, 1.0, 2.0, 5.0, 4.0, 6.0]
+    slopes = _rising(costs)
+    assert slopes == [2.0, 2.0, 2.0, 4.5, 4.5, 6.0]
+    sums = list(itertools.accumulate(costs, initial=0.0))
+    hull = list(itertools.accumulate(slopes, initial=0.0))
+    assert hull[-1] == pytest.approx(sums[-1])
+    assert all(low <= high + 1e-12 for low, high in zip(hull, sums, strict=True))

@@ -1,0 +1,134 @@
+"""Text of the model's own."""
+
+import pytest
+import torch
+
+import tiny_models as tm
+from coec.calibration.tokens import load_tokenizer
+from coec.errors import CalibrationError, ModelError
+from coec.models.description import Description
+from coec.streaming.self_text import sample_from_model, window_bytes, windows_at_once
+from paper_models import LLAMA_8B
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tm.tiny("llama", torch.float32)
+
+
+def draw(model, seed=0, tokenizer=None, samples=40):
+    return sample_from_model(model, tokenizer, samples=samples, seq_len=12, seed=seed)
+
+
+def test_the_seed_decides_the_text(model):
+    assert torch.equal(draw(model).ids, draw(model).ids)
+    assert not torch.equal(draw(model).ids, draw(model, seed=1).ids)
+
+
+@pytest.mark.parametrize("at_once", [1, 8, 16])
+def test_windows_do_not_depend_on_how_many_are_sampled_at_once(model, at_once):
+    """Also those of the second group, of 8, that follows the first 32."""
+    some = sample_from_model(model, None, samples=40, seq_len=12, seed=0, at_once=at_once)
+    assert torch.equal(some.ids, draw(model).ids)
+
+
+def test_tokens_are_those_that_multinomial_draws(model):
+    """As transformers samples a batch of 32; twice as many take the random numbers further."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        expected = [
+            model.generate(
+                prompt := torch.randint(tm.VOCABULARY, (32, 1)), do_sample=True, top_k=0,
+                attention_mask=torch.ones_like(prompt), max_new_tokens=11, suppress_tokens=[1],
+            )
+            for _ in range(2)
+        ]  # fmt: skip
+    assert torch.equal(draw(model, samples=64).ids, torch.cat(expected))
+
+
+def test_so_many_are_sampled_at_once_as_fit():
+    size = window_bytes(Description.of(LLAMA_8B).shape, 128256, 2048, 2)
+    assert 2**28 < size < 1.3 * 2**28  # keys and values of 131 kB for a token
+    free = 24 * 10**9 - 2 * 8_030_261_248
+    counts = [windows_at_once(one, size) for one in (None, 2**36, free, 10**9, 0)]
+    assert counts == [32, 32, 16, 2, 1]
+
+
+def test_logits_that_are_not_finite_are_one_line():
+    broken = tm.tiny("llama", torch.float32)
+    with torch.no_grad():
+        broken.lm_head.weight.fill_(torch.inf)
+    with pytest.raises(CalibrationError, match="logits are not finite.*forward_dtype=NAME"):
+        draw(broken)
+
+
+def test_every_window_is_full_and_never_ends(model):
+    windows = draw(model)
+    assert windows.ids.shape == (40, 12)
+    assert not (windows.ids == model.config.eos_token_id).any()
+    assert windows.source == "self (seed 0)"
+
+
+def test_the_global_random_state_is_left_alone(model):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    draw(model)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_windows_start_with_what_the_tokenizer_starts_with(shared, tmp_path):
+    folder = tm.readable(shared / "models/stories260K", tmp_path / "model")
+    model, tokenizer = tm.load(folder), load_tokenizer(folder)
+    windows = draw(model, tokenizer=tokenizer, samples=4)
+    assert (windows.ids[:, 0] == tokenizer.bos_token_id).all()
+    assert windows.special_tokens == 1
+
+
+def test_equal_logits_give_every_token_but_the_end():
+    flat = tm.tiny("llama", torch.float32)
+    with torch.no_grad():
+        flat.lm_head.weight.zero_()
+    windows = draw(flat, samples=200)
+    counts = windows.ids[:, 1:].flatten().bincount(minlength=tm.VOCABULARY).float()
+    assert counts[1] == 0
+    others = counts[torch.arange(tm.VOCABULARY) != 1]
+    assert int((others > 0).sum()) > 290  # 2,200 draws: nothing is cut off the distribution
+    assert float(others.max()) < 25
+
+
+def test_the_models_generation_settings_do_not_apply():
+    """Chat models end with several tokens and carry penalties; neither belongs in the text."""
+    plain, chatty = tm.tiny("llama", torch.float32), tm.tiny("llama", torch.float32)
+    own = chatty.generation_config
+    own.repetition_penalty, own.min_p, own.no_repeat_ngram_size = 5.0, 0.5, 2
+    own.temperature, own.max_length = 0.1, 4
+    assert torch.equal(draw(chatty).ids, draw(plain).ids)
+    assert chatty.generation_config is own
+
+
+def test_no_end_token_of_the_generation_settings_is_drawn(model):
+    ends = tm.tiny("llama", torch.float32)
+    ends.generation_config.eos_token_id = list(range(1, 150))
+    windows = draw(ends)
+    assert windows.ids.shape == (40, 12)
+    assert (windows.ids[:, 1:] >= 150).logical_or(windows.ids[:, 1:] == 0).all()
+    assert (draw(model).ids[:, 1:] < 150).any()
+
+
+@pytest.mark.parametrize(
+    ("start", "error", "match"),
+    [
+        ([300], ModelError, r"starts a text with the tokens \[300\]"),
+        ([0, 1], CalibrationError, "windows of 2 tokens hold nothing but the 2"),
+        (["x"], ModelError, "the tokenizer of '.*' fails on a text"),
+    ],
+)
+def test_a_start_that_fits_neither_model_nor_windows(
+    start, error, match, model, tmp_path, monkeypatch
+):
+    tm.write_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    monkeypatch.setattr(type(tokenizer), "__call__", lambda *_, **__: {"input_ids": start})
+    with pytest.raises(error, match=match):
+        sample_from_model(model, tokenizer, samples=1, seq_len=2, seed=0)
