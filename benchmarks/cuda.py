@@ -26,7 +26,7 @@ from benchmarks import device_paths, record
 from benchmarks.instances import synthetic
 from benchmarks.meter import Meter, Rates, product_rates
 from benchmarks.operations import MODELS, Site
-from coec.plan.forecast import readable
+from coec.planning.forecast import readable
 
 
 def main(arguments: list[str] | None = None) -> None:

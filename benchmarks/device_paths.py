@@ -16,7 +16,7 @@ from benchmarks import elimination, reconstruction, record
 from benchmarks.instances import Instance, synthetic
 from benchmarks.operations import MODELS, Site
 from coec.devices import choose_solve_dtype, double_rate
-from coec.plan import operations
+from coec.planning import operations
 from coec.reconstruction.least_squares import Parameters
 from coec.selection.elimination import removal_order
 from coec.types import Gram, GramSum, KeptSet

@@ -21,7 +21,7 @@ from benchmarks import record
 from benchmarks.meter import Counter
 from benchmarks.operations import Site
 from coec.linalg.spd import regularized_inverse
-from coec.plan import operations
+from coec.planning import operations
 from coec.selection.elimination import PANEL, removal_order
 
 INVERSE = "coec.selection.elimination.regularized_inverse"

@@ -24,7 +24,7 @@ import coec
 from benchmarks import record
 from benchmarks.instances import SHARED, TRAINED
 from coec.calibration.tokens import load_tokenizer, read_stream, sample_windows
-from coec.plan.forecast import readable
+from coec.planning.forecast import readable
 
 QWEN = "qwen2.5-0.5b"
 QWEN_LAYERS = 24

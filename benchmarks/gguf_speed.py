@@ -31,8 +31,8 @@ from benchmarks import record
 from benchmarks.gguf_tables import ANALYZE, FFN, KV_HEADS, NEW, PROMPT, described
 from coec.evaluation.speed import Rates, Workload
 from coec.models.description import Description
-from coec.plan import Plan
-from coec.plan.recipe import Recipe
+from coec.planning import Plan
+from coec.planning.recipe import Recipe
 
 HIDDEN, LAYERS, GROUP, HEAD_DIM, VOCABULARY = 768, 12, 2, 64, 32_000
 K_QUANTS = "Q4_K_M"

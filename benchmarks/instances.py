@@ -102,8 +102,8 @@ def sites(shared: Path, model: str = TRAINED, *, sparsity: float = 0.3) -> Itera
     from coec.calibration.tokens import load_tokenizer, read_stream, sample_windows
     from coec.models.dense import Dense
     from coec.models.surgery import value_rows
-    from coec.plan import Plan
-    from coec.plan.recipe import Recipe
+    from coec.planning import Plan
+    from coec.planning.recipe import Recipe
     from coec.selection import keep_highest, unit_scores
     from coec.streaming.dense_stream import DenseStream
 

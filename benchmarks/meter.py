@@ -18,7 +18,7 @@ from coec.compensation.descent import RightSolver
 from coec.compensation.frame import Frame, Target
 from coec.compensation.objective import Reconstruction
 from coec.linalg.products import rounded_products
-from coec.plan import operations
+from coec.planning import operations
 
 PHASES = {
     "tempering": (Reconstruction, "tempered"),

@@ -2,15 +2,15 @@
 
     python -m benchmarks.operations [--model Llama-3.1-70B] [--rounds 2] [--steps 30]
 
-The counts are those of `coec.plan.operations`, which plans are made of. A floor is operations
+The counts are those of `coec.planning.operations`, which plans are made of. A floor is operations
 divided by the measured rate of a matrix product: no phase can be faster without doing less.
 """
 
 import argparse
 from dataclasses import dataclass
 
-from coec.plan import operations
-from coec.plan.forecast import readable
+from coec.planning import operations
+from coec.planning.forecast import readable
 
 DATA_SHEET = {
     "H100 or H200 SXM, data sheet": {

@@ -27,9 +27,9 @@ import transformers
 import coec
 from benchmarks import record
 from benchmarks.instances import SHARED
-from coec.plan import ComputeConfig, measuring
-from coec.plan.forecast import Forecast
-from coec.plan.machines import Machine
+from coec.planning import ComputeConfig, measuring
+from coec.planning.forecast import Forecast
+from coec.planning.machines import Machine
 from coec.settings import PRESETS
 
 TRAINED = {

@@ -18,9 +18,9 @@ import torch
 import coec
 from benchmarks import record
 from coec.models.description import Description
-from coec.plan import ComputeConfig, Forecast, Plan, named
-from coec.plan.forecast import readable
-from coec.plan.phases import Phase
+from coec.planning import ComputeConfig, Forecast, Plan, named
+from coec.planning.forecast import readable
+from coec.planning.phases import Phase
 
 COMMON = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",

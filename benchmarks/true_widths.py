@@ -29,9 +29,9 @@ from benchmarks.instances import Instance, synthetic
 from benchmarks.meter import Meter, product_rates
 from benchmarks.operations import MODELS, Site
 from coec.linalg import conjugate as solver
-from coec.plan import measuring, operations, solves
-from coec.plan.forecast import readable
-from coec.plan.machines import Machine
+from coec.planning import measuring, operations, solves
+from coec.planning.forecast import readable
+from coec.planning.machines import Machine
 from coec.settings.options import CoecOptions
 from coec.types import Gram, KeptSet
 

@@ -139,7 +139,7 @@ def _known_machine(tmp_path_factory):
 
     Programs that tests start find them too, where they compute as this process does.
     """
-    from coec.plan import measuring
+    from coec.planning import measuring
 
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:

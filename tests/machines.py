@@ -1,6 +1,6 @@
 """A machine whose rates are known."""
 
-from coec.plan.machines import Machine
+from coec.planning.machines import Machine
 
 
 def small_machine():

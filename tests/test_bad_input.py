@@ -19,7 +19,7 @@ from coec.execution import output as output_module
 from coec.models.raw_checkpoint import RawCheckpoint
 from coec.pipeline import prune as pruning
 from coec.pipeline import write as writing
-from coec.plan.recipe import Recipe
+from coec.planning.recipe import Recipe
 
 
 @pytest.fixture(scope="module")

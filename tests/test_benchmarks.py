@@ -17,8 +17,8 @@ from benchmarks.peers import BORROWED, OURS, PEERS, SOLVERS, Eliminated, OutOfTi
 from coec.linalg import conjugate as conjugate_module
 from coec.linalg.conjugate import conjugate
 from coec.linalg.spd import regularized_inverse
-from coec.plan import operations
-from coec.plan.machines import named
+from coec.planning import operations
+from coec.planning.machines import named
 from coec.selection import elimination as elimination_module
 from coec.selection.elimination import removal_order
 

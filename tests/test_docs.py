@@ -12,7 +12,7 @@ from coec.cli.commands import app
 from coec.compensation import COMPENSATIONS
 from coec.models import loaders
 from coec.models.architectures import ARCHITECTURES
-from coec.plan.recipe import Recipe
+from coec.planning.recipe import Recipe
 from coec.selection import SELECTIONS
 from coec.settings import OPTIONS, TABLE
 

@@ -14,7 +14,7 @@ import coec
 import tiny_models as tm
 from coec.cli import main
 from coec.errors import CalibrationError, CoecError, OptionError
-from coec.plan.recipe import Recipe
+from coec.planning.recipe import Recipe
 
 
 @pytest.fixture(scope="module")

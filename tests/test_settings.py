@@ -18,7 +18,7 @@ from coec import settings
 from coec.compensation import COMPENSATIONS
 from coec.devices import DTYPES
 from coec.errors import OptionError
-from coec.plan.recipe import Recipe
+from coec.planning.recipe import Recipe
 from coec.selection import SELECTIONS
 from coec.settings import Calibration, CoecOptions, Pruning, RidgeOptions, Runtime
 from coec.settings.document import document
@@ -47,7 +47,7 @@ before = "torch" in sys.modules
 from coec.cli.prune import prune_command
 from coec.experiments.grid import Grid
 from coec.experiments.rows import OPTION_KINDS, RECIPE_KINDS
-from coec.plan.recipe import Recipe
+from coec.planning.recipe import Recipe
 recipe = Recipe.of(extra_turns=5, extra_text="yes")
 flags = inspect.signature(prune_command).parameters
 grid = Grid.read(sys.argv[1])

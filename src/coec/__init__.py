@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from coec.pipeline.compensate import compensate_pruned, infer_kept
     from coec.pipeline.prune import plan, prune
     from coec.pipeline.report import Report
-    from coec.plan import Plan
-    from coec.plan.recipe import Recipe
+    from coec.planning import Plan
+    from coec.planning.recipe import Recipe
     from coec.streaming.statistics import Statistics
     from coec.types import Gram, KeptSet, SiteProblem, SiteResult
     from coec.types import SiteResult as Compensation
@@ -64,8 +64,8 @@ _LAZY = {
     "Gram": "coec.types",
     "KeptSet": "coec.types",
     "Method": "coec.compensation",
-    "Plan": "coec.plan",
-    "Recipe": "coec.plan.recipe",
+    "Plan": "coec.planning",
+    "Recipe": "coec.planning.recipe",
     "Report": "coec.pipeline.report",
     "SiteProblem": "coec.types",
     "SiteResult": "coec.types",

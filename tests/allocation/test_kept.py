@@ -16,7 +16,7 @@ from coec.errors import OptionError, UnfinishedError
 from coec.experiments.grid import expand
 from coec.experiments.sweep import sweep
 from coec.pipeline import solve as solving
-from coec.plan.recipe import Recipe
+from coec.planning.recipe import Recipe
 
 SETTINGS = {"samples": 24, "seq_len": 32, "rounds": 1}
 BRIEF = {"preset": "best", "reconstruct": 1, "cg_iterations": 2, "self_samples": 0.0}

@@ -10,8 +10,8 @@ import tiny_models as tm
 from coec.errors import OptionError
 from coec.models.description import Description
 from coec.models.fallbacks import fallbacks
-from coec.plan import Plan
-from coec.plan.recipe import Recipe
+from coec.planning import Plan
+from coec.planning.recipe import Recipe
 from paper_models import LLAMA_8B, LLAMA_70B, QWEN_7B
 
 

@@ -10,7 +10,7 @@ import coec
 import problems
 from coec.compensation import COMPENSATIONS
 from coec.errors import NumericalError, OptionError
-from coec.plan.recipe import Recipe
+from coec.planning.recipe import Recipe
 from coec.types import KeptSet, SiteProblem, SiteResult
 
 

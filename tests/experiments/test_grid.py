@@ -9,7 +9,7 @@ from coec.cli.sweep import READY as NAMED_IN_HELP
 from coec.compensation import COMPENSATIONS
 from coec.errors import OptionError
 from coec.experiments.grid import NEWER, READY, Evaluation, expand
-from coec.plan.recipe import Recipe
+from coec.planning.recipe import Recipe
 
 
 def write(folder, text, name="mine"):

@@ -39,7 +39,7 @@ from coec.experiments.grid import expand
 from coec.experiments.publications import ready_published
 from coec.experiments.reporting.report import write_report
 from coec.experiments.store import Store
-from coec.plan.recipe import Recipe, read_settings
+from coec.planning.recipe import Recipe, read_settings
 
 MEMORY = 12 * 2**30
 """Address space of the worker: what asks for absurd sizes fails, and does not drown the machine."""

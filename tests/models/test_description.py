@@ -14,8 +14,8 @@ import tiny_models as tm
 from coec.errors import ModelError, OptionError
 from coec.models.description import Description, find_model, read_config, skeleton
 from coec.models.shape import Shape
-from coec.plan import Plan
-from coec.plan.recipe import Recipe
+from coec.planning import Plan
+from coec.planning.recipe import Recipe
 
 
 def test_a_tied_head_is_no_tensor_of_its_own():

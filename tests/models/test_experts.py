@@ -10,8 +10,8 @@ from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.experts import routed_inputs, stacked, stored_shapes
-from coec.plan import Plan
-from coec.plan.recipe import Recipe
+from coec.planning import Plan
+from coec.planning.recipe import Recipe
 
 EXPERTS = [name for name, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].blocks.experts]
 

@@ -12,8 +12,8 @@ from coec.models.description import Description, read_config
 from coec.models.formats import choose_format
 from coec.models.loaders import ANY, FINDINGS, LOADERS, TARGETS, YES, Stored, slides, verdict
 from coec.models.shape import Shape
-from coec.plan import Plan
-from coec.plan.recipe import Recipe
+from coec.planning import Plan
+from coec.planning.recipe import Recipe
 from paper_models import LLAMA_70B, QWEN_7B
 
 

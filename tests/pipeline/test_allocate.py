@@ -17,7 +17,7 @@ from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.shape import Shape
 from coec.pipeline import allocate as allocating
-from coec.plan import ComputeConfig
+from coec.planning import ComputeConfig
 from coec.streaming.sensitivity import Repaired, Sensitivity
 
 SETTINGS = {"samples": 12, "seq_len": 32, "selection": "obs", "compensation": "ridge-to-slice"}

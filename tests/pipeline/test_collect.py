@@ -19,7 +19,7 @@ from coec.models.dense import Dense
 from coec.models.files import sha256
 from coec.pipeline import collect as collecting
 from coec.pipeline import prune as pruning
-from coec.plan.recipe import Recipe
+from coec.planning.recipe import Recipe
 from coec.streaming.statistics import Statistics
 from coec.types import Gram
 

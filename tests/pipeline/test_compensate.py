@@ -13,7 +13,7 @@ from coec.allocation.kept import KEPT, KeptUnits
 from coec.errors import ModelError, OptionError, OutputError
 from coec.models.raw_checkpoint import RawCheckpoint
 from coec.pipeline import compensate as compensating
-from coec.plan.recipe import Recipe
+from coec.planning.recipe import Recipe
 
 SETTINGS = {"samples": 24, "seq_len": 32}
 HOW = {**SETTINGS, "compensation": "ridge-to-slice"}

@@ -21,7 +21,7 @@ from coec.models import description
 from coec.models.dense import Dense
 from coec.pipeline import prune as pruning
 from coec.pipeline import write as writing
-from coec.plan.recipe import Recipe
+from coec.planning.recipe import Recipe
 from coec.types import SiteResult
 from oracles import greedy_elimination
 

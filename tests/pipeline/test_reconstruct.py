@@ -14,7 +14,7 @@ from coec.errors import CalibrationError, OptionError, UnfinishedError
 from coec.models.dense import Dense
 from coec.pipeline import reconstruct as reconstruction
 from coec.pipeline import write as writing
-from coec.plan.recipe import Recipe
+from coec.planning.recipe import Recipe
 from coec.reconstruction import Fitted, Step
 
 SETTINGS = {"samples": 24, "seq_len": 32, "forward_dtype": "float64"}

@@ -8,7 +8,7 @@ import tiny_models as tm
 from coec.calibration.tokens import Windows, hold_out
 from coec.errors import CalibrationError, OptionError
 from coec.models.dense import Dense
-from coec.plan import ComputeConfig
+from coec.planning import ComputeConfig
 from coec.settings import Calibration, Runtime
 from coec.streaming.measure import DensePass
 from coec.streaming.windows import window_maker

@@ -54,7 +54,7 @@ def collect_command(
         raise typer.BadParameter(f"--{asked[0].replace('_', '-')} has no effect with --merge")
     quieten()
     from coec.pipeline import collect as collecting
-    from coec.plan.recipe import Recipe, read_settings
+    from coec.planning.recipe import Recipe, read_settings
 
     with showing_progress(quiet) as advance:
         if merged is not None:

@@ -59,7 +59,7 @@ def compensate_command(
     quieten()
     from coec.pipeline import compensate as compensating
     from coec.pipeline import prune as pruning
-    from coec.plan.recipe import Recipe, read_settings
+    from coec.planning.recipe import Recipe, read_settings
 
     chosen = (read_settings(config) if config else {}) | given(flags)
     chosen["trust_remote_code"] = trust_remote_code

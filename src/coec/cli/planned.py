@@ -11,8 +11,8 @@ from coec.cli.common import results, setting, switch
 from coec.cli.progress import showing_progress
 
 if TYPE_CHECKING:
-    from coec.plan import Forecast, Plan
-    from coec.plan.machines import Machine
+    from coec.planning import Forecast, Plan
+    from coec.planning.machines import Machine
 
 OfMachine = Annotated[
     str | None,
@@ -60,7 +60,7 @@ def show_plan(plan: "Plan", model: str, out: Path | None, asked: Asked) -> None:
     import torch
 
     from coec.devices import choose_device
-    from coec.plan import ComputeConfig, FreeMemory, check_room, close, named, within
+    from coec.planning import ComputeConfig, FreeMemory, check_room, close, named, within
 
     close_to: tuple[str, ...] = ()
     if asked.machine is not None:
@@ -94,7 +94,7 @@ def show_plan(plan: "Plan", model: str, out: Path | None, asked: Asked) -> None:
 
 
 def _here(device: Any, asked: Asked) -> "Machine":
-    from coec.plan import measuring
+    from coec.planning import measuring
 
     with showing_progress(asked.quiet) as advance:
         return measuring.here(device, anew=asked.measure, progress=advance)

@@ -68,7 +68,7 @@ def prune_command(
     quieten()
     from coec.execution.output import is_url
     from coec.pipeline import prune as pruning
-    from coec.plan.recipe import read_settings
+    from coec.planning.recipe import read_settings
 
     chosen = (read_settings(config) if config else {}) | given(flags)
     chosen["trust_remote_code"] = trust_remote_code

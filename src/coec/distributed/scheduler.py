@@ -11,7 +11,7 @@ from coec.distributed.shares import DistributedPass, PendingBlock
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.pipeline.solve import Solved, SolvedBlock, solve_block
-from coec.plan import Plan
+from coec.planning import Plan
 from coec.streaming.dense_stream import Measured, Sums
 
 

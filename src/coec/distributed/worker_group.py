@@ -19,7 +19,7 @@ from coec.distributed.cluster import LOOK_S, PATIENCE_S, Cluster, LostError, Sho
 from coec.distributed.shares import DistributedPass
 from coec.models.dense import Dense
 from coec.pipeline.solve import SolvedBlock
-from coec.plan import Plan
+from coec.planning import Plan
 from coec.streaming.dense_stream import batch_size
 from coec.streaming.measure import DensePass, Source
 from coec.streaming.two_streams import Given, Seen, TwoStreams, given_of

@@ -11,8 +11,8 @@ from coec.errors import OptionError
 from coec.evaluation.network import check_dtype
 from coec.models.description import Description
 from coec.models.shape import Shape
-from coec.plan import Plan
-from coec.plan.recipe import Recipe
+from coec.planning import Plan
+from coec.planning.recipe import Recipe
 
 DEFAULT_SPARSITY = 0.3
 

@@ -24,7 +24,7 @@ from coec.experiments.rows import Row, read, write
 from coec.models.dense import Dense
 from coec.pipeline.prune import prune
 from coec.pipeline.report import Report
-from coec.plan.recipe import Recipe
+from coec.planning.recipe import Recipe
 from coec.settings import Calibration
 
 SITE_FIELDS = (

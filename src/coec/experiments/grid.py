@@ -24,7 +24,7 @@ from coec.experiments.declarations import (
     items,
 )
 from coec.experiments.publications import PUBLISHED, Publication, publication
-from coec.plan.recipe import APART, Recipe, by_name, read_toml
+from coec.planning.recipe import APART, Recipe, by_name, read_toml
 from coec.settings import NAMES, OPTIONS, Pruning
 
 MOST_CELLS = 100_000

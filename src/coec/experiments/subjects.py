@@ -14,8 +14,8 @@ from coec.evaluation.perplexity import DEFAULT_SEQ_LEN, evaluation_windows
 from coec.evaluation.zero_shot import check_tasks
 from coec.experiments.grid import Cell, Subject
 from coec.models.dense import Dense
-from coec.plan import Plan
-from coec.plan.recipe import Recipe
+from coec.planning import Plan
+from coec.planning.recipe import Recipe
 from coec.streaming.measure import adopted
 from coec.streaming.self_text import sample_from_model, windows_that_fit
 from coec.streaming.statistics import Statistics

@@ -38,7 +38,7 @@ from coec.experiments.subjects import (
 )
 from coec.models.dense import Dense
 from coec.pipeline.collect import collect
-from coec.plan.recipe import Recipe
+from coec.planning.recipe import Recipe
 from coec.settings import without_effect
 from coec.streaming.measure import DensePass, depends_on
 from coec.streaming.statistics import Statistics

@@ -20,7 +20,7 @@ from coec.models.files import read_tensors, write_tensors
 from coec.models.layout import Site
 from coec.models.surgery import Cut, with_bias
 from coec.pipeline.solve import SiteStatistics, naming, solve_site
-from coec.plan import Plan
+from coec.planning import Plan
 from coec.selection import error_saved, standardised
 from coec.streaming.dense_stream import Measured
 from coec.streaming.measure import DensePass, Source

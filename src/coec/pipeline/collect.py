@@ -18,7 +18,7 @@ from coec.events import RESUMING, Progress
 from coec.execution.journal import Journal, journal, unfinished
 from coec.execution.output import check_space, clear_remains, resolved
 from coec.models.dense import Dense
-from coec.plan.recipe import Recipe
+from coec.planning.recipe import Recipe
 from coec.streaming.measure import DensePass, Source, expect_unchanged
 from coec.streaming.statistics import (
     FIT,

@@ -16,7 +16,7 @@ from coec.models.matching import Side, kept_units
 from coec.models.raw_checkpoint import RawCheckpoint
 from coec.pipeline.prune import prune
 from coec.pipeline.report import Report
-from coec.plan.recipe import Recipe
+from coec.planning.recipe import Recipe
 from coec.settings import CHOOSING
 from coec.streaming.statistics import Statistics
 

@@ -31,8 +31,8 @@ from coec.pipeline.reconstruct import rebuilt
 from coec.pipeline.report import Report
 from coec.pipeline.solve import solve_block
 from coec.pipeline.write import Checkpoint, dtype_name, space_needed
-from coec.plan import ComputeConfig, FreeMemory, Plan, check_room, within
-from coec.plan.recipe import Recipe
+from coec.planning import ComputeConfig, FreeMemory, Plan, check_room, within
+from coec.planning.recipe import Recipe
 from coec.settings import PRESETS, with_preset
 from coec.streaming.measure import Source, adopted, expect_unchanged
 from coec.streaming.statistics import Statistics

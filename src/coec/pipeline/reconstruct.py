@@ -40,7 +40,7 @@ from coec.pipeline.solve import (
     solve_site,
 )
 from coec.pipeline.write import Checkpoint
-from coec.plan import Plan
+from coec.planning import Plan
 from coec.reconstruction import LeastSquares, fit
 from coec.streaming.head import Score, rescaled_norm
 from coec.streaming.measure import DensePass, Source

@@ -19,7 +19,7 @@ from coec.free_memory import hand_back
 from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import Cut, cut_block, value_rows
 from coec.pipeline.guard import Judge
-from coec.plan import Plan
+from coec.planning import Plan
 from coec.selection import SELECTIONS, column_scores, keep_highest, unit_scores
 from coec.settings import SEEDS
 from coec.streaming.dense_stream import Measured

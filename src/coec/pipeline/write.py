@@ -28,7 +28,7 @@ from coec.models.non_uniform import FILE as CODE
 from coec.models.non_uniform import as_written
 from coec.models.raw_checkpoint import INDEX
 from coec.pipeline.solve import Solved
-from coec.plan import Plan, disk
+from coec.planning import Plan, disk
 
 MAX_SHARD = "2GB"
 ENDING = "ending"

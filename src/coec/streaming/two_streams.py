@@ -20,7 +20,7 @@ from coec.models.description import Description
 from coec.models.layout import Rows, Site
 from coec.models.prefetcher import Prefetcher
 from coec.models.surgery import with_rows
-from coec.plan import Plan
+from coec.planning import Plan
 from coec.reconstruction import Batch, Products
 from coec.streaming.dense_stream import LEAST_BATCHES, in_parts
 from coec.streaming.head import Head

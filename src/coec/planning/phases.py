@@ -4,17 +4,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from coec.models.layout import Site
-from coec.plan import fits, solves
-from coec.plan.facts import Facts, characters
-from coec.plan.how import ComputeConfig
-from coec.plan.machines import Work
-from coec.plan.operations import Consumer
-from coec.plan.passes import Written
+from coec.planning import fits, solves
+from coec.planning.facts import Facts, characters
+from coec.planning.how import ComputeConfig
+from coec.planning.machines import Work
+from coec.planning.operations import Consumer
+from coec.planning.passes import Written
 from coec.streaming.dense_stream import batch_size
 from coec.streaming.sensitivity import TOKENS as TRIED
 
 if TYPE_CHECKING:
-    from coec.plan.plan import Plan
+    from coec.planning.plan import Plan
 
 OPENING = (40_000.0, 900.0)
 """Calls that opening a model takes, and for every block, whose modules are made and copied."""

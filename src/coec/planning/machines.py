@@ -1,7 +1,7 @@
 """What machines can do: how fast each kind of work goes there, and how much memory there is.
 
 The machines that are named here are known by their makers' data sheets alone: nothing was measured
-on them. `coec.plan.measuring` measures this one.
+on them. `coec.planning.measuring` measures this one.
 """
 
 import itertools

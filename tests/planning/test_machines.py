@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from coec.errors import OptionError
-from coec.plan import measuring
-from coec.plan.forecast import readable, spread
-from coec.plan.machines import GPUS, SHARE, Machine, Work, named
+from coec.planning import measuring
+from coec.planning.forecast import readable, spread
+from coec.planning.machines import GPUS, SHARE, Machine, Work, named
 
 
 def machine(**rates):

@@ -1,6 +1,6 @@
 """What solving one site takes: tables of parts, whose amounts are functions of its sizes.
 
-Products, decompositions and triangular solves are counted by `coec.plan.operations`.
+Products, decompositions and triangular solves are counted by `coec.planning.operations`.
 Elementwise work and calls of operators were counted with a dispatch mode at several sizes, and
 tests count them again.
 """
@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from coec.plan import operations
-from coec.plan.machines import Kernel, Work
-from coec.plan.operations import Consumer
+from coec.planning import operations
+from coec.planning.machines import Kernel, Work
+from coec.planning.operations import Consumer
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 import coec
 import problems
 from coec.linalg import conjugate as conjugate_module
-from coec.plan import solves
-from coec.plan.operations import Consumer
+from coec.planning import solves
+from coec.planning.operations import Consumer
 from coec.settings import CoecOptions
 
 pytestmark = pytest.mark.unchecked  # whole solves

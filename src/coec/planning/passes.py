@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from coec.plan import operations
-from coec.plan.machines import Work
+from coec.planning import operations
+from coec.planning.machines import Work
 
 ELEMENTS = (36.0, 8.0)
 """Elements that move through memory in a block beside its products, and as their results, per

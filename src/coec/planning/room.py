@@ -7,12 +7,12 @@ import torch
 
 from coec.errors import OptionError
 from coec.free_memory import FreeMemory
-from coec.plan.how import ComputeConfig
-from coec.plan.memory import memory, written_window
+from coec.planning.how import ComputeConfig
+from coec.planning.memory import memory, written_window
 from coec.streaming.self_text import windows_at_once
 
 if TYPE_CHECKING:
-    from coec.plan.plan import Plan
+    from coec.planning.plan import Plan
 
 CLOSE = 0.9
 """A plan that takes more of what there is than this is said to be close."""

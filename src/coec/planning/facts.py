@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from coec.calibration.tokens import TOKEN_SUFFIXES, WHOLE
 from coec.models.layout import BlockLayout
-from coec.plan import passes
-from coec.plan.how import ComputeConfig
-from coec.plan.machines import Work
-from coec.plan.operations import Consumer
+from coec.planning import passes
+from coec.planning.how import ComputeConfig
+from coec.planning.machines import Work
+from coec.planning.operations import Consumer
 
 if TYPE_CHECKING:
-    from coec.plan.plan import Plan
+    from coec.planning.plan import Plan
 
 NAMED_TEXT = 11_000_000
 """Characters that are read of a data set at most."""

@@ -46,7 +46,7 @@ def test_what_does_not_fit_has_no_total():
 
 
 def test_predicted_and_found_are_of_the_same_phases():
-    from coec.plan import ComputeConfig
+    from coec.planning import ComputeConfig
     from machines import small_machine
 
     plan, how = scale.plan_of("Llama-3-70B", "fast"), None

@@ -20,12 +20,12 @@ from coec.models.formats import OutputFormat, choose_format
 from coec.models.layout import Layout
 from coec.models.non_uniform import FILE as CODE
 from coec.models.shape import Shape
-from coec.plan.forecast import Forecast
-from coec.plan.how import ComputeConfig
-from coec.plan.machines import Machine
-from coec.plan.notes import notes_of
-from coec.plan.recipe import Recipe
-from coec.plan.sizes import (
+from coec.planning.forecast import Forecast
+from coec.planning.how import ComputeConfig
+from coec.planning.machines import Machine
+from coec.planning.notes import notes_of
+from coec.planning.recipe import Recipe
+from coec.planning.sizes import (
     budget_of,
     check_experts,
     check_whole,
@@ -248,8 +248,8 @@ class Plan:
 
         Args:
             how: where and in what it is done (`ComputeConfig.of`).
-            machine: measured (`coec.plan.measuring.here`) or known by its data sheet
-                (`coec.plan.machines.named`); None for no times.
+            machine: measured (`coec.planning.measuring.here`) or known by its data sheet
+                (`coec.planning.machines.named`); None for no times.
         """
         return Forecast.of(self, how, machine)
 

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from coec.devices import DTYPES, choose_forward_dtype, choose_solve_dtype, stored_dtype
-from coec.plan.machines import Machine
+from coec.planning.machines import Machine
 from coec.streaming.self_text import GROUP
 
 if TYPE_CHECKING:
-    from coec.plan.plan import Plan
+    from coec.planning.plan import Plan
 
 
 @dataclass(frozen=True)

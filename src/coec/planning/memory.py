@@ -9,15 +9,15 @@ import torch
 from coec.calibration.tokens import TOKEN_SUFFIXES, WHOLE
 from coec.devices import resident_bytes
 from coec.models.layout import Site
-from coec.plan.facts import NAMED_TEXT
-from coec.plan.how import ComputeConfig
+from coec.planning.facts import NAMED_TEXT
+from coec.planning.how import ComputeConfig
 from coec.streaming.dense_stream import batch_size
 from coec.streaming.head import LOGITS_PER_PASS
 from coec.streaming.self_text import window_bytes
 from coec.streaming.sensitivity import TOKENS as TRIED
 
 if TYPE_CHECKING:
-    from coec.plan.plan import Plan
+    from coec.planning.plan import Plan
 
 SOLVER_MATRICES = {
     "coec": 6.0, "auto": 6.0, "rcpu": 3.0, "least-squares": 3.0, "ridge-to-slice": 3.0

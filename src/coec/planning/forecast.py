@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from coec.plan.how import ComputeConfig
-from coec.plan.machines import Machine
-from coec.plan.memory import SHARD_BYTES, Held, memory
-from coec.plan.phases import Length, Phase, phases
+from coec.planning.how import ComputeConfig
+from coec.planning.machines import Machine
+from coec.planning.memory import SHARD_BYTES, Held, memory
+from coec.planning.phases import Length, Phase, phases
 
 if TYPE_CHECKING:
-    from coec.plan.plan import Plan
+    from coec.planning.plan import Plan
 
 MEASURED, FROM_SHEET = 1.2, 2.0
 """By what factor a time may be off where the machine was measured, and where a data sheet stands

@@ -13,9 +13,9 @@ from coec.errors import OptionError
 from coec.execution.output import check_space
 from coec.models.description import Description
 from coec.pipeline.write import space_needed
-from coec.plan import ComputeConfig, FreeMemory, Plan, check_room, close, disk, named, within
-from coec.plan.machines import Machine
-from coec.plan.recipe import Recipe
+from coec.planning import ComputeConfig, FreeMemory, Plan, check_room, close, disk, named, within
+from coec.planning.machines import Machine
+from coec.planning.recipe import Recipe
 from machines import small_machine
 from paper_models import LLAMA_8B
 

@@ -5,7 +5,7 @@ from coec.errors import OptionError
 from coec.models.architectures import Architecture
 from coec.models.description import Description
 from coec.models.shape import Shape
-from coec.plan.recipe import Recipe
+from coec.planning.recipe import Recipe
 from coec.settings import Pruning
 
 

@@ -11,7 +11,7 @@ from coec.models.layout import Site
 from coec.selection import kept_count
 
 if TYPE_CHECKING:
-    from coec.plan.plan import Plan
+    from coec.planning.plan import Plan
 
 
 def notes_of(plan: "Plan") -> tuple[str, ...]:

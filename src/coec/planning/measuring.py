@@ -23,8 +23,8 @@ from torch import Tensor
 
 from coec.events import Progress
 from coec.models.files import cache_folder
-from coec.plan import operations
-from coec.plan.machines import HOST_RATES, Machine, Points
+from coec.planning import operations
+from coec.planning.machines import HOST_RATES, Machine, Points
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 SIZES = {

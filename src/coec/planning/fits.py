@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from coec.plan import operations
-from coec.plan.machines import Work
-from coec.plan.passes import Passed
+from coec.planning import operations
+from coec.planning.machines import Work
+from coec.planning.passes import Passed
 
 LENGTHS_TRIED = 1.3
 """Fractions of a step that are tried, on average."""
