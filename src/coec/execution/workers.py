@@ -19,6 +19,8 @@ from coec.errors import CoecError
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDED_S = 10
+"""Seconds in which workers of a broken pool, which are ended, are gone."""
 
 
 class Executor(Protocol):
@@ -66,17 +68,34 @@ class Workers:
         if self._pool is None:
             yield from map(function, jobs)
             return
+        processes: list[Any] = []
         try:
             with _deferred():
                 results = self._pool.map(
                     functools.partial(_carry_out, function), map(_ByValue, jobs)
                 )
+                processes += self._pool._processes.values()
             yield from results
         except BrokenProcessPool as error:
+            _raise_signal_of(processes)
             raise CoecError(
                 "a worker process died, probably for lack of memory: use fewer jobs (jobs=N); "
                 "what is finished is kept, and the same command goes on with the rest"
             ) from error
+
+
+def _raise_signal_of(processes: Iterable[Any]) -> None:
+    """Does as this process should have, where a signal to all of them ended a worker.
+
+    Python swallows what a handler raises in a destructor or a callback, and then learns of the
+    signal from its workers alone.
+    """
+    for process in processes:
+        process.join(ENDED_S)
+    codes = {process.exitcode for process in processes}
+    for number in ENDING:
+        if 128 + number in codes:
+            signal.raise_signal(number)
 
 
 class _ByValue:
@@ -137,13 +156,13 @@ def _end_with_the_parent() -> None:
     os._exit(1)
 
 
-_state: dict[str, Any] = {"busy": False, "ending": False}
+_state: dict[str, Any] = {"busy": False, "status": None}
 
 
 def _carry_out(function: Callable[[Job], Result], job: Job) -> Result:
     """A job in a worker, which a signal unwinds; after it the pool would hand it the next."""
-    if _state["ending"]:
-        os._exit(1)
+    if _state["status"] is not None:
+        os._exit(_state["status"])
     _state["busy"] = True
     try:
         return function(job)
@@ -153,7 +172,7 @@ def _carry_out(function: Callable[[Job], Result], job: Job) -> Result:
 
 def _end(number: int, frame: FrameType | None) -> None:
     """Unwinds a job; a worker that has none ends at once, as the pool would print an exception."""
-    _state["ending"] = True
+    _state["status"] = 128 + number
     for other in ENDING:
         # A second one would disturb the tidying up; of one that SIG_IGN overtakes Python complains.
         signal.signal(other, lambda number, frame: None)
