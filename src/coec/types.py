@@ -125,12 +125,12 @@ class GramSum:
         rows = inputs.detach().reshape(-1, inputs.shape[-1])
         if len(rows) == 0:
             return
-        given, exact = rows, rows.dtype == torch.float64  # a float64 model keeps its digits
+        stored, exact = rows, rows.dtype == torch.float64  # a float64 model keeps its digits
         rows = rows.to(torch.float64 if exact else torch.float32)
         w = None if weights is None else weights.reshape(-1, 1).to(rows)
         weighted = rows if w is None else rows * w
-        if w is None and _widening_products(given.device, given.dtype):
-            self.xx += torch.mm(given.T, given, out_dtype=torch.float32)
+        if w is None and _widening_products(stored.device, stored.dtype):
+            self.xx += torch.mm(stored.T, stored, out_dtype=torch.float32)
         else:
             self.xx += weighted.T @ rows
         x = weighted.sum(dim=0, dtype=torch.float64)
@@ -155,9 +155,9 @@ class GramSum:
         other = other.to(self.xx.device)
         self.xx += other.xx
         if self.tokens:
-            mean, others = self.x / self.weight, other.x / other.weight
+            mean, other_mean = self.x / self.weight, other.x / other.weight
             self.centred = _pooled(
-                self.centred, mean, self.weight, other.centred, others, other.weight
+                self.centred, mean, self.weight, other.centred, other_mean, other.weight
             )
         else:
             self.centred = other.centred
@@ -167,7 +167,7 @@ class GramSum:
         self.precision = max(self.precision, other.precision)
 
     def to(self, device: torch.device | str) -> "GramSum":
-        """The same on another device, to go on there."""
+        """Return the sums on another device, to go on there."""
         other = copy.copy(self)
         for name in ("xx", "x", "centred"):
             setattr(other, name, getattr(self, name).to(device))
@@ -187,12 +187,12 @@ class GramSum:
 
 @functools.cache
 def _widening_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device multiplies matrices of a narrow dtype into float32: CUDA since torch 2.8."""
+    """Return whether a device multiplies a narrow dtype into float32: CUDA since torch 2.8."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
-    one = torch.ones(8, 8, dtype=dtype, device=device)
+    ones = torch.ones(8, 8, dtype=dtype, device=device)
     try:
-        return torch.mm(one, one, out_dtype=torch.float32).dtype == torch.float32
+        return torch.mm(ones, ones, out_dtype=torch.float32).dtype == torch.float32
     except (TypeError, RuntimeError):  # an older torch, or a device without such products
         return False
 
@@ -214,15 +214,15 @@ def _symmetrize(A: Float[Tensor, "n n"], block: int = 4096) -> None:
     """`A ← (A + Aᵀ)/2`, a block at a time: a copy may not fit beside a large matrix."""
     for i in range(0, len(A), block):
         for j in range(0, i + block, block):
-            here, there = A[i : i + block, j : j + block], A[j : j + block, i : i + block]
-            mean = (here + there.T) / 2
-            here.copy_(mean)
-            there.copy_(mean.T)
+            upper, lower = A[i : i + block, j : j + block], A[j : j + block, i : i + block]
+            mean = (upper + lower.T) / 2
+            upper.copy_(mean)
+            lower.copy_(mean.T)
 
 
 @dataclass(frozen=True, eq=False)
 class KeptSet:
-    """Which of `size` units stay: sorted, distinct, at least one."""
+    """Indices of the units that stay, of `size`: sorted, distinct, at least one."""
 
     indices: Int[Tensor, " k"]
     size: int
@@ -261,7 +261,7 @@ class KeptSet:
 
 @dataclass(frozen=True)
 class Convergence:
-    """How an iteration ended.
+    """End of an iteration.
 
     Attributes:
         converged: whether its own stopping rule was met (not the iteration limit).
@@ -278,7 +278,7 @@ class Convergence:
 
 @dataclass(frozen=True, eq=False)
 class SiteProblem:
-    """One consumer, some of whose input columns go: what every compensation is given.
+    """Consumer some of whose input columns are removed: the argument of every compensation.
 
     Attributes:
         weight: `W₀`, the dense consumer (`down_proj` or `o_proj`), outputs × inputs; float64 like
@@ -334,13 +334,13 @@ class SiteProblem:
 
     @property
     def nothing_to_repair(self) -> bool:
-        """Whether W₀ itself is the answer: every column stays, and its products are the aim."""
+        """True where W₀ itself is the answer: every column stays, and its products are the aim."""
         return self.kept.everything and self.target is None
 
 
 @dataclass(frozen=True, eq=False)
 class SiteResult:
-    """What replaces the kept columns of one consumer.
+    """Replacement of the kept columns of one consumer.
 
     Attributes:
         weight: `W̃`, m×k.

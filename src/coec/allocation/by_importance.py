@@ -24,7 +24,7 @@ def by_importance(
     apart: frozenset[str] = frozenset(),
     spare: int = 0,
 ) -> Widths:
-    """As many parameters stay as in `start`, at most: those of the units that are worth most.
+    """Return the widths that keep the most important units, within the parameters of `start`.
 
     All units are ranked, and one place in the ranking divides those that stay from those that go.
     Every site keeps one at least. What is left of the parameters behind that place goes to the next
@@ -46,8 +46,8 @@ def by_importance(
             pools.setdefault(site.kind if site.kind in apart else "", []).append(site)
     for name, sites in pools.items():
         costs = [parameters(site, shapes) for site in sites]
-        most = sum(cost * start.of(site) for cost, site in zip(costs, sites, strict=True))
-        pool = _Pool(sites, costs, most if name else most + spare, multiple)
+        high = sum(cost * start.of(site) for cost, site in zip(costs, sites, strict=True))
+        pool = _Pool(sites, costs, high if name else high + spare, multiple)
         for site, count in zip(
             sites, pool.counts([importances[s.key] for s in sites]), strict=True
         ):
@@ -62,50 +62,50 @@ class _Pool:
     Attributes:
         sites: which.
         costs: the parameters of one unit of each.
-        most: how many all units that stay may have.
+        budget: how many parameters all units that stay may have.
         multiple: as in `by_importance`.
     """
 
     sites: Sequence[Site]
     costs: Sequence[int]
-    most: int
+    budget: int
     multiple: int | None
 
     def counts(self, importances: Sequence[Float[Tensor, " units"]]) -> list[int]:
-        """How many units of each site stay."""
+        """Return how many units of each site stay."""
         owners = torch.cat([torch.full((len(w),), n) for n, w in enumerate(importances)])
         # Of equal ones those of the first site stay, so that the order is everywhere the same.
         order = torch.cat(list(importances)).argsort(descending=True, stable=True)
         ranked = owners[order]
-        least, most = 0, len(ranked)
-        while least < most:
-            middle = (least + most + 1) // 2
-            if self._spent(self._first(ranked[:middle])) <= self.most:
-                least = middle
+        low, high = 0, len(ranked)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._spent(self._first(ranked[:middle])) <= self.budget:
+                low = middle
             else:
-                most = middle - 1
-        counts = self._first(ranked[:least])
-        absent = set(range(len(self.sites))) - set(ranked[:least].unique().tolist())
-        self._fill(counts, ranked[least:].tolist(), absent)
+                high = middle - 1
+        counts = self._first(ranked[:low])
+        absent = set(range(len(self.sites))) - set(ranked[:low].unique().tolist())
+        self._fill(counts, ranked[low:].tolist(), absent)
         return [self._width(n, count) for n, count in enumerate(counts)]
 
     def _first(self, ranked: Tensor) -> list[int]:
-        """How many of these units are of each site; one at least."""
-        found = torch.bincount(ranked, minlength=len(self.sites))
-        return [max(1, count) for count in found.tolist()]
+        """Return how many of these units belong to each site; one at least."""
+        counted = torch.bincount(ranked, minlength=len(self.sites))
+        return [max(1, count) for count in counted.tolist()]
 
-    def _fill(self, counts: list[int], rest: Sequence[int], paid: set[int]) -> None:
+    def _fill(self, counts: list[int], following: Sequence[int], paid: set[int]) -> None:
         """Takes further units that fit, in their order; a site of which one does not is done.
 
         Args:
             counts: how many stay already; changed.
-            rest: the sites of the units that follow in the ranking.
+            following: the sites of the units that follow in the ranking.
             paid: sites whose first unit is among those, and stays already.
         """
-        left, open_sites = self.most - self._spent(counts), set(range(len(self.sites)))
-        least = min(self.costs)
-        for n in rest:
-            if left < least or not open_sites:
+        remaining, open_sites = self.budget - self._spent(counts), set(range(len(self.sites)))
+        low = min(self.costs)
+        for n in following:
+            if remaining < low or not open_sites:
                 return
             if n in paid:
                 paid.remove(n)
@@ -113,11 +113,11 @@ class _Pool:
             if n not in open_sites or counts[n] == self.sites[n].units:
                 continue
             price = (self._width(n, counts[n] + 1) - self._width(n, counts[n])) * self.costs[n]
-            if price > left:
+            if price > remaining:
                 open_sites.remove(n)
             else:
                 counts[n] += 1
-                left -= price
+                remaining -= price
 
     def _spent(self, counts: Sequence[int]) -> int:
         return sum(self._width(n, count) * self.costs[n] for n, count in enumerate(counts))

@@ -51,26 +51,26 @@ class KeptUnits:
     def of(
         cls, units: Mapping[str, Any], source: str = MAPPING, inferred_from: str | None = None
     ) -> "KeptUnits":
-        """Of indices by site, in any order.
+        """Return kept units of indices by site, in any order.
 
         Raises:
             OptionError: there are none, or indices are no whole numbers or not distinct.
         """
         if not units:
             raise OptionError(f"'{source}' names no site: {WANTED}")
-        found = {
+        sorted_units = {
             str(key): _sorted(indices, f"{key!s:.80} in '{source}'")
             for key, indices in sorted(units.items(), key=lambda item: str(item[0]))
         }
         content = hashlib.sha256()
-        for key, indices in found.items():
+        for key, indices in sorted_units.items():
             content.update(f"{key} {len(indices)} ".encode())
             content.update(indices.numpy().tobytes())
-        return cls(source, content.hexdigest(), found, inferred_from)
+        return cls(source, content.hexdigest(), sorted_units, inferred_from)
 
     @classmethod
     def read(cls, kept: "str | Path | Mapping[str, Any] | KeptUnits") -> "KeptUnits":
-        """Of a file, a folder that coec wrote, or a mapping; what was read already is returned.
+        """Read kept units of a file, a folder that coec wrote, or a mapping.
 
         Raises:
             OptionError: it is not there, cannot be read, or holds no kept units.
@@ -84,12 +84,12 @@ class KeptUnits:
         return cls.of(_content(Path(kept)), str(kept))
 
     def of_site(self, site: Site) -> KeptSet | None:
-        """What a site keeps; None where nobody says."""
+        """Return the units that a site keeps; None where they are not named."""
         indices = self.units.get(site.key)
         return None if indices is None else KeptSet(indices, site.units)
 
     def covers(self, layout: Layout) -> bool:
-        """Whether every site of a model is named."""
+        """Return whether every site of a model is named."""
         return all(site.key in self.units for site in layout.sites)
 
     def check(self, layout: Layout) -> None:
@@ -120,14 +120,14 @@ class KeptUnits:
 
 
 def named(kept: Any) -> str | None:
-    """What records call kept units, read or not; None for none."""
+    """Return the name of kept units in records, read or not; None for none."""
     if isinstance(kept, KeptUnits):
         return kept.source
     return None if kept is None else MAPPING if isinstance(kept, Mapping) else str(kept)
 
 
 def _content(path: Path) -> Mapping[str, Any]:
-    """What a file holds, or that in a folder of ours."""
+    """Return the content of a file, or of the one in a folder that coec wrote."""
     folder = is_folder(path)
     file = path / KEPT if folder else path
     try:
@@ -149,16 +149,16 @@ def _content(path: Path) -> Mapping[str, Any]:
         raise OptionError(f"'{file!s:.200}' holds no kept units ({why}): {WANTED}") from error
 
 
-def _sorted(indices: Any, where: str) -> Int[Tensor, " k"]:
+def _sorted(indices: Any, description: str) -> Int[Tensor, " k"]:
     """Sorted int64; raises OptionError unless they are distinct whole numbers from 0 on."""
     try:
         array = np.asarray(indices)
     except (ValueError, TypeError, RuntimeError):
         array = np.empty(0)
-    flags = isinstance(indices, list | tuple) and any(isinstance(one, bool) for one in indices)
+    flags = isinstance(indices, list | tuple) and any(isinstance(flag, bool) for flag in indices)
     if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array) or flags:
         raise OptionError(
-            f"{where} is a list of the units that stay, at least one, whole numbers, got "
+            f"{description} is a list of the units that stay, at least one, whole numbers, got "
             + (
                 f"{tuple(indices.shape)} of {indices.dtype}"
                 if isinstance(indices, Tensor)
@@ -167,10 +167,11 @@ def _sorted(indices: Any, where: str) -> Int[Tensor, " k"]:
         )
     ordered = torch.from_numpy(array.astype(np.int64)).sort().values
     if int(ordered[0]) < 0:
-        raise OptionError(f"{where} names unit {int(ordered[0])}: units are counted from 0")
-    same = (ordered[1:] == ordered[:-1]).nonzero()
-    if len(same):
+        raise OptionError(f"{description} names unit {int(ordered[0])}: units are counted from 0")
+    repeated = (ordered[1:] == ordered[:-1]).nonzero()
+    if len(repeated):
         raise OptionError(
-            f"{where} names unit {int(ordered[int(same[0])])} twice: name each unit that stays once"
+            f"{description} names unit {int(ordered[int(repeated[0])])} twice: name each unit that "
+            "stays once"
         )
     return ordered

@@ -19,13 +19,13 @@ STEPS = 10_000
 """Fractions that are tried for a number of parameters are whole multiples of one over this."""
 
 
-def uniform(layout: Layout, pruning: Pruning, given: KeptUnits | None = None) -> Widths:
+def uniform(layout: Layout, pruning: Pruning, named_units: KeptUnits | None = None) -> Widths:
     """`⌈(1 − ρ) n⌉` units of every site, channels rounded up to a multiple.
 
     Args:
         layout: where units are.
         pruning: the fractions that go, and to what channels are rounded.
-        given: the units of sites that somebody names, which keep as many as these.
+        named_units: the units of sites that somebody names, which keep as many as these.
 
     Raises:
         OptionError: nothing goes anywhere.
@@ -33,11 +33,11 @@ def uniform(layout: Layout, pruning: Pruning, given: KeptUnits | None = None) ->
     kept = {}
     for site in layout.sites:
         count = aligned(site, _by_rule(site, pruning), pruning.multiple)
-        named = None if given is None else given.units.get(site.key)
-        kept[site.block, site.name] = count if named is None else len(named)
+        named_count = None if named_units is None else named_units.units.get(site.key)
+        kept[site.block, site.name] = count if named_count is None else len(named_count)
     widths = Widths(kept)
     if not any(widths.removes_from(site) for site in layout.sites):
-        raise _nothing_goes(layout, pruning, given)
+        raise _nothing_goes(layout, pruning, named_units)
     return widths
 
 
@@ -46,9 +46,9 @@ def shares_for(
     shapes: Mapping[str, torch.Size],
     pruning: Pruning,
     goal: int,
-    given: KeptUnits | None = None,
+    named_units: KeptUnits | None = None,
 ) -> Pruning:
-    """The same fractions, but the common one the least by which so many parameters go.
+    """Return the settings with the smallest common fraction that removes so many parameters.
 
     Args:
         layout: where units are.
@@ -56,7 +56,7 @@ def shares_for(
         pruning: says which kinds of sites have fractions of their own, and what channels are
             rounded to.
         goal: how many parameters must go.
-        given: the units of sites that somebody names.
+        named_units: the units of sites that somebody names.
 
     Raises:
         OptionError: so many do not go, however large the fraction.
@@ -64,17 +64,17 @@ def shares_for(
 
     def removed(step: int) -> int:
         try:
-            widths = uniform(layout, replace(pruning, sparsity=step / STEPS), given)
+            widths = uniform(layout, replace(pruning, sparsity=step / STEPS), named_units)
         except OptionError:  # nothing goes
             return 0
         return widths.removed(layout, shapes)
 
     if removed(STEPS - 1) < goal:
-        left = sum(size.numel() for size in shapes.values()) - removed(STEPS - 1)
+        parameters_left = sum(size.numel() for size in shapes.values()) - removed(STEPS - 1)
         rounded = "" if pruning.multiple_of == "1" else f" with multiple_of = {pruning.multiple_of}"
         raise OptionError(
             f"budget_parameters = {_number(pruning.budget_parameters)}{rounded} cannot be met: "
-            f"{left:,} parameters are left however much is removed; allow more"
+            f"{parameters_left:,} parameters are left however much is removed; allow more"
             + (", or align to a smaller multiple" if rounded else "")
         )
     steps = range(1, STEPS)
@@ -88,30 +88,33 @@ def _number(budget: float | None) -> str:
     return f"{budget:g}" if budget < 1 else f"{budget:,.0f}"
 
 
-def _nothing_goes(layout: Layout, pruning: Pruning, given: KeptUnits | None) -> OptionError:
+def _nothing_goes(layout: Layout, pruning: Pruning, named_units: KeptUnits | None) -> OptionError:
     counts = " and ".join(f"{site.units:,} {site.unit}s" for site in layout.kinds)
-    asked = {site.kind: pruning.removed(site.kind) for site in layout.kinds}
-    shares = ", ".join(f"{share:g} of {name}" for name, share in asked.items())
-    if given is not None:
-        rest = "" if given.covers(layout) else f", and removing {shares} takes none elsewhere"
-        return OptionError(
-            f"'{given.source}' keeps every unit of the sites that it names{rest}: nothing would go"
+    shares_by_kind = {site.kind: pruning.removed(site.kind) for site in layout.kinds}
+    shares = ", ".join(f"{share:g} of {name}" for name, share in shares_by_kind.items())
+    if named_units is not None:
+        elsewhere = (
+            "" if named_units.covers(layout) else f", and removing {shares} takes none elsewhere"
         )
-    own = (pruning.attention_sparsity, pruning.mlp_sparsity) != (None, None)
-    if own or pruning.multiple_of != "1":
+        return OptionError(
+            f"'{named_units.source}' keeps every unit of the sites that it names{elsewhere}: "
+            "nothing would go"
+        )
+    own_shares = (pruning.attention_sparsity, pruning.mlp_sparsity) != (None, None)
+    if own_shares or pruning.multiple_of != "1":
         rounded = "" if pruning.multiple_of == "1" else f" with multiple_of = {pruning.multiple_of}"
         return OptionError(
             f"removing {shares}{rounded} takes nothing from {counts}: remove more"
             + (", or align to a smaller multiple" if rounded else "")
         )
-    most = max(site.units for site in layout.kinds)
-    least = f"{math.ceil(10**6 / most) / 10**6:g}"
+    largest = max(site.units for site in layout.kinds)
+    smallest = f"{math.ceil(10**6 / largest) / 10**6:g}"
     advice = (
-        f"the smallest that removes something is {least}"
-        if most > 1
+        f"the smallest that removes something is {smallest}"
+        if largest > 1
         else "this model cannot be pruned"
     )
-    [sparsity] = set(asked.values())
+    [sparsity] = set(shares_by_kind.values())
     return OptionError(f"sparsity {sparsity:g} removes nothing from {counts}: {advice}")
 
 
@@ -119,9 +122,9 @@ def whole_attention(
     layout: Layout,
     shapes: Mapping[str, torch.Size],
     pruning: Pruning,
-    given: KeptUnits | None = None,
+    named_units: KeptUnits | None = None,
 ) -> Widths:
-    """All units behind attention stay; the other sites give as many parameters as `uniform` takes.
+    """Return widths that keep all of attention and remove as many parameters as `uniform` does.
 
     Channels are rounded down here, so that the result is never the larger of the two.
 
@@ -129,66 +132,66 @@ def whole_attention(
         layout: where units are.
         shapes: of the dense model's tensors, by name.
         pruning: the fractions that `uniform` removes, and to what channels are rounded.
-        given: the units of sites that somebody names.
+        named_units: the units of sites that somebody names.
 
     Raises:
         OptionError: the other sites have too few, or what is given says otherwise.
     """
-    widths = uniform(layout, pruning, given)
+    widths = uniform(layout, pruning, named_units)
     kept: dict[tuple[int, str], int] = dict(widths.kept)
     for block in layout.blocks:
         spared = 0
         for site in block.sites:
             if site.value is not None:
-                _check_whole(site, widths, given)
+                _check_whole(site, widths, named_units)
                 spared += (site.units - _by_rule(site, pruning)) * parameters(site, shapes)
                 kept[site.block, site.name] = site.units
-        paying = [s for s in block.sites if s.value is None and not _names(given, s)]
-        if spared and not paying and not all(_names(given, site) for site in block.sites):
-            assert given is not None
+        paying = [s for s in block.sites if s.value is None and not _names(named_units, s)]
+        if spared and not paying and not all(_names(named_units, site) for site in block.sites):
+            assert named_units is not None
             raise OptionError(
                 f"kv_groups = all keeps KV groups at the cost of other units, which "
-                f"'{given.source}' names in block {block.index}: leave one of the two out"
+                f"'{named_units.source}' names in block {block.index}: leave one of the two out"
             )
         for site in paying:
             less = math.ceil(spared / len(paying) / parameters(site, shapes))
             if less >= widths.of(site):
-                asked = (
+                wanted_share = (
                     f"sparsity {pruning.sparsity:g}"
                     if pruning.budget_parameters is None
                     else f"budget_parameters = {_number(pruning.budget_parameters)}"
                 )
                 raise OptionError(
-                    f"{asked} with kv_groups = all leaves no {site.unit}s: "
+                    f"{wanted_share} with kv_groups = all leaves no {site.unit}s: "
                     "remove less, or keep kv_groups = uniform"
                 )
-            left = widths.of(site)
+            count = widths.of(site)
             if less:
-                left = aligned_down(site, left - less, pruning.multiple)
-            if not left:
+                count = aligned_down(site, count - less, pruning.multiple)
+            if not count:
                 raise OptionError(
                     f"kv_groups = all leaves fewer {site.unit}s than multiple_of = "
                     f"{pruning.multiple_of}: align to a smaller "
                     "multiple, or keep kv_groups = uniform"
                 )
-            kept[site.block, site.name] = left
+            kept[site.block, site.name] = count
     return Widths(kept)
 
 
 def _by_rule(site: Site, pruning: Pruning) -> int:
-    """How many units of a site stay by its fraction alone."""
+    """Return how many units of a site stay by its fraction alone."""
     removed = pruning.removed(site.kind)
     return kept_count(site.units, removed) if removed else site.units
 
 
-def _names(given: KeptUnits | None, site: Site) -> bool:
-    return given is not None and site.key in given.units
+def _names(named_units: KeptUnits | None, site: Site) -> bool:
+    return named_units is not None and site.key in named_units.units
 
 
-def _check_whole(site: Site, widths: Widths, given: KeptUnits | None) -> None:
+def _check_whole(site: Site, widths: Widths, named_units: KeptUnits | None) -> None:
     """Raises OptionError where less than all of a site was given."""
-    if given is not None and _names(given, site) and widths.removes_from(site):
+    if named_units is not None and _names(named_units, site) and widths.removes_from(site):
         raise OptionError(
-            f"kv_groups = all keeps every {site.unit}, '{given.source}' {widths.of(site)} of "
+            f"kv_groups = all keeps every {site.unit}, '{named_units.source}' {widths.of(site)} of "
             f"{site.units} in {site.key}: leave one of the two out"
         )

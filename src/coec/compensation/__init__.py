@@ -107,7 +107,7 @@ def compensate(
 
 
 def _prepared(problem: SiteProblem, method: Method) -> SiteProblem:
-    """All in float64, Grams semidefinite, parts that nobody needs left out."""
+    """Return the problem in float64, its Grams semidefinite, without parts that nobody needs."""
     gram = problem.gram.to(torch.float64)
     value = problem.value if "value" in method.needs else None
     held = problem.held_out if "held_out" in method.needs else None

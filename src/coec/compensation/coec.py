@@ -101,7 +101,7 @@ def _target(problem: SiteProblem, unit: float, alpha: float) -> Target:
 
 
 def _descents(options: CoecOptions) -> list[Descent]:
-    """One descent, or the two of which the better is kept."""
+    """Return one descent, or the better of two."""
     right = RightSolver(
         options.solver,
         options.parameterization,

@@ -31,7 +31,7 @@ RISE = 1e-9
 
 @dataclass(frozen=True)
 class RightSolver:
-    """How one right rotation is solved."""
+    """Solve of one right rotation."""
 
     solver: Solver
     parameterization: Parameterization
@@ -79,7 +79,7 @@ class RightSolver:
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """Where a descent begins, and what its end is measured against.
+    """Start of a descent, and the errors that its end is compared with.
 
     Attributes:
         slice: the slice's frame.
@@ -157,7 +157,7 @@ class Descended:
         }
 
     def then(self, now: "_State", solves: list[Convergence]) -> "Descended":
-        """One round later."""
+        """Return the state one round later."""
         return replace(
             self,
             frame=now.frame,
@@ -283,5 +283,5 @@ class Descent:
 
 
 def _rose(before: float, after: float, dtype: torch.dtype) -> bool:
-    """Whether it rose beyond rounding, or is no number."""
+    """Return whether the objective rose beyond rounding, or is no number."""
     return not after <= before * (1 + RISE) + rounding(dtype)

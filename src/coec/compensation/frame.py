@@ -17,7 +17,7 @@ from coec.linalg.spd import noise
 
 @dataclass(frozen=True)
 class Shrinkage:
-    """How singular values are rescaled; see `coec.linalg.gcv.rescale`."""
+    """Rescaling of singular values; see `coec.linalg.gcv.rescale`."""
 
     rule: Rescale
     ridge: float
@@ -161,14 +161,14 @@ class Frame:
         return replace(self, s=out.s), out, _error(out.s, response, energy, target.yy)
 
     def right_problem(self, target: Target, alignment: Alignment | None) -> RightProblem:
-        """What the right rotation minimises, U and s held."""
+        """Return the problem of the right rotation, U and s held."""
         cross = self.s[:, None] * (self.U.T @ target.Gyx)
         return RightProblem(self.s, target.mu, cross, target.yy, alignment)
 
     def joint_problem(
         self, target: Target, alignment: Alignment | None, modes: int
     ) -> JointProblem:
-        """What the right rotation minimises when the left factor of the first `modes` follows."""
+        """Return the problem of the right rotation, the left factor of `modes` modes following."""
         U = self.U[:, :modes]
         return JointProblem(self.s, target.mu, target.Gyx, target.yy, U, alignment)
 

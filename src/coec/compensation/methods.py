@@ -79,13 +79,13 @@ class Method:
 
     @property
     def name(self) -> str:
-        """What messages and reports call it: the name it is listed under, or its function's."""
+        """Name in messages and reports: the one it is listed under, or its function's."""
         listed = (name for name, one in COMPENSATIONS.items() if one == self)
         return next(listed, called(self.function))
 
     @property
     def settings(self) -> tuple[Setting, ...]:
-        """Its options."""
+        """Options of the method."""
         return self.options.table() if self.options else _keywords(self.function)
 
     @property
@@ -107,7 +107,7 @@ class Method:
         return self.options(**own) if self.options else own
 
     def idle(self, given: Mapping[str, Any]) -> dict[str, str]:
-        """Those of the options that differ from their default to no effect, each with the reason.
+        """Return the options that differ from their default to no effect, each with the reason.
 
         Raises:
             OptionError: an option is unknown or not allowed.
@@ -170,7 +170,7 @@ class Method:
 
 
 def called(function: Callable[..., Any]) -> str:
-    """What messages and reports call a function; the same in every process."""
+    """Return the name of a function in messages and reports; the same in every process."""
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))

@@ -63,7 +63,7 @@ class Reconstruction:
         alpha: float,
         precision: float = 0.0,
     ) -> "Reconstruction":
-        """The same under `(G/u)^α = F Fᵀ`, of which only what is needed is formed.
+        """Return the problem under `(G/u)^α = F Fᵀ`, of which only what is needed is formed.
 
         The unit u, a power of two about the largest channel energy, keeps every number moderate.
         Directions of G that are noise are left out of F.
@@ -146,12 +146,12 @@ def output_energy(W: Float[Tensor, "m d"], G: Float[Tensor, "d d"]) -> float:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """How far a relative error may be off by rounding alone."""
+    """Return how far a relative error may be off by rounding alone."""
     return ROUNDING * torch.finfo(dtype).eps
 
 
 def above(error: float, bound: float, dtype: torch.dtype) -> bool:
-    """Whether an error or an objective exceeds another by more than rounding and `RISE`."""
+    """Return whether an error or objective exceeds another by more than rounding and `RISE`."""
     return error > bound * (1 + RISE) + rounding(dtype)
 
 

@@ -8,7 +8,7 @@ from coec.types import SiteProblem, SiteResult
 
 
 def rcpu(problem: SiteProblem) -> SiteResult:
-    """One left rotation and one scale: `W̃ = s* Q W_K`, `Q = polar(Gyx W_Kᵀ)`.
+    """Apply one left rotation and one scale: `W̃ = s* Q W_K`, `Q = polar(Gyx W_Kᵀ)`.
 
     Solves `min ‖Y − s Q W_K X_K‖_F  s.t.  QᵀQ = I`; `s* = ⟨Gyx, Q W_K⟩ / ⟨Q W_K, Q W_K Gxx⟩`.
     Computed on the thin SVD `W_K = U diag(s) R`:

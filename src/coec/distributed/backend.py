@@ -21,15 +21,15 @@ class RayBackend(Backend):
         self._cluster = cluster
         self._passes: list[DistributedPass] = []
 
-    def device(self, asked: str) -> torch.device:
-        return self._cluster.device(asked)
+    def device(self, name: str) -> torch.device:
+        return self._cluster.device(name)
 
-    def solve_dtype(self, asked: str, device: torch.device) -> torch.dtype:
+    def solve_dtype(self, name: str, device: torch.device) -> torch.dtype:
         """Return the dtype that a worker's device would choose: this process may have none."""
-        if asked != "auto" or device.type == "cpu":
-            return choose_solve_dtype(asked, device)
+        if name != "auto" or device.type == "cpu":
+            return choose_solve_dtype(name, device)
         choose = self._cluster.ray.remote(**self._cluster.half(device))(choose_solve_dtype)
-        dtype: torch.dtype = self._cluster.result(choose.remote(asked, device))
+        dtype: torch.dtype = self._cluster.result(choose.remote(name, device))
         return dtype
 
     def dense_pass(

@@ -43,7 +43,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Node:
-    """One machine of a cluster.
+    """Machine of a cluster.
 
     Attributes:
         id: Ray's own.
@@ -131,12 +131,12 @@ class Cluster:
             count = room if of_gpus else max(1, room)
         slots = self.slots(self.nodes, device)
         if count + 1 > slots:
-            what = f"{self.gpus:g} GPUs" if of_gpus else (
+            resources = f"{self.gpus:g} GPUs" if of_gpus else (
                 f"{sum(n.cpus for n in self.nodes):g} CPUs, {self.threads} for a process"
             )  # fmt: skip
             raise OptionError(
-                f"workers = {count} does not fit a cluster of {what}: a worker takes half of one, "
-                f"as does a block being solved; ask for at most {max(slots - 1, 0)}"
+                f"workers = {count} does not fit a cluster of {resources}: a worker takes half of "
+                f"one, as does a block being solved; ask for at most {max(slots - 1, 0)}"
                 + ("" if of_gpus else ", or set OMP_NUM_THREADS to fewer threads")
             )
         return count
@@ -166,21 +166,21 @@ class Cluster:
 
     def check_store(self, needed: int) -> None:
         """Raise OptionError where a node cannot hold an object of so many bytes twice over."""
-        least = min(self.nodes, key=lambda node: node.store)
-        if least.store < 2 * needed:
+        smallest = min(self.nodes, key=lambda node: node.store)
+        if smallest.store < 2 * needed:
             raise OptionError(
-                f"the object store of {least.host} has {least.store / 1e9:.2f} GB, and the "
+                f"the object store of {smallest.host} has {smallest.store / 1e9:.2f} GB, and the "
                 f"statistics of one block take {needed / 1e9:.2f} GB twice over: start Ray there "
                 f"with --object-store-memory={2 * needed}"
             )
 
-    def check_nodes(self, look: Callable[[], str], expected: str, what: str) -> None:
+    def check_nodes(self, look: Callable[[], str], expected: str, subject: str) -> None:
         """Check that every node has these versions, and sees what this process sees.
 
         Args:
             look: returns what a node sees; raises CoecError where it sees nothing.
             expected: what this process sees.
-            what: what is looked at, for the error.
+            subject: what is looked at, for the error.
 
         Raises:
             OptionError: naming the node.
@@ -225,7 +225,8 @@ class Cluster:
             if answer.get("seen") != expected:
                 why = answer.get("error", "it has another one there")
                 raise OptionError(
-                    f"node {node.host} does not see {what} ({why}): use a path that all nodes share"
+                    f"node {node.host} does not see {subject} ({why}): use a path that all nodes "
+                    "share"
                 )
 
     @contextmanager

@@ -87,8 +87,8 @@ class DistributedPass(DensePass):
         return max(1, min(self._count + 2, room))
 
     def blocks(self, skip: Container[int], progress: Progress | None) -> Iterator[Measured]:
-        wanted = [b.index for b in self._dense.layout.blocks if b.index not in skip]
-        for number, index in enumerate(wanted):
+        indices = [b.index for b in self._dense.layout.blocks if b.index not in skip]
+        for number, index in enumerate(indices):
             for attempt in range(RETRIES + 1):
                 pending = self.pending(index, oldest=index)
                 try:
@@ -104,7 +104,7 @@ class DistributedPass(DensePass):
             fit, held_out = sums.to(at_hand(self.device)).grams()
             yield Measured(block, self._dense.tensors(block), fit, held_out)
             if progress:
-                progress("calibrating", number + 1, len(wanted))
+                progress("calibrating", number + 1, len(indices))
 
     def map(
         self, function: Callable[[Measured], Value], skip: Container[int], progress: Progress | None
@@ -144,8 +144,8 @@ class DistributedPass(DensePass):
         if not self._pool.workers:
             ray = self.cluster.ray
             dense, windows = ray.put(self._dense), shares(*self.windows_of_text(), self._count)
-            rest = (self.dtype, self.device, self.cluster.threads)
-            self._arguments = [(dense, ray.put(share), *rest) for share in windows]
+            constants = (self.dtype, self.device, self.cluster.threads)
+            self._arguments = [(dense, ray.put(share), *constants) for share in windows]
             self._pool.begin(len(windows))
         sums: Any = Sums()
         stages = []
@@ -185,7 +185,7 @@ class BlockScheduler:
         source: the dense pass.
         function: what is computed of a measured block.
         dense: the model.
-        most: how many blocks are on their way at once.
+        limit: how many blocks are on their way at once.
     """
 
     def __init__(
@@ -193,24 +193,24 @@ class BlockScheduler:
         source: DistributedPass,
         function: Callable[[Measured], Any],
         dense: Dense,
-        most: int,
+        limit: int,
     ) -> None:
-        self._source, self._function, self._dense, self._most = source, function, dense, most
+        self._source, self._function, self._dense, self._most = source, function, dense, limit
         self._cluster = source.cluster
         self._pending: dict[Any, PendingBlock] = {}
 
     def results(self, skip: Container[int], progress: Progress | None) -> Iterator[tuple[Any, str]]:
         """Yield result and host of every block that is not in `skip`, as they finish."""
         waiting = [b.index for b in self._dense.layout.blocks if b.index not in skip]
-        total, losses, done = len(waiting), 0, 0
-        progress = progress or (lambda phase, done, total: None)
+        total, losses, finished = len(waiting), 0, 0
+        progress = progress or (lambda phase, finished, total: None)
         while waiting or self._pending:
             while waiting and len(self._pending) < self._most:
                 oldest = min([*waiting, *self._indices()])
                 pending = self._source.pending(waiting.pop(0), oldest=oldest)
                 self._pending[self._task(pending)] = pending
             ready, _ = self._cluster.ray.wait(list(self._pending), timeout=1)
-            self._show(progress, done, total)
+            self._show(progress, finished, total)
             if not ready and self._source.shrunk():
                 for reference in self._pending:
                     self._cluster.ray.cancel(reference)
@@ -226,10 +226,10 @@ class BlockScheduler:
                         raise lost(error) from error
                     waiting.insert(0, pending.block.index)
                     continue
-                done += 1
+                finished += 1
                 self._dense.hashes.update(hashes)
                 yield result, host
-                progress("solving", done, total)
+                progress("solving", finished, total)
 
     def _indices(self) -> list[int]:
         return [pending.block.index for pending in self._pending.values()]
@@ -244,7 +244,7 @@ class BlockScheduler:
             self._function, pending.sums, self._dense, pending.block.index, device, cluster.threads
         )
 
-    def _show(self, progress: Progress, done: int, total: int) -> None:
+    def _show(self, progress: Progress, finished: int, total: int) -> None:
         """Report how many times a worker has passed a block: one bar for all workers."""
         stages = [stage for pending in self._pending.values() for stage in pending.stages]
         if stages:
@@ -252,7 +252,7 @@ class BlockScheduler:
                 stages, num_returns=len(stages), timeout=0, fetch_local=False
             )
             each = len(stages) // len(self._pending)
-            progress("calibrating", done * each + len(passed), total * each)
+            progress("calibrating", finished * each + len(passed), total * each)
 
 
 def _compute(
@@ -288,16 +288,18 @@ def shares(windows: Tensor, held_out: Tensor | None, count: int) -> list[Windows
     With more workers than batches there are as many shares as batches.
     """
     size = batch_size(windows.shape[1])
-    fit, held = windows.split(size), () if held_out is None else held_out.split(size)
+    fit, held_batches = windows.split(size), () if held_out is None else held_out.split(size)
     count = min(count, len(fit))
     return [
         (torch.cat(list(f)), torch.cat(list(h)) if h else None)
-        for f, h in zip(in_parts(fit, count), in_parts(held, count), strict=True)
+        for f, h in zip(in_parts(fit, count), in_parts(held_batches, count), strict=True)
     ]
 
 
 def statistics_bytes(dense: Dense, calibration: Calibration) -> int:
     """Return the bytes of the block whose statistics are largest."""
-    kinds = 2 if calibration.held_out else 1
+    sums_per_site = 2 if calibration.held_out else 1
     blocks = dense.layout.blocks
-    return 8 * kinds * max(sum(s.columns**2 + 2 * s.columns for s in b.sites) for b in blocks)
+    return (
+        8 * sums_per_site * max(sum(s.columns**2 + 2 * s.columns for s in b.sites) for b in blocks)
+    )

@@ -108,10 +108,10 @@ class RayGroup(WorkerGroup):
             for reference in [w.call.remote(TwoStreams.advance, arguments) for w in behind]:
                 self._cluster.get(reference)
 
-    def _rewind(self, number: int, most: int) -> Any:
-        return self._pool.workers[number].rewind.remote(*self._arguments[number], most)
+    def _rewind(self, number: int, limit: int) -> Any:
+        return self._pool.workers[number].rewind.remote(*self._arguments[number], limit)
 
-    def _awaited(self, number: int, most: int, answer: Any) -> int:
+    def _awaited(self, number: int, limit: int, answer: Any) -> int:
         """Return the block before which a worker stands, which may be about to begin anew."""
         ray, until = self._cluster.ray, time.monotonic() + PATIENCE_S
         while True:
@@ -126,12 +126,15 @@ class RayGroup(WorkerGroup):
                         raise
             self._check_room()
             time.sleep(1)
-            answer = self._rewind(number, most)
+            answer = self._rewind(number, limit)
 
     def account(self) -> tuple[list[str], list[tuple[int, ...]]]:
         """Return the machine of every worker, and how many windows it fits on and holds out."""
         counts = [
-            tuple(sum(len(batch.ids) for part in parts for batch in part) for parts in s.values())
+            tuple(
+                sum(len(batch.ids) for batches in by_part for batch in batches)
+                for by_part in s.values()
+            )
             for s in self._shards(len(self._pool.workers))
         ]
         return self._pool.hosts(), counts

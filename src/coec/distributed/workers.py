@@ -70,13 +70,13 @@ class WindowWorker:
         return self._stream.add(*block, sums)
 
     def rewind(
-        self, dense: Dense, run: Run, shard: Shard, device: torch.device, threads: int, most: int
+        self, dense: Dense, run: Run, shard: Shard, device: torch.device, threads: int, limit: int
     ) -> int:
-        """Return the index of the block before which both models stand, at most `most`."""
+        """Return the index of the block before which both models stand, at most `limit`."""
         if self._streams is None:
             begin_process(threads)
             self._streams = TwoStreams(dense, run, shard, device)
-        return self._streams.rewind(most)
+        return self._streams.rewind(limit)
 
     def call(self, method: Callable[..., Any], args: Sequence[Any]) -> list[Any] | None:
         """Return what a method of `TwoStreams` yields, on the CPU; None where it returns nothing.
@@ -122,13 +122,13 @@ class SummingStream:
 
     def _go_to(self, index: int) -> None:
         """Set the stream's states to those before a block."""
-        known = [n for n in self._before if n <= index]
-        if not known:
+        indices = [n for n in self._before if n <= index]
+        if not indices:
             self._stream.begin()
             self._before[0] = list(self._stream.states)
-            known = [0]
-        self._stream.states = list(self._before[max(known)])
-        for between in range(max(known), index):
+            indices = [0]
+        self._stream.states = list(self._before[max(indices)])
+        for between in range(max(indices), index):
             self._advance(between, None)
 
     def _advance(self, index: int, sums: Sums | None) -> None:
@@ -187,17 +187,17 @@ class WorkerPool:
         return count
 
     def _room_for_fewer(self) -> int | None:
-        now = time.monotonic()
-        if now - self._looked < LOOK_S:
+        clock = time.monotonic()
+        if clock - self._looked < LOOK_S:
             return None
-        self._looked = now
+        self._looked = clock
         count = len(self.workers)
         room = self.cluster.slots(self.cluster.alive(), self.device) - 1
         if room >= count:
             self._since = math.inf
             return None
-        self._since = min(self._since, now)
-        short = now - self._since
+        self._since = min(self._since, clock)
+        short = clock - self._since
         if room >= 1 and short >= SHORT_S:
             self._since = math.inf
             record(

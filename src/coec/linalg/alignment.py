@@ -33,7 +33,7 @@ class Alignment:
 
     @property
     def stiff(self) -> bool:
-        """Whether the preconditioner is to know the penalty's curvature."""
+        """Return whether the preconditioner is to know the penalty's curvature."""
         return 0 < self.writer.shape[1] <= STIFF and self._stiffness > 0
 
     def penalty(self, R: Float[Tensor, "b k"]) -> float:
@@ -70,7 +70,7 @@ class Alignment:
     def resisted(
         self, R: Float[Tensor, "b k"], softness: Float[Tensor, "b b"], turn: Float[Tensor, "b b"]
     ) -> Float[Tensor, "b b"]:
-        """What is left of a turn of the modes once the penalty resists it.
+        """Return what is left of a turn of the modes once the penalty resists it.
 
         `turn` is a skew gradient times `softness`, the inverse of every plane's half curvature.
         Turns among the aligned rows leave `R_rᵀ R_r` as it is; those between them and the others
@@ -140,7 +140,7 @@ def _absorbed(
 
 @dataclass(frozen=True, eq=False)
 class _Pairs:
-    """Of a symmetric r×r matrix, what does not depend on its entries; q = r (r + 1)/2.
+    """Constants of symmetric r×r matrices; q = r (r + 1)/2.
 
     Attributes:
         first, second: row and column of every entry of the upper triangle, row by row.

@@ -174,10 +174,10 @@ def _tangent(
     for _ in range(MULTIPLIER_STEPS):
         if float(residual.norm()) <= MULTIPLIER * size:
             break
-        part = divide(p @ R)
-        image = symmetric(part @ R.T)
+        component = divide(p @ R)
+        image = symmetric(component @ R.T)
         length = inner / float((p * image).sum())
-        z.sub_(part, alpha=length)
+        z.sub_(component, alpha=length)
         residual.sub_(image, alpha=length)
         y = residual / diagonal
         before, inner = inner, float((residual * y).sum())

@@ -64,17 +64,17 @@ def _gesvd(A: Tensor) -> tuple[Tensor, ...]:
 
 
 def _numpy_eigh(A: Tensor) -> tuple[Tensor, ...]:
-    return tuple(torch.from_numpy(part) for part in np.linalg.eigh(A.numpy()))
+    return tuple(torch.from_numpy(factor) for factor in np.linalg.eigh(A.numpy()))
 
 
 def _numpy_svd_of_transpose(A: Tensor) -> tuple[Tensor, ...]:
     V, s, Ut = np.linalg.svd(A.numpy().T, full_matrices=False)
-    return tuple(torch.from_numpy(np.ascontiguousarray(part)) for part in (Ut.T, s, V.T))
+    return tuple(torch.from_numpy(np.ascontiguousarray(factor)) for factor in (Ut.T, s, V.T))
 
 
 def _on_cpu(routine: Callable[[Tensor], Sequence[Tensor]]) -> Routine:
     def run(A: Tensor) -> tuple[Tensor, ...]:
-        return tuple(part.to(A) for part in routine(A.double().cpu()))
+        return tuple(factor.to(A) for factor in routine(A.double().cpu()))
 
     return run
 
@@ -91,14 +91,14 @@ def _first_success(
     failures: list[str] = []
     for name, routine in routines:
         try:
-            parts = _run_within(time_limit, routine, A)
+            factors = _run_within(time_limit, routine, A)
         except (RuntimeError, TimeoutError, np.linalg.LinAlgError, NumericalError) as error:
             failures.append(f"{name} failed ({str(error).splitlines()[0]})")
             continue
-        if all(_is_finite(part) for part in parts):
+        if all(_is_finite(factor) for factor in factors):
             if failures:
                 record(f"{'; '.join(failures)}; used {name} instead")
-            return parts
+            return factors
         failures.append(f"{name} returned NaN or Inf")
     raise NumericalError(f"no decomposition of a {tuple(A.shape)} matrix: {'; '.join(failures)}")
 

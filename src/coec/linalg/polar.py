@@ -39,8 +39,8 @@ def polar(
     P, Q = P[:, :rank], Qt[:rank].T
     null = Qt[rank:].T
     # In a basis of what P leaves, every factor is orthogonal to P, even where `nearest` lies in P.
-    rest = torch.linalg.qr(P, mode="complete").Q[:, rank:]
-    return P @ Q.T + rest @ polar(rest.T @ nearest @ null) @ null.T
+    remainder = torch.linalg.qr(P, mode="complete").Q[:, rank:]
+    return P @ Q.T + remainder @ polar(remainder.T @ nearest @ null) @ null.T
 
 
 def _near_polar(

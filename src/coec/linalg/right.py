@@ -46,7 +46,7 @@ class RightProblem:
         return self
 
     def slack(self, point: "Point", S: Float[Tensor, "b b"]) -> None:
-        """How far planes of modes turn as the left factor follows: it does not."""
+        """Return zero turns of the planes of modes: the left factor does not follow."""
 
     def scale(self, R: Float[Tensor, "b k"]) -> float:
         """`t = ⟨C, R⟩ / ⟨diag(s²) R Gxx, R⟩`; 1, and an event, unless both are positive."""
@@ -107,7 +107,7 @@ class JointProblem:
         return RightProblem(self.s, self.mu, cross, self.yy, self.alignment)
 
     def slack(self, point: "Point", S: Float[Tensor, "b b"]) -> Float[Tensor, "b b"]:
-        """How far planes of modes turn against a gradient, because U follows R.
+        """Return how far planes of modes turn against a gradient, because U follows R.
 
         The skew part of the gradient times `Rᵀ`, times the softness of every plane, less what
         alignment resists.
@@ -122,7 +122,7 @@ class JointProblem:
         return self.alignment.resisted(point.R, softness, turn)
 
     def _softness(self, point: "Point") -> Float[Tensor, "b b"]:
-        """What to add to the inverse curvature of every plane (i, j) of modes, as U follows R.
+        """Return the addition to every plane's inverse curvature, (i, j) of modes, as U follows R.
 
         For `R → exp(ω J) R`, J the generator of the plane (i, j), the curvature with U held is
         `F = (s_i² e_j + s_j² e_i) t²/yy`; with U following it is
@@ -146,7 +146,7 @@ class JointProblem:
 
 @dataclass(frozen=True, eq=False)
 class Point:
-    """One R, and the objective there.
+    """A point R, and the objective there.
 
     Attributes:
         problem: whose objective.

@@ -65,7 +65,7 @@ def root(
 
 
 def _is_indefinite(mu: Float[Tensor, " n"]) -> bool:
-    """Whether ascending eigenvalues go below 0 by more than rounding; an event says so."""
+    """Return whether ascending eigenvalues go below 0 by more than rounding; an event says so."""
     if not float(mu[0]) < -max(rounding_level(mu), NEGATIVE * float(mu[-1])):
         return False
     record(
@@ -76,7 +76,7 @@ def _is_indefinite(mu: Float[Tensor, " n"]) -> bool:
 
 
 def _is_semidefinite(G: Float[Tensor, "d d"]) -> bool:
-    """Whether Cholesky proves, far cheaper than eigenvalues, that none is clearly negative."""
+    """Return whether Cholesky proves, cheaper than eigenvalues, that none is clearly negative."""
     shifted = G.clone()
     shifted.diagonal().add_(NEGATIVE * float(G.diagonal().max()))
     return int(torch.linalg.cholesky_ex(shifted)[1]) == 0
@@ -116,8 +116,8 @@ def noise(
     """
     level = torch.full_like(mu, rounding_level(mu))
     if precision > 0:
-        own = E.square().T @ diagonal.clamp_min(0)
-        level = level.maximum(own.mul_(precision * math.sqrt(len(mu))))
+        scale = E.square().T @ diagonal.clamp_min(0)
+        level = level.maximum(scale.mul_(precision * math.sqrt(len(mu))))
     return level
 
 

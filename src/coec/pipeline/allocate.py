@@ -123,12 +123,12 @@ def _in_dense_shape(cut: Cut, tensors: dict[str, Tensor]) -> RepairedConsumer:
 
 def _scaled(curves: Importances, costs: dict[str, float], plan: Plan) -> dict[str, Tensor]:
     """Return the curves, each of the height measured at the uniform width, per parameter."""
-    known = {key: cost for key, cost in costs.items() if key in curves}
+    measured_costs = {key: cost for key, cost in costs.items() if key in curves}
     # A difference of few tokens may be negative; where none costs anything, all heights are alike.
-    least = _LEAST * sum(map(abs, known.values())) / max(len(known), 1) or 1.0
+    floor = _LEAST * sum(map(abs, measured_costs.values())) / max(len(measured_costs), 1) or 1.0
     sites = {site.key: site for site in plan.model.layout.sites}
     scaled = {}
     for key, curve in curves.items():
-        height = max(costs.get(key, 0.0), least) / parameters(sites[key], plan.model.shapes)
+        height = max(costs.get(key, 0.0), floor) / parameters(sites[key], plan.model.shapes)
         scaled[key] = torch.cat([curve[:1], curve[1:] * height])  # the first stays in any case
     return scaled

@@ -35,7 +35,7 @@ COLUMNS = "| text | windows × tokens | perplexity | dense | ratio | KL | same n
 
 
 def origin(name: str, folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """What the dense model is called, and what of its card holds for the pruned one too.
+    """Return the name of the dense model, and what of its card holds for the pruned one too.
 
     Args:
         name: as the model was asked for.
@@ -44,18 +44,20 @@ def origin(name: str, folder: Path) -> tuple[dict[str, Any], list[str]]:
     Returns:
         Fields of a card's front matter; and a note where the dense card cannot be read.
     """
-    known = {"base_model": folder.name if Path(name).is_dir() else name}
+    fields = {"base_model": folder.name if Path(name).is_dir() else name}
     path = folder / CARD
     try:
         if not path.is_file():
-            return known, []
+            return fields, []
         if path.stat().st_size > LARGEST_CARD:
             raise ValueError(f"it is larger than {LARGEST_CARD:,} bytes")
-        said = metadata_load(path) or {}
+        metadata = metadata_load(path) or {}
     except Exception as error:  # a parser of a file that may hold anything
         reason = " ".join(str(error).split())[:120]
-        return known, [f"the dense model's {CARD} says no licence that can be read: {reason}"]
-    return known | {key: said[key] for key in TAKEN if key in said and _is_text(said[key])}, []
+        return fields, [f"the dense model's {CARD} says no licence that can be read: {reason}"]
+    return fields | {
+        key: metadata[key] for key in TAKEN if key in metadata and _is_text(metadata[key])
+    }, []
 
 
 def _is_text(value: Any) -> bool:
@@ -72,10 +74,10 @@ def card(report: "Report") -> str:
     code = plan.get("code")
     trust = ", trust_remote_code=True" if code else ""
     notes = "".join(f"\n{note[0].upper()}{note[1:]}.\n" for note in plan["notes"])
-    loaders = "\n".join(f"- {loader}: {how}" for loader, how in plan["loads_in"].items())
+    loaders = "\n".join(f"- {loader}: {verdict}" for loader, verdict in plan["loads_in"].items())
     widths = "\n".join(
-        f"| {_of_what(what)} | {counted(w['before'])} | {counted(w['after'])} |"
-        for what, w in plan["widths"].items()
+        f"| {_of_what(width)} | {counted(w['before'])} | {counted(w['after'])} |"
+        for width, w in plan["widths"].items()
     )
     errors = "\n".join(
         "| mean relative output error, {} | {:.4f} | {:.4f} |".format(
@@ -149,8 +151,8 @@ def add_to_card(folder: Path, result: "Perplexity") -> None:
     partial = path.with_name(f".{CARD}.partial")
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-        whole = _with_line(text, key, line)
-        partial.write_text(whole, encoding="utf-8")
+        new_text = _with_line(text, key, line)
+        partial.write_text(new_text, encoding="utf-8")
         os.replace(partial, path)
     except (OSError, ValueError) as error:
         raise ModelError(f"'{path}' cannot be read or written: {error}") from error
@@ -161,9 +163,9 @@ def add_to_card(folder: Path, result: "Perplexity") -> None:
 def _with_line(text: str, key: str, line: str) -> str:
     """A card with a line in its table of measurements, which is made where there is none."""
     if COLUMNS not in text:
-        head, mark, rest = text.partition("## Recipe\n")
-        return f"{head}{_measured([line])}\n{mark}{rest}"
-    lines = [one for one in text.split("\n") if not one.startswith(key)]
+        head, mark, tail = text.partition("## Recipe\n")
+        return f"{head}{_measured([line])}\n{mark}{tail}"
+    lines = [entry for entry in text.split("\n") if not entry.startswith(key)]
     lines.insert(lines.index(COLUMNS) + 2, line)
     return "\n".join(lines)
 
@@ -178,15 +180,15 @@ def _held_out(report: "Report") -> str:
     facts = report.reconstruction
     if not facts.get("perplexity") or not facts.get("dense"):
         return ""
-    where = f"{facts['windows'].replace(' ', '-')} windows of the calibration"
+    windows = f"{facts['windows'].replace(' ', '-')} windows of the calibration"
     pruned, dense = facts["perplexity"], facts["dense"]
     seq_len = report.calibration["seq_len"]
-    line = f"| {where} | × {seq_len:,} | {pruned:.4g} | {dense:.4g} | ×{pruned / dense:.3f} | | |"
+    line = f"| {windows} | × {seq_len:,} | {pruned:.4g} | {dense:.4g} | ×{pruned / dense:.3f} | | |"
     return f"\n{_measured([line])}"
 
 
 def _dense(report: "Report") -> str:
-    """What the dense model is called: a name on the hub, or that of its folder."""
+    """Return the name of the dense model on the hub, or that of its folder."""
     return str(report.origin.get("base_model") or Path(report.model).name)
 
 
@@ -197,7 +199,7 @@ def _front_matter(report: "Report") -> str:
 
 
 def _stored_as(plan: Mapping[str, Any]) -> str:
-    """What is unusual about the format."""
+    """Return a sentence on a format that is unusual."""
     note = ""
     if relabelled := plan["relabelled"]:
         note = (
@@ -213,19 +215,19 @@ def _stored_as(plan: Mapping[str, Any]) -> str:
 
 
 def _recipe(report: "Report") -> str:
-    """What was asked for, in words and as the command that makes the model again."""
+    """Return the recipe, in words and as the command that makes the model again."""
     recipe, calibration = report.recipe, report.calibration
     options = ", ".join(f"{k} = {v}" for k, v in recipe["options"].items()) or "none"
     added = calibration.get("sampled", 0)
     sampled = f" and, {added} of them, from the dense model itself" if added else ""
     kept = report.plan.get("kept")
-    given = kept and kept["sites"] == len(report.sites)
+    all_given = kept and kept["sites"] == len(report.sites)
     beyond = ", ".join(
         f"{name} = {_plain(recipe[name])}" for name in BEYOND if name in changed(recipe, preset="")
     )
     return "\n".join([
         *([f"- preset: {recipe['preset']}"] if "preset" in recipe else []),
-        f"- selection: {'given' if given else recipe['selection']}; "
+        f"- selection: {'given' if all_given else recipe['selection']}; "
         f"compensation: {recipe['compensation']}",
         f"- options: {options}",
         *([f"- beside the dense model: {beyond}"] if beyond else []),
@@ -240,8 +242,8 @@ def _recipe(report: "Report") -> str:
 def _command(report: "Report") -> str:
     """The command that makes the model again, or why there is none."""
     recipe = report.recipe
-    named: dict[str, Collection[str]] = {"selection": SELECTIONS, "compensation": COMPENSATIONS}
-    by_hand = [name for name, known in named.items() if recipe[name] not in known]
+    label: dict[str, Collection[str]] = {"selection": SELECTIONS, "compensation": COMPENSATIONS}
+    by_hand = [name for name, fields in label.items() if recipe[name] not in fields]
     by_hand += ["calibration"] * (recipe["calibration"] == "tensor")
     if report.calibration.get("merged"):
         return "No command makes it again: its statistics were merged from several texts."
@@ -270,14 +272,16 @@ def changed(recipe: Mapping[str, Any], preset: Any = None) -> dict[str, Any]:
     """
     preset = recipe["preset"] if preset is None else preset
     brought = dict(PRESETS[preset].settings) if preset else {}
-    defaults = {one.name: one.default for part in PARTS for one in part.table()} | brought
+    defaults = {
+        entry.name: entry.default for settings_part in PARTS for entry in settings_part.table()
+    } | brought
     names = [name for name in recipe if name in defaults or name in ("selection", "compensation")]
     method = recipe["compensation"]
     options = {**COMPENSATIONS[method].defaults} if method in COMPENSATIONS else {}
     if method == brought.get("compensation"):
         options |= {name: brought[name] for name in brought.keys() & options.keys()}
-    own = {name: recipe[name] for name in names if recipe[name] != defaults.get(name)}
-    return own | {
+    differing = {name: recipe[name] for name in names if recipe[name] != defaults.get(name)}
+    return differing | {
         name: value for name, value in recipe["options"].items() if value != options.get(name)
     }
 
@@ -294,7 +298,7 @@ def _plain(value: Any) -> str:
 
 
 def _asked(report: "Report") -> str:
-    """How many units were to go, in words."""
+    """Return how many units were to go, in words."""
     kept, share = report.plan.get("kept"), _share(report.recipe)
     if kept is None:
         return f"{share} asked for"
@@ -312,17 +316,17 @@ def _share(recipe: Mapping[str, Any]) -> str:
     if budget is not None:
         share = f"{budget:.4g} of the parameters" if budget < 1 else f"{budget:,.0f} parameters"
         return f"a rest of at most {share}{shared}"
-    own = [recipe.get(f"{site}_sparsity") for site in ("mlp", "attention")]
-    mlp, attention = (every if share is None else share for share in own)
+    differing = [recipe.get(f"{site}_sparsity") for site in ("mlp", "attention")]
+    mlp, attention = (every if share is None else share for share in differing)
     multiple = recipe.get("multiple_of", "1")
     rounded = "" if multiple == "1" else f" (channels rounded up, multiple_of = {multiple})"
-    if own == [None, None]:
+    if differing == [None, None]:
         return f"{every:.4g} of each{rounded}{shared}"
     return f"{mlp:.4g} of channels{rounded} and {attention:.4g} of groups{shared}"
 
 
 def _of_what(width: str) -> str:
-    """What a width counts, in words."""
+    """Return what a width counts, in words."""
     return "channels per expert" if width == "experts" else f"{width.replace('_', ' ')} per block"
 
 

@@ -61,8 +61,8 @@ def collect(
     dense = Dense.open(model)
     calibration = with_judges(recipe.calibration, dense)
     recipe = replace(recipe, calibration=calibration)
-    kinds = 2 if calibration.held_out else 1
-    size = 8 * kinds * sum(site.columns**2 for site in dense.layout.sites)
+    sums_per_site = 2 if calibration.held_out else 1
+    size = 8 * sums_per_site * sum(site.columns**2 for site in dense.layout.sites)
     check_space(out, int(size * 1.01) + 2**24)
     with open_backend(recipe.runtime) as backend:
         source = backend.dense_pass(dense, calibration, recipe.runtime, progress)
@@ -165,15 +165,19 @@ def _add(first: Statistics, second: Statistics, index: int) -> Grams:
     """
     a, b = (statistics.grams(index, torch.device("cpu")) for statistics in (first, second))
     judged = _judging(first) == _judging(second)
-    if any(a[kind].keys() != b[kind].keys() for kind in a if judged or kind == FIT):
+    if any(a[windows].keys() != b[windows].keys() for windows in a if judged or windows == FIT):
         raise CalibrationError(
             f"statistics of block {index} cannot be merged: '{first.folder}' and "
             f"'{second.folder}' have sums of other sites: collect them again"
         )
     sums: Grams = {}
-    for kind in a:
-        shared = a[kind].keys() & b[kind].keys()
-        sums[kind] = {**a[kind], **b[kind], **{s: a[kind][s] + b[kind][s] for s in shared}}
+    for windows in a:
+        shared = a[windows].keys() & b[windows].keys()
+        sums[windows] = {
+            **a[windows],
+            **b[windows],
+            **{s: a[windows][s] + b[windows][s] for s in shared},
+        }
     return sums
 
 

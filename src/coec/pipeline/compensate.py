@@ -24,7 +24,7 @@ from coec.streaming.statistics import Statistics
 def infer_kept(
     dense: str | Path | Dense, pruned: str | Path | RawCheckpoint, progress: Progress | None = None
 ) -> KeptUnits:
-    """Which units of a dense model are in one that another program pruned from it.
+    """Return the units of a dense model that another program kept when it pruned it.
 
     A unit is found by its rows in the producers, which the other program must have left as they
     were; what it did to the consumers plays no part. It may have cut rows, or set them or the
@@ -49,14 +49,14 @@ def infer_kept(
             "coec prunes no blocks, and needs the dense model that this one was pruned from"
         )
     _check_rest(dense, pruned)
-    found = {}
+    kept_by_site = {}
     for block in layout.blocks:
         for site in block.sites:
             sides = (_side(model, site, dense) for model in (dense, pruned))
-            found[site.key] = kept_units(*sides)
+            kept_by_site[site.key] = kept_units(*sides)
         if progress:
             progress("matching", block.index + 1, len(layout.blocks))
-    return KeptUnits.of(found, pruned.name, pruned.digest)
+    return KeptUnits.of(kept_by_site, pruned.name, pruned.digest)
 
 
 def _check_rest(dense: Dense, pruned: RawCheckpoint) -> None:
@@ -131,17 +131,17 @@ def compensate_pruned(
 def check_settings(settings: Collection[str], pruned: str | Path | RawCheckpoint) -> None:
     """Raises OptionError for settings that say which units stay."""
     name = pruned.name if isinstance(pruned, RawCheckpoint) else pruned
-    for one in CHOOSING:  # here the pruned model does
-        if one in settings:
+    for setting in CHOOSING:  # here the pruned model does
+        if setting in settings:
             raise OptionError(
-                f"{one} has no place where '{name}' says which units stay: leave it out"
+                f"{setting} has no place where '{name}' says which units stay: leave it out"
             )
 
 
 def _side(model: Dense | RawCheckpoint, site: Site, dense: Dense) -> Side:
-    """What a model has of a site."""
-    there = model.files if isinstance(model, Dense) else model.headers
+    """Return a model's tensors of a site."""
+    names_there = model.files if isinstance(model, Dense) else model.headers
     names = {*(rows.tensor for rows in site.producers), site.weight}
     names |= {name.removesuffix("weight") + "bias" for name in names}
-    tensors = {n: model.tensor(n) for n in sorted(names) if n in there}
+    tensors = {n: model.tensor(n) for n in sorted(names) if n in names_there}
     return Side.of(model.name, site, tensors, dense.shapes)

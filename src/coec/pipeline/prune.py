@@ -53,12 +53,12 @@ def plan(
     Raises:
         CoecError: the model or a setting cannot be used.
     """
-    named = settings.keys() if recipe is None else None
+    given_names = settings.keys() if recipe is None else None
     if statistics is not None:
         statistics = Statistics.open(statistics)
     recipe, description = _recipe(recipe, settings, statistics), Description.read(model)
     if statistics is not None:
-        recipe = _calibrated(recipe, statistics, description, named)
+        recipe = _calibrated(recipe, statistics, description, given_names)
     return Plan.of(description, recipe)
 
 
@@ -103,7 +103,7 @@ def prune(
         >>> report.plan["parameters"]
     """
     seconds = _Stopwatch()
-    named = settings.keys() if recipe is None else None
+    given_names = settings.keys() if recipe is None else None
     if statistics is not None:
         statistics = Statistics.open(statistics)
     recipe = _recipe(recipe, settings, statistics)
@@ -114,7 +114,7 @@ def prune(
     out = place.staged if isinstance(place, Remote) else place
     check_output(out, dense.folder, force=force or unfinished(out))
     if statistics is not None:
-        recipe = _calibrated(recipe, statistics, dense, named)
+        recipe = _calibrated(recipe, statistics, dense, given_names)
     candidates = Plan.candidates(dense, recipe)
     recipe = next(iter(candidates.values())).recipe  # its kept units are read
     with open_backend(recipe.runtime) as backend:
@@ -176,7 +176,7 @@ def _pruned(
     dense.check_unchanged()
     checkpoint.write()
     seconds.lap("writing")
-    known, unread = origin(dense.name, dense.folder)
+    base, unread = origin(dense.name, dense.folder)
     return Report(
         model=dense.name,
         model_sha256=dense.digest,
@@ -193,7 +193,7 @@ def _pruned(
         seconds=seconds.laps,
         environment=environment(str(run.device)),
         reconstruction=facts,
-        origin=known,
+        origin=base,
     )
 
 
@@ -212,11 +212,11 @@ def _recipe(
 
 
 def _calibrated(
-    recipe: Recipe, statistics: Statistics, model: Description, named: Collection[str] | None
+    recipe: Recipe, statistics: Statistics, model: Description, given_names: Collection[str] | None
 ) -> Recipe:
     """Return the recipe with the calibration that statistics were made with."""
     recipe.check_for_statistics()
-    return replace(recipe, calibration=adopted(statistics, recipe.calibration, model, named))
+    return replace(recipe, calibration=adopted(statistics, recipe.calibration, model, given_names))
 
 
 def _identity(run: Run, source: BlockSource) -> dict[str, Any]:
@@ -262,9 +262,9 @@ class _Stopwatch:
 
     def lap(self, phase: str) -> None:
         """Add the time since the last lap to `phase`."""
-        now = time.perf_counter()
-        self.laps[phase] = self.laps.get(phase, 0.0) + now - self._last
-        self._last = now
+        clock = time.perf_counter()
+        self.laps[phase] = self.laps.get(phase, 0.0) + clock - self._last
+        self._last = clock
 
     def share(self, phase: str, within: str, seconds: float) -> None:
         """Add the time since the last lap to `phase`, but for so many seconds to `within`."""

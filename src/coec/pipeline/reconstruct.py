@@ -233,16 +233,16 @@ class BlockReconstruction:
             record(f"the final norm is not rescaled: {error}")
             return Ending(None, {**facts, **asdict(plain)})
         fitted = self._score(norm)
-        taken = _or_inf(fitted.perplexity) < _or_inf(plain.perplexity)
-        comparison = {"taken": taken, "without": plain.perplexity, "with": fitted.perplexity}
-        best = asdict(fitted if taken else plain)
-        return Ending(norm if taken else None, {**facts, **best, "final_norm": comparison})
+        improves = _or_inf(fitted.perplexity) < _or_inf(plain.perplexity)
+        comparison = {"taken": improves, "without": plain.perplexity, "with": fitted.perplexity}
+        best = asdict(fitted if improves else plain)
+        return Ending(norm if improves else None, {**facts, **best, "final_norm": comparison})
 
     def _score(self, norm: Tensor | None = None, *, dense: bool = False) -> Score:
         """Return how well a model predicts, the pruned one maybe with another final norm."""
-        kind: Kind = "held" if self._held_out else "fit"
+        windows: Kind = "held" if self._held_out else "fit"
         sums = Prediction()
-        for batch in self._group.each(TwoStreams.predict, kind, norm, dense):
+        for batch in self._group.each(TwoStreams.predict, windows, norm, dense):
             sums.add(batch)
         return Score.of(sums)
 
@@ -291,12 +291,14 @@ class BlockReconstruction:
         if self._settings.token_weights == "equal":
             self._group.do(TwoStreams.weigh, None, 1.0)
             return
-        squares = [batch for part in self._group.each(TwoStreams.squares) for batch in part]
-        least = _SMALLEST * float(torch.cat([batch.flatten() for batch in squares]).median())
-        weights = [token_weights(batch, least) for batch in squares]
+        squares = [
+            batch for sums_of_part in self._group.each(TwoStreams.squares) for batch in sums_of_part
+        ]
+        floor = _SMALLEST * float(torch.cat([batch.flatten() for batch in squares]).median())
+        weights = [token_weights(batch, floor) for batch in squares]
         total = math.fsum(float(batch.sum(dtype=torch.float64)) for batch in weights)
         mean = total / sum(batch.numel() for batch in weights)
-        self._group.do(TwoStreams.weigh, least, mean)
+        self._group.do(TwoStreams.weigh, floor, mean)
 
     def _statistics(self, number: int, site: Site, tensors: Mapping[str, Tensor]) -> SiteStatistics:
         """Return the statistics of the consumer's inputs, with the dense weights before it.
@@ -314,12 +316,12 @@ class BlockReconstruction:
         return SiteStatistics(gram, held_out, target, held_out_target)
 
     def _gram_and_target(
-        self, number: int, site: Site, tensors: Mapping[str, Tensor], kind: Kind
+        self, number: int, site: Site, tensors: Mapping[str, Tensor], windows: Kind
     ) -> tuple[Gram, Tensor | None]:
         """Return the Gram of the consumer's inputs, and the target where errors propagate."""
         sums = ConsumerStatistics(GramSum(site.columns, self._run.device))
-        for part in self._group.each(TwoStreams.measure, number, kind):
-            sums.merge(part)
+        for sums_of_part in self._group.each(TwoStreams.measure, number, windows):
+            sums.merge(sums_of_part)
         total_weight = sums.gram.weight
         gram = sums.gram.gram()
         with naming(site.consumer):
@@ -329,7 +331,9 @@ class BlockReconstruction:
         weight = tensors[site.weight].to(gram.xx)
         factor = sums.added / sums.scale if sums.scale > 0 else 1.0
         residual = sums.residual.to(gram.xx) / (factor or 1.0)
-        if kind == "held":  # weights have mean 1 over the windows fitted on, in a Gram over its own
+        if (
+            windows == "held"
+        ):  # weights have mean 1 over the windows fitted on, in a Gram over its own
             residual *= gram.tokens / total_weight
         return gram, weight + solve_right(residual, gram.xx, _TARGET_RIDGE, gram.precision)
 
@@ -365,7 +369,7 @@ class BlockReconstruction:
         row["events"] = [*row["events"], *events]
         return tensors
 
-    def _problem(self, kind: Kind) -> LeastSquares:
+    def _problem(self, windows: Kind) -> LeastSquares:
         """Return the least-squares problem that the workers have prepared, over some windows."""
 
         def ask(
@@ -376,7 +380,7 @@ class BlockReconstruction:
         ) -> Iterable[Value]:
             # mypy does not bind the ParamSpec of an argument.
             product: Any = TwoStreams.product
-            values: Iterable[Value] = self._group.each(product, kind, method, *args, **kwargs)
+            values: Iterable[Value] = self._group.each(product, windows, method, *args, **kwargs)
             return values
 
         return LeastSquares(ask, self._settings.curvature_share)

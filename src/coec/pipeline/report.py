@@ -47,7 +47,7 @@ class Report:
     origin: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but places: that of the output folder, and the folders of what was read."""
+        """Return the report without places: no output folder, and no folders of what was read."""
         record = {
             "coec": __version__,
             "model": self.model,
@@ -65,7 +65,7 @@ class Report:
 
     @property
     def events(self) -> dict[str, list[str]]:
-        """Every safeguard that fired, and the modules it fired in."""
+        """Modules in which each safeguard fired, by its event."""
         modules: dict[str, list[str]] = {}
         for site in self.sites:
             for event in site["events"]:
@@ -101,12 +101,15 @@ class Report:
         path = Path(folder) / REPORT
         try:
             record = {"reconstruction": {}, "origin": {}, **parse_json(path)}
-            own = {name: get_origin(kind) or kind for name, kind in get_type_hints(cls).items()}
-            del own["out"]
-            for name, kind in own.items():
-                if not isinstance(record[name], kind):
-                    raise TypeError(f"{name} is no {kind.__name__}")
-            return cls(out=str(folder), **{name: record[name] for name in own})
+            fields = {
+                name: get_origin(field_type) or field_type
+                for name, field_type in get_type_hints(cls).items()
+            }
+            del fields["out"]
+            for name, field_type in fields.items():
+                if not isinstance(record[name], field_type):
+                    raise TypeError(f"{name} is no {field_type.__name__}")
+            return cls(out=str(folder), **{name: record[name] for name in fields})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelError(
                 f"'{path}' is not the report of a pruning run: restore it, or move it away"
@@ -116,16 +119,16 @@ class Report:
         """Writes coec.json and README.md."""
         record = self.as_dict()
         write_json(folder / REPORT, record)
-        shown = replace(self, **{name: record[name] for name in record if name != "coec"})
-        (folder / CARD).write_text(card(shown), encoding="utf-8")
+        public_report = replace(self, **{name: record[name] for name in record if name != "coec"})
+        (folder / CARD).write_text(card(public_report), encoding="utf-8")
 
 
 def public(value: Any) -> Any:
     """A record in which absolute paths are their last name: where files lay is nobody else's."""
     if isinstance(value, dict):
-        return {key: public(one) for key, one in value.items()}
+        return {key: public(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [public(one) for one in value]
+        return [public(item) for item in value]
     if isinstance(value, str):
         bare = Path(value).name if value.startswith(("/", "file://")) else value
         return QUOTED.sub(r"\1\2\1", bare)

@@ -251,9 +251,9 @@ def _compensated(
 
 def _kept(site: Site, weight: Tensor, sums: Gram, plan: Plan) -> KeptSet:
     """Return the units that stay: those that were named, or else those of the highest scores."""
-    named = None if plan.recipe.kept is None else plan.recipe.kept.of_site(site)
-    if named is not None:
-        return KeptSet(named.indices.to(sums.x.device), named.size)
+    given_units = None if plan.recipe.kept is None else plan.recipe.kept.of_site(site)
+    if given_units is not None:
+        return KeptSet(given_units.indices.to(sums.x.device), given_units.size)
     keep = plan.widths.of(site)
     scores = column_scores(
         plan.recipe.score if sums.tokens else SELECTIONS["magnitude"],

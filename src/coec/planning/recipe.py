@@ -86,20 +86,20 @@ class Recipe:
     runtime: Runtime
 
     def __init__(self, **settings: Any) -> None:
-        names = {part.__name__.lower(): part for part in PARTS}
-        parts = {n: v for n, v in settings.items() if n in names and isinstance(v, names[n])}
-        flat = {name: plain(value) for name, value in settings.items() if name not in parts}
-        for name, part in names.items():
+        names = {part_class.__name__.lower(): part_class for part_class in PARTS}
+        given_parts = {n: v for n, v in settings.items() if n in names and isinstance(v, names[n])}
+        flat = {name: plain(value) for name, value in settings.items() if name not in given_parts}
+        for name, part_class in names.items():
             if name in flat and name not in NAMES:
                 raise OptionError(
-                    f"the {name} of a Recipe is a {part.__name__}, got {flat[name]!r:.80}: "
+                    f"the {name} of a Recipe is a {part_class.__name__}, got {flat[name]!r:.80}: "
                     "or give its settings by name"
                 )
-        flat = _with_options(flat if parts else with_preset(flat))
-        for name, part in names.items():
-            value = parts.get(name) or part.of(flat)
+        flat = _with_options(flat if given_parts else with_preset(flat))
+        for name, part_class in names.items():
+            value = given_parts.get(name) or part_class.of(flat)
             object.__setattr__(self, name, value)
-        for name, value in parts.items():
+        for name, value in given_parts.items():
             if idle := [key for key in value.record() if key in flat]:
                 raise OptionError(f"give {idle[0]} or the {name} that holds it, not both")
         self._check()
@@ -237,7 +237,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     return {name: content[key] for name, key in keys.items()}
 
 
-def by_name(keys: Iterable[str], where: str) -> dict[str, str]:
+def by_name(keys: Iterable[str], name_of_file: str) -> dict[str, str]:
     """Return the keys of a file by the names of their settings.
 
     Raises:
@@ -247,7 +247,7 @@ def by_name(keys: Iterable[str], where: str) -> dict[str, str]:
     for key in keys:
         name = key.replace("-", "_")
         if name in names:
-            raise OptionError(f"{where} sets {name} twice, as '{names[name]}' and '{key}'")
+            raise OptionError(f"{name_of_file} sets {name} twice, as '{names[name]}' and '{key}'")
         names[name] = key
     return names
 
@@ -294,11 +294,11 @@ def _with_options(settings: dict[str, Any]) -> dict[str, Any]:
 
     Raises OptionError for an unknown setting, unless it may be an option of a user's function.
     """
-    known = NAMES | set(APART)
+    known_names = NAMES | set(APART)
     options = {option.name for option in OPTIONS}
-    settings_of_parts = {k: v for k, v in settings.items() if k in known and k not in options}
+    settings_of_parts = {k: v for k, v in settings.items() if k in known_names and k not in options}
     for name in settings:
-        if name not in known and not callable(settings_of_parts.get("compensation")):
+        if name not in known_names and not callable(settings_of_parts.get("compensation")):
             raise OptionError(f"unknown setting '{name}'{_meant(name)}")
     chosen = {name: value for name, value in settings.items() if name not in settings_of_parts}
     return settings_of_parts | {"options": {**settings_of_parts.get("options", {}), **chosen}}

@@ -19,7 +19,7 @@ from coec.settings import SolveDtypeName
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What a pruning does, where, and in which dtypes.
+    """Resolved pruning: plans, device and dtypes.
 
     Attributes:
         candidates: the plans among which held-out windows choose, by name; mostly there is one.

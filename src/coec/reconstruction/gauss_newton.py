@@ -24,7 +24,7 @@ APART = 2**40
 
 @dataclass(frozen=True)
 class Step:
-    """One step.
+    """A Gauss–Newton step.
 
     Attributes:
         length: the fraction that was taken; 0 for none.
@@ -42,7 +42,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """How a fit ended; errors are relative to `Σ_t w_t ‖T_t − h_t‖²`.
+    """End of a fit; errors are relative to `Σ_t w_t ‖T_t − h_t‖²`.
 
     Attributes:
         theta: the parameters.
@@ -57,12 +57,12 @@ class Fitted:
     steps: list[Step] = field(default_factory=list)
 
     def taken_back(self) -> "Fitted":
-        """The same with no step taken."""
+        """Return the fit with no step taken."""
         steps = [Step(0.0, self.error, self.held_out, step.residual) for step in self.steps]
         return Fitted(self.theta, self.error, self.held_out, steps)
 
     def record(self) -> dict[str, Any]:
-        """For the report; JSON-ready: numbers that are not finite are None."""
+        """Return the record for the report, JSON-ready: numbers that are not finite are None."""
         last = self.steps[-1] if self.steps else None
         return {
             "error_before": _finite(self.error),
@@ -100,28 +100,30 @@ def fit(
     scale = problem.energy() or 1.0
     held_scale = (held_out.energy() or 1.0) if held_out else 1.0
     error = problem.error(theta) / scale
-    held = held_out.error(theta) / held_scale if held_out else None
-    fitted = Fitted(theta, error, held)
+    held_error = held_out.error(theta) / held_scale if held_out else None
+    fitted = Fitted(theta, error, held_error)
     for step in range(steps):
         try:
             signs = (seed + step * APART) % SEEDS
             delta, residual = _direction(problem, theta, iterations, damping, signs)
         except NumericalError as failure:
             record(f"a step of the reconstruction is not taken: {failure}")
-            fitted.steps.append(Step(0.0, error, held, None))
+            fitted.steps.append(Step(0.0, error, held_error, None))
             break
         for length in LENGTHS:
             new = {name: p + length * delta[name] for name, p in theta.items()}
             new_error = problem.error(new) / scale
             new_held = held_out.error(new) / held_scale if held_out else None
-            if new_error < error and (held is None or (new_held is not None and new_held <= held)):
-                theta, error, held = new, new_error, new_held
-                fitted.steps.append(Step(length, error, held, residual))
+            if new_error < error and (
+                held_error is None or (new_held is not None and new_held <= held_error)
+            ):
+                theta, error, held_error = new, new_error, new_held
+                fitted.steps.append(Step(length, error, held_error, residual))
                 break
         else:
             if not math.isfinite(new_error):
                 record("a step of the reconstruction is not finite: taken back")
-            fitted.steps.append(Step(0.0, error, held, residual))
+            fitted.steps.append(Step(0.0, error, held_error, residual))
             break
     return Fitted(theta, fitted.error, fitted.held_out, fitted.steps)
 
@@ -159,9 +161,9 @@ def _direction(
     return x, math.sqrt(dot(r, r) / start) if start > 0 else 0.0
 
 
-def dot(one: Parameters, other: Parameters) -> float:
+def dot(a: Parameters, b: Parameters) -> float:
     """The inner product over all matrices, summed in float64."""
-    return sum(float((one[name] * other[name]).sum(dtype=torch.float64)) for name in one)
+    return sum(float((a[name] * b[name]).sum(dtype=torch.float64)) for name in a)
 
 
 def _finite(value: float | None) -> float | None:
@@ -169,6 +171,6 @@ def _finite(value: float | None) -> float | None:
 
 
 def _check_finite(vector: dict[str, Tensor]) -> None:
-    for name, part in vector.items():
-        if not torch.isfinite(part).all():
+    for name, block in vector.items():
+        if not torch.isfinite(block).all():
             raise NumericalError(f"its direction for {name} holds NaN or Inf")

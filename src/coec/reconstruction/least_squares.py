@@ -44,14 +44,14 @@ class Batch:
     number: int = 0
 
     def to(self, device: torch.device) -> "Batch":
-        """The same on another device."""
+        """Return the batch on another device."""
         inputs, targets = self.inputs.to(device), self.targets.to(device)
         return Batch(inputs, targets, self.weights.to(device), self.number)
 
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """One matrix of θ in the Gauss–Newton matrix, taken for a Kronecker product.
+    """Block of one matrix of θ in the Gauss–Newton matrix, taken for a Kronecker product.
 
     Attributes:
         rows: the diagonal of the output factor, of mean 1.
@@ -138,8 +138,8 @@ class LeastSquares:
         """
         rows: dict[str, Tensor] = {}
         columns: dict[str, Tensor] = {}
-        for part in self._ask(Products.factors, theta, seed):
-            for name, (own_rows, own_columns) in part.items():
+        for summand in self._ask(Products.factors, theta, seed):
+            for name, (own_rows, own_columns) in summand.items():
                 rows[name] = rows.get(name, 0) + own_rows.to(theta[name].device)
                 columns[name] = columns.get(name, 0) + own_columns.to(theta[name].device)
         return {
@@ -149,14 +149,14 @@ class LeastSquares:
 
 
 class Products:
-    """What one place computes of its own batches, for a `LeastSquares`.
+    """Products over the batches of one process, for a `LeastSquares`.
 
     Args:
         function: `(θ, h) -> F_θ(h)`, differentiable; θ comes in the dtype of h.
         modules: the linear modules that θ are the weights of, by the same names; `function` calls
             each once. θ may be some rows of a weight, and several of them the same module's.
         rows: which rows, where θ are not all of them.
-        parts: batches in their order; what a part comes to is one summand of every sum.
+        parts: batches in their order; every part is one summand of every sum.
         device: where to compute; batches may wait elsewhere.
         quadratic: F is of second degree in θ, as attention is in its values and its output: then
             `J δ` is a difference of two values of F, without error, and fused attention can be
@@ -178,7 +178,7 @@ class Products:
 
     def tokens(self) -> Iterator[tuple[int, int]]:
         """The number of every batch, and how many tokens it has."""
-        return ((b.number, b.weights.numel()) for part in self._parts for b in part)
+        return ((b.number, b.weights.numel()) for batches in self._parts for b in batches)
 
     def energies(self) -> Iterator[float]:
         """`Σ_t w_t ‖T_t − h_t‖²` of every batch."""
@@ -196,9 +196,9 @@ class Products:
     def gradients(self, theta: Parameters) -> Iterator[Parameters]:
         """`Jᵀ w r` of every part."""
         theta = self._here(theta)
-        for part in self._parts:
+        for batches in self._parts:
             total = _zeros(theta)
-            for b in self._of(part):
+            for b in self._of(batches):
                 leaves = _leaves(theta, b.inputs.dtype)
                 out = self._function(leaves, b.inputs)
                 residual = b.weights[..., None] * _difference(b.targets, out.detach())
@@ -216,11 +216,11 @@ class Products:
             sample: the numbers of the batches that are summed.
         """
         theta, direction = self._here(theta), self._here(direction)
-        for part in self._parts:
-            if not any(b.number in sample for b in part):
+        for batches in self._parts:
+            if not any(b.number in sample for b in batches):
                 continue
             total = _zeros(theta)
-            for b in self._of([b for b in part if b.number in sample]):
+            for b in self._of([b for b in batches if b.number in sample]):
                 leaves = _leaves(theta, b.inputs.dtype)
                 if self._quadratic and b.inputs.dtype.itemsize >= torch.float32.itemsize:
                     tangent = self._central_difference(theta, direction, b)  # narrower ones cancel
@@ -232,25 +232,25 @@ class Products:
             yield total
 
     def factors(self, theta: Parameters, seed: int) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-        """Of every part what `LeastSquares.factors` sums: rows and columns, by name.
+        """Yield, for every part, what `LeastSquares.factors` sums: rows and columns, by name.
 
         The signs of a batch depend on the seed and its number alone, wherever it lies.
         """
         theta = self._here(theta)
-        for part in self._parts:
+        for batches in self._parts:
             sums: dict[str, tuple[Tensor, Tensor]] = {}
-            for b in self._of(part):
+            for b in self._of(batches):
                 leaves = _leaves(theta, b.inputs.dtype)
-                with _watched(self._modules) as seen:
+                with _watched(self._modules) as calls:
                     out = self._function(leaves, b.inputs)
                 signs = _signs(out, seed, b.number)
                 back = torch.autograd.grad(
-                    out, [seen[name][1] for name in theta], signs * b.weights[..., None].sqrt()
+                    out, [calls[name][1] for name in theta], signs * b.weights[..., None].sqrt()
                 )
                 for name, gradient in zip(theta, back, strict=True):
-                    own = gradient[..., self._rows.get(name, slice(None))]
-                    g = own.flatten(0, -2).to(theta[name].dtype)
-                    x = seen[name][0].flatten(0, -2).to(g)
+                    rows_of_theta = gradient[..., self._rows.get(name, slice(None))]
+                    g = rows_of_theta.flatten(0, -2).to(theta[name].dtype)
+                    x = calls[name][0].flatten(0, -2).to(g)
                     share = g.square().sum(dim=1, keepdim=True) / g.shape[1]
                     rows, columns = sums.get(name, (0, 0))
                     with rounded_products(x.device):  # factors only precondition
@@ -292,11 +292,11 @@ class Products:
         return {name: p.to(self._device) for name, p in theta.items()}
 
     def _moved(self) -> Iterator[Batch]:
-        for part in self._parts:
-            yield from self._of(part)
+        for batches in self._parts:
+            yield from self._of(batches)
 
-    def _of(self, part: Sequence[Batch]) -> Iterator[Batch]:
-        for b in part:
+    def _of(self, batches: Sequence[Batch]) -> Iterator[Batch]:
+        for b in batches:
             yield b.to(self._device)
 
 
@@ -309,26 +309,26 @@ TINY = 1e-30
 @contextmanager
 def _watched(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     """Inputs and outputs of the modules, by name, as they are called."""
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    calls: dict[str, tuple[Tensor, Tensor]] = {}
 
     def watch(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-            seen[name] = args[0].detach(), out
+            calls[name] = args[0].detach(), out
 
         return hook
 
     hooks = [module.register_forward_hook(watch(name)) for name, module in modules.items()]
     try:
-        yield seen
+        yield calls
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def _difference(one: Tensor, other: Tensor) -> Tensor:
-    """In float32 or wider: hidden states are large beside what a part of a model adds to them."""
-    wide = torch.promote_types(one.dtype, torch.float32)
-    return one.to(wide) - other.to(wide)
+def _difference(a: Tensor, b: Tensor) -> Tensor:
+    """Return `a − b` in float32 or wider: hidden states are large beside what is added to them."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return a.to(wide) - b.to(wide)
 
 
 def _weighted(b: Batch, residual: Tensor) -> float:
@@ -353,13 +353,13 @@ def _signs(like: Tensor, seed: int, number: int) -> Tensor:
     return drawn.to(like.dtype) * 2 - 1
 
 
-def _total(theta: Parameters, parts: Iterable[Parameters]) -> Parameters:
+def _total(theta: Parameters, summands: Iterable[Parameters]) -> Parameters:
     total = _zeros(theta)
-    for part in parts:
-        _add(total, [part[name].to(total[name].device) for name in total])
+    for summand in summands:
+        _add(total, [summand[name].to(total[name].device) for name in total])
     return total
 
 
-def _add(total: Parameters, parts: Sequence[Tensor]) -> None:
-    for tensor, part in zip(total.values(), parts, strict=True):
-        tensor += part
+def _add(total: Parameters, summands: Sequence[Tensor]) -> None:
+    for tensor, summand in zip(total.values(), summands, strict=True):
+        tensor += summand

@@ -44,8 +44,8 @@ def _inverted(factor: Factor, damped: float) -> _Inverse | _SameRows:
             return _SameRows(torch.cholesky_inverse(L))
     mu, basis = eigh(columns)
     # Where nothing depends on a matrix it stays as it is: its gradient is 0 as well.
-    least = damped or torch.finfo(mu.dtype).eps * float(mu.abs().max()) or 1.0
-    return _Inverse(basis, rows[:, None] * mu.clamp_min(0) + least)
+    floor = damped or torch.finfo(mu.dtype).eps * float(mu.abs().max()) or 1.0
+    return _Inverse(basis, rows[:, None] * mu.clamp_min(0) + floor)
 
 
 class Preconditioner:

@@ -122,7 +122,7 @@ and U."""
 
 @dataclass(eq=False)
 class _Rest:
-    """What is left, at the start of a panel.
+    """State of the elimination at the start of a panel.
 
     Attributes:
         A: `(G_S + λI)⁻¹`, lower triangle, with columns that went and were not yet dropped.
@@ -142,7 +142,10 @@ class _Rest:
 
     @classmethod
     def of(cls, weight: Float[Tensor, "m d"], G: Float[Tensor, "d d"], units: int) -> "_Rest":
-        """Everything. The weight is measured in units of its own, since costs are only compared."""
+        """Return the state before any removal.
+
+        Costs are only compared, so the weight is measured in units of its own.
+        """
         d = len(G)
         A, ridge = regularized_inverse(G, RIDGE)
         N, unit = torch.zeros_like(A), power_of_two(weight)
@@ -204,7 +207,7 @@ class _Rest:
 
 
 def _cheapest(costs: Float[Tensor, " n"]) -> int:
-    """Where the least cost is; of equal ones, the last."""
+    """Return the index of the least cost; of equal costs, the last."""
     return int((costs <= costs.min() * (1 + TIE)).nonzero()[-1])
 
 

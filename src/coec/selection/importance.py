@@ -31,7 +31,7 @@ def standardised(weight: Float[Tensor, "m d"], gram: Gram, units: int) -> Float[
 def error_saved(
     weight: Float[Tensor, "m d"], gram: Gram, units: int, keep: int
 ) -> Float[Tensor, " u"]:
-    """By how much the output error falls for each unit that stays, best first.
+    """Return by how much the output error falls for each unit that stays, best first.
 
     In units of what the removal of all but `keep` costs; where that costs nothing, a unit is worth
     nothing either, or ∞ if its own removal costs anything. Units go as `obs` removes them, the rest

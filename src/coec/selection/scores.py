@@ -100,7 +100,7 @@ def resolve(selection: str) -> Score:
 def column_scores(
     score: Score, weight: Float[Tensor, "m d"], gram: Gram, *, units: int, keep: int, seed: int
 ) -> Float[Tensor, " d"]:
-    """What a score returns, given those of these arguments that it declares.
+    """Return the scores of columns; a score gets those of these arguments that it declares.
 
     Args:
         score: `(weight, gram) -> scores`, with any of `units`, `keep` and `seed` by keyword.

@@ -71,20 +71,20 @@ __all__ = [
 
 def _options() -> tuple[Setting, ...]:
     """The options of all compensations, each once, with the methods that have it."""
-    found: dict[str, Setting] = {}
+    table: dict[str, Setting] = {}
     for method, options in COMPENSATION_OPTIONS.items():
-        for one in options.table():
-            earlier = found.get(one.name, one)
-            found[one.name] = replace(earlier, methods=(*earlier.methods, method))
-    return tuple(found.values())
+        for item in options.table():
+            earlier = table.get(item.name, item)
+            table[item.name] = replace(earlier, methods=(*earlier.methods, method))
+    return tuple(table.values())
 
 
 PARTS = (Pruning, Reconstruction, Calibration, Runtime)
-RECIPE = tuple(one for part in PARTS for one in part.table())
+RECIPE = tuple(item for part_class in PARTS for item in part_class.table())
 """Settings of every recipe."""
 
 OPTIONS = _options()
 """Options of the compensations."""
 
 TABLE = (*RECIPE, *OPTIONS)
-NAMES = frozenset(one.name for one in TABLE)
+NAMES = frozenset(item.name for item in TABLE)

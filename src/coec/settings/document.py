@@ -12,26 +12,29 @@ WORDS = {float: "number", int: "whole number", str: "text", bool: "on, off"}
 
 def document() -> str:
     """A table for every part of a recipe, and one for every set of compensations with options."""
-    groups = {part.__name__: ((part.__doc__ or "").splitlines()[0], part.table()) for part in PARTS}
+    groups = {
+        part_class.__name__: ((part_class.__doc__ or "").splitlines()[0], part_class.table())
+        for part_class in PARTS
+    }
     for methods in dict.fromkeys(option.methods for option in OPTIONS):
         names = ", ".join(f"`{name}`" for name in methods)
-        own = tuple(option for option in OPTIONS if option.methods == methods)
-        groups[f"Options of {names}"] = "", own
-    parts = [PREFACE]
+        fields = tuple(option for option in OPTIONS if option.methods == methods)
+        groups[f"Options of {names}"] = "", fields
+    sections = [PREFACE]
     for title, (intro, group) in groups.items():
         rows = "\n".join(_row(setting) for setting in group)
         head = f"## {title}\n" + (f"\n{intro}\n" if intro else "")
-        parts.append(f"{head}\n| setting | values | default | |\n|---|---|---|---|\n{rows}\n")
-    return "\n".join(parts)
+        sections.append(f"{head}\n| setting | values | default | |\n|---|---|---|---|\n{rows}\n")
+    return "\n".join(sections)
 
 
-def _row(one: Setting) -> str:
-    kind = one.kind
-    if isinstance(kind, tuple):
-        values = ", ".join(f"`{value}`" for value in kind)
+def _row(item: Setting) -> str:
+    type_name = item.kind
+    if isinstance(type_name, tuple):
+        values = ", ".join(f"`{value}`" for value in type_name)
     else:
-        values = WORDS[kind] if kind else "anything"
-    default = one.otherwise or f"`{one.default}`"
-    if kind is bool:
-        default = "on" if one.default else "off"
-    return f"| `{one.name}` | {values} | {default} | {one.help} |"
+        values = WORDS[type_name] if type_name else "anything"
+    default = item.otherwise or f"`{item.default}`"
+    if type_name is bool:
+        default = "on" if item.default else "off"
+    return f"| `{item.name}` | {values} | {default} | {item.help} |"

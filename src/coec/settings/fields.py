@@ -92,13 +92,13 @@ class Setting:
         assert isinstance(self.kind, tuple)
         if self.functions and callable(value):
             return
-        known = ", ".join(self.kind)
+        names = ", ".join(self.kind)
         if self.functions:
             self._check_text(value)
             if value not in self.kind:
-                raise OptionError(f"unknown {self.name} '{value}'; known: {known}")
+                raise OptionError(f"unknown {self.name} '{value}'; known: {names}")
         elif not isinstance(value, str) or value not in self.kind:
-            raise OptionError(f"{self.name} must be one of {known}, got {value!r:.80}")
+            raise OptionError(f"{self.name} must be one of {names}, got {value!r:.80}")
 
     def _check_whole(self, value: Any) -> None:
         if self.least is not None:
@@ -153,12 +153,12 @@ class Settings:
     """Fields declared by `setting`; every value is checked when the object is made."""
 
     def __post_init__(self) -> None:
-        for attribute, one in declared(type(self)).items():
-            object.__setattr__(self, attribute, one.checked(getattr(self, attribute)))
+        for attribute, member in declared(type(self)).items():
+            object.__setattr__(self, attribute, member.checked(getattr(self, attribute)))
 
     @classmethod
     def table(cls) -> tuple[Setting, ...]:
-        """Its settings, in the order of the fields."""
+        """Return the settings, in the order of the fields."""
         return tuple(declared(cls).values())
 
     @classmethod
@@ -172,8 +172,8 @@ class Settings:
         return cls(**{names[k]: value for k, value in settings.items() if k in names})
 
     def record(self) -> dict[str, Any]:
-        """Every setting's value, by name."""
-        return {one.name: getattr(self, at) for at, one in declared(type(self)).items()}
+        """Return every setting's value, by name."""
+        return {member.name: getattr(self, at) for at, member in declared(type(self)).items()}
 
 
 _DECLARED: dict[type, dict[str, Setting]] = {}
@@ -197,14 +197,18 @@ def declared(cls: type) -> dict[str, Setting]:
     return _DECLARED[cls]
 
 
-def of_annotation(name: str, annotation: Any, default: Any, **more: Any) -> Setting:
+def of_annotation(name: str, annotation: Any, default: Any, **declaration: Any) -> Setting:
     """A setting whose kind an annotation says: the first of its members that is a kind."""
     union = get_origin(annotation) in (Union, types.UnionType)
     members = get_args(annotation) if union else (annotation,)
-    kinds = [get_args(one) if get_origin(one) is Literal else one for one in members]
-    kind = next((one for one in kinds if one in KINDS or isinstance(one, tuple)), None)
-    functions = any(get_origin(one) is get_origin(Callable[..., Any]) for one in members)
-    return Setting(name, kind, default, functions=functions, **more)
+    candidates = [
+        get_args(member) if get_origin(member) is Literal else member for member in members
+    ]
+    type_kind = next(
+        (member for member in candidates if member in KINDS or isinstance(member, tuple)), None
+    )
+    functions = any(get_origin(member) is get_origin(Callable[..., Any]) for member in members)
+    return Setting(name, type_kind, default, functions=functions, **declaration)
 
 
 def plain(value: Any) -> Any:

@@ -33,7 +33,7 @@ class Options(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class CoecOptions(Options):
-    """Of COEC (docs/METHODS.md §5)."""
+    """Options of COEC (docs/METHODS.md §5)."""
 
     alpha: float = setting(
         0.9, "Gram tempering exponent in [0, 1]; 1 is off, 0 returns the slice.", least=0, most=1
@@ -83,22 +83,22 @@ class CoecOptions(Options):
         """Options that have no effect beside the others, and why."""
         if self.alpha == 0:
             return dict.fromkeys(self.record().keys() - {"alpha"}, "alpha = 0")
-        found: dict[str, str] = {}
+        idle: dict[str, str] = {}
         if self.lambda_a == 0:
-            found["r_p"] = "lambda_a = 0"
+            idle["r_p"] = "lambda_a = 0"
         if self.rescale != "fixed":
-            found["rescale_ridge"] = f"rescale = {self.rescale}"
+            idle["rescale_ridge"] = f"rescale = {self.rescale}"
         if self.rescale == "uniform":
-            found["kappa"] = "rescale = uniform"
+            idle["kappa"] = "rescale = uniform"
         if self.solver == "gradient":
-            found["precision"] = "solver = gradient"
+            idle["precision"] = "solver = gradient"
         else:
-            found |= dict.fromkeys(("delta", "retraction"), f"solver = {self.solver}")
+            idle |= dict.fromkeys(("delta", "retraction"), f"solver = {self.solver}")
         if self.rotation == "left":
-            found |= dict.fromkeys(OF_THE_RIGHT_SOLVE, "rotation = left")
+            idle |= dict.fromkeys(OF_THE_RIGHT_SOLVE, "rotation = left")
         if self.rounds == 0:
-            found |= dict.fromkeys([*OF_THE_RIGHT_SOLVE, "tol"], "rounds = 0")
-        return found
+            idle |= dict.fromkeys([*OF_THE_RIGHT_SOLVE, "tol"], "rounds = 0")
+        return idle
 
     def check_parts(self, parts: Collection[str]) -> None:
         """The alignment penalty, on where there is a value projection, is on one frame."""
@@ -112,7 +112,7 @@ class CoecOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RidgeOptions(Options):
-    """Of the ridge regressions (docs/METHODS.md §4)."""
+    """Options of the ridge regressions (docs/METHODS.md §4)."""
 
     ridge: float = setting(1e-2, "λ relative to the mean diagonal of Gxx, at least 0.", least=0)
 

@@ -93,7 +93,7 @@ def _check_self_samples(self_samples: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Pruning(Settings):
-    """What is removed, and how the rest is repaired.
+    """Settings of what is removed, and how the rest is repaired.
 
     Attributes:
         selection: a name in `SELECTIONS` or a function `(weight, gram) -> scores`, with any of
@@ -188,24 +188,24 @@ class Pruning(Settings):
 
     def removed(self, site: str) -> float:
         """The fraction of units that goes at one kind of site."""
-        own = self.attention_sparsity if site == "attention" else self.mlp_sparsity
-        return self.sparsity if own is None else own
+        share_of_kind = self.attention_sparsity if site == "attention" else self.mlp_sparsity
+        return self.sparsity if share_of_kind is None else share_of_kind
 
     @property
     def own_shares(self) -> frozenset[str]:
         """The kinds of sites that have a fraction of their own."""
-        own = {"attention": self.attention_sparsity, "mlp": self.mlp_sparsity}
-        return frozenset(site for site, share in own.items() if share is not None)
+        shares = {"attention": self.attention_sparsity, "mlp": self.mlp_sparsity}
+        return frozenset(site for site, share in shares.items() if share is not None)
 
     @property
     def multiple(self) -> int | None:
-        """Of what kept MLP channels are made a multiple; None where it is chosen."""
+        """Number whose multiple kept MLP channels are; None where it is chosen."""
         return None if self.multiple_of == "auto" else int(self.multiple_of)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reconstruction(Settings):
-    """What goes beyond the paper: the pruned model run beside the dense one, and fitted to it."""
+    """Settings beyond the paper: the pruned model is run beside the dense one, and fitted to it."""
 
     preset: PresetName = setting(
         "paper",
@@ -253,29 +253,29 @@ class Reconstruction(Settings):
 
         A block then waits for the ones before it.
         """
-        asked = {
+        switches = {
             "propagate": self.propagate,
             "reconstruct": self.reconstruct,
             "final_norm": self.final_norm,
             "kv_groups": self.kv_groups == "held-out",
         }
-        return next((name for name, value in asked.items() if value), None)
+        return next((name for name, value in switches.items() if value), None)
 
     def idle(self) -> dict[str, str]:
         """Settings that have no effect beside the others, and why."""
-        found: dict[str, str] = {}
+        idle: dict[str, str] = {}
         if not self.reconstruct:
-            found |= dict.fromkeys(
+            idle |= dict.fromkeys(
                 ("cg_iterations", "damping", "curvature_share"), "reconstruct = 0"
             )
         if not (self.propagate or self.reconstruct):
-            found["token_weights"] = "neither propagate nor reconstruct"
-        return found
+            idle["token_weights"] = "neither propagate nor reconstruct"
+        return idle
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration(Settings):
-    """All that statistics depend on, besides the dense model.
+    """Settings that statistics depend on, besides the dense model.
 
     Attributes:
         judging: the fraction of the windows that judge repairs where `holdout` is 0; see
@@ -327,28 +327,28 @@ class Calibration(Settings):
 
     @property
     def added(self) -> int:
-        """How many windows are sampled from the model besides those of the text."""
+        """Number of windows sampled from the model besides those of the text."""
         return round(self.self_samples * self.samples)
 
     @property
     def windows(self) -> int:
-        """How many windows there are."""
+        """Number of windows."""
         return self.samples + self.added
 
     @property
     def own(self) -> bool:
-        """Whether the text is the model's own."""
+        """True where the text is the model's own."""
         return isinstance(self.source, str) and self.source == "self"
 
     @property
     def written(self) -> int:
-        """How many windows the model itself writes."""
+        """Number of windows that the model itself writes."""
         return self.windows if self.own else self.added
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime(Settings):
-    """Where and under whose trust work is done; results differ by what rounding makes of them.
+    """Settings of where work is done, by which results differ as rounding does, and of trust.
 
     Attributes:
         trust_remote_code: lets the model's tokenizer run Python code that comes with the model. A

@@ -53,8 +53,8 @@ def with_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
     if preset is None:
         return dict(settings)  # the setting itself is checked with the others
     options = settings.get("options")
-    named = {*settings, *(options if isinstance(options, Mapping) else ())}
-    defaults = {key: value for key, value in preset.settings.items() if key not in named}
+    given_names = {*settings, *(options if isinstance(options, Mapping) else ())}
+    defaults = {key: value for key, value in preset.settings.items() if key not in given_names}
     if settings.get("compensation", preset.settings.get("compensation")) != preset.settings.get(
         "compensation"
     ):

@@ -23,16 +23,16 @@ from coec.types import Gram, GramSum
 
 T = TypeVar("T")
 LEAST_BATCHES = 8
-"""So many are made where sums over batches are shared out, and where a share of them stands for
-all."""
+"""Number of batches, at least, where sums over batches are shared out among workers, or where a
+share of the batches stands for all."""
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """One block of the dense model after its calibration pass.
+    """Block of the dense model after its calibration pass.
 
     Attributes:
-        block: which one, and where its units are.
+        block: its layout.
         tensors: its weights as stored, by their full names.
         grams: statistics of every site's inputs, by the site's name.
         holdout: the same over the windows that were held out; empty where none were.
@@ -45,7 +45,7 @@ class Measured:
 
     @property
     def index(self) -> int:
-        """Of the block."""
+        """Index of the block."""
         return self.block.index
 
 
@@ -55,20 +55,25 @@ class Sums:
 
     Attributes:
         fit: of every site's inputs, by the site's name.
-        held: the same over windows that are held out.
+        held: sums over the held-out windows.
     """
 
     fit: dict[str, GramSum] = field(default_factory=dict)
     held: dict[str, GramSum] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> "Sums":
-        """The same on another device."""
-        return Sums(*({n: s.to(device) for n, s in part.items()} for part in (self.fit, self.held)))
+        """Return the sums on another device."""
+        fit, held = (
+            {name: gram.to(device) for name, gram in sums.items()} for sums in (self.fit, self.held)
+        )
+        return Sums(fit, held)
 
     def grams(self) -> tuple[dict[str, Gram], dict[str, Gram]]:
-        """Of both parts, handed over: whoever takes a Gram out can free it."""
-        fit, held = ({n: part.pop(n).gram() for n in list(part)} for part in (self.fit, self.held))
-        return fit, held
+        """Return the Grams of both; the sums are given away, so that each Gram can be freed."""
+        fit, held_out = (
+            {name: sums.pop(name).gram() for name in list(sums)} for sums in (self.fit, self.held)
+        )
+        return fit, held_out
 
 
 class DenseStream:
@@ -129,12 +134,12 @@ class DenseStream:
         """
         self._layers.load(block, tensors)
         count = len(self._batches)
-        fit, held = (None, None) if sums is None else (sums.fit, sums.held)
-        for part, numbers in (
+        fit, held_sums = (None, None) if sums is None else (sums.fit, sums.held)
+        for sums_of_kind, numbers in (
             (fit, range(self._fit_batches)),
-            (held, range(self._fit_batches, count)),
+            (held_sums, range(self._fit_batches, count)),
         ):
-            with self._accumulating(block, part, bool(numbers)):
+            with self._accumulating(block, sums_of_kind, bool(numbers)):
                 for number in numbers:
                     self.states[number] = self._layers.advance(block.index, self.states[number])
                     progress()
@@ -147,26 +152,26 @@ class DenseStream:
             skip: blocks that are only passed through, and not yielded; nothing runs behind the
                 last one that is.
         """
-        wanted = [b.index for b in self._dense.layout.blocks if b.index not in skip]
-        if not wanted:
+        indices = [b.index for b in self._dense.layout.blocks if b.index not in skip]
+        if not indices:
             return
         self.begin()
-        progress = self._counter(wanted[-1] + 1)
-        with Prefetcher(self._dense, last=wanted[-1]) as ahead:
-            for block in self._dense.layout.blocks[: wanted[-1] + 1]:
+        progress = self._counter(indices[-1] + 1)
+        with Prefetcher(self._dense, last=indices[-1]) as ahead:
+            for block in self._dense.layout.blocks[: indices[-1] + 1]:
                 tensors = ahead.tensors(block)
-                sums = Sums() if block.index in wanted else None
+                sums = Sums() if block.index in indices else None
                 self.advance(block, tensors, sums, progress)
                 if sums is not None:
                     yield Measured(block, tensors, *sums.grams())
 
     def _counter(self, blocks: int) -> Callable[[], None]:
         """Reports one more finished batch at every call."""
-        done, total = itertools.count(1), len(self._batches) * blocks
+        counter, total = itertools.count(1), len(self._batches) * blocks
 
         def advance() -> None:
             if self._progress:
-                self._progress("calibrating", next(done), total)
+                self._progress("calibrating", next(counter), total)
 
         return advance
 
@@ -197,15 +202,15 @@ class DenseStream:
                 hook.remove()
 
 
-def batch_size(length: int, least: int | None = None) -> int:
-    """How many windows are run at once.
+def batch_size(length: int, windows: int | None = None) -> int:
+    """Return how many windows are run at once.
 
     Args:
-        length: of a window.
-        least: of so many windows LEAST_BATCHES batches are made, where there are as many.
+        length: tokens of a window.
+        windows: how many there are, if they are to make LEAST_BATCHES batches at least.
     """
     size = TOKENS_PER_BATCH // length
-    return max(1, size if least is None else min(size, least // LEAST_BATCHES))
+    return max(1, size if windows is None else min(size, windows // LEAST_BATCHES))
 
 
 def in_parts(items: Sequence[T], count: int) -> list[Sequence[T]]:

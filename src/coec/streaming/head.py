@@ -18,13 +18,13 @@ from coec.streaming.prediction import Prediction
 
 LOGITS_PER_PASS = 2**24
 """Logits held at once."""
-LARGEST = 700
+_LARGEST = 700
 """Cross-entropy beyond which there is no perplexity in float64."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """How well a model predicts windows.
+    """Score of a model on windows.
 
     Attributes:
         perplexity: `exp` of the mean cross-entropy; None where it is not finite.
@@ -36,9 +36,9 @@ class Score:
 
     @classmethod
     def of(cls, sums: Prediction) -> "Score":
-        """The means of what was summed."""
+        """Return the means of some sums."""
         mean, kl = sums.cross_entropy, sums.kl
-        return cls(math.exp(mean) if mean < LARGEST else None, kl if math.isfinite(kl) else None)
+        return cls(math.exp(mean) if mean < _LARGEST else None, kl if math.isfinite(kl) else None)
 
 
 class _Given(nn.Module):
@@ -80,7 +80,7 @@ class Head:
 
     @torch.no_grad()
     def _returns_all(self) -> bool:
-        """Whether the model takes what a layer returns as it is, and not the first of a tuple."""
+        """Return whether the model takes a layer's output itself, and not the first of a tuple."""
         norm = self._model.base_model.norm
         self._given.state = torch.ones(1, 2, len(self.norm)).to(norm.weight)
         try:
@@ -97,7 +97,7 @@ class Head:
 
     @torch.no_grad()
     def normed(self, state: Float[Tensor, "n length h"]) -> Float[Tensor, "n length h"]:
-        """Hidden states after the final norm, its weight taken as 1."""
+        """Return hidden states after the final norm, its weight taken as 1."""
         ones = {"weight": torch.ones_like(self.norm)}
         out: Tensor = functional_call(self._model.base_model.norm, ones, state.to(self._device))
         return out
@@ -110,7 +110,7 @@ class Head:
         windows: Int[Tensor, "w length"],
         norm: Float[Tensor, " h"] | None = None,
     ) -> Score:
-        """How well hidden states behind the last layer predict the windows that they come from.
+        """Return how well hidden states behind the last layer predict the windows they come from.
 
         Args:
             states: of the model.
@@ -119,9 +119,9 @@ class Head:
             norm: another weight of the final norm, for the model alone.
         """
         sums = Prediction()
-        parts = windows.split([len(state) for state in states])
-        for mine, theirs, ids in zip(states, dense, parts, strict=True):
-            sums.add(self.predicted(mine, theirs, ids, norm))
+        batches = windows.split([len(state) for state in states])
+        for state, dense_state, ids in zip(states, dense, batches, strict=True):
+            sums.add(self.predicted(state, dense_state, ids, norm))
         return Score.of(sums)
 
     @torch.no_grad()
@@ -132,16 +132,17 @@ class Head:
         windows: Int[Tensor, "n length"],
         norm: Float[Tensor, " h"] | None = None,
     ) -> Prediction:
-        """The same of one batch, to be summed."""
+        """Return the sums of one batch."""
         sums = Prediction()
         size = max(1, LOGITS_PER_PASS // self._model.config.vocab_size)
         # No token sees another here: any run of them can be taken.
-        runs = [one[:, :-1].flatten(0, 1).split(size) for one in (state, dense)]
-        for one, other, wanted in zip(*runs, windows[:, 1:].flatten().split(size), strict=True):
+        runs = [states[:, :-1].flatten(0, 1).split(size) for states in (state, dense)]
+        next_tokens = windows[:, 1:].flatten().split(size)
+        for run, dense_run, wanted_ids in zip(*runs, next_tokens, strict=True):
             sums.update(
-                self._log_probabilities(one, norm),
-                wanted.to(self._device),
-                self._log_probabilities(other, None),
+                self._log_probabilities(run, norm),
+                wanted_ids.to(self._device),
+                self._log_probabilities(dense_run, None),
             )
         return sums
 
@@ -167,7 +168,7 @@ class Head:
 
     @property
     def _norm_name(self) -> str:
-        """Of the final norm, in the model."""
+        """Name of the final norm's module in the model."""
         norm = self._model.base_model.norm
         return next(name for name, module in self._model.named_modules() if module is norm)
 
@@ -186,7 +187,7 @@ def rescaled_norm(
         sums: of every batch, by `Head.norm_sums`.
     """
     product = square = torch.zeros((), dtype=torch.float64)
-    for one, other in sums:
-        product, square = product + one, square + other
+    for batch_product, batch_square in sums:
+        product, square = product + batch_product, square + batch_square
     factor = torch.where(square > 0, product / square, torch.ones_like(square))
     return norm.detach().cpu().double() * factor

@@ -27,14 +27,14 @@ State = Float[Tensor, "_ length hidden"]
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """How the model calls one of its layers: everything but the hidden states."""
+    """Arguments with which the model calls a layer, besides the hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 def imitate(layer: nn.Module, stand_in: nn.Module) -> None:
-    """Some models read attributes of a layer, such as its attention type, before the call."""
+    """Copy the attributes of a layer: some models read them before the call, such as its type."""
     for name, value in vars(layer).items():
         if not name.startswith("_") and not hasattr(stand_in, name):
             setattr(stand_in, name, value)
@@ -124,11 +124,13 @@ class Layers:
             tensors: all of them; or some.
             partial: whether others may be missing.
         """
-        own = {name.removeprefix(block.prefix): tensor for name, tensor in tensors.items()}
+        local_tensors = {
+            name.removeprefix(block.prefix): tensor for name, tensor in tensors.items()
+        }
         self.modules[block.index].load_state_dict(
             {
                 name: tensor.to(self._device, self._dtype)
-                for name, tensor in stacked(own, self._experts).items()
+                for name, tensor in stacked(local_tensors, self._experts).items()
             },
             assign=True,
             strict=not partial,
@@ -140,7 +142,7 @@ class Layers:
         hand_back()
 
     def advance(self, index: int, state: State) -> State:
-        """What a layer makes of a batch of hidden states."""
+        """Return a batch of hidden states behind a layer."""
         return to_host(self.call(self.modules[index], index, state.to(self._device)))
 
     def experts(self, index: int) -> nn.Module | None:
@@ -158,15 +160,15 @@ class Layers:
         layer = self.modules[block.index]
         half = copy.copy(layer)
         half._modules = dict(layer._modules)
-        for other in block.sites:
-            if other.name != site.name:
+        for other_site in block.sites:
+            if other_site.name != site.name:
                 # What follows attention returns attention's weights as well.
-                silent = _Silent(in_tuple=other.value is not None)
-                half._modules[_child(other, block)] = silent
+                silent = _Silent(in_tuple=other_site.value is not None)
+                half._modules[_child(other_site, block)] = silent
         return half
 
     def call(self, module: Callable[..., Any], index: int, state: State) -> State:
-        """What a module makes of a batch, called as the model calls its layer of this index."""
+        """Return the output of a module, called as the model calls its layer of this index."""
         call = self._calls[len(state)][index]
         out = module(state, *call.args, **call.kwargs)
         first: Tensor = out[0] if isinstance(out, tuple) else out

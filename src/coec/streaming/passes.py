@@ -69,7 +69,7 @@ class BlockSource(ABC):
     @property
     @abstractmethod
     def made_with(self) -> dict[str, Any]:
-        """All that the statistics depend on, JSON-ready; model and text by digests."""
+        """Settings and digests that the statistics depend on, JSON-ready."""
 
     @property
     def made_of(self) -> dict[str, str]:
@@ -190,9 +190,14 @@ class DensePass(BlockSource):
         return hold_out(self.windows, self._calibration.held_out, self._calibration.seed)
 
     def blocks(self, skip: Container[int], progress: Progress | None) -> Iterator[Measured]:
-        fit, held = self.windows_of_text()
+        fit, held_windows = self.windows_of_text()
         stream = DenseStream(
-            self._dense, fit, holdout=held, device=self.device, dtype=self.dtype, progress=progress
+            self._dense,
+            fit,
+            holdout=held_windows,
+            device=self.device,
+            dtype=self.dtype,
+            progress=progress,
         )
         return stream.blocks(skip)
 
@@ -239,15 +244,15 @@ class SavedPass(BlockSource):
 
 
 class Backend:
-    """Where work is done: in this process. `coec.distributed` has a Ray cluster instead."""
+    """Place of work: this process. `coec.distributed` has a Ray cluster instead."""
 
-    def device(self, asked: str) -> torch.device:
+    def device(self, name: str) -> torch.device:
         """Return the device to compute on; raises OptionError where it is not there."""
-        return choose_device(asked)
+        return choose_device(name)
 
-    def solve_dtype(self, asked: str, device: torch.device) -> torch.dtype:
+    def solve_dtype(self, name: str, device: torch.device) -> torch.dtype:
         """Return the dtype of compensations on that device."""
-        return choose_solve_dtype(asked, device)
+        return choose_solve_dtype(name, device)
 
     def dense_pass(
         self,
@@ -277,7 +282,7 @@ def expect_unchanged(journal: Journal, dense: Dense, source: BlockSource) -> Non
     )
     collected = "its statistics were collected: collect them again"
     dense.expect(
-        [*((known, begun) for known in journal.every("made_of")), (source.made_of, collected)]
+        [*((digests, begun) for digests in journal.every("made_of")), (source.made_of, collected)]
     )
 
 
@@ -285,7 +290,7 @@ def adopted(
     statistics: Statistics,
     calibration: Calibration,
     model: Description,
-    named: Collection[str] | None,
+    given_names: Collection[str] | None,
 ) -> Calibration:
     """Return the calibration that statistics were made with.
 
@@ -293,21 +298,21 @@ def adopted(
         statistics: made of this model.
         calibration: the calibration that was asked for, which gives way.
         model: the dense one.
-        named: the settings that somebody asked for, which must agree; None for those that differ
-            from their defaults.
+        given_names: settings that somebody asked for, which must agree; None for those that
+            differ from their defaults.
 
     Raises:
         OptionError: the statistics were made with others.
     """
     settings, default = calibration.record(), Calibration().record()
-    if named is None:
-        named = [name for name, value in settings.items() if not _equal(value, default[name])]
-    wanted = {n: value for n, value in settings.items() if n in named and value is not None}
-    if "calibration" in wanted:
-        wanted["calibration"] = source_digest(calibration.source)
-    if "seq_len" in wanted:
-        wanted["seq_len"] = window_length(calibration, model)
-    statistics.check(wanted)
+    if given_names is None:
+        given_names = [name for name, value in settings.items() if not _equal(value, default[name])]
+    agreed = {n: value for n, value in settings.items() if n in given_names and value is not None}
+    if "calibration" in agreed:
+        agreed["calibration"] = source_digest(calibration.source)
+    if "seq_len" in agreed:
+        agreed["seq_len"] = window_length(calibration, model)
+    statistics.check(agreed)
     adopted = Calibration.of(statistics.settings)
     return replace(adopted, judging=statistics.made_with["judging"])
 

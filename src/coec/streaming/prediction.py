@@ -16,38 +16,38 @@ class Prediction:
     def update(
         self,
         log_p: Float[Tensor, "*tokens v"],
-        wanted: Int[Tensor, "*tokens"],
+        next_tokens: Int[Tensor, "*tokens"],
         baseline: Float[Tensor, "*tokens v"] | None = None,
     ) -> None:
         """Adds a batch.
 
         Args:
             log_p: log-probabilities of the model.
-            wanted: the tokens that followed.
+            next_tokens: the tokens that followed.
             baseline: log-probabilities of the model that it is compared with, in every batch or in
                 none.
         """
-        self._tokens += wanted.numel()
-        self._entropy -= _picked(log_p, wanted)
+        self._tokens += next_tokens.numel()
+        self._entropy -= _picked(log_p, next_tokens)
         if baseline is not None:
-            self._baseline -= _picked(baseline, wanted)
-            both = F.kl_div(log_p, baseline, log_target=True, reduction="none")
-            self._divergence += float(both.sum(dtype=torch.float64))
+            self._baseline -= _picked(baseline, next_tokens)
+            divergences = F.kl_div(log_p, baseline, log_target=True, reduction="none")
+            self._divergence += float(divergences.sum(dtype=torch.float64))
             self._agreed += int((log_p.argmax(dim=-1) == baseline.argmax(dim=-1)).sum())
 
-    def add(self, other: "Prediction") -> None:
+    def add(self, sums: "Prediction") -> None:
         """Adds the sums of another."""
-        for name, value in vars(other).items():
+        for name, value in vars(sums).items():
             setattr(self, name, getattr(self, name) + value)
 
     @property
     def cross_entropy(self) -> float:
-        """Of the model, in nats per token."""
+        """Cross-entropy of the model, in nats per token."""
         return self._entropy / self._tokens
 
     @property
     def baseline_cross_entropy(self) -> float:
-        """Of the model that it is compared with, in nats per token."""
+        """Cross-entropy of the model that it is compared with, in nats per token."""
         return self._baseline / self._tokens
 
     @property
@@ -61,5 +61,5 @@ class Prediction:
         return self._agreed / self._tokens
 
 
-def _picked(log_p: Tensor, wanted: Tensor) -> float:
-    return float(log_p.gather(-1, wanted[..., None]).sum(dtype=torch.float64))
+def _picked(log_p: Tensor, next_tokens: Tensor) -> float:
+    return float(log_p.gather(-1, next_tokens[..., None]).sum(dtype=torch.float64))

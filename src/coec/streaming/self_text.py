@@ -34,7 +34,7 @@ def window_bytes(shape: Shape, vocabulary: int, seq_len: int, itemsize: int) -> 
 
 
 def windows_at_once(free: int | None, size: int) -> int:
-    """How many windows of `size` bytes are sampled at once: GROUP, or a part of it that fits.
+    """Return how many windows of `size` bytes are sampled at once: as many of GROUP as fit.
 
     Args:
         free: bytes beside the model; None where nobody says.
@@ -89,12 +89,12 @@ def sample_from_model(
         torch.manual_seed(seed)
         for first in range(0, samples, GROUP):
             count = min(GROUP, samples - first)
-            for part in torch.arange(count).split(at_once):
-                last = int(part[-1]) == count - 1  # whose random numbers move on
+            for rows_of_group in torch.arange(count).split(at_once):
+                last = int(rows_of_group[-1]) == count - 1  # whose random numbers move on
                 with contextlib.nullcontext() if last else torch.random.fork_rng(devices=devices):
-                    rows.append(_drawn(model, start, seq_len, ends, _Draw(part, count)))
+                    rows.append(_drawn(model, start, seq_len, ends, _Draw(rows_of_group, count)))
                 if progress:
-                    progress("sampling text", first + int(part[-1]) + 1, samples)
+                    progress("sampling text", first + int(rows_of_group[-1]) + 1, samples)
     ids = torch.cat(rows)
     return Windows(ids, f"self (seed {seed})", ids.numel(), digest(ids), len(start))
 
@@ -123,12 +123,12 @@ def _plain_generation(model: Any) -> Iterator[list[int]]:
     Yields:
         The end tokens, none of which is drawn.
     """
-    own = model.generation_config
+    own_config = model.generation_config
     model.generation_config = GenerationConfig()
     try:
-        yield sorted(_ids(model.config.eos_token_id) | _ids(own.eos_token_id))
+        yield sorted(_ids(model.config.eos_token_id) | _ids(own_config.eos_token_id))
     finally:
-        model.generation_config = own
+        model.generation_config = own_config
 
 
 class _Draw(LogitsProcessor):
@@ -161,7 +161,7 @@ class _Draw(LogitsProcessor):
 def _drawn(
     model: Any, start: list[int], seq_len: int, ends: list[int], draw: _Draw
 ) -> Int[Tensor, "n length"]:
-    """Some windows of a group, sampled together."""
+    """Return some windows of a group, sampled together."""
     if start:
         prompt = torch.tensor([start]).expand(len(draw.rows), -1)
     else:

@@ -82,22 +82,22 @@ class Sensitivity:
         self._layers.load(block, tensors)
         sites = [site for site in block.sites if site.key in repaired]
         for site in sites:
-            others = [one for one in sites if one.key != site.key]
+            other_sites = [s for s in sites if s.key != site.key]
             with self._pruned_at(block, [site], repaired):
                 alone = self._through(block, self._dense)
-            with self._pruned_at(block, others, repaired):
-                whole = self._through(block, self._pruned)
-            self._alone[site.key], self._whole[site.key] = alone, whole
-        own = {site.key for site in sites}
+            with self._pruned_at(block, other_sites, repaired):
+                pruned_but_here = self._through(block, self._pruned)
+            self._alone[site.key], self._whole[site.key] = alone, pruned_but_here
+        new_keys = {site.key for site in sites}
         self._dense = self._through(block, self._dense)
-        self._run_on(block, self._alone, own)
+        self._run_on(block, self._alone, new_keys)
         with self._pruned_at(block, sites, repaired):
             self._pruned = self._through(block, self._pruned)
-            self._run_on(block, self._whole, own)
+            self._run_on(block, self._whole, new_keys)
         self._layers.drop(block.index)
 
     def costs(self) -> dict[str, float]:
-        """Of every site, by `Site.key`: the mean of both measurements; after the last block.
+        """Return the cost of pruning every site, by `Site.key`: the mean of both measurements.
 
         Each is a difference of mean KL divergences from the dense model, in nats per token.
 
@@ -107,13 +107,13 @@ class Sensitivity:
         head = Head(self._model, device=self._device, dtype=self._dtype)
 
         def kl(state: State) -> float:
-            found = head.score([state], [self._dense], self._windows).kl
-            if found is None:
+            divergence = head.score([state], [self._dense], self._windows).kl
+            if divergence is None:
                 raise NumericalError(
                     "what pruning each site costs cannot be measured: a pruned model predicts "
                     "nothing finite; remove less, or use allocation = adaptive"
                 )
-            return found
+            return divergence
 
         pruned = kl(self._pruned)
         return {
@@ -141,8 +141,11 @@ class Sensitivity:
         ]
         before = [(module.weight, module.bias) for module in modules]
         for module, site in zip(modules, sites, strict=True):
-            one = repaired[site.key]
-            module.weight, module.bias = self._parameter(one.weight), self._parameter(one.bias)
+            consumer = repaired[site.key]
+            module.weight, module.bias = (
+                self._parameter(consumer.weight),
+                self._parameter(consumer.bias),
+            )
         try:
             yield
         finally:

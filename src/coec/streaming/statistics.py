@@ -72,9 +72,9 @@ class Statistics:
                 )
             if record.pop(SEAL) != seal(record):
                 raise ValueError("it was changed")
-            parts = {part: record[part] for part in PARTS}
-            parts["files"] = {name: (size, sha) for name, (size, sha) in parts["files"].items()}
-            return cls(folder, **parts)
+            content = {piece: record[piece] for piece in PARTS}
+            content["files"] = {name: (size, sha) for name, (size, sha) in content["files"].items()}
+            return cls(folder, **content)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise CalibrationError(
@@ -82,7 +82,7 @@ class Statistics:
             ) from error
 
     def record(self) -> dict[str, Any]:
-        """What they were made of and with."""
+        """Return what they were made of and with."""
         return {
             "calibration": self.calibration,
             "made_with": self.made_with,
@@ -102,17 +102,17 @@ class Statistics:
 
     def _check_file(self, path: Path) -> None:
         """Raises ValueError unless a file is what was collected; OSError where it is not there."""
-        known = tuple(self.files.get(path.name, ()))
-        if (path.stat().st_size, sha256(path)) != known:
+        expected = tuple(self.files.get(path.name, ()))
+        if (path.stat().st_size, sha256(path)) != expected:
             raise ValueError("it is not what was collected: collect again")
 
-    def check(self, wanted: dict[str, Any]) -> None:
+    def check(self, expected: dict[str, Any]) -> None:
         """Raises OptionError naming the first of these that they were not made with."""
-        for name, value in wanted.items():
-            found = self.made_with.get(name)
-            if found != value:
+        for name, value in expected.items():
+            actual = self.made_with.get(name)
+            if actual != value:
                 raise OptionError(
-                    f"the statistics in '{self.folder}' were collected with {name} = {found!r}, "
+                    f"the statistics in '{self.folder}' were collected with {name} = {actual!r}, "
                     f"not {value!r}: collect them again, or change the recipe"
                 )
 
@@ -129,19 +129,19 @@ class Statistics:
                 continue
             grams = self.grams(block.index, device)
             held_out = self.made_with.get("holdout") or self.made_with.get("judging")
-            kinds = [FIT, HELD_OUT] if held_out else [FIT]
-            for kind, site in itertools.product(kinds, block.sites):
-                found = grams[kind].get(site.name)
-                if found is None or found.x.shape != (site.columns,):
-                    what = "none" if found is None else f"sums of {len(found.x)} channels"
+            kept_windows = [FIT, HELD_OUT] if held_out else [FIT]
+            for subset, site in itertools.product(kept_windows, block.sites):
+                gram = grams[subset].get(site.name)
+                if gram is None or gram.x.shape != (site.columns,):
+                    sums = "none" if gram is None else f"sums of {len(gram.x)} channels"
                     raise CalibrationError(
                         f"statistics of block {block.index} cannot be used: '{self.folder}' has "
-                        f"{what} for {site.name}, which has {site.columns}: collect them again"
+                        f"{sums} for {site.name}, which has {site.columns}: collect them again"
                     )
             yield Measured(block, dense.tensors(block), grams[FIT], grams[HELD_OUT])
 
     def grams(self, index: int, device: torch.device) -> Grams:
-        """Those of one block; raises CalibrationError where its file is missing or damaged."""
+        """Return the Grams of a block; raises CalibrationError where its file is damaged."""
         path = self.folder / block_file(index)
         grams: Grams = {FIT: {}, HELD_OUT: {}}
         try:
@@ -149,8 +149,8 @@ class Statistics:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 counts = json.loads(file.metadata()[COUNTS])
                 for name in [key.removesuffix(".x") for key in file.keys() if key.endswith(".x")]:
-                    kind, site = name.split(".", 1)
-                    grams[kind][site] = _read_gram(file, counts, name)
+                    subset, site = name.split(".", 1)
+                    grams[subset][site] = _read_gram(file, counts, name)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, CoecError) as error:
             raise CalibrationError(
                 f"statistics of block {index} cannot be read from '{path}': {error}"
@@ -159,7 +159,7 @@ class Statistics:
 
 
 def finish(
-    done: Journal,
+    journal: Journal,
     windows: Int[Tensor, "n length"],
     calibration: dict[str, Any],
     made_with: dict[str, Any],
@@ -167,22 +167,22 @@ def finish(
     made_of: dict[str, str],
 ) -> None:
     """Writes what makes a folder of blocks complete; arguments as in `Statistics`."""
-    done.put(WINDOWS, done.new / WINDOWS, lambda p: write_tensors({"input_ids": windows}, p))
-    values = (calibration, made_with, settings, made_of, done.recorded())
+    journal.put(WINDOWS, journal.new / WINDOWS, lambda p: write_tensors({"input_ids": windows}, p))
+    values = (calibration, made_with, settings, made_of, journal.recorded())
     record = dict(zip(PARTS, values, strict=True))
-    write_json(done.new / RECORD, {**record, SEAL: seal(json.loads(json.dumps(record)))})
+    write_json(journal.new / RECORD, {**record, SEAL: seal(json.loads(json.dumps(record)))})
 
 
 def write_grams(path: Path, grams: Grams) -> None:
     """The file of one block: sums as they are, counts beside them."""
     tensors: dict[str, Tensor] = {}
     counts: dict[str, list[float]] = {}
-    for kind, by_site in grams.items():
+    for subset, by_site in grams.items():
         for site, gram in by_site.items():
             assert gram.centred is not None  # a GramSum has it
             sums = {"xx": gram.xx, "x": gram.x, "centred": gram.centred}
-            tensors |= {f"{kind}.{site}.{n}": value.cpu() for n, value in sums.items()}
-            counts[f"{kind}.{site}"] = [gram.tokens, gram.precision]
+            tensors |= {f"{subset}.{site}.{n}": value.cpu() for n, value in sums.items()}
+            counts[f"{subset}.{site}"] = [gram.tokens, gram.precision]
     # In one entry: safetensors writes several in any order, and equal sums make equal files.
     write_tensors(tensors, path, {COUNTS: json.dumps(counts)})
 
@@ -193,9 +193,9 @@ def block_file(index: int) -> str:
 
 
 def _read_gram(file: Any, counts: dict[str, list[float]], name: str) -> Gram:
-    """One Gram of an open file; raises ValueError, KeyError or a CoecError where it is damaged."""
+    """Return a Gram of an open file; raises ValueError, KeyError or a CoecError if damaged."""
     tokens, precision = counts[name]
     if not isinstance(tokens, int) or not 0 <= precision < 1:
         raise ValueError(f"{tokens} tokens, and a precision of {precision}")
-    xx, x, centred = (file.get_tensor(f"{name}.{part}") for part in ("xx", "x", "centred"))
+    xx, x, centred = (file.get_tensor(f"{name}.{piece}") for piece in ("xx", "x", "centred"))
     return Gram(xx, x, tokens, centred, precision)

@@ -99,9 +99,12 @@ class TwoStreams:
         self._dense, self._device = dense, device
         self._propagate = run.recipe.reconstruction.propagate
         self._dtype, self._written = run.forward, run.written
-        self._batches = {b.number: b for parts in shard.values() for part in parts for b in part}
+        self._batches = {
+            b.number: b for by_part in shard.values() for batches in by_part for b in batches
+        }
         self._parts = {
-            kind: [[b.number for b in part] for part in parts] for kind, parts in shard.items()
+            windows_kind: [[b.number for b in batches] for batches in by_part]
+            for windows_kind, by_part in shard.items()
         }
         pruned = Description.of(run.plan.output.config)
         self._dense_layers = Layers(dense, device=device, dtype=self._dtype)
@@ -128,15 +131,15 @@ class TwoStreams:
         self._before_site: dict[int, State] = {}
         self._products: dict[Kind, Products] = {}
 
-    def rewind(self, most: int) -> int:
-        """Index of the current block; goes back to the first if it is beyond `most`.
+    def rewind(self, limit: int) -> int:
+        """Index of the current block; goes back to the first if it is beyond `limit`.
 
         An open block is closed.
         """
         if self._behind_sites:
             self._drop(self._index)
             self._close()
-        if self._index > most:
+        if self._index > limit:
             self._begin()
         return self._index
 
@@ -157,28 +160,28 @@ class TwoStreams:
         for numbers in self._parts["fit"]:
             yield tuple(_squares(self._behind_sites[-1][n]) for n in numbers)
 
-    def weigh(self, least: float | None, mean: float) -> None:
+    def weigh(self, floor: float | None, mean: float) -> None:
         """Set the weight of every token.
 
         Args:
-            least: lower bound on a token's mean square; None for equal weights.
+            floor: lower bound on a token's mean square; None for equal weights.
             mean: mean weight of the tokens fitted on, by which all are divided.
         """
         for n, state in self._behind_sites[-1].items():
-            if least is None:
+            if floor is None:
                 self._weights[n] = torch.ones(state.shape[:2])
             else:
-                self._weights[n] = token_weights(_squares(state), least) / mean
+                self._weights[n] = token_weights(_squares(state), floor) / mean
 
     @torch.no_grad()
-    def measure(self, number: int, kind: Kind) -> Iterator[ConsumerStatistics]:
+    def measure(self, number: int, windows_kind: Kind) -> Iterator[ConsumerStatistics]:
         """Yield, for every part, the statistics of a site's consumer behind dense producers."""
         block = self._dense.layout.blocks[self._index]
         site = block.sites[number]
         half = self._dense_layers.half(block, site)
         consumer = half.get_submodule(site.consumer.removeprefix(block.prefix))
         calls: list[tuple[Tensor, Tensor]] = []
-        for numbers in self._parts[kind]:
+        for numbers in self._parts[windows_kind]:
             statistics = ConsumerStatistics(GramSum(site.columns, self._device))
             hook = consumer.register_forward_hook(
                 lambda module, args, out: calls.append((args[0], out))
@@ -245,26 +248,26 @@ class TwoStreams:
             return Batch(inputs[n], targets[n], self._weights[n], n)
 
         self._products = {
-            kind: Products(
+            windows_kind: Products(
                 function,
                 modules,
-                [[batch(n) for n in numbers] for numbers in parts],
+                [[batch(n) for n in numbers] for numbers in by_part],
                 self._device,
                 rows={name: slice(r.start, r.stop) for name, r in rows.items()},
                 quadratic=site.value is not None,
             )
-            for kind, parts in self._parts.items()
+            for windows_kind, by_part in self._parts.items()
         }
 
     def product(
         self,
-        kind: Kind,
+        windows_kind: Kind,
         method: Callable[Concatenate[Products, Arguments], Iterable[Value]],
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Iterable[Value]:
         """Return what a method of `Products` yields, of the problem that was prepared."""
-        return method(self._products[kind], *args, **kwargs)
+        return method(self._products[windows_kind], *args, **kwargs)
 
     @torch.no_grad()
     def advance_site(self, number: int) -> None:
@@ -296,17 +299,17 @@ class TwoStreams:
         self._close()
 
     def predict(
-        self, kind: Kind, norm: Float[Tensor, " h"] | None, dense: bool
+        self, windows_kind: Kind, norm: Float[Tensor, " h"] | None, dense: bool
     ) -> Iterator[Prediction]:
         """Yield how well every batch is predicted behind the last block.
 
         Args:
-            kind: of the windows.
+            windows_kind: of the windows.
             norm: another weight of the final norm, for the pruned model.
             dense: whether the dense model predicts.
         """
         states = self._dense_states if dense else self._pruned_states
-        for n in self._numbers(kind):
+        for n in self._numbers(windows_kind):
             yield self._head.predicted(states[n], self._dense_states[n], self._batches[n].ids, norm)
 
     def norm_sums(self) -> Iterator[tuple[Float[Tensor, " h"], Float[Tensor, " h"]]]:
@@ -314,8 +317,8 @@ class TwoStreams:
         for n in self._numbers("fit"):
             yield self._head.norm_sums(self._pruned_states[n], self._dense_states[n])
 
-    def _numbers(self, kind: Kind) -> Iterator[int]:
-        return (n for numbers in self._parts[kind] for n in numbers)
+    def _numbers(self, windows_kind: Kind) -> Iterator[int]:
+        return (n for numbers in self._parts[windows_kind] for n in numbers)
 
     @cached_property
     def _head(self) -> Head:
@@ -350,20 +353,20 @@ def shards(
         workers: how many there are; there are no more shards than parts.
     """
     fit = windows.split(size)
-    held = () if held_out is None else held_out.split(size)
-    numbered = [WindowBatch(n, ids) for n, ids in enumerate((*fit, *held))]
-    parts: dict[Kind, Sequence[Sequence[WindowBatch]]] = {
+    held_batches = () if held_out is None else held_out.split(size)
+    numbered = [WindowBatch(n, ids) for n, ids in enumerate((*fit, *held_batches))]
+    by_part: dict[Kind, Sequence[Sequence[WindowBatch]]] = {
         "fit": in_parts(numbered[: len(fit)], min(PARTS, len(fit))),
-        "held": in_parts(numbered[len(fit) :], min(PARTS, len(held))),
+        "held": in_parts(numbered[len(fit) :], min(PARTS, len(held_batches))),
     }
-    workers = min(workers, len(parts["fit"]))
-    by_kind = [in_parts(p, workers) for p in parts.values()]
-    return [dict(zip(parts, shard, strict=True)) for shard in zip(*by_kind, strict=True)]
+    workers = min(workers, len(by_part["fit"]))
+    by_kind = [in_parts(p, workers) for p in by_part.values()]
+    return [dict(zip(by_part, shard, strict=True)) for shard in zip(*by_kind, strict=True)]
 
 
-def token_weights(squares: Float[Tensor, "n length"], least: float) -> Float[Tensor, "n length"]:
+def token_weights(squares: Float[Tensor, "n length"], floor: float) -> Float[Tensor, "n length"]:
     """Return the weights of tokens, not yet of mean 1: the inverse of their mean squares."""
-    return 1 / squares.clamp_min(least or 1.0)
+    return 1 / squares.clamp_min(floor or 1.0)
 
 
 def fitted_tensors(site: Site) -> set[str]:

@@ -63,7 +63,7 @@ def window_maker(
 def _own_tokenizer(
     dense: Dense, calibration: Calibration, runtime: Runtime
 ) -> PreTrainedTokenizerBase | None:
-    """What begins a text that the model writes; None beside token ids, where there is none."""
+    """Return the tokenizer that begins a text; None beside token ids, where there may be none."""
     ids = isinstance(calibration.source, Tensor) or is_token_file(str(calibration.source))
     if ids and not tokenizer_files(dense.folder):
         return None
@@ -89,23 +89,30 @@ def _room_for_all(device: torch.device, *, added: bool) -> Iterator[None]:
         ) from None
 
 
-def check_calibrations(dense: Dense, parts: Sequence[Calibration], runtime: Runtime) -> None:
+def check_calibrations(dense: Dense, calibrations: Sequence[Calibration], runtime: Runtime) -> None:
     """Checks one calibration text for all calibrations that name it; it is tokenised once.
 
     Raises:
         CoecError: it cannot be read, or is too short for one of them.
     """
-    wanted = {(part.samples, window_length(part, dense), part.held_out): part for part in parts}
-    for samples, _, holdout in wanted:
+    by_size = {
+        (calibration.samples, window_length(calibration, dense), calibration.held_out): calibration
+        for calibration in calibrations
+    }
+    for samples, _, holdout in by_size:
         held_out(samples, holdout)
-    if parts[0].own:
-        window_maker(dense, parts[0], runtime, None)
+    if calibrations[0].own:
+        window_maker(dense, calibrations[0], runtime, None)
         return
-    if any(part.added for part in parts):
-        _own_tokenizer(dense, parts[0], runtime)
-    most = max(samples * seq_len for samples, seq_len, _ in wanted)
-    stream = text_stream(dense, parts[0], runtime, CHOICE * most, None)
-    for (samples, seq_len, _), part in wanted.items():
+    if any(calibration.added for calibration in calibrations):
+        _own_tokenizer(dense, calibrations[0], runtime)
+    most_tokens = max(samples * seq_len for samples, seq_len, _ in by_size)
+    stream = text_stream(dense, calibrations[0], runtime, CHOICE * most_tokens, None)
+    for (samples, seq_len, _), calibration in by_size.items():
         sample_windows(
-            stream, samples=samples, seq_len=seq_len, seed=part.seed, vocabulary=dense.vocabulary
+            stream,
+            samples=samples,
+            seq_len=seq_len,
+            seed=calibration.seed,
+            vocabulary=dense.vocabulary,
         )
