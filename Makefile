@@ -56,11 +56,12 @@ ray: .venv/ready  ## clusters on this machine, nodes and drivers that are killed
 gguf: .venv-gguf/ready  ## what llama.cpp computes from exported files, which test leaves out too
 	@PYTHONPATH=.venv-gguf $(BIN)/python -m pytest -m llama_cpp
 
-lint: .venv/ready  ## format, style, types, import contracts
+lint: .venv/ready  ## format, style, types, import contracts, words
 	@$(BIN)/ruff format --check $(CODE)
 	@$(BIN)/ruff check $(CODE)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python tools/words.py src/coec
 
 check: lint test  ## lint, then test
 

@@ -13,12 +13,12 @@ from coec import __version__
 from coec.allocation.kept import KEPT
 from coec.compensation import COMPENSATIONS
 from coec.errors import ModelError
+from coec.pipeline.report import Report
 from coec.selection import SELECTIONS
 from coec.settings import PARTS, PRESETS
 
 if TYPE_CHECKING:
     from coec.evaluation.perplexity import Perplexity
-    from coec.pipeline.report import Report
 
 CARD = "README.md"
 LARGEST_CARD = 2**20
@@ -65,7 +65,12 @@ def _is_text(value: Any) -> bool:
     return all(isinstance(word, str) and len(word) < 500 for word in words)
 
 
-def card(report: "Report") -> str:
+def write_card(report: Report, folder: Path) -> None:
+    """Write the model card of a report."""
+    (folder / CARD).write_text(card(report.without_places()), encoding="utf-8")
+
+
+def card(report: Report) -> str:
     """The model card. Holds no times, so that the same run writes the same card."""
     plan, parameters = report.plan, report.plan["parameters"]
     before, after = parameters["before"], parameters["after"]
@@ -175,7 +180,7 @@ def _measured(lines: list[str]) -> str:
     return "\n".join([MEASURED, "", COLUMNS, rule, *lines, ""])
 
 
-def _held_out(report: "Report") -> str:
+def _held_out(report: Report) -> str:
     """The perplexities that a run measured itself, on windows that judged its candidates."""
     facts = report.reconstruction
     if not facts.get("perplexity") or not facts.get("dense"):
@@ -187,12 +192,12 @@ def _held_out(report: "Report") -> str:
     return f"\n{_measured([line])}"
 
 
-def _dense(report: "Report") -> str:
+def _dense(report: Report) -> str:
     """Return the name of the dense model on the hub, or that of its folder."""
     return str(report.origin.get("base_model") or Path(report.model).name)
 
 
-def _front_matter(report: "Report") -> str:
+def _front_matter(report: Report) -> str:
     """The fields that depend on the dense model; JSON is YAML too."""
     fields = {"base_model": _dense(report), **report.origin}
     return "\n".join(f"{name}: {json.dumps(value)}" for name, value in fields.items())
@@ -214,7 +219,7 @@ def _stored_as(plan: Mapping[str, Any]) -> str:
     return note
 
 
-def _recipe(report: "Report") -> str:
+def _recipe(report: Report) -> str:
     """Return the recipe, in words and as the command that makes the model again."""
     recipe, calibration = report.recipe, report.calibration
     options = ", ".join(f"{k} = {v}" for k, v in recipe["options"].items()) or "none"
@@ -239,7 +244,7 @@ def _recipe(report: "Report") -> str:
     ])  # fmt: skip
 
 
-def _command(report: "Report") -> str:
+def _command(report: Report) -> str:
     """The command that makes the model again, or why there is none."""
     recipe = report.recipe
     label: dict[str, Collection[str]] = {"selection": SELECTIONS, "compensation": COMPENSATIONS}
@@ -297,7 +302,7 @@ def _plain(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _asked(report: "Report") -> str:
+def _asked(report: Report) -> str:
     """Return how many units were to go, in words."""
     kept, share = report.plan.get("kept"), _share(report.recipe)
     if kept is None:

@@ -23,7 +23,7 @@ from coec.models.companion_files import carried_files
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.pipeline.allocate import check_leader, measure_importances
-from coec.pipeline.card import origin
+from coec.pipeline.card import origin, write_card
 from coec.pipeline.reconstruct import reconstruct
 from coec.pipeline.report import Report
 from coec.pipeline.solve import solve_block
@@ -140,6 +140,7 @@ def prune(
             else:
                 report = _pruned(pieces, dense, run, source, seconds, progress)
                 report.write(pieces.new)
+                write_card(report, pieces.new)
             if remote is None:
                 pieces.complete()
             else:

@@ -1,4 +1,4 @@
-"""What happened in a pruning run: one object, written as coec.json and as the model card."""
+"""Report of a pruning run, written as coec.json."""
 
 import re
 from dataclasses import dataclass, field, replace
@@ -8,7 +8,6 @@ from typing import Any, get_origin, get_type_hints
 from coec import __version__
 from coec.errors import ModelError
 from coec.models.files import parse_json, write_json
-from coec.pipeline.card import CARD, card
 
 REPORT = "coec.json"
 QUOTED = re.compile(r"(['`])(?:file://)?/[^'`]*/([^'`/]+)\1")
@@ -116,11 +115,13 @@ class Report:
             ) from error
 
     def write(self, folder: Path) -> None:
-        """Writes coec.json and README.md."""
+        """Write coec.json."""
+        write_json(folder / REPORT, self.as_dict())
+
+    def without_places(self) -> "Report":
+        """Return the report as its file has it."""
         record = self.as_dict()
-        write_json(folder / REPORT, record)
-        public_report = replace(self, **{name: record[name] for name in record if name != "coec"})
-        (folder / CARD).write_text(card(public_report), encoding="utf-8")
+        return replace(self, **{name: record[name] for name in record if name != "coec"})
 
 
 def public(value: Any) -> Any:
