@@ -122,7 +122,7 @@ class Pruning(Settings):
     )
     budget_parameters: float | None = setting(
         None,
-        "The most parameters that may be left, embeddings included; below 1, that share of the "
+        "Parameters that may be left, at most, embeddings included; below 1, that share of the "
         "dense model's. It takes the place of sparsity.",
         otherwise="what sparsity leaves",
         check=_check_budget,
@@ -135,16 +135,16 @@ class Pruning(Settings):
     )
     allocation: Allocation = setting(
         "uniform",
-        "How what stays is shared among blocks: `uniform`; `adaptive`, by FLAP's standardised "
-        "scores; or `error`, where the output error falls most for each parameter. The others take "
-        "a second dense pass, and need non_uniform.",
+        "Rule that shares the kept units among blocks: `uniform`; `adaptive`, by FLAP's "
+        "standardised scores; or `error`, where the output error falls most for each parameter. "
+        "The last two take a second dense pass, and need non_uniform.",
     )
     non_uniform: bool = setting(
         False,
-        "Widths may differ by block. No stock class of transformers builds that: a page of code is "
-        "written beside the weights, and loaders must be told to trust it.",
+        "Let widths differ by block. No stock class of transformers builds that: a page of code is "
+        "written with the weights, and loaders must be told to trust it.",
     )
-    selection: SelectionName | Callable[..., Any] = setting("rcpu", "Which score picks the units.")
+    selection: SelectionName | Callable[..., Any] = setting("rcpu", "Score that picks the units.")
     kept: Kept | None = setting(
         None,
         "Units that stay, by site: a safetensors or JSON file, or a folder that coec pruned. Sites "
@@ -152,10 +152,12 @@ class Pruning(Settings):
         otherwise="none: all are selected",
     )
     compensation: CompensationName | Callable[..., Any] = setting(
-        "coec", "How the kept weights are repaired; `auto` needs holdout."
+        "coec", "Method that compensates for removed units; `auto` needs holdout."
     )
     options: dict[str, Any] = field(default_factory=dict)
-    dtype: DtypeName | None = setting(None, "Of the written weights.", otherwise="the model's")
+    dtype: DtypeName | None = setting(
+        None, "Dtype of the written weights.", otherwise="the model's"
+    )
     target: TargetName = setting(
         "hf",
         "The loader for which the model type is chosen that is written: transformers loads every "
@@ -163,9 +165,9 @@ class Pruning(Settings):
     )
     solve_dtype: SolveDtypeName = setting(
         "auto",
-        "Of the iterations of a compensation; decompositions and errors are float64. `auto` is "
-        "float64 on a CPU, and on a device that multiplies in it at an eighth of its float32 rate "
-        "or more, which is measured; else float32.",
+        "Dtype of the iterations of a compensation; decompositions and errors are float64. `auto` "
+        "is float64 on a CPU, and on a device that multiplies in it at an eighth of its float32 "
+        "rate or more, which is measured; else float32.",
     )
 
     def __post_init__(self) -> None:
@@ -209,8 +211,8 @@ class Reconstruction(Settings):
 
     preset: PresetName = setting(
         "paper",
-        "A named set of settings: `paper` (COEC as published), `fast` (closed forms, one dense "
-        "pass) or `best` (block reconstruction); those given beside it win.",
+        "Set of defaults: `paper` (COEC as published), `fast` (closed forms, one dense pass) or "
+        "`best` (block reconstruction); any setting given beside it wins.",
     )
     propagate: bool = setting(
         False,
@@ -234,17 +236,17 @@ class Reconstruction(Settings):
     )
     token_weights: TokenWeights = setting(
         "equal",
-        "Of tokens in statistics and fits: `equal`, or `residual`, one over the mean square of the "
-        "hidden state, which is what the next norm divides by.",
+        "Weights of tokens in statistics and fits: `equal`, or `residual`, one over the mean "
+        "square of the hidden state, which is what the next norm divides by.",
     )
     final_norm: bool = setting(
         False, "Rescale the final norm's channels, kept where held-out perplexity falls."
     )
     kv_groups: KvGroups = setting(
         "uniform",
-        "How many stay: `uniform`, the fraction of everything else; `all`, the MLP cut more for "
-        "the same parameters; `held-out`, whichever is nearer to the dense model (KL) on held-out "
-        "windows.",
+        "Number that is kept: `uniform`, by the fraction of everything else; `all`, with the MLP "
+        "cut more for the same parameters; `held-out`, whichever has the lower KL to the dense "
+        "model on held-out windows.",
     )
 
     @property
@@ -304,8 +306,8 @@ class Calibration(Settings):
     )
     guard: bool = setting(
         True,
-        "Where tokens are few beside the columns that are fitted, let held-out windows say how far "
-        "every repair is followed: those of holdout, or a quarter, fitted on in the end.",
+        "Where tokens are few for the columns that are fitted, let held-out windows say how far "
+        "every compensation is followed: those of holdout, or a quarter, fitted on in the end.",
     )
     self_samples: float = setting(
         0.0,
@@ -315,7 +317,7 @@ class Calibration(Settings):
     )
     forward_dtype: DtypeName | None = setting(
         None,
-        "Of the dense forward pass.",
+        "Dtype of the dense forward pass.",
         otherwise="the model's on a GPU, float32 on the CPU",
     )
     judging: float = 0.0
@@ -363,7 +365,7 @@ class Runtime(Settings):
     )
     address: str | None = setting(
         None,
-        "Of a Ray cluster: HOST:PORT of its head, or auto for the one that this machine is of.",
+        "Address of a Ray cluster: HOST:PORT of its head, or auto for the cluster of this machine.",
         otherwise="a cluster of this machine alone, for the time of the run",
     )
     workers: int | None = setting(
