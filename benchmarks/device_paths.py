@@ -17,7 +17,7 @@ from benchmarks.instances import Instance, synthetic
 from benchmarks.operations import MODELS, Site
 from coec.devices import choose_solve_dtype, double_rate
 from coec.planning import operations
-from coec.reconstruction.least_squares import Parameters
+from coec.reconstruction.least_squares import Theta
 from coec.selection.elimination import removal_order
 from coec.types import Gram, GramSum, KeptSet
 
@@ -130,12 +130,12 @@ def _eliminated(W: Tensor, G: Tensor, site: Site) -> Tensor:
     return torch.as_tensor(removal_order(W, G, site.d, site.k))
 
 
-def _product(device: torch.device) -> Parameters:
+def _product(device: torch.device) -> Theta:
     _, fit, theta, delta, _ = reconstruction.problem(64, 160, 128, device, torch.float32)
     return {name: part.cpu() for name, part in fit.normal(theta, delta).items()}
 
 
-def _apart(one: Parameters, other: Parameters) -> float:
+def _apart(one: Theta, other: Theta) -> float:
     return max(float((one[name] - other[name]).norm() / other[name].norm()) for name in one)
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.operations import Site
-from coec.compensation.frame import Frame, Shrinkage, Target
-from coec.compensation.objective import Reconstruction, kept_columns
+from coec.compensation.frame import Frame, RotationTarget, Shrinkage
+from coec.compensation.objective import OutputProblem, kept_columns
 from coec.linalg.right import RightProblem
 from coec.linalg.spd import power
 from coec.types import Gram, KeptSet
@@ -134,16 +134,16 @@ def right_solve(instance: Instance) -> tuple[RightProblem, Tensor]:
     After tempering, the factors, the first left rotation and the first rescale.
     """
     weight, kept = instance.weight, instance.kept
-    problem = Reconstruction.of(weight, power(instance.gram.xx, ALPHA), kept)
-    target = Target.of(problem)
+    problem = OutputProblem.of(weight, power(instance.gram.xx, ALPHA), kept)
+    target = RotationTarget.of(problem)
     frame = Frame.of(kept_columns(weight, kept), target).rotated_left(target)
     frame, _, _ = frame.rescaled(target, Shrinkage("gcv", 1.0, 10.0))
     return frame.right_problem(target, None), frame.R
 
 
-def tempered(instance: Instance) -> Reconstruction:
+def tempered(instance: Instance) -> OutputProblem:
     """The problem that the loop works on."""
-    return Reconstruction.of(instance.weight, power(instance.gram.xx, ALPHA), instance.kept)
+    return OutputProblem.of(instance.weight, power(instance.gram.xx, ALPHA), instance.kept)
 
 
 def _power_law(n: int, decay: float, like: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ right solve it computes what `coec(solver="gradient")` computes (METHODS §5), t
 import torch
 from torch import Tensor
 
-from coec.compensation.objective import Reconstruction, kept_columns
+from coec.compensation.objective import OutputProblem, kept_columns
 from coec.linalg.gcv import rescale
 from coec.linalg.polar import newton_schulz_polar
 from coec.linalg.spd import power
@@ -29,7 +29,7 @@ def literal(
     tol: float = 1e-4,
 ) -> tuple[Tensor, list[float]]:
     """The repaired weight, and the tempered relative error of the slice and after every round."""
-    problem = Reconstruction.of(weight, power(gram.xx, alpha), kept)
+    problem = OutputProblem.of(weight, power(gram.xx, alpha), kept)
     curvature = float(torch.linalg.eigvalsh(problem.Gxx)[-1])
     W = kept_columns(weight, kept)
     errors = [problem.error(W)]
@@ -44,13 +44,13 @@ def literal(
     return W, errors
 
 
-def rotated_left(W: Tensor, problem: Reconstruction) -> Tensor:
+def rotated_left(W: Tensor, problem: OutputProblem) -> Tensor:
     """`polar(Gyx Ŵᵀ) Ŵ`, an m×m problem."""
     P, _, Qt = torch.linalg.svd(problem.Gyx @ W.T)
     return P @ (Qt @ W)
 
 
-def rescaled(W: Tensor, problem: Reconstruction, kappa: float) -> Tensor:
+def rescaled(W: Tensor, problem: OutputProblem, kappa: float) -> Tensor:
     """New singular values under generalized cross-validation."""
     U, s, R = torch.linalg.svd(W, full_matrices=False)
     response = ((U.T @ problem.Gyx) * R).sum(dim=1)
@@ -59,7 +59,7 @@ def rescaled(W: Tensor, problem: Reconstruction, kappa: float) -> Tensor:
 
 
 def rotated_right(
-    W: Tensor, problem: Reconstruction, curvature: float, delta: float, iterations: int
+    W: Tensor, problem: OutputProblem, curvature: float, delta: float, iterations: int
 ) -> Tensor:
     """Projected gradient on the right singular vectors, in the channels' own basis."""
     U, s, R = torch.linalg.svd(W, full_matrices=False)

@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import record
 from coec.compensation.descent import RightSolver
-from coec.compensation.frame import Frame, Target
-from coec.compensation.objective import Reconstruction
+from coec.compensation.frame import Frame, RotationTarget
+from coec.compensation.objective import OutputProblem
 from coec.linalg.products import rounded_products
 from coec.planning import operations
 
 PHASES = {
-    "tempering": (Reconstruction, "tempered"),
-    "eigenbasis": (Target, "of"),
+    "tempering": (OutputProblem, "tempered"),
+    "eigenbasis": (RotationTarget, "of"),
     "svd": (Frame, "of"),
     "left": (Frame, "rotated_left"),
     "rescale": (Frame, "rescaled"),

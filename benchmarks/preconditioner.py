@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from coec.compensation.frame import Frame, Shrinkage, Target
-from coec.compensation.objective import Reconstruction, kept_columns
+from coec.compensation.frame import Frame, RotationTarget, Shrinkage
+from coec.compensation.objective import OutputProblem, kept_columns
 from coec.linalg import conjugate
 from coec.linalg.right import RightProblem
 from coec.linalg.spd import power
@@ -46,8 +46,8 @@ def first_right_problem(file: Path) -> tuple[RightProblem, torch.Tensor, float]:
     """The right solve after the first left rotation and rescale, its start, the best known loss."""
     data, best = load_file(file), json.loads(file.with_suffix(".json").read_text())
     kept = KeptSet(data["in.kept"].long(), data["in.W0"].shape[1])
-    problem = Reconstruction.of(data["in.W0"], power(data["in.G"], 0.9), kept)
-    target = Target.of(problem)
+    problem = OutputProblem.of(data["in.W0"], power(data["in.G"], 0.9), kept)
+    target = RotationTarget.of(problem)
     frame = Frame.of(kept_columns(data["in.W0"], kept), target).rotated_left(target)
     frame, _, _ = frame.rescaled(target, Shrinkage("gcv", 1.0, 10.0))
     return frame.right_problem(target, None), frame.R, float(best["right.best_known_loss"])

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from benchmarks import record
 from coec.reconstruction import Batch, LeastSquares, Products
-from coec.reconstruction.least_squares import Parameters
+from coec.reconstruction.least_squares import Theta
 from coec.reconstruction.preconditioner import Preconditioner
 
 LAYERS, TEXT = 32, 262_144
@@ -70,7 +70,7 @@ NAMES = ("gate", "up", "down")
 
 def problem(
     hidden: int, width: int, tokens: int, place: torch.device, dtype: torch.dtype
-) -> tuple[GatedMLP, LeastSquares, Parameters, Parameters, Batch]:
+) -> tuple[GatedMLP, LeastSquares, Theta, Theta, Batch]:
     """A gated MLP, its least squares on a batch, its weights, and a direction in their space.
 
     Random numbers are drawn on the CPU: every device gets the same problem.
@@ -85,7 +85,7 @@ def problem(
     module = module.to(place, dtype)
     theta = {name: module.get_parameter(f"{name}.weight").float() for name in NAMES}
 
-    def function(given: Parameters, h: Tensor) -> Tensor:
+    def function(given: Theta, h: Tensor) -> Tensor:
         own = {f"{name}.weight": value for name, value in given.items()}
         out: Tensor = functional_call(module, own, (h,))
         return out
@@ -130,7 +130,7 @@ def measure(
     return found
 
 
-def by_hand(module: nn.Module, theta: Parameters, delta: Parameters, b: Batch) -> Parameters:
+def by_hand(module: nn.Module, theta: Theta, delta: Theta, b: Batch) -> Theta:
     """`Jᵀ w J δ` of a gated MLP, every product written out: ten with the weights."""
     G, U, D = (theta[name].to(b.inputs) for name in ("gate", "up", "down"))
     dG, dU, dD = (delta[name].to(b.inputs) for name in ("gate", "up", "down"))

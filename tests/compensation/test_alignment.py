@@ -8,8 +8,8 @@ import torch
 import coec
 import problems
 from coec.compensation.anchor import Anchor
-from coec.compensation.frame import Frame, Target
-from coec.compensation.objective import Reconstruction
+from coec.compensation.frame import Frame, RotationTarget
+from coec.compensation.objective import OutputProblem
 from coec.errors import OptionError
 from coec.types import KeptSet
 from tolerances import CLOSED_FORM
@@ -47,7 +47,7 @@ def test_the_penalty_is_on_the_leading_directions_of_what_is_returned(seed):
     W, gram, kept, value = attention(seed)
     result = coec.compensate(W, gram, kept, value_weight=value, lambda_a=1.0, r_p=3, tol=1e-9)
     units = KeptSet(kept, 12)
-    target = Target.of(Reconstruction.tempered(W, gram.xx, units, 0.9))
+    target = RotationTarget.of(OutputProblem.tempered(W, gram.xx, units, 0.9))
     anchor = Anchor.of(W, value, units, lambda_a=1.0, r_p=3)
 
     def objective(weight):
@@ -72,7 +72,7 @@ def test_the_penalty_is_the_one_of_the_paper():
     """Projectors written out, in the channels' own basis."""
     W, gram, kept, value = attention()
     units, r = KeptSet(kept, 12), 3
-    target = Target.of(Reconstruction.of(W, gram.xx, units))
+    target = RotationTarget.of(OutputProblem.of(W, gram.xx, units))
     frame = Frame.of(W[:, kept], target)
     anchor = Anchor.of(W, value, units, lambda_a=1.0, r_p=r)
     got = anchor.alignment(frame, target).penalty(frame.R)

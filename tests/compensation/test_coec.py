@@ -13,7 +13,7 @@ from coec.compensation import descent as descent_module
 from coec.compensation import frame as frame_module
 from coec.compensation.coec import coec as method
 from coec.compensation.frame import Frame
-from coec.compensation.objective import Reconstruction
+from coec.compensation.objective import OutputProblem
 from coec.errors import NumericalError, OptionError
 from coec.events import recording
 from coec.linalg.spd import power
@@ -44,7 +44,7 @@ def tempered_error(W0, gram, kept, W, alpha=0.9):
     """The objective it minimises."""
     with recording():
         G = power(gram.xx / gram.xx.diagonal().max().clamp_min(1e-300), alpha)
-    return Reconstruction.of(W0, G, KeptSet(kept, W0.shape[1])).error(W)
+    return OutputProblem.of(W0, G, KeptSet(kept, W0.shape[1])).error(W)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -83,7 +83,7 @@ def test_the_first_steps_are_the_literal_ones(shape):
     """Left rotation and rescale on factors: the same weight as on decompositions of Ŵ."""
     W, gram, kept = case(*shape, kind="white")
     result = coec.compensate(W, gram, kept, alpha=1.0, rounds=0)
-    problem = Reconstruction.of(W, gram.xx, KeptSet(kept, W.shape[1]))
+    problem = OutputProblem.of(W, gram.xx, KeptSet(kept, W.shape[1]))
     expected = oracles.literal_left_then_rescale(W[:, kept], problem.Gxx, problem.Gyx)
     if min(len(W), len(kept)) % 2:  # an even number of modes has two medians
         torch.testing.assert_close(result.weight, expected, rtol=0, atol=CLOSED_FORM)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import coec
 import problems
 from coec.compensation import COMPENSATIONS
-from coec.compensation.objective import Reconstruction
+from coec.compensation.objective import OutputProblem
 from coec.events import recording
 from coec.linalg.spd import power
 from coec.types import Gram, KeptSet
@@ -76,7 +76,7 @@ class Case:
 
     def error(self, W):
         kept = KeptSet(self.kept, self.weight.shape[1])
-        return Reconstruction.of(self.weight, self.tempered.xx, kept).error(W)
+        return OutputProblem.of(self.weight, self.tempered.xx, kept).error(W)
 
     @property
     def slice(self):

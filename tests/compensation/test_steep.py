@@ -69,7 +69,7 @@ def test_a_narrow_descent_that_does_not_hold_is_done_again():
 def test_one_that_misjudges_its_error_is_done_again(monkeypatch):
     case = problem(1.0)
     wide = coec.compensate(case.weight, case.gram, case.kept)
-    monkeypatch.setattr(frame.Target, "error", lambda self, result: 0.9)
+    monkeypatch.setattr(frame.RotationTarget, "error", lambda self, result: 0.9)
     narrow = coec.compensate(case.weight, case.gram, case.kept, solve_dtype=torch.float32)
     assert torch.equal(wide.weight, narrow.weight)
     assert f"{AGAIN} (the error comes out otherwise)" in str(narrow.diagnostics["events"])

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 import coec
-from coec.compensation.frame import Frame, Shrinkage, Target
-from coec.compensation.objective import Reconstruction, kept_columns
+from coec.compensation.frame import Frame, RotationTarget, Shrinkage
+from coec.compensation.objective import OutputProblem, kept_columns
 from coec.linalg.conjugate import conjugate
 from coec.linalg.gcv import global_scale
 from coec.linalg.spd import power
@@ -35,13 +35,13 @@ class Vector:
         tokens = int(self.scalars["tokens"])
         self.gram = Gram(self.data["in.G"], self.data["in.sum_x"], tokens)
         self.kept = KeptSet(self.data["in.kept"].long(), self.W0.shape[1])
-        self.problem = Reconstruction.of(self.W0, self.gram.xx, self.kept)
+        self.problem = OutputProblem.of(self.W0, self.gram.xx, self.kept)
 
-    def tempered(self) -> Reconstruction:
-        return Reconstruction.of(self.W0, power(self.gram.xx, 0.9), self.kept)
+    def tempered(self) -> OutputProblem:
+        return OutputProblem.of(self.W0, power(self.gram.xx, 0.9), self.kept)
 
-    def first_frame(self) -> tuple[Frame, Target]:
-        target = Target.of(self.tempered())
+    def first_frame(self) -> tuple[Frame, RotationTarget]:
+        target = RotationTarget.of(self.tempered())
         return Frame.of(kept_columns(self.W0, self.kept), target).rotated_left(target), target
 
 

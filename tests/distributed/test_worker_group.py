@@ -13,7 +13,7 @@ from coec.distributed.cluster import RETRIES, LostError
 from coec.errors import CoecError
 from coec.pipeline import reconstruct as reconstruction
 from coec.streaming.passes import DensePass
-from coec.streaming.two_streams import PARTS, TwoStreams, shards
+from coec.streaming.two_streams import SUMMANDS, TwoStreams, shards
 from coec.streaming.worker_group import LocalGroup, WorkerGroup
 
 SETTINGS = {
@@ -72,7 +72,7 @@ def pruned(place, out, monkeypatch, count, lost=lambda name: False, kv_groups="u
     @contextlib.contextmanager
     def worker_group(source, run):
         windows, held = source.windows_of_text()
-        size = max(1, len(windows) // PARTS)
+        size = max(1, len(windows) // SUMMANDS)
         made = shards(windows, held, size, count)
         dense = source._dense
         yield Several(lambda shard: TwoStreams(dense, run, shard, source.device), made, lost)
@@ -144,10 +144,10 @@ def test_parts_are_the_same_however_many_places_there_are():
     held = torch.arange(3)[:, None].expand(3, 4)
     whole = shards(windows, held, 2)
     assert len(whole) == 1
-    assert len(whole[0]["fit"]) == PARTS
+    assert len(whole[0]["fit"]) == SUMMANDS
     for count in (2, 5, 8, 30):
         several = shards(windows, held, 2, count)
-        assert len(several) == min(count, PARTS)
+        assert len(several) == min(count, SUMMANDS)
         for kind in ("fit", "held"):
             parts = [part for shard in several for part in shard[kind]]
             numbers = [[b.number for b in part] for part in parts]

@@ -15,7 +15,7 @@ from coec.models.layout import Layout, Site
 from coec.selection import kept_count
 from coec.settings import Pruning
 
-STEPS = 10_000
+_STEPS = 10_000
 """Fractions that are tried for a number of parameters are whole multiples of one over this."""
 
 
@@ -64,22 +64,22 @@ def shares_for(
 
     def removed(step: int) -> int:
         try:
-            widths = uniform(layout, replace(pruning, sparsity=step / STEPS), named_units)
+            widths = uniform(layout, replace(pruning, sparsity=step / _STEPS), named_units)
         except OptionError:  # nothing goes
             return 0
         return widths.removed(layout, shapes)
 
-    if removed(STEPS - 1) < goal:
-        parameters_left = sum(size.numel() for size in shapes.values()) - removed(STEPS - 1)
+    if removed(_STEPS - 1) < goal:
+        parameters_left = sum(size.numel() for size in shapes.values()) - removed(_STEPS - 1)
         rounded = "" if pruning.multiple_of == "1" else f" with multiple_of = {pruning.multiple_of}"
         raise OptionError(
             f"budget_parameters = {_number(pruning.budget_parameters)}{rounded} cannot be met: "
             f"{parameters_left:,} parameters are left however much is removed; allow more"
             + (", or align to a smaller multiple" if rounded else "")
         )
-    steps = range(1, STEPS)
+    steps = range(1, _STEPS)
     first = bisect_left(steps, goal, key=removed)
-    return replace(pruning, sparsity=steps[first] / STEPS)
+    return replace(pruning, sparsity=steps[first] / _STEPS)
 
 
 def _number(budget: float | None) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from coec.compensation.frame import Frame, Target
+from coec.compensation.frame import Frame, RotationTarget
 from coec.errors import OptionError
 from coec.linalg.alignment import Alignment
 from coec.linalg.decompose import svd
@@ -54,7 +54,7 @@ class Anchor:
         seen = U_v.T @ V
         return cls(U_v, seen @ seen.T, lambda_a, r_p)
 
-    def alignment(self, frame: Frame, target: Target) -> Alignment:
+    def alignment(self, frame: Frame, target: RotationTarget) -> Alignment:
         """The penalty on the rows of the frame that lead now, in the dtype of the target."""
         rows, basis = frame.leading(self.r_p), target.basis
         return Alignment(basis.T @ self.writer.to(basis), self.target.to(basis), rows, self.weight)

@@ -1,6 +1,6 @@
 """The compensations with a closed form (METHODS §4)."""
 
-from coec.compensation.objective import Reconstruction, kept_columns
+from coec.compensation.objective import OutputProblem, kept_columns
 from coec.linalg.spd import solve_right
 from coec.settings import RidgeOptions
 from coec.types import SiteProblem, SiteResult
@@ -36,7 +36,7 @@ def least_squares(problem: SiteProblem, options: RidgeOptions) -> SiteResult:
 
     Source: ordinary ridge regression; the unconstrained refit the rotations are compared with.
     """
-    target = Reconstruction.of_site(problem)
+    target = OutputProblem.of_site(problem)
     return SiteResult(solve_right(target.Gyx, target.Gxx, options.ridge, target.precision))
 
 
@@ -48,7 +48,7 @@ def ridge_to_slice(problem: SiteProblem, options: RidgeOptions) -> SiteResult:
 
     Source: this project.
     """
-    target = Reconstruction.of_site(problem)
+    target = OutputProblem.of_site(problem)
     W_K = kept_columns(problem.weight, problem.kept)
     residual = target.Gyx - W_K @ target.Gxx
     return SiteResult(W_K + solve_right(residual, target.Gxx, options.ridge, target.precision))

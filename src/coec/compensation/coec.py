@@ -13,8 +13,8 @@ from torch import Tensor
 
 from coec.compensation.anchor import Anchor
 from coec.compensation.descent import Descended, Descent, Origin, RightSolver, Side
-from coec.compensation.frame import Shrinkage, Target
-from coec.compensation.objective import Reconstruction, above, kept_columns, rounding
+from coec.compensation.frame import RotationTarget, Shrinkage
+from coec.compensation.objective import OutputProblem, above, kept_columns, rounding
 from coec.compensation.rcpu import rcpu
 from coec.errors import NumericalError
 from coec.events import record, recording
@@ -77,18 +77,18 @@ def coec(problem: SiteProblem, options: CoecOptions) -> SiteResult:
     return SiteResult(W, diagnostics=diagnostics)
 
 
-def _target(problem: SiteProblem, unit: float, alpha: float) -> Target:
+def _target(problem: SiteProblem, unit: float, alpha: float) -> RotationTarget:
     """Return the tempered problem, diagonalised, weights in this unit.
 
     On the CPU, and an event, where the device of the statistics has no room for it.
     """
     device = problem.gram.xx.device
 
-    def target(place: torch.device) -> Target:
+    def target(place: torch.device) -> RotationTarget:
         gram, aim = problem.gram, problem.aim.to(place) / unit
         kept = KeptSet(problem.kept.indices.to(place), problem.kept.size)
-        return Target.of(
-            Reconstruction.tempered(aim, gram.xx.to(place), kept, alpha, gram.precision)
+        return RotationTarget.of(
+            OutputProblem.tempered(aim, gram.xx.to(place), kept, alpha, gram.precision)
         )
 
     try:
@@ -119,7 +119,7 @@ def _descents(options: CoecOptions) -> list[Descent]:
 
 def _solve(
     W_K: Float[Tensor, "m k"],
-    target: Target,
+    target: RotationTarget,
     descents: list[Descent],
     anchor: Anchor | None,
     dtype: torch.dtype,
@@ -153,7 +153,7 @@ def _solve(
 
 def _narrow(
     W_K: Float[Tensor, "m k"],
-    target: Target,
+    target: RotationTarget,
     descents: list[Descent],
     anchor: Anchor | None,
     dtype: torch.dtype,
@@ -185,7 +185,10 @@ def _narrow(
 
 
 def _best(
-    W_K: Float[Tensor, "m k"], target: Target, descents: list[Descent], anchor: Anchor | None
+    W_K: Float[Tensor, "m k"],
+    target: RotationTarget,
+    descents: list[Descent],
+    anchor: Anchor | None,
 ) -> Descended:
     """Return the descent of lowest objective.
 
@@ -213,7 +216,7 @@ def _best(
 
 
 def _fallback(
-    W_K: Float[Tensor, "m k"], target: Target, anchor: Anchor | None
+    W_K: Float[Tensor, "m k"], target: RotationTarget, anchor: Anchor | None
 ) -> tuple[Float[Tensor, "m k"], dict[str, Any]]:
     """RCPU's weight or the slice, whichever is finite and has the lower objective."""
     W, chosen = W_K, "none"
@@ -235,7 +238,7 @@ def _checked(W: Float[Tensor, "m k"], problem: SiteProblem) -> Float[Tensor, "m 
     The error is the untempered one, which was not minimised; RCPU's is never above the slice's. An
     event also says where W's lies above RCPU's.
     """
-    target = Reconstruction.of_site(problem)
+    target = OutputProblem.of_site(problem)
     error = target.error(W)
     with recording():
         other = rcpu(problem).weight

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.compensation.anchor import Anchor
-from coec.compensation.frame import Frame, Shrinkage, Target
+from coec.compensation.frame import Frame, RotationTarget, Shrinkage
 from coec.compensation.objective import rounding
 from coec.errors import NumericalError
 from coec.events import record, recording
@@ -25,7 +25,7 @@ Side = Literal["two-sided", "left", "right"]
 RCPU = Shrinkage("uniform", 0.0, 1.0)
 """One scale for all modes, which with the left rotation alone is RCPU."""
 
-RISE = 1e-9
+_RISE = 1e-9
 """A relative rise of the error above this is not rounding and is reported."""
 
 
@@ -42,7 +42,7 @@ class RightSolver:
     iterations: int
 
     def __call__(
-        self, frame: Frame, target: Target, alignment: Alignment | None, *, left: bool
+        self, frame: Frame, target: RotationTarget, alignment: Alignment | None, *, left: bool
     ) -> tuple[Frame, Convergence]:
         """The frame with R turned, and how the solve ended.
 
@@ -94,7 +94,9 @@ class Origin:
     added: float
 
     @classmethod
-    def of(cls, W_K: Float[Tensor, "m k"], target: Target, anchor: Anchor | None) -> "Origin":
+    def of(
+        cls, W_K: Float[Tensor, "m k"], target: RotationTarget, anchor: Anchor | None
+    ) -> "Origin":
         """Decomposes the slice, once for the whole descent."""
         frame = Frame.of(W_K, target)
         penalty = added = 0.0
@@ -103,11 +105,11 @@ class Origin:
             added = anchor.weight * penalty
         return cls(frame, frame.rotated_left(target), penalty, added)
 
-    def objective(self, target: Target) -> float:
+    def objective(self, target: RotationTarget) -> float:
         """`𝓛 + λ_a 𝒜` of the slice."""
         return self.slice.error(target) + self.added
 
-    def rcpu(self, target: Target) -> tuple[Frame, float]:
+    def rcpu(self, target: RotationTarget) -> tuple[Frame, float]:
         """RCPU under the target's Gram, one left rotation and one scale, and its `𝓛 + λ_a 𝒜`."""
         with recording():  # its own safeguards count only where it is what comes out
             frame, _, error = self.turned.rescaled(target, RCPU)
@@ -207,7 +209,7 @@ class Descent:
     tol: float
 
     def __call__(
-        self, W_K: Float[Tensor, "m k"], target: Target, anchor: Anchor | None
+        self, W_K: Float[Tensor, "m k"], target: RotationTarget, anchor: Anchor | None
     ) -> Descended:
         """Alternates from the slice until a round gains less than `tol`."""
         origin = Origin.of(W_K, target, anchor)
@@ -249,7 +251,7 @@ class Descent:
     def _faithful(self) -> bool:
         return self.right.solver == "gradient"
 
-    def _start(self, origin: Origin, target: Target, anchor: Anchor | None) -> _State:
+    def _start(self, origin: Origin, target: RotationTarget, anchor: Anchor | None) -> _State:
         """After the first left rotation and rescale; the rows to align are chosen here."""
         frame = origin.slice if self.side == "right" else origin.turned
         frame, out, error = frame.rescaled(target, self.shrinkage)
@@ -262,7 +264,7 @@ class Descent:
         return _State(frame, out, error, alignment)
 
     def _round(
-        self, state: _State, target: Target, anchor: Anchor | None
+        self, state: _State, target: RotationTarget, anchor: Anchor | None
     ) -> tuple[_State, list[Convergence]]:
         """Right rotation, rescale, left rotation, rescale, as far as the sides allow."""
         frame, alignment, solves = state.frame, state.alignment, []
@@ -284,4 +286,4 @@ class Descent:
 
 def _rose(before: float, after: float, dtype: torch.dtype) -> bool:
     """Return whether the objective rose beyond rounding, or is no number."""
-    return not after <= before * (1 + RISE) + rounding(dtype)
+    return not after <= before * (1 + _RISE) + rounding(dtype)

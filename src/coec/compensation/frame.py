@@ -6,13 +6,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coec.compensation.objective import Reconstruction
+from coec.compensation.objective import OutputProblem
 from coec.linalg.alignment import Alignment
 from coec.linalg.decompose import eigh, svd
-from coec.linalg.gcv import Rescale, Rescaled, led, rescale
+from coec.linalg.gcv import Rescaled, led, rescale
 from coec.linalg.polar import polar
 from coec.linalg.right import JointProblem, RightProblem, energies
 from coec.linalg.spd import noise
+from coec.settings.options import Rescale
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Shrinkage:
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
+class RotationTarget:
     """The reconstruction problem in the eigenbasis of `Gxx = E diag(μ) Eᵀ`.
 
     Attributes:
@@ -43,7 +44,7 @@ class Target:
     yy: float
 
     @classmethod
-    def of(cls, problem: Reconstruction) -> "Target":
+    def of(cls, problem: OutputProblem) -> "RotationTarget":
         """Diagonalises Gxx once; every later step is elementwise in it.
 
         Directions of Gxx that are noise get no energy and no part in the output: their energy may
@@ -54,10 +55,10 @@ class Target:
         Gyx = (problem.Gyx @ E).mul_(informative)
         return cls(torch.where(informative, mu, 0.0), E, Gyx, problem.energy, problem.yy)
 
-    def to(self, like: Tensor) -> "Target":
+    def to(self, like: Tensor) -> "RotationTarget":
         """Return the same problem in the dtype and on the device of a tensor."""
         mu, basis, Gyx = self.mu.to(like), self.basis.to(like), self.Gyx.to(like)
-        return Target(mu, basis, Gyx, self.energy.to(like), self.yy)
+        return RotationTarget(mu, basis, Gyx, self.energy.to(like), self.yy)
 
     def error(self, frame: "Frame") -> float:
         """Return `𝓛(Ŵ)` of a frame of any dtype, in the dtype of the problem.
@@ -68,10 +69,10 @@ class Target:
         linear = float((W * self.Gyx).sum())
         return (float((W.square_() @ self.mu).sum()) - 2 * linear + self.yy) / self.yy
 
-    def rows(self, rows: slice) -> "Target":
+    def rows(self, rows: slice) -> "RotationTarget":
         """The problem of some of the outputs alone."""
         energy = self.energy[rows]
-        return Target(self.mu, self.basis, self.Gyx[rows], energy, float(energy.sum()))
+        return RotationTarget(self.mu, self.basis, self.Gyx[rows], energy, float(energy.sum()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,12 +90,12 @@ class Frame:
     R: Float[Tensor, "b k"]
 
     @classmethod
-    def of(cls, W: Float[Tensor, "m k"], target: Target) -> "Frame":
+    def of(cls, W: Float[Tensor, "m k"], target: RotationTarget) -> "Frame":
         """The one decomposition of the whole method."""
         U, s, R = svd(W)
         return cls(U, s, R @ target.basis)
 
-    def weight(self, target: Target) -> Float[Tensor, "m k"]:
+    def weight(self, target: RotationTarget) -> Float[Tensor, "m k"]:
         """`Ŵ`, back in the channels' own basis, in the dtype of the target."""
         U, s, R = (part.to(target.mu) for part in (self.U, self.s, self.R))
         return (U * s) @ (R @ target.basis.T)
@@ -114,19 +115,19 @@ class Frame:
         """The first b modes: undoes `completed`."""
         return Frame(self.U[:, :b], self.s[:b], self.R[:b])
 
-    def response(self, target: Target) -> Float[Tensor, " b"]:
+    def response(self, target: RotationTarget) -> Float[Tensor, " b"]:
         """`ρ_i = u_iᵀ Gyx r_i`."""
         return ((self.U.T @ target.Gyx) * self.R).sum(dim=1)
 
-    def energy(self, target: Target) -> Float[Tensor, " b"]:
+    def energy(self, target: RotationTarget) -> Float[Tensor, " b"]:
         """`e_i = r_iᵀ Gxx r_i`."""
         return energies(self.R, target.mu)
 
-    def error(self, target: Target) -> float:
+    def error(self, target: RotationTarget) -> float:
         """The relative reconstruction error `𝓛(Ŵ)`."""
         return _error(self.s, self.response(target), self.energy(target), target.yy)
 
-    def rotated_left(self, target: Target) -> "Frame":
+    def rotated_left(self, target: RotationTarget) -> "Frame":
         """`U ← polar(Gyx Rᵀ diag(s))`: the best left rotation in closed form."""
         return replace(self, U=polar(target.Gyx @ (self.s[:, None] * self.R).T, nearest=self.U))
 
@@ -134,14 +135,14 @@ class Frame:
         """The modes of the `count` largest singular values, or all."""
         return torch.topk(self.s, min(count, len(self.s))).indices
 
-    def led_by(self, rows: Int[Tensor, " r"], target: Target) -> "Frame":
+    def led_by(self, rows: Int[Tensor, " r"], target: RotationTarget) -> "Frame":
         """The nearest singular values, by what they weigh in the error, of which `rows` lead."""
         energy = self.energy(target)
         tiny = torch.finfo(energy.dtype).tiny
         return replace(self, s=led(self.s, energy.clamp_min(tiny), rows))
 
     def rescaled(
-        self, target: Target, shrinkage: Shrinkage, leading: Int[Tensor, " r"] | None = None
+        self, target: RotationTarget, shrinkage: Shrinkage, leading: Int[Tensor, " r"] | None = None
     ) -> tuple["Frame", Rescaled, float]:
         """New singular values (METHODS §5.3), what chose them, and the relative error with them.
 
@@ -160,13 +161,13 @@ class Frame:
         )
         return replace(self, s=out.s), out, _error(out.s, response, energy, target.yy)
 
-    def right_problem(self, target: Target, alignment: Alignment | None) -> RightProblem:
+    def right_problem(self, target: RotationTarget, alignment: Alignment | None) -> RightProblem:
         """Return the problem of the right rotation, U and s held."""
         cross = self.s[:, None] * (self.U.T @ target.Gyx)
         return RightProblem(self.s, target.mu, cross, target.yy, alignment)
 
     def joint_problem(
-        self, target: Target, alignment: Alignment | None, modes: int
+        self, target: RotationTarget, alignment: Alignment | None, modes: int
     ) -> JointProblem:
         """Return the problem of the right rotation, the left factor of `modes` modes following."""
         U = self.U[:, :modes]

@@ -20,7 +20,7 @@ ROUNDING = 16
 
 
 @dataclass(frozen=True, eq=False)
-class Reconstruction:
+class OutputProblem:
     """`𝓛(W) = (⟨W, W Gxx⟩ − 2 ⟨W, Gyx⟩ + yy) / yy` (METHODS §4).
 
     Attributes:
@@ -43,14 +43,14 @@ class Reconstruction:
         G: Float[Tensor, "d d"],
         kept: KeptSet,
         precision: float = 0.0,
-    ) -> "Reconstruction":
+    ) -> "OutputProblem":
         """The problem of giving `T x` from the kept columns, under the second moment G."""
         K = kept.indices
         TG = aim @ G
         return cls(G[K][:, K], TG[:, K], (TG * aim).sum(dim=1), precision)
 
     @classmethod
-    def of_site(cls, problem: SiteProblem) -> "Reconstruction":
+    def of_site(cls, problem: SiteProblem) -> "OutputProblem":
         """The problem of one site, under its raw second moment."""
         return cls.of(problem.aim, problem.gram.xx, problem.kept, problem.gram.precision)
 
@@ -62,7 +62,7 @@ class Reconstruction:
         kept: KeptSet,
         alpha: float,
         precision: float = 0.0,
-    ) -> "Reconstruction":
+    ) -> "OutputProblem":
         """Return the problem under `(G/u)^α = F Fᵀ`, of which only what is needed is formed.
 
         The unit u, a power of two about the largest channel energy, keeps every number moderate.
@@ -100,7 +100,7 @@ def relative_error(
 ) -> float:
     """`𝓛(W) = tr(Δ G Δᵀ) / yy`, `Δ = T − W̃`, W̃ holding W at the kept columns and 0 elsewhere.
 
-    One quadratic form of what is lost: unlike `Reconstruction.error` no difference of numbers of
+    One quadratic form of what is lost: unlike `OutputProblem.error` no difference of numbers of
     the size of yy, so small errors keep their digits. Nothing of the size of G is formed. Below 0
     by rounding alone, which is returned as 0.
 

@@ -1,6 +1,6 @@
 """RCPU: one left rotation and one scale (METHODS §4)."""
 
-from coec.compensation.objective import Reconstruction, kept_columns
+from coec.compensation.objective import OutputProblem, kept_columns
 from coec.events import record
 from coec.linalg.decompose import svd
 from coec.linalg.polar import polar
@@ -17,7 +17,7 @@ def rcpu(problem: SiteProblem) -> SiteResult:
 
     Source: RCPU.
     """
-    target = Reconstruction.of_site(problem)
+    target = OutputProblem.of_site(problem)
     U, s, R = svd(kept_columns(problem.weight, problem.kept))
     W = (polar(target.Gyx @ (s[:, None] * R).T, nearest=U) * s) @ R
     linear, quadratic = float((target.Gyx * W).sum()), float((W @ target.Gxx * W).sum())

@@ -24,7 +24,7 @@ def enough(windows: int, tokens: float, columns: int) -> int:
 
 
 @dataclass(frozen=True)
-class Share:
+class Followed:
     """The θ of lowest held-out error of `W_K + θ (W̃ − W_K)`.
 
     Attributes:
@@ -44,7 +44,7 @@ def best_share(
     result: SiteResult,
     held_out: Gram,
     target: Float[Tensor, "m d"] | None = None,
-) -> Share:
+) -> Followed:
     """Return how far a repair is to be followed: the minimum of a parabola in θ.
 
     `min 𝓛(W_K + θ (W̃ − W_K))  s.t.  0 ≤ θ ≤ 1`, 𝓛 on held-out statistics; a bias is scaled alike.
@@ -66,7 +66,7 @@ def best_share(
         share = min(max(-slope / (2 * curvature), 0.0), 1.0)
     elif after > before:
         share = 0.0
-    return Share(share, before, before + share * (slope + share * curvature))
+    return Followed(share, before, before + share * (slope + share * curvature))
 
 
 def drawn_back(

@@ -18,7 +18,7 @@ from torch import Tensor
 from coec.devices import at_hand
 from coec.distributed.cluster import LOOK_S, RETRIES, Cluster, LostError, begin_process, lost
 from coec.distributed.ray_group import RayGroup
-from coec.distributed.workers import Windows, WorkerPool
+from coec.distributed.workers import WorkerPool, WorkerWindows
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.layout import BlockLayout
@@ -28,7 +28,7 @@ from coec.streaming.dense_stream import Measured, Sums, batch_size, in_parts
 from coec.streaming.passes import DensePass
 from coec.streaming.worker_group import WorkerGroup
 
-Value = TypeVar("Value")
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,8 +107,11 @@ class DistributedPass(DensePass):
                 progress("calibrating", number + 1, len(indices))
 
     def map(
-        self, function: Callable[[Measured], Value], skip: Container[int], progress: Progress | None
-    ) -> Iterator[tuple[Value, str | None]]:
+        self,
+        function: Callable[[Measured], _Value],
+        skip: Container[int],
+        progress: Progress | None,
+    ) -> Iterator[tuple[_Value, str | None]]:
         """Yield what a function makes of every block, as a task of the cluster, as they finish.
 
         Lost work is done again: of a pending block all of it, of a worker's windows what is needed
@@ -282,7 +285,7 @@ class _Look:
         return Dense.open(self.dense.folder).fingerprint
 
 
-def shares(windows: Tensor, held_out: Tensor | None, count: int) -> list[Windows]:
+def shares(windows: Tensor, held_out: Tensor | None, count: int) -> list[WorkerWindows]:
     """Return the windows of every worker: whole batches in a row, those held out likewise.
 
     With more workers than batches there are as many shares as batches.

@@ -32,7 +32,7 @@ from coec.streaming.layers import State
 from coec.streaming.two_streams import ConsumerStatistics, Shard, TwoStreams
 from coec.types import GramSum
 
-Windows = tuple[Int[Tensor, "_ length"], Int[Tensor, "_ length"] | None]
+WorkerWindows = tuple[Int[Tensor, "_ length"], Int[Tensor, "_ length"] | None]
 """Windows of one worker to fit on, and others whose statistics are kept apart."""
 
 
@@ -46,7 +46,7 @@ class WindowWorker:
     def add(
         self,
         dense: Dense,
-        windows: Windows,
+        windows: WorkerWindows,
         dtype: torch.dtype,
         device: torch.device,
         threads: int,
@@ -102,7 +102,7 @@ class SummingStream:
     """
 
     def __init__(
-        self, dense: Dense, windows: Windows, dtype: torch.dtype, device: torch.device
+        self, dense: Dense, windows: WorkerWindows, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._dense, self._device = dense, device
         fit, held_out = windows

@@ -1,7 +1,6 @@
 """Per-mode shrinkage under generalized cross-validation (METHODS §5.3)."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -9,14 +8,13 @@ from torch import Tensor
 
 from coec.events import record
 from coec.linalg.spd import rounding_level
+from coec.settings.options import Rescale
 
 GRID_POINTS = 120
 GRID_DECADES = (-4.0, 5.0)
 
 LEAD = 1e-3
 """How far leading singular values stay above the others, so that rounding cannot exchange them."""
-
-Rescale = Literal["gcv", "fixed", "uniform"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,5 @@
 """The source's right solver: projected gradient with an orthogonal retraction (METHODS §5.4.1)."""
 
-from typing import Literal
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -11,9 +9,8 @@ from coec.events import record
 from coec.linalg.polar import newton_schulz_polar
 from coec.linalg.right import RightProblem
 from coec.linalg.stiefel import retract_cayley, tangent
+from coec.settings.options import Retraction
 from coec.types import Convergence
-
-Retraction = Literal["auto", "polar"]
 
 
 def gradient(

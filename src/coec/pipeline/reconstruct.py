@@ -39,15 +39,14 @@ from coec.pipeline.solve import (
 from coec.pipeline.write import Checkpoint
 from coec.planning.run import Run
 from coec.reconstruction import LeastSquares, Products, fit
+from coec.reconstruction.least_squares import Arguments, Value
 from coec.streaming.head import Score, rescaled_norm
 from coec.streaming.passes import BlockSource
 from coec.streaming.prediction import Prediction
 from coec.streaming.two_streams import (
-    Arguments,
     ConsumerStatistics,
-    Kind,
     TwoStreams,
-    Value,
+    WindowKind,
     fitted_rows,
     token_weights,
     whole,
@@ -55,7 +54,7 @@ from coec.streaming.two_streams import (
 from coec.streaming.worker_group import Finished, NothingKeptError, WorkerGroup
 from coec.types import Gram, GramSum
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 _TARGET_RIDGE = 1e-3
 """Ridge of the least-squares map from inputs to targets, relative to the Gram's mean diagonal."""
 _ATTENTION_STEPS = 1
@@ -200,7 +199,7 @@ class BlockReconstruction:
         """Return the end of the pruned model and how well it predicts, after the last block."""
         return self._before(len(self._dense.layout.blocks), finished, self._end)
 
-    def _before(self, index: int, finished: Finished, work: Callable[[], Result]) -> Result:
+    def _before(self, index: int, finished: Finished, work: Callable[[], _Result]) -> _Result:
         """Return what some work makes, every worker standing before a block.
 
         The work is done again where a worker was lost meanwhile.
@@ -240,7 +239,7 @@ class BlockReconstruction:
 
     def _score(self, norm: Tensor | None = None, *, dense: bool = False) -> Score:
         """Return how well a model predicts, the pruned one maybe with another final norm."""
-        windows: Kind = "held" if self._held_out else "fit"
+        windows: WindowKind = "held" if self._held_out else "fit"
         sums = Prediction()
         for batch in self._group.each(TwoStreams.predict, windows, norm, dense):
             sums.add(batch)
@@ -316,7 +315,7 @@ class BlockReconstruction:
         return SiteStatistics(gram, held_out, target, held_out_target)
 
     def _gram_and_target(
-        self, number: int, site: Site, tensors: Mapping[str, Tensor], windows: Kind
+        self, number: int, site: Site, tensors: Mapping[str, Tensor], windows: WindowKind
     ) -> tuple[Gram, Tensor | None]:
         """Return the Gram of the consumer's inputs, and the target where errors propagate."""
         sums = ConsumerStatistics(GramSum(site.columns, self._run.device))
@@ -369,7 +368,7 @@ class BlockReconstruction:
         row["events"] = [*row["events"], *events]
         return tensors
 
-    def _problem(self, windows: Kind) -> LeastSquares:
+    def _problem(self, windows: WindowKind) -> LeastSquares:
         """Return the least-squares problem that the workers have prepared, over some windows."""
 
         def ask(

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from coec.errors import NumericalError
 from coec.events import record
-from coec.reconstruction.least_squares import SEEDS, LeastSquares, Parameters
+from coec.reconstruction.least_squares import SEEDS, LeastSquares, Theta
 from coec.reconstruction.preconditioner import Preconditioner
 
 LENGTHS = (1.0, 0.5, 0.25)
 """The fractions of a step that are tried."""
-APART = 2**40
+_APART = 2**40
 """Between the seeds of one step's random signs and the next's."""
 
 
@@ -51,7 +51,7 @@ class Fitted:
         steps: those that were tried.
     """
 
-    theta: Parameters
+    theta: Theta
     error: float
     held_out: float | None
     steps: list[Step] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Fitted:
 def fit(
     problem: LeastSquares,
     held_out: LeastSquares | None,
-    theta: Parameters,
+    theta: Theta,
     *,
     steps: int,
     iterations: int,
@@ -104,7 +104,7 @@ def fit(
     fitted = Fitted(theta, error, held_error)
     for step in range(steps):
         try:
-            signs = (seed + step * APART) % SEEDS
+            signs = (seed + step * _APART) % SEEDS
             delta, residual = _direction(problem, theta, iterations, damping, signs)
         except NumericalError as failure:
             record(f"a step of the reconstruction is not taken: {failure}")
@@ -130,11 +130,11 @@ def fit(
 
 def _direction(
     problem: LeastSquares,
-    theta: Parameters,
+    theta: Theta,
     iterations: int,
     damping: float,
     seed: int,
-) -> tuple[Parameters, float]:
+) -> tuple[Theta, float]:
     """`δ` of one step, and the relative residual of its linear system."""
     r = problem.gradient(theta)
     _check_finite(r)
@@ -161,7 +161,7 @@ def _direction(
     return x, math.sqrt(dot(r, r) / start) if start > 0 else 0.0
 
 
-def dot(a: Parameters, b: Parameters) -> float:
+def dot(a: Theta, b: Theta) -> float:
     """The inner product over all matrices, summed in float64."""
     return sum(float((a[name] * b[name]).sum(dtype=torch.float64)) for name in a)
 

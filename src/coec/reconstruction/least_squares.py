@@ -23,7 +23,7 @@ from coec.linalg.products import rounded_products
 
 Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
-Parameters = dict[str, Tensor]
+Theta = dict[str, Tensor]
 """θ by name, in float32 or wider; or a direction in its space."""
 
 
@@ -109,15 +109,15 @@ class LeastSquares:
         """`Σ_t w_t ‖T_t − h_t‖²`: what errors are relative to, F adding to its inputs."""
         return math.fsum(self._ask(Products.energies))
 
-    def error(self, theta: Parameters) -> float:
+    def error(self, theta: Theta) -> float:
         """`Σ_t w_t ‖T_t − F_θ(h_t)‖²`, summed in float64; NaN or Inf where F overflows."""
         return sum(self._ask(Products.errors, theta))
 
-    def gradient(self, theta: Parameters) -> Parameters:
+    def gradient(self, theta: Theta) -> Theta:
         """`Jᵀ w r`, the direction in which the error falls fastest."""
         return _total(theta, self._ask(Products.gradients, theta))
 
-    def normal(self, theta: Parameters, direction: Parameters) -> Parameters:
+    def normal(self, theta: Theta, direction: Theta) -> Theta:
         """`Jᵀ w J δ`.
 
         Where a share of the batches stands for all, their sum is scaled up by the number of tokens.
@@ -129,7 +129,7 @@ class LeastSquares:
             total = {name: value * scale for name, value in total.items()}
         return total
 
-    def factors(self, theta: Parameters, seed: int) -> dict[str, Factor]:
+    def factors(self, theta: Theta, seed: int) -> dict[str, Factor]:
         """Kronecker factors of every matrix's own block of `Jᵀ w J`.
 
         One random sign per token and output stands for the outputs (Hutchinson): with g what comes
@@ -165,7 +165,7 @@ class Products:
 
     def __init__(
         self,
-        function: Callable[[Parameters, Tensor], Tensor],
+        function: Callable[[Theta, Tensor], Tensor],
         modules: Mapping[str, nn.Module],
         parts: Sequence[Sequence[Batch]],
         device: torch.device,
@@ -185,7 +185,7 @@ class Products:
         for b in self._moved():
             yield _weighted(b, _difference(b.targets, b.inputs))
 
-    def errors(self, theta: Parameters) -> Iterator[float]:
+    def errors(self, theta: Theta) -> Iterator[float]:
         """`Σ_t w_t ‖T_t − F_θ(h_t)‖²` of every batch, summed in float64."""
         theta = self._here(theta)
         for b in self._moved():
@@ -193,7 +193,7 @@ class Products:
                 error = _weighted(b, _difference(b.targets, self._at(theta, b)))
             yield error
 
-    def gradients(self, theta: Parameters) -> Iterator[Parameters]:
+    def gradients(self, theta: Theta) -> Iterator[Theta]:
         """`Jᵀ w r` of every part."""
         theta = self._here(theta)
         for batches in self._parts:
@@ -205,9 +205,7 @@ class Products:
                 _add(total, torch.autograd.grad(out, list(leaves.values()), residual.to(out)))
             yield total
 
-    def normals(
-        self, theta: Parameters, direction: Parameters, sample: Container[int]
-    ) -> Iterator[Parameters]:
+    def normals(self, theta: Theta, direction: Theta, sample: Container[int]) -> Iterator[Theta]:
         """`Jᵀ w J δ` of every part: forward mode for `J δ`, reverse mode for its adjoint.
 
         One pass serves both: what it computes for the derivative forward is there to go back.
@@ -231,7 +229,7 @@ class Products:
                 _add(total, torch.autograd.grad(out, list(leaves.values()), moved))
             yield total
 
-    def factors(self, theta: Parameters, seed: int) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    def factors(self, theta: Theta, seed: int) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
         """Yield, for every part, what `LeastSquares.factors` sums: rows and columns, by name.
 
         The signs of a batch depend on the seed and its number alone, wherever it lies.
@@ -258,9 +256,7 @@ class Products:
                     sums[name] = (rows + g.square().sum(dim=0), columns + own_columns)
             yield sums
 
-    def _with_tangent(
-        self, leaves: Parameters, direction: Parameters, b: Batch
-    ) -> tuple[Tensor, Tensor]:
+    def _with_tangent(self, leaves: Theta, direction: Theta, b: Batch) -> tuple[Tensor, Tensor]:
         """F of a batch, to go back from, and `J δ`."""
         # Fused attention has no forward mode; its plain form has.
         with sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
@@ -273,7 +269,7 @@ class Products:
             return out.primal, out.tangent.detach()
 
     @torch.no_grad()
-    def _central_difference(self, theta: Parameters, direction: Parameters, b: Batch) -> Tensor:
+    def _central_difference(self, theta: Theta, direction: Theta, b: Batch) -> Tensor:
         """`(F(θ + h δ) − F(θ − h δ)) / 2h`, with h so large that little cancels."""
         h = math.sqrt(
             sum(float(p.square().sum()) for p in theta.values())
@@ -285,10 +281,10 @@ class Products:
         )
         return (ahead - back) / (2 * h)
 
-    def _at(self, theta: Parameters, b: Batch) -> Tensor:
+    def _at(self, theta: Theta, b: Batch) -> Tensor:
         return self._function({n: p.to(b.inputs.dtype) for n, p in theta.items()}, b.inputs)
 
-    def _here(self, theta: Parameters) -> Parameters:
+    def _here(self, theta: Theta) -> Theta:
         return {name: p.to(self._device) for name, p in theta.items()}
 
     def _moved(self) -> Iterator[Batch]:
@@ -336,11 +332,11 @@ def _weighted(b: Batch, residual: Tensor) -> float:
     return float((b.weights[..., None] * residual.square()).sum(dtype=torch.float64))
 
 
-def _leaves(theta: Parameters, dtype: torch.dtype) -> Parameters:
+def _leaves(theta: Theta, dtype: torch.dtype) -> Theta:
     return {name: p.detach().to(dtype).requires_grad_() for name, p in theta.items()}
 
 
-def _zeros(theta: Parameters) -> Parameters:
+def _zeros(theta: Theta) -> Theta:
     return {name: torch.zeros_like(p) for name, p in theta.items()}
 
 
@@ -353,13 +349,13 @@ def _signs(like: Tensor, seed: int, number: int) -> Tensor:
     return drawn.to(like.dtype) * 2 - 1
 
 
-def _total(theta: Parameters, summands: Iterable[Parameters]) -> Parameters:
+def _total(theta: Theta, summands: Iterable[Theta]) -> Theta:
     total = _zeros(theta)
     for summand in summands:
         _add(total, [summand[name].to(total[name].device) for name in total])
     return total
 
 
-def _add(total: Parameters, summands: Sequence[Tensor]) -> None:
+def _add(total: Theta, summands: Sequence[Tensor]) -> None:
     for tensor, summand in zip(total.values(), summands, strict=True):
         tensor += summand

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coec.linalg.decompose import eigh
 from coec.linalg.products import rounded_products
-from coec.reconstruction.least_squares import Factor, Parameters
+from coec.reconstruction.least_squares import Factor, Theta
 
 SAME = 1e-5
 """Rows of a factor that differ by less, relatively, differ by rounding."""
@@ -67,6 +67,6 @@ class Preconditioner:
             self.damping[name] = damping * mean
             self._inverses[name] = _inverted(factor, damping * mean)
 
-    def __call__(self, residual: Parameters) -> Parameters:
+    def __call__(self, residual: Theta) -> Theta:
         with rounded_products(next(iter(residual.values())).device):
             return {name: inverse(residual[name]) for name, inverse in self._inverses.items()}

@@ -34,7 +34,7 @@ RIDGE = 1e-3
 PANEL = 128
 """Columns of a panel. More make the products of matrices faster, fewer the rows that are formed
 inside it at the speed of memory, which are the average of `3 d · PANEL` operations each."""
-STRIP = 512
+_STRIP = 512
 """Rows of a triangle that are updated together."""
 CROWDED = 15 / 16
 """What was removed is dropped from the matrices when less than this share of them is left."""
@@ -149,7 +149,7 @@ class _Rest:
         d = len(G)
         A, ridge = regularized_inverse(G, RIDGE)
         N, unit = torch.zeros_like(A), power_of_two(weight)
-        for rows in weight.split(STRIP):
+        for rows in weight.split(_STRIP):
             part = rows.to(A.dtype) / unit
             _add(N, part, part)
         names, stays = torch.arange(units), torch.ones(units, dtype=torch.bool)
@@ -231,8 +231,8 @@ def _add(
     S: Float[Tensor, "n n"], X: Float[Tensor, "b n"], Y: Float[Tensor, "b n"], factor: float = 1
 ) -> None:
     """`S ← S + factor · XᵀY`, in the lower triangle."""
-    for i in range(0, len(S), STRIP):
-        j = i + STRIP
+    for i in range(0, len(S), _STRIP):
+        j = i + _STRIP
         S[i:j, :j].addmm_(X[:, i:j].T, Y[:, :j], alpha=factor)
 
 
@@ -243,7 +243,7 @@ def _dropped(S: Float[Tensor, "n n"], columns: Int[Tensor, " r"]) -> Float[Tenso
     its own place or after it: when it is written, nothing there is needed any more.
     """
     r, flat = len(columns), S.view(-1)
-    for i in range(0, r, STRIP):
-        strip = S.index_select(0, columns[i : i + STRIP]).index_select(1, columns)
+    for i in range(0, r, _STRIP):
+        strip = S.index_select(0, columns[i : i + _STRIP]).index_select(1, columns)
         flat[i * r : (i + len(strip)) * r] = strip.flatten()
     return flat[: r * r].view(r, r)

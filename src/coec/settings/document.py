@@ -7,7 +7,7 @@ PREFACE = """# Settings
 Each is a flag of `coec prune` (`--seq-len`), a key of a recipe or grid (`seq-len` or `seq_len`),
 and an argument of `coec.prune` (`seq_len`). This file is written by `python -m coec.settings`.
 """
-WORDS = {float: "number", int: "whole number", str: "text", bool: "on, off"}
+_WORDS = {float: "number", int: "whole number", str: "text", bool: "on, off"}
 
 
 def document() -> str:
@@ -33,7 +33,7 @@ def _row(item: Setting) -> str:
     if isinstance(type_name, tuple):
         values = ", ".join(f"`{value}`" for value in type_name)
     else:
-        values = WORDS[type_name] if type_name else "anything"
+        values = _WORDS[type_name] if type_name else "anything"
     default = item.otherwise or f"`{item.default}`"
     if type_name is bool:
         default = "on" if item.default else "off"

@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from coec.errors import OptionError
 
-Value = float | int | str | bool | None
-T = TypeVar("T")
+_Value = float | int | str | bool | None
+_T = TypeVar("_T")
 Kind = type[float] | type[int] | type[str] | type[bool] | tuple[str, ...]
 KINDS = (float, int, str, bool)
 DECLARED = "setting"
@@ -125,7 +125,7 @@ class Setting:
 
 
 def setting(
-    default: Value,
+    default: _Value,
     help: str,
     *,
     key: str = "",
@@ -162,7 +162,7 @@ class Settings:
         return tuple(declared(cls).values())
 
     @classmethod
-    def of(cls: type[T], settings: Mapping[str, Any]) -> T:
+    def of(cls: type[_T], settings: Mapping[str, Any]) -> _T:
         """An object of those of the settings that are its own; names as flags and files have them.
 
         Raises:

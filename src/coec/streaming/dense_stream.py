@@ -21,7 +21,7 @@ from coec.models.prefetcher import Prefetcher
 from coec.streaming.layers import TOKENS_PER_BATCH, Layers, State
 from coec.types import Gram, GramSum
 
-T = TypeVar("T")
+Item = TypeVar("Item")
 LEAST_BATCHES = 8
 """Number of batches, at least, where sums over batches are shared out among workers, or where a
 share of the batches stands for all."""
@@ -213,7 +213,7 @@ def batch_size(length: int, windows: int | None = None) -> int:
     return max(1, size if windows is None else min(size, windows // LEAST_BATCHES))
 
 
-def in_parts(items: Sequence[T], count: int) -> list[Sequence[T]]:
+def in_parts(items: Sequence[Item], count: int) -> list[Sequence[Item]]:
     """Consecutive items in so many parts of about equal size, some empty where there are fewer."""
     return [items[n * len(items) // count : (n + 1) * len(items) // count] for n in range(count)]
 

@@ -34,10 +34,10 @@ from coec.streaming.two_streams import TwoStreams, shards
 from coec.streaming.windows import window_maker
 from coec.streaming.worker_group import LocalGroup, WorkerGroup
 
-TEXT = "windows"
+_TEXT = "windows"
 """The piece of a run that holds its calibration windows."""
-NO_TEXT = "statistics hold sums only, and no windows: leave them out"
-Value = TypeVar("Value")
+_NO_TEXT = "statistics hold sums only, and no windows: leave them out"
+_Value = TypeVar("_Value")
 
 
 def depends_on(dense: Dense, calibration: Calibration, device: torch.device) -> dict[str, Any]:
@@ -94,8 +94,11 @@ class BlockSource(ABC):
         """Yield the blocks in order, without those in `skip`."""
 
     def map(
-        self, function: Callable[[Measured], Value], skip: Container[int], progress: Progress | None
-    ) -> Iterator[tuple[Value, str | None]]:
+        self,
+        function: Callable[[Measured], _Value],
+        skip: Container[int],
+        progress: Progress | None,
+    ) -> Iterator[tuple[_Value, str | None]]:
         """Yield what a pure function makes of every block, and the host if it is another.
 
         Args:
@@ -116,11 +119,11 @@ class BlockSource(ABC):
 
     def windows_of_text(self) -> tuple[Tensor, Tensor | None]:
         """Return the windows to fit on, and those that are held out, where some are."""
-        raise OptionError(NO_TEXT)
+        raise OptionError(_NO_TEXT)
 
     def worker_group(self, run: Run) -> AbstractContextManager[WorkerGroup]:
         """Give the workers that hold both models' hidden states, while the `with` block lasts."""
-        raise OptionError(NO_TEXT)
+        raise OptionError(_NO_TEXT)
 
 
 class DensePass(BlockSource):
@@ -164,14 +167,14 @@ class DensePass(BlockSource):
 
     def begin(self, journal: Journal, progress: Progress | None) -> dict[str, Any]:
         """Make the windows; those that the model writes are kept, as sampling them takes long."""
-        if TEXT in journal:
-            ids = read_tensors(journal.path(TEXT))["input_ids"]
-            self.windows = Windows.of_record(ids, journal.facts(TEXT))
+        if _TEXT in journal:
+            ids = read_tensors(journal.path(_TEXT))["input_ids"]
+            self.windows = Windows.of_record(ids, journal.facts(_TEXT))
         else:
             self.windows = windows = self.draw(progress)
             if self._calibration.written:
                 journal.put(
-                    TEXT,
+                    _TEXT,
                     journal.work / "windows.safetensors",
                     lambda path: write_tensors({"input_ids": windows.ids}, path),
                     **windows.record(),

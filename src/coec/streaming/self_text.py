@@ -18,7 +18,7 @@ from coec.models.shape import Shape
 
 GROUP = 32
 """Windows whose random numbers are drawn together; no more are sampled at once."""
-SHARE = 0.8
+_SHARE = 0.8
 """Of free memory, what the windows that are sampled at once may take."""
 LOGIT_COPIES = 6
 
@@ -41,7 +41,7 @@ def windows_at_once(free: int | None, size: int) -> int:
         size: of `window_bytes`.
     """
     count = GROUP
-    while count > 1 and free is not None and count * size > SHARE * free:
+    while count > 1 and free is not None and count * size > _SHARE * free:
         count //= 2
     return count
 

@@ -24,9 +24,9 @@ from coec.types import Gram
 RECORD = "statistics.json"
 WINDOWS = "windows.safetensors"
 FIT, HELD_OUT = "fit", "holdout"
-PARTS = ("calibration", "made_with", "settings", "made_of", "files")
+_PARTS = ("calibration", "made_with", "settings", "made_of", "files")
 """What the record holds, besides its own digest."""
-SEAL = "record_sha256"
+_SEAL = "record_sha256"
 COUNTS = "counts"
 """The entry in a file's metadata that holds tokens and precision of its Grams."""
 Grams = dict[str, dict[str, Gram]]
@@ -65,14 +65,14 @@ class Statistics:
         folder = Path(folder)
         try:
             record = parse_json(folder / RECORD, distinct=True)
-            if isinstance(record, dict) and "made_with" in record and SEAL not in record:
+            if isinstance(record, dict) and "made_with" in record and _SEAL not in record:
                 raise CalibrationError(
                     f"'{folder}' was collected by an earlier version, without digests that would "
                     "tell damage: collect them again"
                 )
-            if record.pop(SEAL) != seal(record):
+            if record.pop(_SEAL) != seal(record):
                 raise ValueError("it was changed")
-            content = {piece: record[piece] for piece in PARTS}
+            content = {piece: record[piece] for piece in _PARTS}
             content["files"] = {name: (size, sha) for name, (size, sha) in content["files"].items()}
             return cls(folder, **content)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -169,8 +169,8 @@ def finish(
     """Writes what makes a folder of blocks complete; arguments as in `Statistics`."""
     journal.put(WINDOWS, journal.new / WINDOWS, lambda p: write_tensors({"input_ids": windows}, p))
     values = (calibration, made_with, settings, made_of, journal.recorded())
-    record = dict(zip(PARTS, values, strict=True))
-    write_json(journal.new / RECORD, {**record, SEAL: seal(json.loads(json.dumps(record)))})
+    record = dict(zip(_PARTS, values, strict=True))
+    write_json(journal.new / RECORD, {**record, _SEAL: seal(json.loads(json.dumps(record)))})
 
 
 def write_grams(path: Path, grams: Grams) -> None:

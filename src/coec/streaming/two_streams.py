@@ -8,7 +8,7 @@ on how many workers hold the windows (METHODS §8).
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -22,17 +22,16 @@ from coec.models.prefetcher import Prefetcher
 from coec.models.surgery import with_rows
 from coec.planning.run import Run
 from coec.reconstruction import Batch, Products
+from coec.reconstruction.least_squares import Arguments, Value
 from coec.streaming.dense_stream import LEAST_BATCHES, in_parts
 from coec.streaming.head import Head
 from coec.streaming.layers import Layers, State, to_host
 from coec.streaming.prediction import Prediction
 from coec.types import GramSum
 
-PARTS = LEAST_BATCHES
+SUMMANDS = LEAST_BATCHES
 """Summands of every sum over the windows, where there are batches enough."""
-Kind = Literal["fit", "held"]
-Arguments = ParamSpec("Arguments")
-Value = TypeVar("Value")
+WindowKind = Literal["fit", "held"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +47,7 @@ class WindowBatch:
     ids: Int[Tensor, "n length"]
 
 
-Shard = Mapping[Kind, Sequence[Sequence[WindowBatch]]]
+Shard = Mapping[WindowKind, Sequence[Sequence[WindowBatch]]]
 """The windows of one worker, to fit on and held out, in parts of several batches."""
 
 
@@ -129,7 +128,7 @@ class TwoStreams:
         self._behind_sites: list[dict[int, State]] = []
         self._weights: dict[int, Tensor] = {}
         self._before_site: dict[int, State] = {}
-        self._products: dict[Kind, Products] = {}
+        self._products: dict[WindowKind, Products] = {}
 
     def rewind(self, limit: int) -> int:
         """Index of the current block; goes back to the first if it is beyond `limit`.
@@ -174,7 +173,7 @@ class TwoStreams:
                 self._weights[n] = token_weights(_squares(state), floor) / mean
 
     @torch.no_grad()
-    def measure(self, number: int, windows_kind: Kind) -> Iterator[ConsumerStatistics]:
+    def measure(self, number: int, windows_kind: WindowKind) -> Iterator[ConsumerStatistics]:
         """Yield, for every part, the statistics of a site's consumer behind dense producers."""
         block = self._dense.layout.blocks[self._index]
         site = block.sites[number]
@@ -261,7 +260,7 @@ class TwoStreams:
 
     def product(
         self,
-        windows_kind: Kind,
+        windows_kind: WindowKind,
         method: Callable[Concatenate[Products, Arguments], Iterable[Value]],
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
@@ -299,7 +298,7 @@ class TwoStreams:
         self._close()
 
     def predict(
-        self, windows_kind: Kind, norm: Float[Tensor, " h"] | None, dense: bool
+        self, windows_kind: WindowKind, norm: Float[Tensor, " h"] | None, dense: bool
     ) -> Iterator[Prediction]:
         """Yield how well every batch is predicted behind the last block.
 
@@ -317,7 +316,7 @@ class TwoStreams:
         for n in self._numbers("fit"):
             yield self._head.norm_sums(self._pruned_states[n], self._dense_states[n])
 
-    def _numbers(self, windows_kind: Kind) -> Iterator[int]:
+    def _numbers(self, windows_kind: WindowKind) -> Iterator[int]:
         return (n for numbers in self._parts[windows_kind] for n in numbers)
 
     @cached_property
@@ -355,9 +354,9 @@ def shards(
     fit = windows.split(size)
     held_batches = () if held_out is None else held_out.split(size)
     numbered = [WindowBatch(n, ids) for n, ids in enumerate((*fit, *held_batches))]
-    by_part: dict[Kind, Sequence[Sequence[WindowBatch]]] = {
-        "fit": in_parts(numbered[: len(fit)], min(PARTS, len(fit))),
-        "held": in_parts(numbered[len(fit) :], min(PARTS, len(held_batches))),
+    by_part: dict[WindowKind, Sequence[Sequence[WindowBatch]]] = {
+        "fit": in_parts(numbered[: len(fit)], min(SUMMANDS, len(fit))),
+        "held": in_parts(numbered[len(fit) :], min(SUMMANDS, len(held_batches))),
     }
     workers = min(workers, len(by_part["fit"]))
     by_kind = [in_parts(p, workers) for p in by_part.values()]

@@ -9,7 +9,8 @@ from typing import Concatenate
 
 from torch import Tensor
 
-from coec.streaming.two_streams import Arguments, TwoStreams, Value
+from coec.reconstruction.least_squares import Arguments, Value
+from coec.streaming.two_streams import TwoStreams
 
 Finished = Callable[[int], Mapping[str, Tensor] | None]
 """Return the written tensors of a solved block, by its index; None where they were not kept."""
