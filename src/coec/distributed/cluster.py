@@ -26,7 +26,7 @@ import torch
 from coec import __version__
 from coec.errors import CoecError, OptionError, first_line
 from coec.events import record
-from coec.execution.output import nearest
+from coec.execution.places import nearest
 
 ANSWER_S = 5
 """Seconds in which a cluster answers, or is taken not to be there."""

@@ -17,9 +17,12 @@ from torch import Tensor
 
 from coec.errors import ModelError
 
+Json = dict[str, Any]
+"""An object of JSON, free in form."""
+
 
 def cache_folder() -> Path:
-    """Where this package keeps what it can make again."""
+    """Folder of files that this package can make again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coec"
 
 
