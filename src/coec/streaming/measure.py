@@ -16,10 +16,9 @@ from coec.calibration.windows import (
     window_length,
     with_judges,
 )
-from coec.devices import choose_device, choose_forward_dtype, choose_solve_dtype
+from coec.devices import choose_device, choose_forward_dtype, choose_solve_dtype, hand_back
 from coec.events import Progress
 from coec.execution.journal import Journal
-from coec.free_memory import hand_back
 from coec.models.companion_files import tokenizer_digest
 from coec.models.dense import Dense
 from coec.models.description import Description

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
 
 from coec.calibration.tokens import Windows, digest, encoded
+from coec.devices import FreeMemory
 from coec.errors import CalibrationError, ModelError
 from coec.events import Progress
-from coec.free_memory import FreeMemory
 from coec.models.description import Description
 from coec.models.shape import Shape
 
