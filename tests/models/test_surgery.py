@@ -117,7 +117,7 @@ def test_a_layout_is_a_value_also_after_a_journey(variant):
     assert copy == layout
     assert copy is not layout
     architecture = ARCHITECTURES[tm.VARIANTS[variant]["model_type"]]
-    units = {"attention": [] if architecture.whole else [4], "mlp": [40]}
+    units = {"attention": [] if architecture.attention_kept else [4], "mlp": [40]}
     expected = 2 * [*units["attention"], *units["mlp"]]
     if architecture.blocks.experts:
         channels = 40 if variant == "mixtral" else 20

@@ -1,16 +1,16 @@
 """Supported architectures, as values: layout, formats, quirks (METHODS §1).
 
-All share one block so far: grouped-query attention with q/k/v/o projections and a gated MLP. What
-differs is whether attention can lose units, which biases a configuration can express, and so which
-format a pruned model can be written in, and how a block adds up its parts. Adding an architecture
-is one value here; the contract tests then run over it.
+All have grouped-query attention with q/k/v/o projections, and a gated MLP or experts. They differ
+in whether attention can lose units, which biases a configuration can express (and so which format a
+pruned model can be written in), and how a block adds up attention and MLP. A new architecture is
+one value here; the contract tests then run over it.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from coec.errors import ModelError
+from coec.models.files import Json
 from coec.models.layout import (
     ATTENTION,
     FUSED_BLOCKS,
@@ -24,35 +24,35 @@ from coec.models.layout import (
 from coec.models.shape import Shape
 
 
-def _nothing_added(shape: Shape) -> dict[str, Any]:
+def _nothing_added(shape: Shape) -> Json:
     return {}
 
 
-def _nothing_refused(config: dict[str, Any], pruned: Shape) -> str | None:
+def _nothing_refused(config: Json, pruned: Shape) -> str | None:
     return None
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the package must know of a model type.
+    """A supported model type.
 
     Attributes:
         model_type: the `model_type` of its configuration.
         class_name: the transformers class a checkpoint names.
-        families: the models people know it by.
-        source: where it was introduced.
-        written_as: the model types that a pruned one may be written as, the first that fits.
-        bias_flags: by site, the configuration key that gives its consumer a bias, where one does.
-        foreign: keys of other types that a configuration relabelled as this one must not carry.
-        added: what a configuration relabelled as this one gets, by the pruned sizes.
-        refuses: why this type cannot hold a model of a configuration at pruned sizes; None if it
-            can.
-        adds: what its blocks add to the hidden states, where that is not what attention and the
-            MLP return, one after the other: no such block can be fitted part by part.
-        rope_keys: those that its `rope_scaling` must have in transformers 4.57, where it takes no
+        families: the usual names of its models.
+        source: publication.
+        written_as: model types that a pruned model may be written as; the first that fits is used.
+        bias_flags: by site, the configuration key that gives its consumer a bias, if there is one.
+        foreign: keys of other types that a configuration relabelled as this type must not carry.
+        added: keys that a configuration relabelled as this type gets, by the pruned sizes.
+        refuses: says why this type cannot hold a model of a configuration at pruned sizes; None if
+            it can.
+        adds: what its blocks add to the hidden states, unless attention and MLP each add their
+            output in turn; such a block cannot be fitted site by site.
+        rope_keys: keys that its `rope_scaling` must have in transformers 4.57, if that accepts no
             others.
-        whole: why attention keeps all its units, where it does.
-        blocks: how its blocks are named, and where units are removed.
+        attention_kept: why attention keeps all its units; empty if it may lose some.
+        blocks: names of its modules, and the places where units are removed.
     """
 
     model_type: str
@@ -62,29 +62,29 @@ class Architecture:
     written_as: tuple[str, ...]
     bias_flags: Mapping[str, str] = field(default_factory=dict)
     foreign: tuple[str, ...] = ()
-    added: Callable[[Shape], dict[str, Any]] = _nothing_added
-    refuses: Callable[[dict[str, Any], Shape], str | None] = _nothing_refused
+    added: Callable[[Shape], Json] = _nothing_added
+    refuses: Callable[[Json, Shape], str | None] = _nothing_refused
     adds: str = ""
     rope_keys: tuple[str, ...] = ()
-    whole: str = ""
+    attention_kept: str = ""
     blocks: BlockPattern = LLAMA_BLOCKS
 
 
-def _llama_refuses(config: dict[str, Any], pruned: Shape) -> str | None:
+def _llama_refuses(config: Json, pruned: Shape) -> str | None:
     if pruned.hidden % pruned.heads:
         return f"hidden size {pruned.hidden} is not a multiple of {pruned.heads} heads"
     return None
 
 
-def _mistral_refuses(config: dict[str, Any], pruned: Shape) -> str | None:
+def _mistral_refuses(config: Json, pruned: Shape) -> str | None:
     return "it has no biases" if config.get("attention_bias") else None
 
 
-def _no_window(shape: Shape) -> dict[str, Any]:
+def _no_window(shape: Shape) -> Json:
     return {"sliding_window": None}
 
 
-def _neutral_multipliers(shape: Shape) -> dict[str, Any]:
+def _neutral_multipliers(shape: Shape) -> Json:
     return {
         "attention_multiplier": shape.head_dim**-0.5,
         "embedding_multiplier": 1.0,
@@ -93,8 +93,8 @@ def _neutral_multipliers(shape: Shape) -> dict[str, Any]:
     }
 
 
-def _qwen2_biases(shape: Shape) -> dict[str, Any]:
-    """Qwen2, which alone is relabelled as Seed-OSS, always has q, k and v biases."""
+def _qwen2_biases(shape: Shape) -> Json:
+    """Only Qwen2 is relabelled as Seed-OSS, and it always has q, k and v biases."""
     return {"attention_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0}
 
 
@@ -200,7 +200,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             source="OLMo Team 2024",
             written_as=("olmo2",),
             adds="what a norm makes of each part",
-            whole="norms of its queries and of its keys run over all heads together",
+            attention_kept="norms of its queries and of its keys run over all heads together",
             blocks=MLP_ONLY_BLOCKS,
         ),
         Architecture(
@@ -235,28 +235,28 @@ ARCHITECTURES: dict[str, Architecture] = {
 }  # fmt: skip
 
 
-def _check_text_alone(config: dict[str, Any]) -> None:
-    """Raises ModelError for a model of text and something else."""
-    others = [key for key in ("vision_config", "audio_config") if key in config]
+def _check_text_alone(config: Json) -> None:
+    """Raise ModelError for a multimodal model."""
+    modalities = [key for key in ("vision_config", "audio_config") if key in config]
     text = config.get("text_config")
-    if not others or not isinstance(text, dict):
+    if not modalities or not isinstance(text, dict):
         return
-    kind = text.get("model_type")
-    what = (
-        f"save its {kind} as a checkpoint of its own (…ForCausalLM), and prune that"
-        if kind in ARCHITECTURES
-        else f"its language model '{kind!s:.80}' is not supported either "
+    text_type = text.get("model_type")
+    advice = (
+        f"save its {text_type} as a checkpoint of its own (…ForCausalLM), and prune that"
+        if text_type in ARCHITECTURES
+        else f"its language model '{text_type!s:.80}' is not supported either "
         f"(supported: {', '.join(ARCHITECTURES)})"
     )
     names = config.get("architectures") or [config.get("model_type")]
     raise ModelError(
-        f"this is a multimodal model ({names[0]!s:.80}, with {' and '.join(others)}), and pruning "
-        f"is of language models alone: {what}"
+        f"this is a multimodal model ({names[0]!s:.80}, with {' and '.join(modalities)}), and "
+        f"pruning is of language models alone: {advice}"
     )
 
 
-def architecture_of(config: dict[str, Any]) -> Architecture:
-    """The architecture of a raw configuration.
+def architecture_of(config: Json) -> Architecture:
+    """Look up the architecture of a raw configuration.
 
     Raises:
         ModelError: the model is an encoder, quantised, or of a type not listed.
@@ -265,8 +265,9 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
     model_type = config.get("model_type")
     quantisation = config.get("quantization_config")
     if quantisation:
-        known = isinstance(quantisation, dict)
-        method = quantisation.get("quant_method", "unknown method") if known else quantisation
+        method = quantisation
+        if isinstance(quantisation, dict):
+            method = quantisation.get("quant_method", "unknown method")
         raise ModelError(
             f"the weights are quantised ({method}): pruning needs float weights; "
             "use the original checkpoint, prune it, then quantise the result"
@@ -278,9 +279,9 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
         str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in classes
     ):
         names = ", ".join(str(name) for name in classes)
-        kind = "an encoder with a decoder" if config.get("is_encoder_decoder") else names
+        model = "an encoder with a decoder" if config.get("is_encoder_decoder") else names
         raise ModelError(
-            f"this is not a decoder-only language model, but {kind:.200} (model type "
+            f"this is not a decoder-only language model, but {model:.200} (model type "
             f"'{model_type!s:.80}'): pruning needs one that predicts the next token "
             "(…ForCausalLM)"
         )
