@@ -12,7 +12,6 @@ import coec
 import tiny_models as tm
 import typechecker
 from coec import Gram
-from coec.calibration import measure
 from coec.cli import main
 from coec.errors import CalibrationError, CoecError, ModelError, OptionError, OutputError
 from coec.execution import output as output_module
@@ -20,6 +19,7 @@ from coec.models.raw_checkpoint import RawCheckpoint
 from coec.pipeline import prune as pruning
 from coec.pipeline import write as writing
 from coec.planning.recipe import Recipe
+from coec.streaming import measure
 
 
 @pytest.fixture(scope="module")

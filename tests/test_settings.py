@@ -18,9 +18,9 @@ from coec import settings
 from coec.compensation import COMPENSATIONS
 from coec.devices import DTYPES
 from coec.errors import OptionError
-from coec.planning.recipe import Recipe
+from coec.planning.recipe import Recipe, read_settings
 from coec.selection import SELECTIONS
-from coec.settings import Calibration, CoecOptions, Pruning, RidgeOptions, Runtime
+from coec.settings import RENAMED, Calibration, CoecOptions, Pruning, RidgeOptions, Runtime
 from coec.settings.document import document
 from coec.types import SiteResult
 
@@ -47,7 +47,7 @@ before = "torch" in sys.modules
 from coec.cli.prune import prune_command
 from coec.experiments.grid import Grid
 from coec.experiments.rows import OPTION_KINDS, RECIPE_KINDS
-from coec.planning.recipe import Recipe
+from coec.planning.recipe import Recipe, read_settings
 recipe = Recipe.of(extra_turns=5, extra_text="yes")
 flags = inspect.signature(prune_command).parameters
 grid = Grid.read(sys.argv[1])
@@ -181,11 +181,11 @@ def test_a_recipe_of_parts_is_the_recipe_of_flat_settings():
 
 def test_a_record_lists_what_determines_the_result_in_one_order():
     assert list(Recipe.of(device="cpu", trust_remote_code=True).record()) == [
-        "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters", "align",
+        "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters", "multiple_of",
         "allocation", "non_uniform", "selection", "kept", "compensation", "options", "propagate",
-        "reconstruct", "inner", "damping", "curvature",
+        "reconstruct", "cg_iterations", "damping", "curvature_share",
         "token_weights", "final_norm", "kv_groups", "calibration", "text_column", "samples",
-        "sampled", "seq_len", "seed", "holdout", "guard", "dtype", "target", "forward_dtype",
+        "self_samples", "seq_len", "seed", "holdout", "guard", "dtype", "target", "forward_dtype",
         "solve_dtype",
     ]  # fmt: skip
 
@@ -237,3 +237,15 @@ def test_a_part_of_a_recipe_is_a_part():
     match = r"the calibration of a Recipe is a Calibration, got 'text.txt': Recipe\.of\(\.\.\.\)"
     with pytest.raises(OptionError, match=match):
         Recipe(calibration="text.txt")
+
+
+@pytest.mark.parametrize(("before", "name"), RENAMED.items())
+def test_the_names_of_before_are_answered_with_those_of_now(before, name, run, tmp_path):
+    with pytest.raises(OptionError, match=f"unknown setting '{before}': it is '{name}' now"):
+        Recipe.of(**{before: 1})
+    (tmp_path / "recipe.toml").write_text(f"{before} = 1\n")
+    with pytest.raises(OptionError, match=f"no setting: it is '{name}' now"):
+        read_settings(tmp_path / "recipe.toml")
+    flag, now = f"--{before}", f"--{name.replace('_', '-')}"
+    status, _, err = run("prune", tmp_path, tmp_path / "out", flag, "1")
+    assert (status, err.strip()) == (2, f"coec: {flag} is {now} now")

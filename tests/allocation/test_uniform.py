@@ -116,7 +116,7 @@ def test_a_pruned_model_has_the_planned_widths(tmp_path):
         "0.5 of channels (channels rounded up, multiple_of = 8) and 0 of groups asked for" in card
     )
     recipe = json.loads((tmp_path / "out/coec.json").read_text(encoding="utf-8"))["recipe"]
-    assert (recipe["align"], recipe["attention_sparsity"]) == ("8", 0)
+    assert (recipe["multiple_of"], recipe["attention_sparsity"]) == ("8", 0)
     assert report.plan["removed"]["attention"] == 0
 
 

@@ -12,7 +12,7 @@ import tiny_models as tm
 from coec.distributed.cluster import Cluster, ClusterJobs, Shortage, joined, shared_folder
 from coec.errors import CoecError, OptionError
 from coec.events import recording
-from coec.execution import cluster as module
+from coec.distributed import cluster as module
 
 
 def cluster(*nodes):

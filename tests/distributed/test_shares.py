@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import tiny_models as tm
-from coec.calibration import stream as module
 from coec.distributed.shares import Share, shares, statistics_bytes
 from coec.models.dense import Dense
 from coec.settings import Calibration
+from coec.streaming import dense_stream as module
 from coec.streaming.dense_stream import DenseStream, Sums
 
 CPU = torch.device("cpu")

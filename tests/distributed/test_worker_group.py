@@ -67,7 +67,7 @@ def pruned(place, out, monkeypatch, count, lost=lambda name: False, kv_groups="u
         shares = given_of(windows, held, size, count)
         yield Several(lambda given: TwoStreams(dense, plan, given, **how), shares, lost)
 
-    monkeypatch.setattr(reconstruction, "team_of", worker_group)
+    monkeypatch.setattr(reconstruction, "worker_group", worker_group)
     settings = {**SETTINGS, "kv_groups": kv_groups}
     coec.prune(place / "model", out, calibration=place / "tokens.npy", **settings)
     return load_file(out / "model.safetensors")

@@ -164,7 +164,7 @@ def test_heights_that_are_no_costs_leave_the_shapes(dense):
 
 
 def test_units_of_every_site_leave_nothing_to_allocate(dense, ids, tmp_path, monkeypatch):
-    monkeypatch.setattr("coec.pipeline.prune.worths", None)  # is not called
+    monkeypatch.setattr("coec.pipeline.prune.importances", None)  # is not called
     own = {"allocation": "error", "non_uniform": True, "kept": OWN}
     report = prune(dense, tmp_path / "out", ids, **own)
     assert "allocation" in report.plan["notes"][0]
@@ -194,7 +194,7 @@ def test_equal_widths_are_written_in_a_stock_format(dense, ids, tmp_path, monkey
         return {site.key: torch.linspace(1, 0, even[site.name]).double()
                 for site in dense.layout.sites}  # fmt: skip
 
-    monkeypatch.setattr("coec.pipeline.prune.worths", same)
+    monkeypatch.setattr("coec.pipeline.prune.importances", same)
     report = prune(dense, tmp_path / "out", ids, sparsity=0.5, allocation="error", non_uniform=True)
     assert widths(report) == (20, 2)
     assert report.plan["code"] is None
@@ -216,7 +216,7 @@ def test_no_widths_are_refused_once_work_has_begun(variant, groups, ids, tmp_pat
             worth[site.key] = values
         return worth
 
-    monkeypatch.setattr("coec.pipeline.prune.worths", found)
+    monkeypatch.setattr("coec.pipeline.prune.importances", found)
     model = tm.save(tm.tiny(variant, torch.float32, hidden_size=40), tmp_path / "dense")
     own = {"sparsity": 0.5, "allocation": "error", "non_uniform": True}
     report = prune(model, tmp_path / "out", ids, **own)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import coec
 import tiny_models as tm
-from coec.calibration import windows as windows_module
+from coec.streaming import windows as windows_module
 from coec.calibration.tokens import Stream, held_out, hold_out, sample_windows
 from coec.calibration.windows import source_digest
 from coec.errors import CalibrationError, CoecError, OptionError, OutputError

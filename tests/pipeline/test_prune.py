@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 import coec
 import tiny_models as tm
-from coec.calibration import measure
 from coec.errors import OptionError, OutputError
 from coec.models import dense as dense_module
 from coec.models import description
@@ -22,6 +21,7 @@ from coec.models.dense import Dense
 from coec.pipeline import prune as pruning
 from coec.pipeline import write as writing
 from coec.planning.recipe import Recipe
+from coec.streaming import measure
 from coec.types import SiteResult
 from oracles import greedy_elimination
 
@@ -110,11 +110,11 @@ def test_a_sparsity_that_removes_nothing_is_refused(sparsity, least, dense):
 
 
 MEMORY = """
-import sys, coec, coec.plan, torch
+import sys, coec, coec.planning, torch
 from coec.experiments.memory import peak
 settings = {"calibration": sys.argv[2], "samples": 96, "seq_len": 32}
 planned = coec.plan(sys.argv[1], **settings)
-planned = planned.forecast(coec.plan.How.of(planned, torch.device("cpu"))).peak
+planned = planned.forecast(coec.planning.ComputeConfig.of(planned, torch.device("cpu"))).peak
 coec.prune(sys.argv[1], sys.argv[3], **settings)
 print(sum(planned), peak(torch.device("cpu")))  # not ru_maxrss: a child inherits it
 """

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tiny_models as tm
-from coec.calibration import stream as module
 from coec.models.dense import Dense
+from coec.streaming import dense_stream as module
 from coec.streaming.dense_stream import DenseStream
 
 IDS = torch.randint(2, tm.VOCABULARY, (5, 32), generator=torch.Generator().manual_seed(3))

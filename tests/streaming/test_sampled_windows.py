@@ -104,13 +104,13 @@ def test_a_device_without_room_for_the_model_is_said(dense, tokens, monkeypatch)
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(Dense, "network", full)
-    with pytest.raises(CalibrationError, match=r"cpu has no room for all of it.*sampled=0"):
+    with pytest.raises(CalibrationError, match=r"cpu has no room for all of it.*self_samples=0"):
         made(dense, tokens, self_samples=1.0)
 
 
 @pytest.mark.parametrize("share", [-0.1, float("nan"), float("inf"), 1000.0])
 def test_no_share_is_refused(share):
-    with pytest.raises(OptionError, match="sampled is how many windows the model adds|finite"):
+    with pytest.raises(OptionError, match="self_samples is how many windows the model adds|finite"):
         Calibration(self_samples=share)
 
 

@@ -34,7 +34,7 @@ def by_worth(
         layout: where units are.
         shapes: of the dense model's tensors, by name.
         start: whose parameters are shared out.
-        worths: of the sites among which they are; the others keep what they have.
+        importances: of the sites among which they are; the others keep what they have.
         multiple: to what channels are rounded up; None chooses it.
         apart: kinds of sites that share their own parameters only.
         spare: parameters that may stay besides, at the other kinds.

@@ -26,7 +26,7 @@ from coec.streaming.dense_stream import Measured
 from coec.streaming.measure import DensePass, Source
 from coec.streaming.sensitivity import Repaired, Sensitivity
 
-PIECE = "worths"
+PIECE = "importances"
 LEAST = 1e-4
 """Of the mean cost of pruning a site: what a site counts at least. Where pruning costs nothing that
 can be measured, its curve alone says how few units will do."""
@@ -77,7 +77,7 @@ def importances(
 
 
 def check_leader(source: Source) -> None:
-    """Raises OptionError where worths would be measured by a process without a device for it."""
+    """Raises OptionError where importances would be measured by a process without a device for it."""
     if at_hand(source.device) != source.device:
         raise OptionError(
             "widths by block are decided by the process that leads, which has no GPU: run the "

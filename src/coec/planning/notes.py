@@ -38,7 +38,7 @@ def notes_of(plan: "Plan") -> tuple[str, ...]:
         and not (too_little or any(map(plan.widths.removes_from, _alike(plan, site))))
     )
     unaligned = (
-        f"align = auto leaves {site.kind} at {width:,} {site.unit}s: the next multiple of "
+        f"multiple_of = auto leaves {site.kind} at {width:,} {site.unit}s: the next multiple of "
         f"{MULTIPLES[-1]} adds more than {MOST_ADDED:.0%}"
         for site, _, _ in asked
         if pruning.multiple is None and site.value is None
@@ -98,7 +98,7 @@ def _of_kept(plan: "Plan") -> tuple[str, ...]:
         return ()
     if kept.covers(plan.model.layout):
         return (
-            f"every site keeps the units of '{kept.source}': sparsity, align, allocation, "
+            f"every site keeps the units of '{kept.source}': sparsity, multiple_of, allocation, "
             "selection and kv_groups have no effect",
         )
     return (

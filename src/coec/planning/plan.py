@@ -192,7 +192,7 @@ class Plan:
         """The plan whose widths are decided, of as many parameters as this one, at most.
 
         Args:
-            worths: of every site whose units nobody names.
+            importances: of every site whose units nobody names.
         """
         layout, pruning = self.model.layout, self.recipe.pruning
         shared = [site for site in layout.sites if site.key in importances]
