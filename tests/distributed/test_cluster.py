@@ -9,10 +9,10 @@ import torch
 
 import coec
 import tiny_models as tm
+from coec.distributed import cluster as module
 from coec.distributed.cluster import Cluster, ClusterJobs, Shortage, joined, shared_folder
 from coec.errors import CoecError, OptionError
 from coec.events import recording
-from coec.distributed import cluster as module
 
 
 def cluster(*nodes):

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 import coec
 import tiny_models as tm
-from coec.streaming import windows as windows_module
 from coec.calibration.tokens import Stream, held_out, hold_out, sample_windows
 from coec.calibration.windows import source_digest
 from coec.errors import CalibrationError, CoecError, OptionError, OutputError
@@ -20,6 +19,7 @@ from coec.models.files import sha256
 from coec.pipeline import collect as collecting
 from coec.pipeline import prune as pruning
 from coec.planning.recipe import Recipe
+from coec.streaming import windows as windows_module
 from coec.streaming.statistics import Statistics
 from coec.types import Gram
 

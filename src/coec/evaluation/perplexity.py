@@ -15,14 +15,8 @@ from transformers import PreTrainedModel
 
 from coec.calibration.ids import token_ids
 from coec.calibration.sources import Split
-from coec.calibration.tokens import (
-    Stream,
-    Windows,
-    all_windows,
-    check_same_tokenizer,
-    load_tokenizer,
-    read_stream,
-)
+from coec.calibration.tokenizer import check_same_tokenizer, load_tokenizer
+from coec.calibration.tokens import Stream, Windows, all_windows, read_stream
 from coec.calibration.windows import resolve_seq_len
 from coec.devices import choose_device
 from coec.errors import ModelError, NumericalError, OptionError

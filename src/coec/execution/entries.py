@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from coec.execution.output import NEW, WORK
-from coec.models.files import Json, sha256
+from coec.models.files import JsonDict, sha256
 
-Identity = Json
+RunIdentity = JsonDict
 """Everything that determines a result, JSON-ready; models and texts by digests of their content."""
 _DIGEST = "line_sha256"
 """Key of a line's own digest, in every line."""
@@ -18,7 +18,7 @@ _NAMED = 3
 
 
 @dataclass(frozen=True)
-class Entry:
+class JournalEntry:
     """A finished piece of a run, or a note without a file.
 
     Attributes:
@@ -33,49 +33,49 @@ class Entry:
     file: str
     bytes: int
     sha256: str
-    facts: Json
+    facts: JsonDict
 
     @classmethod
-    def of_file(cls, name: str, path: Path, file: str, facts: Json) -> "Entry":
+    def of_file(cls, name: str, path: Path, file: str, facts: JsonDict) -> "JournalEntry":
         """Describe the file at `path`."""
         return cls(name, file, path.stat().st_size, sha256(path), facts)
 
     @classmethod
-    def from_json(cls, content: Json) -> "Entry":
+    def from_json(cls, content: JsonDict) -> "JournalEntry":
         """Read an entry; raises ValueError or TypeError unless a journal could have written it."""
         entry = cls(**content)
-        for name, kind in cls.__annotations__.items():
-            if not isinstance(getattr(entry, name), dict if name == "facts" else kind):
+        for name, expected in cls.__annotations__.items():
+            if not isinstance(getattr(entry, name), dict if name == "facts" else expected):
                 raise ValueError(f"{name} has another type")
-        parts = Path(entry.file).parts
-        if not parts or parts[0] not in (NEW, WORK) or ".." in parts:
+        folders = Path(entry.file).parts
+        if not folders or folders[0] not in (NEW, WORK) or ".." in folders:
             raise ValueError("the file lies elsewhere")
         return entry
 
     def describes(self, path: Path) -> bool:
-        """Whether the file at `path` is unchanged; a file of another size is not read."""
+        """True if the file at `path` is unchanged; a file of another size is not read."""
         return path.stat().st_size == self.bytes and sha256(path) == self.sha256
 
 
-def encode_line(content: Json) -> bytes:
+def encode_line(content: JsonDict) -> bytes:
     """Write a line of the journal, which carries the digest of its content."""
     return (json.dumps(content | {_DIGEST: seal(content)}, allow_nan=False) + "\n").encode()
 
 
-def decode_line(line: bytes) -> Json:
+def decode_line(line: bytes) -> JsonDict:
     """Read a line; raises ValueError, KeyError or TypeError if it was changed."""
-    content: Json = json.loads(line)
+    content: JsonDict = json.loads(line)
     if not isinstance(content, dict) or content.pop(_DIGEST) != seal(content):
         raise ValueError("it was changed")
     return content
 
 
-def seal(content: Json) -> str:
+def seal(content: JsonDict) -> str:
     """SHA-256 of JSON content."""
     return hashlib.sha256(json.dumps(content, allow_nan=False).encode()).hexdigest()
 
 
-def describe_differences(before: Identity, after: Identity) -> str:
+def describe_differences(before: RunIdentity, after: RunIdentity) -> str:
     """Name the settings in which two runs differ; empty if there are none."""
     old, new = _flat(before), _flat(after)
     places = [place for place in {**new, **old} if old.get(place) != new.get(place)]
@@ -88,7 +88,7 @@ def describe_differences(before: Identity, after: Identity) -> str:
     return ", ".join(words)
 
 
-def _flat(identity: Identity, *above: str) -> dict[tuple[str, ...], Any]:
+def _flat(identity: RunIdentity, *above: str) -> dict[tuple[str, ...], Any]:
     """Key nested settings by their place, so that two of one name stay apart."""
     flat: dict[tuple[str, ...], Any] = {}
     for name, value in identity.items():

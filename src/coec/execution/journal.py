@@ -18,15 +18,15 @@ from typing import Any
 from coec.errors import NumericalError, OptionError, OutputError, UnfinishedError
 from coec.events import record
 from coec.execution.entries import (
-    Entry,
-    Identity,
+    JournalEntry,
+    RunIdentity,
     decode_line,
     describe_differences,
     encode_line,
 )
 from coec.execution.output import JOURNAL, NEW, WORK, claimed, empty, publish, sync, writing
 from coec.execution.places import check_replaceable, partial_of, resolved
-from coec.models.files import Json
+from coec.models.files import JsonDict
 
 _UNFINISHED = ".writing"
 """Suffix of a file until it is complete."""
@@ -50,11 +50,11 @@ class Journal:
         resumed: whether an earlier run has left finished pieces.
     """
 
-    def __init__(self, out: Path, partial: Path, identity: Identity, force: bool) -> None:
+    def __init__(self, out: Path, partial: Path, identity: RunIdentity, force: bool) -> None:
         self.out, self.partial, self._force = out, partial, force
         self.new, self.work = partial / NEW, partial / WORK
         self._path = partial / JOURNAL
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, JournalEntry] = {}
         self.finished = self._read(identity)
         if not self.finished:
             check_replaceable(out, force)
@@ -68,7 +68,7 @@ class Journal:
         """The file of a finished piece."""
         return self.partial / self._entries[name].file
 
-    def facts(self, name: str) -> Json:
+    def facts(self, name: str) -> JsonDict:
         """The facts recorded with a finished piece."""
         return self._entries[name].facts
 
@@ -96,7 +96,7 @@ class Journal:
             os.rename(temporary, path)
             sync(path.parent)
             file = path.relative_to(self.partial).as_posix()
-            self._append(Entry.of_file(name, path, file, facts))
+            self._append(JournalEntry.of_file(name, path, file, facts))
 
     def note(self, name: str, **facts: Any) -> None:
         """Record facts without a file; return when they are on the disk.
@@ -105,7 +105,7 @@ class Journal:
             OutputError: the disk refuses.
         """
         with writing(self.out):
-            self._append(Entry(name, NEW, 0, "", facts))
+            self._append(JournalEntry(name, NEW, 0, "", facts))
 
     def recorded(self) -> dict[str, tuple[int, str]]:
         """Size and SHA-256 of every file in `new`, by path; a file that is no piece becomes one.
@@ -121,7 +121,7 @@ class Journal:
                 entry = pieces.get(file)
                 if entry is None:
                     sync(path)
-                    entry = Entry.of_file(name, path, file, {_SWEPT: True})
+                    entry = JournalEntry.of_file(name, path, file, {_SWEPT: True})
                     self._append(entry)
                 files[name] = entry.bytes, entry.sha256
         return files
@@ -151,7 +151,7 @@ class Journal:
         """Mark that all of `new` is in another place, so that nothing here is needed any more."""
         self.finished = True
 
-    def _read(self, identity: Identity) -> bool:
+    def _read(self, identity: RunIdentity) -> bool:
         """Take up the pieces of an earlier run, or begin; return whether that run was complete.
 
         Raises:
@@ -179,16 +179,16 @@ class Journal:
             sync(self._path)
         return placed
 
-    def _parse(self, lines: bytes) -> Identity:
+    def _parse(self, lines: bytes) -> RunIdentity:
         """Read all entries, and return the identity of their run."""
-        identity: Identity = {}
+        identity: RunIdentity = {}
         for number, line in enumerate(lines.splitlines(), start=1):
             try:
                 content = decode_line(line)
                 if number == 1:
                     identity = dict(content["identity"])
                     continue
-                entry = Entry.from_json(content)
+                entry = JournalEntry.from_json(content)
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise UnfinishedError(
                     f"'{self._path}', line {number}, is damaged: pass restart=True to begin anew"
@@ -196,7 +196,7 @@ class Journal:
             self._entries[entry.name] = entry
         return identity
 
-    def _begin(self, identity: Identity) -> None:
+    def _begin(self, identity: RunIdentity) -> None:
         empty(self.partial)
         self._entries.clear()
         self._write({"identity": identity}, "wb")
@@ -223,7 +223,7 @@ class Journal:
                 path.unlink()
 
     def _in_place(self) -> bool:
-        """Whether `out` holds every piece of `new`, unchanged."""
+        """True if `out` holds every piece of `new`, unchanged."""
         pieces = [entry for entry in self._entries.values() if entry.file.startswith(f"{NEW}/")]
         return all(
             (path := self.out / entry.file.removeprefix(f"{NEW}/")).is_file()
@@ -231,11 +231,11 @@ class Journal:
             for entry in pieces
         )
 
-    def _append(self, entry: Entry) -> None:
+    def _append(self, entry: JournalEntry) -> None:
         self._write(vars(entry), "ab")
         self._entries[entry.name] = entry
 
-    def _write(self, content: Json, mode: str) -> None:
+    def _write(self, content: JsonDict, mode: str) -> None:
         with self._path.open(mode) as file:
             file.write(encode_line(content))
             file.flush()
@@ -244,7 +244,7 @@ class Journal:
 
 @contextmanager
 def journal(
-    out: Path, identity: Identity, *, force: bool = False, restart: bool = False
+    out: Path, identity: RunIdentity, *, force: bool = False, restart: bool = False
 ) -> Iterator[Journal]:
     """Open the journal of a run that makes the folder `out`, for this process alone.
 
@@ -281,7 +281,7 @@ def journal(
 
 
 def _has_pieces(partial: Path) -> bool:
-    """Whether a journal has more than its first line, readable or not."""
+    """True if a journal has more than its first line, readable or not."""
     try:
         return (partial / JOURNAL).read_bytes().count(b"\n") > 1
     except FileNotFoundError:
@@ -291,5 +291,5 @@ def _has_pieces(partial: Path) -> bool:
 
 
 def unfinished(out: Path) -> bool:
-    """Whether an earlier run into `out` has left pieces to continue from."""
+    """True if an earlier run into `out` has left pieces to continue from."""
     return (partial_of(resolved(out)) / JOURNAL).is_file()

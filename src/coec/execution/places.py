@@ -36,7 +36,7 @@ def check_file(out: Path, magic: bytes, force: bool) -> None:
 
 
 def _begins_with(path: Path, magic: bytes) -> bool:
-    """Whether a file is empty or begins with these bytes."""
+    """True if a file is empty or begins with these bytes."""
     with path.open("rb") as file:
         return file.read(len(magic)) in (b"", magic)
 
@@ -83,7 +83,7 @@ def check_model_only(out: str | Path, force: bool, foreign: Callable[[], str | N
 
 
 def is_url(out: str | Path) -> bool:
-    """Whether an output is meant to be at a URL."""
+    """True if an output is meant to be at a URL."""
     return _URL.match(str(out)) is not None
 
 

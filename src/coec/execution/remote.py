@@ -18,7 +18,7 @@ from coec.errors import OutputError, first_line
 from coec.execution.journal import Journal, unfinished
 from coec.execution.places import check_model_only, is_url, partial_of
 from coec.models.companion_files import JUDGED, foreign_name, incomplete
-from coec.models.files import MAX_JSON, Json, cache_folder
+from coec.models.files import MAX_JSON, JsonDict, cache_folder
 
 _CONFIG, _REPORT = "config.json", "coec.json"
 _PROBE = ".coec-writable"
@@ -30,7 +30,7 @@ _STAMPS = (
 )  # fmt: skip
 """Facts of a file that change with its content, the surest first."""
 
-Listing = dict[str, Json]
+Listing = dict[str, JsonDict]
 """Facts of every remote file, by its path inside the place."""
 
 
@@ -58,7 +58,7 @@ class Remote:
             self._replaceable(self._listing(), journal, force)
 
     def whole(self, journal: Journal) -> bool:
-        """Whether an earlier run had made the model, and all of it is here or there."""
+        """True if an earlier run had made the model, and all of it is here or there."""
         if _UPLOADING not in journal:
             return False
         files = _files(journal)
@@ -124,13 +124,13 @@ class Remote:
         names = set(names)
         if journal is not None and _UPLOADING in journal:
             begun = journal.facts(_UPLOADING)
-            known = {*begun["files"], *begun["there"]}
-            if strange := sorted(names - known):
+            expected = {*begun["files"], *begun["there"]}
+            if strange := sorted(names - expected):
                 raise OutputError(
                     f"'{self.url}' holds '{strange[0]}', which appeared while the model was "
                     "copied there: move it away, and give the same command again"
                 )
-            return known
+            return expected
         if names:
             check_model_only(self.url, force, lambda: self._foreign(names))
         return names
@@ -222,11 +222,13 @@ def destination(
     return remote
 
 
-def _arrived(journal: Journal, name: str, size_and_digest: tuple[int, str], there: Listing) -> bool:
-    """Whether a file was copied, and has not changed since."""
-    if _note_of(name) not in journal or name not in there:
+def _arrived(
+    journal: Journal, name: str, size_and_digest: tuple[int, str], listing: Listing
+) -> bool:
+    """True if a file was copied, and has not changed since."""
+    if _note_of(name) not in journal or name not in listing:
         return False
-    note, (size, digest), info = journal.facts(_note_of(name)), size_and_digest, there[name]
+    note, (size, digest), info = journal.facts(_note_of(name)), size_and_digest, listing[name]
     return note["sha256"] == digest and info["size"] == size and note["stamp"] == _stamp(info)
 
 
@@ -239,13 +241,13 @@ def _note_of(name: str) -> str:
     return f"{_UPLOADING} {name}"
 
 
-def _stamp(info: Json) -> str:
+def _stamp(info: JsonDict) -> str:
     """Fact that changes where somebody else writes a file; empty if the file system has none."""
     return next((str(info[name]) for name in _STAMPS if info.get(name) is not None), "")
 
 
 def _staged(url: str) -> Path:
-    """One folder for every URL, so that the same command continues its earlier run."""
+    """Choose the folder of a URL, always the same, so that the same command continues its earlier run."""
     url = url.rstrip("/")
     name = re.sub(r"[^\w.-]", "-", url.rpartition("/")[2])[:40] or "model"
     return cache_folder() / "outputs" / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"

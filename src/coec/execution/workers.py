@@ -16,15 +16,15 @@ from typing import Any, Protocol, TypeVar
 
 from coec.errors import CoecError
 
-Job = TypeVar("Job")
-Result = TypeVar("Result")
+_Job = TypeVar("_Job")
+_Result = TypeVar("_Result")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Executor(Protocol):
     """Runs jobs, on this machine or elsewhere."""
 
-    def map(self, function: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
+    def map(self, function: Callable[[_Job], _Result], jobs: Iterable[_Job]) -> Iterator[_Result]:
         """Yield results in the order of the jobs; function and jobs are pickled.
 
         Raises:
@@ -50,14 +50,16 @@ class Workers:
     def __enter__(self) -> "Workers":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
         if self._pool:
-            if kind is not None:  # after a signal to this process alone nobody waits for the jobs
+            if (
+                error_type is not None
+            ):  # after a signal to this process alone nobody waits for the jobs
                 for process in list(self._pool._processes.values()):
                     process.terminate()
             self._pool.shutdown(cancel_futures=True)
 
-    def map(self, function: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
+    def map(self, function: Callable[[_Job], _Result], jobs: Iterable[_Job]) -> Iterator[_Result]:
         """Yield results in the order of the jobs; function and jobs are pickled.
 
         Raises:
@@ -138,7 +140,7 @@ def _end_with_parent() -> None:
 _state = {"busy": False, "ending": False}
 
 
-def _run(function: Callable[[Job], Result], job: Job) -> Result:
+def _run(function: Callable[[_Job], _Result], job: _Job) -> _Result:
     """Run one job in a worker; after a signal has unwound a job, the pool must give no other."""
     if _state["ending"]:
         os._exit(1)

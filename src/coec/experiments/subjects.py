@@ -5,7 +5,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from coec.calibration.tokens import Windows, load_tokenizer
+from coec.calibration.tokenizer import load_tokenizer
+from coec.calibration.tokens import Windows
 from coec.calibration.windows import resolve_seq_len, source_digest
 from coec.devices import choose_device
 from coec.errors import OptionError

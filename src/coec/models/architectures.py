@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from coec.errors import ModelError
-from coec.models.files import Json
+from coec.models.files import JsonDict
 from coec.models.layout import (
     ATTENTION,
     FUSED_BLOCKS,
@@ -24,11 +24,11 @@ from coec.models.layout import (
 from coec.models.shape import Shape
 
 
-def _nothing_added(shape: Shape) -> Json:
+def _nothing_added(shape: Shape) -> JsonDict:
     return {}
 
 
-def _nothing_refused(config: Json, pruned: Shape) -> str | None:
+def _nothing_refused(config: JsonDict, pruned: Shape) -> str | None:
     return None
 
 
@@ -62,29 +62,29 @@ class Architecture:
     written_as: tuple[str, ...]
     bias_flags: Mapping[str, str] = field(default_factory=dict)
     foreign: tuple[str, ...] = ()
-    added: Callable[[Shape], Json] = _nothing_added
-    refuses: Callable[[Json, Shape], str | None] = _nothing_refused
+    added: Callable[[Shape], JsonDict] = _nothing_added
+    refuses: Callable[[JsonDict, Shape], str | None] = _nothing_refused
     adds: str = ""
     rope_keys: tuple[str, ...] = ()
     attention_kept: str = ""
     blocks: BlockPattern = LLAMA_BLOCKS
 
 
-def _llama_refuses(config: Json, pruned: Shape) -> str | None:
+def _llama_refuses(config: JsonDict, pruned: Shape) -> str | None:
     if pruned.hidden % pruned.heads:
         return f"hidden size {pruned.hidden} is not a multiple of {pruned.heads} heads"
     return None
 
 
-def _mistral_refuses(config: Json, pruned: Shape) -> str | None:
+def _mistral_refuses(config: JsonDict, pruned: Shape) -> str | None:
     return "it has no biases" if config.get("attention_bias") else None
 
 
-def _no_window(shape: Shape) -> Json:
+def _no_window(shape: Shape) -> JsonDict:
     return {"sliding_window": None}
 
 
-def _neutral_multipliers(shape: Shape) -> Json:
+def _neutral_multipliers(shape: Shape) -> JsonDict:
     return {
         "attention_multiplier": shape.head_dim**-0.5,
         "embedding_multiplier": 1.0,
@@ -93,7 +93,7 @@ def _neutral_multipliers(shape: Shape) -> Json:
     }
 
 
-def _qwen2_biases(shape: Shape) -> Json:
+def _qwen2_biases(shape: Shape) -> JsonDict:
     """Only Qwen2 is relabelled as Seed-OSS, and it always has q, k and v biases."""
     return {"attention_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0}
 
@@ -235,7 +235,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 }  # fmt: skip
 
 
-def _check_text_alone(config: Json) -> None:
+def _check_text_alone(config: JsonDict) -> None:
     """Raise ModelError for a multimodal model."""
     modalities = [key for key in ("vision_config", "audio_config") if key in config]
     text = config.get("text_config")
@@ -255,7 +255,7 @@ def _check_text_alone(config: Json) -> None:
     )
 
 
-def architecture_of(config: Json) -> Architecture:
+def architecture_of(config: JsonDict) -> Architecture:
     """Look up the architecture of a raw configuration.
 
     Raises:

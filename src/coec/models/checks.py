@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coec.errors import ModelError
 from coec.models.architectures import architecture_of
-from coec.models.files import FLOAT_DTYPES, Json, opened
+from coec.models.files import FLOAT_DTYPES, JsonDict, opened
 from coec.models.raw_checkpoint import LAYER, Header
 from coec.models.shape import Shape
 
@@ -22,7 +22,7 @@ _PARAMETER = re.compile(r"(model|lm_head)\..*(weight|bias)")
 Headers = Mapping[str, Header]
 
 
-def check_layers(folder: Path, headers: Headers, config: Json) -> None:
+def check_layers(folder: Path, headers: Headers, config: JsonDict) -> None:
     """Raise ModelError unless the files hold as many layers as the configuration; builds none."""
     architecture_of(config)
     layers = Shape.of(config).layers

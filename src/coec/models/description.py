@@ -17,7 +17,7 @@ from coec.errors import ModelError
 from coec.models.architectures import ARCHITECTURES, Architecture, architecture_of
 from coec.models.companion_files import DOWNLOADED, NOT_DOWNLOADED
 from coec.models.experts import stored_shapes
-from coec.models.files import Json, check_fetched, parse_json
+from coec.models.files import JsonDict, check_fetched, parse_json
 from coec.models.layout import Layout
 from coec.models.non_uniform import as_read, class_of
 from coec.models.shape import BLOCK_WIDTHS, LIMITS, Shape, read_size
@@ -50,7 +50,7 @@ class Description:
         tied: whether the output head is the embedding.
     """
 
-    config: Json
+    config: JsonDict
     architecture: Architecture
     shape: Shape
     layout: Layout
@@ -60,7 +60,7 @@ class Description:
     tied: bool
 
     @classmethod
-    def of(cls, config: Json) -> "Description":
+    def of(cls, config: JsonDict) -> "Description":
         """Describe the model of a raw configuration.
 
         Raises:
@@ -89,7 +89,7 @@ class Description:
         return skeleton(self.config, dtype)
 
 
-def described(config: Json) -> Json:
+def described(config: JsonDict) -> JsonDict:
     """Compute the fields of a `Description`, by name."""
     architecture = architecture_of(config)
     shape = Shape.of(config)
@@ -182,7 +182,7 @@ def check_merged(folder: Path) -> None:
     raise ModelError(f"'{folder}' is a PEFT adapter of '{base!s:.200}': {MERGE}")
 
 
-def read_config(model: Path) -> Json:
+def read_config(model: Path) -> JsonDict:
     """Read the raw config.json of a model folder (or the file itself)."""
     try:
         path = model if model.is_file() else model / CONFIG
@@ -201,7 +201,7 @@ def read_config(model: Path) -> Json:
     return as_read(config)
 
 
-def skeleton(config: Json, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def skeleton(config: JsonDict, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Build the transformers model of a raw configuration on the meta device.
 
     Raises:
@@ -261,7 +261,7 @@ def compute_buffers(model: Any, device: torch.device) -> None:
             )
 
 
-def _with_both_ropes(config: Json, keys: tuple[str, ...]) -> Json:
+def _with_both_ropes(config: JsonDict, keys: tuple[str, ...]) -> JsonDict:
     """Add the rotary settings in the form of transformers 4.57, which does not read that of 5.
 
     4.57 silently reads a configuration with only `rope_parameters` as one of plain frequencies.
@@ -302,7 +302,7 @@ def _with_both_ropes(config: Json, keys: tuple[str, ...]) -> Json:
     return config | added | {"rope_scaling": scaling}
 
 
-def _scaling(rope: Json, keys: tuple[str, ...]) -> Json | None:
+def _scaling(rope: JsonDict, keys: tuple[str, ...]) -> JsonDict | None:
     """Scaling of rotary frequencies in the old form; None if they are plain."""
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type == "default":

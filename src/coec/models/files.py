@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coec.errors import ModelError
 
-Json = dict[str, Any]
+JsonDict = dict[str, Any]
 """An object of JSON, free in form."""
 
 
@@ -78,8 +78,8 @@ def check_fetched(path: Path) -> None:
         )
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> Json:
-    content: Json = {}
+def _distinct(pairs: list[tuple[str, Any]]) -> JsonDict:
+    content: JsonDict = {}
     for key, value in pairs:
         if key in content:
             raise ValueError(f"it names {key[:80]!r} twice")

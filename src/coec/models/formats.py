@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from coec.errors import OptionError
 from coec.models import non_uniform
 from coec.models.architectures import ARCHITECTURES, Architecture
-from coec.models.files import Json
+from coec.models.files import JsonDict
 from coec.models.loaders import LOADERS, TARGETS, YES, Traits, loads_in, slides
 from coec.models.shape import BLOCK_WIDTHS, Shape
 
@@ -31,7 +31,7 @@ class OutputFormat:
         code: the Python code that goes with it, if no stock class builds the model.
     """
 
-    config: Json
+    config: JsonDict
     relabelled: str | None
     loads_in: dict[str, str]
     code: str | None = None
@@ -43,7 +43,7 @@ class OutputFormat:
 
 
 def choose_format(
-    config: Json,
+    config: JsonDict,
     pruned: Shape,
     *,
     biased: frozenset[str] = frozenset(),
@@ -95,7 +95,7 @@ def _no_format(target: str, refusals: str) -> OptionError:
     )
 
 
-def _written_sizes(config: Json, pruned: Shape) -> list[Shape]:
+def _written_sizes(config: JsonDict, pruned: Shape) -> list[Shape]:
     """The sizes that the configuration may be written with.
 
     If widths differ by block, the common ones describe no block. They are those of the widest
@@ -108,7 +108,7 @@ def _written_sizes(config: Json, pruned: Shape) -> list[Shape]:
 
 
 def _refusal(
-    config: Json, target: Architecture, pruned: Shape, biased: frozenset[str]
+    config: JsonDict, target: Architecture, pruned: Shape, biased: frozenset[str]
 ) -> str | None:
     """Say why the target cannot express the model, in any release of transformers."""
     for site in target.blocks.sites:
@@ -119,7 +119,7 @@ def _refusal(
     return target.refuses(config, pruned)
 
 
-def _class_refusal(config: Json) -> str | None:
+def _class_refusal(config: JsonDict) -> str | None:
     """Say why the installed transformers does not accept a configuration; None if it does."""
     try:
         AutoConfig.for_model(**copy.deepcopy(config))  # it changes its arguments
@@ -128,11 +128,13 @@ def _class_refusal(config: Json) -> str | None:
     return None
 
 
-def _rewritten(config: Json, target: Architecture, pruned: Shape, biased: frozenset[str]) -> Json:
+def _rewritten(
+    config: JsonDict, target: Architecture, pruned: Shape, biased: frozenset[str]
+) -> JsonDict:
     """The raw configuration with the pruned sizes, under the target's model type."""
     relabelled = target.model_type != config["model_type"]
     dropped = {"_name_or_path", "auto_map", BLOCK_WIDTHS, *(target.foreign if relabelled else ())}
-    by_block: Json = {}
+    by_block: JsonDict = {}
     if not pruned.uniform:
         by_block = non_uniform.config_keys(pruned, target.model_type, target.class_name)
     return {

@@ -7,7 +7,7 @@ from functools import cached_property
 from importlib.resources import files
 from typing import Any
 
-from coec.models.files import Json
+from coec.models.files import JsonDict
 from coec.models.layout import ATTENTION, MLP
 from coec.models.shape import Shape
 
@@ -28,7 +28,7 @@ class Traits:
     """
 
     model_type: str
-    config: Json
+    config: JsonDict
     sizes: Shape
     biased: frozenset[str]
 
@@ -38,12 +38,12 @@ class Traits:
         return frozenset(name for name, holds in _CONDITIONS.items() if holds(self))
 
 
-def _has_llama3_positions(config: Json) -> bool:
+def _has_llama3_positions(config: JsonDict) -> bool:
     forms = (config.get(key) for key in ("rope_scaling", "rope_parameters"))
     return any(isinstance(form, dict) and form.get("rope_type") == "llama3" for form in forms)
 
 
-def slides(config: Json) -> bool:
+def slides(config: JsonDict) -> bool:
     """True if any layer of a raw configuration sees less than the longest text."""
     window, layers = config.get("sliding_window"), config.get("layer_types")
     if window is None or not config.get("use_sliding_window", True):

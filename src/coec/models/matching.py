@@ -28,7 +28,7 @@ Matrices = Sequence[Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
+class SiteTensors:
     """The tensors that one of the two models has at a site.
 
     Attributes:
@@ -44,7 +44,7 @@ class Side:
     @classmethod
     def of(
         cls, name: str, site: Site, tensors: Mapping[str, Tensor], dense: Mapping[str, torch.Size]
-    ) -> "Side":
+    ) -> "SiteTensors":
         """Take apart tensors that hold several projections.
 
         Args:
@@ -127,7 +127,7 @@ class Side:
         return torch.stack([(tensor == 0).all(dim=1) for tensor in tensors]).all(dim=0)
 
 
-def kept_units(dense: Side, pruned: Side) -> Int[Tensor, " k"]:
+def kept_units(dense: SiteTensors, pruned: SiteTensors) -> Int[Tensor, " k"]:
     """Find the units of a dense site that a pruned one has, sorted.
 
     Rows may be in another order, in another dtype, and among zeros.
@@ -219,7 +219,9 @@ def _keys(matrices: Matrices) -> Iterator[bytes]:
         yield digest.digest()
 
 
-def _assigned(dense: Side, pruned: Side, matches: list[Sequence[int]]) -> dict[int, int]:
+def _assigned(
+    dense: SiteTensors, pruned: SiteTensors, matches: list[Sequence[int]]
+) -> dict[int, int]:
     """Assign a dense unit to every pruned one; returns dense unit → pruned unit.
 
     Among units with the same rows the first that keeps the order is chosen. A silent unit is
@@ -245,7 +247,7 @@ def _assigned(dense: Side, pruned: Side, matches: list[Sequence[int]]) -> dict[i
     return assigned
 
 
-def _check_shapes(dense: Side, pruned: Side) -> None:
+def _check_shapes(dense: SiteTensors, pruned: SiteTensors) -> None:
     """Raise ModelError if anything but the number of units differs."""
     producers = [rows.tensor for rows in dense.site.producers]
     for name in [*producers, dense.site.weight]:
@@ -264,7 +266,7 @@ def _check_shapes(dense: Side, pruned: Side) -> None:
             )
 
 
-def _heads(dense: Side) -> tuple[str, int] | None:
+def _heads(dense: SiteTensors) -> tuple[str, int] | None:
     """The weight with rows for every query head, and the number of heads that share a KV head.
 
     None if the site is not attention, or every query head has its own KV head.
@@ -278,7 +280,7 @@ def _heads(dense: Side) -> tuple[str, int] | None:
     return (queries.tensor, group) if group > 1 else None
 
 
-def _check_heads(dense: Side, pruned: Side) -> None:
+def _check_heads(dense: SiteTensors, pruned: SiteTensors) -> None:
     """Raise ModelError if query heads were removed without their KV heads."""
     heads = _heads(dense)
     if heads is None or dense.site.value is None:
@@ -310,7 +312,7 @@ def _removed_alone(group: int) -> str:
     )
 
 
-def _check_masks(dense: Side, pruned: Side, units: Mapping[int, int]) -> None:
+def _check_masks(dense: SiteTensors, pruned: SiteTensors, units: Mapping[int, int]) -> None:
     """Raise ModelError if single query heads of a kept group are masked."""
     heads = _heads(dense)
     if heads is None:
@@ -327,7 +329,9 @@ def _check_masks(dense: Side, pruned: Side, units: Mapping[int, int]) -> None:
             )
 
 
-def _changed_units(dense: Side, pruned: Side, names: list[str], unmatched: list[int]) -> ModelError:
+def _changed_units(
+    dense: SiteTensors, pruned: SiteTensors, names: list[str], unmatched: list[int]
+) -> ModelError:
     """Explain why units match none of the dense model's."""
     for name in names:
         per_unit = len(dense.tensors[name]) // dense.count
@@ -355,7 +359,7 @@ def _changed_units(dense: Side, pruned: Side, names: list[str], unmatched: list[
     )
 
 
-def _reordered_heads(dense: Side, pruned: Side, unit: int) -> ModelError | None:
+def _reordered_heads(dense: SiteTensors, pruned: SiteTensors, unit: int) -> ModelError | None:
     """Error for a KV group with the dense model's query heads in another order; None if not."""
     heads = _heads(dense)
     if heads is None:

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from coec.models import modeling_non_uniform
-from coec.models.files import Json
+from coec.models.files import JsonDict
 from coec.models.modeling_non_uniform import NonUniformBlocks
 from coec.models.shape import BLOCK_WIDTHS, Shape
 
@@ -29,7 +29,7 @@ def class_of(stock: type) -> Any:
     return type(_PREFIX + stock.__name__, (NonUniformBlocks, stock), {})
 
 
-def config_keys(shape: Shape, model_type: str, stock: str) -> Json:
+def config_keys(shape: Shape, model_type: str, stock: str) -> JsonDict:
     """Configuration keys for widths that differ by block.
 
     Args:
@@ -71,14 +71,14 @@ def code(model_type: str, stock: str) -> str:
     return source + "".join(classes)
 
 
-def as_written(config: Json) -> Json:
+def as_written(config: JsonDict) -> JsonDict:
     """The configuration as its folder has it."""
     if BLOCK_WIDTHS not in config:
         return config
     return config | {"model_type": _TYPE + config["model_type"]}
 
 
-def as_read(config: Json) -> Json:
+def as_read(config: JsonDict) -> JsonDict:
     """The configuration with the model type of the stock class: the inverse of `as_written`."""
     name = config.get("model_type")
     if BLOCK_WIDTHS not in config or not isinstance(name, str):

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from coec.errors import ModelError
-from coec.models.files import Json
+from coec.models.files import JsonDict
 
 LIMITS = {
     "num_hidden_layers": 512,
@@ -22,7 +22,7 @@ LIMITS = {
 """Sizes beyond which a configuration is damaged; building such a skeleton would never end."""
 
 
-def read_size(config: Json, key: str, default: int | None = None) -> int:
+def read_size(config: JsonDict, key: str, default: int | None = None) -> int:
     """Read a size of a raw configuration; `default` if it is absent or null.
 
     Raises:
@@ -78,7 +78,7 @@ class Shape:
     by_block: tuple[tuple[tuple[str, int], ...], ...] = ()
 
     @classmethod
-    def of(cls, config: Json) -> "Shape":
+    def of(cls, config: JsonDict) -> "Shape":
         """Read a raw configuration; raises ModelError naming a missing or inconsistent key."""
         if config.get(BLOCK_WIDTHS) is None:
             return cls._uniform(config)
@@ -105,7 +105,7 @@ class Shape:
         return dense.with_blocks([{"kv_heads": b.kv_heads, "ffn": b.ffn} for b in blocks])
 
     @classmethod
-    def _uniform(cls, config: Json) -> "Shape":
+    def _uniform(cls, config: JsonDict) -> "Shape":
         heads, hidden = read_size(config, "num_attention_heads"), read_size(config, "hidden_size")
         kv_heads = read_size(config, "num_key_value_heads", heads)
         head_dim = read_size(config, "head_dim", hidden // heads)
