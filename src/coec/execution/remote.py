@@ -247,7 +247,7 @@ def _stamp(info: JsonDict) -> str:
 
 
 def _staged(url: str) -> Path:
-    """Choose the folder of a URL, always the same, so that the same command continues its earlier run."""
+    """Choose one folder per URL, so that a command continues its earlier run."""
     url = url.rstrip("/")
     name = re.sub(r"[^\w.-]", "-", url.rpartition("/")[2])[:40] or "model"
     return cache_folder() / "outputs" / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
