@@ -51,6 +51,39 @@ def alive(stat):
         return False
 
 
+TOLD = """
+import os, signal, sys, time
+from coec.execution.workers import Workers
+
+def work(number):
+    if number == 1:
+        os.kill(os.getpid(), int(sys.argv[1]))
+    time.sleep(600)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        with Workers(2) as workers:
+            list(workers.map(work, range(4)))
+    except KeyboardInterrupt:
+        raise SystemExit(130)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_workers_alone_tell_of_ends_the_program_as_it_would_have(number, tmp_path):
+    """Python may swallow what a handler of this process raises; memory is not lacking then."""
+    program = tmp_path / "program.py"
+    program.write_text(TOLD)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.run(
+        [sys.executable, str(program), str(int(number))], env=environment, timeout=120,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert child.returncode == 128 + number, child.stderr
+    assert "Traceback" not in child.stderr
+
+
 INTERRUPTED = """
 import os, signal, threading, time
 from multiprocessing import util

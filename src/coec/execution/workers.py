@@ -19,6 +19,8 @@ from coec.errors import CoecError
 _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PATIENCE = 10
+"""Seconds in which the workers of a broken pool end."""
 
 
 class Executor(Protocol):
@@ -68,15 +70,32 @@ class Workers:
         if self._pool is None:
             yield from map(function, jobs)
             return
+        processes: list[Any] = []
         try:
             with _signals_deferred():
                 results = self._pool.map(functools.partial(_run, function), map(_ByValue, jobs))
+                processes += self._pool._processes.values()
             yield from results
         except BrokenProcessPool as error:
+            _raise_signal_of(processes)
             raise CoecError(
                 "a worker process died, probably for lack of memory: use fewer jobs (jobs=N); "
                 "what is finished is kept, and the same command goes on with the rest"
             ) from error
+
+
+def _raise_signal_of(processes: Iterable[Any]) -> None:
+    """Raise the signal that ended a worker, since all processes of a run receive it.
+
+    Python swallows an exception that a handler raises in a destructor or a callback; this process
+    then learns of the signal only from its workers.
+    """
+    for process in processes:
+        process.join(_PATIENCE)
+    codes = {process.exitcode for process in processes}
+    for number in _SIGNALS:
+        if 128 + number in codes:
+            signal.raise_signal(number)
 
 
 class _ByValue:
@@ -137,13 +156,13 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-_state = {"busy": False, "ending": False}
+_state: dict[str, Any] = {"busy": False, "status": None}
 
 
 def _run(function: Callable[[_Job], _Result], job: _Job) -> _Result:
     """Run one job in a worker; after a signal has unwound a job, the pool must give no other."""
-    if _state["ending"]:
-        os._exit(1)
+    if _state["status"] is not None:
+        os._exit(_state["status"])
     _state["busy"] = True
     try:
         return function(job)
@@ -153,7 +172,7 @@ def _run(function: Callable[[_Job], _Result], job: _Job) -> _Result:
 
 def _end(number: int, frame: FrameType | None) -> None:
     """Unwind the job; an idle worker ends at once, since the pool would print an exception."""
-    _state["ending"] = True
+    _state["status"] = 128 + number
     for name in _SIGNALS:
         # A second signal would disturb tidying up; SIG_IGN makes Python complain of a pending one.
         signal.signal(name, lambda number, frame: None)
