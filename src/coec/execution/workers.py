@@ -54,9 +54,7 @@ class Workers:
 
     def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
         if self._pool:
-            if (
-                error_type is not None
-            ):  # after a signal to this process alone nobody waits for the jobs
+            if error_type is not None:  # a signal may have reached this process alone
                 for process in list(self._pool._processes.values()):
                     process.terminate()
             self._pool.shutdown(cancel_futures=True)
