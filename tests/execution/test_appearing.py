@@ -6,7 +6,7 @@ import os
 import pytest
 
 from coec.errors import OutputError
-from coec.execution.output import LOCK, NEW, appearing
+from coec.execution.output import JOURNAL, LOCK, NEW, appearing
 from coec.execution.places import check_file
 
 KIND = b"GGUF"
@@ -71,6 +71,13 @@ def test_a_file_of_somebody_elses_is_not_touched(out):
     with pytest.raises(OutputError, match="is a file, which coec did not write: move it away"):
         write(out)
     assert strange.read_bytes() == b"a letter to my aunt"
+
+
+def test_an_unfinished_run_into_a_folder_of_that_name_is_kept(out):
+    (partial(out) / JOURNAL).write_text("finished pieces")
+    with pytest.raises(OutputError, match="holds an unfinished run into a folder"):
+        write(out)
+    assert (out.parent / "model.gguf.partial" / JOURNAL).read_text() == "finished pieces"
 
 
 def test_a_link_is_not_followed(out, tmp_path):

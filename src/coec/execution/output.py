@@ -95,6 +95,11 @@ def appearing(out: Path, magic: bytes, force: bool) -> Iterator[Path]:
     """
     target = resolved(out)
     with claimed(target) as partial:
+        if (partial / JOURNAL).exists():
+            raise OutputError(
+                f"'{partial}' holds an unfinished run into a folder '{out}': finish it, move it "
+                "away, or choose another output"
+            )
         try:
             empty(partial)
             yield partial / NEW

@@ -1,22 +1,22 @@
-"""Supported architectures, as values: layout, formats, quirks (METHODS §1).
+"""Supported architectures: layout, formats, quirks (METHODS §1); data in `architectures.toml`.
 
 All have grouped-query attention with q/k/v/o projections, and a gated MLP or experts. They differ
 in whether attention can lose units, which biases a configuration can express (and so which format a
 pruned model can be written in), and how a block adds up attention and MLP. A new architecture is
-one value here; the contract tests then run over it.
+one table there; the contract tests then run over it.
 """
 
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.resources import files
 
 from coec.errors import ModelError
 from coec.models.files import JsonDict
 from coec.models.layout import (
-    ATTENTION,
     FUSED_BLOCKS,
     LLAMA_BLOCKS,
     MIXTRAL_BLOCKS,
-    MLP,
     MLP_ONLY_BLOCKS,
     QWEN_MOE_BLOCKS,
     BlockPattern,
@@ -98,141 +98,38 @@ def _qwen2_biases(shape: Shape) -> JsonDict:
     return {"attention_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0}
 
 
-ARCHITECTURES: dict[str, Architecture] = {
-    a.model_type: a
-    for a in (
-        Architecture(
-            model_type="llama",
-            class_name="LlamaForCausalLM",
-            families="Llama 1, 2, 3, 3.1-3.3; DeepSeek-R1-Distill-Llama",
-            source="Touvron et al. 2023; Llama Team 2024",
-            written_as=("llama", "mistral", "granite"),
-            bias_flags={ATTENTION.name: "attention_bias", MLP.name: "mlp_bias"},
-            foreign=("sliding_window",),
-            refuses=_llama_refuses,
-        ),
-        Architecture(
-            model_type="mistral",
-            class_name="MistralForCausalLM",
-            families="Mistral 7B, Nemo, Small (text)",
-            source="Jiang et al. 2023",
-            written_as=("mistral", "llama", "granite"),
-            foreign=("attention_bias", "mlp_bias", "pretraining_tp"),
-            added=_no_window,
-            refuses=_mistral_refuses,
-        ),
-        Architecture(
-            model_type="qwen2",
-            class_name="Qwen2ForCausalLM",
-            families="Qwen2, Qwen2.5, QwQ; DeepSeek-R1-Distill-Qwen",
-            source="Qwen Team 2024",
-            written_as=("qwen2", "seed_oss"),
-        ),
-        Architecture(
-            model_type="qwen3",
-            class_name="Qwen3ForCausalLM",
-            families="Qwen3 (dense); DeepSeek-R1-0528-Qwen3-8B",
-            source="Qwen Team 2025",
-            written_as=("qwen3",),
-            bias_flags={ATTENTION.name: "attention_bias"},
-        ),
-        Architecture(
-            model_type="granite",
-            class_name="GraniteForCausalLM",
-            families="Granite 3 (dense); a pruned Llama with biases is written as this",
-            source="IBM Granite Team 2024",
-            written_as=("granite",),
-            bias_flags={ATTENTION.name: "attention_bias", MLP.name: "mlp_bias"},
-            foreign=("pretraining_tp", "sliding_window"),
-            added=_neutral_multipliers,
-        ),
-        Architecture(
-            model_type="seed_oss",
-            class_name="SeedOssForCausalLM",
-            families="Seed-OSS; a pruned Qwen2 with biases is written as this",
-            source="ByteDance Seed Team 2025",
-            written_as=("seed_oss",),
-            bias_flags={ATTENTION.name: "attention_out_bias", MLP.name: "mlp_bias"},
-            foreign=(
-                "use_sliding_window", "sliding_window", "max_window_layers", "layer_types",
-            ),
-            added=_qwen2_biases,
-        ),
-        Architecture(
-            model_type="smollm3",
-            class_name="SmolLM3ForCausalLM",
-            families="SmolLM3 (some layers without rotary positions)",
-            source="Bakouch et al. 2025",
-            written_as=("smollm3",),
-            bias_flags={ATTENTION.name: "attention_bias", MLP.name: "mlp_bias"},
-        ),
-        Architecture(
-            model_type="gemma2",
-            class_name="Gemma2ForCausalLM",
-            families="Gemma 2",
-            source="Gemma Team 2024",
-            written_as=("gemma2",),
-            bias_flags={ATTENTION.name: "attention_bias"},
-            adds="what a norm makes of each part",
-        ),
-        Architecture(
-            model_type="gemma3_text",
-            class_name="Gemma3ForCausalLM",
-            families="Gemma 3 (text: 270M, 1B)",
-            source="Gemma Team 2025",
-            written_as=("gemma3_text",),
-            bias_flags={ATTENTION.name: "attention_bias"},
-            adds="what a norm makes of each part",
-        ),
-        Architecture(
-            model_type="cohere2",
-            class_name="Cohere2ForCausalLM",
-            families="Command R7B, Command A",
-            source="Cohere Team 2025",
-            written_as=("cohere2",),
-            bias_flags={ATTENTION.name: "attention_bias"},
-            adds="both parts, of the same inputs",
-        ),
-        Architecture(
-            model_type="olmo2",
-            class_name="Olmo2ForCausalLM",
-            families="OLMo 2 (MLP channels only)",
-            source="OLMo Team 2024",
-            written_as=("olmo2",),
-            adds="what a norm makes of each part",
-            attention_kept="norms of its queries and of its keys run over all heads together",
-            blocks=MLP_ONLY_BLOCKS,
-        ),
-        Architecture(
-            model_type="phi3",
-            class_name="Phi3ForCausalLM",
-            families="Phi-3, Phi-3.5, Phi-4 (text)",
-            source="Abdin et al. 2024",
-            written_as=("phi3",),
-            rope_keys=("type", "short_factor", "long_factor"),
-            blocks=FUSED_BLOCKS,
-        ),
-        Architecture(
-            model_type="mixtral",
-            class_name="MixtralForCausalLM",
-            families="Mixtral 8x7B, 8x22B",
-            source="Jiang et al. 2024",
-            written_as=("mixtral",),
-            adds="a sum of experts, weighed by a router",
-            blocks=MIXTRAL_BLOCKS,
-        ),
-        Architecture(
-            model_type="qwen3_moe",
-            class_name="Qwen3MoeForCausalLM",
-            families="Qwen3 30B-A3B, 235B-A22B; Qwen3-Coder",
-            source="Qwen Team 2025",
-            written_as=("qwen3_moe",),
-            bias_flags={ATTENTION.name: "attention_bias"},
-            adds="a sum of experts, weighed by a router",
-            blocks=QWEN_MOE_BLOCKS,
-        ),
-    )
-}  # fmt: skip
+_ADDED = {
+    "mistral": _no_window,
+    "granite": _neutral_multipliers,
+    "seed_oss": _qwen2_biases,
+}
+_REFUSES = {"llama": _llama_refuses, "mistral": _mistral_refuses}
+_BLOCKS = {
+    "llama": LLAMA_BLOCKS,
+    "mlp_only": MLP_ONLY_BLOCKS,
+    "fused": FUSED_BLOCKS,
+    "mixtral": MIXTRAL_BLOCKS,
+    "qwen_moe": QWEN_MOE_BLOCKS,
+}
+
+
+def _read() -> dict[str, Architecture]:
+    text = files("coec.models").joinpath("architectures.toml").read_text(encoding="utf-8")
+    architectures = {}
+    for name, table in tomllib.loads(text).items():
+        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
+        fields["blocks"] = _BLOCKS[table.get("blocks", "llama")]
+        architectures[name] = Architecture(
+            model_type=name,
+            added=_ADDED.get(name, _nothing_added),
+            refuses=_REFUSES.get(name, _nothing_refused),
+            **fields,
+        )
+    return architectures
+
+
+ARCHITECTURES = _read()
+"""The supported architectures, by model type."""
 
 
 def _check_text_alone(config: JsonDict) -> None:
