@@ -115,9 +115,9 @@ _BLOCKS = {
 
 def _read() -> dict[str, Architecture]:
     text = files("coec.models").joinpath("architectures.toml").read_text(encoding="utf-8")
-    architectures = {}
+    architectures: dict[str, Architecture] = {}
     for name, table in tomllib.loads(text).items():
-        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
+        fields: JsonDict = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
         fields["blocks"] = _BLOCKS[table.get("blocks", "llama")]
         architectures[name] = Architecture(
             model_type=name,
