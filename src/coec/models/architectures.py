@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 
 from coec.errors import ModelError
-from coec.models.files import JsonDict
-from coec.models.layout import (
+from coec.models.block_patterns import (
     FUSED_BLOCKS,
     LLAMA_BLOCKS,
     MIXTRAL_BLOCKS,
@@ -21,6 +20,7 @@ from coec.models.layout import (
     QWEN_MOE_BLOCKS,
     BlockPattern,
 )
+from coec.models.files import JsonDict
 from coec.models.shape import Shape
 
 

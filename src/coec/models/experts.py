@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from coec.errors import ModelError
-from coec.models.layout import ExpertNames
+from coec.models.block_patterns import ExpertNames
 
 _STACKED = "gate_up_proj", "down_proj"
 """Parameters of all experts of a block: experts × (gate rows, up rows) × hidden, and experts ×

@@ -7,8 +7,8 @@ from functools import cached_property
 from importlib.resources import files
 from typing import Any
 
+from coec.models.block_patterns import ATTENTION, MLP
 from coec.models.files import JsonDict
-from coec.models.layout import ATTENTION, MLP
 from coec.models.shape import Shape
 
 YES, UNKNOWN = "yes", "not known"

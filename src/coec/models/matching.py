@@ -4,8 +4,7 @@ A unit is identified by all its rows in the producers together. The consumer pla
 for its zero columns: most programs change it, and it is computed anew.
 """
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,16 +14,11 @@ from torch import Tensor
 
 from coec.errors import ModelError
 from coec.models.layout import Rows, Site
+from coec.models.row_matching import match_rows, nearest_row
 
-_ROUTES = (None, torch.bfloat16, torch.float16)
-"""Dtypes through which weights may have gone on the way to the dtype that they are stored in."""
-_FEW = 32
-"""Columns that distinguish almost all rows when entries are compared with a tolerance."""
 _NAMED = 3
 """Number of rows that an error names."""
 _UNKNOWN = "which units were kept cannot be told"
-Matrices = Sequence[Tensor]
-"""Rows of several tensors; row n of each belongs to unit (or row) n."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +134,7 @@ def kept_units(dense: SiteTensors, pruned: SiteTensors) -> Int[Tensor, " k"]:
     if not pruned.count:
         raise ModelError(f"'{pruned.name}' keeps no {dense.site.unit} in {dense.site.key}")
     names = [r.tensor for r in dense.site.producers if r.tensor in pruned.tensors]
-    matches = _matches(
+    matches = match_rows(
         [dense.rows(name, dense.count) for name in names],
         [pruned.rows(name, pruned.count) for name in names],
         ~pruned.silent,
@@ -153,70 +147,6 @@ def kept_units(dense: SiteTensors, pruned: SiteTensors) -> Int[Tensor, " k"]:
     if not units:
         raise ModelError(f"'{pruned.name}' keeps no {dense.site.unit} in {dense.site.key}")
     return torch.tensor(sorted(units))
-
-
-def _matches(dense: Matrices, pruned: Matrices, needed: Bool[Tensor, " n"]) -> list[Sequence[int]]:
-    """List, for each pruned row, the numbers of the dense rows that agree but for rounding.
-
-    Args:
-        needed: rows for which rounding is considered; for others exact matches are enough.
-    """
-    keys = list(_keys(pruned))
-    matches: list[Sequence[int]] = [()] * len(keys)
-    for route in _ROUTES:
-        index: dict[bytes, list[int]] = {}
-        cast = [_cast(d, route, p.dtype) for d, p in zip(dense, pruned, strict=True)]
-        for number, key in enumerate(_keys(cast)):
-            index.setdefault(key, []).append(number)
-        matches = [rows or index.get(key, ()) for rows, key in zip(matches, keys, strict=True)]
-        missing = [n for n, rows in enumerate(matches) if not rows and needed[n]]
-        if not missing:
-            return matches
-    for n, rows in zip(missing, _near(dense, pruned, missing), strict=True):
-        matches[n] = rows
-    return matches
-
-
-def _near(dense: Matrices, pruned: Matrices, numbers: Sequence[int]) -> Iterator[Sequence[int]]:
-    """List, for some pruned rows, the dense rows that are equal within rounding either way.
-
-    Only rows that agree in the column in which rows differ most are compared in full.
-    """
-    dtype = pruned[0].dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    rows = torch.cat([d.to(dtype).to(wide) for d in dense], dim=1)
-    column = int(rows.var(dim=0, correction=0).argmax())
-    values, order = rows[:, column].sort()
-    for number in numbers:
-        low, high = _interval(torch.cat([p[number].to(wide) for p in pruned]), dtype)
-        first = int(torch.searchsorted(values, low[column]))
-        last = int(torch.searchsorted(values, high[column], right=True))
-        near = order[first:last]
-        for columns in (slice(_FEW), slice(None)):
-            entries = rows[near, columns]
-            near = near[((entries >= low[columns]) & (entries <= high[columns])).all(dim=1)]
-        yield near.sort().values.tolist()
-
-
-def _interval(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Bounds of the numbers that rounding to a dtype may have turned into these values."""
-    info = torch.finfo(dtype)
-    slack = values.abs() * info.eps + info.smallest_normal * info.eps
-    return values - slack, values + slack
-
-
-def _cast(rows: Tensor, route: torch.dtype | None, dtype: torch.dtype) -> Tensor:
-    return (rows if route is None else rows.to(route)).to(dtype)
-
-
-def _keys(matrices: Matrices) -> Iterator[bytes]:
-    """Digest each row of all matrices together; zeros have one sign."""
-    raw = [(matrix + 0.0).contiguous().view(torch.uint8).numpy() for matrix in matrices]
-    for rows in zip(*raw, strict=True):
-        digest = hashlib.blake2b(digest_size=16)
-        for row in rows:
-            digest.update(row)
-        yield digest.digest()
 
 
 def _assigned(
@@ -293,7 +223,7 @@ def _check_heads(dense: SiteTensors, pruned: SiteTensors) -> None:
     if count % 1 or groups % 1 or count == groups * group:
         return
     rows = pruned.rows(queries, int(count))
-    matches = _matches(
+    matches = match_rows(
         [dense.rows(queries, dense.site.units * group)],
         [rows],
         torch.zeros(len(rows), dtype=torch.bool),
@@ -339,10 +269,10 @@ def _changed_units(
         needed = torch.zeros(len(after), dtype=torch.bool)
         for unit in unmatched:
             needed[unit * per_unit : (unit + 1) * per_unit] = True
-        matches = _matches([before], [after], needed)
+        matches = match_rows([before], [after], needed)
         changed = [n for n, rows in enumerate(matches) if needed[n] and not rows]
         if changed:
-            nearest, distance = _nearest(before, after[changed[0]])
+            nearest, distance = nearest_row(before, after[changed[0]])
             unnamed = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
             return ModelError(
                 f"rows {', '.join(map(str, changed[:_NAMED]))}{unnamed} of {_module(name)} in "
@@ -367,7 +297,7 @@ def _reordered_heads(dense: SiteTensors, pruned: SiteTensors, unit: int) -> Mode
     queries, group = heads
     before = dense.rows(queries, dense.count * group)
     after = pruned.rows(queries, pruned.count * group)[unit * group : (unit + 1) * group]
-    matches = _matches([before], [after], torch.ones(group, dtype=torch.bool))
+    matches = match_rows([before], [after], torch.ones(group, dtype=torch.bool))
     order = [heads[0] for heads in matches if heads]
     groups = {head // group for head in order}
     if len(order) < group or len(groups) > 1 or order == sorted(order):
@@ -379,13 +309,6 @@ def _reordered_heads(dense: SiteTensors, pruned: SiteTensors, unit: int) -> Mode
         f"query heads in another order ({', '.join(map(str, order))}): put {module}'s rows and "
         f"{consumer}'s columns into the dense model's order"
     )
-
-
-def _nearest(rows: Tensor, row: Tensor) -> tuple[int, float]:
-    """The nearest of some rows, and its distance relative to its length."""
-    distances = (rows.float() - row.float()).norm(dim=1)
-    nearest = int(distances.argmin())
-    return nearest, float(distances[nearest] / rows[nearest].float().norm().clamp_min(1e-30))
 
 
 def _module(tensor: str) -> str:
