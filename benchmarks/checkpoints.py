@@ -27,7 +27,7 @@ from coec.evaluation.perplexity import evaluation_windows
 from coec.experiments.rows import RESULTS, Row, read_lines
 from coec.models.dense import Dense
 from coec.settings import Calibration, Runtime
-from coec.streaming.measure import DensePass
+from coec.streaming.passes import Backend
 
 STORIES, WIKI = "tinystories", "wikitext-2"
 TEXTS = {"stories260K": STORIES, "babyllama-1M": STORIES, "wt2-llama": WIKI}
@@ -98,7 +98,7 @@ def write_tokens(folder: Path, shared: Path, seeds: list[int]) -> None:
                 source=shared / "data" / text / FILES[text][0], samples=SAMPLES, seq_len=SEQ_LEN,
                 seed=seed,
             )  # fmt: skip
-            ids = DensePass(dense, how, Runtime(device="cpu")).draw().ids
+            ids = Backend().dense_pass(dense, how, Runtime(device="cpu")).draw().ids
             torch.save(ids, folder / f"{model}-{seed}.pt")
 
 

@@ -2,9 +2,10 @@
 
     python -m benchmarks.few_tokens [--models stories260K] [--tokens 128 1024] [--unguarded]
 
-30 % of small trained models, windows of 64 tokens. `none` and `obs, none` prune the same units and
-repair nothing; every other column is over the one of its selection. With `--unguarded` repairs are
-left as they are fitted, but for those of `auto` and `best`, which hold out windows in any case.
+30 % of small trained models, windows of 64 tokens. The columns `none` choose units by the same
+selection on the same statistics and repair nothing; every other column is over one of these. With
+`--unguarded` repairs are left as they are fitted, but for those of `auto` and `best`, which hold
+out windows in any case.
 """
 
 import argparse
@@ -22,9 +23,12 @@ TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 WORSE = 1.02
 """How much above no repair a repair may come out."""
 NONE, OBS = "none", "obs, none"
+PROPAGATED = "propagate, none"
+"""Where errors propagate, units are chosen on the inputs that the pruned model has."""
 WAYS: dict[str, dict[str, Any]] = {
     NONE: {"compensation": "none"},
     OBS: {"compensation": "none", "selection": "obs"},
+    PROPAGATED: {"preset": "fast", "compensation": "none", "propagate": True},
     **{name: {"compensation": name} for name in ("coec", "rcpu", "bias", "least-squares")},
     "ridge-to-slice": {"compensation": "ridge-to-slice"},
     "auto": {"compensation": "auto", "holdout": 0.25},
@@ -32,7 +36,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "fast, propagate": {"preset": "fast", "propagate": True},
     "best": {"preset": "best"},
 }
-OWN = ("auto", "best", NONE, OBS)
+REFERENCES = (NONE, OBS, PROPAGATED)
+OWN = ("auto", "best", *REFERENCES)
 """Those whose windows are held out as they say, or that need none."""
 
 
@@ -45,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--unguarded", action="store_true")
     chosen = parser.parse_args(arguments)
-    ways = list(dict.fromkeys([NONE, OBS, *chosen.ways]))
+    ways = list(dict.fromkeys([*REFERENCES, *chosen.ways]))
     print(f"Few tokens. {record.header()}\n")
     print(f"{'model':<14}{'tokens':>7}" + "".join(f"{way:>17}" for way in ways), flush=True)
     rows = []
@@ -88,8 +93,12 @@ def measure(model: str, tokens: int, way: str, chosen: argparse.Namespace) -> fl
 
 
 def _beside(way: str) -> str:
-    """What prunes the same units and repairs nothing."""
-    return OBS if way == OBS or "preset" in WAYS[way] else NONE
+    """Return the way that chooses units likewise and repairs nothing."""
+    if way in REFERENCES:
+        return way
+    if way == "best" or WAYS[way].get("propagate"):
+        return PROPAGATED
+    return OBS if "preset" in WAYS[way] else NONE
 
 
 def _shown(row: dict[str, float | None], way: str) -> str:

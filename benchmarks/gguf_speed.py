@@ -133,7 +133,7 @@ def made(place: Path, removed: list[int], align: list[int]) -> list[Pruned]:
     for percent in removed:
         for multiple in align:
             out = place / f"{percent}-{multiple}"
-            recipe = Recipe.of(sparsity=percent / 100, align=str(multiple))
+            recipe = Recipe(sparsity=percent / 100, align=str(multiple))
             plan = Plan.of(Description.read(dense), recipe)
             _random(out, AutoConfig.for_model(**plan.output.config))
             shape = Description.read(out).shape

@@ -34,7 +34,7 @@ from coec.models.surgery import value_rows
 from coec.selection import column_scores, keep_highest, kept_count, resolve, unit_scores
 from coec.settings import Calibration, Runtime
 from coec.streaming.dense_stream import DenseStream, Measured
-from coec.streaming.measure import DensePass
+from coec.streaming.passes import Backend
 
 DROPPED = {"rcpu, coec": ("rcpu", "coec"), "obs, ridge": ("obs", "ridge-to-slice")}
 """Selection and compensation of units that go."""
@@ -111,7 +111,7 @@ class Study:
         dense = Dense.open(folder)
         text = shared / "data" / TEXTS[folder.name] / FILES[TEXTS[folder.name]][0]
         how = Calibration(source=text, samples=SAMPLES, seq_len=SEQ_LEN)
-        ids = DensePass(dense, how, Runtime(device="cpu")).draw().ids
+        ids = Backend().dense_pass(dense, how, Runtime(device="cpu")).draw().ids
         stream = DenseStream(dense, ids, device=torch.device("cpu"), dtype=torch.float32)
         return cls(dense, tuple(stream.blocks()), evaluated_on(dense, shared, windows))
 

@@ -22,7 +22,7 @@ from coec.calibration.tokens import Windows, hold_out
 from coec.evaluation.perplexity import evaluation_windows
 from coec.models.dense import Dense
 from coec.settings import Calibration, Runtime
-from coec.streaming.measure import DensePass
+from coec.streaming.passes import Backend
 
 PRESETS = ("paper", "fast", "best")
 HOLDOUT = 0.125
@@ -59,7 +59,7 @@ def measure(model: str, preset: str, shared: Path, windows: int) -> dict[str, An
     calibration, test = (shared / "data" / own / name for name in FILES[own])
     other = shared / "data" / OTHER[own] / FILES[OTHER[own]][0]
     how = Calibration(source=calibration, samples=SAMPLES, seq_len=SEQ_LEN, holdout=HOLDOUT)
-    drawn = DensePass(dense, how, Runtime(device="cpu")).draw()
+    drawn = Backend().dense_pass(dense, how, Runtime(device="cpu")).draw()
     fitted, held = hold_out(drawn, HOLDOUT, how.seed)
     assert held is not None
     texts = {

@@ -130,7 +130,7 @@ def described(model: str) -> Description:
 @functools.cache
 def plan_of(model: str, recipe: str) -> Plan:
     """The plan of one model."""
-    return Plan.of(described(model), coec.Recipe.of(**RECIPES[recipe]))
+    return Plan.of(described(model), coec.Recipe(**RECIPES[recipe]))
 
 
 def planned(model: str, recipe: str, machine: str, gpus: int) -> Planned:

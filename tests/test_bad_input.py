@@ -19,7 +19,7 @@ from coec.models.raw_checkpoint import RawCheckpoint
 from coec.pipeline import prune as pruning
 from coec.pipeline import write as writing
 from coec.planning.recipe import Recipe
-from coec.streaming import measure
+from coec.streaming import passes as measure
 
 
 @pytest.fixture(scope="module")
@@ -336,10 +336,10 @@ def test_wrong_types_and_shapes_without_the_type_checker_of_the_tests():
     eye, zeros = torch.eye(3), torch.zeros(3)
     said = []
     for attempt in (
-        lambda: Recipe.of(sparsity="much"),
-        lambda: Recipe.of(compensation=3),
-        lambda: Recipe.of(seed=1.5),
-        lambda: Recipe.of(device=[]),
+        lambda: Recipe(sparsity="much"),
+        lambda: Recipe(compensation=3),
+        lambda: Recipe(seed=1.5),
+        lambda: Recipe(device=[]),
         lambda: Gram(torch.zeros(3, 2), zeros, 1),
         lambda: coec.compensate(eye, Gram(eye, zeros, 1), torch.tensor([1.0, 2.0])),
         lambda: coec.compensate(zeros, Gram(eye, zeros, 1), torch.tensor([1])),

@@ -49,7 +49,7 @@ def test_every_flag_named_in_a_document_exists():
 
 @pytest.mark.parametrize("toml", fenced("toml"))
 def test_the_recipe_in_the_readme_is_one(toml):
-    Recipe.of(**tomllib.loads(toml))
+    Recipe(**tomllib.loads(toml))
 
 
 def test_the_mathematics_example_in_the_readme_runs():

@@ -212,7 +212,7 @@ def test_settings_may_be_numbers_of_numpy_and_torch(dense, tmp_path):
 )
 def test_what_no_setting_can_be(settings, error, match):
     with pytest.raises(CoecError, match=match) as caught:
-        Recipe.of(**settings)
+        Recipe(**settings)
     assert isinstance(caught.value, error)
 
 

@@ -73,10 +73,10 @@ def test_a_run_that_goes_on_says_so(more, place, run, monkeypatch, tmp_path):
 
     solve = pruning.solve_block
 
-    def once(measured, *rest):
+    def once(measured, **options):
         if measured.index:
             raise KeyboardInterrupt
-        return solve(measured, *rest)
+        return solve(measured, **options)
 
     said = ("prune", place / "dense", tmp_path / "out", "--calibration", place / "text.txt", *FEW)
     with monkeypatch.context() as patch:

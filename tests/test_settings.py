@@ -48,7 +48,7 @@ from coec.cli.prune import prune_command
 from coec.experiments.grid import Grid
 from coec.experiments.rows import OPTION_KINDS, RECIPE_KINDS
 from coec.planning.recipe import Recipe, read_settings
-recipe = Recipe.of(extra_turns=5, extra_text="yes")
+recipe = Recipe(extra_turns=5, extra_text="yes")
 flags = inspect.signature(prune_command).parameters
 grid = Grid.read(sys.argv[1])
 print(json.dumps({
@@ -56,7 +56,7 @@ print(json.dumps({
     "torch": before,
     "help": [flags[n].annotation.__metadata__[0].help for n in ("extra_turns", "extra_text")],
     "record": recipe.record(),
-    "default": Recipe.of().record(),
+    "default": Recipe().record(),
     "rows": ["extra_turns" in OPTION_KINDS, "extra_text" in RECIPE_KINDS],
     "grid": [grid.axes, grid.fixed],
 }))
@@ -174,14 +174,15 @@ def test_a_recipe_of_parts_is_the_recipe_of_flat_settings():
         pruning=Pruning(sparsity=0.5, options={"alpha": 0.8}),
         runtime=Runtime(device="cpu"),
     )
-    flat = Recipe.of(calibration="text.txt", seed=3, sparsity=0.5, alpha=0.8, device="cpu")
+    flat = Recipe(calibration="text.txt", seed=3, sparsity=0.5, alpha=0.8, device="cpu")
     assert parts == flat
     assert parts.record() == flat.record()
 
 
 def test_a_record_lists_what_determines_the_result_in_one_order():
-    assert list(Recipe.of(device="cpu", trust_remote_code=True).record()) == [
-        "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters", "multiple_of",
+    assert list(Recipe(device="cpu", trust_remote_code=True).record()) == [
+        "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters",
+        "multiple_of",
         "allocation", "non_uniform", "selection", "kept", "compensation", "options", "propagate",
         "reconstruct", "cg_iterations", "damping", "curvature_share",
         "token_weights", "final_norm", "kv_groups", "calibration", "text_column", "samples",
@@ -196,8 +197,8 @@ def test_a_recipe_checks_the_options_of_its_compensation():
     with pytest.raises(OptionError, match="'rcpu' has no option 'alpha'; its options: none"):
         Recipe(pruning=Pruning(compensation="rcpu", options={"alpha": 0.5}))
     with pytest.raises(OptionError, match=r"slices = \d+ does not go with alignment"):
-        Recipe.of(slices=2)
-    assert Recipe.of(slices=2, lambda_a=0.0).pruning.options == {"slices": 2, "lambda_a": 0.0}
+        Recipe(slices=2)
+    assert Recipe(slices=2, lambda_a=0.0).pruning.options == {"slices": 2, "lambda_a": 0.0}
 
 
 def told(problem, *, what=None):
@@ -229,23 +230,58 @@ def no_sum(problem):
 )
 def test_functions_are_tried_before_any_work(settings, match):
     with pytest.raises(OptionError, match=match) as error:
-        Recipe.of(**settings)
+        Recipe(**settings)
     assert "\n" not in str(error.value)
 
 
 def test_a_part_of_a_recipe_is_a_part():
-    match = r"the calibration of a Recipe is a Calibration, got 'text.txt': Recipe\.of\(\.\.\.\)"
+    match = "the pruning of a Recipe is a Pruning, got 0.5: or give its settings by name"
     with pytest.raises(OptionError, match=match):
-        Recipe(calibration="text.txt")
+        Recipe(pruning=0.5)
+    assert Recipe(calibration="text.txt").calibration.source == "text.txt"
 
 
 @pytest.mark.parametrize(("before", "name"), RENAMED.items())
 def test_the_names_of_before_are_answered_with_those_of_now(before, name, run, tmp_path):
     with pytest.raises(OptionError, match=f"unknown setting '{before}': it is '{name}' now"):
-        Recipe.of(**{before: 1})
+        Recipe(**{before: 1})
     (tmp_path / "recipe.toml").write_text(f"{before} = 1\n")
     with pytest.raises(OptionError, match=f"no setting: it is '{name}' now"):
         read_settings(tmp_path / "recipe.toml")
     flag, now = f"--{before}", f"--{name.replace('_', '-')}"
     status, _, err = run("prune", tmp_path, tmp_path / "out", flag, "1")
     assert (status, err.strip()) == (2, f"coec: {flag} is {now} now")
+
+
+BESIDE = {
+    "selection": "rcpu", "propagate": False, "final_norm": False, "compensation": "coec",
+    "ridge": 0.02, "reconstruct": 0, "curvature_share": 0.25, "token_weights": "equal",
+    "kv_groups": "all", "holdout": 0.25, "self_samples": 0.0, "sparsity": 0.5, "multiple_of": "8",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), BESIDE.items())
+def test_any_setting_stands_beside_a_preset_wherever_it_is_named(name, value, tmp_path):
+    recipe = Recipe(preset="best", **{name: value})
+    record = recipe.record()
+    assert (record["options"] | record)[name] == value
+    if name not in ("reconstruct", "compensation"):  # which make others of the preset idle
+        others = settings.PRESETS["best"].settings.items()
+        assert {k: v for k, v in others if k != name}.items() <= (
+            record["options"] | {k: v for k, v in record.items() if k != "options"}
+        ).items()
+    text = str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
+    (tmp_path / "recipe.toml").write_text(f'preset = "best"\n{name} = {text}\n')
+    assert Recipe(**read_settings(tmp_path / "recipe.toml")) == recipe
+
+
+def test_the_default_preset_is_one_line(monkeypatch):
+    monkeypatch.setattr("coec.settings.presets.DEFAULT_PRESET", "fast")
+    assert Recipe().record() == Recipe(preset="fast").record()
+    assert Recipe(selection="flap").pruning.compensation == "ridge-to-slice"
+
+
+def test_parts_and_settings_of_the_same_part_are_not_given_both():
+    assert Recipe(runtime=Runtime(device="cpu"), sparsity=0.5).pruning.sparsity == 0.5
+    with pytest.raises(OptionError, match="give device or the runtime that holds it, not both"):
+        Recipe(runtime=Runtime(device="cpu"), device="cpu")

@@ -73,7 +73,7 @@ def test_our_own_units_give_our_own_model_and_nothing_is_selected(
     )
     assert written(tmp_path / "out") == written(ours)
     assert report.plan["notes"] == [
-        f"every site keeps the units of '{ours}': sparsity, align, allocation, "
+        f"every site keeps the units of '{ours}': sparsity, multiple_of, allocation, "
         "selection and kv_groups have no "
         "effect"
     ]
@@ -153,7 +153,7 @@ def test_the_plan_shows_the_widths_and_never_asks_sparsity(dense, run, tmp_path)
 
 @pytest.mark.parametrize(("kv_groups", "names"), [("held-out", ["kept"]), ("uniform", ["kept"])])
 def test_where_groups_are_named_there_is_nothing_to_choose(kv_groups, names, dense):
-    recipe = Recipe.of(kept={"layers.0.attention": [0, 1, 2]}, kv_groups=kv_groups, holdout=0.125)
+    recipe = Recipe(kept={"layers.0.attention": [0, 1, 2]}, kv_groups=kv_groups, holdout=0.125)
     plans = coec.Plan.candidates(coec.plan(dense).model, recipe)
     assert list(plans) == names
 
@@ -268,10 +268,10 @@ def test_a_file_that_was_changed_is_another_run(dense, tokens, tmp_path, monkeyp
     how = {"calibration": tokens, "compensation": "none", "samples": 24, "seq_len": 32}
     solve = coec.pipeline.prune.solve_block
 
-    def interrupted(measured, *rest):
+    def interrupted(measured, **options):
         if measured.block.index:
             raise KeyboardInterrupt
-        return solve(measured, *rest)
+        return solve(measured, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(coec.pipeline.prune, "solve_block", interrupted)

@@ -16,7 +16,7 @@ from paper_models import LLAMA_8B, LLAMA_70B, QWEN_7B
 
 
 def plan(config=None, **settings):
-    return Plan.of(Description.of(config or tm.raw_config()), Recipe.of(**settings))
+    return Plan.of(Description.of(config or tm.raw_config()), Recipe(**settings))
 
 
 def widths(config=None, **settings):
@@ -69,7 +69,7 @@ def test_keeping_all_groups_is_never_the_larger_model(sparsity, align):
     config = tm.raw_config(hidden_size=64, head_dim=8, intermediate_size=512)
     found = Plan.candidates(
         Description.of(config),
-        Recipe.of(sparsity=sparsity, multiple_of=align, kv_groups="held-out", holdout=0.1),
+        Recipe(sparsity=sparsity, multiple_of=align, kv_groups="held-out", holdout=0.1),
     )
     sizes = [one.parameters_after for one in found.values()]
     assert sizes == sorted(sizes, reverse=True)

@@ -13,7 +13,7 @@ import torch
 
 import coec
 from coec.distributed.cluster import Cluster, shared_folder
-from coec.distributed.worker_group import RayGroup
+from coec.distributed.ray_group import RayGroup
 from coec.errors import OptionError
 from coec.execution import cluster as module
 from coec.experiments.grid import expand
@@ -122,24 +122,24 @@ def test_the_pruned_model_runs_along_on_a_cluster_as_in_one_process(cluster, tmp
 
     def befallen(self, work):
         """Runs where blocks are solved."""
-        place = self._places[0]
+        worker = self._pool.workers[0]
 
         def once():
             if died.exists() and not lost.exists():  # the second attempt: its first product fails
                 lost.touch()
 
-                def losing(self, name, *arguments, ask=RayGroup.all):
-                    if name == "product":
-                        ray.kill(place, no_restart=False)
-                    return ask(self, name, *arguments)
+                def losing(self, method, *args, each=RayGroup.each):
+                    if method.__name__ == "product":
+                        ray.kill(worker, no_restart=False)
+                    return each(self, method, *args)
 
-                with mock.patch.object(RayGroup, "all", losing):
+                with mock.patch.object(RayGroup, "each", losing):
                     return work()
-            handed = work()
+            solved = work()
             if not died.exists():  # the first attempt: all is done, and lost with its process
                 died.touch()
                 os._exit(1)
-            return handed
+            return solved
 
         return solve(self, once)
 

@@ -33,15 +33,15 @@ def test_a_bias_that_was_not_declared_is_refused():
     with pytest.raises(OptionError, match=match):
         coec.compensate(*case(), method=shifted)
     with pytest.raises(OptionError, match=match):
-        Recipe.of(compensation=shifted)
+        Recipe(compensation=shifted)
 
 
 def test_a_bias_that_was_declared_comes_out():
     method = coec.Method(shifted, adds_bias=True)
     assert torch.equal(coec.compensate(*case(), method=method).bias, torch.ones(6).double())
-    assert Recipe.of(compensation=method).method.adds_bias
-    assert not Recipe.of().method.adds_bias
-    assert Recipe.of(compensation="bias").method.adds_bias
+    assert Recipe(compensation=method).method.adds_bias
+    assert not Recipe().method.adds_bias
+    assert Recipe(compensation="bias").method.adds_bias
 
 
 def test_the_value_projection_reaches_only_methods_that_need_it():
@@ -76,8 +76,8 @@ def test_held_out_statistics_reach_only_methods_that_need_them_and_must_be_there
     with pytest.raises(OptionError, match=r"'spy' needs held-out statistics: give held_out=Gram"):
         coec.compensate(*case(), method=method)
     with pytest.raises(OptionError, match=r"'spy' needs held-out windows: .*holdout=0\.125"):
-        Recipe.of(compensation=method)
-    assert Recipe.of(compensation=method, holdout=0.1).method is method
+        Recipe(compensation=method)
+    assert Recipe(compensation=method, holdout=0.1).method is method
     assert len(seen) == 3
 
 
@@ -108,7 +108,7 @@ def test_a_function_of_the_old_form_is_shown_the_new_one():
     )
     for attempt in (
         lambda: coec.compensate(*case(), method=old),
-        lambda: Recipe.of(compensation=old, factor=0.25),
+        lambda: Recipe(compensation=old, factor=0.25),
         lambda: coec.Method(old),
     ):
         with pytest.raises(OptionError, match=match) as error:
@@ -120,7 +120,7 @@ def test_keyword_arguments_of_a_function_are_its_options():
     W, gram, kept = case()
     found = coec.compensate(W, gram, kept, method=scaled, factor=0.25, often=2)
     assert torch.equal(found.weight, 0.0625 * W[:, kept])
-    recipe = Recipe.of(compensation=scaled, factor=0.25)
+    recipe = Recipe(compensation=scaled, factor=0.25)
     assert recipe.record()["options"] == {"factor": 0.25, "often": 1}
     assert recipe.record()["compensation"] == "scaled"
 
@@ -137,7 +137,7 @@ def test_options_of_a_function_are_checked_by_their_annotations(options, match):
     with pytest.raises(OptionError, match=match):
         coec.compensate(*case(), method=scaled, **options)
     with pytest.raises(OptionError, match=match):
-        Recipe.of(compensation=scaled, **options)
+        Recipe(compensation=scaled, **options)
 
 
 def needy(problem, *, factor: float):
@@ -147,11 +147,11 @@ def needy(problem, *, factor: float):
 def test_an_option_without_a_default_must_be_given():
     for attempt in (
         lambda: coec.compensate(*case(), method=needy),
-        lambda: Recipe.of(compensation=needy),
+        lambda: Recipe(compensation=needy),
     ):
         with pytest.raises(OptionError, match="'needy' needs the option 'factor'"):
             attempt()
-    assert Recipe.of(compensation=needy, factor=2).record()["options"] == {"factor": 2}
+    assert Recipe(compensation=needy, factor=2).record()["options"] == {"factor": 2}
 
 
 @dataclass
@@ -219,7 +219,7 @@ def test_a_method_goes_by_the_name_it_is_listed_under(name):
     method = pickle.loads(pickle.dumps(COMPENSATIONS[name]))
     assert method == COMPENSATIONS[name]
     assert method.name == name
-    one, two = (Recipe.of(compensation=choice, holdout=0.125) for choice in (method, name))
+    one, two = (Recipe(compensation=choice, holdout=0.125) for choice in (method, name))
     assert one.record() == two.record()
 
 

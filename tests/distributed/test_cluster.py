@@ -10,7 +10,8 @@ import torch
 import coec
 import tiny_models as tm
 from coec.distributed import cluster as module
-from coec.distributed.cluster import Cluster, ClusterJobs, Shortage, joined, shared_folder
+from coec.distributed import workers
+from coec.distributed.cluster import Cluster, ClusterJobs, joined, shared_folder
 from coec.errors import CoecError, OptionError
 from coec.events import recording
 
@@ -57,7 +58,7 @@ def test_an_address_that_is_none(address):
 def test_settings_of_a_cluster_need_one(tmp_path, run):
     for name, value in (("address", "auto"), ("workers", 2)):
         with pytest.raises(OptionError, match=f"{name} has no effect with executor = here"):
-            coec.Recipe.of(**{name: value})
+            coec.Recipe(**{name: value})
     status, _, said = run("prune", "model", tmp_path / "out", "--workers", "2")
     assert status == 1
     assert "workers has no effect with executor = here" in said
@@ -86,12 +87,14 @@ def test_where_a_node_is_lost_fewer_workers_leave_room_for_a_block(monkeypatch):
     nodes = [(2, 0, 1), (2, 0, 1)]
     made, now = cluster(), [0.0]
     monkeypatch.setattr(made.ray, "nodes", lambda: cluster(*nodes).ray.nodes())
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    shortage = Shortage(made, CPU)
+    monkeypatch.setattr(workers.time, "monotonic", lambda: now[0])
+    pool = workers.WorkerPool(made, CPU)
+    monkeypatch.setattr(pool, "end", lambda: None)
+    pool.workers = ["first", "second"]
 
     def after(seconds):
         now[0] += seconds
-        return shortage.fewer(2)
+        return pool.shrunk()
 
     with recording() as events:
         assert [after(10) for _ in range(9)] == [None] * 9

@@ -1,4 +1,4 @@
-"""Several places that hold the windows: the result of one, also where one of them is lost."""
+"""Several workers hold the windows: the result of one, also where one of them is lost."""
 
 import contextlib
 import itertools
@@ -10,36 +10,46 @@ from safetensors.torch import load_file
 import coec
 import tiny_models as tm
 from coec.distributed.cluster import RETRIES, LostError
-from coec.distributed.worker_group import LocalGroup, WorkerGroup
 from coec.errors import CoecError
 from coec.pipeline import reconstruct as reconstruction
-from coec.streaming.two_streams import PARTS, TwoStreams, given_of
+from coec.streaming.passes import DensePass
+from coec.streaming.two_streams import PARTS, TwoStreams, shards
+from coec.streaming.worker_group import LocalGroup, WorkerGroup
 
 SETTINGS = {
     "samples": 20, "seq_len": 16, "preset": "best", "self_samples": 0.0, "cg_iterations": 2,
-    "reconstruct": 1,
-    "holdout": 0.2, "seed": 1,
+    "reconstruct": 1, "holdout": 0.2, "seed": 1,
 }  # fmt: skip
 
 
 class Several(WorkerGroup):
-    """A team of pairs in one process, whose first dies whenever `lost` says so."""
+    """Workers in one process, the first of which dies whenever `lost` says so."""
 
-    def __init__(self, make, shares, lost):
-        self._make, self._shares, self._lost = make, shares, lost
-        self._members = [LocalGroup(make(given)) for given in shares]
+    def __init__(self, make, shards, lost):
+        self._make, self._shards, self._lost = make, shards, lost
+        self._members = [LocalGroup(make(shard)) for shard in shards]
 
-    def all(self, name, *arguments):
+    def _lose(self, name):
         if self._lost(name):
-            self._members[0] = LocalGroup(self._make(self._shares[0]))
+            self._members[0] = LocalGroup(self._make(self._shards[0]))
             raise LostError(name)
-        return itertools.chain.from_iterable([m.all(name, *arguments) for m in self._members])
+
+    def each(self, method, *args, **kwargs):
+        self._lose(method.__name__)
+        return itertools.chain.from_iterable(
+            [m.each(method, *args, **kwargs) for m in self._members]
+        )
+
+    def do(self, method, *args, **kwargs):
+        self._lose(method.__name__)
+        for member in self._members:
+            member.do(method, *args, **kwargs)
 
     def solve(self, work):
-        handed = work()
+        solved = work()
         if self._lost("solve"):
             raise LostError("solve")
-        return handed
+        return solved, None
 
     def bring_to(self, index, finished):
         for member in self._members:
@@ -57,17 +67,17 @@ def place(tmp_path_factory):
 
 
 def pruned(place, out, monkeypatch, count, lost=lambda name: False, kv_groups="uniform"):
-    """By a team of several; returns the weights."""
+    """By several workers; returns the weights."""
 
     @contextlib.contextmanager
-    def worker_group(source, dense, plan, written):
-        windows, held = source.parts()
+    def worker_group(source, run):
+        windows, held = source.windows_of_text()
         size = max(1, len(windows) // PARTS)
-        how = {"device": source.device, "dtype": source.dtype, "written": written}
-        shares = given_of(windows, held, size, count)
-        yield Several(lambda given: TwoStreams(dense, plan, given, **how), shares, lost)
+        made = shards(windows, held, size, count)
+        dense = source._dense
+        yield Several(lambda shard: TwoStreams(dense, run, shard, source.device), made, lost)
 
-    monkeypatch.setattr(reconstruction, "worker_group", worker_group)
+    monkeypatch.setattr(DensePass, "worker_group", worker_group)
     settings = {**SETTINGS, "kv_groups": kv_groups}
     coec.prune(place / "model", out, calibration=place / "tokens.npy", **settings)
     return load_file(out / "model.safetensors")
@@ -86,7 +96,10 @@ def test_any_number_of_places_gives_the_same_bits(count, place, tmp_path, monkey
 @pytest.mark.parametrize(
     ("name", "kv_groups"),
     [
-        *((n, "uniform") for n in ("squares", "go_past", "predict", "enter", "load", "solve")),
+        *(
+            (n, "uniform")
+            for n in ("squares", "advance", "predict", "advance_site", "load", "solve")
+        ),
         ("product", "held-out"),  # lost while a candidate is tried, and again
     ],
 )
@@ -129,14 +142,14 @@ def test_what_is_lost_again_and_again_ends_the_run_and_leaves_what_is_finished(
 def test_parts_are_the_same_however_many_places_there_are():
     windows = torch.arange(19)[:, None].expand(19, 4)
     held = torch.arange(3)[:, None].expand(3, 4)
-    whole = given_of(windows, held, 2)
+    whole = shards(windows, held, 2)
     assert len(whole) == 1
     assert len(whole[0]["fit"]) == PARTS
     for count in (2, 5, 8, 30):
-        shares = given_of(windows, held, 2, count)
-        assert len(shares) == min(count, PARTS)
+        several = shards(windows, held, 2, count)
+        assert len(several) == min(count, PARTS)
         for kind in ("fit", "held"):
-            parts = [part for share in shares for part in share[kind]]
+            parts = [part for shard in several for part in shard[kind]]
             numbers = [[b.number for b in part] for part in parts]
             assert numbers == [[b.number for b in part] for part in whole[0][kind]]
     ids = torch.cat([b.ids for part in whole[0]["fit"] for b in part])

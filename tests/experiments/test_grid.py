@@ -260,4 +260,4 @@ def test_published_rows_are_still_cells_of_their_grid(monkeypatch):
     rows = (root / "benchmarks/results/beyond.jsonl").read_text(encoding="utf-8").splitlines()
     assert {json.loads(row)["cell"] for row in rows} <= cells
     for name, nothing in NEWER.items():
-        assert Recipe.of().record()[name] == nothing
+        assert Recipe().record()[name] == nothing

@@ -114,10 +114,10 @@ def unfinished(root: Path, dense: Path, tokens: str) -> None:
     coec.prune(dense, root / "whole", calibration=tokens, **SMALL)
     solve = coec.pipeline.prune.solve_block
 
-    def interrupted(measured: Any, *rest: Any) -> Any:
+    def interrupted(measured: Any, **options: Any) -> Any:
         if measured.block.index:
             raise KeyboardInterrupt
-        return solve(measured, *rest)
+        return solve(measured, **options)
 
     coec.pipeline.prune.solve_block = interrupted
     try:
@@ -218,7 +218,7 @@ CASES: dict[str, Case] = {
     "grid": (("grid.toml",), lambda p: [p / "grid.toml"], lambda p: expand(str(p / "grid.toml"))),
     "recipe": (
         ("recipe.toml",), lambda p: [p / "recipe.toml"],
-        lambda p: Recipe.of(**read_settings(p / "recipe.toml")).record(),
+        lambda p: Recipe(**read_settings(p / "recipe.toml")).record(),
     ),
     "results": (
         ("results",), lambda p: [p / "results/results.jsonl"], lambda p: report(p / "results"),

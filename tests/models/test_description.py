@@ -194,7 +194,7 @@ def test_rotary_settings_of_the_old_form_stay_as_they_are(variant):
     config = tm.raw_config(variant)
     kept = copy.deepcopy(config)
     assert Description.of(config).config == kept
-    written = Plan.of(Description.of(config), Recipe.of()).output.config
+    written = Plan.of(Description.of(config), Recipe()).output.config
     assert written.get("rope_scaling") == kept.get("rope_scaling")
     assert config == kept
 

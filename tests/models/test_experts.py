@@ -68,7 +68,7 @@ def test_experts_without_a_size():
 
 def plan(channels, **settings):
     config = tm.raw_config("qwen3_moe", moe_intermediate_size=channels)
-    return Plan.of(Description.of(config), Recipe.of(**settings))
+    return Plan.of(Description.of(config), Recipe(**settings))
 
 
 def test_experts_keep_a_multiple_of_8_as_their_product_of_matrices_wants():
@@ -98,7 +98,7 @@ def test_experts_whose_units_are_named_keep_these_and_a_note_says_what_that_mean
 def test_one_share_is_of_mlps_and_experts():
     config = tm.raw_config("qwen3_moe mixed", moe_intermediate_size=64)
     made = Plan.of(
-        Description.of(config), Recipe.of(sparsity=0.5, mlp_sparsity=0.25, attention_sparsity=0)
+        Description.of(config), Recipe(sparsity=0.5, mlp_sparsity=0.25, attention_sparsity=0)
     )
     assert made.record()["widths"] == {
         "mlp": {"before": 40, "after": 30},

@@ -33,7 +33,7 @@ def chosen(variant, kv_heads=3, bias=False, **changes):
     ],
 )
 def test_parameter_counts_are_the_papers(config, dense, pruned, widths):
-    plan = Plan.of(Description.of(config), Recipe.of(sparsity=0.3))
+    plan = Plan.of(Description.of(config), Recipe(sparsity=0.3))
     digits = 2 if dense < 10 else 1
     assert round(plan.parameters_before / 1e9, digits) == dense
     assert round(plan.parameters_after / 1e9, digits) == pruned
@@ -79,7 +79,7 @@ def test_the_head_size_is_written_where_it_was_implied(variant):
     """Fewer heads on the same hidden size would imply another."""
     config = tm.raw_config(variant)
     del config["head_dim"]
-    plan = Plan.of(Description.of(config), Recipe.of(sparsity=0.3))
+    plan = Plan.of(Description.of(config), Recipe(sparsity=0.3))
     assert plan.output.config["head_dim"] == 4
     assert plan.pruned_shapes["model.layers.0.self_attn.q_proj.weight"] == (24, 32)
 
@@ -162,10 +162,10 @@ def test_of_a_type_that_nobody_tried_nothing_is_known():
 
 
 def test_biases_are_planned_only_where_something_goes():
-    recipe = Recipe.of(sparsity=0.1, compensation="bias")
+    recipe = Recipe(sparsity=0.1, compensation="bias")
     plan = Plan.of(Description.of(tm.raw_config("llama")), recipe)
     assert "model.layers.0.mlp.down_proj.bias" in plan.pruned_shapes
-    wide = Plan.of(Description.of(tm.raw_config("llama", intermediate_size=1)), Recipe.of())
+    wide = Plan.of(Description.of(tm.raw_config("llama", intermediate_size=1)), Recipe())
     assert "model.layers.0.mlp.down_proj.bias" not in wide.pruned_shapes
 
 

@@ -1,7 +1,6 @@
 """Widths that differ by block: shared out, written, loaded, evaluated, pruned again."""
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from coec.models.description import Description
 from coec.models.shape import Shape
 from coec.pipeline import allocate as allocating
 from coec.planning import ComputeConfig
-from coec.streaming.sensitivity import Repaired, Sensitivity
+from coec.streaming.sensitivity import RepairedConsumer, Sensitivity
 
 SETTINGS = {"samples": 12, "seq_len": 32, "selection": "obs", "compensation": "ridge-to-slice"}
 OWN = {
@@ -159,12 +158,12 @@ def test_heights_that_are_no_costs_leave_the_shapes(dense):
     plan = coec.plan(dense, allocation="error", non_uniform=True)
     curves = {s.key: torch.tensor([torch.inf, 2.0, 1.0]).double() for s in plan.model.layout.sites}
     for cost in (0.0, -1.0):
-        found = allocating._weighed(curves, dict.fromkeys(curves, cost), plan)
+        found = allocating._scaled(curves, dict.fromkeys(curves, cost), plan)
         assert all(worth[1] == 2 * worth[2] > 0 for worth in found.values())
 
 
 def test_units_of_every_site_leave_nothing_to_allocate(dense, ids, tmp_path, monkeypatch):
-    monkeypatch.setattr("coec.pipeline.prune.importances", None)  # is not called
+    monkeypatch.setattr("coec.pipeline.prune.measure_importances", None)  # is not called
     own = {"allocation": "error", "non_uniform": True, "kept": OWN}
     report = prune(dense, tmp_path / "out", ids, **own)
     assert "allocation" in report.plan["notes"][0]
@@ -194,7 +193,7 @@ def test_equal_widths_are_written_in_a_stock_format(dense, ids, tmp_path, monkey
         return {site.key: torch.linspace(1, 0, even[site.name]).double()
                 for site in dense.layout.sites}  # fmt: skip
 
-    monkeypatch.setattr("coec.pipeline.prune.importances", same)
+    monkeypatch.setattr("coec.pipeline.prune.measure_importances", same)
     report = prune(dense, tmp_path / "out", ids, sparsity=0.5, allocation="error", non_uniform=True)
     assert widths(report) == (20, 2)
     assert report.plan["code"] is None
@@ -216,7 +215,7 @@ def test_no_widths_are_refused_once_work_has_begun(variant, groups, ids, tmp_pat
             worth[site.key] = values
         return worth
 
-    monkeypatch.setattr("coec.pipeline.prune.importances", found)
+    monkeypatch.setattr("coec.pipeline.prune.measure_importances", found)
     model = tm.save(tm.tiny(variant, torch.float32, hidden_size=40), tmp_path / "dense")
     own = {"sparsity": 0.5, "allocation": "error", "non_uniform": True}
     report = prune(model, tmp_path / "out", ids, **own)
@@ -264,11 +263,12 @@ def test_a_killed_run_goes_on_behind_its_allocation(dense, ids, tmp_path, monkey
     prune(dense, tmp_path / "whole", ids, **own)
     with monkeypatch.context() as patched:
         patched.setattr(
-            "coec.pipeline.prune.solve_block", lambda *args: (_ for _ in ()).throw(KeyError)
+            "coec.pipeline.prune.solve_block",
+            lambda *args, **options: (_ for _ in ()).throw(KeyError),
         )
         with pytest.raises(KeyError):
             prune(dense, tmp_path / "out", ids, **own)
-    monkeypatch.setattr(allocating, "_worth", None)  # is not called again
+    monkeypatch.setattr(allocating, "_importance", None)  # is not called again
     prune(dense, tmp_path / "out", ids, **own)
     for name in ("model.safetensors", "config.json", "coec/kept.safetensors"):
         one, other = ((tmp_path / n / name).read_bytes() for n in ("whole", "out"))
@@ -349,9 +349,9 @@ def test_errors_are_not_weighed_from_statistics(dense, ids, tmp_path):
 
 def test_a_cluster_of_gpus_is_led_from_one_of_its_nodes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    allocating.check_leader(SimpleNamespace(device=torch.device("cpu")))
+    allocating.check_leader(torch.device("cpu"))
     with pytest.raises(OptionError, match="has no GPU: run the command on a node that has one"):
-        allocating.check_leader(SimpleNamespace(device=torch.device("cuda")))
+        allocating.check_leader(torch.device("cuda"))
 
 
 def test_a_plan_says_that_its_widths_are_not_decided(dense, ids):
@@ -432,7 +432,7 @@ def test_costs_are_those_of_models_pruned_at_one_site_and_everywhere_else(dense)
     for site in model.layout.sites:
         weight = model.tensor(site.weight)
         bias = 0.1 * torch.randn(len(weight), generator=generator)
-        repaired[site.key] = Repaired(
+        repaired[site.key] = RepairedConsumer(
             weight + 0.1 * torch.randn(weight.shape, generator=generator),
             bias if site.block == 0 else None,
         )
@@ -462,12 +462,12 @@ def test_costs_are_those_of_models_pruned_at_one_site_and_everywhere_else(dense)
 
 
 def test_predictions_that_are_not_finite_are_refused(dense, ids, tmp_path, monkeypatch):
-    original = allocating._in_place
+    original = allocating._in_dense_shape
 
     def broken(cut, tensors):
         one = original(cut, tensors)
-        return Repaired(one.weight * float("inf"), one.bias)
+        return RepairedConsumer(one.weight * float("inf"), one.bias)
 
-    monkeypatch.setattr(allocating, "_in_place", broken)
+    monkeypatch.setattr(allocating, "_in_dense_shape", broken)
     with pytest.raises(CoecError, match="cannot be measured.*allocation = adaptive"):
         prune(dense, tmp_path / "out", ids, allocation="error", non_uniform=True)

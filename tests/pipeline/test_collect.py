@@ -64,7 +64,7 @@ def test_statistics_bring_the_held_out_windows_that_a_compensation_needs(model, 
     assert two.recipe["holdout"] == 0.2
     plan = coec.plan(model, statistics=saved.folder, **same)
     assert plan.recipe.calibration.holdout == 0.2
-    recipe = Recipe.of(compensation="auto", holdout=0.2, sparsity=0.4)
+    recipe = Recipe(compensation="auto", holdout=0.2, sparsity=0.4)
     assert coec.prune(model, tmp_path / "three", recipe, statistics=saved).sites[0]["chosen"]
     with pytest.raises(OptionError, match="holdout"):
         coec.prune(model, tmp_path / "four", statistics=saved, **same, holdout=0.5)
@@ -72,7 +72,7 @@ def test_statistics_bring_the_held_out_windows_that_a_compensation_needs(model, 
 
 def test_statistics_without_held_out_windows_are_refused_where_they_are_needed(model, tmp_path):
     bare = coec.collect(model, tmp_path / "bare", **SETTINGS)
-    recipe = Recipe.of(compensation="auto", holdout=0.2)
+    recipe = Recipe(compensation="auto", holdout=0.2)
     for attempt in (
         lambda: coec.prune(model, tmp_path / "out", statistics=bare, compensation="auto"),
         lambda: coec.plan(model, statistics=bare, compensation="auto"),
@@ -215,9 +215,9 @@ def test_a_damaged_file_names_the_block_and_what_was_finished_stays(model, tmp_p
     (made.folder / "block-00001.safetensors").write_bytes(whole)
     solved, solve = [], pruning.solve_block
 
-    def counted(measured, *rest):
+    def counted(measured, **options):
         solved.append(measured.block.index)
-        return solve(measured, *rest)
+        return solve(measured, **options)
 
     monkeypatch.setattr(pruning, "solve_block", counted)
     coec.prune(model, tmp_path / "out", statistics=made.folder, **SETTINGS)
@@ -420,7 +420,7 @@ def test_what_collect_returns_brings_its_settings(model, saved, tmp_path):
     assert two.calibration == one.calibration
     first, second = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert all(torch.equal(first[name], second[name]) for name in first)
-    coec.prune(model, tmp_path / "three", coec.Recipe.of(sparsity=0.4), statistics=saved)
+    coec.prune(model, tmp_path / "three", coec.Recipe(sparsity=0.4), statistics=saved)
     third = weights(tmp_path / "three")
     assert all(torch.equal(first[name], third[name]) for name in first)
 
@@ -587,7 +587,7 @@ def test_text_sampled_from_the_model_is_sampled_once(model, tmp_path, monkeypatc
         calls.append(1)
         return original(*arguments, **options)
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(windows_module, "sample_from_model", sampled)

@@ -98,7 +98,7 @@ def test_the_result_is_that_of_a_pruning_with_these_units(settings, dense, cut, 
 def test_a_recipe_and_statistics_do_as_well(dense, cut, tokens, tmp_path):
     folder, known = cut
     statistics = coec.collect(dense, tmp_path / "stats", calibration=tokens, **SETTINGS)
-    recipe = Recipe.of(compensation="ridge-to-slice")
+    recipe = Recipe(compensation="ridge-to-slice")
     coec.compensate_pruned(dense, folder, tmp_path / "one", recipe, statistics=statistics)
     coec.prune(dense, tmp_path / "two", kept=known, calibration=tokens, **HOW)
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
@@ -215,7 +215,7 @@ def test_who_stays_is_said_by_the_pruned_model_alone(name, dense, cut, tmp_path)
 
 
 def test_a_recipe_that_names_units(dense, cut, tmp_path):
-    recipe = Recipe.of(kept={"layers.0.mlp": [0]})
+    recipe = Recipe(kept={"layers.0.mlp": [0]})
     with pytest.raises(OptionError, match="the recipe names kept units, and so does the pruned"):
         coec.compensate_pruned(dense, cut[0], tmp_path / "out", recipe)
 

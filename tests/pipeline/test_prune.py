@@ -21,7 +21,7 @@ from coec.models.dense import Dense
 from coec.pipeline import prune as pruning
 from coec.pipeline import write as writing
 from coec.planning.recipe import Recipe
-from coec.streaming import measure
+from coec.streaming import passes as measure
 from coec.types import SiteResult
 from oracles import greedy_elimination
 
@@ -449,7 +449,7 @@ def test_calibration_may_be_named_by_a_path(dense, tmp_path):
 
 
 def test_a_recipe_and_settings_at_once_are_refused(dense, tokens, tmp_path):
-    recipe = Recipe.of(calibration=tokens, **SETTINGS)
+    recipe = Recipe(calibration=tokens, **SETTINGS)
     with pytest.raises(OptionError, match="a recipe or settings, not both; got 'sparsity' too"):
         coec.prune(dense, tmp_path / "out", recipe, sparsity=0.5)
     with pytest.raises(OptionError, match="a recipe or settings, not both"):

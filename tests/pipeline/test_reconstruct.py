@@ -156,7 +156,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
     """Both streams are run again through what is solved."""
     settings = {"preset": "best", **QUICK}
     root, reports = best
-    solve, count = reconstruction.SideBySide.solved, [0]
+    solve, count = reconstruction.BlockReconstruction.solve, [0]
 
     def interrupted(self, *arguments):
         if count[0] == after:
@@ -165,7 +165,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
         return solve(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(reconstruction.SideBySide, "solved", interrupted)
+        patch.setattr(reconstruction.BlockReconstruction, "solve", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pruned(dense, tmp_path / "out", tokens, **settings)
     if after:  # otherwise nothing is lost by asking for something else
@@ -180,9 +180,6 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"preset": "best", "selection": "rcpu"}, "best means selection = obs, got rcpu"),
-        ({"preset": "best", "propagate": False}, "best means propagate = true, got false"),
-        ({"preset": "best", "reconstruct": 0}, "best reconstructs blocks"),
         ({"preset": "worst"}, "preset must be one of paper, fast, best, got 'worst'"),
         ({"propagate": "yes"}, "propagate must be true or false, got 'yes'"),
         ({"cg_iterations": 5}, "cg_iterations has no effect with reconstruct = 0"),
@@ -260,17 +257,17 @@ def test_biases_go_with_targets(variant, settings, tokens, tmp_path):
 def test_going_on_keeps_no_graph_of_what_is_passed(dense, tokens, tmp_path, monkeypatch):
     """Hidden states of every solved block would stay in memory."""
     settings = {"preset": "best", "kv_groups": "uniform", **QUICK}
-    solve, seen = reconstruction.SideBySide.solved, []
+    solve, seen = reconstruction.BlockReconstruction.solve, []
 
     def watched(self, block):
-        pair = self._team.pair
-        states = (*pair._above.values(), *pair._below.values())
+        streams = self._group.streams
+        states = (*streams._dense_states.values(), *streams._pruned_states.values())
         seen.append([state.requires_grad for state in states])
         if block.index == 1 and len(seen) == 2:
             raise KeyboardInterrupt
         return solve(self, block)
 
-    monkeypatch.setattr(reconstruction.SideBySide, "solved", watched)
+    monkeypatch.setattr(reconstruction.BlockReconstruction, "solve", watched)
     with pytest.raises(KeyboardInterrupt):
         pruned(dense, tmp_path / "out", tokens, **settings)
     pruned(dense, tmp_path / "out", tokens, **settings)
@@ -314,7 +311,7 @@ def test_a_weight_that_the_output_cannot_hold_is_taken_back(dense, tokens, tmp_p
 
 def test_options_of_the_compensation_win_over_a_preset():
     for given in ({"ridge": 0.5}, {"options": {"ridge": 0.5}}):
-        assert Recipe.of(preset="best", **given).record()["options"] == {"ridge": 0.5}
+        assert Recipe(preset="best", **given).record()["options"] == {"ridge": 0.5}
 
 
 def test_one_sampled_window_is_refused_before_it_is_sampled(dense, tmp_path, monkeypatch):

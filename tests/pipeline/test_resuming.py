@@ -35,9 +35,9 @@ def solved(monkeypatch):
     """The blocks that were solved; `interrupted` ends a run before its second."""
     blocks, solve = [], pruning.solve_block
 
-    def counted(measured, *rest):
+    def counted(measured, **options):
         blocks.append(measured.block.index)
-        return solve(measured, *rest)
+        return solve(measured, **options)
 
     monkeypatch.setattr(pruning, "solve_block", counted)
     return blocks
@@ -47,10 +47,10 @@ def interrupt(monkeypatch, *arguments, **settings):
     """Prunes until the first block is finished."""
     solve = pruning.solve_block
 
-    def interrupted(measured, *rest):
+    def interrupted(measured, **options):
         if measured.block.index:
             raise KeyboardInterrupt
-        return solve(measured, *rest)
+        return solve(measured, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(pruning, "solve_block", interrupted)

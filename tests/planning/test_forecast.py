@@ -178,7 +178,7 @@ def test_the_disk_holds_the_model_about_once(folder, tmp_path):
 def test_a_solve_that_cannot_fit_is_refused_and_told_what_helps(settings, advice):
     """On a device with room for the least that everything else takes."""
     model = Description.of(LARGE)
-    plan = Plan.of(model, Recipe.of(**settings))
+    plan = Plan.of(model, Recipe(**settings))
     how = how_on(plan, CUDA)
     least = {one.phase: one.least[0] for one in plan.forecast(how).held}
     assert max(least, key=lambda phase: least[phase]) == "solving mlp"
@@ -225,7 +225,7 @@ def test_a_real_run_is_refused_before_any_work(tmp_path, monkeypatch):
     ],
 )
 def test_so_many_windows_are_sampled_as_a_card_has_room_for(free, at_once, said):
-    plan = Plan.of(Description.of(LLAMA_8B), Recipe.of(preset="best"))
+    plan = Plan.of(Description.of(LLAMA_8B), Recipe(preset="best"))
     card = FreeMemory(int(free), None)
     how = within(plan, how_on(plan, CUDA), card)
     assert how.at_once == at_once

@@ -293,9 +293,9 @@ def test_sums_do_not_depend_on_where_the_batches_lie():
         for own in (parts[:2], parts[2:])
     ]
 
-    def ask(name, *arguments):
+    def ask(method, *arguments):
         for place in places:
-            yield from getattr(place, name)(*arguments)
+            yield from method(place, *arguments)
 
     for curvature in (1.0, 0.4):
         one, two = (of(function, whole.modules, parts, curvature), LeastSquares(ask, curvature))

@@ -10,7 +10,7 @@ from coec.errors import CalibrationError, OptionError
 from coec.models.dense import Dense
 from coec.planning import ComputeConfig
 from coec.settings import Calibration, Runtime
-from coec.streaming.measure import DensePass
+from coec.streaming.passes import DensePass
 from coec.streaming.windows import window_maker
 
 CPU = (torch.device("cpu"), torch.float64, None)

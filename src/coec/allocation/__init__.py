@@ -1,7 +1,7 @@
 """How many units every site keeps (METHODS §10)."""
 
 from coec.allocation.alignment import MOST_ADDED, MULTIPLES, OF_EXPERTS
-from coec.allocation.by_importance import Worths, by_worth
+from coec.allocation.by_importance import Importances, by_importance
 from coec.allocation.uniform import shares_for, uniform, whole_attention
 from coec.allocation.widths import Widths, parameters
 
@@ -9,9 +9,9 @@ __all__ = [
     "MOST_ADDED",
     "MULTIPLES",
     "OF_EXPERTS",
+    "Importances",
     "Widths",
-    "Worths",
-    "by_worth",
+    "by_importance",
     "parameters",
     "shares_for",
     "uniform",

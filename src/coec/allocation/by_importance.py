@@ -11,15 +11,15 @@ from coec.allocation.alignment import aligned
 from coec.allocation.widths import Widths, parameters
 from coec.models.layout import Layout, Site
 
-Worths = Mapping[str, Float[Tensor, " units"]]
+Importances = Mapping[str, Float[Tensor, " units"]]
 """What the units of sites are worth, by `Site.key`: that of the last one to stay first."""
 
 
-def by_worth(
+def by_importance(
     layout: Layout,
     shapes: Mapping[str, torch.Size],
     start: Widths,
-    importances: Worths,
+    importances: Importances,
     multiple: int | None,
     apart: frozenset[str] = frozenset(),
     spare: int = 0,
@@ -63,7 +63,7 @@ class _Pool:
         sites: which.
         costs: the parameters of one unit of each.
         most: how many all units that stay may have.
-        multiple: as in `by_worth`.
+        multiple: as in `by_importance`.
     """
 
     sites: Sequence[Site]

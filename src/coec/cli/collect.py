@@ -61,7 +61,7 @@ def collect_command(
             statistics = collecting.merge(model, out, merged, restart=restart, progress=advance)
         else:
             chosen = (read_settings(config) if config else {}) | given(flags)
-            recipe = Recipe.of(**chosen, trust_remote_code=trust_remote_code)
+            recipe = Recipe(**chosen, trust_remote_code=trust_remote_code)
             statistics = collecting.collect(model, out, recipe, restart=restart, progress=advance)
     if as_json:
         print(json.dumps({"folder": str(statistics.folder), **statistics.record()}))

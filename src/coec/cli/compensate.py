@@ -66,7 +66,7 @@ def compensate_command(
     with showing_progress(quiet) as advance:
         if out is None or dry_run:
             compensating.check_settings(chosen, pruned)
-            Recipe.of(**chosen)  # before the weights are read
+            Recipe(**chosen)  # before the weights are read
             kept = compensating.infer_kept(model, pruned, advance)
             plan = pruning.plan(model, statistics=statistics, **chosen, kept=kept)
         else:

@@ -1,19 +1,17 @@
-"""A Ray cluster: joined, checked, and left again. The one room that knows Ray.
+"""A Ray cluster: joined, checked, and left again.
 
-What is handed to a cluster is computed there as it would be here: every node has the same version
-of what computes, sees the same files, and uses as many threads as this process.
+Work is computed there as it would be here: every node has the same versions, sees the same files,
+and uses as many threads as this process.
 """
 
 import contextlib
 import importlib
 import logging
-import math
 import os
 import pickle
 import signal
 import socket
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,18 +27,18 @@ from coec.events import record
 from coec.execution.places import nearest
 
 ANSWER_S = 5
-"""Seconds in which a cluster answers, or is taken not to be there."""
+"""Seconds after which a cluster that does not answer counts as absent."""
 CHECK_S = 120
-"""Seconds in which a node starts a process and says what it has."""
+"""Seconds in which a node starts a process and answers."""
 LOOK_S, SHORT_S, PATIENCE_S = 5, 15, 600
-"""Seconds between two looks at what a cluster has; in which what it lost is back, before fewer
-workers go on; and in which there is room again where not even one has any."""
+"""Seconds between two looks at the nodes; before fewer workers go on after a node was lost; and
+before a run gives up because there is room for none."""
 LOOPBACK, ENABLED = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "ENABLE_RAY_CLUSTER"
-"""The variable by which Ray listens to other machines, and what its process reads of it."""
+"""The variable by which Ray listens to other machines, and the constant that holds it."""
 RETRIES = 3
-"""How often work that was lost with a process or a node is done again."""
-Job = TypeVar("Job")
-Result = TypeVar("Result")
+"""Number of times that work lost with a process or a node is done again."""
+_Job = TypeVar("_Job")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Node:
     Attributes:
         id: Ray's own.
         host: its name or address.
-        cpus, gpus: what Ray may use of it.
+        cpus, gpus: how many Ray may use.
         store: bytes of its object store.
     """
 
@@ -78,58 +76,59 @@ class Cluster:
         self.nodes = self.alive()
 
     def alive(self) -> list[Node]:
-        """The nodes that it has by now."""
+        """Return the nodes that are alive now."""
         return [
             Node(
-                one["NodeID"],
-                one.get("NodeManagerHostname") or one["NodeManagerAddress"],
-                one["Resources"].get("CPU", 0.0),
-                one["Resources"].get("GPU", 0.0),
-                int(one["Resources"].get("object_store_memory", 0)),
+                node["NodeID"],
+                node.get("NodeManagerHostname") or node["NodeManagerAddress"],
+                node["Resources"].get("CPU", 0.0),
+                node["Resources"].get("GPU", 0.0),
+                int(node["Resources"].get("object_store_memory", 0)),
             )
-            for one in self.ray.nodes()
-            if one["Alive"]
+            for node in self.ray.nodes()
+            if node["Alive"]
         ]
 
     def slots(self, nodes: Sequence[Node], device: torch.device) -> int:
-        """How many workers and solved blocks there is room for at once; each takes `half`."""
+        """Return how many workers and solved blocks, of `half` each, there is room for."""
         return sum(int(2 * share) for share in self._shares(nodes, device))
 
     def _shares(self, nodes: Sequence[Node], device: torch.device) -> list[float]:
-        """Of every node, how many devices it has, or processes of as many threads as this has."""
+        """Return the devices of every node, or its processes of as many threads as this one has."""
         return [n.gpus if device.type == "cuda" else n.cpus / self.threads for n in nodes]
 
     @property
     def gpus(self) -> float:
-        """Of all nodes."""
+        """Number of GPUs of all nodes."""
         return sum(node.gpus for node in self.nodes)
 
-    def device(self, asked: str) -> torch.device:
-        """Where workers compute; raises OptionError where no node has such a device."""
-        if asked == "auto":
+    def device(self, name: str) -> torch.device:
+        """Return the device of the workers; raises OptionError where no node has it."""
+        if name == "auto":
             return torch.device("cuda" if self.gpus else "cpu")
         try:
-            device = torch.device(asked)
+            device = torch.device(name)
         except RuntimeError as error:
-            raise OptionError(f"device '{asked}' cannot be used: {error}") from error
+            raise OptionError(f"device '{name}' cannot be used: {error}") from error
         if str(device) not in ("cpu", "cuda"):
             raise OptionError(
-                f"device '{asked}' cannot be asked of a cluster, which gives every worker its own: "
+                f"device '{name}' cannot be asked of a cluster, which gives every worker its own: "
                 "device is auto, cpu or cuda"
             )
         if device.type == "cuda" and not self.gpus:
             raise OptionError("device = cuda, but no node of the cluster has a GPU: use device=cpu")
         return device
 
-    def workers(self, asked: int | None, device: torch.device) -> int:
-        """How many workers there are; raises OptionError where there is no room for so many.
+    def workers(self, count: int | None, device: torch.device) -> int:
+        """Return the number of workers; raises OptionError where there is no room for so many.
 
-        Half of a device, or of the cores that a process uses, is a worker's, which carries windows
-        through the model; the other half is a block's that is solved meanwhile.
+        A worker takes half of a device, or of the cores that a process uses, and carries windows
+        through the model; a block that is solved meanwhile takes the other half.
         """
         of_gpus = device.type == "cuda"
         room = int(sum(self._shares(self.nodes, device)))
-        count = (room if of_gpus else max(1, room)) if asked is None else asked
+        if count is None:
+            count = room if of_gpus else max(1, room)
         slots = self.slots(self.nodes, device)
         if count + 1 > slots:
             what = f"{self.gpus:g} GPUs" if of_gpus else (
@@ -143,7 +142,7 @@ class Cluster:
         return count
 
     def check_room(self, device: torch.device) -> None:
-        """Raises OptionError where no node has room for a job that does all by itself."""
+        """Raise OptionError where no node has room for a job that does all by itself."""
         nodes = self.alive()
         if device.type == "cuda" and max(node.gpus for node in nodes) < 1:
             raise OptionError("no node of the cluster has a GPU: add one, or use device=cpu")
@@ -154,19 +153,19 @@ class Cluster:
             )
 
     def half(self, device: torch.device) -> dict[str, float]:
-        """What Ray is asked for a worker, or for a block that is solved."""
+        """Return the resources of a worker, or of a block that is solved."""
         if device.type == "cuda":
             return {"num_gpus": 0.5, "num_cpus": 0}
         return {"num_cpus": self.threads / 2}
 
     def whole(self, device: torch.device) -> dict[str, float]:
-        """What Ray is asked for a job that does all by itself."""
+        """Return the resources of a job that does all by itself."""
         if device.type == "cuda":
             return {"num_gpus": 1, "num_cpus": 0}
         return {"num_cpus": self.threads}
 
     def check_store(self, needed: int) -> None:
-        """Raises OptionError where a node cannot hold an object of so many bytes twice over."""
+        """Raise OptionError where a node cannot hold an object of so many bytes twice over."""
         least = min(self.nodes, key=lambda node: node.store)
         if least.store < 2 * needed:
             raise OptionError(
@@ -175,13 +174,13 @@ class Cluster:
                 f"with --object-store-memory={2 * needed}"
             )
 
-    def check_nodes(self, look: Callable[[], str], here: str, what: str) -> None:
-        """Every node has these versions, and sees what this process sees.
+    def check_nodes(self, look: Callable[[], str], expected: str, what: str) -> None:
+        """Check that every node has these versions, and sees what this process sees.
 
         Args:
-            look: what a node sees, in a word; raises CoecError where it sees nothing.
-            here: the same in this process.
-            what: is looked at, for the error.
+            look: returns what a node sees; raises CoecError where it sees nothing.
+            expected: what this process sees.
+            what: what is looked at, for the error.
 
         Raises:
             OptionError: naming the node.
@@ -196,42 +195,42 @@ class Cluster:
                 import coec
             except ImportError as error:
                 return {"missing": error.name or str(error)}
-            found = {"coec": coec.__version__, "torch": torch.__version__}
-            if found == ours:
+            answer = {"coec": coec.__version__, "torch": torch.__version__}
+            if answer == ours:
                 try:
-                    found["seen"] = pickle.loads(looking)()
+                    answer["seen"] = pickle.loads(looking)()
                 except coec.CoecError as error:
-                    found["error"] = str(error)
-            return found
+                    answer["error"] = str(error)
+            return answer
 
         ours = {"coec": __version__, "torch": torch.__version__}
         task, looking = self.ray.remote(num_cpus=0, max_retries=0)(ask), pickle.dumps(look)
-        asked = {
+        references = {
             n: task.options(scheduling_strategy=On(n.id, soft=False)).remote(looking)
             for n in self.nodes
         }
-        for node, answer in asked.items():
+        for node, reference in references.items():
             try:
-                found = self.ray.get(answer, timeout=CHECK_S)
+                answer = self.ray.get(reference, timeout=CHECK_S)
             except self.ray.exceptions.RayError as error:
                 raise OptionError(f"node {node.host} does not work: {first_line(error)}") from error
-            if missing := found.get("missing"):
+            if missing := answer.get("missing"):
                 raise OptionError(f"node {node.host} has no {missing}: install 'coec[ray]' there")
             for name, version in ours.items():
-                if found[name] != version:
+                if answer[name] != version:
                     raise OptionError(
-                        f"node {node.host} has {name} {found[name]}, this one has {version}: "
+                        f"node {node.host} has {name} {answer[name]}, this one has {version}: "
                         "install the same on all, as results would differ"
                     )
-            if found.get("seen") != here:
-                why = found.get("error", "it has another one there")
+            if answer.get("seen") != expected:
+                why = answer.get("error", "it has another one there")
                 raise OptionError(
                     f"node {node.host} does not see {what} ({why}): use a path that all nodes share"
                 )
 
     @contextmanager
     def translated(self) -> Iterator[None]:
-        """Errors of remote work: its own as they were raised there, all others as `LostError`."""
+        """Raise errors of remote work as they were raised there, all others as `LostError`."""
         errors = self.ray.exceptions
         try:
             yield
@@ -244,7 +243,7 @@ class Cluster:
             raise cause from None
 
     def get(self, reference: Any) -> Any:
-        """What remote work returned.
+        """Return what remote work returned.
 
         Raises:
             LostError: it was lost; errors of the work itself as they were raised there.
@@ -253,7 +252,7 @@ class Cluster:
             return self.ray.get(reference)
 
     def result(self, task: Any) -> Any:
-        """As `get`, of a task that Ray itself does again.
+        """Return what a task returned that Ray itself does again.
 
         Raises:
             CoecError: it was lost too often.
@@ -264,77 +263,22 @@ class Cluster:
             raise lost(error) from error
 
     def hosts(self, actors: Sequence[Any]) -> list[str]:
-        """The machine of every actor; "lost" where one is being begun anew."""
-        found = []
+        """Return the machine of every actor; "lost" where one is being begun anew."""
+        hosts = []
         for answer in [actor.host.remote() for actor in actors]:
             try:
-                found.append(self.get(answer))
+                hosts.append(self.get(answer))
             except LostError:
-                found.append("lost")
-        return found
-
-
-class Shortage:
-    """Watches that a cluster has room for a block being solved beside its workers.
-
-    Workers of a lost node begin anew on others, and may take the last room there: a block would
-    wait for ever.
-
-    Args:
-        cluster: which.
-        device: of the workers.
-    """
-
-    def __init__(self, cluster: Cluster, device: torch.device) -> None:
-        self._cluster, self._device = cluster, device
-        self._looked, self._since = 0.0, math.inf
-
-    def fewer(self, workers: int) -> int | None:
-        """With how many workers to go on; None where there is room, or may be again soon.
-
-        Raises:
-            CoecError: there was no room for a single one for too long.
-        """
-        now = time.monotonic()
-        if now - self._looked < LOOK_S:
-            return None
-        self._looked = now
-        room = self._cluster.slots(self._cluster.alive(), self._device) - 1
-        if room >= workers:
-            self._since = math.inf
-            return None
-        self._since = min(self._since, now)
-        short = now - self._since
-        if room >= 1 and short >= SHORT_S:
-            self._since = math.inf
-            record(
-                f"the cluster lost a node: {workers} workers leave no room for a block being "
-                f"solved, so {room} go on with their windows"
-            )
-            return room
-        if room < 1:
-            each = "half a GPU" if self._device.type == "cuda" else (
-                f"{self._cluster.threads / 2:g} CPUs"
-            )  # fmt: skip
-            record(
-                f"the cluster lost a node: waiting for one with room for a worker and a block "
-                f"being solved, each of {each}, for {PATIENCE_S} s"
-            )
-            if short >= PATIENCE_S:
-                raise CoecError(
-                    f"the cluster has had no room for a worker and a block being solved for "
-                    f"{PATIENCE_S} s: add a node; what is finished is kept, and the same command "
-                    "goes on with the rest"
-                )
-        return None
+                hosts.append("lost")
+        return hosts
 
 
 class ClusterJobs:
-    """Carries out jobs on a cluster, each a task that is done again where it was lost.
+    """Run jobs on a cluster, each a task that is done again where it was lost.
 
     Args:
-        cluster: where.
-        device: of which every job takes one, or as many cores as this process has threads.
+        cluster: the cluster.
+        device: every job takes one, or as many cores as this process has threads.
 
     Raises:
         OptionError: no node has so many.
@@ -344,8 +288,8 @@ class ClusterJobs:
         cluster.check_room(device)
         self._cluster, self._device = cluster, device
 
-    def map(self, function: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
-        """The results in the order of the jobs.
+    def map(self, function: Callable[[_Job], _Result], jobs: Iterable[_Job]) -> Iterator[_Result]:
+        """Yield the results in the order of the jobs.
 
         Raises:
             CoecError: a job was lost too often.
@@ -354,18 +298,18 @@ class ClusterJobs:
         task = cluster.ray.remote(
             max_retries=RETRIES, scheduling_strategy="SPREAD", **cluster.whole(self._device)
         )(_carry_out)
-        handed = [task.remote(function, job, cluster.threads) for job in jobs]
+        references = [task.remote(function, job, cluster.threads) for job in jobs]
         try:
-            for reference in handed:
+            for reference in references:
                 while not cluster.ray.wait([reference], timeout=LOOK_S)[0]:
                     self._say_what_is_waited_for()
                 yield cluster.result(reference)
         finally:  # an error or a signal: nobody waits for the rest
-            for reference in handed:
+            for reference in references:
                 cluster.ray.cancel(reference)
 
     def _say_what_is_waited_for(self) -> None:
-        """Records that a node was lost without which no job can be done."""
+        """Record that a node was lost without which no job can be done."""
         try:
             self._cluster.check_room(self._device)
         except OptionError as error:
@@ -374,7 +318,7 @@ class ClusterJobs:
 
 @dataclass(frozen=True)
 class _Look:
-    """What a node sees in a file."""
+    """Content of a file as a node sees it."""
 
     path: Path
 
@@ -387,9 +331,9 @@ class _Look:
 
 @contextmanager
 def shared_folder(folder: Path) -> Iterator[Callable[[], str]]:
-    """What tells whether another node sees a folder, or the nearest that is there.
+    """Give a function that shows whether a node sees a folder, or its nearest parent.
 
-    As long as the `with` block lasts.
+    It works while the `with` block lasts.
     """
     path = nearest(folder.absolute()) / f".seen-{uuid.uuid4().hex}"
     path.write_text(path.name)
@@ -400,7 +344,7 @@ def shared_folder(folder: Path) -> Iterator[Callable[[], str]]:
 
 
 def lost(error: LostError) -> CoecError:
-    """What is said of work that was lost too often."""
+    """Return the error for work that was lost too often."""
     return CoecError(
         f"work was lost {RETRIES + 1} times with a process or a node of the cluster ({error}): "
         "what is finished is kept, and the same command goes on with the rest"
@@ -408,12 +352,12 @@ def lost(error: LostError) -> CoecError:
 
 
 def _carry_out(function: Callable[[Any], Any], job: Any, threads: int) -> Any:
-    begin(threads)
+    begin_process(threads)
     return function(job)
 
 
-def begin(threads: int) -> None:
-    """Sets a process of a cluster up: as many threads as the driver has, and no chatter."""
+def begin_process(threads: int) -> None:
+    """Set a process of the cluster up: as many threads as the driver has, and no chatter."""
     from transformers.utils import logging as transformers_logging
 
     torch.set_num_threads(threads)
@@ -423,11 +367,11 @@ def begin(threads: int) -> None:
 
 @contextmanager
 def joined(address: str | None) -> Iterator[Cluster]:
-    """A cluster, as long as the `with` block lasts.
+    """Give a cluster while the `with` block lasts.
 
     Args:
-        address: HOST:PORT of its head, `auto` for the one that this machine is of, or None for one
-            of this machine alone, which is started and ended.
+        address: HOST:PORT of its head, `auto` for the cluster that this machine belongs to, or None
+            for a new one of this machine alone.
 
     Raises:
         OptionError: Ray is not installed, or no cluster answers.
@@ -451,7 +395,7 @@ def joined(address: str | None) -> Iterator[Cluster]:
 
 
 def _start(ray: Any, address: str | None) -> None:
-    """Joins a cluster, or starts one; raises OptionError where there is none."""
+    """Join a cluster, or start one; raises OptionError where there is none."""
     alone = _on_loopback() if address is None else contextlib.nullcontext()
     try:
         with _own_signals(), alone:
@@ -470,9 +414,9 @@ def _start(ray: Any, address: str | None) -> None:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray takes SIGTERM for itself as it starts, and never gives it back: it ends with status 15.
+    """Keep our SIGTERM handler: Ray takes the signal as it starts, and would end with status 15.
 
-    What it raises meanwhile is made to what our own handler raises.
+    What Ray raises meanwhile becomes what our handler raises.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -490,10 +434,10 @@ def _own_signals() -> Iterator[None]:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """A cluster that is started meanwhile listens to this machine alone.
+    """Let a cluster that is started meanwhile listen to this machine alone.
 
-    Ray does so by itself on macOS and Windows, where this variable is off; it is read by what Ray
-    starts, and by this process when it imports Ray.
+    Ray does so by itself on macOS and Windows, where this variable is off. The processes that Ray
+    starts read it, and this process when it imports Ray.
     """
     try:
         constants: Any = importlib.import_module("ray._private.ray_constants")
@@ -514,7 +458,7 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _check_answers(address: str) -> None:
-    """Raises OptionError unless something listens there: Ray itself would wait for minutes."""
+    """Raise OptionError unless something listens there: Ray itself would wait for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in address:
         raise OptionError(f"address is HOST:PORT of a Ray cluster's head, or auto, got '{address}'")

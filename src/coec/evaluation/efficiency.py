@@ -77,7 +77,7 @@ def efficiency(
     check_dtype(dtype)
     before = Description.read(model)
     if pruned is None:
-        recipe = Recipe.of(sparsity=_DEFAULT_SPARSITY if sparsity is None else sparsity)
+        recipe = Recipe(sparsity=_DEFAULT_SPARSITY if sparsity is None else sparsity)
         after = Description.of(Plan.of(before, recipe).output.config)
     else:
         after = Description.read(pruned)

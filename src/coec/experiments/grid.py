@@ -240,7 +240,7 @@ class Grid:
             for values in itertools.product(*axes.values()):
                 settings = self.fixed | defaults | dict(zip(axes, values, strict=True)) | linked
                 try:
-                    recipe = Recipe.of(**_heard(settings, linked))
+                    recipe = Recipe(**_heard(settings, linked))
                 except OptionError as error:
                     raise OptionError(f"grid '{self.name}': {error}") from error
                 yield Cell(subject, recipe, (self.name,), labels, given=frozenset(settings))

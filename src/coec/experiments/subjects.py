@@ -17,7 +17,7 @@ from coec.experiments.grid import Cell, Subject
 from coec.models.dense import Dense
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
-from coec.streaming.measure import adopted
+from coec.streaming.passes import adopted
 from coec.streaming.self_text import sample_from_model, windows_that_fit
 from coec.streaming.statistics import Statistics
 from coec.streaming.windows import check_calibrations

@@ -40,7 +40,7 @@ from coec.models.dense import Dense
 from coec.pipeline.collect import collect
 from coec.planning.recipe import Recipe
 from coec.settings import without_effect
-from coec.streaming.measure import DensePass, depends_on
+from coec.streaming.passes import Backend, depends_on
 from coec.streaming.statistics import Statistics
 
 
@@ -298,7 +298,7 @@ def _runs_itself(cell: Cell) -> bool:
 def _windows(recipe: Recipe, dense: Dense) -> Tensor:
     """The windows of a calibration text, without those that the model adds to it."""
     text = replace(recipe.calibration, self_samples=0.0)
-    return DensePass(dense, text, recipe.runtime).draw().ids
+    return Backend().dense_pass(dense, text, recipe.runtime).draw().ids
 
 
 def _folder_of_statistics(out: Path, cell: Cell) -> Path:

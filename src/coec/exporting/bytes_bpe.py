@@ -5,7 +5,7 @@ What differs is where text is cut before it: llama.cpp has a name for each.
 
 from typing import Any
 
-from coec.exporting.vocabulary import UnknownTokenizerError, Vocabulary, in_order, pairs
+from coec.exporting.vocabulary import UnknownTokenizerError, Vocabulary, pairs, sequential
 
 WORDS = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d|" + WORDS
@@ -51,14 +51,14 @@ def read(content: dict[str, Any]) -> Vocabulary | None:
     Raises:
         UnknownTokenizerError: it is of this kind, and llama.cpp does not have it.
     """
-    steps = in_order(content["pre_tokenizer"], "pretokenizers")
+    steps = sequential(content["pre_tokenizer"], "pretokenizers")
     if not steps or steps[-1]["type"] != "ByteLevel":
         return None
     model = content["model"]
     for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout", "byte_fallback"):
         if model.get(key):
             raise UnknownTokenizerError(f"its {key} is {model[key]!r}")
-    normalizers = in_order(content["normalizer"], "normalizers")
+    normalizers = sequential(content["normalizer"], "normalizers")
     if any(step["type"] != "NFC" for step in normalizers):
         kinds = ", ".join(step["type"] for step in normalizers)
         raise UnknownTokenizerError(f"it changes text before it is cut ({kinds})")

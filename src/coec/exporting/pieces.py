@@ -9,7 +9,7 @@ from typing import Any
 
 from gguf import TokenType
 
-from coec.exporting.vocabulary import UnknownTokenizerError, Vocabulary, in_order, pairs
+from coec.exporting.vocabulary import UnknownTokenizerError, Vocabulary, pairs, sequential
 
 SPACE = "▁"
 BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
@@ -46,8 +46,8 @@ def read(content: dict[str, Any]) -> Vocabulary | None:
 
 def _prefix(content: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
     """Whether a space is put before a text, and what to know of it."""
-    normalizers = in_order(content["normalizer"], "normalizers")
-    steps = in_order(content["pre_tokenizer"], "pretokenizers")
+    normalizers = sequential(content["normalizer"], "normalizers")
+    steps = sequential(content["pre_tokenizer"], "pretokenizers")
     prepend = {"type": "Prepend", "prepend": SPACE}
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     if not steps and normalizers in ([prepend, replace], [replace]):

@@ -37,8 +37,8 @@ def pairs(merges: list[list[str] | str]) -> tuple[tuple[str, str], ...]:
     return tuple((left, right) for left, right in split)
 
 
-def in_order(part: dict | None, key: str) -> list[dict]:
+def sequential(part: dict | None, key: str) -> list[dict]:
     """The steps of a normalizer or pre-tokenizer, of which there may be several or none."""
     if part is None:
         return []
-    return [step for one in part[key] for step in in_order(one, key)] if key in part else [part]
+    return [step for one in part[key] for step in sequential(one, key)] if key in part else [part]

@@ -1,4 +1,4 @@
-"""Statistics as an end of their own: collected once, merged, used by many prunings."""
+"""Collect statistics once, and merge them: many prunings use them."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from torch import Tensor
 from coec.calibration.tokens import digest
 from coec.calibration.windows import with_judges
 from coec.devices import computed_by
-from coec.distributed.shares import sourced
+from coec.distributed.backend import open_backend
 from coec.errors import CalibrationError, OptionError, OutputError
 from coec.events import RESUMING, Progress
 from coec.execution.journal import Journal, journal, unfinished
@@ -20,7 +20,7 @@ from coec.execution.output import clear_remains
 from coec.execution.places import check_space, resolved
 from coec.models.dense import Dense
 from coec.planning.recipe import Recipe
-from coec.streaming.measure import DensePass, Source, expect_unchanged
+from coec.streaming.passes import DensePass, expect_unchanged
 from coec.streaming.statistics import (
     FIT,
     HELD_OUT,
@@ -41,7 +41,7 @@ def collect(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Statistics:
-    """Runs the dense pass once and keeps the statistics of every block in a folder.
+    """Run the dense pass once and keep the statistics of every block in a folder.
 
     `prune(..., statistics=out)` then solves any sparsity, selection and compensation from them, to
     the same bits as from the text. Killed or interrupted, the same call goes on with the first
@@ -65,51 +65,51 @@ def collect(
     kinds = 2 if calibration.held_out else 1
     size = 8 * kinds * sum(site.columns**2 for site in dense.layout.sites)
     check_space(out, int(size * 1.01) + 2**24)
-    with sourced(dense, calibration, recipe.runtime, progress=progress) as source:
+    with open_backend(recipe.runtime) as backend:
+        source = backend.dense_pass(dense, calibration, recipe.runtime, progress)
         identity = {"statistics": source.made_with, "computed_by": computed_by(source.device)}
-        with journal(out, identity, restart=restart) as done:
-            if not done.finished:
-                _collected(done, dense, source, recipe, progress)
-                done.complete()
+        with journal(out, identity, restart=restart) as pieces:
+            if not pieces.finished:
+                _collect(pieces, dense, source, recipe, progress)
+                pieces.complete()
     return Statistics.open(out)
 
 
-def _collected(
-    done: Journal, dense: Dense, source: Source, recipe: Recipe, progress: Progress | None
+def _collect(
+    pieces: Journal, dense: Dense, source: DensePass, recipe: Recipe, progress: Progress | None
 ) -> None:
-    """The statistics of every block, and what makes them complete."""
-    assert isinstance(source, DensePass)  # there are no others to begin with
-    expect_unchanged(done, dense, source)
-    record = source.begin(done, progress)
-    finished = {b.index for b in dense.layout.blocks if block_file(b.index) in done}
-    if progress and done.resumed:
+    """Put the statistics of every block into the journal, and the record that completes them."""
+    expect_unchanged(pieces, dense, source)
+    record = source.begin(pieces, progress)
+    finished = {b.index for b in dense.layout.blocks if block_file(b.index) in pieces}
+    if progress and pieces.resumed:
         progress(f"{RESUMING} blocks", len(finished), len(dense.layout.blocks))
     for measured in source.blocks(finished, progress):
         grams = {FIT: measured.grams, HELD_OUT: measured.holdout}
-        _keep(done, measured.index, grams, made_of=dense.digests_of([measured.block]))
+        _keep(pieces, measured.index, grams, made_of=dense.digests_of([measured.block]))
     dense.check_unchanged()
     settings = recipe.record()
-    kept = {name: settings[name] for name in recipe.calibration.record()}
+    settings = {name: settings[name] for name in recipe.calibration.record()}
     assert source.windows is not None
     made_of = dense.digests_of(dense.layout.blocks)
-    finish(done, source.windows.ids, record, source.made_with, kept, made_of)
+    finish(pieces, source.windows.ids, record, source.made_with, settings, made_of)
 
 
 def merge(
-    one: str | Path | Statistics,
-    other: str | Path | Statistics,
+    first: str | Path | Statistics,
+    second: str | Path | Statistics,
     out: str | Path,
     *,
     restart: bool = False,
     progress: Progress | None = None,
 ) -> Statistics:
-    """Adds up two statistics of one model, as if their windows had been one calibration.
+    """Add up two statistics of one model, as if their windows had been one calibration.
 
     The sums are those of one pass over all windows but for the last bits, as float64 sums depend on
     their order.
 
     Args:
-        one, other: made by `collect` or by `merge`, with other windows and the same settings
+        first, second: made by `collect` or by `merge`, with other windows and the same settings
             besides.
         out: the folder to make.
         restart: begin anew where an unfinished run was asked for something else.
@@ -118,35 +118,35 @@ def merge(
     Raises:
         CoecError: they do not go together, or one of them is damaged.
     """
-    first, second = Statistics.open(one), Statistics.open(other)
+    first, second = Statistics.open(first), Statistics.open(second)
     out = _free(out)
     made_with, settings = _merged_settings(first, second)
     windows = _windows_of_both(first, second)
     blocks = len(first.files) - 1  # and the windows
-    with journal(out, {"statistics": made_with}, restart=restart) as done:
-        if not done.finished:
+    with journal(out, {"statistics": made_with}, restart=restart) as pieces:
+        if not pieces.finished:
             for index in range(blocks):
-                if block_file(index) not in done:
-                    _keep(done, index, _sums_of_both(first, second, index))
+                if block_file(index) not in pieces:
+                    _keep(pieces, index, _add(first, second, index))
                 if progress:
                     progress("merging", index + 1, blocks)
             record = first.calibration | {
                 "source": settings["calibration"],
                 "windows": len(windows),
-                "sampled": sum(one.calibration.get("sampled", 0) for one in (first, second)),
+                "sampled": sum(s.calibration.get("sampled", 0) for s in (first, second)),
                 "windows_sha256": digest(windows),
                 "text_sha256": made_with["calibration"],
                 "tokens_available": first.calibration["tokens_available"]
                 + second.calibration["tokens_available"],
                 "merged": [first.record(), second.record()],
             }
-            finish(done, windows, record, made_with, settings, first.made_of)
-            done.complete()
+            finish(pieces, windows, record, made_with, settings, first.made_of)
+            pieces.complete()
     return Statistics.open(out)
 
 
 def _free(out: str | Path) -> Path:
-    """The folder to make; raises OutputError where something else is there."""
+    """Return the folder to make; raises OutputError where something else is there."""
     out = Path(out)
     clear_remains(resolved(out))
     if out.exists() and not unfinished(out):
@@ -154,17 +154,17 @@ def _free(out: str | Path) -> Path:
     return out
 
 
-def _keep(done: Journal, index: int, grams: Grams, **facts: Any) -> None:
+def _keep(pieces: Journal, index: int, grams: Grams, **facts: Any) -> None:
     name = block_file(index)
-    done.put(name, done.new / name, lambda path: write_grams(path, grams), **facts)
+    pieces.put(name, pieces.new / name, lambda path: write_grams(path, grams), **facts)
 
 
-def _sums_of_both(first: Statistics, second: Statistics, index: int) -> Grams:
-    """Return those of one block; raises CalibrationError where one of the two is damaged.
+def _add(first: Statistics, second: Statistics, index: int) -> Grams:
+    """Return the sums of one block; raises CalibrationError where either is damaged.
 
     Where only one of the two had windows that judge repairs, its judges judge for both.
     """
-    a, b = (one.grams(index, torch.device("cpu")) for one in (first, second))
+    a, b = (statistics.grams(index, torch.device("cpu")) for statistics in (first, second))
     judged = _judging(first) == _judging(second)
     if any(a[kind].keys() != b[kind].keys() for kind in a if judged or kind == FIT):
         raise CalibrationError(
@@ -173,32 +173,31 @@ def _sums_of_both(first: Statistics, second: Statistics, index: int) -> Grams:
         )
     sums: Grams = {}
     for kind in a:
-        both = a[kind].keys() & b[kind].keys()
-        sums[kind] = {
-            **a[kind],
-            **b[kind],
-            **{s: a[kind][s] + b[kind][s] for s in a[kind] if s in both},
-        }
+        shared = a[kind].keys() & b[kind].keys()
+        sums[kind] = {**a[kind], **b[kind], **{s: a[kind][s] + b[kind][s] for s in shared}}
     return sums
 
 
-SHARED = (
+_SHARED = (
     "model", "tokenizer", "text_column", "seq_len", "holdout", "guard", "self_samples",
     "forward_dtype",
 )  # fmt: skip
-"""What two statistics must have been made with alike to be merged."""
+"""Settings in which two statistics must agree to be merged."""
 
 
 def _merged_settings(
     first: Statistics, second: Statistics
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the sums of both depend on, and their calibration as one; raises OptionError."""
-    for name in SHARED:
-        one, other = first.made_with.get(name), second.made_with.get(name)
-        if one != other:
+    """Return what the sums depend on, and the settings of their calibration as one.
+
+    Raises OptionError where they do not go together.
+    """
+    for name in _SHARED:
+        a, b = first.made_with.get(name), second.made_with.get(name)
+        if a != b:
             raise OptionError(
                 f"'{first.folder}' and '{second.folder}' cannot be merged: they were collected "
-                f"with {name} = {one!r} and {other!r}"
+                f"with {name} = {a!r} and {b!r}"
             )
     if first.made_of != second.made_of:
         raise OptionError(
@@ -206,29 +205,29 @@ def _merged_settings(
             "between: collect one of them again"
         )
     pair = (first, second)
-    parts = [statistics.made_with for statistics in pair]
-    samples = sum(part["samples"] for part in parts)
+    dependences = [statistics.made_with for statistics in pair]
+    samples = sum(made_with["samples"] for made_with in dependences)
     made_with = first.made_with | {
         "samples": samples,
         "judging": max(_judging(first), _judging(second)),
-        "calibration": hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
+        "calibration": hashlib.sha256(json.dumps(dependences).encode()).hexdigest(),
     }
     sources = " + ".join(str(statistics.settings["calibration"]) for statistics in pair)
     return made_with, first.settings | {"samples": samples, "calibration": sources}
 
 
 def _judging(statistics: Statistics) -> float:
-    """The fraction of the windows that judge repairs, where tokens were few."""
+    """Return the fraction of the windows that judge repairs, where tokens were few."""
     return float(statistics.made_with["judging"])
 
 
 def _windows_of_both(first: Statistics, second: Statistics) -> Tensor:
-    """Raises OptionError where a window is in both: it would count twice."""
-    one, other = first.windows, second.windows
-    shared = set(map(tuple, one.tolist())) & set(map(tuple, other.tolist()))
+    """Return all windows; raises OptionError where one is in both, as it would count twice."""
+    windows = first.windows, second.windows
+    shared = set.intersection(*(set(map(tuple, ids.tolist())) for ids in windows))
     if shared:
         raise OptionError(
             f"'{first.folder}' and '{second.folder}' have {len(shared)} windows in common, which "
             "would count twice: collect one of them from other text"
         )
-    return torch.cat([one, other])
+    return torch.cat(windows)

@@ -1,4 +1,4 @@
-"""Repairs held to what further windows bear out, and to what is written (METHODS §4)."""
+"""Hold a repair to held-out windows where tokens are few, and to the slice (METHODS §4)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,20 +14,19 @@ from coec.events import record
 from coec.types import Gram, KeptSet, SiteResult
 
 TRUSTED = 2
-"""Tokens for every kept column from which on an expert's repair is taken as it is, where no window
-judges it."""
+"""Tokens per kept column from which an expert's repair is taken as it is where no window judges."""
 
 
 @dataclass(frozen=True, eq=False)
 class Judge:
-    """What a repair of one site is held to; all tensors are float64, on one device.
+    """Statistics that judge the repair of one site; all tensors are float64, on one device.
 
     Attributes:
         weight: `W₀`.
-        kept: the columns that stay.
-        gram: what the repair is fitted on.
-        held_out: statistics of further windows; None where there are none.
-        target, held_out_target: what the outputs should be on either, where that is not W₀
+        kept: the kept columns.
+        gram: the statistics that the repair is fitted on.
+        held_out: statistics of held-out windows; None where there are none.
+        target, held_out_target: the weight whose outputs are wanted on either, where it is not W₀
             (`SiteProblem.aim`).
     """
 
@@ -40,7 +39,7 @@ class Judge:
 
     @property
     def trust(self) -> float:
-        """How far an expert's repair is followed by its number of tokens alone, from 0 to 1."""
+        """Share of an expert's repair that its number of tokens alone allows, from 0 to 1."""
         return min(self.gram.tokens / (TRUSTED * len(self.kept.indices)), 1.0)
 
     @property
@@ -51,24 +50,24 @@ class Judge:
     def guarded(
         self, result: SiteResult, judged: Callable[[], SiteResult], *, unjudged: float, windows: int
     ) -> SiteResult:
-        """Return a repair fitted on few tokens, drawn back to the slice as far as it should be.
+        """Return a repair of few tokens, drawn back to the slice by held-out error.
 
         Args:
             result: the repair.
-            judged: makes the repair that held-out windows judge, on which it must not be fitted.
-            unjudged: how far a repair is followed where no window is held out, from 0 to 1.
-            windows: of the calibration.
+            judged: returns the repair that held-out windows judge, which is not fitted on them.
+            unjudged: share of the repair that is followed where no window is held out.
+            windows: number of calibration windows.
         """
-        held: dict[str, float] = {}
+        errors: dict[str, float] = {}
         if self.held_out is not None:
             share = best_share(
                 self.weight, self.kept, judged(), self.held_out, self.held_out_target
             )
-            held = {"holdout_before": share.before, "holdout_after": share.after}
+            errors = {"holdout_before": share.before, "holdout_after": share.after}
             value, by = share.value, "by held-out error"
         else:
             value, by = unjudged, "as no held-out window judges it"
-        diagnostics = {**result.diagnostics, **held, "followed": value}
+        diagnostics = {**result.diagnostics, **errors, "followed": value}
         if value < 1:
             record(
                 f"few tokens: the repair is drawn back towards the slice, {by}; "
@@ -84,8 +83,8 @@ class Judge:
         before, after = relative_errors(
             self.weight, self.held_out, self.kept, result, target=self.held_out_target
         )
-        held = {"holdout_before": before, "holdout_after": after}
-        return replace(result, diagnostics={**result.diagnostics, **held})
+        errors = {"holdout_before": before, "holdout_after": after}
+        return replace(result, diagnostics={**result.diagnostics, **errors})
 
     def as_written(self, result: SiteResult, dtype: torch.dtype, *, checked: bool) -> SiteResult:
         """Return the repair with the slice's and its own error, of weights as they are written.
@@ -111,8 +110,8 @@ class Judge:
             record(f"the relative error lies above the slice's once it is {dtype}: slice kept")
             slice_ = kept_columns(self.weight, self.kept)
             result, after = replace(result, weight=slice_, bias=None), before
-            held = {"followed": 0.0, "holdout_after": result.diagnostics.get("holdout_before")}
-            own = {name: value for name, value in held.items() if name in result.diagnostics}
-            result = replace(result, diagnostics={**result.diagnostics, **own})
+            sliced = {"followed": 0.0, "holdout_after": result.diagnostics.get("holdout_before")}
+            sliced = {name: value for name, value in sliced.items() if name in result.diagnostics}
+            result = replace(result, diagnostics={**result.diagnostics, **sliced})
         errors = {"error_before": before, "error_after": after}
         return replace(result, diagnostics={**result.diagnostics, **errors})

@@ -1,22 +1,19 @@
-"""The story: a dense checkpoint in, a smaller dense one out, one block in memory at a time.
+"""Prune a model: a dense checkpoint in, a smaller dense one out, one block in memory at a time.
 
-open → measure → allocate → solve → write. Every stage is a module of its own; what is finished is
-in the journal, so that a run that was killed goes on where it was.
+Open, resolve, measure, allocate, solve, write. Every stage is a module of its own; finished blocks
+are in the journal, so that a run that was killed goes on with the first missing one.
 """
 
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from coec.compensation import Method
 from coec.devices import computed_by, environment
-from coec.distributed.scheduler import BlockScheduler
-from coec.distributed.shares import DistributedPass, sourced
-from coec.errors import OptionError
+from coec.distributed.backend import open_backend
 from coec.events import Progress
 from coec.execution.code import code_digest
 from coec.execution.journal import Journal, journal, unfinished
@@ -26,16 +23,17 @@ from coec.execution.remote import Remote, destination
 from coec.models.companion_files import carried_files
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.pipeline.allocate import check_leader, importances
+from coec.pipeline.allocate import check_leader, measure_importances
 from coec.pipeline.card import origin
-from coec.pipeline.reconstruct import rebuilt
+from coec.pipeline.reconstruct import reconstruct
 from coec.pipeline.report import Report
 from coec.pipeline.solve import solve_block
 from coec.pipeline.write import Checkpoint, dtype_name, space_needed
-from coec.planning import ComputeConfig, FreeMemory, Plan, check_room, within
+from coec.planning import Plan
 from coec.planning.recipe import Recipe
+from coec.planning.run import Run
 from coec.settings import PRESETS, with_preset
-from coec.streaming.measure import Source, adopted, expect_unchanged
+from coec.streaming.passes import BlockSource, SavedPass, adopted, expect_unchanged
 from coec.streaming.statistics import Statistics
 
 
@@ -46,23 +44,23 @@ def plan(
     statistics: str | Path | Statistics | None = None,
     **settings: Any,
 ) -> Plan:
-    """What `prune` would do, from the configuration alone: no weights are read.
+    """Return what `prune` would do, from the configuration alone: no weights are read.
 
     Args:
         model: a model folder, a config.json, or a hub name.
-        recipe: or its settings, as in `prune`.
+        recipe: the recipe; or its settings, as in `prune`.
         statistics: as in `prune`; whether they are of this model, only its weights would tell.
 
     Raises:
         CoecError: the model or a setting cannot be used.
     """
-    given = settings.keys() if recipe is None else None
+    named = settings.keys() if recipe is None else None
     if statistics is not None:
         statistics = Statistics.open(statistics)
-    recipe, described = _asked(recipe, settings, statistics), Description.read(model)
+    recipe, description = _recipe(recipe, settings, statistics), Description.read(model)
     if statistics is not None:
-        recipe = _calibrated(recipe, statistics, described, given)
-    return Plan.of(described, recipe)
+        recipe = _calibrated(recipe, statistics, description, named)
+    return Plan.of(description, recipe)
 
 
 def prune(
@@ -76,7 +74,7 @@ def prune(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Report:
-    """Prunes a dense causal language model and writes a smaller dense checkpoint.
+    """Prune a dense causal language model and write a smaller dense checkpoint.
 
     Every check comes before any work, and the output appears by one rename at the end. Killed or
     interrupted, the same call goes on with the first block that is not on the disk, and gives what
@@ -106,10 +104,10 @@ def prune(
         >>> report.plan["parameters"]
     """
     seconds = _Stopwatch()
-    given = settings.keys() if recipe is None else None
+    named = settings.keys() if recipe is None else None
     if statistics is not None:
         statistics = Statistics.open(statistics)
-    recipe = _asked(recipe, settings, statistics)
+    recipe = _recipe(recipe, settings, statistics)
     dense = Dense.open(model)
     carried_files(dense.folder)
     place = destination(out, dense.folder, force=force, restart=restart)
@@ -117,85 +115,65 @@ def prune(
     out = place.staged if isinstance(place, Remote) else place
     check_output(out, dense.folder, force=force or unfinished(out))
     if statistics is not None:
-        recipe = _calibrated(recipe, statistics, dense, given)
-    plan = Plan.of(dense, recipe)
-    recipe = plan.recipe  # its kept units are read
-    with sourced(dense, recipe.calibration, recipe.runtime, statistics, progress) as source:
-        recipe = _with_dtype(recipe, source)
-        plan = replace(plan, recipe=recipe)
-        how = ComputeConfig.of(plan, source.device, dense.dtype, measured=statistics is not None)
-        room = FreeMemory.of(source.device)
-        check_room(plan, within(plan, how, room), room)
-        if recipe.reconstruction.reconstruct and source.forward_dtype == "float16":
-            raise OptionError(
-                "reconstruct sums over tokens in the dtype of the forward pass, which overflow in "
-                "float16: set forward_dtype=bfloat16 or forward_dtype=float32"
-            )
-        if not plan.decided:
-            check_leader(source)
-        dtype = how.written
-        check_space(out, space_needed(out, plan, dtype))
+        recipe = _calibrated(recipe, statistics, dense, named)
+    candidates = Plan.candidates(dense, recipe)
+    recipe = next(iter(candidates.values())).recipe  # its kept units are read
+    with open_backend(recipe.runtime) as backend:
+        device = backend.device(recipe.runtime.device)
+        source: BlockSource = (
+            SavedPass(statistics, dense, device)
+            if statistics is not None
+            else backend.dense_pass(dense, recipe.calibration, recipe.runtime, progress)
+        )
+        solve = backend.solve_dtype(recipe.pruning.solve_dtype, device)
+        run = Run.of(dense, candidates, device, solve, collected=statistics is not None)
+        if not run.plan.decided:
+            check_leader(device)
+        check_space(out, space_needed(out, run.plan, run.written))
         seconds.lap("checking")
-        identity = _identity(plan, source, dtype)
-        with journal(out, identity, force=force, restart=restart) as done:
-            if done.finished:
+        with journal(out, _identity(run, source), force=force, restart=restart) as pieces:
+            if pieces.finished:
                 return replace(Report.read(out), model=dense.name)
             if remote is not None:
-                remote.check(done, force)
-            if remote is not None and remote.whole(done):
-                report = replace(Report.read(done.new), model=dense.name)
+                remote.check(pieces, force)
+            if remote is not None and remote.whole(pieces):
+                report = replace(Report.read(pieces.new), model=dense.name)
             else:
-                report = _pruned(done, dense, plan, source, dtype, seconds, progress)
-                report.write(done.new)
+                report = _pruned(pieces, dense, run, source, seconds, progress)
+                report.write(pieces.new)
             if remote is None:
-                done.complete()
+                pieces.complete()
             else:
-                remote.put(done, force)
-                done.elsewhere()
+                remote.put(pieces, force)
+                pieces.elsewhere()
     return report if remote is None else replace(report, out=remote.url)
 
 
 def _pruned(
-    done: Journal,
+    pieces: Journal,
     dense: Dense,
-    plan: Plan,
-    source: Source,
-    dtype: torch.dtype,
+    run: Run,
+    source: BlockSource,
     seconds: "_Stopwatch",
     progress: Progress | None,
 ) -> Report:
-    """Everything but the report, into the journal; and the report."""
-    recipe, device = plan.recipe, source.device
-    expect_unchanged(done, dense, source)
-    calibration = source.begin(done, progress)
+    """Put everything but the report into the journal, and return the report."""
+    expect_unchanged(pieces, dense, source)
+    calibration = source.begin(pieces, progress)
     seconds.lap("reading text")
-    plans = Plan.candidates(dense, recipe)
-    if not plan.decided:
-        found = importances(done, dense, source, plan, device, progress)
-        plans = {name: one.allocated(found) for name, one in plans.items()}
-        plan = next(iter(plans.values()))
+    if not run.plan.decided:
+        run = run.allocated(measure_importances(pieces, dense, source, run, progress))
         seconds.lap("allocating")
-    reconstruction: dict[str, Any] = {}
-    if recipe.reconstruction.in_order:
-        checkpoint, reconstruction = rebuilt(done, dense, plans, source, device, dtype, progress)
-        plan = checkpoint.plan
+    facts: dict[str, Any] = {}
+    if run.recipe.reconstruction.sequential:
+        checkpoint, facts = reconstruct(pieces, dense, run, source, progress)
         seconds.lap("reconstructing")
-    elif isinstance(source, DistributedPass):
-        checkpoint = Checkpoint(done, dense, plan, dtype)
-        checkpoint.say_resumed(progress)
-        handing = BlockScheduler(source, dense, plan, dtype)
-        for solved in handing.blocks(checkpoint.solved, progress):
-            checkpoint.keep(solved)
-        seconds.lap("calibrating and solving")
     else:
-        checkpoint = Checkpoint(done, dense, plan, dtype)
+        checkpoint = Checkpoint(pieces, dense, run)
         checkpoint.say_resumed(progress)
-        for measured in source.blocks(checkpoint.solved, progress):
-            seconds.lap("calibrating")
-            checkpoint.keep(solve_block(measured, plan, device, dtype))
-            seconds.lap("solving")
-            if progress:
-                progress("solving", measured.block.index + 1, plan.dense.layers)
+        for solved, host in source.map(partial(solve_block, run=run), checkpoint.solved, progress):
+            seconds.share("calibrating", "solving", 0.0 if host else _seconds(solved.rows))
+            checkpoint.keep(solved.by(host))
     dense.check_unchanged()
     checkpoint.write()
     seconds.lap("writing")
@@ -203,60 +181,53 @@ def _pruned(
     return Report(
         model=dense.name,
         model_sha256=dense.digest,
-        out=str(done.out),
+        out=str(pieces.out),
         recipe={
-            **recipe.record(),
-            "seq_len": plan.seq_len,
-            "dtype": dtype_name(dtype),
+            **run.recipe.record(),
+            "seq_len": checkpoint.plan.seq_len,
+            "dtype": dtype_name(run.written),
             "forward_dtype": source.forward_dtype,
         },
-        plan=plan.record() | {"notes": [*dense.notes, *plan.notes, *unread]},
+        plan=checkpoint.plan.record() | {"notes": [*dense.notes, *checkpoint.plan.notes, *unread]},
         calibration=calibration | source.account(),
         sites=checkpoint.rows,
         seconds=seconds.laps,
-        environment=environment(str(device)),
-        reconstruction=reconstruction,
+        environment=environment(str(run.device)),
+        reconstruction=facts,
         origin=known,
     )
 
 
-def _asked(
+def _recipe(
     recipe: Recipe | None, settings: dict[str, Any], statistics: Statistics | None
 ) -> Recipe:
-    """The recipe given, or one of settings; statistics bring their held-out windows to those.
+    """Return the recipe given, or one of settings.
 
-    Where they have none, `_calibrated` says so: first comes whether statistics do at all.
+    Settings take the held-out windows of the statistics. Where those have none, `_calibrated` says
+    so: whether statistics do at all comes first.
     """
     if recipe is None and statistics is not None:
-        holdout = statistics.settings["holdout"] or PRESETS["best"].amounts["holdout"]
+        holdout = statistics.settings["holdout"] or PRESETS["best"].settings["holdout"]
         settings = {"holdout": holdout, **with_preset(settings)}
     return Recipe.or_of(recipe, settings)
 
 
 def _calibrated(
-    recipe: Recipe, statistics: Statistics, model: Description, given: Collection[str] | None
+    recipe: Recipe, statistics: Statistics, model: Description, named: Collection[str] | None
 ) -> Recipe:
-    """The recipe with the calibration that statistics were made with."""
+    """Return the recipe with the calibration that statistics were made with."""
     recipe.check_for_statistics()
-    how = adopted(statistics, recipe.calibration, model, given)
-    return replace(recipe, calibration=how)
+    return replace(recipe, calibration=adopted(statistics, recipe.calibration, model, named))
 
 
-def _with_dtype(recipe: Recipe, source: Source) -> Recipe:
-    """The recipe with the dtype of the compensation decided, for the journal and the report."""
-    double = source.solve_dtype(recipe.pruning.solve_dtype) == torch.float64
-    pruning = replace(recipe.pruning, solve_dtype="float64" if double else "float32")
-    return replace(recipe, pruning=pruning)
-
-
-def _identity(plan: Plan, source: Source, dtype: torch.dtype) -> dict[str, Any]:
-    """All that determines the result to the bit: an unfinished run of another is not continued."""
-    record, pruning = plan.recipe.record(), plan.recipe.pruning
+def _identity(run: Run, source: BlockSource) -> dict[str, Any]:
+    """Return all that determines the result to the bit; an unfinished run must agree in it."""
+    record, pruning = run.recipe.record(), run.recipe.pruning
     return {
         **{name: record[name] for name in ("options", *pruning.record())},
-        **plan.recipe.reconstruction.record(),
-        "kept": None if plan.recipe.kept is None else plan.recipe.kept.digest,
-        "dtype": dtype_name(dtype),
+        **run.recipe.reconstruction.record(),
+        "kept": None if run.recipe.kept is None else run.recipe.kept.digest,
+        "dtype": dtype_name(run.written),
         "selecting": _code(pruning.selection),
         "compensating": _code(pruning.compensation),
         "statistics": source.made_with,
@@ -265,7 +236,7 @@ def _identity(plan: Plan, source: Source, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _code(choice: Any) -> Any:
-    """What a user's own function does and declares; a name says it with the version."""
+    """Return what a user's function does and declares; None for a name, which the version fixes."""
     if isinstance(choice, str):
         return None
     if isinstance(choice, Method):
@@ -278,6 +249,10 @@ def _code(choice: Any) -> Any:
     return {"code": code_digest(choice)}
 
 
+def _seconds(rows: list[dict[str, Any]]) -> float:
+    return float(sum(row["seconds"] for row in rows))
+
+
 @dataclass
 class _Stopwatch:
     """Wall-clock seconds by phase."""
@@ -287,7 +262,14 @@ class _Stopwatch:
         self._last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
-        """Adds the time since the last lap to `phase`."""
+        """Add the time since the last lap to `phase`."""
         now = time.perf_counter()
         self.laps[phase] = self.laps.get(phase, 0.0) + now - self._last
         self._last = now
+
+    def share(self, phase: str, within: str, seconds: float) -> None:
+        """Add the time since the last lap to `phase`, but for so many seconds to `within`."""
+        self.lap(phase)
+        if seconds:
+            self.laps[phase] -= seconds
+            self.laps[within] = self.laps.get(within, 0.0) + seconds

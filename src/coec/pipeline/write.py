@@ -1,4 +1,4 @@
-"""The writing stage: solved blocks to durable files, and those to a checkpoint.
+"""Write solved blocks to durable files, and those to a checkpoint.
 
 A solved block is on the disk before the next one begins. In the end blocks and the tensors outside
 them become shards, each durable before the blocks that are wholly in it go, so that the disk holds
@@ -27,87 +27,87 @@ from coec.models.layout import BlockLayout
 from coec.models.non_uniform import FILE as CODE
 from coec.models.non_uniform import as_written
 from coec.models.raw_checkpoint import INDEX
-from coec.pipeline.solve import Solved
+from coec.pipeline.solve import SolvedBlock
 from coec.planning import Plan, disk
+from coec.planning.run import Run
 
 MAX_SHARD = "2GB"
-ENDING = "ending"
-"""The piece that holds what follows the last block, and how well the model predicts."""
+_ENDING = "ending"
+"""The piece that holds the final norm, and how well the model predicts."""
 
 
 class Checkpoint:
-    """A checkpoint in the making: what a journal holds of it.
+    """A checkpoint in the making, whose pieces a journal holds.
 
     Args:
-        done: the journal.
+        journal: keeps its pieces.
         dense: the model that is pruned.
-        plan: the sizes of the result.
-        dtype: in which it is written.
+        run: the sizes of the result, and the dtype in which it is written.
     """
 
-    def __init__(self, done: Journal, dense: Dense, plan: Plan, dtype: torch.dtype) -> None:
-        self._done, self._dense, self.plan, self._dtype = done, dense, plan, dtype
+    def __init__(self, journal: Journal, dense: Dense, run: Run) -> None:
+        self._journal, self._dense, self.plan, self._dtype = journal, dense, run.plan, run.written
         state = {
-            name: torch.empty(shape, dtype=dtype, device="meta")
-            for name, shape in plan.pruned_shapes.items()
+            name: torch.empty(shape, dtype=self._dtype, device="meta")
+            for name, shape in self.plan.pruned_shapes.items()
         }
         self._split = split_torch_state_dict_into_shards(state, max_shard_size=MAX_SHARD)
 
     @property
     def solved(self) -> set[int]:
-        """The blocks that are solved already, by index."""
+        """Indices of the blocks that are solved already."""
         return {
             block.index
             for block in self._dense.layout.blocks
-            if self._units(block) in self._done
-            and (self._weights(block) in self._done or self._written(block))
+            if self._units(block) in self._journal
+            and (self._weights(block) in self._journal or self._written(block))
         }
 
     def say_resumed(self, progress: Progress | None) -> None:
-        """Tells how many blocks an earlier run has solved, where this one goes on from it."""
-        if progress and self._done.resumed:
+        """Report how many blocks an earlier run has solved, where this one goes on from it."""
+        if progress and self._journal.resumed:
             progress(f"{RESUMING} blocks", len(self.solved), len(self._dense.layout.blocks))
 
     def tensors(self, block: BlockLayout) -> dict[str, Tensor]:
-        """The written tensors of a solved block, wherever they are by now."""
-        if self._weights(block) in self._done:
-            return read_tensors(self._done.path(self._weights(block)))
-        found: dict[str, Tensor] = {}
+        """Return the written tensors of a solved block, wherever they are by now."""
+        if self._weights(block) in self._journal:
+            return read_tensors(self._journal.path(self._weights(block)))
+        tensors: dict[str, Tensor] = {}
         for name, file_name in self._split.tensor_to_filename.items():
             if name.startswith(block.prefix):
-                with opened(self._done.path(file_name)) as file:
-                    found[name] = file.get_tensor(name)
-        return found
+                with opened(self._journal.path(file_name)) as file:
+                    tensors[name] = file.get_tensor(name)
+        return tensors
 
     @property
     def ended(self) -> bool:
-        """Whether it is known how the pruned model ends (`end`)."""
-        return ENDING in self._done
+        """True once the end of the pruned model is known (`end`)."""
+        return _ENDING in self._journal
 
     def end(self, norm: Tensor | None, facts: dict[str, Any]) -> None:
-        """Keeps the final norm's weight, where it is changed, and what goes with it."""
+        """Keep the final norm's weight, where it is changed, and the scores of the model."""
         tensors = {} if norm is None else {self._dense.layout.norm: norm}
-        self._done.put(
-            ENDING,
-            self._done.work / "ending.safetensors",
+        self._journal.put(
+            _ENDING,
+            self._journal.work / "ending.safetensors",
             functools.partial(write_tensors, tensors),
             **facts,
         )
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What was kept with the ending; nothing where there is none."""
-        return self._done.facts(ENDING) if self.ended else {}
+        """Scores that were kept with the ending; none where there is none."""
+        return self._journal.facts(_ENDING) if self.ended else {}
 
-    def keep(self, solved: Solved) -> None:
-        """Puts a solved block on the disk; its account last, which says that it is there."""
-        index, work = solved.block.index, self._done.work
-        self._done.put(
+    def keep(self, solved: SolvedBlock) -> None:
+        """Put a solved block on the disk; its rows last, which say that it is there."""
+        index, work = solved.block.index, self._journal.work
+        self._journal.put(
             self._weights(solved.block),
             work / f"block-{index:05}.safetensors",
             functools.partial(write_tensors, solved.tensors),
         )
-        self._done.put(
+        self._journal.put(
             self._units(solved.block),
             work / f"units-{index:05}.safetensors",
             functools.partial(write_tensors, solved.kept),
@@ -117,32 +117,32 @@ class Checkpoint:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The account of every site, in the order of the blocks."""
+        """The report's row of every site, in the order of the blocks."""
         return [
             row
             for block in self._dense.layout.blocks
-            for row in self._done.facts(self._units(block))["sites"]
+            for row in self._journal.facts(self._units(block))["sites"]
         ]
 
     def write(self) -> None:
-        """Everything but the report, from solved blocks."""
-        folder = self._done.new
+        """Write everything but the report, from solved blocks."""
+        folder = self._journal.new
         for file_name, names in self._split.filename_to_tensors.items():
-            if file_name not in self._done:
+            if file_name not in self._journal:
                 shard = self._shard(names)
-                self._done.put(
+                self._journal.put(
                     file_name,
                     folder / file_name,
                     functools.partial(write_tensors, shard, metadata={"format": "pt"}),
                 )
             for block in self._dense.layout.blocks:
-                if self._weights(block) in self._done and self._written(block):
-                    self._done.remove(self._weights(block))
+                if self._weights(block) in self._journal and self._written(block):
+                    self._journal.remove(self._weights(block))
         if self._split.is_sharded:
             weight_map = dict(sorted(self._split.tensor_to_filename.items()))
             write_json(folder / INDEX, {"metadata": self._split.metadata, "weight_map": weight_map})
         (folder / KEPT).parent.mkdir(exist_ok=True)
-        kept = {name: units for one in self._kept() for name, units in one.items()}
+        kept = {name: units for block in self._kept() for name, units in block.items()}
         write_tensors(kept, folder / KEPT, {"format": "pt"})
         write_json(folder / CONFIG, self._config())
         if self.plan.output.code is not None:
@@ -151,40 +151,40 @@ class Checkpoint:
 
     def _kept(self) -> Iterator[dict[str, Tensor]]:
         for block in self._dense.layout.blocks:
-            yield read_tensors(self._done.path(self._units(block)))
+            yield read_tensors(self._journal.path(self._units(block)))
 
     def _shard(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors of the result by name, from their blocks' files or from the dense model.
+        """Return tensors of the result by name, from their blocks' files or from the dense model.
 
         Every file is opened once: a tensor holds a map of all of it.
         """
-        changed = read_tensors(self._done.path(ENDING)) if self.ended else {}
-        found: dict[str, Tensor] = {}
-        for block, own in itertools.groupby(sorted(names), self._block_of):
+        changed = read_tensors(self._journal.path(_ENDING)) if self.ended else {}
+        tensors: dict[str, Tensor] = {}
+        for block, group in itertools.groupby(sorted(names), self._block_of):
             if block is None:
-                found |= {
+                tensors |= {
                     name: (changed[name] if name in changed else self._dense.tensor(name)).to(
                         self._dtype
                     )
-                    for name in own
+                    for name in group
                 }
                 continue
-            with opened(self._done.path(self._weights(block))) as file:
-                found |= {name: file.get_tensor(name) for name in own}
-        return found
+            with opened(self._journal.path(self._weights(block))) as file:
+                tensors |= {name: file.get_tensor(name) for name in group}
+        return tensors
 
     def _block_of(self, name: str) -> BlockLayout | None:
         blocks = self._dense.layout.blocks
         return next((block for block in blocks if name.startswith(block.prefix)), None)
 
     def _written(self, block: BlockLayout) -> bool:
-        """Whether every tensor of a block is in a shard that is on the disk."""
+        """Return whether every tensor of a block is in a shard that is on the disk."""
         files = {
             file
             for name, file in self._split.tensor_to_filename.items()
             if name.startswith(block.prefix)
         }
-        return all(file in self._done for file in files)
+        return all(file in self._journal for file in files)
 
     def _weights(self, block: BlockLayout) -> str:
         return f"weights of block {block.index}"
@@ -193,7 +193,7 @@ class Checkpoint:
         return f"units of block {block.index}"
 
     def _config(self) -> dict[str, Any]:
-        """The configuration with the dtype written."""
+        """Return the configuration with the dtype written."""
         config = dict(self.plan.output.config)
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
             config[key] = dtype_name(self._dtype)
@@ -201,12 +201,12 @@ class Checkpoint:
 
 
 def space_needed(out: Path, plan: Plan, dtype: torch.dtype) -> int:
-    """Bytes that a run into `out` has yet to write: the model, a shard, and what goes beside."""
+    """Return the bytes that a run into `out` has yet to write: the model, a shard, and the rest."""
     partial = partial_of(out)
-    there = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
-    return max(0, sum(disk(plan, dtype)) - there)
+    present = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+    return max(0, sum(disk(plan, dtype)) - present)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As configurations have it."""
+    """Return the name of a dtype in configurations."""
     return str(dtype).removeprefix("torch.")

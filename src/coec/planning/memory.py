@@ -106,7 +106,7 @@ def _phases(plan: "Plan", how: ComputeConfig) -> dict[str, tuple[str, ...]]:
         found["sampling text"] = ("program", "text", "whole model")
     if not plan.decided:
         found["allocating"] = (*calibrating, "weight", "solver", "logits")
-    if plan.recipe.reconstruction.in_order:
+    if plan.recipe.reconstruction.sequential:
         found["passes"] = calibrating
         for kind in kinds:
             found[f"solving {kind}"] = waiting
@@ -131,7 +131,7 @@ def purposes(plan: "Plan", how: ComputeConfig) -> dict[str, int]:
     embedding = shapes[layout.embedding].numel()
     tokens = plan.recipe.calibration.windows * plan.seq_len
     stored, forward = how.stored.itemsize, how.forward.itemsize
-    models = 2 if plan.recipe.reconstruction.in_order else 1
+    models = 2 if plan.recipe.reconstruction.sequential else 1
     widest = max(site.columns for site in layout.sites)
     per_token = (6 * plan.dense.hidden + 4 * plan.dense.ffn) * forward + 8 * widest
     written = plan.parameters_after * how.written.itemsize
@@ -213,7 +213,7 @@ def _streams(plan: "Plan") -> int:
     where the pruned one runs beside it, behind each of its parts, and the pruned one's own.
     """
     beside = 1 + len(plan.model.layout.kinds)
-    return 1 + beside if plan.recipe.reconstruction.in_order else 1
+    return 1 + beside if plan.recipe.reconstruction.sequential else 1
 
 
 def _fit(plan: "Plan", how: ComputeConfig) -> int:

@@ -65,7 +65,7 @@ def phases(plan: "Plan", how: ComputeConfig, length: Length = "typical") -> list
     if not plan.decided:
         found.append(Phase("allocating", "allocating", tuple(of.allocating())))
     found.append(of.reading())
-    if plan.recipe.reconstruction.in_order:
+    if plan.recipe.reconstruction.sequential:
         found += of.reconstruction()
     else:
         if not how.measured:
@@ -98,7 +98,7 @@ class _Work:
 
     def reading(self) -> Phase:
         """Every weight once, its digest too, a block ahead of what is computed."""
-        if self.recipe.reconstruction.in_order:
+        if self.recipe.reconstruction.sequential:
             lap = "reconstructing"
         else:
             lap = "solving" if self.how.measured else "calibrating"

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from coec.allocation import (
+    Importances,
     Widths,
-    Worths,
-    by_worth,
+    by_importance,
     shares_for,
     uniform,
     whole_attention,
@@ -80,7 +80,7 @@ class Plan:
         recipe = replace(recipe, calibration=with_judges(recipe.calibration, model))
         if recipe.kept is not None:
             recipe.kept.check(model.layout)
-        if (setting := recipe.reconstruction.in_order) and (adds := model.architecture.adds):
+        if (setting := recipe.reconstruction.sequential) and (adds := model.architecture.adds):
             raise OptionError(
                 f"{setting} needs blocks that add what attention and the MLP return, one after the "
                 f"other; those of {model.architecture.model_type} add {adds}: leave it out "
@@ -110,7 +110,7 @@ class Plan:
 
         Not where they were held out for good, or judge what follows on the repairs too.
         """
-        return bool(self.recipe.calibration.judging) and not self.recipe.reconstruction.in_order
+        return bool(self.recipe.calibration.judging) and not self.recipe.reconstruction.sequential
 
     def briefly(self) -> "Plan":
         """The same with little reconstruction: enough to see which of several candidates leads."""
@@ -188,7 +188,7 @@ class Plan:
             resolve_seq_len(recipe.calibration.seq_len, model.positions, DEFAULT_SEQ_LEN),
         )
 
-    def allocated(self, importances: Worths) -> "Plan":
+    def allocated(self, importances: Importances) -> "Plan":
         """The plan whose widths are decided, of as many parameters as this one, at most.
 
         Args:
@@ -198,7 +198,7 @@ class Plan:
         shared = [site for site in layout.sites if site.key in importances]
         cut = {site.kind for site in shared if self.widths.removes_from(site)}
         whole = {site.kind for site in shared} - cut
-        widths = by_worth(
+        widths = by_importance(
             layout,
             self.model.shapes,
             self.widths,

@@ -1,11 +1,11 @@
-"""The recipe: everything that determines a pruned model, besides the dense one."""
+"""The recipe: every setting that determines a pruned model, besides the dense one."""
 
 import difflib
 import json
 import stat
 import tomllib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,14 @@ from coec.settings import (
 from coec.types import Gram, KeptSet
 
 APART = ("options", "trust_remote_code")
-"""Settings that no recipe file or grid may hold: the one has its keys at the top level, and whether
-a model's code may run is said by whoever runs it."""
-ARGUMENTS = (
+"""Settings that no recipe file or grid may hold: options stand at the top level there, and whoever
+runs a model decides whether its code may run."""
+_ARGUMENTS = (
     "model", "dense", "pruned", "out", "recipe", "config", "statistics", "force", "restart",
     "progress", "dry_run", "machine", "measure", "json",
 )  # fmt: skip
-"""What the commands and functions are given besides settings."""
-RECORDED = (
+"""Arguments of commands and functions besides settings."""
+_RECORDED = (
     "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters", "multiple_of",
     "allocation", "non_uniform", "selection", "kept", "compensation", "options", "propagate",
     "reconstruct", "cg_iterations", "damping", "curvature_share",
@@ -52,47 +52,67 @@ RECORDED = (
     "self_samples", "seq_len", "seed", "holdout", "guard", "dtype", "target", "forward_dtype",
     "solve_dtype",
 )  # fmt: skip
-"""The order in which reports list settings; one that is not named here comes after these."""
-RECONSTRUCTION = Reconstruction().record()
-"""Its defaults."""
-TOML_BYTES = 10_000_000
-"""The largest recipe or grid that is read."""
+"""Order in which reports list settings; those that are not named here come after."""
+_RECONSTRUCTION = Reconstruction().record()
+"""Defaults of the reconstruction."""
+_TOML_BYTES = 10_000_000
+"""Size of the largest recipe or grid that is read."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False)
 class Recipe:
-    """Validated when made: no model is touched before every option is known to be good.
+    """Settings of a pruning, checked when it is made: before any model is touched.
 
-    Numbers may be numpy's or torch's, also in arrays without dimensions; token ids a tensor or an
-    array.
+    A preset is where defaults come from, so `Recipe(preset="best", sparsity=0.5, ridge=0.02)` is
+    `best` with two other settings. Numbers may be numpy's or torch's, also in arrays without
+    dimensions; token ids a tensor or an array.
+
+    Args:
+        settings: by name, options of the compensation among them; or whole parts by theirs.
 
     Attributes:
         calibration: all that statistics depend on.
         pruning: what is removed, and how the rest is repaired.
-        reconstruction: what of the pruned model is fitted to the dense one besides.
+        reconstruction: how the pruned model is fitted to the dense one besides.
         runtime: where it is done, by which results differ as rounding does.
+
+    Raises:
+        OptionError: an unknown setting, a bad value, or settings that do not go together.
     """
 
-    calibration: Calibration = field(default_factory=Calibration)
-    pruning: Pruning = field(default_factory=Pruning)
-    reconstruction: Reconstruction = field(default_factory=Reconstruction)
-    runtime: Runtime = field(default_factory=Runtime)
+    calibration: Calibration
+    pruning: Pruning
+    reconstruction: Reconstruction
+    runtime: Runtime
 
-    def __post_init__(self) -> None:
-        for part in PARTS:
-            name = part.__name__.lower()
-            if not isinstance(value := getattr(self, name), part):
+    def __init__(self, **settings: Any) -> None:
+        names = {part.__name__.lower(): part for part in PARTS}
+        parts = {n: v for n, v in settings.items() if n in names and isinstance(v, names[n])}
+        flat = {name: plain(value) for name, value in settings.items() if name not in parts}
+        for name, part in names.items():
+            if name in flat and name not in NAMES:
                 raise OptionError(
-                    f"the {name} of a Recipe is a {part.__name__}, got {value!r:.80}: "
-                    "Recipe.of(...) takes settings by name"
+                    f"the {name} of a Recipe is a {part.__name__}, got {flat[name]!r:.80}: "
+                    "or give its settings by name"
                 )
+        flat = _with_options(flat if parts else with_preset(flat))
+        for name, part in names.items():
+            value = parts.get(name) or part.of(flat)
+            object.__setattr__(self, name, value)
+        for name, value in parts.items():
+            if idle := [key for key in value.record() if key in flat]:
+                raise OptionError(f"give {idle[0]} or the {name} that holds it, not both")
+        self._check()
+
+    def _check(self) -> None:
+        """Raise OptionError where settings do not go together."""
         if isinstance(self.calibration.source, np.ndarray | Tensor):
             ids = token_ids(self.calibration.source)
             object.__setattr__(self, "calibration", replace(self.calibration, source=ids))
         method = self.method
-        chosen = method.chosen(self.pruning.options)
-        if isinstance(chosen, Options):
-            chosen.check_parts(method.needs)
+        options = method.chosen(self.pruning.options)
+        if isinstance(options, Options):
+            options.check_parts(method.needs)
         self._check_reconstruction()
         if "held_out" in method.needs and not self.calibration.holdout:
             raise OptionError(
@@ -103,37 +123,29 @@ class Recipe:
             _rehearse(self)
 
     def _check_reconstruction(self) -> None:
-        """Raises OptionError where its settings have no effect, or need windows held out."""
-        how = self.reconstruction.record()
-        if fixed := PRESETS[self.reconstruction.preset].fixed:
-            record = self.record()
-            for name, value in fixed.items():
-                if record[name] != value:
-                    raise OptionError(
-                        f"preset = {self.reconstruction.preset} means {name} = {value}, got "
-                        f"{record[name]}: Recipe.of(preset=...) sets all that a preset means"
-                    )
+        """Raise OptionError where its settings have no effect, or need windows held out."""
+        settings = self.reconstruction.record()
         for name, why in self.reconstruction.idle().items():
-            if how[name] != RECONSTRUCTION[name]:
+            if settings[name] != _RECONSTRUCTION[name]:
                 raise without_effect(name, why)
-        if self.reconstruction.in_order and "held_out" in self.method.needs:
+        if self.reconstruction.sequential and "held_out" in self.method.needs:
             raise OptionError(
                 f"compensation '{self.method.name}' fits what it chose on the held-out windows as "
-                f"well, by which {self.reconstruction.in_order} judges: use another compensation"
+                f"well, by which {self.reconstruction.sequential} judges: use another compensation"
             )
-        if how["kv_groups"] == "held-out" and not self.calibration.holdout:
+        if settings["kv_groups"] == "held-out" and not self.calibration.holdout:
             raise OptionError(
                 "kv_groups = held-out needs windows that are held out: set holdout, say 0.125"
             )
 
     @property
     def needs_text(self) -> str | None:
-        """The setting that runs pruned models over the text; None where sums of it will do."""
+        """Name of the setting that runs pruned models over the text; None where sums will do."""
         by_error = "allocation = error" if self.pruning.allocation == "error" else None
-        return self.reconstruction.in_order or by_error
+        return self.reconstruction.sequential or by_error
 
     def check_for_statistics(self) -> None:
-        """Raises OptionError where statistics do not do: it asks for the token streams."""
+        """Raise OptionError where statistics do not do, because the text itself is needed."""
         if name := self.needs_text:
             if name in PRESETS[self.reconstruction.preset].settings:
                 name = f"preset = {self.reconstruction.preset}"
@@ -141,39 +153,21 @@ class Recipe:
                 f"{name} runs the pruned model over the text, of which statistics hold sums only: "
                 f"leave out the statistics, or {name}"
             )
-
-    @classmethod
-    def of(cls, **settings: Any) -> "Recipe":
-        """A recipe from flat settings: those of its parts, and options of the compensation.
-
-        Raises:
-            OptionError: an unknown setting or a bad value.
-        """
-        settings = with_preset({name: plain(value) for name, value in settings.items()})
-        known = NAMES | set(APART)
-        options = {one.name for one in OPTIONS}
-        own = {k: v for k, v in settings.items() if k in known and k not in options}
-        for name in settings:
-            if name not in known and not callable(own.get("compensation")):
-                raise OptionError(f"unknown setting '{name}'{_meant(name)}")
-        given = {name: value for name, value in settings.items() if name not in own}
-        own["options"] = {**own.get("options", {}), **given}
-        return cls(
-            calibration=Calibration.of(own),
-            pruning=Pruning.of(own),
-            reconstruction=Reconstruction.of(own),
-            runtime=Runtime.of(own),
-        )
+        if self.runtime.executor == "ray":
+            raise OptionError(
+                "executor = ray has no effect with statistics, which are read by one process: "
+                "leave it out, or calibrate on the text"
+            )
 
     @classmethod
     def or_of(cls, recipe: "Recipe | None", settings: dict[str, Any]) -> "Recipe":
-        """The recipe given, or one of settings; both at once would leave one unheard.
+        """Return the recipe given, or one of settings; both at once are refused.
 
         Raises:
             OptionError: both are given, or a setting is unknown or bad.
         """
         if recipe is None:
-            return cls.of(**settings)
+            return cls(**settings)
         if settings:
             first = next(iter(settings))
             raise OptionError(f"give a recipe or settings, not both; got '{first}' too")
@@ -181,7 +175,7 @@ class Recipe:
 
     @property
     def method(self) -> Method:
-        """The compensation, with what it declares."""
+        """The compensation, with the needs that it declares."""
         return Method.of(self.pruning.compensation)
 
     @property
@@ -191,7 +185,7 @@ class Recipe:
         return selections.resolve(selection) if isinstance(selection, str) else selection
 
     def opened(self) -> "Recipe":
-        """The same with its kept units read, once: a file that changes later changes nothing.
+        """Return the recipe with its kept units read: a file that changes later changes nothing.
 
         Raises:
             OptionError: there are none, or they are no kept units.
@@ -202,15 +196,15 @@ class Recipe:
 
     @property
     def kept(self) -> KeptUnits | None:
-        """The kept units that were given, of an opened recipe."""
+        """Kept units that were named, of an opened recipe."""
         kept = self.pruning.kept
         assert kept is None or isinstance(kept, KeptUnits)  # `opened` read them
         return kept
 
     def record(self) -> dict[str, Any]:
-        """The resolved recipe for the report, defaults of the compensation included."""
+        """Return the resolved recipe for the report, defaults of the compensation included."""
         source = self.calibration.source
-        found = {
+        record = {
             **self.pruning.record(),
             **self.reconstruction.record(),
             **self.calibration.record(),
@@ -220,11 +214,11 @@ class Recipe:
             "options": {**self.method.defaults, **self.pruning.options},
             "calibration": "tensor" if isinstance(source, Tensor) else str(source),
         }
-        return {name: found.pop(name) for name in RECORDED} | found
+        return {name: record.pop(name) for name in _RECORDED} | record
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Flat settings from a TOML file, keys as in `Recipe.of` (dashes and underscores alike).
+    """Return flat settings from a TOML file; dashes and underscores in keys are alike.
 
     Raises:
         OptionError: the file is missing, not TOML, or holds a table, a key that is no setting or
@@ -238,13 +232,13 @@ def read_settings(path: Path) -> dict[str, Any]:
         if isinstance(content[key], dict):
             raise OptionError(f"'{path}' has a table [{key}]; write its keys at the top level")
         if name not in NAMES:
-            hint = ": give it to the command" if name in ARGUMENTS else _meant(name)
+            hint = ": give it to the command" if name in _ARGUMENTS else _meant(name)
             raise OptionError(f"'{path}' holds '{key}', which is no setting{hint}")
     return {name: content[key] for name, key in keys.items()}
 
 
 def by_name(keys: Iterable[str], where: str) -> dict[str, str]:
-    """Keys of a file by the names of their settings, dashes and underscores alike.
+    """Return the keys of a file by the names of their settings.
 
     Raises:
         OptionError: two of them are one setting.
@@ -267,11 +261,11 @@ def _meant(name: str) -> str:
 
 
 def read_toml(path: Path, name: str, missing: str) -> dict[str, Any]:
-    """The content of a TOML file.
+    """Return the content of a TOML file.
 
     Args:
         path: of the file.
-        name: what messages call it.
+        name: its name in messages.
         missing: the message when it is not there.
 
     Raises:
@@ -281,9 +275,9 @@ def read_toml(path: Path, name: str, missing: str) -> dict[str, Any]:
         status = path.stat()
         if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
             raise OptionError(f"{name} is a pipe or a device: give a regular file")
-        if status.st_size > TOML_BYTES:
+        if status.st_size > _TOML_BYTES:
             raise OptionError(
-                f"{name} is larger than {TOML_BYTES:,} bytes: it is no recipe or grid"
+                f"{name} is larger than {_TOML_BYTES:,} bytes: it is no recipe or grid"
             )
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -295,12 +289,27 @@ def read_toml(path: Path, name: str, missing: str) -> dict[str, Any]:
         raise OptionError(f"{name} is not valid TOML: {error}") from error
 
 
+def _with_options(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with the options of the compensation under `options`.
+
+    Raises OptionError for an unknown setting, unless it may be an option of a user's function.
+    """
+    known = NAMES | set(APART)
+    options = {option.name for option in OPTIONS}
+    settings_of_parts = {k: v for k, v in settings.items() if k in known and k not in options}
+    for name in settings:
+        if name not in known and not callable(settings_of_parts.get("compensation")):
+            raise OptionError(f"unknown setting '{name}'{_meant(name)}")
+    chosen = {name: value for name, value in settings.items() if name not in settings_of_parts}
+    return settings_of_parts | {"options": {**settings_of_parts.get("options", {}), **chosen}}
+
+
 def _name(choice: str | Callable[..., Any]) -> str:
     return choice if isinstance(choice, str) else called(choice)
 
 
 def _rehearse(recipe: Recipe) -> None:
-    """Tries the functions of a user on a 6×8 problem: what is wrong fails here, not after hours."""
+    """Try the functions of a user on a 6×8 problem: what is wrong fails here, not after hours."""
     W, gram, kept = _problem([0, 2, 3, 5, 6])
     _rehearse_selection(f"selection '{_name(recipe.pruning.selection)}'", recipe.score, W, gram)
     name, options = f"compensation '{recipe.method.name}'", recipe.pruning.options

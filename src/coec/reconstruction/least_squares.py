@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -21,6 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coec.linalg.products import rounded_products
 
+Arguments = ParamSpec("Arguments")
+Value = TypeVar("Value")
 Parameters = dict[str, Tensor]
 """θ by name, in float32 or wider; or a direction in its space."""
 
@@ -61,8 +63,16 @@ class Factor:
     columns: Float[Tensor, "inp inp"]
 
 
-Ask = Callable[..., Iterable[Any]]
-"""`(name, *arguments)` of a method of `Products`: its results of all parts, in their order."""
+class Ask(Protocol):
+    """Computes a method of `Products` wherever batches lie; results come in the order of parts."""
+
+    def __call__(
+        self,
+        method: "Callable[Concatenate[Products, Arguments], Iterable[Value]]",
+        /,
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Iterable[Value]: ...
 
 
 class LeastSquares:
@@ -76,34 +86,43 @@ class LeastSquares:
 
     def __init__(self, ask: Ask, curvature: float = 1.0) -> None:
         self._ask = ask
-        self._tokens = dict(ask("tokens"))
+        self._tokens = dict(ask(Products.tokens))
         count = max(1, round(curvature * len(self._tokens)))
         numbers = sorted(self._tokens)
         self._sample = frozenset(numbers[n * len(numbers) // count] for n in range(count))
 
     @classmethod
     def of(cls, products: "Products", curvature: float = 1.0) -> "LeastSquares":
-        """The problem whose batches all lie here."""
-        return cls(lambda name, *arguments: getattr(products, name)(*arguments), curvature)
+        """Return the problem whose batches all lie in this process."""
+
+        def ask(
+            method: Callable[Concatenate[Products, Arguments], Iterable[Value]],
+            /,
+            *args: Arguments.args,
+            **kwargs: Arguments.kwargs,
+        ) -> Iterable[Value]:
+            return method(products, *args, **kwargs)
+
+        return cls(ask, curvature)
 
     def energy(self) -> float:
         """`Σ_t w_t ‖T_t − h_t‖²`: what errors are relative to, F adding to its inputs."""
-        return math.fsum(self._ask("energies"))
+        return math.fsum(self._ask(Products.energies))
 
     def error(self, theta: Parameters) -> float:
         """`Σ_t w_t ‖T_t − F_θ(h_t)‖²`, summed in float64; NaN or Inf where F overflows."""
-        return sum(self._ask("errors", theta))
+        return sum(self._ask(Products.errors, theta))
 
     def gradient(self, theta: Parameters) -> Parameters:
         """`Jᵀ w r`, the direction in which the error falls fastest."""
-        return _total(theta, self._ask("gradients", theta))
+        return _total(theta, self._ask(Products.gradients, theta))
 
     def normal(self, theta: Parameters, direction: Parameters) -> Parameters:
         """`Jᵀ w J δ`.
 
         Where a share of the batches stands for all, their sum is scaled up by the number of tokens.
         """
-        total = _total(theta, self._ask("normals", theta, direction, self._sample))
+        total = _total(theta, self._ask(Products.normals, theta, direction, self._sample))
         if len(self._sample) < len(self._tokens):
             sampled = sum(self._tokens[number] for number in self._sample)
             scale = sum(self._tokens.values()) / sampled
@@ -119,7 +138,7 @@ class LeastSquares:
         """
         rows: dict[str, Tensor] = {}
         columns: dict[str, Tensor] = {}
-        for part in self._ask("factors", theta, seed):
+        for part in self._ask(Products.factors, theta, seed):
             for name, (own_rows, own_columns) in part.items():
                 rows[name] = rows.get(name, 0) + own_rows.to(theta[name].device)
                 columns[name] = columns.get(name, 0) + own_columns.to(theta[name].device)

@@ -27,6 +27,7 @@ from coec.settings.parts import (
     Pruning,
     Reconstruction,
     Runtime,
+    SolveDtypeName,
     Source,
     check_sparsity,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "Runtime",
     "Setting",
     "Settings",
+    "SolveDtypeName",
     "Source",
     "check_seed",
     "check_sparsity",

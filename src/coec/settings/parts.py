@@ -248,7 +248,7 @@ class Reconstruction(Settings):
     )
 
     @property
-    def in_order(self) -> str | None:
+    def sequential(self) -> str | None:
         """The setting for which the pruned model is run beside the dense one; None for none.
 
         A block then waits for the ones before it.

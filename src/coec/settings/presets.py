@@ -1,33 +1,27 @@
-"""Named sets of settings."""
+"""Presets: named sets of defaults."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from coec.errors import OptionError
 from coec.settings.parts import PresetName
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A named set of settings.
+    """Defaults that a name stands for; any setting given beside it wins.
 
     Attributes:
         about: what it is for, in a sentence.
-        fixed: what makes it what it is; another value beside it is a contradiction.
-        amounts: what it sets besides; a value given beside it wins.
+        settings: the defaults by which it differs from the settings' own.
     """
 
     about: str
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    amounts: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """All of them."""
-        return {**self.fixed, **self.amounts}
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
+DEFAULT_PRESET: PresetName = "paper"
+"""The preset where none is named. Documents say what it is."""
 PRESETS: dict[PresetName, Preset] = {
     "paper": Preset("COEC as published: the defaults."),
     "fast": Preset(
@@ -37,42 +31,36 @@ PRESETS: dict[PresetName, Preset] = {
     "best": Preset(
         "Every block fitted to the dense model's hidden states, on inputs that the pruned model "
         "has; how many KV groups stay is chosen on held-out windows.",
-        {"selection": "obs", "propagate": True, "final_norm": True},
         {
+            "selection": "obs", "propagate": True, "final_norm": True,
             "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 3,
             "curvature_share": 0.5, "token_weights": "residual", "kv_groups": "held-out",
             "holdout": 0.125, "self_samples": 1.0,
         },
     ),
 }  # fmt: skip
+_NEEDED = {"curvature_share": ("reconstruct",), "token_weights": ("reconstruct", "propagate")}
+"""Defaults of presets that have no effect unless one of these settings is on."""
 
 
 def with_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Flat settings, completed by those of the preset that they name.
+    """Return flat settings, completed by the defaults of the preset that they name.
 
-    Raises:
-        OptionError: a setting contradicts the preset.
+    A default that would have no effect beside the settings given is left out.
     """
-    name = settings.get("preset", "paper")
+    name = settings.get("preset", DEFAULT_PRESET)
     preset = PRESETS.get(name) if isinstance(name, str) else None  # type: ignore[call-overload]
     if preset is None:
         return dict(settings)  # the setting itself is checked with the others
-    for one, value in preset.fixed.items():
-        if one in settings and settings[one] != value:
-            raise OptionError(
-                f"preset = {name} means {one} = {_shown(value)}, got {_shown(settings[one])}: "
-                "leave one of the two out (coec methods lists what a preset sets)"
-            )
-    if settings.get("reconstruct", 1) == 0 and "reconstruct" in preset.settings:
-        raise OptionError(f"preset = {name} reconstructs blocks: leave out reconstruct = 0")
-    amounts = dict(preset.amounts)
-    if settings.get("compensation", amounts.get("compensation")) != amounts.get("compensation"):
-        amounts.pop("ridge", None)  # an option of the compensation that gives way
     options = settings.get("options")
-    if isinstance(options, Mapping):
-        amounts = {one: value for one, value in amounts.items() if one not in options}
-    return {**preset.fixed, **amounts, **settings}
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value!s:.40}"
+    named = {*settings, *(options if isinstance(options, Mapping) else ())}
+    defaults = {key: value for key, value in preset.settings.items() if key not in named}
+    if settings.get("compensation", preset.settings.get("compensation")) != preset.settings.get(
+        "compensation"
+    ):
+        defaults.pop("ridge", None)  # an option of the compensation that gives way
+    completed = {"preset": name, **defaults, **settings}
+    for key, needed in _NEEDED.items():
+        if key in defaults and not any(completed.get(setting) for setting in needed):
+            del completed[key]
+    return completed

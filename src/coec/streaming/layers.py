@@ -115,14 +115,14 @@ class Layers:
         raise ModelError("the decoder layers of this transformers release are called in a new way")
 
     def load(
-        self, block: BlockLayout, tensors: Mapping[str, Tensor], *, part: bool = False
+        self, block: BlockLayout, tensors: Mapping[str, Tensor], *, partial: bool = False
     ) -> None:
         """Gives a layer its weights, by their full names, in the dtype of the forward pass.
 
         Args:
             block: of the layer.
             tensors: all of them; or some.
-            part: whether others may be missing.
+            partial: whether others may be missing.
         """
         own = {name.removeprefix(block.prefix): tensor for name, tensor in tensors.items()}
         self.modules[block.index].load_state_dict(
@@ -131,7 +131,7 @@ class Layers:
                 for name, tensor in stacked(own, self._experts).items()
             },
             assign=True,
-            strict=not part,
+            strict=not partial,
         )
 
     def drop(self, index: int) -> None:

@@ -27,7 +27,7 @@ TOKENS = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class Repaired:
+class RepairedConsumer:
     """A consumer after pruning, in the dense model's shape.
 
     Attributes:
@@ -67,7 +67,10 @@ class Sensitivity:
 
     @torch.no_grad()
     def advance(
-        self, block: BlockLayout, tensors: Mapping[str, Tensor], repaired: Mapping[str, Repaired]
+        self,
+        block: BlockLayout,
+        tensors: Mapping[str, Tensor],
+        repaired: Mapping[str, RepairedConsumer],
     ) -> None:
         """Runs all models through a block.
 
@@ -129,7 +132,7 @@ class Sensitivity:
 
     @contextmanager
     def _pruned_at(
-        self, block: BlockLayout, sites: Collection[Site], repaired: Mapping[str, Repaired]
+        self, block: BlockLayout, sites: Collection[Site], repaired: Mapping[str, RepairedConsumer]
     ) -> Iterator[None]:
         """Puts the pruned consumers of some sites in the place of the dense ones."""
         layer = self._layers.modules[block.index]

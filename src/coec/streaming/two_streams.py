@@ -1,14 +1,14 @@
-"""The dense and the pruned model over some of the windows: what one place holds and sums.
+"""The dense and the pruned model over the windows of one worker, a block at a time.
 
-`coec.pipeline.reconstruct` leads. It solves blocks from the sums of every `TwoStreams`. Parts are
-added in their order wherever they lie, so the result does not depend on how many workers hold the
-windows (METHODS §8).
+`coec.pipeline.reconstruct` leads. It solves blocks from the sums of every `TwoStreams`. Sums are
+made in parts, and parts are added in their order wherever they lie, so the result does not depend
+on how many workers hold the windows (METHODS §8).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -20,7 +20,7 @@ from coec.models.description import Description
 from coec.models.layout import Rows, Site
 from coec.models.prefetcher import Prefetcher
 from coec.models.surgery import with_rows
-from coec.planning import Plan
+from coec.planning.run import Run
 from coec.reconstruction import Batch, Products
 from coec.streaming.dense_stream import LEAST_BATCHES, in_parts
 from coec.streaming.head import Head
@@ -29,16 +29,18 @@ from coec.streaming.prediction import Prediction
 from coec.types import GramSum
 
 PARTS = LEAST_BATCHES
-"""So many summands every sum over the windows has, where there are batches enough."""
+"""Summands of every sum over the windows, where there are batches enough."""
 Kind = Literal["fit", "held"]
+Arguments = ParamSpec("Arguments")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, eq=False)
-class Numbered:
+class WindowBatch:
     """A batch of windows.
 
     Attributes:
-        number: among all batches.
+        number: its index among all batches, wherever they lie.
         ids: its tokens.
     """
 
@@ -46,200 +48,196 @@ class Numbered:
     ids: Int[Tensor, "n length"]
 
 
-Parts = Sequence[Sequence[Numbered]]
-Given = Mapping[Kind, Parts]
-"""Batches to fit on, and those that are held out, in parts."""
+Shard = Mapping[Kind, Sequence[Sequence[WindowBatch]]]
+"""The windows of one worker, to fit on and held out, in parts of several batches."""
 
 
 @dataclass(eq=False)
-class Seen:
-    """What one part shows of a site's consumer, on the inputs that it has.
+class ConsumerStatistics:
+    """Sums over the inputs that a site's consumer has.
 
     Attributes:
-        gram: of its inputs, tokens weighted.
-        missing: `Σ w δ xᵀ`, δ what is missing in the hidden states behind it; None where nothing
-            is asked for.
-        added, scale: inner products that tell by which number a model scales what a part adds.
+        gram: the Gram of its inputs, tokens weighted.
+        residual: `Σ w δ xᵀ`, δ the difference to the dense hidden state behind the site; None where
+            errors do not propagate.
+        added, scale: inner products whose ratio is the factor by which a model scales what a site
+            adds to the hidden state.
     """
 
     gram: GramSum
-    missing: Float[Tensor, "h d"] | None = None
+    residual: Float[Tensor, "h d"] | None = None
     added: float = 0.0
     scale: float = 0.0
 
-    def merge(self, other: "Seen") -> None:
-        """Adds what another part shows."""
-        self.gram.merge(other.gram)
-        if other.missing is not None:
-            self.miss(other.missing.to(self.gram.xx.device))
-        self.added += other.added
-        self.scale += other.scale
+    def merge(self, statistics: "ConsumerStatistics") -> None:
+        """Add the sums of another part."""
+        self.gram.merge(statistics.gram)
+        if statistics.residual is not None:
+            self.add_residual(statistics.residual.to(self.gram.xx.device))
+        self.added += statistics.added
+        self.scale += statistics.scale
 
-    def miss(self, product: Float[Tensor, "h d"]) -> None:
-        """Adds to what is missing."""
-        self.missing = product if self.missing is None else self.missing + product
+    def add_residual(self, product: Float[Tensor, "h d"]) -> None:
+        """Add `Σ w δ xᵀ` of a batch or part."""
+        self.residual = product if self.residual is None else self.residual + product
 
 
 class TwoStreams:
-    """The two models, before one block after the other.
+    """The hidden states of both models before one block, for the windows of one shard.
+
+    A block is opened; its sites are measured and fitted one after the other; then both models
+    advance through it.
 
     Args:
         dense: the model.
-        plan: the sizes of the pruned one, and how it is made.
-        given: its windows, in parts.
+        run: the sizes of the pruned model, and how it is made.
+        shard: the windows.
         device: where to compute; hidden states wait on the CPU.
-        dtype: of the forward pass.
-        written: the dtype of the written weights, with which the pruned model is run on.
     """
 
-    def __init__(
-        self,
-        dense: Dense,
-        plan: Plan,
-        given: Given,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        written: torch.dtype,
-    ) -> None:
-        self._dense, self._plan, self._how = dense, plan, plan.recipe.reconstruction
-        self._device, self._dtype, self._written = device, dtype, written
-        self._batches = {b.number: b for parts in given.values() for part in parts for b in part}
+    def __init__(self, dense: Dense, run: Run, shard: Shard, device: torch.device) -> None:
+        self._dense, self._device = dense, device
+        self._propagate = run.recipe.reconstruction.propagate
+        self._dtype, self._written = run.forward, run.written
+        self._batches = {b.number: b for parts in shard.values() for part in parts for b in part}
         self._parts = {
-            kind: [[b.number for b in part] for part in parts] for kind, parts in given.items()
+            kind: [[b.number for b in part] for part in parts] for kind, parts in shard.items()
         }
-        self._big = Layers(dense, device=device, dtype=dtype)
-        pruned = Description.of(plan.output.config)
-        self._small = Layers(pruned, device=device, dtype=dtype)
-        self._smaller = {site.key: site for site in pruned.layout.sites}
-        self._ahead = Prefetcher(dense, last=len(dense.layout.blocks) - 1)
-        self.begin()
+        pruned = Description.of(run.plan.output.config)
+        self._dense_layers = Layers(dense, device=device, dtype=self._dtype)
+        self._pruned_layers = Layers(pruned, device=device, dtype=self._dtype)
+        self._pruned_sites = {site.key: site for site in pruned.layout.sites}
+        self._prefetcher = Prefetcher(dense, last=len(dense.layout.blocks) - 1)
+        self._begin()
 
-    def begin(self) -> Iterable[None]:
-        """Goes back to before the first block."""
+    def _begin(self) -> None:
+        """Go back to before the first block."""
         ids = [batch.ids for batch in self._batches.values()]
         embedding = self._dense.tensor(self._dense.layout.embedding)
-        above = self._big.embed(ids, embedding)
-        below = self._small.embed(ids, embedding.to(self._written))
-        self._above = dict(zip(self._batches, above, strict=True))
-        self._below = dict(zip(self._batches, below, strict=True))
-        self._at = 0
+        dense = self._dense_layers.embed(ids, embedding)
+        pruned = self._pruned_layers.embed(ids, embedding.to(self._written))
+        self._dense_states = dict(zip(self._batches, dense, strict=True))
+        self._pruned_states = dict(zip(self._batches, pruned, strict=True))
+        self._index = 0
         self._close()
-        return ()
 
     def _close(self) -> None:
-        """Forgets the block that is open, if one is."""
-        self._after: list[dict[int, State]] = []
+        """Forget the open block, if there is one."""
+        self._behind_sites: list[dict[int, State]] = []
         self._weights: dict[int, Tensor] = {}
-        self._inside: dict[int, State] = {}
+        self._before_site: dict[int, State] = {}
         self._products: dict[Kind, Products] = {}
 
-    def stand(self, most: int) -> Iterable[int]:
-        """The block before which the hidden states are, at most so far; what was open is closed."""
-        if self._after:
-            self._drop(self._at)
+    def rewind(self, most: int) -> int:
+        """Index of the current block; goes back to the first if it is beyond `most`.
+
+        An open block is closed.
+        """
+        if self._behind_sites:
+            self._drop(self._index)
             self._close()
-        if self._at > most:
-            self.begin()
-        return [self._at]
-
-    def _numbers(self, kind: Kind) -> Iterator[int]:
-        """Of the batches."""
-        return (n for part in self._parts[kind] for n in part)
-
-    # A block is opened, its sites are seen and fitted one after the other, and it is passed.
+        if self._index > most:
+            self._begin()
+        return self._index
 
     @torch.no_grad()
-    def open(self, index: int) -> Iterable[None]:
-        """Runs the dense model through the parts of a block."""
+    def open(self, index: int) -> None:
+        """Run the dense model through the halves of a block."""
         block = self._dense.layout.blocks[index]
-        self._big.load(block, self._ahead.tensors(block))
-        states = self._above
+        self._dense_layers.load(block, self._prefetcher.tensors(block))
+        states = self._dense_states
         for site in block.sites:
-            half = self._big.half(block, site)
-            states = {n: self._run(self._big, half, index, s) for n, s in states.items()}
-            self._after.append(states)
-        self._inside = self._below
-        return ()
+            half = self._dense_layers.half(block, site)
+            states = {n: self._call(self._dense_layers, half, index, s) for n, s in states.items()}
+            self._behind_sites.append(states)
+        self._before_site = self._pruned_states
 
     def squares(self) -> Iterator[tuple[Float[Tensor, "n length"], ...]]:
-        """Mean squares of the dense hidden states behind the block, of every batch of a part."""
-        for part in self._parts["fit"]:
-            yield tuple(_squares(self._after[-1][n]) for n in part)
+        """Yield, for every part, each token's mean square of the dense state behind the block."""
+        for numbers in self._parts["fit"]:
+            yield tuple(_squares(self._behind_sites[-1][n]) for n in numbers)
 
-    def weigh(self, least: float | None, mean: float) -> Iterable[None]:
-        """Gives every token its weight.
+    def weigh(self, least: float | None, mean: float) -> None:
+        """Set the weight of every token.
 
         Args:
-            least: smaller mean squares count as that much; None for equal weights.
-            mean: of the weights of all tokens fitted on, by which they are divided.
+            least: lower bound on a token's mean square; None for equal weights.
+            mean: mean weight of the tokens fitted on, by which all are divided.
         """
-        for n, state in self._after[-1].items():
+        for n, state in self._behind_sites[-1].items():
             if least is None:
                 self._weights[n] = torch.ones(state.shape[:2])
             else:
-                self._weights[n] = weights_of(_squares(state), least) / mean
-        return ()
+                self._weights[n] = token_weights(_squares(state), least) / mean
 
     @torch.no_grad()
-    def see(self, number: int, kind: Kind) -> Iterator[Seen]:
-        """What every part shows of the consumer of a site, with the dense weights before it."""
-        block = self._dense.layout.blocks[self._at]
+    def measure(self, number: int, kind: Kind) -> Iterator[ConsumerStatistics]:
+        """Yield, for every part, the statistics of a site's consumer behind dense producers."""
+        block = self._dense.layout.blocks[self._index]
         site = block.sites[number]
-        inputs, targets = self._inputs(number), self._after[number]
-        half = self._big.half(block, site)
+        half = self._dense_layers.half(block, site)
         consumer = half.get_submodule(site.consumer.removeprefix(block.prefix))
-        seen: list[tuple[Tensor, Tensor]] = []
-        for part in self._parts[kind]:
-            found = Seen(GramSum(site.columns, self._device))
+        calls: list[tuple[Tensor, Tensor]] = []
+        for numbers in self._parts[kind]:
+            statistics = ConsumerStatistics(GramSum(site.columns, self._device))
             hook = consumer.register_forward_hook(
-                lambda module, args, out: seen.append((args[0], out))
+                lambda module, args, out: calls.append((args[0], out))
             )
             try:
-                for n in part:
-                    state = inputs[n].to(self._device)
-                    out = self._big.call(half, self._at, state)
-                    x, consumed = seen.pop()
-                    w = self._weights[n].to(self._device)
-                    found.gram.update(x, w)
-                    if self._how.propagate:
-                        missing = _flat(targets[n].to(self._device)) - _flat(out)
-                        weighted = missing * w.reshape(-1, 1).to(missing)
-                        found.miss((weighted.T @ _flat(x)).double())
-                        # A model may scale what a part adds, by one number for all.
-                        part_added = _flat(out) - _flat(state)
-                        found.added += _inner(part_added, _flat(consumed))
-                        found.scale += _inner(_flat(consumed), _flat(consumed))
+                for n in numbers:
+                    self._measure_batch(statistics, half, number, n, calls)
             finally:
                 hook.remove()
-            yield found
+            yield statistics
 
-    def load(self, own: Mapping[str, Tensor]) -> Iterable[None]:
-        """Gives the pruned model's layer what the half of a site needs."""
-        self._small.load(self._dense.layout.blocks[self._at], own, part=True)
-        return ()
+    def _measure_batch(
+        self,
+        statistics: ConsumerStatistics,
+        half: nn.Module,
+        number: int,
+        n: int,
+        calls: list[tuple[Tensor, Tensor]],
+    ) -> None:
+        """Add a batch to the statistics of a consumer, whose call `half` leaves in `calls`."""
+        state = self._inputs(number)[n].to(self._device)
+        out = self._dense_layers.call(half, self._index, state)
+        x, consumed = calls.pop()
+        w = self._weights[n].to(self._device)
+        statistics.gram.update(x, w)
+        if self._propagate:
+            target = self._behind_sites[number][n].to(self._device)
+            residual = _flat(target) - _flat(out)
+            weighted = residual * w.reshape(-1, 1).to(residual)
+            statistics.add_residual((weighted.T @ _flat(x)).double())
+            # A model may scale what a site adds, by one number for all.
+            statistics.added += _inner(_flat(out) - _flat(state), _flat(consumed))
+            statistics.scale += _inner(_flat(consumed), _flat(consumed))
 
-    def prepare(self, number: int) -> Iterable[None]:
-        """Makes a least-squares problem of the loaded weights of a site, for `product`."""
-        block = self._dense.layout.blocks[self._at]
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give the pruned model's layer the tensors that the half of a site needs."""
+        self._pruned_layers.load(self._dense.layout.blocks[self._index], tensors, partial=True)
+
+    def prepare(self, number: int) -> None:
+        """Make a least-squares problem of the loaded weights of a site, for `product`."""
+        block = self._dense.layout.blocks[self._index]
         site = block.sites[number]
-        half = self._small.half(block, site)
-        smaller = self._smaller[site.key]
-        own = {t: t.removeprefix(block.prefix) for t in fitted_tensors(smaller)}
-        held = {tensor: half.get_parameter(name).detach() for tensor, name in own.items()}
-        rows = fitted_rows(smaller, held)
-        index = self._at
+        half = self._pruned_layers.half(block, site)
+        pruned = self._pruned_sites[site.key]
+        names = {t: t.removeprefix(block.prefix) for t in fitted_tensors(pruned)}
+        loaded = {tensor: half.get_parameter(name).detach() for tensor, name in names.items()}
+        rows = fitted_rows(pruned, loaded)
+        index = self._index
 
         def function(theta: dict[str, Tensor], state: Tensor) -> Tensor:
-            state_dict = {own[t]: p for t, p in whole(held, rows, theta).items()}
+            state_dict = {names[t]: p for t, p in whole(loaded, rows, theta).items()}
             call: Callable[..., Any] = lambda *args, **kwargs: functional_call(  # noqa: E731
                 half, state_dict, args, kwargs
             )
-            return self._small.call(call, index, state)
+            return self._pruned_layers.call(call, index, state)
 
-        inputs, targets = self._inputs(number), self._after[number]
+        inputs, targets = self._inputs(number), self._behind_sites[number]
         modules = {
-            name: half.get_submodule(own[r.tensor].removesuffix(".weight"))
+            name: half.get_submodule(names[r.tensor].removesuffix(".weight"))
             for name, r in rows.items()
         }
 
@@ -250,127 +248,131 @@ class TwoStreams:
             kind: Products(
                 function,
                 modules,
-                [[batch(n) for n in part] for part in parts],
+                [[batch(n) for n in numbers] for numbers in parts],
                 self._device,
                 rows={name: slice(r.start, r.stop) for name, r in rows.items()},
                 quadratic=site.value is not None,
             )
             for kind, parts in self._parts.items()
         }
-        return ()
 
-    def product(self, kind: Kind, name: str, *arguments: Any) -> Iterable[Any]:
-        """What `Products` computes, of the problem that was prepared."""
-        found: Iterable[Any] = getattr(self._products[kind], name)(*arguments)
-        return found
+    def product(
+        self,
+        kind: Kind,
+        method: Callable[Concatenate[Products, Arguments], Iterable[Value]],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Iterable[Value]:
+        """Return what a method of `Products` yields, of the problem that was prepared."""
+        return method(self._products[kind], *args, **kwargs)
 
     @torch.no_grad()
-    def enter(self, number: int) -> Iterable[None]:
-        """Runs the pruned model through the half of a site, as it was loaded."""
-        block = self._dense.layout.blocks[self._at]
-        half = self._small.half(block, block.sites[number])
-        self._inside = {
-            n: self._run(self._small, half, self._at, s) for n, s in self._inside.items()
+    def advance_site(self, number: int) -> None:
+        """Run the pruned model through the half of a site, as it was loaded."""
+        block = self._dense.layout.blocks[self._index]
+        half = self._pruned_layers.half(block, block.sites[number])
+        self._before_site = {
+            n: self._call(self._pruned_layers, half, self._index, s)
+            for n, s in self._before_site.items()
         }
-        return ()
 
     @torch.no_grad()
-    def go_past(self, index: int, written: Mapping[str, Tensor]) -> Iterable[None]:
-        """Runs both models through a solved block, the pruned one as it is written."""
+    def advance(self, index: int, written: Mapping[str, Tensor]) -> None:
+        """Run both models through a solved block, the pruned one with the written tensors."""
         block = self._dense.layout.blocks[index]
-        if self._after:
-            self._above = self._after[-1]
+        if self._behind_sites:
+            self._dense_states = self._behind_sites[-1]
         else:
-            self._big.load(block, self._ahead.tensors(block))
-            self._above = {n: self._big.advance(index, s) for n, s in self._above.items()}
-        self._small.load(block, written)
-        self._below = {n: self._small.advance(index, s) for n, s in self._below.items()}
+            self._dense_layers.load(block, self._prefetcher.tensors(block))
+            self._dense_states = {
+                n: self._dense_layers.advance(index, s) for n, s in self._dense_states.items()
+            }
+        self._pruned_layers.load(block, written)
+        self._pruned_states = {
+            n: self._pruned_layers.advance(index, s) for n, s in self._pruned_states.items()
+        }
         self._drop(index)
-        self._at = index + 1
+        self._index = index + 1
         self._close()
-        return ()
-
-    # Behind the last block.
 
     def predict(
         self, kind: Kind, norm: Float[Tensor, " h"] | None, dense: bool
     ) -> Iterator[Prediction]:
-        """How well every batch is predicted.
+        """Yield how well every batch is predicted behind the last block.
 
         Args:
             kind: of the windows.
             norm: another weight of the final norm, for the pruned model.
-            dense: by the dense model itself.
+            dense: whether the dense model predicts.
         """
-        head = self._head
-        states = self._above if dense else self._below
-        for number in self._numbers(kind):
-            yield head.predicted(
-                states[number], self._above[number], self._batches[number].ids, norm
-            )
+        states = self._dense_states if dense else self._pruned_states
+        for n in self._numbers(kind):
+            yield self._head.predicted(states[n], self._dense_states[n], self._batches[n].ids, norm)
 
-    def norms(self) -> Iterator[tuple[Float[Tensor, " h"], Float[Tensor, " h"]]]:
-        """`Σ n̂ n` and `Σ n̂²` of every batch fitted on, as in `rescaled_norm`."""
-        head = self._head
-        for number in self._numbers("fit"):
-            yield head.norm_sums(self._below[number], self._above[number])
+    def norm_sums(self) -> Iterator[tuple[Float[Tensor, " h"], Float[Tensor, " h"]]]:
+        """Yield `Σ n̂ n` and `Σ n̂²` of every batch fitted on, as `rescaled_norm` takes them."""
+        for n in self._numbers("fit"):
+            yield self._head.norm_sums(self._pruned_states[n], self._dense_states[n])
+
+    def _numbers(self, kind: Kind) -> Iterator[int]:
+        return (n for numbers in self._parts[kind] for n in numbers)
 
     @cached_property
     def _head(self) -> Head:
         return Head(self._dense, device=self._device, dtype=self._dtype)
 
     def _inputs(self, number: int) -> Mapping[int, State]:
-        """Of a site: the pruned model's where errors propagate, else the dense model's."""
-        if self._how.propagate:
-            return self._inside
-        return self._after[number - 1] if number else self._above
+        """Inputs of a site: the pruned model's where errors propagate, else the dense model's."""
+        if self._propagate:
+            return self._before_site
+        return self._behind_sites[number - 1] if number else self._dense_states
 
-    def _run(self, layers: Layers, half: nn.Module, index: int, state: State) -> State:
+    def _call(self, layers: Layers, half: nn.Module, index: int, state: State) -> State:
         return to_host(layers.call(half, index, state.to(self._device)))
 
     def _drop(self, index: int) -> None:
-        self._big.drop(index)
-        self._small.drop(index)
+        self._dense_layers.drop(index)
+        self._pruned_layers.drop(index)
 
 
-def given_of(
+def shards(
     windows: Int[Tensor, "_ length"],
     held_out: Int[Tensor, "_ length"] | None,
     size: int,
-    places: int = 1,
-) -> list[Given]:
-    """The windows of every place: whole parts, in their order.
+    workers: int = 1,
+) -> list[Shard]:
+    """Return the windows of every worker: consecutive whole parts.
 
     Args:
         windows: to fit on.
-        held_out: others, on which nothing may get worse.
+        held_out: windows on which nothing may get worse.
         size: windows of a batch.
-        places: how many there are; no more than parts.
+        workers: how many there are; there are no more shards than parts.
     """
     fit = windows.split(size)
     held = () if held_out is None else held_out.split(size)
-    numbered = [Numbered(n, ids) for n, ids in enumerate((*fit, *held))]
-    kinds: dict[Kind, Parts] = {
+    numbered = [WindowBatch(n, ids) for n, ids in enumerate((*fit, *held))]
+    parts: dict[Kind, Sequence[Sequence[WindowBatch]]] = {
         "fit": in_parts(numbered[: len(fit)], min(PARTS, len(fit))),
         "held": in_parts(numbered[len(fit) :], min(PARTS, len(held))),
     }
-    places = min(places, len(kinds["fit"]))
-    shares = [in_parts(parts, places) for parts in kinds.values()]
-    return [dict(zip(kinds, own, strict=True)) for own in zip(*shares, strict=True)]
+    workers = min(workers, len(parts["fit"]))
+    by_kind = [in_parts(p, workers) for p in parts.values()]
+    return [dict(zip(parts, shard, strict=True)) for shard in zip(*by_kind, strict=True)]
 
 
-def weights_of(squares: Float[Tensor, "n length"], least: float) -> Float[Tensor, "n length"]:
-    """What tokens weigh before all are divided by their mean: one over their mean squares."""
+def token_weights(squares: Float[Tensor, "n length"], least: float) -> Float[Tensor, "n length"]:
+    """Return the weights of tokens, not yet of mean 1: the inverse of their mean squares."""
     return 1 / squares.clamp_min(least or 1.0)
 
 
 def fitted_tensors(site: Site) -> set[str]:
-    """The names of the tensors of which rows are fitted."""
+    """Return the names of the tensors whose rows are fitted."""
     return {site.weight, *(rows.tensor for rows in site.fitted)}
 
 
 def fitted_rows(site: Site, tensors: Mapping[str, Tensor]) -> dict[str, Rows]:
-    """The rows of a pruned site that are fitted, by the names that θ has for them."""
+    """Return the rows of a pruned site that are fitted, by the names that θ has for them."""
     consumer = Rows(site.weight, 0, len(tensors[site.weight]))
     return {
         rows.tensor
@@ -383,21 +385,21 @@ def fitted_rows(site: Site, tensors: Mapping[str, Tensor]) -> dict[str, Rows]:
 def whole(
     tensors: Mapping[str, Tensor], rows: Mapping[str, Rows], theta: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The tensors that θ are rows of, with θ in them."""
-    parts: dict[str, dict[Rows, Tensor]] = {}
-    for name, one in rows.items():
-        parts.setdefault(one.tensor, {})[one] = theta[name]
-    return {tensor: with_rows(tensors[tensor], own) for tensor, own in parts.items()}
+    """Return the tensors that θ are rows of, with θ in them."""
+    changed: dict[str, dict[Rows, Tensor]] = {}
+    for name, row in rows.items():
+        changed.setdefault(row.tensor, {})[row] = theta[name]
+    return {tensor: with_rows(tensors[tensor], new) for tensor, new in changed.items()}
 
 
 def _squares(state: State) -> Float[Tensor, "n length"]:
     return state.float().square().mean(dim=-1)
 
 
-def _inner(one: Tensor, other: Tensor) -> float:
-    return float((one * other).sum(dtype=torch.float64))
+def _inner(a: Tensor, b: Tensor) -> float:
+    return float((a * b).sum(dtype=torch.float64))
 
 
 def _flat(tensor: Tensor) -> Float[Tensor, "tokens d"]:
-    """Every token a row, in float32 or wider."""
+    """Return every token as a row, in float32 or wider."""
     return tensor.flatten(0, -2).to(torch.promote_types(tensor.dtype, torch.float32))

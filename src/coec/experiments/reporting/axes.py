@@ -48,7 +48,7 @@ def rank(name: Any, order: Sequence[str]) -> tuple[int, str]:
     return (order.index(name) if name in order else len(order), str(name))
 
 
-def in_order(row: Row) -> tuple[tuple[int, str], tuple[int, str]]:
+def sequential(row: Row) -> tuple[tuple[int, str], tuple[int, str]]:
     """The sort key of a row's selection and compensation."""
     return (
         rank(str(row.setting("selection")), SELECTIONS),
@@ -97,8 +97,8 @@ def shown(item: Declaration, context: Context) -> list[Row]:
     def place(row: Row) -> list[Any]:
         known: dict[str, Any] = {
             "model": row.model,
-            "selection": in_order(row)[0],
-            "compensation": in_order(row)[1],
+            "selection": sequential(row)[0],
+            "compensation": sequential(row)[1],
             "label": rank(row.labels.get(context.grid), order)[0],
         }
         return [known.get(name, sorting(row.setting(name))) for name in item.sort]
@@ -129,7 +129,7 @@ class Axes:
 
         def place(row: Row) -> tuple[Any, ...]:
             label = row.labels.get(self.grid) if "label" in own else None
-            method = row.model, row.sparsity, *in_order(row), label
+            method = row.model, row.sparsity, *sequential(row), label
             return *method, *(row.setting(name) for name in sorted(own))
 
         names = (n for found in grouped(self.rows, place).values() for n in varying(found))

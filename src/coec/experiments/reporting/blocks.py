@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from coec.experiments.declarations import Declaration, Series
-from coec.experiments.reporting.axes import SITES, Context, in_order, of_module, shown
+from coec.experiments.reporting.axes import SITES, Context, of_module, sequential, shown
 from coec.experiments.reporting.plots import Curve, Figure, Panel, role
 from coec.experiments.reporting.protocol import protocol
 from coec.experiments.reporting.tables import (
@@ -182,7 +182,7 @@ def _same_slice(rows: Sequence[Row]) -> list[Row]:
     at = [row for row in known if row.sparsity == highest]
     selections = {row.setting("selection"): None for row in at}
     selection = "rcpu" if "rcpu" in selections else next(iter(selections), None)
-    return sorted((row for row in at if row.setting("selection") == selection), key=in_order)
+    return sorted((row for row in at if row.setting("selection") == selection), key=sequential)
 
 
 def _one_per_repair(rows: Sequence[Row]) -> list[Row]:

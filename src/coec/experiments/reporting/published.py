@@ -6,7 +6,7 @@ from typing import Any
 
 from coec.experiments.declarations import Declaration
 from coec.experiments.publications import Printed, Publication, Size
-from coec.experiments.reporting.axes import Axes, Context, in_order
+from coec.experiments.reporting.axes import Axes, Context, sequential
 from coec.experiments.reporting.cost import GIB, gflops, memory
 from coec.experiments.reporting.protocol import protocol
 from coec.experiments.reporting.tables import (
@@ -103,13 +103,13 @@ def beside(item: Declaration, context: Context) -> list[Table]:
     if theirs is None:
         return []
     matched = [
-        row for row in sorted(context.rows, key=lambda r: (r.model, r.sparsity, in_order(r)))
+        row for row in sorted(context.rows, key=lambda r: (r.model, r.sparsity, sequential(r)))
         if any(printed(row, metric, theirs) is not None for metric in HEADS)
     ]  # fmt: skip
     notes, body, axes = Footnotes(), [], Axes(item, context.grid, matched)
 
     def place(row: Row) -> tuple[Any, ...]:
-        return row.model, row.sparsity, in_order(row), axes.differs(row)
+        return row.model, row.sparsity, sequential(row), axes.differs(row)
 
     for found in grouped(matched, place).values():
         numbers = [

@@ -8,7 +8,7 @@ from typing import Any
 
 from coec.events import duration
 from coec.experiments.declarations import Declaration
-from coec.experiments.reporting.axes import Context, in_order
+from coec.experiments.reporting.axes import Context, sequential
 from coec.experiments.reporting.cost import GIB
 from coec.experiments.reporting.protocol import DIGEST, listed, protocol
 from coec.experiments.reporting.results import Results
@@ -173,7 +173,7 @@ def _measured(metric: str, notes: Footnotes, row: Row) -> Cell:
 
 def cells(item: Declaration, context: Context) -> list[Table]:
     """One line per cell: digests, sizes, seconds and memory."""
-    rows = sorted(context.results.rows, key=lambda r: (r.model, r.sparsity, in_order(r)))
+    rows = sorted(context.results.rows, key=lambda r: (r.model, r.sparsity, sequential(r)))
     columns: Columns = {
         **CELL,
         "Status": lambda row: Cell(row.status),

@@ -5,7 +5,7 @@ from typing import Any
 
 from coec.experiments.declarations import Declaration
 from coec.experiments.records import number
-from coec.experiments.reporting.axes import Context, in_order
+from coec.experiments.reporting.axes import Context, sequential
 from coec.experiments.reporting.protocol import protocol
 from coec.experiments.reporting.tables import ABSENT, Cell, Table, grouped, method_name
 from coec.experiments.rows import Row, Task
@@ -20,7 +20,7 @@ def tasks(item: Declaration, context: Context) -> list[Table]:
 
 def _tasks(title: str, rows: Sequence[Row]) -> Table:
     names = list(dict.fromkeys(task for row in rows for task in row.zero_shot.tasks))
-    ordered = sorted(rows, key=lambda r: (r.sparsity, in_order(r)))
+    ordered = sorted(rows, key=lambda r: (r.sparsity, sequential(r)))
     body = []
     for row in ordered:
         cells = [_task_cell(row.zero_shot.tasks.get(task)) for task in names]

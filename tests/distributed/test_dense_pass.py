@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import tiny_models as tm
-from coec.distributed.shares import Share, shares, statistics_bytes
+from coec.distributed.dense_pass import shares, statistics_bytes
+from coec.distributed.workers import SummingStream
 from coec.models.dense import Dense
 from coec.settings import Calibration
 from coec.streaming import dense_stream as module
@@ -28,15 +29,14 @@ def _small_batches(monkeypatch):
 
 def row(dense, count):
     return [
-        Share(dense, given, device=CPU, dtype=torch.float32, threads=1)
-        for given in shares(IDS, HELD, count)
+        SummingStream(dense, windows, torch.float32, CPU) for windows in shares(IDS, HELD, count)
     ]
 
 
 def through(workers, index, oldest=0):
     sums = Sums()
     for worker in workers:
-        sums = worker.add(index, sums, oldest)
+        sums = worker.add(index, oldest, sums)
     return sums.grams()
 
 
@@ -67,7 +67,7 @@ def test_any_number_of_workers_gives_the_bits_of_one_process(count, dense, whole
 
 def test_a_worker_that_begins_anew_or_is_asked_again_gives_the_same_bits(dense, whole):
     workers = row(dense, 2)
-    workers[0].add(0, Sums(), 0)  # one is ahead of the other
+    workers[0].add(0, 0, Sums())  # one is ahead of the other
     assert_same(through(workers, 1), whole[1])
     assert_same(through(workers, 0), whole[0])  # back again
     workers[1] = row(dense, 2)[1]  # lost, and begun anew: it runs its windows through block 0
@@ -76,8 +76,8 @@ def test_a_worker_that_begins_anew_or_is_asked_again_gives_the_same_bits(dense, 
 
 def test_states_before_the_oldest_block_are_forgotten_and_made_again(dense, whole):
     [worker] = row(dense, 1)
-    worker.add(0, Sums(), 0)
-    worker.add(1, Sums(), 1)
+    worker.add(0, 0, Sums())
+    worker.add(1, 1, Sums())
     assert min(worker._before) == 1
     assert_same(through([worker], 0), whole[0])
 

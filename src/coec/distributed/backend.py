@@ -1,0 +1,67 @@
+"""Where a run is computed: in this process, or on a Ray cluster."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from coec.devices import choose_solve_dtype
+from coec.distributed.cluster import Cluster, joined
+from coec.distributed.dense_pass import DistributedPass
+from coec.events import Progress
+from coec.models.dense import Dense
+from coec.settings import Calibration, Runtime
+from coec.streaming.passes import Backend
+
+
+class RayBackend(Backend):
+    """A cluster that this process has joined."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._passes: list[DistributedPass] = []
+
+    def device(self, asked: str) -> torch.device:
+        return self._cluster.device(asked)
+
+    def solve_dtype(self, asked: str, device: torch.device) -> torch.dtype:
+        """Return the dtype that a worker's device would choose: this process may have none."""
+        if asked != "auto" or device.type == "cpu":
+            return choose_solve_dtype(asked, device)
+        choose = self._cluster.ray.remote(**self._cluster.half(device))(choose_solve_dtype)
+        dtype: torch.dtype = self._cluster.result(choose.remote(asked, device))
+        return dtype
+
+    def dense_pass(
+        self,
+        dense: Dense,
+        calibration: Calibration,
+        runtime: Runtime,
+        progress: Progress | None = None,
+    ) -> DistributedPass:
+        distributed = DistributedPass(dense, calibration, runtime, self._cluster, progress)
+        self._passes.append(distributed)
+        return distributed
+
+    def end(self) -> None:
+        """End the workers of all passes."""
+        for distributed in self._passes:
+            distributed.end()
+
+
+@contextmanager
+def open_backend(runtime: Runtime) -> Iterator[Backend]:
+    """Give the backend that the runtime settings ask for, while the `with` block lasts.
+
+    Raises:
+        OptionError: Ray is not installed, or no cluster answers.
+    """
+    if runtime.executor != "ray":
+        yield Backend()
+        return
+    with joined(runtime.address) as cluster:
+        backend = RayBackend(cluster)
+        try:
+            yield backend
+        finally:
+            backend.end()

@@ -1,0 +1,303 @@
+"""The dense pass on a cluster: every worker carries its share of the windows through the blocks.
+
+The workers stand in a row. A block's sums go from one to the next, and each adds its own batches to
+them: the additions are those of one process, in their order, so that the result is the same to the
+bit for any number of workers. While the second worker adds to the sums of a block, the first is at
+the next block. Blocks whose sums are complete are solved as tasks meanwhile.
+"""
+
+import socket
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from coec.devices import at_hand
+from coec.distributed.cluster import LOOK_S, RETRIES, Cluster, LostError, begin_process, lost
+from coec.distributed.ray_group import RayGroup
+from coec.distributed.workers import Windows, WorkerPool
+from coec.events import Progress
+from coec.models.dense import Dense
+from coec.models.layout import BlockLayout
+from coec.planning.run import Run
+from coec.settings import Calibration, Runtime
+from coec.streaming.dense_stream import Measured, Sums, batch_size, in_parts
+from coec.streaming.passes import DensePass
+from coec.streaming.worker_group import WorkerGroup
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, eq=False)
+class PendingBlock:
+    """A block whose statistics are on their way through the workers.
+
+    Attributes:
+        block: its layout.
+        sums: a reference to its complete `Sums`.
+        stages: a reference to the sums behind every worker; the last is `sums`.
+    """
+
+    block: BlockLayout
+    sums: Any
+    stages: Sequence[Any]
+
+
+class DistributedPass(DensePass):
+    """The dense model run over a calibration text by the workers of a cluster.
+
+    Args:
+        dense: the model, in a folder that all nodes see.
+        calibration: which text, and how much of it.
+        runtime: how many workers, and under whose trust the tokenizer runs.
+        cluster: where they are.
+        progress: called while a long text is tokenised.
+
+    Raises:
+        CoecError: the text cannot be used, or the cluster has no room.
+    """
+
+    def __init__(
+        self,
+        dense: Dense,
+        calibration: Calibration,
+        runtime: Runtime,
+        cluster: Cluster,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__(dense, calibration, runtime, cluster.device(runtime.device), progress)
+        self.cluster = cluster
+        self._count = cluster.workers(runtime.workers, self.device)
+        cluster.check_store(statistics_bytes(dense, calibration))
+        cluster.check_nodes(
+            _Look(dense), dense.fingerprint, f"the model that is in '{dense.folder}' here"
+        )
+        self._pool = WorkerPool(cluster, self.device, RETRIES)
+        self._arguments: list[tuple[Any, ...]] = []
+        self._account: list[dict[str, Any]] = []
+
+    @property
+    def _most_pending(self) -> int:
+        """Number of blocks on their way at once: as many as the object stores hold."""
+        size = statistics_bytes(self._dense, self._calibration)
+        room = min(node.store for node in self.cluster.nodes) // size - 1
+        return max(1, min(self._count + 2, room))
+
+    def blocks(self, skip: Container[int], progress: Progress | None) -> Iterator[Measured]:
+        wanted = [b.index for b in self._dense.layout.blocks if b.index not in skip]
+        for number, index in enumerate(wanted):
+            for attempt in range(RETRIES + 1):
+                pending = self.pending(index, oldest=index)
+                try:
+                    while not self.cluster.ray.wait([pending.sums], timeout=LOOK_S)[0]:
+                        if self.shrunk():
+                            raise LostError("workers were begun anew")
+                    sums = self.cluster.get(pending.sums)
+                    break
+                except LostError as error:
+                    if attempt == RETRIES:
+                        raise lost(error) from error
+            block = pending.block
+            fit, held_out = sums.to(at_hand(self.device)).grams()
+            yield Measured(block, self._dense.tensors(block), fit, held_out)
+            if progress:
+                progress("calibrating", number + 1, len(wanted))
+
+    def map(
+        self, function: Callable[[Measured], Value], skip: Container[int], progress: Progress | None
+    ) -> Iterator[tuple[Value, str | None]]:
+        """Yield what a function makes of every block, as a task of the cluster, as they finish.
+
+        Lost work is done again: of a pending block all of it, of a worker's windows what is needed
+        to go on.
+
+        Raises:
+            CoecError: as the function; or work was lost too often.
+        """
+        scheduler = BlockScheduler(self, function, self._dense, self._most_pending)
+        return scheduler.results(skip, progress)
+
+    def account(self) -> dict[str, Any]:
+        """Return the windows of every worker that ran, and its host."""
+        if self._pool.workers:
+            windows = shares(*self.windows_of_text(), self._count)
+            counts = [(len(f), 0 if h is None else len(h)) for f, h in windows]
+            self._note(self._pool.hosts(), counts)
+        return {"workers": self._account}
+
+    def _note(self, hosts: Sequence[str], windows: Sequence[tuple[int, ...]]) -> None:
+        self._account = [
+            {"host": host, "windows": fit, "held_out": held_out}
+            for host, (fit, held_out) in zip(hosts, windows, strict=True)
+        ]
+
+    def pending(self, index: int, *, oldest: int) -> PendingBlock:
+        """Send a block's sums on their way; begins the workers where there are none.
+
+        Args:
+            index: of the block.
+            oldest: the first block that may be asked for later.
+        """
+        if not self._pool.workers:
+            ray = self.cluster.ray
+            dense, windows = ray.put(self._dense), shares(*self.windows_of_text(), self._count)
+            rest = (self.dtype, self.device, self.cluster.threads)
+            self._arguments = [(dense, ray.put(share), *rest) for share in windows]
+            self._pool.begin(len(windows))
+        sums: Any = Sums()
+        stages = []
+        for worker, arguments in zip(self._pool.workers, self._arguments, strict=True):
+            sums = worker.add.remote(*arguments, (index, oldest), sums)
+            stages.append(sums)
+        return PendingBlock(self._dense.layout.blocks[index], sums, stages)
+
+    def shrunk(self) -> bool:
+        """Return whether a lost node left too little room; fewer workers are begun then."""
+        fewer = self._pool.shrunk()
+        self._count = fewer or self._count
+        return fewer is not None
+
+    @contextmanager
+    def worker_group(self, run: Run) -> Iterator[WorkerGroup]:
+        self.end()  # the workers of a pass that came before
+        windows = self.windows_of_text()
+        group = RayGroup(
+            self.cluster, windows, self.windows_per_batch, self._count, self._dense, run
+        )
+        try:
+            yield group
+            self._note(*group.account())
+        finally:
+            group.end()
+
+    def end(self) -> None:
+        """End the workers."""
+        self._pool.end()
+
+
+class BlockScheduler:
+    """Blocks on their way: through the workers of a dense pass, and then to a task each.
+
+    Args:
+        source: the dense pass.
+        function: what is computed of a measured block.
+        dense: the model.
+        most: how many blocks are on their way at once.
+    """
+
+    def __init__(
+        self,
+        source: DistributedPass,
+        function: Callable[[Measured], Any],
+        dense: Dense,
+        most: int,
+    ) -> None:
+        self._source, self._function, self._dense, self._most = source, function, dense, most
+        self._cluster = source.cluster
+        self._pending: dict[Any, PendingBlock] = {}
+
+    def results(self, skip: Container[int], progress: Progress | None) -> Iterator[tuple[Any, str]]:
+        """Yield result and host of every block that is not in `skip`, as they finish."""
+        waiting = [b.index for b in self._dense.layout.blocks if b.index not in skip]
+        total, losses, done = len(waiting), 0, 0
+        progress = progress or (lambda phase, done, total: None)
+        while waiting or self._pending:
+            while waiting and len(self._pending) < self._most:
+                oldest = min([*waiting, *self._indices()])
+                pending = self._source.pending(waiting.pop(0), oldest=oldest)
+                self._pending[self._task(pending)] = pending
+            ready, _ = self._cluster.ray.wait(list(self._pending), timeout=1)
+            self._show(progress, done, total)
+            if not ready and self._source.shrunk():
+                for reference in self._pending:
+                    self._cluster.ray.cancel(reference)
+                waiting = sorted([*waiting, *self._indices()])
+                self._pending.clear()
+            for reference in ready:
+                pending = self._pending.pop(reference)
+                try:
+                    result, hashes, host = self._cluster.get(reference)
+                except LostError as error:
+                    losses += 1
+                    if losses > RETRIES * len(self._dense.layout.blocks):
+                        raise lost(error) from error
+                    waiting.insert(0, pending.block.index)
+                    continue
+                done += 1
+                self._dense.hashes.update(hashes)
+                yield result, host
+                progress("solving", done, total)
+
+    def _indices(self) -> list[int]:
+        return [pending.block.index for pending in self._pending.values()]
+
+    def _task(self, pending: PendingBlock) -> Any:
+        """Return a reference to what the function makes of a block."""
+        cluster, device = self._cluster, self._source.device
+        task = cluster.ray.remote(
+            max_retries=RETRIES, scheduling_strategy="SPREAD", **cluster.half(device)
+        )(_compute)
+        return task.remote(
+            self._function, pending.sums, self._dense, pending.block.index, device, cluster.threads
+        )
+
+    def _show(self, progress: Progress, done: int, total: int) -> None:
+        """Report how many times a worker has passed a block: one bar for all workers."""
+        stages = [stage for pending in self._pending.values() for stage in pending.stages]
+        if stages:
+            passed, _ = self._cluster.ray.wait(
+                stages, num_returns=len(stages), timeout=0, fetch_local=False
+            )
+            each = len(stages) // len(self._pending)
+            progress("calibrating", done * each + len(passed), total * each)
+
+
+def _compute(
+    function: Callable[[Measured], Any],
+    sums: Sums,
+    dense: Dense,
+    index: int,
+    device: torch.device,
+    threads: int,
+) -> tuple[Any, dict[str, str], str]:
+    """Return what a function makes of a block, the hashes of its weights, and this host."""
+    begin_process(threads)
+    block = dense.layout.blocks[index]
+    tensors = dense.tensors(block)
+    fit, held_out = sums.to(device).grams()
+    result = function(Measured(block, tensors, fit, held_out))
+    return result, {name: dense.hashes[name] for name in tensors}, socket.gethostname()
+
+
+@dataclass(frozen=True)
+class _Look:
+    """Fingerprint of the model's folder as a node sees it."""
+
+    dense: Dense
+
+    def __call__(self) -> str:
+        return Dense.open(self.dense.folder).fingerprint
+
+
+def shares(windows: Tensor, held_out: Tensor | None, count: int) -> list[Windows]:
+    """Return the windows of every worker: whole batches in a row, those held out likewise.
+
+    With more workers than batches there are as many shares as batches.
+    """
+    size = batch_size(windows.shape[1])
+    fit, held = windows.split(size), () if held_out is None else held_out.split(size)
+    count = min(count, len(fit))
+    return [
+        (torch.cat(list(f)), torch.cat(list(h)) if h else None)
+        for f, h in zip(in_parts(fit, count), in_parts(held, count), strict=True)
+    ]
+
+
+def statistics_bytes(dense: Dense, calibration: Calibration) -> int:
+    """Return the bytes of the block whose statistics are largest."""
+    kinds = 2 if calibration.held_out else 1
+    blocks = dense.layout.blocks
+    return 8 * kinds * max(sum(s.columns**2 + 2 * s.columns for s in b.sites) for b in blocks)

@@ -1,0 +1,149 @@
+"""The hidden states of the dense and the pruned model, held by the workers of a Ray cluster."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Concatenate
+
+from torch import Tensor
+
+from coec.distributed.cluster import LOOK_S, PATIENCE_S, Cluster, LostError, begin_process
+from coec.distributed.workers import WorkerPool, to_cpu
+from coec.models.dense import Dense
+from coec.planning.run import Run
+from coec.streaming.two_streams import Arguments, Shard, TwoStreams, Value, shards
+from coec.streaming.worker_group import Finished, WorkerGroup, tensors_of
+
+
+class RayGroup(WorkerGroup):
+    """A group of workers on a cluster; one that is lost begins anew, on another node if need be.
+
+    Args:
+        cluster: where they are.
+        windows: to fit on, and held out.
+        size: windows of a batch.
+        workers: how many there are, as long as there is room for them.
+        dense: the model.
+        run: the sizes of the pruned model, and how it is made.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        windows: tuple[Tensor, Tensor | None],
+        size: int,
+        workers: int,
+        dense: Dense,
+        run: Run,
+    ) -> None:
+        self._cluster, self._size = cluster, size
+        self._pool = WorkerPool(cluster, run.device)
+        # References: this object travels with every block that is solved.
+        self._windows, self._dense = cluster.ray.put(windows), cluster.ray.put(dense)
+        self._run, self._device = cluster.ray.put(run), run.device
+        self._begin(workers)
+
+    def _begin(self, workers: int) -> None:
+        shards = self._shards(workers)
+        self._arguments = [
+            (self._dense, self._run, self._cluster.ray.put(s), self._device, self._cluster.threads)
+            for s in shards
+        ]
+        self._pool.begin(len(shards))
+
+    def _shards(self, workers: int) -> Sequence[Shard]:
+        fit, held_out = self._cluster.ray.get(self._windows)
+        return shards(fit, held_out, self._size, workers)
+
+    def _check_room(self) -> None:
+        """Begin fewer workers where a lost node leaves no room; raises LostError then."""
+        if fewer := self._pool.shrunk():
+            self._begin(fewer)
+            raise LostError("workers were begun anew")
+
+    def each(
+        self,
+        method: Callable[Concatenate[TwoStreams, Arguments], Iterable[Value]],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Iterable[Value]:
+        return self._values(self._called(method, args))
+
+    def do(
+        self,
+        method: Callable[Concatenate[TwoStreams, Arguments], None],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> None:
+        for reference in self._called(method, args):
+            self._cluster.get(reference)
+
+    def _called(self, method: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+        arguments = self._cluster.ray.put(to_cpu(tuple(args)))
+        return [worker.call.remote(method, arguments) for worker in self._pool.workers]
+
+    def _values(self, references: Sequence[Any]) -> Iterator[Any]:
+        for reference in references:
+            yield from self._cluster.get(reference)
+
+    def solve(self, work: Callable[[], Value]) -> tuple[Value, str | None]:
+        # Not done again by Ray: the workers have to stand before the block first.
+        task = self._cluster.ray.remote(max_retries=0, **self._cluster.half(self._device))(_solve)
+        reference = task.remote(work, self._cluster.threads)
+        while not self._cluster.ray.wait([reference], timeout=LOOK_S)[0]:
+            try:
+                self._check_room()
+            except LostError:
+                self._cluster.ray.cancel(reference)
+                raise
+        result: tuple[Value, str | None] = self._cluster.get(reference)
+        return result
+
+    def bring_to(self, index: int, finished: Finished) -> None:
+        numbers = range(len(self._pool.workers))
+        answers = [self._rewind(n, index) for n in numbers]
+        before = [self._awaited(n, index, answers[n]) for n in numbers]
+        for passed in range(min(before), index):
+            behind = [self._pool.workers[n] for n in numbers if before[n] <= passed]
+            arguments = self._cluster.ray.put((passed, dict(tensors_of(finished, passed))))
+            for reference in [w.call.remote(TwoStreams.advance, arguments) for w in behind]:
+                self._cluster.get(reference)
+
+    def _rewind(self, number: int, most: int) -> Any:
+        return self._pool.workers[number].rewind.remote(*self._arguments[number], most)
+
+    def _awaited(self, number: int, most: int, answer: Any) -> int:
+        """Return the block before which a worker stands, which may be about to begin anew."""
+        ray, until = self._cluster.ray, time.monotonic() + PATIENCE_S
+        while True:
+            with self._cluster.translated():
+                try:
+                    while not ray.wait([answer], timeout=LOOK_S)[0]:
+                        self._check_room()
+                    index: int = ray.get(answer)
+                    return index
+                except ray.exceptions.ActorUnavailableError:
+                    if time.monotonic() > until:
+                        raise
+            self._check_room()
+            time.sleep(1)
+            answer = self._rewind(number, most)
+
+    def account(self) -> tuple[list[str], list[tuple[int, ...]]]:
+        """Return the machine of every worker, and how many windows it fits on and holds out."""
+        counts = [
+            tuple(sum(len(batch.ids) for part in parts for batch in part) for parts in s.values())
+            for s in self._shards(len(self._pool.workers))
+        ]
+        return self._pool.hosts(), counts
+
+    def end(self) -> None:
+        """End all workers."""
+        self._pool.end()
+
+
+def _solve(work: Callable[[], Any], threads: int) -> tuple[Any, str]:
+    """Do some work in a process of the cluster."""
+    import socket
+
+    begin_process(threads)
+    return work(), socket.gethostname()

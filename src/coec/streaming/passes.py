@@ -1,0 +1,316 @@
+"""Sources of measured blocks: a dense pass over text, or statistics on the disk."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Container, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coec.calibration.tokens import Windows, hold_out
+from coec.calibration.windows import (
+    source_digest,
+    window_length,
+    with_judges,
+)
+from coec.devices import DTYPES, choose_device, choose_forward_dtype, choose_solve_dtype, hand_back
+from coec.errors import OptionError
+from coec.events import Progress
+from coec.execution.journal import Journal
+from coec.models.companion_files import tokenizer_digest
+from coec.models.dense import Dense
+from coec.models.description import Description
+from coec.models.files import read_tensors, write_tensors
+from coec.planning.run import Run
+from coec.settings import Calibration, Runtime
+from coec.streaming.dense_stream import DenseStream, Measured, batch_size
+from coec.streaming.statistics import Statistics
+from coec.streaming.two_streams import TwoStreams, shards
+from coec.streaming.windows import window_maker
+from coec.streaming.worker_group import LocalGroup, WorkerGroup
+
+TEXT = "windows"
+"""The piece of a run that holds its calibration windows."""
+NO_TEXT = "statistics hold sums only, and no windows: leave them out"
+Value = TypeVar("Value")
+
+
+def depends_on(dense: Dense, calibration: Calibration, device: torch.device) -> dict[str, Any]:
+    """Return all that the statistics of a dense pass depend on, JSON-ready, by setting.
+
+    The model stands there by its fingerprint and the text by a digest of its content; settings that
+    were left open stand as they are resolved for this model and device.
+    """
+    dtype = choose_forward_dtype(calibration.forward_dtype, dense.dtype, device)
+    return calibration.record() | {
+        "judging": with_judges(calibration, dense).judging,
+        "model": dense.fingerprint,
+        "tokenizer": tokenizer_digest(dense.folder),
+        "calibration": source_digest(calibration.source),
+        "seq_len": window_length(calibration, dense),
+        "forward_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+class BlockSource(ABC):
+    """A source of measured blocks: a dense pass over text, or statistics on the disk.
+
+    Attributes:
+        device: where the statistics of a block are.
+    """
+
+    device: torch.device
+
+    @property
+    @abstractmethod
+    def made_with(self) -> dict[str, Any]:
+        """All that the statistics depend on, JSON-ready; model and text by digests."""
+
+    @property
+    def made_of(self) -> dict[str, str]:
+        """Digests of the weights that the statistics were made of, where they are known."""
+        return {}
+
+    @property
+    def forward_dtype(self) -> str:
+        """Name of the dtype of the forward pass."""
+        return str(self.made_with["forward_dtype"])
+
+    @abstractmethod
+    def begin(self, journal: Journal, progress: Progress | None) -> dict[str, Any]:
+        """Make the windows, or take those that the journal has; return their record."""
+
+    def account(self) -> dict[str, Any]:
+        """Return who computed the statistics, where that was not one process; JSON-ready."""
+        return {}
+
+    @abstractmethod
+    def blocks(self, skip: Container[int], progress: Progress | None) -> Iterator[Measured]:
+        """Yield the blocks in order, without those in `skip`."""
+
+    def map(
+        self, function: Callable[[Measured], Value], skip: Container[int], progress: Progress | None
+    ) -> Iterator[tuple[Value, str | None]]:
+        """Yield what a pure function makes of every block, and the host if it is another.
+
+        Args:
+            function: a function that can be pickled, of one block alone.
+            skip: blocks that are left out, by index.
+            progress: called with ("solving", done, blocks).
+        """
+        for measured in self.blocks(skip, progress):
+            index = measured.index
+            yield function(measured), None
+            if progress:
+                progress("solving", index + 1, self.count)
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """Number of blocks of the model."""
+
+    def windows_of_text(self) -> tuple[Tensor, Tensor | None]:
+        """Return the windows to fit on, and those that are held out, where some are."""
+        raise OptionError(NO_TEXT)
+
+    def worker_group(self, run: Run) -> AbstractContextManager[WorkerGroup]:
+        """Give the workers that hold both models' hidden states, while the `with` block lasts."""
+        raise OptionError(NO_TEXT)
+
+
+class DensePass(BlockSource):
+    """The dense model run over a calibration text, which is checked before anything is computed.
+
+    Args:
+        dense: the model.
+        calibration: which text, and how much of it.
+        runtime: under whose trust the tokenizer runs.
+        device: where to compute.
+        progress: called while a long text is tokenised.
+
+    Raises:
+        CoecError: the text cannot be read, or is too short.
+    """
+
+    def __init__(
+        self,
+        dense: Dense,
+        calibration: Calibration,
+        runtime: Runtime,
+        device: torch.device,
+        progress: Progress | None = None,
+    ) -> None:
+        self._dense, self._calibration, self.device = dense, calibration, device
+        self._make = window_maker(dense, calibration, runtime, progress)
+        self.windows: Windows | None = None
+
+    @cached_property
+    def made_with(self) -> dict[str, Any]:
+        return depends_on(self._dense, self._calibration, self.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the forward pass."""
+        return DTYPES[self.forward_dtype]
+
+    @property
+    def count(self) -> int:
+        return len(self._dense.layout.blocks)
+
+    def begin(self, journal: Journal, progress: Progress | None) -> dict[str, Any]:
+        """Make the windows; those that the model writes are kept, as sampling them takes long."""
+        if TEXT in journal:
+            ids = read_tensors(journal.path(TEXT))["input_ids"]
+            self.windows = Windows.of_record(ids, journal.facts(TEXT))
+        else:
+            self.windows = windows = self.draw(progress)
+            if self._calibration.written:
+                journal.put(
+                    TEXT,
+                    journal.work / "windows.safetensors",
+                    lambda path: write_tensors({"input_ids": windows.ids}, path),
+                    **windows.record(),
+                    made_of=self._dense.digests_of(self._dense.layout.blocks),
+                )
+        return self.windows.record()
+
+    def draw(self, progress: Progress | None = None) -> Windows:
+        """Make the windows anew."""
+        windows = self._make(self.device, self.dtype, progress)
+        hand_back()  # what a text took, or the whole model
+        return windows
+
+    def windows_of_text(self) -> tuple[Tensor, Tensor | None]:
+        assert self.windows is not None  # `begin` made them
+        return hold_out(self.windows, self._calibration.held_out, self._calibration.seed)
+
+    def blocks(self, skip: Container[int], progress: Progress | None) -> Iterator[Measured]:
+        fit, held = self.windows_of_text()
+        stream = DenseStream(
+            self._dense, fit, holdout=held, device=self.device, dtype=self.dtype, progress=progress
+        )
+        return stream.blocks(skip)
+
+    @contextmanager
+    def worker_group(self, run: Run) -> Iterator[WorkerGroup]:
+        [shard] = shards(*self.windows_of_text(), self.windows_per_batch)
+        yield LocalGroup(TwoStreams(self._dense, run, shard, self.device))
+
+    @property
+    def windows_per_batch(self) -> int:
+        """Windows that are run at once where sums are made in parts."""
+        fit, _ = self.windows_of_text()
+        return batch_size(fit.shape[1], len(fit))
+
+
+class SavedPass(BlockSource):
+    """Statistics that `collect` kept, of this very model.
+
+    Raises:
+        OptionError: they are of another model.
+    """
+
+    def __init__(self, statistics: Statistics, dense: Dense, device: torch.device) -> None:
+        statistics.check({"model": dense.fingerprint})
+        self._statistics, self._dense, self.device = statistics, dense, device
+
+    @property
+    def made_with(self) -> dict[str, Any]:
+        return self._statistics.made_with
+
+    @property
+    def made_of(self) -> dict[str, str]:
+        return self._statistics.made_of
+
+    @property
+    def count(self) -> int:
+        return len(self._dense.layout.blocks)
+
+    def begin(self, journal: Journal, progress: Progress | None) -> dict[str, Any]:
+        return self._statistics.calibration
+
+    def blocks(self, skip: Container[int], progress: Progress | None) -> Iterator[Measured]:
+        return self._statistics.blocks(self._dense, self.device, skip)
+
+
+class Backend:
+    """Where work is done: in this process. `coec.distributed` has a Ray cluster instead."""
+
+    def device(self, asked: str) -> torch.device:
+        """Return the device to compute on; raises OptionError where it is not there."""
+        return choose_device(asked)
+
+    def solve_dtype(self, asked: str, device: torch.device) -> torch.dtype:
+        """Return the dtype of compensations on that device."""
+        return choose_solve_dtype(asked, device)
+
+    def dense_pass(
+        self,
+        dense: Dense,
+        calibration: Calibration,
+        runtime: Runtime,
+        progress: Progress | None = None,
+    ) -> DensePass:
+        """Return a dense pass whose text is checked; raises CoecError where it cannot be used."""
+        return DensePass(dense, calibration, runtime, self.device(runtime.device), progress)
+
+
+def expect_unchanged(journal: Journal, dense: Dense, source: BlockSource) -> None:
+    """Have the dense model compared, as it is read, with the model that a run goes on from.
+
+    Args:
+        journal: its pieces were made of the model.
+        dense: the model.
+        source: the source of blocks; its statistics may have been made of the model.
+
+    Raises:
+        ModelError: the model was changed.
+    """
+    begun = (
+        "it was read by a run that this one goes on with: give the model as it was, or pass "
+        "restart=True to begin anew"
+    )
+    collected = "its statistics were collected: collect them again"
+    dense.expect(
+        [*((known, begun) for known in journal.every("made_of")), (source.made_of, collected)]
+    )
+
+
+def adopted(
+    statistics: Statistics,
+    calibration: Calibration,
+    model: Description,
+    named: Collection[str] | None,
+) -> Calibration:
+    """Return the calibration that statistics were made with.
+
+    Args:
+        statistics: made of this model.
+        calibration: the calibration that was asked for, which gives way.
+        model: the dense one.
+        named: the settings that somebody asked for, which must agree; None for those that differ
+            from their defaults.
+
+    Raises:
+        OptionError: the statistics were made with others.
+    """
+    settings, default = calibration.record(), Calibration().record()
+    if named is None:
+        named = [name for name, value in settings.items() if not _equal(value, default[name])]
+    wanted = {n: value for n, value in settings.items() if n in named and value is not None}
+    if "calibration" in wanted:
+        wanted["calibration"] = source_digest(calibration.source)
+    if "seq_len" in wanted:
+        wanted["seq_len"] = window_length(calibration, model)
+    statistics.check(wanted)
+    adopted = Calibration.of(statistics.settings)
+    return replace(adopted, judging=statistics.made_with["judging"])
+
+
+def _equal(value: Any, default: Any) -> bool:
+    """Return whether a value is the default; token ids never are."""
+    return not isinstance(value, Tensor | np.ndarray) and bool(value == default)

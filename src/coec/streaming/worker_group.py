@@ -1,0 +1,104 @@
+"""The hidden states of the dense and the pruned model, held by one worker or by several.
+
+Every worker answers for its own windows, all at once. The answers come in the order of the windows.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Concatenate
+
+from torch import Tensor
+
+from coec.streaming.two_streams import Arguments, TwoStreams, Value
+
+Finished = Callable[[int], Mapping[str, Tensor] | None]
+"""Return the written tensors of a solved block, by its index; None where they were not kept."""
+
+
+class NothingKeptError(Exception):
+    """A worker was lost, and the blocks that were solved before are not there to go on from."""
+
+
+class WorkerGroup(ABC):
+    """The workers that hold all windows, asked through the methods of `TwoStreams`."""
+
+    @abstractmethod
+    def each(
+        self,
+        method: Callable[Concatenate[TwoStreams, Arguments], Iterable[Value]],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Iterable[Value]:
+        """Return what a method yields at every worker, in their order; work begins at once.
+
+        Raises:
+            LostError: a worker was lost.
+        """
+
+    @abstractmethod
+    def do(
+        self,
+        method: Callable[Concatenate[TwoStreams, Arguments], None],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> None:
+        """Call a method at every worker, and return when all are done.
+
+        Raises:
+            LostError: a worker was lost.
+        """
+
+    @abstractmethod
+    def solve(self, work: Callable[[], Value]) -> tuple[Value, str | None]:
+        """Return what some work returns, which asks this group, and the host if it is another.
+
+        Raises:
+            LostError: a worker was lost, or the process that did the work.
+        """
+
+    @abstractmethod
+    def bring_to(self, index: int, finished: Finished) -> None:
+        """Bring every worker before a block, or behind the last.
+
+        Raises:
+            NothingKeptError: a block between is not kept.
+            LostError: a worker was lost.
+        """
+
+
+class LocalGroup(WorkerGroup):
+    """A group of one worker, in this process."""
+
+    def __init__(self, streams: TwoStreams) -> None:
+        self.streams = streams
+
+    def each(
+        self,
+        method: Callable[Concatenate[TwoStreams, Arguments], Iterable[Value]],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Iterable[Value]:
+        return method(self.streams, *args, **kwargs)
+
+    def do(
+        self,
+        method: Callable[Concatenate[TwoStreams, Arguments], None],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> None:
+        method(self.streams, *args, **kwargs)
+
+    def solve(self, work: Callable[[], Value]) -> tuple[Value, str | None]:
+        return work(), None
+
+    def bring_to(self, index: int, finished: Finished) -> None:
+        for passed in range(self.streams.rewind(index), index):
+            self.streams.advance(passed, tensors_of(finished, passed))
+
+
+def tensors_of(finished: Finished, index: int) -> Mapping[str, Tensor]:
+    """Return the written tensors of a block; raises NothingKeptError where they were not kept."""
+    tensors = finished(index)
+    if tensors is None:
+        raise NothingKeptError
+    return tensors
