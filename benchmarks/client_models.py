@@ -18,7 +18,7 @@ import coec
 from coec.errors import CoecError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
-from coec.models.loaders import Stored
+from coec.models.loaders import Traits
 from coec.models.shape import Shape
 
 VOCABULARY, POSITIONS, LENGTH, START, STEPS = 320, 64, 32, 8, 8
@@ -110,10 +110,11 @@ class Checkpoint:
         words = f"{self.subject} {self.way}".replace(",", "").replace(".", "-")
         return words.replace(" ", "-")
 
-    def known(self) -> Stored:
-        """What loaders differ in, as findings are asked (coec.models.loaders)."""
+    def known(self) -> Traits:
+        """The properties that loaders disagree on."""
         config = {"num_hidden_layers": self.sizes["layers"], **self.config}
-        return Stored(config, Shape(**self.sizes), frozenset(self.biased))
+        assert self.stored is not None
+        return Traits(self.stored, config, Shape(**self.sizes), frozenset(self.biased))
 
 
 CONFIG = (

@@ -1,10 +1,21 @@
-"""The dtype of the compensation follows what a device does well; devices that are elsewhere."""
+"""Dtypes follow what a device does well; free memory is known, and freed memory handed back."""
+
+import sys
 
 import pytest
 import torch
 
+import coec
+import tiny_models as tm
 from coec import devices
-from coec.devices import at_hand, choose_solve_dtype, double_rate
+from coec.devices import (
+    FreeMemory,
+    at_hand,
+    choose_solve_dtype,
+    double_rate,
+    hand_back,
+    resident_bytes,
+)
 
 CUDA = torch.device("cuda", 7)  # named, never used
 
@@ -52,7 +63,7 @@ def test_the_rate_is_measured_once(monkeypatch):
 
 
 def test_a_rate_is_that_of_products(monkeypatch):
-    monkeypatch.setattr(devices, "PRODUCT", 64)
+    monkeypatch.setattr(devices, "_PRODUCT", 64)
     assert 0 < double_rate(torch.device("cpu")) < 100
 
 
@@ -61,3 +72,50 @@ def test_what_a_process_has_no_device_for_it_does_on_the_cpu(monkeypatch, there)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
     assert at_hand(CUDA) == (CUDA if there else torch.device("cpu"))
     assert at_hand(torch.device("cpu")) == torch.device("cpu")
+
+
+def test_limits_of_control_groups_count(tmp_path):
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 200\n")
+    assert devices._of_cgroup(tmp_path) == 500
+    (tmp_path / "memory.max").write_text("max\n")
+    assert devices._of_cgroup(tmp_path) is None
+    old = tmp_path / "old/memory"
+    old.mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text("1000\n")
+    (old / "memory.usage_in_bytes").write_text("900\n")
+    (old / "memory.stat").write_text("total_inactive_file 50\n")
+    assert devices._of_cgroup(tmp_path / "old") == 150
+    assert devices._of_cgroup(tmp_path / "nothing") is None
+
+
+def test_there_is_some_room_here():
+    free = FreeMemory.of(torch.device("cpu"))
+    assert free.device is None
+    assert free.host is None or free.host > 2**20
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is Linux's")
+def test_freed_memory_between_pieces_that_stay_is_handed_back():
+    if devices._malloc_trim() is None:
+        pytest.skip("not glibc")
+    pieces = [torch.ones(2**14) for _ in range(1024)]  # 64 KiB each, too small for a map
+    pieces = pieces[::8]
+    kept = resident_bytes()
+    hand_back()
+    assert kept - resident_bytes() > 0.8 * 2**26
+    assert len(pieces) == 128
+
+
+def test_a_run_hands_it_back_behind_every_block(tmp_path, monkeypatch):
+    """Behind the pass and the solve of each, and where errors propagate behind both passes."""
+    handed = []
+    monkeypatch.setattr(devices, "_malloc_trim", lambda: handed.append)
+    dense = tm.save(tm.tiny("llama", torch.float32), tmp_path / "dense")
+    own = {"calibration": tm.token_file(tmp_path / "tokens.npy"), "samples": 4, "seq_len": 32}
+    coec.prune(dense, tmp_path / "out", compensation="none", **own)
+    assert len(handed) == 1 + 2 * 2  # once where the text was read
+    handed.clear()
+    coec.prune(dense, tmp_path / "far", propagate=True, compensation="none", **own)
+    assert len(handed) == 1 + 2 * 2

@@ -1,13 +1,17 @@
-"""Devices, and the dtypes in which work is done there."""
+"""Devices: their dtypes, their free memory, and the versions that computed a result there."""
 
+import ctypes
 import functools
 import platform
 import resource
+import sys
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
+import psutil
 import torch
 
 from coec import __version__
@@ -17,68 +21,62 @@ from coec.settings import DTYPE_NAMES
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
 USEFUL = 1 / 8
-"""The least rate of float64 products, relative to float32, at which the compensation is in float64.
+"""Lowest rate of float64 products, relative to float32, at which compensation is in float64.
 
-All of it is usual on an A100, H100 or H200, half of it on a B200 and a CPU, 1/32 or 1/64 on a
-consumer card: nothing lies near the limit, where a measurement that is somewhat off would decide.
+The rate is 1 on an A100, H100 or H200, 1/2 on a B200 and a CPU, and 1/32 or 1/64 on a consumer
+card: none lies near the limit, where an imprecise measurement would decide.
 """
-PRODUCT = 4096
-"""Rows of the square matrices that are multiplied to find out."""
+_PRODUCT = 4096
+"""Rows of the square matrices whose product is timed."""
+_NO_LIMIT = 2**60
+"""Bytes from which a control group's limit stands for no limit."""
+_CGROUP = Path("/sys/fs/cgroup")
 
 
-def stored_dtype(config: dict[str, Any]) -> torch.dtype:
-    """The weights' dtype as the configuration declares it, float32 where it does not."""
+def stored_dtype(config: Mapping[str, object]) -> torch.dtype:
+    """The weights' dtype that a configuration declares; float32 if it declares none."""
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     return DTYPES.get(name.removeprefix("torch."), torch.float32)
 
 
-def resident_bytes() -> int:
-    """What this process takes by now: the interpreter, torch and the other libraries."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:  # not Linux: the most that it ever took, in bytes on a Mac
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return pages * resource.getpagesize()
-
-
 def choose_device(device: str) -> torch.device:
-    """`auto` is CUDA where there is one; raises OptionError for a device that is not there."""
+    """Resolve `auto` to CUDA if there is one; raises OptionError for a missing device."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
         torch.ones(1, device=chosen).item()  # a device that holds no data, such as meta, fails
-    except Exception as error:  # backends that are not there raise errors of many kinds
+    except Exception as error:  # missing backends raise errors of many kinds
         reason = first_line(error)
         raise OptionError(f"device '{device}' cannot be used: {reason}") from error
     return chosen
 
 
 def at_hand(device: torch.device) -> torch.device:
-    """The device, or the CPU where this process has none like it: a cluster's are elsewhere."""
-    there = device.type != "cuda" or torch.cuda.is_available()
-    return device if there else torch.device("cpu")
+    """The device, or the CPU if only other machines of a cluster have such a device."""
+    available = device.type != "cuda" or torch.cuda.is_available()
+    return device if available else torch.device("cpu")
 
 
 def choose_forward_dtype(
-    asked: str | None, stored: torch.dtype, device: torch.device
+    name: str | None, stored: torch.dtype, device: torch.device
 ) -> torch.dtype:
-    """The dtype of the dense forward pass; see `Calibration.forward_dtype`."""
-    if asked is not None:
-        return DTYPES[asked]
+    """Choose the dtype of the dense forward pass; see the setting `forward_dtype`."""
+    if name is not None:
+        return DTYPES[name]
     if device.type == "cpu" and stored != torch.float64:
         return torch.float32
     return stored
 
 
-def choose_solve_dtype(asked: str, device: torch.device) -> torch.dtype:
-    """The dtype of the compensation; see `Pruning.solve_dtype`.
+def choose_solve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Choose the dtype of the compensation; see the setting `solve_dtype`.
 
     `auto` is float64 on a CPU, and elsewhere wherever it multiplies at a useful rate, which is
     measured once in a process.
     """
-    if asked != "auto":
-        return DTYPES[asked]
+    if name != "auto":
+        return DTYPES[name]
     if device.type == "cpu" or double_rate(device) >= USEFUL:
         return torch.float64
     return torch.float32
@@ -86,7 +84,7 @@ def choose_solve_dtype(asked: str, device: torch.device) -> torch.dtype:
 
 @functools.cache
 def double_rate(device: torch.device) -> float:
-    """How fast a device multiplies matrices in float64, float32 being 1; 0 where it does not."""
+    """Rate of float64 matrix products relative to float32; 0 on a device without float64."""
     try:
         return _product_seconds(device, torch.float32) / _product_seconds(device, torch.float64)
     except (TypeError, RuntimeError):  # no float64 at all, as on Apple's devices
@@ -94,14 +92,14 @@ def double_rate(device: torch.device) -> float:
 
 
 def _product_seconds(device: torch.device, dtype: torch.dtype) -> float:
-    """Of one product, the least of three after one that loads the library."""
-    A = torch.ones(PRODUCT, PRODUCT, dtype=dtype, device=device)
-    found = []
+    """Time one product: the fastest of three, after one that loads the library."""
+    A = torch.ones(_PRODUCT, _PRODUCT, dtype=dtype, device=device)
+    seconds = []
     for _ in range(4):
         began = time.perf_counter()
         float((A @ A)[0, 0])  # waits for the device
-        found.append(time.perf_counter() - began)
-    return min(found[1:])
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
 
 
 def environment(device: str) -> dict[str, str]:
@@ -117,6 +115,84 @@ def environment(device: str) -> dict[str, str]:
 
 
 def computed_by(device: torch.device) -> dict[str, str]:
-    """What computes: the bits of a result depend on it as they do on the settings."""
+    """The environment that, like the settings, determines the bits of a result."""
     threads = {"threads": str(torch.get_num_threads())} if device.type == "cpu" else {}
     return {"coec": __version__, **environment(device.type), **threads}
+
+
+@dataclass(frozen=True)
+class FreeMemory:
+    """Free bytes.
+
+    Attributes:
+        device: memory of the device; None where the host or other machines compute.
+        host: memory that this process can still take; None if unknown.
+    """
+
+    device: int | None
+    host: int | None
+
+    @classmethod
+    def of(cls, device: torch.device) -> "FreeMemory":
+        """Read the free memory, within the limits of control groups and of this process."""
+        local = at_hand(device)
+        free = torch.cuda.mem_get_info(local)[0] if local.type == "cuda" else None
+        limits = (psutil.virtual_memory().available, _of_cgroup(), _of_process())
+        return cls(free, min(limit for limit in limits if limit is not None))
+
+    @property
+    def computing(self) -> int | None:
+        """Free memory of the device that computes, or of the host if that does."""
+        return self.host if self.device is None else self.device
+
+
+def _of_cgroup(root: Path = _CGROUP) -> int | None:
+    """Bytes that a control group leaves; file pages that it can drop count as free."""
+    for limit_file, used_file, droppable in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit = (root / limit_file).read_text().strip()
+            used = int((root / used_file).read_text())
+            stat = (root / limit_file).with_name("memory.stat").read_text().splitlines()
+        except (OSError, ValueError):
+            continue
+        if limit == "max" or int(limit) >= _NO_LIMIT:
+            continue
+        pages = next((int(line.split()[1]) for line in stat if line.split()[0] == droppable), 0)
+        return max(0, int(limit) - used + pages)
+    return None
+
+
+def _of_process() -> int | None:
+    """Bytes that a limit on this process's data (`ulimit -d`) leaves."""
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    return max(0, limit - getattr(psutil.Process().memory_info(), "data", 0))
+
+
+def resident_bytes() -> int:
+    """Memory that this process takes by now: the interpreter, torch and the other libraries."""
+    return psutil.Process().memory_info().rss
+
+
+def hand_back() -> None:
+    """Return freed memory to the system, where glibc allocates it; called after every block.
+
+    glibc keeps freed tensors of up to 32 MiB for later ones, in pieces that do not fit those of the
+    next block: without this call a process grows with the number of blocks. The threshold from
+    which glibc keeps nothing is a setting of the whole process, and new pages would be made for
+    every tensor.
+    """
+    if (trim := _malloc_trim()) is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """Load malloc_trim(3); None if the C library has none."""
+    if not sys.platform.startswith("linux"):
+        return None
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -1,17 +1,17 @@
-"""The errors a user can mend.
+"""Errors that a user can mend.
 
 Every message says what must hold, what was found, and what to change, on one line: the command
-prints it as it is, without a traceback, and exits with status 1. What to change is named as a
-keyword argument, `seq_len=64`, of which the command makes a flag (`coec.cli.spelling`).
+prints it as it is, without a traceback, and exits with status 1. The change is named as a keyword
+argument, `seq_len=64`, which the command spells as a flag (`coec.cli.spelling`).
 """
 
-LONGEST = 200
-"""Characters that are told of somebody else's error."""
+_LONGEST = 200
+"""Characters quoted from another library's error."""
 
 
 def first_line(error: BaseException) -> str:
-    """What another library's error says, on one line; its kind where it says nothing."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:LONGEST]
+    """The first line of another library's error; its type if it has no text."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:_LONGEST]
 
 
 class CoecError(Exception):

@@ -1,7 +1,7 @@
-"""What a safeguard did, recorded where the caller can report it: there are no silent fallbacks.
+"""Events: safeguards that fired, recorded for the report. There are no silent fallbacks.
 
-Numerical code calls `record`; whoever owns a report wraps the work in `recording` and stores the
-list. With nobody recording, an event becomes a Python warning.
+Numerical code calls `record`. The owner of a report wraps the work in `recording` and stores the
+list. Outside of `recording` an event becomes a Python warning.
 """
 
 import warnings
@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 Progress = Callable[[str, int, int], None]
-"""Told how far a long computation is: `(phase, done, total)`."""
+"""Callback for the progress of a long computation: `(phase, done, total)`."""
 RESUMING = "resuming"
-"""The phase, followed by what is counted, in which a run says what it need not do again."""
+"""Phase of the work that a run need not do again; the counted thing follows it."""
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them."""
+    """Write seconds as a person says them."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
@@ -27,7 +27,7 @@ _current: ContextVar[list[str] | None] = ContextVar("coec_events", default=None)
 
 @contextmanager
 def recording() -> Iterator[list[str]]:
-    """Collects the events recorded inside the `with` block, each distinct text once, in order."""
+    """Collect the events recorded inside the `with` block, each distinct text once, in order."""
     events: list[str] = []
     token = _current.set(events)
     try:
@@ -37,7 +37,7 @@ def recording() -> Iterator[list[str]]:
 
 
 def record(event: str) -> None:
-    """Notes that a safeguard changed the course of a computation."""
+    """Note that a safeguard changed the course of a computation."""
     events = _current.get()
     if events is None:
         warnings.warn(event, RuntimeWarning, stacklevel=2)

@@ -16,13 +16,8 @@ from tokenizers import Tokenizer, processors
 import tiny_models as tm
 from coec.calibration import sources
 from coec.calibration import tokens as module
-from coec.calibration.tokens import (
-    Stream,
-    all_windows,
-    load_tokenizer,
-    read_stream,
-    sample_windows,
-)
+from coec.calibration.tokenizer import load_tokenizer
+from coec.calibration.tokens import Stream, all_windows, read_stream, sample_windows
 from coec.errors import CalibrationError, ModelError
 from coec.models.companion_files import carry_files
 
@@ -272,8 +267,8 @@ def test_truth_values_are_no_token_ids_in_safetensors_either(tmp_path):
 @pytest.fixture
 def short(monkeypatch):
     """Texts of 1000 characters are long."""
-    monkeypatch.setattr(module, "WHOLE", 1000)
-    monkeypatch.setattr(module, "PIECE", 100)
+    monkeypatch.setattr(module, "LONG_TEXT", 1000)
+    monkeypatch.setattr(module, "_PIECE", 100)
 
 
 @pytest.mark.usefixtures("short")
@@ -319,7 +314,7 @@ def test_pieces_make_the_tokens_of_the_whole_text(kind, request, tmp_path):
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("name", ["t.txt", "t.jsonl", "t.parquet"])
 def test_a_long_text_is_read_no_further_than_needed(name, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "PART", 300)
+    monkeypatch.setattr(sources, "_CHUNK", 300)
     text = "the cat sat on a mat.\n\n" * 400
     if name == "t.txt":
         (tmp_path / name).write_text(text)
@@ -348,7 +343,7 @@ def test_one_long_text_has_one_digest_however_much_of_it_is_needed(tokenizer, tm
 
 
 def test_pieces_end_where_lines_or_words_do_and_are_the_text(monkeypatch):
-    monkeypatch.setattr(module, "PIECE", 40)
+    monkeypatch.setattr(module, "_PIECE", 40)
     text = "one two three four five six\n\nseven eight nine ten eleven " * 9 + "x" * 100
     pieces = list(module._pieces([text[:70], text[70:75], text[75:]]))
     assert "".join(pieces) == text

@@ -40,7 +40,7 @@ BIASED = {
 }
 """Variants whose result no stock format can hold with biases, and what the error says."""
 
-WHOLE = [name for name, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].whole]
+WHOLE = [name for name, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].attention_kept]
 """Variants whose attention keeps all its units."""
 
 EXPERTS = [name for name, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].blocks.experts]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import coec
 import tiny_models as tm
 from coec.errors import ModelError
-from coec.evaluation.pair import Pair
+from coec.evaluation.pair import ModelPair
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def kept(pruned):
 
 
 def test_a_pair_knows_sizes_and_units(dense_folder, pruned_folder):
-    pair = Pair.open(dense_folder, pruned_folder)
+    pair = ModelPair.open(dense_folder, pruned_folder)
     assert (pair.before.ffn, pair.after.ffn) == (40, 28)
     assert (pair.positions, pair.vocabulary) == (tm.POSITIONS, tm.VOCABULARY)
     stored = load_file(pruned_folder / "coec/kept.safetensors")
@@ -44,25 +44,25 @@ def test_a_pair_knows_sizes_and_units(dense_folder, pruned_folder):
 
 def test_the_report_names_the_dense_model(dense_folder, pruned, monkeypatch):
     with pytest.raises(ModelError, match="was made from 'dense', which is no folder here or bes"):
-        Pair.open(None, pruned)
+        ModelPair.open(None, pruned)
     beside = shutil.copytree(dense_folder, pruned.parent / "dense")
-    assert Pair.open(None, pruned).dense.folder == beside
+    assert ModelPair.open(None, pruned).dense.folder == beside
     shutil.rmtree(beside)
     report = json.loads((pruned / "coec.json").read_text())
     for name in ("org/model", "/nowhere/model"):
         (pruned / "coec.json").write_text(json.dumps(report | {"model": name}))
         with pytest.raises(ModelError, match=f"was made from '{name}', which is no folder here or"):
-            Pair.open(None, pruned)
+            ModelPair.open(None, pruned)
     monkeypatch.chdir(dense_folder.parent)
     (pruned / "coec.json").write_text(json.dumps(report | {"model": dense_folder.name}))
-    assert Pair.open(None, pruned).before.ffn == 40
+    assert ModelPair.open(None, pruned).before.ffn == 40
 
 
 @pytest.mark.parametrize("name", ["coec/kept.safetensors", "coec.json"])
 def test_a_folder_that_coec_did_not_write(name, dense_folder, pruned):
     (pruned / name).unlink()
     with pytest.raises(ModelError, match=f"no {name} in .* PRUNED must be a folder that `coec"):
-        Pair.open(dense_folder, pruned)
+        ModelPair.open(dense_folder, pruned)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_folder_that_coec_did_not_write(name, dense_folder, pruned):
 def test_models_of_other_sizes_do_not_belong_together(changes, match, pruned, tmp_path):
     other = tm.save(tm.tiny("llama", torch.float32, **changes), tmp_path / "other")
     with pytest.raises(ModelError, match=match) as caught:
-        Pair.open(other, pruned)
+        ModelPair.open(other, pruned)
     assert "\n" not in str(caught.value)
 
 
@@ -92,11 +92,11 @@ def test_another_model_of_the_same_sizes_is_refused(name, pruned, tmp_path):
                 parameter.add_(0.1)
     other = tm.save(model, tmp_path / "other")
     with pytest.raises(ModelError, match=f"was not pruned from .*{name}.* keeps are others"):
-        Pair.open(other, pruned)
+        ModelPair.open(other, pruned)
 
 
 def test_fitted_producers_are_kin_by_what_is_held(dense_folder, fitted_folder):
-    pair = Pair.open(dense_folder, fitted_folder)
+    pair = ModelPair.open(dense_folder, fitted_folder)
     assert pair.fitted
     assert not any(pair.reads_the_same(site) for site in pair.dense.layout.sites)
 
@@ -110,19 +110,19 @@ def test_another_model_is_no_kin_of_fitted_producers(name, fitted_folder, tmp_pa
                 parameter.add_(0.1)
     other = tm.save(model, tmp_path / "other")
     with pytest.raises(ModelError, match=f"was not pruned from .*{name}.* others"):
-        Pair.open(other, fitted_folder)
+        ModelPair.open(other, fitted_folder)
 
 
 def test_kept_units_of_another_run_are_refused(dense_folder, pruned, kept):
     kept(layers_1_mlp=torch.arange(27))
     with pytest.raises(ModelError, match=r"layers.1.mlp .* keeps 27 units, the pruned model has 2"):
-        Pair.open(dense_folder, pruned)
+        ModelPair.open(dense_folder, pruned)
     kept(layers_1_mlp=torch.zeros(28, dtype=torch.int64))
     with pytest.raises(ModelError, match="does not fit the dense model: .*sorted and distinct"):
-        Pair.open(dense_folder, pruned)
+        ModelPair.open(dense_folder, pruned)
     kept(layers_1_mlp=None)
     with pytest.raises(ModelError, match=r"lacks layers.1.mlp: it is of another model"):
-        Pair.open(dense_folder, pruned)
+        ModelPair.open(dense_folder, pruned)
 
 
 def test_missing_and_damaged_files_are_refused(dense_folder, pruned):
@@ -130,14 +130,14 @@ def test_missing_and_damaged_files_are_refused(dense_folder, pruned):
     whole = weights.read_bytes()
     weights.write_bytes(whole[:100])
     with pytest.raises(ModelError, match="truncated or damaged"):
-        Pair.open(dense_folder, pruned)
+        ModelPair.open(dense_folder, pruned)
     weights.unlink()
     with pytest.raises(ModelError, match="no safetensors weights in"):
-        Pair.open(dense_folder, pruned)
+        ModelPair.open(dense_folder, pruned)
     weights.write_bytes(whole)
     (pruned / "coec/kept.safetensors").write_bytes(b"nothing")
     with pytest.raises(ModelError, match="'kept.safetensors' is truncated or damaged"):
-        Pair.open(dense_folder, pruned)
+        ModelPair.open(dense_folder, pruned)
 
 
 @pytest.mark.parametrize("variant", ["llama", "llama biases", "qwen2"])
@@ -147,4 +147,4 @@ def test_a_format_with_more_biases_is_no_other_model(variant, tmp_path):
     tokens = tm.token_file(tmp_path / "tokens.npy")
     coec.prune(dense, tmp_path / "out", calibration=tokens, samples=8, seq_len=32,
                compensation="bias")  # fmt: skip
-    assert Pair.open(dense, tmp_path / "out").after.ffn == 28
+    assert ModelPair.open(dense, tmp_path / "out").after.ffn == 28

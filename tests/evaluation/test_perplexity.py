@@ -48,7 +48,7 @@ def naive(folders, length):
 
 @pytest.mark.parametrize("batch", [2**26, 1])
 def test_perplexity_is_that_of_the_naive_loop(folders, batch, monkeypatch):
-    monkeypatch.setattr(module, "LOGITS_PER_BATCH", batch)
+    monkeypatch.setattr(module, "_LOGITS_PER_BATCH", batch)
     dense, other = folders
     result = coec.perplexity(other, IDS, seq_len=16, baseline=dense)
     ce, base_ce, kl, same, count = naive(folders, 16)

@@ -9,7 +9,7 @@ import coec
 import tiny_models as tm
 from coec.errors import OptionError
 from coec.evaluation import speed as module
-from coec.evaluation.speed import NO_PEAK, Rates, Spread, Workload, oddities, run_once
+from coec.evaluation.speed import _NO_PEAK, Rates, Spread, Workload, oddities, run_once
 
 SMALL = Workload(prompt_tokens=12, new_tokens=5, batch_size=2, repeats=3, warmup=1)
 
@@ -64,7 +64,7 @@ def test_a_measurement_on_the_cpu(dense_folder, pruned_folder):
             assert 0 < spread.least <= spread.median <= spread.greatest
         assert rates.paired.least <= rates.paired.greatest
     assert (found.peak_memory_dense, found.peak_memory_pruned) == (None, None)
-    assert found.memory_note == NO_PEAK
+    assert found.memory_note == _NO_PEAK
     assert (found.device, found.dtype, found.load) == ("cpu", "float64", SMALL)
     json.dumps(found.as_dict(), allow_nan=False)
 
@@ -85,7 +85,7 @@ def test_odd_rates_are_named(dense_folder, pruned_folder):
     quiet = replace(
         found, prefill=Rates.of([1.0] * 3, [1.5] * 3), decode=Rates.of([1.0] * 3, [1.2] * 3)
     )
-    assert oddities(quiet, SMALL) == [NO_PEAK]
+    assert oddities(quiet, SMALL) == [_NO_PEAK]
     odd = replace(
         quiet, prefill=Rates.of([1.0] * 3, [0.8] * 3), decode=Rates.of([1.0, 1.0], [0.9, 1.3])
     )

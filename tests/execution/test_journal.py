@@ -9,7 +9,7 @@ import pytest
 from coec.errors import ModelError, NumericalError, OptionError, OutputError, UnfinishedError
 from coec.events import recording
 from coec.execution import journal as module
-from coec.execution.entries import sealed
+from coec.execution.entries import encode_line
 from coec.execution.journal import journal, unfinished
 from coec.execution.output import JOURNAL, LOCK, NEW, WORK
 
@@ -117,7 +117,7 @@ def test_a_run_without_pieces_hinders_no_other(tmp_path):
     partial = tmp_path / "out.partial"
     partial.mkdir()
     (partial / LOCK).touch()
-    (partial / JOURNAL).write_bytes(sealed({"identity": {"sparsity": 0.1}}))
+    (partial / JOURNAL).write_bytes(encode_line({"identity": {"sparsity": 0.1}}))
     with journal(tmp_path / "out", ASKED) as done:
         done.put("one", done.new / "one", text("one"))
         done.complete()
@@ -155,7 +155,7 @@ def test_a_damaged_journal_is_refused_by_its_line(line, number, tmp_path):
     path = tmp_path / "out.partial" / JOURNAL
     lines = path.read_text().splitlines()
     if line.startswith('{"name"'):  # whole, but not what a run writes
-        line = sealed(json.loads(line)).decode().strip()
+        line = encode_line(json.loads(line)).decode().strip()
     path.write_text("\n".join([*lines[:number], line, *lines[number:]]) + "\n")
     with (
         pytest.raises(OutputError, match=f"line {number + 1}, is damaged: pass restart=True"),
@@ -264,7 +264,7 @@ def test_what_is_there_is_not_thrown_away_by_an_interrupt_while_it_is_read(tmp_p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "unsealed", interrupt)
+        patch.setattr(module, "decode_line", interrupt)
         with pytest.raises(KeyboardInterrupt) as caught, journal(out, ASKED):
             raise AssertionError("work had begun")
     assert caught.value.__notes__ == [f"what is finished is kept in '{tmp_path / 'out.partial'}'"]

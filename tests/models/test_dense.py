@@ -351,7 +351,7 @@ def test_the_fingerprint_sees_any_change_of_a_small_model_and_reads_little_of_a_
     assert not first.hashes  # nothing was read as a whole
     rewrite(model, replaced(UP, lambda w: w.index_fill(0, torch.tensor([3]), 0.5)))
     assert Dense.open(model).fingerprint != first.fingerprint
-    monkeypatch.setattr(module, "SAMPLED", 64)
+    monkeypatch.setattr(module, "_SAMPLED", 64)
     sampled = Dense.open(model).fingerprint
     # Four pieces of four numbers: the first and the last are among them, what lies between is not.
     change = replaced(UP, lambda w: w.flatten().index_fill(0, torch.tensor([5]), 0.1).view_as(w))

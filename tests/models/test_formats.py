@@ -7,10 +7,11 @@ import pytest
 import coec
 import tiny_models as tm
 from coec.errors import ModelError, OptionError
+from coec.models import loaders
 from coec.models.architectures import ARCHITECTURES, architecture_of
 from coec.models.description import Description, read_config
 from coec.models.formats import choose_format
-from coec.models.loaders import ANY, FINDINGS, LOADERS, TARGETS, YES, Stored, slides, verdict
+from coec.models.loaders import CONDITIONS, LOADERS, TARGETS, YES, Traits, slides
 from coec.models.shape import Shape
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
@@ -139,23 +140,25 @@ def test_a_window_is_right_in_llama_cpp_no_further_than_it_reaches():
 
 def test_every_finding_names_a_loader_and_types_that_there_are():
     for loader in LOADERS.values():
-        assert loader.types == ANY or set(loader.types) <= set(ARCHITECTURES)
-    for finding in FINDINGS:
-        assert finding.loader in LOADERS
-        assert finding.types == ANY or set(finding.types) <= set(ARCHITECTURES)
+        for tried in (loader, *loader.exceptions):
+            assert set(tried.types or ()) <= set(ARCHITECTURES)
+    named = {case.when for loader in LOADERS.values() for case in loader.exceptions}
+    assert named - {None} == CONDITIONS.keys() == loaders._CONDITIONS.keys()
     assert set(TARGETS.values()) <= set(LOADERS)
 
 
 def test_of_a_type_that_nobody_tried_nothing_is_known():
-    stored = Stored({}, Shape.of(tm.raw_config("llama")), frozenset())
-    for name in LOADERS:
-        assert verdict(name, "llama", stored) == YES
-        assert verdict(name, "brand_new", stored) == (
-            YES if name == "transformers" else "not known"
+    def verdict(name, model_type):
+        return LOADERS[name].verdict(
+            Traits(model_type, {}, Shape.of(tm.raw_config("llama")), frozenset())
         )
-    assert verdict("vLLM", "mixtral", stored) == YES
-    assert verdict("llama.cpp", "mixtral", stored) == "not known"
-    assert verdict("OpenVINO", "qwen3_moe", stored) == "not known"
+
+    for name in LOADERS:
+        assert verdict(name, "llama") == YES
+        assert verdict(name, "brand_new") == (YES if name == "transformers" else "not known")
+    assert verdict("vLLM", "mixtral") == YES
+    assert verdict("llama.cpp", "mixtral") == "not known"
+    assert verdict("OpenVINO", "qwen3_moe") == "not known"
 
 
 def test_biases_are_planned_only_where_something_goes():

@@ -6,7 +6,7 @@ import torch
 import tiny_models as tm
 from coec.errors import ModelError
 from coec.models.dense import Dense
-from coec.models.matching import Side, kept_units
+from coec.models.matching import SiteTensors, kept_units
 from coec.types import KeptSet
 
 KEPT = {"attention": [0, 2, 3], "mlp": [1, 2, 5, *range(8, 39)]}
@@ -21,7 +21,9 @@ def dense(tmp_path_factory):
 
 def side(dense, name):
     site = next(site for site in dense.layout.blocks[1].sites if site.name == name)
-    return Side("DENSE", site, {n: dense.tensor(n) for n in site.tensors if n in dense.files})
+    return SiteTensors(
+        "DENSE", site, {n: dense.tensor(n) for n in site.tensors if n in dense.files}
+    )
 
 
 def cut(mine, units=None, dtype=torch.float32):
@@ -35,7 +37,7 @@ def cut(mine, units=None, dtype=torch.float32):
 
 
 def found(mine, tensors):
-    return kept_units(mine, Side("PRUNED", mine.site, tensors)).tolist()
+    return kept_units(mine, SiteTensors("PRUNED", mine.site, tensors)).tolist()
 
 
 def name_of(mine, ending):
@@ -159,7 +161,7 @@ def repeated(dense):
         tensors[rows.tensor][[9, 20]] = tensors[rows.tensor][[4, 4]]
         tensors[rows.tensor][30] = 0
     tensors[mine.site.weight][:, 30] = 0
-    return Side("DENSE", mine.site, tensors)
+    return SiteTensors("DENSE", mine.site, tensors)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +296,7 @@ def test_a_query_head_that_nobody_read_before_is_none_that_was_masked(dense):
     quiet = dict(mine.tensors)
     quiet[mine.site.weight] = quiet[mine.site.weight].clone()
     quiet[mine.site.weight][:, 12:16] = 0
-    mine = Side("DENSE", mine.site, quiet)
+    mine = SiteTensors("DENSE", mine.site, quiet)
     assert found(mine, cut(mine, [1, 2])) == [1, 2]
 
 

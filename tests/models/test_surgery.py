@@ -9,8 +9,9 @@ import torch
 import tiny_models as tm
 from coec.errors import ModelError, NumericalError
 from coec.models.architectures import ARCHITECTURES
+from coec.models.block_patterns import BlockPattern
 from coec.models.description import Description
-from coec.models.layout import BlockPattern, Rows
+from coec.models.layout import Rows
 from coec.models.shape import Shape
 from coec.models.surgery import Cut, cut_block, value_rows
 from coec.types import KeptSet, SiteResult
@@ -117,7 +118,7 @@ def test_a_layout_is_a_value_also_after_a_journey(variant):
     assert copy == layout
     assert copy is not layout
     architecture = ARCHITECTURES[tm.VARIANTS[variant]["model_type"]]
-    units = {"attention": [] if architecture.whole else [4], "mlp": [40]}
+    units = {"attention": [] if architecture.attention_kept else [4], "mlp": [40]}
     expected = 2 * [*units["attention"], *units["mlp"]]
     if architecture.blocks.experts:
         channels = 40 if variant == "mixtral" else 20

@@ -263,7 +263,7 @@ def test_statistics_instead_of_the_same_text_are_no_other_run(begun, solved, tmp
 
 def test_a_damaged_block_found_late_costs_only_itself(dense, tmp_path, monkeypatch, solved):
     """Weights are read when their turn comes: what was finished before stays, and is used."""
-    monkeypatch.setattr(module, "SAMPLED", 64)
+    monkeypatch.setattr(module, "_SAMPLED", 64)
     good, out, text = tmp_path / "good", tmp_path / "out", tm.text_file(tmp_path / "text.txt")
     shutil.copytree(dense, good)
     whole = coec.prune(good, tmp_path / "whole", calibration=text, **SETTINGS)
@@ -316,7 +316,7 @@ def changed(model, name):
 def test_a_model_that_changed_where_nothing_was_sampled_is_not_gone_on_with(
     run, name, dense, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(module, "SAMPLED", 64)
+    monkeypatch.setattr(module, "_SAMPLED", 64)
     model, out = shutil.copytree(dense, tmp_path / "model"), tmp_path / "out"
     settings, pieces = BEGUN[run]
     make = coec.collect if run == "collect" else coec.prune
@@ -345,7 +345,7 @@ def test_a_model_that_changed_where_nothing_was_sampled_is_not_gone_on_with(
 def test_statistics_of_a_model_that_changed_where_nothing_was_sampled_are_refused(
     name, dense, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(module, "SAMPLED", 64)
+    monkeypatch.setattr(module, "_SAMPLED", 64)
     model = shutil.copytree(dense, tmp_path / "model")
     text = tm.text_file(tmp_path / "text.txt")
     made = coec.collect(model, tmp_path / "statistics", calibration=text, samples=8, seq_len=32)

@@ -10,7 +10,7 @@ import coec
 import tiny_models as tm
 from benchmarks.scale import MODELS
 from coec.errors import OptionError
-from coec.execution.output import check_space
+from coec.execution.places import check_space
 from coec.models.description import Description
 from coec.pipeline.write import space_needed
 from coec.planning import ComputeConfig, FreeMemory, Plan, check_room, close, disk, named, within

@@ -1,1 +1,1 @@
-"""Calibration: token windows, and dense activations streamed one block at a time."""
+"""Calibration and evaluation texts, cut into windows of tokens; nothing here runs a model."""

@@ -1,4 +1,4 @@
-"""Token ids that a caller brings, as one kind of tensor."""
+"""Token ids given by a caller, as int64 tensors."""
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ from coec.errors import CalibrationError
 
 
 def token_ids(ids: Tensor | np.ndarray) -> Tensor:
-    """Token ids as int64 on the CPU, from an array or tensor of whole numbers.
+    """Convert an array or tensor of whole numbers to int64 on the CPU.
 
     Raises:
         CalibrationError: it holds fractions, truth values or nothing, or is neither one row of ids

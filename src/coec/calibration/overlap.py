@@ -1,4 +1,4 @@
-"""How much of an evaluation text the calibration has already seen: shared token n-grams."""
+"""Overlap of an evaluation text with the calibration: shared token n-grams."""
 
 import math
 from dataclasses import dataclass
@@ -12,21 +12,20 @@ from coec.calibration.tokens import Windows
 from coec.errors import OptionError
 
 FLAG_SHARE = 0.05
-TOKENS_PER_CHUNK = 2**20
-CUSTOMARY, VOCABULARY = 13, 32_000
-"""13-grams are what contamination studies count, on vocabularies of about this size."""
+_CUSTOMARY, _VOCABULARY = 13, 32_000
+"""Contamination studies count 13-grams, on vocabularies of about this size."""
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """n-grams of the evaluation windows that the calibration windows hold too.
+    """n-grams of the evaluation windows that occur in the calibration windows.
 
     Attributes:
         n: tokens per n-gram.
-        windows: evaluation windows.
-        shared: of these, the ones with at least one n-gram of the calibration.
-        share: the fraction of all evaluation n-grams that the calibration holds.
+        windows: number of evaluation windows.
+        shared: number of evaluation windows with at least one n-gram of the calibration.
+        share: fraction of all evaluation n-grams that occur in the calibration.
     """
 
     n: int
@@ -36,10 +35,10 @@ class Overlap:
 
     @property
     def flagged(self) -> bool:
-        """Whether more than `FLAG_SHARE` of the evaluation n-grams were seen in calibration.
+        """True if more than `FLAG_SHARE` of the evaluation n-grams occur in the calibration.
 
-        The share decides, not the number of windows: that grows with their length, and stock
-        phrases give any two texts of one kind some n-grams in common (docs/EVALUATION.md).
+        The number of windows would grow with their length, and stock phrases give any two texts of
+        one kind some n-grams in common (docs/EVALUATION.md).
         """
         return self.share > FLAG_SHARE
 
@@ -49,43 +48,36 @@ def overlap(
     evaluation: Windows | Int[Tensor, "windows width"],
     n: int = 13,
 ) -> Overlap:
-    """How many evaluation windows, and n-grams of token ids, the calibration windows share.
+    """Count the evaluation windows and n-grams of token ids that the calibration shares.
 
     No n-gram crosses from one window into the next. n-grams are compared by 64-bit hashes: with a
     calibration and b evaluation n-grams some pair collides with probability about ab/2⁶⁴, under
-    1e-8 for 128 × 2048 calibration tokens and all of WikiText-2's test text. Memory is 16 bytes
-    per calibration token, and a constant for the evaluation.
+    1e-8 for 128 × 2048 calibration tokens and all of WikiText-2's test text. Memory is about 50
+    bytes per token.
 
     Args:
         calibration, evaluation: windows made by one tokenizer.
-        n: tokens per n-gram; 13 is what contamination studies of language models use.
+        n: tokens per n-gram.
 
     Raises:
         OptionError: n is below 1, or longer than a window.
     """
-    seen, asked = _ids(calibration), _ids(evaluation)
-    longest = min(seen.shape[1], asked.shape[1])
+    fitted, judged = _ids(calibration), _ids(evaluation)
+    longest = min(fitted.shape[1], judged.shape[1])
     if not 1 <= n <= longest:
         raise OptionError(f"n must be between 1 and {longest}, the shorter window; got {n}")
-    known = np.unique(np.concatenate([_hashes(rows, n).ravel() for rows in _chunks(seen)]))
-    shared = common = 0
-    for rows in _chunks(asked):
-        hits = _contains(known, _hashes(rows, n))
-        shared += int(hits.any(axis=1).sum())
-        common += int(hits.sum())
-    windows, length = asked.shape
-    return Overlap(n, windows, shared, common / (windows * (length - n + 1)))
+    hits = np.isin(_hashes(judged, n), np.unique(_hashes(fitted, n)))
+    return Overlap(n, len(judged), int(hits.any(axis=1).sum()), float(hits.mean()))
 
 
 def passage_length(vocabulary: int) -> int:
-    """The n that says as much as 13 tokens of a vocabulary of 32,000: `⌈13 log 32,000 / log V⌉`.
+    """The n with the information of 13 tokens of 32,000: `⌈13 log 32,000 / log V⌉`, at least 13.
 
     13 characters are three words, which any two texts share: small vocabularies need longer
-    n-grams. At least 13.
+    n-grams.
     """
-    return max(
-        CUSTOMARY, math.ceil(CUSTOMARY * math.log(VOCABULARY) / math.log(max(vocabulary, 2)))
-    )
+    information = _CUSTOMARY * math.log(_VOCABULARY)
+    return max(_CUSTOMARY, math.ceil(information / math.log(max(vocabulary, 2))))
 
 
 def _ids(windows: Windows | Tensor) -> Int[Tensor, "rows length"]:
@@ -95,31 +87,8 @@ def _ids(windows: Windows | Tensor) -> Int[Tensor, "rows length"]:
     return ids
 
 
-def _chunks(ids: Int[Tensor, "rows length"]) -> tuple[Int[Tensor, "_ length"], ...]:
-    return ids.split(max(1, TOKENS_PER_CHUNK // ids.shape[1]))
-
-
-def _hashes(rows: Int[Tensor, "rows length"], n: int) -> UInt64[np.ndarray, "rows positions"]:
+def _hashes(ids: Int[Tensor, "rows length"], n: int) -> UInt64[np.ndarray, "rows positions"]:
     """Polynomial hashes modulo 2⁶⁴ of every n-gram, one per position."""
-    mixed = _mixed(rows.to(torch.int64).cpu().numpy().astype(np.uint64))
-    positions = rows.shape[1] - n + 1
-    total = np.zeros((len(rows), positions), dtype=np.uint64)
-    for offset in range(n):
-        total = total * _MULTIPLIER + mixed[:, offset : offset + positions]
-    return total
-
-
-def _mixed(ids: UInt64[np.ndarray, "rows length"]) -> UInt64[np.ndarray, "rows length"]:
-    """A bijection that spreads small ids over 64 bits (the finaliser of SplitMix64)."""
-    x = ids + _MULTIPLIER
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def _contains(
-    known: UInt64[np.ndarray, " n"], hashes: UInt64[np.ndarray, "rows positions"]
-) -> np.ndarray:
-    """Where a sorted array holds each hash."""
-    place = np.searchsorted(known, hashes).clip(max=len(known) - 1)
-    return known[place] == hashes
+    rows = ids.to(torch.int64).cpu().numpy().astype(np.uint64)
+    powers = _MULTIPLIER ** np.arange(n, dtype=np.uint64)
+    return np.lib.stride_tricks.sliding_window_view(rows, n, axis=1) @ powers

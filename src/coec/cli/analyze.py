@@ -138,13 +138,13 @@ def _measured(
     from coec.devices import choose_device
     from coec.evaluation import geometry, speed
     from coec.evaluation.efficiency import efficiency
-    from coec.evaluation.pair import Pair
+    from coec.evaluation.pair import ModelPair
 
     workload = speed.Workload(**load)
     ranks = geometry.RANKS | given_ranks
     geometry.check_ranks(ranks)
     choose_device(device)
-    pair = Pair.open(None, model) if pruned is None else Pair.open(model, pruned)
+    pair = ModelPair.open(None, model) if pruned is None else ModelPair.open(model, pruned)
     cost = efficiency(pair.dense, pair.pruned, dtype=dtype)
     rates = rows = None
     try:

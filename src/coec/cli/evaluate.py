@@ -208,7 +208,7 @@ def _measured(
     if tasks is None:
         return perplexity.perplexity(model, **for_text, **common), None, None
     # The tasks' data are read before the perplexity is measured, which may take its time.
-    with zero_shot.opened(model, tasks, **for_tasks, **common) as measure:
+    with zero_shot.prepared(model, tasks, **for_tasks, **common) as measure:
         result = perplexity.perplexity(model, **for_text, **common) if for_text else None
         try:
             return result, measure(), None

@@ -180,7 +180,7 @@ def _gigabytes(size: int) -> str:
 
 def _disk(forecast: "Forecast", out: Path | None) -> list[str]:
     """What is written, and whether there is room for it."""
-    from coec.execution.output import free_space
+    from coec.execution.places import free_space
 
     needed = forecast.output + forecast.partial
     lines = [

@@ -66,7 +66,7 @@ def prune_command(
     if out is None and not dry_run:
         raise typer.BadParameter("OUT is missing (only --dry-run works without)")
     quieten()
-    from coec.execution.output import is_url
+    from coec.execution.places import is_url
     from coec.pipeline import prune as pruning
     from coec.planning.recipe import read_settings
 

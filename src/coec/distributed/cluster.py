@@ -24,7 +24,7 @@ import torch
 from coec import __version__
 from coec.errors import CoecError, OptionError, first_line
 from coec.events import record
-from coec.execution.output import nearest
+from coec.execution.places import nearest
 
 ANSWER_S = 5
 """Seconds after which a cluster that does not answer counts as absent."""

@@ -1,8 +1,7 @@
-"""What a model costs to run, from its configuration alone (docs/ANALYSIS.md)."""
+"""The cost of running a model, from its configuration alone (docs/ANALYSIS.md)."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -10,24 +9,25 @@ from coec.devices import DTYPES, stored_dtype
 from coec.errors import OptionError
 from coec.evaluation.network import check_dtype
 from coec.models.description import Description
+from coec.models.files import JsonDict
 from coec.models.shape import Shape
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
 
-DEFAULT_SPARSITY = 0.3
+_DEFAULT_SPARSITY = 0.3
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One model's cost.
+    """The cost of a model.
 
     Attributes:
-        parameters: tied ones once.
-        dtype: of weights and cache.
-        weight_bytes: `parameters × bytes of the dtype`. Peak inference memory, the paper's `Mem`,
-            has activations, cache and the allocator's share on top: it is measured (`speed`).
+        parameters: number of parameters; tied ones count once.
+        dtype: dtype of weights and cache.
+        weight_bytes: `parameters × bytes of the dtype`. The peak memory of inference, the paper's
+            `Mem`, adds activations, cache and the allocator's share; `speed` measures it.
         gflops_per_token: `2 × parameters / 1e9`, the paper's rule (embeddings count too).
-        kv_cache_bytes_per_token: keys and values of all blocks.
+        kv_cache_bytes_per_token: bytes of keys and values in all blocks.
     """
 
     parameters: int
@@ -44,8 +44,8 @@ class Efficiency:
     dense: Cost
     pruned: Cost
 
-    def as_dict(self) -> dict[str, Any]:
-        """Both costs by name, and `ratio`: pruned over dense."""
+    def as_dict(self) -> JsonDict:
+        """List both costs by name, and `ratio`: pruned over dense."""
         dense, pruned = asdict(self.dense), asdict(self.pruned)
         ratio = {name: pruned[name] / dense[name] for name in dense if name != "dtype"}
         return {"dense": dense, "pruned": pruned, "ratio": ratio}
@@ -58,13 +58,13 @@ def efficiency(
     sparsity: float | None = None,
     dtype: str | None = None,
 ) -> Efficiency:
-    """Cost before and after pruning; no weights are read. Paper, Efficiency Analysis.
+    """Compute the cost before and after pruning, without weights. Paper, Efficiency Analysis.
 
     Args:
         model: the dense model: a folder, a config.json, or a hub name.
-        pruned: a pruned model likewise; None for what `sparsity` would leave.
+        pruned: a pruned model likewise; None for the dense model pruned by `sparsity`.
         sparsity: fraction of units removed, with `pruned = None`; None for 0.3.
-        dtype: of weights and cache; None for what each configuration declares.
+        dtype: dtype of weights and cache; None for the dtype that each configuration declares.
 
     Raises:
         CoecError: with one line that says what to change.
@@ -77,7 +77,7 @@ def efficiency(
     check_dtype(dtype)
     before = Description.read(model)
     if pruned is None:
-        recipe = Recipe(sparsity=DEFAULT_SPARSITY if sparsity is None else sparsity)
+        recipe = Recipe(sparsity=_DEFAULT_SPARSITY if sparsity is None else sparsity)
         after = Description.of(Plan.of(before, recipe).output.config)
     else:
         after = Description.read(pruned)

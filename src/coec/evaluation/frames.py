@@ -1,4 +1,4 @@
-"""How pruning and compensation turn the frames of one weight (docs/ANALYSIS.md)."""
+"""Rotation of one weight's frames by pruning and compensation (docs/ANALYSIS.md)."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -42,17 +42,17 @@ class Penalties:
 
 @dataclass(frozen=True)
 class Frames:
-    """What pruning and compensation did to the leading singular frames of one weight.
+    """Changes of one weight's leading singular frames by pruning and compensation.
 
     Attributes:
-        r: size of the frames: as asked, or the smallest rank of the three weights if less.
+        r: size of the frames: as requested, or the smallest rank of the three weights if less.
         original_pruned, original_compensated, pruned_compensated: angles between the read frames
             O, P and C.
         discrepancy: `‖Q_u − Q_v‖_F / ‖Q_u‖_F`, `Q_u = U_Pᵀ U_C`, `Q_v = V_Pᵀ V_C`; None where
             `Q_u` is 0.
         scale_change: median of `|log(s_C / s_P)|` over all modes above rounding.
         gap_dense, gap_pruned, gap_compensated: `σ_r / σ_{r+1}`; None where the rank is r.
-        penalty: with a value projection only.
+        penalty: None without a value projection.
     """
 
     r: int
@@ -67,7 +67,7 @@ class Frames:
     penalty: Penalties | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Every field by name, JSON-ready."""
+        """List every field by name, JSON-ready."""
         return asdict(self)
 
 
@@ -100,7 +100,7 @@ def compare_frames(
     *,
     value_weight: Float[Tensor, "rows h"] | None = None,
 ) -> Frames:
-    """The frames of a dense weight (O), of its slice (P) and of the compensated weight (C).
+    """Compare the frames of a dense weight (O), of its slice (P) and of the compensated weight (C).
 
     O is `orth(V_full[K, :r])`, V_full the right singular vectors of W₀; P and C are the leading r
     right singular vectors of `W₀[:, K]` and of W̃. Paper, Geometric Measurements.
@@ -113,7 +113,7 @@ def compare_frames(
         kept: the columns that stay.
         W_tilde: the compensated weight.
         r: size of the frames, at least 1.
-        value_weight: the pruned value projection as the consumer sees it: adds the penalties.
+        value_weight: the pruned value projection as the consumer sees it, for the penalties.
 
     Raises:
         OptionError: shapes that do not fit.
@@ -163,22 +163,22 @@ def _check_shapes(
 
 
 def _restricted(V_K: Float[Tensor, "k r"]) -> tuple[Float[Tensor, "k q"], Float[Tensor, "k r"]]:
-    """An orthonormal basis of the columns, and the nearest (partial) isometry to them.
+    """Compute an orthonormal basis of the columns, and the nearest (partial) isometry to them.
 
-    The isometry's columns stay paired with the modes that they came from.
+    The columns of the isometry stay paired with their modes.
     """
     U, s, Zt = svd(V_K)
-    # Rows of orthonormal columns: what vanishes does so in units of 1, not of the largest left.
+    # Rows of orthonormal columns: singular values vanish relative to 1, not to the largest one.
     sound = s > len(V_K) * torch.finfo(s.dtype).eps
     basis = U[:, sound]
     return basis, basis @ Zt[sound]
 
 
 def _angles(A: Float[Tensor, "k p"], B: Float[Tensor, "k q"]) -> Angles:
-    """Principal angles between the spans of two orthonormal bases, as many as the smaller has.
+    """Compute the principal angles between the spans of two orthonormal bases.
 
     Cosines are the singular values of `AᵀB`, sines those of `B − A AᵀB` (Björck and Golub 1973);
-    the arc tangent of both is accurate for small angles and for right ones.
+    the arc tangent of both is accurate for small and for right angles.
     """
     if A.shape[1] < B.shape[1]:
         A, B = B, A
@@ -201,13 +201,13 @@ def _penalties(
     P: _Modes,
     C: _Modes,
 ) -> Penalties:
-    """Plain and weighted penalties of slice and compensated weight, against the dense frame."""
+    """Compute plain and weighted penalties of slice and compensated weight."""
     r = len(dense.s)
     U_v = _Modes.of(value_weight).U[:, :r]
-    seen = V0.T @ U_v
+    VtU = V0.T @ U_v
     rows = torch.arange(r, device=U_v.device)
-    alignment = Alignment(U_v, seen.T @ seen, rows, weight=1.0)
-    anchor = _weighted(dense.s, seen)
+    alignment = Alignment(U_v, VtU.T @ VtU, rows, weight=1.0)
+    anchor = _weighted(dense.s, VtU)
 
     def weighted(modes: _Modes) -> float:
         return float((_weighted(modes.s, modes.V.T @ U_v) - anchor).square().sum())
@@ -215,7 +215,7 @@ def _penalties(
     return Penalties(alignment.penalty(P.V.T), alignment.penalty(C.V.T), weighted(P), weighted(C))
 
 
-def _weighted(s: Float[Tensor, " r"], seen: Float[Tensor, "r q"]) -> Float[Tensor, "q q"]:
-    """`U_vᵀ V D Vᵀ U_v` from `Vᵀ U_v`, `D = diag(s_i² / Σ s_j²)`."""
-    scaled = (s / s.norm())[:, None] * seen
+def _weighted(s: Float[Tensor, " r"], VtU: Float[Tensor, "r q"]) -> Float[Tensor, "q q"]:
+    """Compute `U_vᵀ V D Vᵀ U_v` from `Vᵀ U_v`, `D = diag(s_i² / Σ s_j²)`."""
+    scaled = (s / s.norm())[:, None] * VtU
     return scaled.T @ scaled

@@ -1,4 +1,4 @@
-"""The frames of every pruned module, one tensor at a time, and their summary (docs/ANALYSIS.md)."""
+"""Frames of every pruned module, one tensor at a time, and their summary (docs/ANALYSIS.md)."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -11,17 +11,18 @@ from torch import Tensor
 from coec.devices import choose_device
 from coec.errors import NumericalError, OptionError
 from coec.evaluation.frames import compare_frames
-from coec.evaluation.pair import Pair
+from coec.evaluation.pair import ModelPair
 from coec.events import Progress, recording
 from coec.models.dense import Dense
+from coec.models.files import JsonDict
 from coec.models.layout import Site
 from coec.models.surgery import value_rows
 from coec.types import KeptSet
 
 RANKS = {"attention": 16, "mlp": 64}
 """Sizes of the frames in the paper; experts take that of an MLP."""
-NARROW_GAP = 1.01
-"""Below this `σ_r / σ_{r+1}` rounding of the weights decides which direction is the r-th."""
+_NARROW_GAP = 1.01
+"""Bound of `σ_r / σ_{r+1}` below which rounding of the weights decides the r-th direction."""
 
 
 def geometry(
@@ -31,23 +32,22 @@ def geometry(
     ranks: dict[str, int] | None = None,
     device: str = "auto",
     progress: Progress | None = None,
-) -> list[dict[str, Any]]:
-    """Frames of every pruned consumer: `compare_frames` on `o_proj` and `down_proj` of every block.
+) -> list[JsonDict]:
+    """Compare the frames of every pruned consumer, `o_proj` and `down_proj` of every block.
 
     One dense and one compensated weight are in memory at a time; all is computed in float64.
 
     Args:
         dense: the dense model; None for the one that the pruned folder's report names.
         pruned: a folder that `coec.prune` wrote.
-        ranks: size of the frames by site; None for 16 (attention) and 64 (mlp).
+        ranks: sizes of the frames by site; None for 16 (attention) and 64 (mlp).
         device: `auto` (CUDA where there is one), or a torch device.
         progress: called with ("geometry", done, total).
 
     Returns:
-        A JSON-ready dict per module: `module`, `site`, units before and after, the fields of
-        `Frames`, `events`, and `reads_fitted`: whether what the module reads was fitted as well.
-        There is no penalty then, which is of the values that the dense model has. Modules that keep
-        every unit are left out.
+        A JSON-ready dict per module that lost units: `module`, `site`, units before and after, the
+        fields of `Frames`, `events`, and `reads_fitted`: whether the inputs of the module were
+        fitted too. There is no penalty then, since it is defined by the dense model's values.
 
     Raises:
         CoecError: with one line that says what to change.
@@ -58,11 +58,11 @@ def geometry(
     """
     check_ranks(ranks or {})
     choose_device(device)
-    return measure_geometry(Pair.open(dense, pruned), ranks, device, progress)
+    return measure_geometry(ModelPair.open(dense, pruned), ranks, device, progress)
 
 
 def check_ranks(ranks: dict[str, int]) -> None:
-    """Raises OptionError unless every key is a site and every value a whole number from 1."""
+    """Raise OptionError unless every key is a site and every value a whole number from 1."""
     for site, rank in ranks.items():
         if site not in RANKS:
             raise OptionError(f"unknown site '{site}' in ranks; sites: {', '.join(RANKS)}")
@@ -73,21 +73,21 @@ def check_ranks(ranks: dict[str, int]) -> None:
 
 
 def measure_geometry(
-    pair: Pair,
+    pair: ModelPair,
     ranks: dict[str, int] | None = None,
     device: str = "auto",
     progress: Progress | None = None,
-) -> list[dict[str, Any]]:
-    """`geometry` of a pair that is already open."""
+) -> list[JsonDict]:
+    """Measure like `geometry`, for models that are already open."""
     ranks = {**RANKS, **(ranks or {})}
     chosen = choose_device(device)
     modules = list(_pruned_modules(pair))
     rows = []
-    for done, (site, units) in enumerate(modules, start=1):
+    for number, (site, units) in enumerate(modules, start=1):
         name = site.consumer
-        weights = (_wide(c.tensor(site.weight), chosen) for c in (pair.dense, pair.pruned))
-        same = pair.reads_the_same(site)
-        value = _value(pair, site, units, chosen) if same else None
+        weights = (_wide(model.tensor(site.weight), chosen) for model in (pair.dense, pair.pruned))
+        copied = pair.reads_the_same(site)
+        value = _value(pair, site, units, chosen) if copied else None
         columns = site.kept_columns(units)
         kept = KeptSet(columns.indices.to(chosen), columns.size)
         W0, W_tilde = weights
@@ -104,16 +104,16 @@ def measure_geometry(
                 "units_before": units.size,
                 "units_after": len(units.indices),
                 **frames.as_dict(),
-                "reads_fitted": not same,
+                "reads_fitted": not copied,
                 "events": events,
             }
         )
         if progress:
-            progress("geometry", done, len(modules))
+            progress("geometry", number, len(modules))
     return rows
 
 
-def _pruned_modules(pair: Pair) -> Iterator[tuple[Site, KeptSet]]:
+def _pruned_modules(pair: ModelPair) -> Iterator[tuple[Site, KeptSet]]:
     for site in pair.dense.layout.sites:
         units = pair.kept(site)
         if not units.everything:
@@ -124,7 +124,7 @@ def _wide(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, torch.float64)
 
 
-def _value(pair: Pair, site: Site, units: KeptSet, device: torch.device) -> Tensor | None:
+def _value(pair: ModelPair, site: Site, units: KeptSet, device: torch.device) -> Tensor | None:
     if site.value is None:
         return None
     name = site.value.tensor
@@ -132,9 +132,9 @@ def _value(pair: Pair, site: Site, units: KeptSet, device: torch.device) -> Tens
     return None if rows is None else _wide(rows, device)
 
 
-Measure = tuple[Callable[[dict[str, Any]], float | None], Callable[..., Any]]
+_Measure = tuple[Callable[[JsonDict], float | None], Callable[..., Any]]
 
-MEASURES: dict[str, Measure] = {
+MEASURES: dict[str, _Measure] = {
     "angle_original_pruned": (lambda row: row["original_pruned"]["mean"], max),
     "angle_original_compensated": (lambda row: row["original_compensated"]["mean"], max),
     "angle_pruned_compensated": (lambda row: row["pruned_compensated"]["mean"], max),
@@ -153,62 +153,61 @@ MEASURES: dict[str, Measure] = {
         min,
     ),
 }
-"""What is summed up: how to read it from a module's row, and which end of it is the worst."""
+"""Function that reads a measure from a module's row, and max or min, which gives the worst."""
 
 
-def _penalty(row: dict[str, Any], which: str) -> float | None:
-    return None if row["penalty"] is None else row["penalty"][which]
+def _penalty(row: JsonDict, name: str) -> float | None:
+    return None if row["penalty"] is None else row["penalty"][name]
 
 
-def _factor(row: dict[str, Any], before: str, after: str) -> float | None:
-    """By how much the penalty fell; None where nothing is left of it."""
+def _factor(row: JsonDict, before: str, after: str) -> float | None:
+    """Factor by which the penalty fell; None if it fell to 0."""
     old, new = _penalty(row, before), _penalty(row, after)
     return old / new if old is not None and new else None
 
 
-def summarize(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Per site and measure: mean, median, and the best and the worst module.
+def summarize(rows: list[JsonDict]) -> dict[str, JsonDict]:
+    """Summarize each measure by site: mean, median, and the best and the worst module.
 
     Args:
         rows: from `geometry`.
 
     Returns:
         `{site: {"modules": count, measure: {"mean", "median", "best", "worst", "worst_module"}}}`;
-        measures that no module of the site has are left out.
+        without measures that no module of the site has.
     """
-    summary: dict[str, dict[str, Any]] = {}
+    summary: dict[str, JsonDict] = {}
     for site in RANKS:
-        here = [row for row in rows if row["site"] == site]
-        if not here:
+        modules = [row for row in rows if row["site"] == site]
+        if not modules:
             continue
-        summary[site] = {"modules": len(here), "r": max(row["r"] for row in here)}
+        summary[site] = {"modules": len(modules), "r": max(row["r"] for row in modules)}
         for name, (read, worst_of) in MEASURES.items():
-            found = [(value, row["module"]) for row in here if (value := read(row)) is not None]
-            if not found:
+            values = {row["module"]: v for row in modules if (v := read(row)) is not None}
+            if not values:
                 continue
-            values = [value for value, _ in found]
-            worst, module = worst_of(found, key=lambda pair: pair[0])
+            module = worst_of(values, key=values.__getitem__)
             summary[site][name] = {
-                "mean": statistics.mean(values),
-                "median": statistics.median(values),
-                "best": min(values) if worst_of is max else max(values),
-                "worst": worst,
+                "mean": statistics.mean(values.values()),
+                "median": statistics.median(values.values()),
+                "best": (min if worst_of is max else max)(values.values()),
+                "worst": values[module],
                 "worst_module": module,
             }
     return summary
 
 
-def oddities(rows: list[dict[str, Any]]) -> list[str]:
-    """What a reader of the summary should know: one sentence each.
+def oddities(rows: list[JsonDict]) -> list[str]:
+    """List caveats about the summary, one sentence each.
 
     Args:
         rows: from `geometry`.
     """
     notes = []
-    cases: dict[str, Callable[[dict[str, Any]], bool]] = {
-        f"σ_r/σ_(r+1) is below {NARROW_GAP}: which directions the frames hold is all but "
+    cases: dict[str, Callable[[JsonDict], bool]] = {
+        f"σ_r/σ_(r+1) is below {_NARROW_GAP}: which directions the frames hold is all but "
         "arbitrary there": lambda row: any(
-            row[f"gap_{weight}"] is not None and row[f"gap_{weight}"] < NARROW_GAP
+            row[f"gap_{weight}"] is not None and row[f"gap_{weight}"] < _NARROW_GAP
             for weight in ("dense", "pruned", "compensated")
         ),
         "the frames hold all that the weights read, so O and P nearly coincide; ask for a smaller "

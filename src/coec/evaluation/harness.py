@@ -19,15 +19,15 @@ from coec.calibration.sources import is_file, is_folder
 from coec.errors import CalibrationError, CoecError, OptionError, first_line
 from coec.events import Progress
 
-SURROUNDINGS = ("get_git_commit_hash", "add_env_info")
-"""What lm-eval's evaluator calls to describe the place it runs in, for a record not used here."""
+_SURROUNDINGS = ("get_git_commit_hash", "add_env_info")
+"""Functions of lm-eval's evaluator that describe the machine, for a record not used here."""
 
 
 def lm_eval_version() -> str:
-    """The installed version.
+    """Version of the installed lm-eval.
 
     Raises:
-        OptionError: it is not installed, or lacks what it needs to run a transformers model.
+        OptionError: it is not installed, or its dependencies for transformers models are missing.
     """
     try:
         import accelerate  # noqa: F401
@@ -41,7 +41,7 @@ def lm_eval_version() -> str:
 
 @functools.cache
 def official_tasks() -> Any:
-    """lm-eval's TaskManager over the tasks it comes with (it reads thousands of files once)."""
+    """Load lm-eval's TaskManager over its own tasks, which reads thousands of files, once."""
     from lm_eval.tasks import TaskManager
 
     with quiet():
@@ -49,7 +49,7 @@ def official_tasks() -> Any:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raises OptionError for a name that is not one of lm-eval's tasks."""
+    """Raise OptionError for a name that is not one of lm-eval's tasks."""
     manager = official_tasks()
     for name in names:
         if name in manager.all_subtasks:
@@ -62,18 +62,18 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def local_files(names: Sequence[str], folder: Path) -> dict[str, Path]:
-    """The file of every task, `<task>.jsonl`.
+    """Find the file of every task, `<task>.jsonl`.
 
     Raises:
-        CalibrationError: one is not there.
+        CalibrationError: one is missing.
     """
     files = {name: folder.absolute() / f"{name}.jsonl" for name in names}
     for name, file in files.items():
         if not is_file(file):
-            found = folder.glob("*.jsonl") if is_folder(folder) else ()
-            there = ", ".join(sorted(path.stem for path in found)) or "none"
+            paths = folder.glob("*.jsonl") if is_folder(folder) else ()
+            available = ", ".join(sorted(path.stem for path in paths)) or "none"
             raise CalibrationError(
-                f"no '{folder / file.name}' for task '{name}'; tasks with a file there: {there}"
+                f"no '{folder / file.name}' for task '{name}'; tasks with a file there: {available}"
             )
     return files
 
@@ -82,12 +82,12 @@ def local_files(names: Sequence[str], folder: Path) -> dict[str, Path]:
 def loaded_tasks(
     names: Sequence[str], files: dict[str, Path] | None, limit: int | None = None
 ) -> Iterator[list[Any]]:
-    """lm-eval's task objects with their data, from the hub or from local files.
+    """Load lm-eval's task objects with their data, from the hub or from local files.
 
-    A local file takes the place of the split that the official definition evaluates on. lm-eval is
-    given a definition that includes the official one, under its name, and overrides nothing but
-    where the data are; nothing is written outside a temporary folder. Of every item that will be
-    asked the right answer must be known: lm-eval counts one that is not as a wrong answer.
+    A local file takes the place of the split that the official definition evaluates on. lm-eval
+    reads a definition that includes the official one, under its name, and overrides only the place
+    of the data; nothing is written outside a temporary folder. Every item that will be asked must
+    have a known answer, since lm-eval counts an unknown one as wrong.
 
     Raises:
         CalibrationError: data that cannot be read, or do not fit the task's definition.
@@ -105,7 +105,7 @@ def loaded_tasks(
 
 
 def _local_definition(name: str, file: Path, cache: str) -> dict[str, Any]:
-    """A task definition for lm-eval (JSON is YAML): the official one, its data in one file."""
+    """Write a task definition for lm-eval (JSON is YAML): the official one, with local data."""
     entry = official_tasks().task_index[name]
     official = entry.cfg or {}
     split = next((key for key in ("test_split", "validation_split") if official.get(key)), None)
@@ -128,7 +128,7 @@ def _local_definition(name: str, file: Path, cache: str) -> dict[str, Any]:
 def _loaded(
     manager: Any, name: str, files: dict[str, Path] | None, limit: int | None = None
 ) -> Any:
-    """A task whose items are known to make questions that have an answer."""
+    """Load a task, and check that its items make questions with known answers."""
     try:
         task = manager.load([name])["tasks"][name]
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
@@ -137,7 +137,7 @@ def _loaded(
             _check_item(task, item, number)
     except CoecError:
         raise
-    except Exception as error:  # the hub, a file, or a template that misses a column
+    except Exception as error:  # from the hub, a file, or a template that misses a column
         reason = first_line(error)
         if files is None:
             raise CalibrationError(
@@ -152,21 +152,21 @@ def _loaded(
 
 
 def _check_item(task: Any, item: Any, number: int) -> None:
-    """Raises CalibrationError where the right answer is missing or hidden.
+    """Raise CalibrationError if the right answer is missing or hidden.
 
-    Public test sets hide theirs: -1, or an empty text.
+    Public test sets hide answers by -1 or an empty text.
     """
-    # The answer is a whole number or a text; lm-eval takes it from the question where every
-    # choice has a context of its own.
+    # The answer is a whole number or a text; lm-eval takes it from the question if every choice
+    # has a context of its own.
     choices = task.doc_to_choice(item) if task.OUTPUT_TYPE == "multiple_choice" else None
     question = task.doc_to_text(item)
     try:
         several = getattr(task, "multiple_input", 0)
         answer = question if several else task.doc_to_target(item)
-        known = _known(answer, choices)
-    except IndexError:  # a number beyond the choices, where the definition itself picks the text
-        answer, known = item, False
-    if not known:
+        valid = _valid(answer, choices)
+    except IndexError:  # a number beyond the choices, if the definition itself picks the text
+        answer, valid = item, False
+    if not valid:
         raise CalibrationError(
             f"task '{task.task_name}', row {number}, has no right answer in "
             f"{_answer_column(task)} (found: {answer!r:.60}): scores need rows whose answers "
@@ -174,10 +174,10 @@ def _check_item(task: Any, item: Any, number: int) -> None:
         )
 
 
-def _known(answer: Any, choices: Sequence[Any] | None) -> bool:
-    """Whether an answer, or every one of several, is one that can be given."""
+def _valid(answer: Any, choices: Sequence[Any] | None) -> bool:
+    """True if an answer, or each of several, can be given."""
     if isinstance(answer, list):
-        return bool(answer) and all(_known(one, choices) for one in answer)
+        return bool(answer) and all(_valid(element, choices) for element in answer)
     if choices is None:
         return answer is not None and answer != ""
     if isinstance(answer, int):
@@ -186,19 +186,19 @@ def _known(answer: Any, choices: Sequence[Any] | None) -> bool:
 
 
 def _answer_column(task: Any) -> str:
-    """Where a task's definition looks for the answer, in words."""
+    """Describe the place where a task's definition looks for the answer."""
     column = getattr(task.config, "doc_to_target", None)
     if isinstance(column, str):
         names = re.findall(r"[A-Za-z_]\w*", column)
-        named = [name for name in names if name in task.eval_docs.column_names]
-        return f"column '{(named or names or [column])[-1]}'"
-    there = [c for c in task.eval_docs.column_names if c in ("answer", "answerKey", "label")]
-    return f"column '{there[0]}'" if there else "its data"
+        columns = [name for name in names if name in task.eval_docs.column_names]
+        return f"column '{(columns or names or [column])[-1]}'"
+    columns = [c for c in task.eval_docs.column_names if c in ("answer", "answerKey", "label")]
+    return f"column '{columns[0]}'" if columns else "its data"
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps lm-eval and datasets from writing to stderr: progress goes through the callback."""
+    """Keep lm-eval and datasets from writing to stderr: progress goes through the callback."""
     import datasets
     import lm_eval.api.task as building
     from lm_eval import evaluator
@@ -207,12 +207,14 @@ def quiet() -> Iterator[None]:
     levels = {name: logger.level for name, logger in loggers.items()}
     bars, tqdm = datasets.are_progress_bars_disabled(), building.tqdm
     for logger in loggers.values():
-        logger.setLevel(logging.CRITICAL)  # what they log as errors, they raise too
+        logger.setLevel(logging.CRITICAL)  # they also raise the errors that they log
     datasets.disable_progress_bars()
     building.tqdm = functools.partial(tqdm, disable=True)  # it has no switch of its own
-    # It runs git in the working folder, and a dozen programs to describe the machine.
-    asking = {name: getattr(evaluator, name) for name in SURROUNDINGS if hasattr(evaluator, name)}
-    for name in asking:
+    # They run git in the working folder, and many programs.
+    describing = {
+        name: getattr(evaluator, name) for name in _SURROUNDINGS if hasattr(evaluator, name)
+    }
+    for name in describing:
         setattr(evaluator, name, lambda *_: None)
     try:
         yield
@@ -220,7 +222,7 @@ def quiet() -> Iterator[None]:
         for name, logger in loggers.items():
             logger.setLevel(levels[name])
         building.tqdm = tqdm
-        for name, function in asking.items():
+        for name, function in describing.items():
             setattr(evaluator, name, function)
         if not bars:
             datasets.enable_progress_bars()
@@ -234,7 +236,7 @@ def language_model(
     max_length: int,
     progress: Progress | None,
 ) -> Any:
-    """lm-eval's view of a model in memory; `truncated` counts requests cut on the left."""
+    """Wrap a model in memory for lm-eval; `truncated` counts requests cut on the left."""
     from lm_eval.models.huggingface import HFLM
 
     class Network(HFLM):
@@ -272,17 +274,17 @@ def language_model(
 
 
 class _Counter:
-    """Where lm-eval hands over every finished request: a cache hook that only counts."""
+    """Cache hook of lm-eval that only counts finished requests."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress, self._done, self._total = progress, 0, 0
 
     def begin(self, requests: int) -> None:
-        """So many more requests will come."""
+        """Announce further requests."""
         self._total += requests
 
-    def add_partial(self, kind: str, request: Any, result: Any) -> None:
-        """One request is finished."""
+    def add_partial(self, method: str, request: Any, result: Any) -> None:
+        """Count a finished request."""
         self._done += 1
         if self._progress:
             self._progress("zero-shot", self._done, self._total)

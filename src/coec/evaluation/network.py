@@ -1,4 +1,4 @@
-"""A model in memory for evaluation."""
+"""Build models in memory for evaluation."""
 
 import torch
 from transformers import PreTrainedModel
@@ -9,11 +9,11 @@ from coec.models.dense import Dense
 
 
 def check_dtype(dtype: str | None) -> None:
-    """Raises OptionError unless the dtype has a name in `DTYPES`, or none."""
+    """Raise OptionError unless the dtype is None or a name in `DTYPES`."""
     if dtype is not None and dtype not in DTYPES:
         raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
 
 
 def load_network(model: Dense, device: torch.device, dtype: str | None) -> PreTrainedModel:
-    """The model ready for a forward pass."""
+    """Build the model for forward passes on a device."""
     return model.network(device, choose_forward_dtype(dtype, model.dtype, device))

@@ -1,8 +1,7 @@
-"""A pruned folder and the dense model it was made from, checked to belong together."""
+"""A pruned model and the dense model that it was made from, checked to belong together."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -10,7 +9,7 @@ from coec.allocation.kept import KEPT
 from coec.errors import ModelError, OptionError
 from coec.models.dense import Dense
 from coec.models.description import Description, find_model, read_config
-from coec.models.files import read_tensors
+from coec.models.files import JsonDict, read_tensors
 from coec.models.layout import Layout, Rows, Site
 from coec.models.shape import Shape
 from coec.pipeline.report import REPORT
@@ -18,13 +17,13 @@ from coec.types import KeptSet
 
 
 @dataclass(frozen=True, eq=False)
-class Pair:
-    """Two models and the kept units between them.
+class ModelPair:
+    """A dense model, a pruned one, and the kept units.
 
     Attributes:
-        dense, pruned: the models, whole and finite.
+        dense, pruned: the models; their weights are finite.
         units: the kept units of every site, by `layers.<i>.<site>`.
-        fitted: whether producers were fitted as well (`reconstruct`), and are no copies any more.
+        fitted: whether producers were fitted too (`reconstruct`), and are no copies any more.
     """
 
     dense: Dense
@@ -33,8 +32,8 @@ class Pair:
     fitted: bool
 
     @classmethod
-    def open(cls, dense: str | Path | Dense | None, pruned: str | Path | Dense) -> "Pair":
-        """Opens both, unless they are open; every weight is read once, and nothing is computed.
+    def open(cls, dense: str | Path | Dense | None, pruned: str | Path | Dense) -> "ModelPair":
+        """Open both models; every weight is read once, and nothing is computed.
 
         Args:
             dense: folder or hub name; None for the model that `coec.json` names, if it is here.
@@ -46,9 +45,9 @@ class Pair:
         """
         folder = pruned.folder if isinstance(pruned, Dense) else find_model(pruned)
         report = _read_report(folder)
-        before = Dense.open(_named_model(folder, report) if dense is None else dense)
+        before = Dense.open(_dense_model(folder, report) if dense is None else dense)
         after = Dense.open(pruned if isinstance(pruned, Dense) else folder)
-        # What does not belong together is said before what is damaged.
+        # A mismatch is reported before damaged weights.
         _check_sizes(folder, _unchanged(before), _unchanged(after))
         units = _read_units(folder, before.layout, after.layout)
         pair = cls(before, after, units, _fitted(report))
@@ -69,12 +68,12 @@ class Pair:
 
     @property
     def positions(self) -> int:
-        """The most tokens that both can take."""
+        """The largest number of tokens that both can take."""
         return self.dense.positions
 
     @property
     def vocabulary(self) -> int:
-        """Token ids of both."""
+        """Number of token ids of both."""
         return self.dense.vocabulary
 
     def kept(self, site: Site) -> KeptSet:
@@ -82,27 +81,27 @@ class Pair:
         return self.units[site.key]
 
     def reads_the_same(self, site: Site) -> bool:
-        """Whether the kept rows of all that the consumer reads at once are still copies."""
+        """True if all direct inputs of the consumer are still copied rows of the dense model."""
         return not self.fitted or all(
             self._copied(site, rows) for rows in site.fitted if rows.tensor in self.pruned.files
         )
 
     def _copied(self, site: Site, rows: Rows) -> bool:
-        """Whether the rows of a producer that a site keeps are those of the dense model."""
+        """True if the kept rows of a producer are those of the dense model."""
         smaller = next(s for s in self.pruned.layout.sites if s.key == site.key)
-        # The pruned model may have more of them: biases that its format demands.
-        known = {one.tensor for one in site.producers}
-        written = [one for one in smaller.producers if one.tensor in known]
+        # The pruned model may have further producers: biases that its format demands.
+        names = {producer.tensor for producer in site.producers}
+        written = [producer for producer in smaller.producers if producer.tensor in names]
         after = written[site.producers.index(rows)]
         old = self.dense.tensor(rows.tensor)[rows.of(self.kept(site))]
         new = self.pruned.tensor(after.tensor)[after.start : after.stop]
         return torch.equal(old.to(new.dtype), new)
 
     def _check_kinship(self) -> None:
-        """Raises ModelError where what pruning copies is another model's.
+        """Raise ModelError if the weights that pruning copies are another model's.
 
-        That is the embedding, and of the first site of every kind the kept rows of its producers;
-        of those that were fitted nothing can be asked.
+        These are the embedding, and the kept rows of the producers at the first site of every kind,
+        except for fitted rows.
         """
         name = self.dense.layout.embedding
         old, new = self.dense.tensor(name), self.pruned.tensor(name)
@@ -110,18 +109,18 @@ class Pair:
             raise self._stranger(f"the rows of {name} are others")
         for site in self.dense.layout.kinds:
             for rows in site.producers:
-                held = not (self.fitted and rows in site.fitted)
-                if held and not self._copied(site, rows):
+                fitted = self.fitted and rows in site.fitted
+                if not fitted and not self._copied(site, rows):
                     raise self._stranger(f"the rows that {rows.tensor} keeps are others")
 
-    def _stranger(self, why: str) -> ModelError:
+    def _stranger(self, reason: str) -> ModelError:
         return ModelError(
-            f"'{self.pruned.folder}' was not pruned from '{self.dense.folder}': {why}; give the "
+            f"'{self.pruned.folder}' was not pruned from '{self.dense.folder}': {reason}; give the "
             "dense model it was made from"
         )
 
 
-def _read_report(folder: Path) -> dict[str, Any]:
+def _read_report(folder: Path) -> JsonDict:
     missing = [name for name in (KEPT, REPORT) if not (folder / name).is_file()]
     if missing:
         raise ModelError(
@@ -130,25 +129,25 @@ def _read_report(folder: Path) -> dict[str, Any]:
     return read_config(folder / REPORT)
 
 
-def _fitted(report: dict[str, Any]) -> bool:
+def _fitted(report: JsonDict) -> bool:
     recipe = report.get("recipe")
     return isinstance(recipe, dict) and bool(recipe.get("reconstruct"))
 
 
-def _named_model(folder: Path, report: dict[str, Any]) -> Path:
-    """The dense model that the report names, if it is here or beside the pruned one."""
-    named = Path(str(report.get("model")))
-    for place in (named, folder.absolute().parent / named):
+def _dense_model(folder: Path, report: JsonDict) -> Path:
+    """Find the dense model that the report names, here or beside the pruned one."""
+    path = Path(str(report.get("model")))
+    for place in (path, folder.absolute().parent / path):
         if place.is_dir():
             return place
     raise ModelError(
-        f"'{folder}' was made from '{named}', which is no folder here or beside it: "
+        f"'{folder}' was made from '{path}', which is no folder here or beside it: "
         "name the dense model, coec analyze DENSE PRUNED"
     )
 
 
 def _unchanged(model: Description) -> dict[str, int]:
-    """The sizes that pruning leaves as they are."""
+    """The sizes that pruning does not change."""
     shape = model.shape
     return {
         "vocabulary": model.vocabulary,
@@ -160,16 +159,16 @@ def _unchanged(model: Description) -> dict[str, int]:
 
 
 def _check_sizes(folder: Path, dense: dict[str, int], pruned: dict[str, int]) -> None:
-    for what, size in dense.items():
-        if pruned[what] != size:
+    for name, size in dense.items():
+        if pruned[name] != size:
             raise ModelError(
-                f"the two models do not belong together: {what} {size} in DENSE, {pruned[what]} in "
+                f"the two models do not belong together: {name} {size} in DENSE, {pruned[name]} in "
                 f"PRUNED; give the dense model that '{folder / REPORT}' names"
             )
 
 
 def _read_units(folder: Path, before: Layout, after: Layout) -> dict[str, KeptSet]:
-    """The kept set of every site, checked against both layouts."""
+    """Read the kept set of every site, and check it against both layouts."""
     stored = read_tensors(folder / KEPT)
     units = {}
     for site, smaller in zip(before.sites, after.sites, strict=True):

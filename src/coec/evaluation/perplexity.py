@@ -4,7 +4,7 @@ import math
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import numpy as np
 import torch
@@ -15,28 +15,24 @@ from transformers import PreTrainedModel
 
 from coec.calibration.ids import token_ids
 from coec.calibration.sources import Split
-from coec.calibration.tokens import (
-    Stream,
-    Windows,
-    all_windows,
-    check_same_tokenizer,
-    load_tokenizer,
-    read_stream,
-)
+from coec.calibration.tokenizer import check_same_tokenizer, load_tokenizer
+from coec.calibration.tokens import Stream, Windows, all_windows, read_stream
 from coec.calibration.windows import resolve_seq_len
 from coec.devices import choose_device
 from coec.errors import ModelError, NumericalError, OptionError
 from coec.evaluation.network import check_dtype, load_network
 from coec.events import Progress
 from coec.models.dense import Dense
+from coec.models.files import JsonDict
 from coec.pipeline.report import calibration_digest
 from coec.settings import check_seed, check_whole
 from coec.streaming.prediction import Prediction
 from coec.streaming.self_text import sample_from_model, windows_that_fit
 
-DEFAULT_SEQ_LEN = 4096
-LOGITS_PER_BATCH = 2**22
-"""Logits held at once: windows are batched so that batch · length · vocabulary stays below."""
+EVALUATION_SEQ_LEN = 4096
+"""Tokens of an evaluation window, if the model has so many positions."""
+_LOGITS_PER_BATCH = 2**22
+"""Upper bound of batch · length · vocabulary, the logits in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +42,16 @@ class Perplexity:
     Attributes:
         perplexity: `exp(mean cross-entropy)` over predicted tokens.
         tokens: predicted tokens (length − 1 per window).
-        windows, seq_len: how the text was cut.
-        text, text_sha256: which text, and its digest.
-        special_tokens: how many the tokenizer added.
-        parameters: of the model.
-        seconds: wall-clock, both models where there is a baseline.
-        baseline_perplexity, ratio, kl, agreement: with a baseline: its perplexity, perplexity over
-            it, the mean of KL(baseline ‖ model) in nats per token, and the share of tokens for
-            which both find the same next token the most probable.
-        same_text_as_calibration: whether the model was pruned with this very text, by digest; None
-            where the folder holds no record of its pruning.
+        windows, seq_len: number and length of the windows.
+        text, text_sha256: the text and its digest.
+        special_tokens: number of special tokens that the tokenizer added.
+        parameters: number of parameters of the model.
+        seconds: wall-clock time, of both models if there is a baseline.
+        baseline_perplexity, ratio, kl, agreement: with a baseline: its perplexity, the perplexity
+            over it, the mean of KL(baseline ‖ model) in nats per token, and the fraction of tokens
+            for which both models find the same next token most probable.
+        same_text_as_calibration: whether the model was pruned with this text, by digest; None if
+            the folder holds no record of its pruning.
     """
 
     perplexity: float
@@ -73,8 +69,8 @@ class Perplexity:
     agreement: float | None = None
     same_text_as_calibration: bool | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Every field by name."""
+    def as_dict(self) -> JsonDict:
+        """List every field by name."""
         return asdict(self)
 
 
@@ -94,10 +90,11 @@ def perplexity(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Perplexity:
-    """Token perplexity on non-overlapping windows of one text, the tail dropped.
+    """Measure the token perplexity on non-overlapping windows of one text, without the tail.
 
-    The text is tokenised once; `exp` of the mean cross-entropy over the `seq_len − 1` predicted
-    tokens of every window. This is not the word perplexity of lm-evaluation-harness.
+    The text is tokenised once. The perplexity is `exp` of the mean cross-entropy over the
+    `seq_len − 1` predicted tokens of every window. This is not the word perplexity of
+    lm-evaluation-harness.
 
     Args:
         model: a model folder or hub name, or a model opened before.
@@ -107,10 +104,10 @@ def perplexity(
         seq_len: None for 4096, or the model's maximum if that is less.
         max_windows: evaluate the first so many windows; None for all.
         baseline: the dense model, for the ratio, the KL divergence and the agreement.
-        split: of a data set; C4's validation split stands in for test.
-        text_column: of a jsonl or parquet file, or of a data set named by `hub:`.
-        dtype: of the forward pass; None as in `Calibration.forward_dtype`.
-        trust_remote_code: lets the model's tokenizer run its own Python code.
+        split: split of a data set; C4's validation split takes the place of test.
+        text_column: column of a jsonl or parquet file, or of a data set named by `hub:`.
+        dtype: dtype of the forward pass; None as in the setting `forward_dtype`.
+        trust_remote_code: let the model's tokenizer run its own Python code.
 
     Raises:
         CoecError: with one line that says what to change.
@@ -121,57 +118,76 @@ def perplexity(
     chosen = choose_device(device)
     check_dtype(dtype)
     model = Dense.open(model)
-    base_model = None if baseline is None else Dense.open(baseline)
-    seen = calibration_digest(model.folder)
-    if base_model is not None and base_model.vocabulary != model.vocabulary:
-        raise ModelError(
-            f"model and baseline have different vocabularies ({model.vocabulary} and "
-            f"{base_model.vocabulary}): the baseline must be the dense model it was pruned from"
-        )
-    if base_model is not None:
-        check_same_tokenizer(model.folder, base_model.folder, trust_remote_code=trust_remote_code)
-    if isinstance(text, str) and text == "self":
-        if base_model is None:
-            raise OptionError("text=self samples from the baseline: give baseline=DENSE")
-        tokenizer = load_tokenizer(base_model.folder, trust_remote_code=trust_remote_code)
-        windows = None
-    elif isinstance(text, Windows):
+    dense = None if baseline is None else Dense.open(baseline)
+    calibrated = calibration_digest(model.folder)
+    if dense is not None:
+        _check_baseline(model, dense, trust_remote_code)
+    tokenizer, windows = None, None
+    if isinstance(text, Windows):
         windows = text
+    elif isinstance(text, str) and text == "self":
+        if dense is None:
+            raise OptionError("text=self samples from the baseline: give baseline=DENSE")
+        tokenizer = load_tokenizer(dense.folder, trust_remote_code=trust_remote_code)
     else:
         windows = evaluation_windows(
             model, text, seq_len=seq_len, max_windows=max_windows, split=split,
             text_column=text_column, trust_remote_code=trust_remote_code, progress=progress,
         )  # fmt: skip
     network = load_network(model, chosen, dtype)
-    base = None if base_model is None else load_network(base_model, chosen, dtype)
+    base = None if dense is None else load_network(dense, chosen, dtype)
     if windows is None:
         assert base is not None
-        assert base_model is not None
-        length = resolve_seq_len(seq_len, model.positions, DEFAULT_SEQ_LEN)
+        assert dense is not None
+        length = resolve_seq_len(seq_len, model.positions, EVALUATION_SEQ_LEN)
         windows = sample_from_model(
             base, tokenizer, samples=samples, seq_len=length, seed=seed,
-            at_once=windows_that_fit(base_model, base, length), progress=progress,
+            at_once=windows_that_fit(dense, base, length), progress=progress,
         )  # fmt: skip
-    sums = _measure(network, base, windows.ids, progress)
-    length = windows.ids.shape[1]
-    ppl = _exp(sums.cross_entropy, "model")
-    base_ppl = None if base is None else _exp(sums.baseline_cross_entropy, "baseline")
+    prediction = _predict(network, base, windows.ids, progress)
+    result = _result(prediction, windows, network.num_parameters(), calibrated, base is not None)
+    return replace(result, seconds=time.perf_counter() - began)
+
+
+def _check_baseline(model: Dense, dense: Dense, trust_remote_code: bool) -> None:
+    """Raise ModelError unless both models have the same tokens."""
+    if dense.vocabulary != model.vocabulary:
+        raise ModelError(
+            f"model and baseline have different vocabularies ({model.vocabulary} and "
+            f"{dense.vocabulary}): the baseline must be the dense model it was pruned from"
+        )
+    check_same_tokenizer(model.folder, dense.folder, trust_remote_code=trust_remote_code)
+
+
+def _result(
+    prediction: Prediction,
+    windows: Windows,
+    parameters: int,
+    calibrated: str | None,
+    compared: bool,
+) -> Perplexity:
+    """Summarize the sums over all tokens; the seconds are still 0."""
+    count, length = windows.ids.shape
+    perplexity = _exp(prediction.cross_entropy, "model")
+    baseline = _exp(prediction.baseline_cross_entropy, "baseline") if compared else None
     return Perplexity(
-        perplexity=ppl,
-        tokens=windows.ids.shape[0] * (length - 1),
-        windows=windows.ids.shape[0],
+        perplexity=perplexity,
+        tokens=count * (length - 1),
+        windows=count,
         seq_len=length,
         text=windows.source,
         text_sha256=windows.text_sha256,
         special_tokens=windows.special_tokens,
-        parameters=network.num_parameters(),
-        seconds=time.perf_counter() - began,
-        baseline_perplexity=base_ppl,
-        ratio=None if base_ppl is None else ppl / base_ppl,
-        kl=None if base is None else sums.kl,
-        agreement=None if base is None else sums.agreement,
-        # Two tensors of ids have no digest, which makes them no same text.
-        same_text_as_calibration=None if seen is None else seen == windows.text_sha256 != "",
+        parameters=parameters,
+        seconds=0.0,
+        baseline_perplexity=baseline,
+        ratio=None if baseline is None else perplexity / baseline,
+        kl=prediction.kl if compared else None,
+        agreement=prediction.agreement if compared else None,
+        # Tensors of ids have no digest, and two empty ones are not the same text.
+        same_text_as_calibration=(
+            None if calibrated is None else calibrated == windows.text_sha256 != ""
+        ),
     )
 
 
@@ -186,7 +202,7 @@ def evaluation_windows(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Windows:
-    """The windows that `perplexity` of these arguments is measured on.
+    """Cut the windows on which `perplexity` with these arguments is measured.
 
     Raises:
         CoecError: with one line that says what to change.
@@ -195,7 +211,7 @@ def evaluation_windows(
     max_windows = None if max_windows is None else check_whole("max_windows", max_windows)
     model = Dense.open(model)
     folder = model.folder
-    length = resolve_seq_len(seq_len, model.positions, DEFAULT_SEQ_LEN)
+    length = resolve_seq_len(seq_len, model.positions, EVALUATION_SEQ_LEN)
     if isinstance(text, Tensor | np.ndarray):
         stream = Stream(token_ids(text), "tensor", "")
     else:
@@ -209,23 +225,23 @@ def evaluation_windows(
 
 
 @torch.no_grad()
-def _measure(
+def _predict(
     model: PreTrainedModel,
     baseline: PreTrainedModel | None,
     windows: Int[Tensor, "n length"],
     progress: Progress | None,
 ) -> Prediction:
-    """Sums over the predicted tokens of all windows."""
+    """Sum over the predicted tokens of all windows."""
     length = windows.shape[1]
-    batch = max(1, LOGITS_PER_BATCH // (length * model.config.vocab_size))
-    sums = Prediction()
+    batch = max(1, _LOGITS_PER_BATCH // (length * model.config.vocab_size))
+    prediction = Prediction()
     for first in range(0, len(windows), batch):
         ids = windows[first : first + batch].to(model.device)
         log_q = None if baseline is None else _log_probabilities(baseline, ids)
-        sums.update(_log_probabilities(model, ids), ids[:, 1:], log_q)
+        prediction.update(_log_probabilities(model, ids), ids[:, 1:], log_q)
         if progress:
             progress("evaluating", min(first + batch, len(windows)), len(windows))
-    return sums
+    return prediction
 
 
 def _log_probabilities(
@@ -236,16 +252,16 @@ def _log_probabilities(
     return F.log_softmax(logits.to(wide), dim=-1)
 
 
-def _exp(ce: float, whose: str) -> float:
-    """Perplexity of a cross-entropy; raises NumericalError where it is no finite number."""
-    if not ce < float("inf"):
+def _exp(cross_entropy: float, model: str) -> float:
+    """Perplexity of a cross-entropy; raises NumericalError if it is not finite."""
+    if not cross_entropy < float("inf"):
         raise NumericalError(
-            f"the {whose}'s cross-entropy is not finite: its logits overflow; "
+            f"the {model}'s cross-entropy is not finite: its logits overflow; "
             "try dtype=float32, and check the checkpoint"
         )
     try:
-        return math.exp(ce)
+        return math.exp(cross_entropy)
     except OverflowError:
         raise NumericalError(
-            f"the {whose}'s perplexity is not finite: e^{ce:.4g}; check the checkpoint"
+            f"the {model}'s perplexity is not finite: e^{cross_entropy:.4g}; check the checkpoint"
         ) from None

@@ -1,4 +1,4 @@
-"""Measured speed of a dense and a pruned model, in turns (docs/ANALYSIS.md)."""
+"""Measure the speed of a dense and a pruned model in turns (docs/ANALYSIS.md)."""
 
 import statistics
 import time
@@ -13,18 +13,19 @@ from torch import Tensor
 from coec.devices import choose_device, choose_forward_dtype
 from coec.errors import OptionError
 from coec.evaluation.network import check_dtype
-from coec.evaluation.pair import Pair
+from coec.evaluation.pair import ModelPair
 from coec.events import Progress
 from coec.models.dense import Dense
+from coec.models.files import JsonDict
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What every run does: prefill a prompt, then decode token by token with a cache.
+    """The work of a run: prefill a prompt, then decode token by token with a cache.
 
     Attributes:
-        prompt_tokens: capped so that prompt and new tokens fit the model's positions.
-        new_tokens: decoded greedily.
+        prompt_tokens: length of the prompt, capped so that new tokens fit the model's positions.
+        new_tokens: number of tokens decoded greedily.
         batch_size: sequences at once.
         repeats: timed runs of each model.
         warmup: untimed runs of each model before.
@@ -38,14 +39,14 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            least = 0 if name == "warmup" else 1
-            if not isinstance(value, int) or value < least:
+            lowest = 0 if name == "warmup" else 1
+            if not isinstance(value, int) or value < lowest:
                 raise OptionError(
-                    f"{name} must be a whole number of at least {least}, got {value!r}"
+                    f"{name} must be a whole number of at least {lowest}, got {value!r}"
                 )
 
     def within(self, positions: int) -> "Workload":
-        """The same with a prompt that leaves room for the new tokens.
+        """Shorten the prompt to leave room for the new tokens.
 
         Raises:
             OptionError: no room for a prompt.
@@ -71,7 +72,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: list[float]) -> "Spread":
-        """Of at least one value."""
+        """Summarize at least one value."""
         return cls(statistics.median(values), min(values), max(values))
 
 
@@ -80,7 +81,7 @@ class Rates:
     """Tokens per second.
 
     Attributes:
-        dense, pruned: over the repeats.
+        dense, pruned: median and extremes over the repeats.
         ratio: median of pruned over median of dense.
         paired: pruned over dense within each repeat.
     """
@@ -92,7 +93,7 @@ class Rates:
 
     @classmethod
     def of(cls, dense: list[float], pruned: list[float]) -> "Rates":
-        """From rates measured in turns, one of each per repeat."""
+        """Compare rates measured in turns, one of each model per repeat."""
         before, after = Spread.of(dense), Spread.of(pruned)
         paired = [new / old for old, new in zip(dense, pruned)]
         return cls(before, after, after.median / before.median, Spread.of(paired))
@@ -104,11 +105,11 @@ class Speed:
 
     Attributes:
         prefill, decode: prompt and new tokens per second.
-        peak_memory_dense, peak_memory_pruned: bytes of the weights and the most that a run
-            allocates on top of them; None on a CPU.
+        peak_memory_dense, peak_memory_pruned: bytes of the weights plus the maximum that a run
+            allocates besides; None on a CPU.
         memory_note: why there is no peak memory, or None.
-        load: what was run, the prompt as capped.
-        device, dtype, threads: where and how; threads are torch's on the CPU.
+        load: the work of a run, with the capped prompt.
+        device, dtype, threads: environment of the runs; threads are torch's on the CPU.
     """
 
     prefill: Rates
@@ -121,12 +122,12 @@ class Speed:
     dtype: str
     threads: int
 
-    def as_dict(self) -> dict[str, Any]:
-        """Every field by name."""
+    def as_dict(self) -> JsonDict:
+        """List every field by name."""
         return asdict(self)
 
 
-NO_PEAK = (
+_NO_PEAK = (
     "peak memory is measured on CUDA devices only: a process's resident size on the CPU also "
     "counts mapped files and memory that was freed"
 )
@@ -141,17 +142,17 @@ def speed(
     dtype: str | None = None,
     progress: Progress | None = None,
 ) -> Speed:
-    """Prefill and decode rates of both models, run in turns in this process.
+    """Measure prefill and decode rates of both models, run in turns in this process.
 
-    Both models are in memory together. Every repeat runs both, and every other repeat in the
-    opposite order, so that neither gains from a clock that drifts.
+    Both models are in memory together. Every repeat runs both, alternately in one order and
+    the other, so that neither model gains from a drifting clock.
 
     Args:
         dense: the dense model; None for the one that the pruned folder's report names.
         pruned: a folder that `coec.prune` wrote.
-        load: what a run does; None for the defaults.
+        load: the work of a run; None for the defaults.
         device: `auto` (CUDA where there is one), or a torch device.
-        dtype: of both forward passes; None as in `Calibration.forward_dtype`, for the dense model.
+        dtype: dtype of both forward passes; None as in the setting `forward_dtype`.
         progress: called with ("timing", done, total).
 
     Raises:
@@ -160,17 +161,17 @@ def speed(
     load = load or Workload()
     check_dtype(dtype)
     choose_device(device)
-    return measure_speed(Pair.open(dense, pruned), load, device, dtype, progress)
+    return measure_speed(ModelPair.open(dense, pruned), load, device, dtype, progress)
 
 
 def measure_speed(
-    pair: Pair,
+    pair: ModelPair,
     load: Workload,
     device: str = "auto",
     dtype: str | None = None,
     progress: Progress | None = None,
 ) -> Speed:
-    """`speed` of a pair that is already open."""
+    """Measure like `speed`, for models that are already open."""
     chosen = choose_device(device)
     load = load.within(pair.positions)
     forward = choose_forward_dtype(dtype, pair.dense.dtype, chosen)
@@ -179,13 +180,13 @@ def measure_speed(
     prompt = torch.randint(pair.vocabulary, shape, generator=generator).to(chosen)
     loaded = [_load(model, forward, chosen) for model in (pair.dense, pair.pruned)]
     prefill, decode = _in_turns([model for model, _ in loaded], prompt, load, progress)
-    peaks = [_peak(*one, prompt, load.new_tokens) for one in loaded]
+    peaks = [_peak(*model, prompt, load.new_tokens) for model in loaded]
     return Speed(
         prefill=Rates.of(*prefill),
         decode=Rates.of(*decode),
         peak_memory_dense=peaks[0],
         peak_memory_pruned=peaks[1],
-        memory_note=None if chosen.type == "cuda" else NO_PEAK,
+        memory_note=None if chosen.type == "cuda" else _NO_PEAK,
         load=load,
         device=torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else str(chosen),
         dtype=str(forward).removeprefix("torch."),
@@ -194,14 +195,14 @@ def measure_speed(
 
 
 def _load(dense: Dense, dtype: torch.dtype, device: torch.device) -> tuple[Any, int]:
-    """The model on the device, and the bytes that it took there (0 where nobody counts)."""
+    """Load the model on the device; returns it and its bytes there (0 on a CPU)."""
     before = _allocated(device)
     model = dense.network(device, dtype)
     return model, _allocated(device) - before
 
 
 def _peak(model: Any, weights: int, prompt: Int[Tensor, "n length"], new_tokens: int) -> int | None:
-    """The model's own bytes and the most that a run adds to them; None where nobody counts."""
+    """Measure the bytes of the model plus the maximum that a run allocates; None on a CPU."""
     device = prompt.device
     if device.type != "cuda":
         return None
@@ -218,17 +219,17 @@ def _allocated(device: torch.device) -> int:
 def _in_turns(
     models: list[Any], prompt: Int[Tensor, "n length"], load: Workload, progress: Progress | None
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Prefill and decode rates, per model and repeat."""
+    """Measure prefill and decode rates, per model and repeat."""
     prefill: list[list[float]] = [[] for _ in models]
     decode: list[list[float]] = [[] for _ in models]
     total = load.warmup + load.repeats
     for repeat in range(total):
         order = range(len(models)) if repeat % 2 == 0 else reversed(range(len(models)))
-        for which in order:
-            filling, decoding, _ = run_once(models[which], prompt, load.new_tokens)
+        for index in order:
+            filling, decoding, _ = run_once(models[index], prompt, load.new_tokens)
             if repeat >= load.warmup:
-                prefill[which].append(prompt.numel() / filling)
-                decode[which].append(load.batch_size * load.new_tokens / decoding)
+                prefill[index].append(prompt.numel() / filling)
+                decode[index].append(load.batch_size * load.new_tokens / decoding)
         if progress:
             progress("timing", repeat + 1, total)
     return prefill, decode
@@ -238,9 +239,9 @@ def _in_turns(
 def run_once(
     model: Any, prompt: Int[Tensor, "n length"], new_tokens: int
 ) -> tuple[float, float, Int[Tensor, "n new"]]:
-    """Seconds of the prefill, seconds of the decoding, and the tokens drawn greedily.
+    """Run once; returns seconds of the prefill, seconds of the decoding, and the greedy tokens.
 
-    The prefill gives the first token; decoding feeds `new_tokens` of them back, one at a time.
+    The prefill gives the first token; decoding feeds `new_tokens` tokens back, one at a time.
     """
     began = _now(prompt.device)
     out = model(input_ids=prompt, use_cache=True, logits_to_keep=1)
@@ -252,23 +253,23 @@ def run_once(
             logits_to_keep=1,
         )  # fmt: skip
         tokens.append(out.logits[:, -1:].argmax(dim=-1))
-    ended = _now(prompt.device)
-    return filled - began, ended - filled, torch.cat(tokens[:-1], dim=1)
+    decoded = _now(prompt.device)
+    return filled - began, decoded - filled, torch.cat(tokens[:-1], dim=1)
 
 
 def _now(device: torch.device) -> float:
-    """The clock, once the device has done all that it was given."""
+    """Read the clock after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def oddities(speed: Speed, asked: Workload) -> list[str]:
-    """What a reader of the rates should know: one sentence each."""
+def oddities(speed: Speed, load: Workload) -> list[str]:
+    """List caveats about the rates, one sentence each."""
     notes = []
-    if speed.load.prompt_tokens < asked.prompt_tokens:
+    if speed.load.prompt_tokens < load.prompt_tokens:
         notes.append(
-            f"the prompt is {speed.load.prompt_tokens} tokens instead of {asked.prompt_tokens}: "
+            f"the prompt is {speed.load.prompt_tokens} tokens instead of {load.prompt_tokens}: "
             "with the new tokens it fills the model's positions"
         )
     for name, rates in {"prefill": speed.prefill, "decode": speed.decode}.items():

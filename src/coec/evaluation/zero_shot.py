@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-from coec.calibration.tokens import load_tokenizer
+from coec.calibration.tokenizer import load_tokenizer
 from coec.calibration.windows import resolve_seq_len
 from coec.devices import choose_device
 from coec.errors import OptionError
@@ -18,6 +18,7 @@ from coec.evaluation import harness
 from coec.evaluation.network import check_dtype, load_network
 from coec.events import Progress
 from coec.models.dense import Dense
+from coec.models.files import JsonDict
 from coec.settings import check_whole
 
 PAPER_METRICS = {
@@ -29,10 +30,10 @@ PAPER_METRICS = {
     "arc_challenge": "acc_norm",
     "openbookqa": "acc_norm",
 }
-"""The seven tasks, and the metric that the paper's tables give for each."""
+"""The seven tasks, and the metric of each in the paper's tables."""
 SEVEN = "seven"
-SIGNIFICANT = 2.0
-"""Standard errors above guessing from which a score says something."""
+_SIGNIFICANT = 2.0
+"""Standard errors above guessing from which a score is meaningful."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +42,17 @@ class TaskScore:
 
     Attributes:
         task, version: lm-eval's name, and the version of its definition.
-        items: questions asked.
-        metric, value, stderr: the paper's metric: of the seven tasks as in `PAPER_METRICS`, of
-            others acc_norm where there is one, else acc; None where there is neither.
-        acc, acc_norm: how often the answer of highest log-probability is right, and the one of
-            highest log-probability per character. With standard errors; None where lm-eval gives
-            none (it needs two items).
-        chance: the expected score of guessing, the mean of 1 / choices over the items; None
-            unless the task is multiple choice.
-        majority: the score of always giving the commonest answer, where all items share theirs.
-        other: lm-eval's further metrics, under its own names.
-        data: the SHA-256 of the local file, or "hub".
+        items: number of questions.
+        metric, value, stderr: the paper's metric: for the seven tasks as in `PAPER_METRICS`, for
+            others acc_norm if there is one, else acc; None if there is neither.
+        acc, acc_norm: accuracy of the answer of highest log-probability, and of highest
+            log-probability per character; with standard errors. None if lm-eval gives none (it
+            needs two items).
+        chance: expected score of guessing, the mean of 1 / choices over the items; None unless the
+            task is multiple choice.
+        majority: score of always giving the commonest answer, if all items have the same choices.
+        other: further metrics of lm-eval, by its names.
+        data: SHA-256 of the local file, or "hub".
     """
 
     task: str
@@ -76,7 +77,7 @@ class TaskScore:
 
     @property
     def at_chance(self) -> bool | None:
-        """Whether the score is within 2 standard errors of guessing, or below; None: not known."""
+        """True if the score is within 2 standard errors of guessing, or below; None if unknown."""
         return _at_chance([self])
 
 
@@ -85,17 +86,17 @@ class ZeroShot:
     """The result of an evaluation on tasks; JSON-ready by `as_dict`.
 
     Attributes:
-        tasks: one entry per task, in the order asked for.
-        mean, mean_stderr: of the paper's metrics, over the tasks that have one; √Σse²/n.
-        mean_at_chance: whether the mean is within 2 standard errors of guessing; None: not known.
+        tasks: one entry per task, in the requested order.
+        mean, mean_stderr: mean of the paper's metrics over the tasks that have one; √Σse²/n.
+        mean_at_chance: whether the mean is within 2 standard errors of guessing; None if unknown.
         at_chance: the tasks whose score is.
-        truncated: requests longer than `seq_len`, cut on the left.
+        truncated: number of requests longer than `seq_len`, cut on the left.
         limit: items per task; None for all.
-        seq_len: the most tokens the model was given.
+        seq_len: the largest number of tokens that the model was given.
         batch_size: requests per forward pass.
-        parameters: of the model.
+        parameters: number of parameters of the model.
         lm_eval: version of lm-evaluation-harness.
-        seconds: wall-clock.
+        seconds: wall-clock time.
     """
 
     tasks: tuple[TaskScore, ...]
@@ -111,8 +112,8 @@ class ZeroShot:
     lm_eval: str
     seconds: float
 
-    def as_dict(self) -> dict[str, Any]:
-        """Every field by name; the tasks by theirs."""
+    def as_dict(self) -> JsonDict:
+        """List every field by name, and the tasks by name."""
         tasks = {score.task: asdict(score) for score in self.tasks}
         return {**asdict(self), "tasks": tasks, "at_chance": list(self.at_chance)}
 
@@ -130,7 +131,7 @@ def zero_shot(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> ZeroShot:
-    """Zero-shot accuracy with the task definitions of the installed lm-evaluation-harness.
+    """Measure zero-shot accuracy with the task definitions of the installed lm-evaluation-harness.
 
     Args:
         model: a model folder or hub name, with a tokenizer.
@@ -140,15 +141,15 @@ def zero_shot(
             nothing is downloaded then.
         limit: the first so many items of each task; None for all.
         batch_size: requests per forward pass.
-        seq_len: the most tokens the model is given; None for its maximum.
-        dtype: of the forward pass; None as in `Calibration.forward_dtype`.
-        trust_remote_code: lets the model's tokenizer run its own Python code.
+        seq_len: the largest number of tokens to give the model; None for its maximum.
+        dtype: dtype of the forward pass; None as in the setting `forward_dtype`.
+        trust_remote_code: let the model's tokenizer run its own Python code.
         progress: called with ("zero-shot", done, total) requests.
 
     Raises:
         CoecError: with one line that says what to change, before the model is loaded.
     """
-    with opened(
+    with prepared(
         model, tasks, tasks_data=tasks_data, limit=limit, batch_size=batch_size, seq_len=seq_len,
         device=device, dtype=dtype, trust_remote_code=trust_remote_code, progress=progress,
     ) as measure:  # fmt: skip
@@ -156,7 +157,7 @@ def zero_shot(
 
 
 @contextmanager
-def opened(
+def prepared(
     model: str | Path | Dense,
     tasks: str | Sequence[str] = SEVEN,
     *,
@@ -169,22 +170,22 @@ def opened(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Iterator[Callable[[], ZeroShot]]:
-    """Reads and checks everything that `zero_shot` needs but the weights; then measures if asked.
+    """Read and check everything that `zero_shot` needs but the weights; give the measurement.
 
-    Whoever measures something else on the way, such as perplexity, learns of a task that cannot be
-    used before that, and not after it.
+    A caller that measures something else before it, such as perplexity, learns first of a task that
+    cannot be used.
 
     Raises:
         CoecError: as `zero_shot`.
     """
     items = None if limit is None else check_whole("limit", limit)
     requests = check_whole("batch_size", batch_size)
-    asked = None if seq_len is None else check_whole("seq_len", seq_len, least=2)
+    seq_len = None if seq_len is None else check_whole("seq_len", seq_len, least=2)
     chosen = choose_device(device)
     check_dtype(dtype)
     dense = Dense.open(model)
     tokenizer = load_tokenizer(dense.folder, trust_remote_code=trust_remote_code)
-    length = resolve_seq_len(asked, dense.positions, dense.positions)
+    length = resolve_seq_len(seq_len, dense.positions, dense.positions)
     names, files = check_tasks(tasks, tasks_data)
     with harness.quiet(), harness.loaded_tasks(names, files, items) as loaded:
 
@@ -220,14 +221,14 @@ def opened(
 def check_tasks(
     tasks: str | Sequence[str], tasks_data: str | Path | None = None
 ) -> tuple[tuple[str, ...], dict[str, Path] | None]:
-    """The names asked for, `seven` written out, each once; and their files, None for the hub's.
+    """Resolve names of tasks, each once, and their local files; None for data of the hub.
 
     Raises:
         CoecError: lm-eval is not installed, a task is unknown, or a file is missing.
     """
-    asked = tasks.split(",") if isinstance(tasks, str) else tasks
+    requested = tasks.split(",") if isinstance(tasks, str) else tasks
     names: list[str] = []
-    for name in (name.strip() for name in asked):
+    for name in (name.strip() for name in requested):
         names += PAPER_METRICS if name == SEVEN else [name] * bool(name)
     if not names:
         raise OptionError("no task is named: give 'seven', or names of lm-eval's tasks")
@@ -238,12 +239,12 @@ def check_tasks(
     return tuple(names), files
 
 
-def _run(lm: Any, tasks: list[Any], limit: int | None) -> dict[str, Any]:
-    """lm-eval's results, standard errors as its own command gives them."""
+def _run(lm: Any, tasks: list[Any], limit: int | None) -> JsonDict:
+    """Run lm-eval; standard errors are those of its own command."""
     from lm_eval import simple_evaluate
 
     # bootstrap_iters stays as it is: 0 leaves out errors of means too, which need no resampling.
-    results: dict[str, Any] = simple_evaluate(
+    results: JsonDict = simple_evaluate(
         lm,
         tasks=tasks,
         num_fewshot=0,
@@ -254,14 +255,14 @@ def _run(lm: Any, tasks: list[Any], limit: int | None) -> dict[str, Any]:
     return results
 
 
-def _score(task: Any, results: dict[str, Any], limit: int | None, data: str) -> TaskScore:
+def _score(task: Any, results: JsonDict, limit: int | None, data: str) -> TaskScore:
     name = task.task_name
     numbers = {
         key.removesuffix(",none"): float(value)
         for key, value in results["results"][name].items()
         if "," in key and isinstance(value, int | float)
     }
-    known = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")
+    fields = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")
     metric = PAPER_METRICS.get(name) or next((m for m in ("acc_norm", "acc") if m in numbers), None)
     chance, majority = _guesses(task, limit)
     return TaskScore(
@@ -271,16 +272,16 @@ def _score(task: Any, results: dict[str, Any], limit: int | None, data: str) -> 
         metric=metric,
         value=numbers.get(metric or ""),
         stderr=numbers.get(f"{metric}_stderr"),
-        **{key: numbers.get(key) for key in known},
+        **{key: numbers.get(key) for key in fields},
         chance=chance,
         majority=majority,
-        other={key: value for key, value in numbers.items() if key not in known},
+        other={key: value for key, value in numbers.items() if key not in fields},
         data=data,
     )
 
 
 def _guesses(task: Any, limit: int | None) -> tuple[float | None, float | None]:
-    """What guessing scores, and what the commonest answer does where it is always on offer."""
+    """Score of guessing, and of the commonest answer if all items have the same choices."""
     if task.OUTPUT_TYPE != "multiple_choice":
         return None, None
     items = [item for _, item in task.doc_iterator(limit=limit)]
@@ -293,7 +294,7 @@ def _guesses(task: Any, limit: int | None) -> tuple[float | None, float | None]:
 
 
 def _mean(scores: Sequence[TaskScore]) -> tuple[float | None, float | None]:
-    """The mean of the paper's metrics, and its standard error."""
+    """Mean of the paper's metrics, and its standard error."""
     values = [score.value for score in scores if score.value is not None]
     errors = [score.stderr for score in scores if score.stderr is not None]
     if not values:
@@ -305,10 +306,10 @@ def _mean(scores: Sequence[TaskScore]) -> tuple[float | None, float | None]:
 
 
 def _at_chance(scores: Sequence[TaskScore]) -> bool | None:
-    """Whether the mean score is less than `SIGNIFICANT` standard errors above guessing.
+    """Test whether the mean score is less than `_SIGNIFICANT` standard errors above guessing.
 
-    The standard error is the one that guessing has: the one of the score itself is zero when all
-    of a few answers are right, which a guesser manages too.
+    The standard error is that of guessing: that of the score itself is zero when all of a few
+    answers are right, which guessing achieves too.
     """
     gain = variance = 0.0
     counted = [score for score in scores if score.value is not None]
@@ -318,7 +319,7 @@ def _at_chance(scores: Sequence[TaskScore]) -> bool | None:
             return None
         gain += score.value - guessing
         variance += guessing * (1 - guessing) / score.items
-    return gain <= SIGNIFICANT * math.sqrt(variance) if counted else None
+    return gain <= _SIGNIFICANT * math.sqrt(variance) if counted else None
 
 
 def _source(name: str, files: dict[str, Path] | None) -> str:

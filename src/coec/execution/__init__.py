@@ -1,1 +1,1 @@
-"""Where work is done and kept: outputs that appear whole, the journal, worker processes."""
+"""Outputs that appear whole, the journal of a run, and worker processes."""

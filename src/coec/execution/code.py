@@ -1,4 +1,4 @@
-"""What tells one function from another across processes, for a run that goes on with it."""
+"""Digests of functions, by which a continued run knows that it still calls the same ones."""
 
 import functools
 import hashlib
@@ -14,17 +14,17 @@ from torch import Tensor
 
 
 def code_digest(function: Callable[..., Any]) -> str:
-    """SHA-256 of what a function does: its byte code, defaults, what it closes over, its object.
+    """SHA-256 of a function's behaviour: its byte code, defaults, closure and bound object.
 
-    Of what it calls by a global name only the name is known. Where anything cannot be told, such as
-    an object that cannot be pickled, no two digests are equal: a run is rather not continued than
-    by another function.
+    A function that it calls by a global name enters by that name only. Where the behaviour cannot
+    be told, as with an object that cannot be pickled, no two digests are equal: it is better not to
+    continue a run than to continue it with another function.
     """
     content = hashlib.sha256()
     try:
-        for part in _function(function):
-            content.update(part)
-    except Exception:  # objects raise what they like when they are pickled
+        for data in _function(function):
+            content.update(data)
+    except Exception:  # pickling an object may raise anything
         content.update(os.urandom(32))
     return content.hexdigest()
 
@@ -57,7 +57,7 @@ def _code(code: CodeType) -> Iterator[bytes]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _code(constant)
-        elif isinstance(constant, frozenset):  # in another order in every process
+        elif isinstance(constant, frozenset):  # its order differs between processes
             yield repr(sorted(map(repr, constant))).encode()
         else:
             yield repr(constant).encode()

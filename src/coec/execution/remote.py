@@ -1,8 +1,8 @@
 """Outputs at a URL of any file system that fsspec knows, such as s3:// and gs://.
 
-A model is made in a folder of this machine, with a journal, as ever; when it is whole it is copied
-to its place, the configuration last, without which no program takes it for a model. The journal
-has every file that arrived there, so that a copy that was cut off goes on with the others.
+A model is first made in a folder of this machine, with a journal. Once whole, it is copied to its
+place; the configuration is copied last, since without it no program takes the files for a model.
+The journal notes every file that arrived there, so that an interrupted copy continues.
 """
 
 import hashlib
@@ -16,19 +16,22 @@ from typing import Any
 
 from coec.errors import OutputError, first_line
 from coec.execution.journal import Journal, unfinished
-from coec.execution.output import check_judged, is_url, partial_of
+from coec.execution.places import check_model_only, is_url, partial_of
 from coec.models.companion_files import JUDGED, foreign_name, incomplete
-from coec.models.files import MAX_JSON, cache_folder
+from coec.models.files import MAX_JSON, JsonDict, cache_folder
 
-CONFIG, REPORT = "config.json", "coec.json"
-PROBE = ".coec-writable"
-UPLOADING = "uploading"
-"""The note of a journal that the copy has begun: which files it has, and what was there before."""
-STAMPS = (
+_CONFIG, _REPORT = "config.json", "coec.json"
+_PROBE = ".coec-writable"
+_UPLOADING = "uploading"
+"""Note of the beginning of a copy: its files, and the files that were there before."""
+_STAMPS = (
     "ETag", "etag", "md5Hash", "content_md5", "mtime", "modified", "LastModified", "last_modified",
     "updated", "modify", "created",
 )  # fmt: skip
-"""What file systems say of a file that changes with its content, the surest first."""
+"""Facts of a file that change with its content, the surest first."""
+
+Listing = dict[str, JsonDict]
+"""Facts of every remote file, by its path inside the place."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,11 @@ class Remote:
     """A place for a model beyond this machine's folders; made by `destination`.
 
     Attributes:
-        url: as it was asked for.
+        url: the place, as the user gave it.
         files: its file system.
         root: the folder there.
         staged: the folder of this machine where the model is made first.
-        model: the folder of the dense model, which must not be what is in the place.
+        model: the folder of the dense model, which must not be in the place.
     """
 
     url: str
@@ -49,61 +52,61 @@ class Remote:
     staged: Path
     model: Path
 
-    def check(self, done: Journal, force: bool) -> None:
-        """Raises OutputError unless the place is free, may be replaced, or holds our own copy."""
-        with self._reached("used"):
-            self._judged(self._listing(), done, force)
+    def check(self, journal: Journal, force: bool) -> None:
+        """Raise OutputError unless the place is free, replaceable, or holds our own copy."""
+        with self._translated("used"):
+            self._replaceable(self._listing(), journal, force)
 
-    def whole(self, done: Journal) -> bool:
-        """Whether an earlier run had made the model, and all of it is here or there."""
-        if UPLOADING not in done:
+    def whole(self, journal: Journal) -> bool:
+        """True if an earlier run had made the model, and all of it is here or there."""
+        if _UPLOADING not in journal:
             return False
-        files = _files(done)
-        if all(name in done for name in files):
+        files = _files(journal)
+        if all(name in journal for name in files):
             return True
-        with self._reached("used"):  # it was killed while it tidied up
+        with self._translated("used"):  # the run was killed while it tidied up
             listing = self._listing()
-            if not all(_arrived(done, name, files[name], listing) for name in files):
+            if not all(_arrived(journal, name, files[name], listing) for name in files):
                 return False
-            self.files.get_file(self._path(REPORT), str(done.new / REPORT))
+            self.files.get_file(self._path(_REPORT), str(journal.new / _REPORT))
         return True
 
-    def put(self, done: Journal, force: bool) -> None:
-        """Copies the whole model of a journal there; what else was in the place goes.
+    def put(self, journal: Journal, force: bool) -> None:
+        """Copy the whole model of a journal there, and remove other files from the place.
 
-        Files that arrived before, and are still what they were, are not copied again.
+        Files that arrived before, and have not changed since, are not copied again.
 
         Raises:
-            OutputError: the place refuses, or holds what is nobody's model; ours is kept.
+            OutputError: the place refuses, or holds files of no model; our copy here is kept.
         """
-        with self._reached("written"):
+        with self._translated("written"):
             listing = self._listing()
-            there = self._judged(listing, done, force)
-            if not self.whole(done):
-                done.note(UPLOADING, files=done.recorded(), there=sorted(there))
-            files = _files(done)
-            missing = [name for name in files if not _arrived(done, name, files[name], listing)]
-            if missing and CONFIG in listing:  # it is no model until it is whole
-                self.files.rm_file(self._path(CONFIG))
-            copied = sorted({*missing, CONFIG} if missing else (), key=lambda n: (n == CONFIG, n))
-            for name in copied:
-                if name == CONFIG:  # what is left of another model goes before it
-                    for old in (there & listing.keys()) - files.keys():
-                        self.files.rm_file(self._path(old))
-                self._copy(done, name, *files[name])
+            replaceable = self._replaceable(listing, journal, force)
+            if not self.whole(journal):
+                journal.note(_UPLOADING, files=journal.recorded(), there=sorted(replaceable))
+            files = _files(journal)
+            missing = {name for name in files if not _arrived(journal, name, files[name], listing)}
+            if not missing:
+                return
+            if _CONFIG in listing:  # it is no model until it is whole
+                self.files.rm_file(self._path(_CONFIG))
+            for name in sorted(missing - {_CONFIG}):
+                self._copy(journal, name, *files[name])
+            for old in (replaceable & listing.keys()) - files.keys():
+                self.files.rm_file(self._path(old))
+            self._copy(journal, _CONFIG, *files[_CONFIG])
 
-    def _copy(self, done: Journal, name: str, size: int, digest: str) -> None:
+    def _copy(self, journal: Journal, name: str, size: int, digest: str) -> None:
         path = self._path(name)
         self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
-        self.files.put_file(str(done.new / name), path)
+        self.files.put_file(str(journal.new / name), path)
         self.files.invalidate_cache()
         info = self.files.info(path)
         if info["size"] != size:
             raise OSError(f"'{name}' has {info['size']} bytes there, {size} here")
-        done.note(_noted(name), sha256=digest, stamp=_stamp(info))
+        journal.note(_note_of(name), sha256=digest, stamp=_stamp(info))
 
-    def _listing(self) -> dict[str, dict[str, Any]]:
-        """What is known of every file there, by its path inside the place."""
+    def _listing(self) -> Listing:
         self.files.invalidate_cache()
         if self.files.isfile(self.root):
             raise OutputError(f"'{self.url}' is a file; the output must be a folder")
@@ -114,36 +117,36 @@ class Remote:
             path.strip("/").removeprefix(root).strip("/"): info
             for path, info in self.files.find(self.root, detail=True).items()
         }
-        return {name: info for name, info in names.items() if name not in ("", PROBE)}
+        return {name: info for name, info in names.items() if name not in ("", _PROBE)}
 
-    def _judged(self, names: Iterable[str], done: Journal | None, force: bool) -> set[str]:
-        """The files there, all of which may go; raises OutputError otherwise."""
+    def _replaceable(self, names: Iterable[str], journal: Journal | None, force: bool) -> set[str]:
+        """Names of the files there, all of which may go; raises OutputError otherwise."""
         names = set(names)
-        if done is not None and UPLOADING in done:
-            begun = done.facts(UPLOADING)
-            known = {*begun["files"], *begun["there"]}
-            if strange := sorted(names - known):
+        if journal is not None and _UPLOADING in journal:
+            begun = journal.facts(_UPLOADING)
+            expected = {*begun["files"], *begun["there"]}
+            if strange := sorted(names - expected):
                 raise OutputError(
                     f"'{self.url}' holds '{strange[0]}', which appeared while the model was "
                     "copied there: move it away, and give the same command again"
                 )
-            return known
+            return expected
         if names:
-            check_judged(self.url, force, lambda: self._foreign(names))
+            check_model_only(self.url, force, lambda: self._foreign(names))
         return names
 
     def _foreign(self, names: set[str]) -> str | None:
-        """As `foreign_entry` of a folder, which must be a model that coec wrote besides."""
-        if REPORT not in names:
-            return f"has no {REPORT}"
+        """Say what there does not belong to a model that coec wrote; None if nothing."""
+        if _REPORT not in names:
+            return f"has no {_REPORT}"
         with tempfile.TemporaryDirectory() as folder:
             for name in names:
-                if "/" not in name and (name == REPORT or name.endswith(JUDGED)):
+                if "/" not in name and (name == _REPORT or name.endswith(JUDGED)):
                     path = self._path(name)
                     if self.files.info(path)["size"] <= MAX_JSON:
                         self.files.get_file(path, str(Path(folder) / name))
-            report, other = Path(folder) / REPORT, self.model / REPORT
-            if report.is_file() and other.is_file() and report.read_bytes() == other.read_bytes():
+            report, dense = Path(folder) / _REPORT, self.model / _REPORT
+            if report.is_file() and dense.is_file() and report.read_bytes() == dense.read_bytes():
                 return f"holds the model '{self.model}', of which it would be made"
             return foreign_name(names, Path(folder)) or incomplete(names, Path(folder))
 
@@ -151,37 +154,43 @@ class Remote:
         return f"{self.root}/{name}"
 
     @contextmanager
-    def _reached(self, what: str) -> Iterator[None]:
-        """Errors of the file system as ours, with what the same command would go on from."""
+    def _translated(self, verb: str) -> Iterator[None]:
+        """Turn any error of the file system into an OutputError that names the kept work."""
         try:
             yield
         except OutputError:
             raise
-        except Exception as error:  # file systems raise what they like
-            kept = ""
+        except Exception as error:  # file systems may raise anything
+            advice = ""
             if unfinished(self.staged):
-                kept = f"; the same command goes on from '{partial_of(self.staged)}'"
+                advice = f"; the same command goes on from '{partial_of(self.staged)}'"
             raise OutputError(
-                f"'{self.url}' cannot be {what}: {first_line(error)}{kept}"
+                f"'{self.url}' cannot be {verb}: {first_line(error)}{advice}"
             ) from error
 
-    def _check_writable(self) -> None:
-        probe = self._path(PROBE)
-        self.files.makedirs(self.root, exist_ok=True)
-        self.files.pipe_file(probe, b"")
-        self.files.rm_file(probe)
+    def check_usable(self, *, force: bool, restart: bool) -> None:
+        """Raise OutputError unless a model can be written there."""
+        with self._translated("used"):
+            listing = self._listing()
+            if restart or not unfinished(self.staged):  # else the journal knows the files there
+                self._replaceable(listing, None, force)
+        with self._translated("written"):
+            probe = self._path(_PROBE)
+            self.files.makedirs(self.root, exist_ok=True)
+            self.files.pipe_file(probe, b"")
+            self.files.rm_file(probe)
 
 
 def destination(
     out: str | Path, model: Path, *, force: bool, restart: bool = False
 ) -> Path | Remote:
-    """Where a model is to be made: a folder of this machine, also by its URL, or a place beyond.
+    """Resolve an output: a folder of this machine, given by path or URL, or a remote place.
 
     Args:
         out: a path or a URL.
         model: the folder of the dense model.
         force: replace a model that coec wrote there.
-        restart: what an earlier run had copied there is not gone on with.
+        restart: do not continue the copy of an earlier run.
 
     Raises:
         OutputError: no model can be written to that URL.
@@ -193,13 +202,13 @@ def destination(
     from fsspec.implementations.memory import MemoryFileSystem
 
     url = str(out)
-    if "://" not in url:  # it was taken for a path, which has no two slashes
+    if "://" not in url:  # a Path has only one slash left
         url = re.sub(":/", ":///" if url.startswith(("file:", "local:")) else "://", url, count=1)
     try:
         files, root = url_to_fs(url)
     except ImportError as error:
         raise OutputError(f"'{url}' needs a package that is not installed: {error}") from error
-    except Exception as error:  # file systems raise what they like
+    except Exception as error:  # file systems may raise anything
         raise OutputError(f"'{url}' cannot be used: {first_line(error)}") from error
     if isinstance(files, LocalFileSystem):
         return Path(root)
@@ -209,42 +218,36 @@ def destination(
             "or the URL of a server"
         )
     remote = Remote(url, files, root.rstrip("/"), _staged(url), model)
-    with remote._reached("used"):
-        listing = remote._listing()
-        if restart or not unfinished(remote.staged):  # else the journal tells what is there
-            remote._judged(listing, None, force)
-    with remote._reached("written"):
-        remote._check_writable()
+    remote.check_usable(force=force, restart=restart)
     return remote
 
 
 def _arrived(
-    done: Journal, name: str, known: tuple[int, str], listing: dict[str, dict[str, Any]]
+    journal: Journal, name: str, size_and_digest: tuple[int, str], listing: Listing
 ) -> bool:
-    """Whether a file was copied, and what is there is still what was there then."""
-    if _noted(name) not in done or name not in listing:
+    """True if a file was copied, and has not changed since."""
+    if _note_of(name) not in journal or name not in listing:
         return False
-    note, (size, digest), info = done.facts(_noted(name)), known, listing[name]
+    note, (size, digest), info = journal.facts(_note_of(name)), size_and_digest, listing[name]
     return note["sha256"] == digest and info["size"] == size and note["stamp"] == _stamp(info)
 
 
-def _files(done: Journal) -> dict[str, tuple[int, str]]:
+def _files(journal: Journal) -> dict[str, tuple[int, str]]:
     """Size and SHA-256 of every file of the model that is copied."""
-    return {name: (size, sha) for name, (size, sha) in done.facts(UPLOADING)["files"].items()}
+    return {name: (size, sha) for name, (size, sha) in journal.facts(_UPLOADING)["files"].items()}
 
 
-def _noted(name: str) -> str:
-    """The note of a journal that a file has arrived."""
-    return f"{UPLOADING} {name}"
+def _note_of(name: str) -> str:
+    return f"{_UPLOADING} {name}"
 
 
-def _stamp(info: dict[str, Any]) -> str:
-    """What changes where somebody else writes a file; empty where its file system says nothing."""
-    return next((str(info[name]) for name in STAMPS if info.get(name) is not None), "")
+def _stamp(info: JsonDict) -> str:
+    """Fact that changes where somebody else writes a file; empty if the file system has none."""
+    return next((str(info[name]) for name in _STAMPS if info.get(name) is not None), "")
 
 
 def _staged(url: str) -> Path:
-    """One folder for every URL: the same command finds what it had begun."""
+    """Choose one folder per URL, so that a command continues its earlier run."""
     url = url.rstrip("/")
     name = re.sub(r"[^\w.-]", "-", url.rpartition("/")[2])[:40] or "model"
     return cache_folder() / "outputs" / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"

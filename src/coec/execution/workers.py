@@ -1,4 +1,4 @@
-"""Many jobs by one function: here, or in processes of their own; results in the jobs' order."""
+"""Run jobs by one function, here or in worker processes; results come in the jobs' order."""
 
 import functools
 import os
@@ -16,18 +16,18 @@ from typing import Any, Protocol, TypeVar
 
 from coec.errors import CoecError
 
-Job = TypeVar("Job")
-Result = TypeVar("Result")
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ENDED_S = 10
-"""Seconds in which workers of a broken pool, which are ended, are gone."""
+_Job = TypeVar("_Job")
+_Result = TypeVar("_Result")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PATIENCE = 10
+"""Seconds in which the workers of a broken pool end."""
 
 
 class Executor(Protocol):
-    """What carries out jobs, wherever that is."""
+    """Runs jobs, on this machine or elsewhere."""
 
-    def map(self, function: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
-        """The results in the order of the jobs; function and jobs are pickled.
+    def map(self, function: Callable[[_Job], _Result], jobs: Iterable[_Job]) -> Iterator[_Result]:
+        """Yield results in the order of the jobs; function and jobs are pickled.
 
         Raises:
             CoecError: a worker died.
@@ -35,10 +35,10 @@ class Executor(Protocol):
 
 
 class Workers:
-    """Carries out jobs; a context that ends its processes.
+    """Worker processes; the context manager ends them.
 
     Args:
-        count: of processes; 1 works in this one.
+        count: number of processes; 1 works in this one.
     """
 
     def __init__(self, count: int) -> None:
@@ -52,15 +52,15 @@ class Workers:
     def __enter__(self) -> "Workers":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
         if self._pool:
-            if kind is not None:  # a signal that reached this process alone: nobody waits for jobs
+            if error_type is not None:  # a signal may have reached this process alone
                 for process in list(self._pool._processes.values()):
                     process.terminate()
             self._pool.shutdown(cancel_futures=True)
 
-    def map(self, function: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
-        """The results in the order of the jobs; function and jobs are pickled.
+    def map(self, function: Callable[[_Job], _Result], jobs: Iterable[_Job]) -> Iterator[_Result]:
+        """Yield results in the order of the jobs; function and jobs are pickled.
 
         Raises:
             CoecError: a worker died.
@@ -70,10 +70,8 @@ class Workers:
             return
         processes: list[Any] = []
         try:
-            with _deferred():
-                results = self._pool.map(
-                    functools.partial(_carry_out, function), map(_ByValue, jobs)
-                )
+            with _signals_deferred():
+                results = self._pool.map(functools.partial(_run, function), map(_ByValue, jobs))
                 processes += self._pool._processes.values()
             yield from results
         except BrokenProcessPool as error:
@@ -85,24 +83,24 @@ class Workers:
 
 
 def _raise_signal_of(processes: Iterable[Any]) -> None:
-    """Does as this process should have, where a signal to all of them ended a worker.
+    """Raise the signal that ended a worker, since all processes of a run receive it.
 
-    Python swallows what a handler raises in a destructor or a callback, and then learns of the
-    signal from its workers alone.
+    Python swallows an exception that a handler raises in a destructor or a callback; this process
+    then learns of the signal only from its workers.
     """
     for process in processes:
-        process.join(ENDED_S)
+        process.join(_PATIENCE)
     codes = {process.exitcode for process in processes}
-    for number in ENDING:
+    for number in _SIGNALS:
         if 128 + number in codes:
             signal.raise_signal(number)
 
 
 class _ByValue:
-    """A job on its way to a worker, where it arrives as itself.
+    """A job that is pickled at once, and arrives as itself.
 
-    Otherwise torch hands tensors over through a thread of this process, which complains on stderr
-    of a worker that has gone meanwhile.
+    torch would otherwise pass tensors on through a thread of this process, which complains on
+    stderr about a worker that has gone meanwhile.
     """
 
     def __init__(self, job: Any) -> None:
@@ -113,43 +111,43 @@ class _ByValue:
 
 
 @contextmanager
-def _deferred() -> Iterator[None]:
-    """Signals wait, also in processes that are started meanwhile, until these can take them.
+def _signals_deferred() -> Iterator[None]:
+    """Defer signals until worker processes that start meanwhile can handle them.
 
-    The mask is for those, which inherit it. Here it holds back nothing: it is this thread's alone,
-    and Python hands the main thread what any other one takes.
+    The mask is for these processes, which inherit it. It defers nothing here: it belongs to one
+    thread, and Python passes a signal that any thread receives to the main thread.
     """
-    came: list[int] = []
+    received: list[int] = []
     main = threading.current_thread() is threading.main_thread()
-    before = {n: signal.signal(n, lambda got, _: came.append(got)) for n in ENDING if main}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    before = {n: signal.signal(n, lambda n, _: received.append(n)) for n in _SIGNALS if main}
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-        for first in came[:1]:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        for first in received[:1]:
             signal.raise_signal(first)
 
 
 def _begin(threads: int) -> None:
-    """Sets a worker process up: its share of the cores, no chatter, a silent end at Ctrl-C."""
+    """Set up a worker process: its share of the cores, quiet libraries, a silent end at Ctrl-C."""
     import torch
     from transformers.utils import logging as transformers_logging
 
     torch.set_num_threads(threads)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    # not ignored: what a job has half-written is then removed at once, and nobody waits for it
-    for number in ENDING:
+    # Signals are not ignored: a half-written output is then removed at once, and nobody waits.
+    for number in _SIGNALS:
         signal.signal(number, _end)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _end_with_the_parent() -> None:
-    """Where the parent is killed, nobody would tell a worker: it would wait for jobs for ever."""
+def _end_with_parent() -> None:
+    """End this process when its parent ends: after SIGKILL it would wait for jobs for ever."""
     parent = parent_process()
     assert parent is not None
     parent.join()
@@ -159,8 +157,8 @@ def _end_with_the_parent() -> None:
 _state: dict[str, Any] = {"busy": False, "status": None}
 
 
-def _carry_out(function: Callable[[Job], Result], job: Job) -> Result:
-    """A job in a worker, which a signal unwinds; after it the pool would hand it the next."""
+def _run(function: Callable[[_Job], _Result], job: _Job) -> _Result:
+    """Run one job in a worker; after a signal has unwound a job, the pool must give no other."""
     if _state["status"] is not None:
         os._exit(_state["status"])
     _state["busy"] = True
@@ -171,11 +169,11 @@ def _carry_out(function: Callable[[Job], Result], job: Job) -> Result:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Unwinds a job; a worker that has none ends at once, as the pool would print an exception."""
+    """Unwind the job; an idle worker ends at once, since the pool would print an exception."""
     _state["status"] = 128 + number
-    for other in ENDING:
-        # A second one would disturb the tidying up; of one that SIG_IGN overtakes Python complains.
-        signal.signal(other, lambda number, frame: None)
+    for name in _SIGNALS:
+        # A second signal would disturb tidying up; SIG_IGN makes Python complain of a pending one.
+        signal.signal(name, lambda number, frame: None)
     if not _state["busy"]:
         os._exit(128 + number)
     sys.exit(128 + number)

@@ -5,12 +5,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from coec.calibration.tokens import Windows, load_tokenizer
+from coec.calibration.tokenizer import load_tokenizer
+from coec.calibration.tokens import Windows
 from coec.calibration.windows import resolve_seq_len, source_digest
 from coec.devices import choose_device
 from coec.errors import OptionError
 from coec.evaluation.network import load_network
-from coec.evaluation.perplexity import DEFAULT_SEQ_LEN, evaluation_windows
+from coec.evaluation.perplexity import EVALUATION_SEQ_LEN, evaluation_windows
 from coec.evaluation.zero_shot import check_tasks
 from coec.experiments.grid import Cell, Subject
 from coec.models.dense import Dense
@@ -171,7 +172,7 @@ def _sampled(subject: Subject, dense: Dense, device: str) -> Windows:
     """Text sampled from the dense model, as by `coec eval --text self`."""
     how = subject.evaluation
     network = load_network(dense, choose_device(device), None)
-    seq_len = resolve_seq_len(how.seq_len, dense.positions, DEFAULT_SEQ_LEN)
+    seq_len = resolve_seq_len(how.seq_len, dense.positions, EVALUATION_SEQ_LEN)
     return sample_from_model(
         network, load_tokenizer(dense.folder, trust_remote_code=how.trust_remote_code),
         samples=how.max_windows or SAMPLED, seed=1, seq_len=seq_len,

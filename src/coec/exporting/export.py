@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from coec.errors import OptionError, OutputError
 from coec.events import Progress, recording
-from coec.execution.file import appearing, check_file
-from coec.execution.output import check_space
+from coec.execution.output import appearing
+from coec.execution.places import check_file, check_space
 from coec.exporting.dtypes import DTYPES
 from coec.models.dense import Dense
 from coec.settings import check_whole

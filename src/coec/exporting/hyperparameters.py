@@ -7,8 +7,8 @@ from typing import Any
 
 from coec.errors import ModelError, OptionError
 from coec.exporting.rotary import Rotary, rotary_of
+from coec.models.block_patterns import ATTENTION, MLP
 from coec.models.dense import Dense
-from coec.models.layout import ATTENTION, MLP
 
 WINDOWED = ("mistral", "qwen2", "qwen3")
 """Model types whose attention may reach back over a window alone."""

@@ -1,4 +1,4 @@
-"""Which files of a model folder are whose: what travels unchanged, and what a model may hold."""
+"""Files of a model folder besides configuration and weights: which are copied, and may be there."""
 
 import hashlib
 import re
@@ -14,7 +14,7 @@ from coec.models.non_uniform import FILE as CODE
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TOKENIZER_CONFIG = "tokenizer_config.json"
-TOKENIZER = (
+_TOKENIZER = (
     *TOKENIZER_FILES,
     TOKENIZER_CONFIG,
     "tokenizer.model*",
@@ -26,7 +26,7 @@ TOKENIZER = (
     "chat_template.jinja",
     "chat_template.json",
 )
-LICENCES = (
+_LICENCES = (
     "LICENSE*",
     "LICENCE*",
     "COPYING*",
@@ -36,67 +36,67 @@ LICENCES = (
     "THIRD_PARTY*",
     "THIRD-PARTY*",
 )
-"""What a licence may demand to be passed on, whatever its letters' case or its suffix."""
-CARRIED = (*TOKENIZER, *LICENCES, "generation_config.json")
-"""Files copied unchanged from the dense model, by pattern."""
+"""Files that a licence may demand to pass on, in any case and with any suffix."""
+_CARRIED = (*_TOKENIZER, *_LICENCES, "generation_config.json")
+"""Patterns of the files that are copied unchanged from the dense model."""
 DOWNLOADED = (
     "*.json", "*.jinja", "*.py", "*.tiktoken", "tokenizer.model*", "merges.txt", "README.md",
-    *LICENCES,
+    *_LICENCES,
 )  # fmt: skip
-"""What is downloaded of a model on the hub, besides weights. Code runs only where it is
+"""Patterns of the files that are downloaded from the hub besides weights. Code runs only if it is
 trusted; the card names the licence."""
 NOT_DOWNLOADED = ("*/*", "consolidated*")
-"""What is left there: the same weights in other formats, in folders or by their makers' names."""
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
-RECORDS = ("config.json", "README.md", "coec.json", CODE)
-LITTER = (".gitattributes", ".DS_Store", ".README.md.partial")
+"""Patterns of the same weights in other formats, which are not downloaded."""
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
+_RECORDS = ("config.json", "README.md", "coec.json", CODE)
+_LITTER = (".gitattributes", ".DS_Store", ".README.md.partial")
 """Files that the hub and file managers put in any folder."""
-HUB_MODEL = "models--"
-"""How the folders of models begin in the hub's cache, where models are links into `blobs`."""
-HUB_CACHE = ".cache/huggingface"
-"""Where the hub's client notes what it downloaded into a folder."""
+_HUB_MODEL = "models--"
+"""Prefix of the folders in the hub's cache, where models are links into `blobs`."""
+_HUB_CACHE = ".cache/huggingface"
+"""Folder in which the hub's client notes its downloads."""
 JUDGED = ("config.json", ".py")
-"""How the names of those files end whose content says what else a model may hold."""
-IMPORT = re.compile(r"^\s*(?:from|import)\s+\.(\w+)", re.MULTILINE)
-FOLDERS = {
+"""Suffixes of the files whose content says which other files a model may hold."""
+_IMPORT = re.compile(r"^\s*(?:from|import)\s+\.(\w+)", re.MULTILINE)
+_FOLDERS = {
     "coec": ("kept.safetensors",),
     "additional_chat_templates": ("*.jinja",),
 }
-"""Folders inside a model, and what they hold."""
+"""Folders inside a model, and the patterns of their files."""
 
 
 def tokenizer_classes(folder: Path) -> list[str]:
-    """The classes of a tokenizer that brings its own code, as its configuration names them."""
+    """Names of the classes of a tokenizer with code of its own, from its configuration."""
     try:
         config = parse_json(folder / TOKENIZER_CONFIG)
     except (OSError, ValueError):
         return []
-    named = config.get("auto_map") if isinstance(config, dict) else None
-    if isinstance(named, dict):
-        named = named.get("AutoTokenizer")
-    if isinstance(named, str):
-        named = [named]
-    return [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    names = config.get("auto_map") if isinstance(config, dict) else None
+    if isinstance(names, dict):
+        names = names.get("AutoTokenizer")
+    if isinstance(names, str):
+        names = [names]
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def tokenizer_code(folder: Path) -> set[str]:
-    """Names of the Python files that a tokenizer brings, and of those that they import."""
+    """Names of a tokenizer's Python files, and of the files that they import."""
     modules = [name.split(".")[0] for name in tokenizer_classes(folder) if "--" not in name]
-    found: set[str] = set()
+    names: set[str] = set()
     while modules:
         name = f"{modules.pop()}.py"
-        if name in found or Path(name).name != name or not (folder / name).is_file():
+        if name in names or Path(name).name != name or not (folder / name).is_file():
             continue
-        found.add(name)
-        modules += IMPORT.findall((folder / name).read_text(encoding="utf-8", errors="replace"))
-    return found
+        names.add(name)
+        modules += _IMPORT.findall((folder / name).read_text(encoding="utf-8", errors="replace"))
+    return names
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """SHA-256 of all that makes a model's tokenizer: from one text, another makes other windows.
+    """SHA-256 of all files of a model's tokenizer, which determines the windows of a text.
 
     Raises:
-        ModelError: a file of it cannot be read.
+        ModelError: a file cannot be read.
     """
     content = hashlib.sha256()
     for path in tokenizer_files(folder):
@@ -108,19 +108,18 @@ def tokenizer_digest(folder: Path) -> str:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """All that makes a model's tokenizer; nothing where it has none."""
+    """List all files of a model's tokenizer; empty if it has none."""
     code = tokenizer_code(folder)
     return [
         path for path in sorted(folder.iterdir())
-        if path.is_file() and (path.name in code or _known(path.name, TOKENIZER))
+        if path.is_file() and (path.name in code or _known(path.name, _TOKENIZER))
     ]  # fmt: skip
 
 
 def carry_files(source: Path, target: Path) -> None:
-    """Copies what belongs to a model besides configuration and weights.
+    """Copy the files of a model besides configuration and weights.
 
-    Copies have the mode of a new file, but nobody else may read or write them who could not the
-    original.
+    Copies have the mode of a new file, without permissions for others that the original lacks.
 
     Raises:
         ModelError: as `carried_files`.
@@ -135,16 +134,16 @@ def carried_files(folder: Path) -> list[Path]:
     """The files that `carry_files` copies.
 
     Raises:
-        ModelError: one is a link out of the model, to what may be nobody else's business.
+        ModelError: one is a link out of the model, perhaps to a private file.
     """
     code = tokenizer_code(folder)
     files = [
         path for path in sorted(folder.iterdir())
-        if path.is_file() and (path.name in code or _known(path.name, CARRIED))
+        if path.is_file() and (path.name in code or _known(path.name, _CARRIED))
     ]  # fmt: skip
     for path in files:
         place = path.resolve()
-        blob = place.parent.name == "blobs" and place.parts[-3].startswith(HUB_MODEL)
+        blob = place.parent.name == "blobs" and place.parts[-3].startswith(_HUB_MODEL)
         if not (place.is_relative_to(folder.resolve()) or place.name == path.name or blob):
             raise ModelError(
                 f"'{path}' is a link to '{place}', which would be copied into the output under "
@@ -154,30 +153,30 @@ def carried_files(folder: Path) -> list[Path]:
 
 
 def foreign_entry(folder: Path) -> str | None:
-    """What in a folder neither coec nor `save_pretrained` writes; None where it is a model."""
+    """Say what in a folder does not belong to a model; None if it is a model and nothing else."""
     names = list(_entries(folder))
     return foreign_name(names, folder) or incomplete(names, folder)
 
 
 def foreign_name(names: Iterable[str], folder: Path) -> str | None:
-    """The first file that neither coec nor `save_pretrained` writes into a model, in words.
+    """Name the first file that neither coec nor `save_pretrained` writes into a model.
 
     Args:
-        names: of the files, inside the model; with a slash at the end where one is no file.
-        folder: holds those that JUDGED names.
+        names: paths inside the model; with a slash at the end if it is no file.
+        folder: holds the files that JUDGED names.
     """
-    ours = (*CARRIED, *WEIGHTS, *RECORDS, *LITTER, *tokenizer_code(folder))
+    ours = (*_CARRIED, *_WEIGHTS, *_RECORDS, *_LITTER, *tokenizer_code(folder))
     for name in sorted(names):
-        holder, _, last = name.rpartition("/")
-        known = FOLDERS.get(holder, ()) if holder else ours
-        if not last or not _known(last, known):
+        parent, _, last = name.rpartition("/")
+        patterns = _FOLDERS.get(parent, ()) if parent else ours
+        if not last or not _known(last, patterns):
             return f"holds '{name}'"
     return None
 
 
 def incomplete(names: Iterable[str], folder: Path) -> str | None:
-    """What files lack to be a model, in words: that nothing else is there says nothing."""
-    if not any(_known(name, WEIGHTS) for name in names):
+    """Say what files lack to be a model; None if they are complete."""
+    if not any(_known(name, _WEIGHTS) for name in names):
         return "holds no weights"
     try:
         config = parse_json(folder / "config.json")
@@ -188,22 +187,22 @@ def incomplete(names: Iterable[str], folder: Path) -> str | None:
 
 
 def _entries(folder: Path) -> Iterator[str]:
-    """What a folder holds, by path; with a slash at the end where that is no file."""
+    """Yield the paths in a folder; with a slash at the end if one is no file."""
     for path in sorted(folder.iterdir()):
         if _is_hub_cache(path):
             continue
         inside = [path]
-        if path.name in FOLDERS and path.is_dir() and not path.is_symlink():
+        if path.name in _FOLDERS and path.is_dir() and not path.is_symlink():
             inside = sorted(path.iterdir())
-        for one in inside:
-            yield one.relative_to(folder).as_posix() + ("" if one.is_file() else "/")
+        for entry in inside:
+            yield entry.relative_to(folder).as_posix() + ("" if entry.is_file() else "/")
 
 
 def _is_hub_cache(path: Path) -> bool:
-    holder = Path(HUB_CACHE)
-    if path.name != str(holder.parent) or path.is_symlink() or not path.is_dir():
+    cache = Path(_HUB_CACHE)
+    if path.name != str(cache.parent) or path.is_symlink() or not path.is_dir():
         return False
-    return [inside.name for inside in path.iterdir()] == [holder.name]
+    return [inside.name for inside in path.iterdir()] == [cache.name]
 
 
 def _known(name: str, patterns: tuple[str, ...]) -> bool:

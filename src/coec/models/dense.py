@@ -1,13 +1,11 @@
-"""The one door through which models are opened: checked first, then read.
+"""Open models: the one place where a model's files are checked and its weights read.
 
-Whatever is pruned, calibrated on, evaluated or compared comes through here, so that all of it is
-made of the same tensors, and what one part of the package refuses no other accepts.
+Everything that is pruned, calibrated on, evaluated or compared is opened here, so that all of it
+uses the same tensors, and a model that one part of the package refuses no other part accepts.
 """
 
-import functools
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from coec.errors import ModelError
-from coec.models.architectures import architecture_of
+from coec.models.checks import HEAD, check_headers, check_layers, has_separate_head
 from coec.models.description import (
     Description,
     compute_buffers,
@@ -28,37 +26,34 @@ from coec.models.description import (
     read_config,
 )
 from coec.models.experts import stacked
-from coec.models.files import FLOAT_DTYPES, opened, parse_json
+from coec.models.files import opened, parse_json
 from coec.models.layout import BlockLayout
-from coec.models.raw_checkpoint import LAYER, Header, headers_of
-from coec.models.shape import Shape
+from coec.models.raw_checkpoint import headers_of
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-OUTSIDE, OUTER = "", "embedding, final norm or head"
-"""What stands for the weights outside of all blocks, and their name."""
-SAMPLED = 2**16
+OUTSIDE = ""
+"""Stands for the weights outside of all blocks, in place of a block's prefix."""
+_OUTSIDE_NAME = "embedding, final norm or head"
+_SAMPLED = 2**16
 """Bytes of every tensor that `Dense.fingerprint` reads."""
-PARAMETER = re.compile(r"(model|lm_head)\..*(weight|bias)")
-"""Names of tensors that would change what a model computes, if its configuration knew them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dense(Description):
-    """An opened model: its files are whole, and hold what its configuration says.
+    """An opened model: its files are complete, and agree with its configuration.
 
-    Weights are read once, when their turn comes: whether they are finite is seen then, and what
-    they are is noted for `digest`. What is wrong with many of them, `fingerprint` sees before.
+    Weights are read when they are needed; only then it is known whether they are finite, and their
+    digests are noted. `fingerprint` checks a sample of them before work.
 
     Attributes:
-        name: as it was asked for.
-        folder: where its files are, absolute.
+        name: the model, as the user gave it.
+        folder: the folder of its files, absolute.
         files: tensor name → file name.
         stamps: size and time of every file when it was opened; a file that changes later is
             refused.
-        dtype: of the weights; where they are mixed, the narrowest that holds them all.
-        notes: what is unusual about it, one sentence each.
-        hashes: of the tensors read so far, by name: dtype, shape and SHA-256 of the content.
-        expected: what weights have to be, as `expect` has it.
+        dtype: dtype of the weights; the narrowest that holds all if they are mixed.
+        notes: unusual facts about the model, one sentence each.
+        hashes: dtype, shape and SHA-256 of the tensors read so far, by name.
+        expected: digests that weights must have, set by `expect`.
     """
 
     name: str
@@ -72,27 +67,27 @@ class Dense(Description):
 
     @classmethod
     def open(cls, model: "str | Path | Dense") -> "Dense":
-        """Reads configuration, index and every file's header; values are read later.
+        """Read configuration, index and every file's header; values are read later.
 
         Raises:
-            ModelError: the model is not there, damaged, quantised or not supported.
+            ModelError: the model is missing, damaged, quantised or not supported.
         """
         if isinstance(model, Dense):
             return model
         folder = find_model(model)
         config = read_config(folder)
         headers = headers_of(folder)
-        _check_layers(folder, headers, config)
+        check_layers(folder, headers, config)
         facts = described(config)
         notes: list[str] = []
-        if facts["tied"] and _has_own_head(folder, headers):
+        if facts["tied"] and has_separate_head(folder, headers):
             facts = described({**config, "tie_word_embeddings": False})
             notes.append(
                 f"{HEAD} is kept apart from the embedding: config.json says that they are one, "
                 "the weights differ"
             )
-        dtype = _check(folder, headers, facts["shapes"])
-        if {headers[name].kind for name in facts["shapes"]} == {"F16", "BF16"}:
+        dtype = check_headers(folder, headers, facts["shapes"])
+        if {headers[name].dtype for name in facts["shapes"]} == {"F16", "BF16"}:
             notes.append(
                 "some weights are float16, others bfloat16: what is written is float32, which "
                 "holds both, unless the setting dtype says another"
@@ -104,31 +99,35 @@ class Dense(Description):
                    dtype=dtype, notes=tuple(notes))  # fmt: skip
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, on the CPU in its stored dtype; raises ModelError if it is not finite."""
+        """Read one tensor, on the CPU in its stored dtype.
+
+        Raises:
+            ModelError: it is not finite.
+        """
         return self._noted(self.files[name], [name])[name]
 
     def tensors(self, block: BlockLayout) -> dict[str, Tensor]:
-        """All tensors of a block, by their full names.
+        """Read all tensors of a block; keys are full names.
 
         Raises:
-            ModelError: one of them is not finite, or not what is expected.
+            ModelError: one of them is not finite, or differs from the expected digests.
         """
-        found: dict[str, Tensor] = {}
+        read: dict[str, Tensor] = {}
         for file, names in self._names_by_file().items():
-            own = [name for name in names if name.startswith(block.prefix)]
-            found |= self._noted(file, own) if own else {}
+            in_block = [name for name in names if name.startswith(block.prefix)]
+            read |= self._noted(file, in_block) if in_block else {}
         self._compare(block.prefix)
-        return {name: found[name] for name in self.files if name in found}
+        return {name: read[name] for name in self.files if name in read}
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the configuration and of a sample of every weight: little is read.
+        """SHA-256 of the configuration and of a sample of every weight; little is read.
 
-        Tells one model from another before work; `digest` vouches for every number. Tensors of up
-        to SAMPLED bytes are in it as a whole, of others four pieces.
+        It identifies a model before work; `digest` covers every number. Tensors of up to _SAMPLED
+        bytes enter completely, larger ones by four pieces.
 
         Raises:
-            ModelError: a number that is seen is not finite.
+            ModelError: a sampled number is not finite.
         """
         hashes: dict[str, str] = {}
         for file, names in self._names_by_file().items():
@@ -138,59 +137,62 @@ class Dense(Description):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the configuration and of every weight: what tells one model from another.
+        """SHA-256 of the configuration and of every weight; file names and shards play no part.
 
-        The files' names and cuts play no part. Reads what was not read yet.
+        Reads weights that were not read yet.
 
         Raises:
             ModelError: a weight is not finite.
         """
-        for file, names in self._names_by_file().items():
-            for name in names:
-                if name not in self.hashes:
-                    self._noted(file, [name])
+        for name in sorted(self.files, key=lambda name: (self.files[name], name)):
+            if name not in self.hashes:
+                self.tensor(name)
         return self._with_config(self.hashes)
 
     def check_values(self) -> None:
-        """Raises ModelError naming the first weight that is not finite; reads all of them."""
+        """Read all weights, and raise ModelError naming the first that is not finite."""
         _ = self.digest
 
     def digests_of(self, blocks: Iterable[BlockLayout]) -> dict[str, str]:
-        """SHA-256 of the weights of blocks, by prefix; and, by OUTSIDE, of those outside of all.
+        """SHA-256 of the weights of blocks, by prefix; and by OUTSIDE of those outside of all.
 
-        Reads what was not read yet.
+        Reads weights that were not read yet.
         """
-        return {part: self._digest(part) for part in (OUTSIDE, *(block.prefix for block in blocks))}
+        prefixes = (OUTSIDE, *(block.prefix for block in blocks))
+        return {prefix: self._digest(prefix) for prefix in prefixes}
 
     def expect(self, earlier: Iterable[tuple[Mapping[str, str], str]]) -> None:
-        """From now on weights are compared, when they are read, with what they were earlier.
+        """Compare weights, whenever they are read from now on, with earlier digests.
 
         Args:
-            earlier: digests as in `digests_of`, and the words that follow when others are found.
+            earlier: digests as `digests_of` gives them, and the words that follow in the error.
 
         Raises:
-            ModelError: those outside of all blocks, which are read now, are others.
+            ModelError: those outside of all blocks, which are read now, differ.
         """
         self.expected[:] = [
-            (part, digest, advice) for known, advice in earlier for part, digest in known.items()
+            (prefix, digest, since)
+            for digests, since in earlier
+            for prefix, digest in digests.items()
         ]
         self._compare(OUTSIDE)
 
     def check_unchanged(self) -> None:
-        """Reads what was not read yet of what is expected; raises ModelError where it is other."""
-        for part in sorted({part for part, _, _ in self.expected}):
-            self._compare(part)
+        """Read the expected weights that were not read yet; raise ModelError if they differ."""
+        for prefix in sorted({prefix for prefix, _, _ in self.expected}):
+            self._compare(prefix)
 
-    def _compare(self, part: str) -> None:
-        for known, digest, advice in self.expected:
-            if known == part and self._digest(part) != digest:
+    def _compare(self, prefix: str) -> None:
+        for expected_prefix, digest, since in self.expected:
+            if expected_prefix == prefix and self._digest(prefix) != digest:
                 raise ModelError(
-                    f"'{self.name}' was changed ({part.strip('.') or OUTER}) since {advice}"
+                    f"'{self.name}' was changed ({prefix.strip('.') or _OUTSIDE_NAME}) since "
+                    f"{since}"
                 )
 
-    def _digest(self, part: str) -> str:
+    def _digest(self, prefix: str) -> str:
         """SHA-256 of the weights of a block, or of those outside of all blocks."""
-        names = self._parts[part]
+        names = self._names_by_prefix[prefix]
         for name in names:
             if name not in self.hashes:
                 self.tensor(name)
@@ -199,18 +201,18 @@ class Dense(Description):
         ).hexdigest()
 
     @cached_property
-    def _parts(self) -> dict[str, list[str]]:
-        """The names of tensors, by the prefix of their block."""
-        parts: dict[str, list[str]] = {block.prefix: [] for block in self.layout.blocks}
-        prefixes = tuple(parts)
+    def _names_by_prefix(self) -> dict[str, list[str]]:
+        """Names of tensors, by the prefix of their block, or OUTSIDE."""
+        names: dict[str, list[str]] = {block.prefix: [] for block in self.layout.blocks}
+        prefixes = tuple(names)
         for name in sorted(self.files):
             inside = name.startswith(prefixes)
             prefix = next((p for p in prefixes if name.startswith(p)), "") if inside else OUTSIDE
-            parts.setdefault(prefix, []).append(name)
-        return parts
+            names.setdefault(prefix, []).append(name)
+        return names
 
     def _with_config(self, hashes: dict[str, str]) -> str:
-        """One digest of the configuration and of what is known of every tensor."""
+        """SHA-256 of the configuration and of the hashes of tensors."""
         config = json.dumps(self.config, sort_keys=True)
         lines = [f"{name} {hashes[name]}" for name in sorted(hashes)]
         content = [hashlib.sha256(config.encode()).hexdigest(), *lines]
@@ -219,34 +221,35 @@ class Dense(Description):
     def network(
         self, device: torch.device, dtype: torch.dtype, *, noted: bool = False
     ) -> PreTrainedModel:
-        """The model in memory, made of exactly the tensors that were checked.
+        """Build the model in memory from exactly the tensors that were checked.
 
-        transformers' own loader would pick the files itself, and fill with random numbers what it
-        does not find there.
+        transformers' own loader would choose the files itself, and fill missing weights with random
+        numbers.
 
         Args:
-            device: where.
-            dtype: of its weights.
-            noted: whether `hashes` has them then, which takes time.
+            device: device of the weights.
+            dtype: dtype of the weights.
+            noted: also compute `hashes`, which takes time.
 
         Raises:
             ModelError: a weight is not finite, or this release of transformers has others.
         """
         model: Any = self.skeleton(dtype)
         compute_buffers(model, torch.device("cpu"))
+        read = self._noted if noted else self._read
         state = {
-            # no map of a file that may go
+            # copied, since a mapped file may go
             name: _finite(tensor, name, file).to(device, dtype, copy=True)
             for file, names in self._names_by_file().items()
-            for name, tensor in (self._noted if noted else self._read)(file, names).items()
+            for name, tensor in read(file, names).items()
         }
         state = stacked(state, self.architecture.blocks.experts)
         model.load_state_dict(state, assign=True, strict=not self.tied)
         if self.tied:
             model.tie_weights()
-        left = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
-        if left:
-            raise ModelError(f"this release of transformers has a weight {left[0]} of its own")
+        missing = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
+        if missing:
+            raise ModelError(f"this release of transformers has a weight {missing[0]} of its own")
         model.generation_config = _generation_config(self.folder) or model.generation_config
         return model.to(device).eval()
 
@@ -257,16 +260,16 @@ class Dense(Description):
         return by_file
 
     def _noted(self, file: str, names: list[str]) -> dict[str, Tensor]:
-        """Tensors of one file, found to be finite and noted."""
-        found = self._read(file, names)
-        for name, tensor in found.items():
+        """Read tensors of one file, check that they are finite, and note their hashes."""
+        read = self._read(file, names)
+        for name, tensor in read.items():
             if name not in self.hashes:
                 _finite(tensor, name, file)
                 self.hashes[name] = _hashed(tensor, tuple(tensor.shape))
-        return found
+        return read
 
     def _read(self, file: str, names: list[str]) -> dict[str, Tensor]:
-        """Tensors of one file; raises ModelError if it is no longer the one that was checked."""
+        """Read tensors of one file; raises ModelError if the file changed since it was opened."""
         path = self.folder / file
         with opened(path) as content:
             if _stamp(path) != self.stamps[file]:
@@ -275,13 +278,13 @@ class Dense(Description):
 
 
 def _generation_config(folder: Path) -> GenerationConfig | None:
-    """Raises ModelError where the file is there and bad: it would travel with every output."""
+    """Read the file if there is one; raises ModelError for a bad one, which outputs would copy."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return None
     try:
         return GenerationConfig.from_dict(parse_json(path))
-    except Exception as error:  # the class raises what it likes
+    except Exception as error:  # the class may raise anything
         reason = " ".join(str(error).split())
         raise ModelError(f"'{path}' cannot be used: {reason}; mend or remove it") from error
 
@@ -291,81 +294,10 @@ def _stamp(path: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _check_layers(folder: Path, headers: dict[str, Header], config: dict[str, Any]) -> None:
-    """The files hold as many layers as the configuration says; known before any is built."""
-    architecture_of(config)
-    layers = Shape.of(config).layers
-    first: dict[int, str] = {}
-    for name in headers:
-        if found := LAYER.match(name):
-            first.setdefault(int(found[1]), name)
-    beyond = next((name for number, name in sorted(first.items()) if number >= layers), None)
-    if beyond:
-        raise ModelError(
-            f"'{folder}' holds more layers than the {layers} in config.json "
-            f"(first: {beyond}); mend num_hidden_layers"
-        )
-    if first and (missing := next((n for n in range(layers) if n not in first), None)) is not None:
-        raise ModelError(
-            f"'{folder}' lacks layer {missing} of the {layers} in config.json; download it again, "
-            "or mend num_hidden_layers"
-        )
-
-
-def _has_own_head(folder: Path, headers: dict[str, Header]) -> bool:
-    """Whether a head is stored that is not the embedding, although both are said to be one.
-
-    A copy in a narrower dtype is none of its own.
-    """
-    if HEAD not in headers or EMBEDDING not in headers:
-        return False
-    one, two = (_stored(folder / headers[name].file, name) for name in (HEAD, EMBEDDING))
-    if one.shape != two.shape:
-        return True
-    narrow = min(one.dtype, two.dtype, key=lambda dtype: dtype.itemsize)
-    return not torch.equal(one.to(narrow), two.to(narrow))
-
-
-def _stored(path: Path, name: str) -> Tensor:
-    with opened(path) as file:
-        return file.get_tensor(name)
-
-
-def _check(
-    folder: Path, headers: dict[str, Header], expected: dict[str, torch.Size]
-) -> torch.dtype:
-    """Every expected tensor is there, of its shape, and float; returns what holds all of them."""
-    missing = [name for name in expected if name not in headers]
-    if missing:
-        raise ModelError(
-            f"'{folder}' lacks {len(missing)} of {len(expected)} tensors "
-            f"(first: {missing[0]}); download it again"
-        )
-    for name, header in headers.items():
-        where = f"{name} in '{header.file}'"
-        if name not in expected:
-            if PARAMETER.fullmatch(name) and name != HEAD:
-                raise ModelError(
-                    f"{where} has no place in a model of this config.json: it would be dropped; "
-                    "mend the configuration (a bias has a flag there), or the files"
-                )
-            continue
-        if header.kind not in FLOAT_DTYPES:
-            raise ModelError(
-                f"{where} is {header.kind}: the weights are quantised; pruning needs float weights"
-            )
-        if header.shape != tuple(expected[name]):
-            raise ModelError(
-                f"{where} has shape {header.shape}, config.json says {tuple(expected[name])}"
-            )
-    dtypes = {FLOAT_DTYPES[headers[name].kind] for name in expected}
-    return functools.reduce(torch.promote_types, sorted(dtypes, key=str))
-
-
 def _sample(tensor: Tensor) -> Tensor:
-    """Some of a tensor's numbers, always the same: all of a small one."""
+    """A fixed sample of a tensor's numbers; all of a small one."""
     flat = tensor.reshape(-1)
-    pieces, size = 4, SAMPLED // 4 // tensor.dtype.itemsize
+    pieces, size = 4, _SAMPLED // 4 // tensor.dtype.itemsize
     if len(flat) <= pieces * size:
         return flat
     starts = (n * (len(flat) - size) // (pieces - 1) for n in range(pieces))

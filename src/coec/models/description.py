@@ -1,4 +1,4 @@
-"""What a configuration says about a model, before any weight is opened."""
+"""A model as its configuration describes it, before any weight is opened."""
 
 import copy
 import functools
@@ -17,22 +17,22 @@ from coec.errors import ModelError
 from coec.models.architectures import ARCHITECTURES, Architecture, architecture_of
 from coec.models.companion_files import DOWNLOADED, NOT_DOWNLOADED
 from coec.models.experts import stored_shapes
-from coec.models.files import check_fetched, parse_json
+from coec.models.files import JsonDict, check_fetched, parse_json
 from coec.models.layout import Layout
 from coec.models.non_uniform import as_read, class_of
-from coec.models.shape import BLOCK_WIDTHS, LARGEST, Shape, whole
+from coec.models.shape import BLOCK_WIDTHS, LIMITS, Shape, read_size
 
 CONFIG = "config.json"
 MERGE = (
     "merge it first (PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(FOLDER)), "
     "and give that folder"
 )
-GGUF = (
+_GGUF = (
     "'{}' is a GGUF file, which no weights can be pruned in: give the folder with config.json and "
     "safetensors that it was made from"
 )
-PARTIAL = "partial_rotary_factor"
-"""The share of a head's numbers that turn: beside `rope_scaling` in the old form."""
+_PARTIAL = "partial_rotary_factor"
+"""Fraction of a head that is rotated; the old form has it beside `rope_scaling`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,16 +41,16 @@ class Description:
 
     Attributes:
         config: the configuration, complete for every supported release of transformers.
-        architecture: what the package knows of its type.
+        architecture: the entry of its model type.
         shape: the sizes that pruning reads and changes.
-        layout: its blocks, and where units can be removed.
-        shapes: every tensor that a checkpoint of it stores; a tied output head is none.
-        positions: the most tokens it can take.
+        layout: its blocks and their sites.
+        shapes: shape of every tensor that a checkpoint stores; a tied output head is not stored.
+        positions: the largest number of tokens that it can take.
         vocabulary: number of token ids.
         tied: whether the output head is the embedding.
     """
 
-    config: dict[str, Any]
+    config: JsonDict
     architecture: Architecture
     shape: Shape
     layout: Layout
@@ -60,17 +60,17 @@ class Description:
     tied: bool
 
     @classmethod
-    def of(cls, config: dict[str, Any]) -> "Description":
-        """Understands a raw configuration.
+    def of(cls, config: JsonDict) -> "Description":
+        """Describe the model of a raw configuration.
 
         Raises:
-            ModelError: it is of no supported model, or says what cannot be.
+            ModelError: it is of no supported model, or inconsistent.
         """
         return cls(**described(config))
 
     @classmethod
     def read(cls, model: "str | Path | Description") -> "Description":
-        """Of a folder, a config.json, or a hub name; no weights are read.
+        """Describe the model of a folder, a config.json, or a hub name; no weights are read.
 
         Raises:
             ModelError: there is no such model, or its configuration cannot be used.
@@ -81,20 +81,20 @@ class Description:
 
     @property
     def parameters(self) -> int:
-        """How many numbers a checkpoint of it stores, tied ones once."""
+        """Number of parameters; tied ones count once."""
         return sum(shape.numel() for shape in self.shapes.values())
 
     def skeleton(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """The transformers model on the meta device: shapes, no memory."""
+        """Build the transformers model on the meta device: shapes, no memory."""
         return skeleton(self.config, dtype)
 
 
-def described(config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a `Description`, by name."""
+def described(config: JsonDict) -> JsonDict:
+    """Compute the fields of a `Description`, by name."""
     architecture = architecture_of(config)
     shape = Shape.of(config)
-    for key in LARGEST:
-        whole(config, key, 1)  # sizes that the classes below know a default of
+    for key in LIMITS:
+        read_size(config, key, 1)  # the classes below have defaults of these sizes
     config = _with_both_ropes(
         {k: v for k, v in config.items() if k != "quantization_config"}, architecture.rope_keys
     )
@@ -102,7 +102,10 @@ def described(config: dict[str, Any]) -> dict[str, Any]:
     resolved = model.config
     names = architecture.blocks.experts
     if names and config.get(names.count) is None:
-        config = {**config, names.count: resolved.num_experts}  # 5 saves it under another name
+        config = {
+            **config,
+            names.count: resolved.num_experts,
+        }  # transformers 5 saves it under another name
     tied = bool(getattr(resolved, "tie_word_embeddings", False))
     positions = getattr(resolved, "max_position_embeddings", None)
     state = {
@@ -117,17 +120,20 @@ def described(config: dict[str, Any]) -> dict[str, Any]:
         "shape": shape,
         "layout": architecture.blocks.layout(shape, shapes),
         "shapes": shapes,
-        "positions": whole({"max_position_embeddings": positions}, "max_position_embeddings"),
-        "vocabulary": whole({"vocab_size": resolved.vocab_size}, "vocab_size"),
+        "positions": read_size({"max_position_embeddings": positions}, "max_position_embeddings"),
+        "vocabulary": read_size({"vocab_size": resolved.vocab_size}, "vocab_size"),
         "tied": tied,
     }
 
 
 def find_model(model: str | Path, *, weights: bool = True) -> Path:
-    """The local folder of a model: a folder, or a hub name that is downloaded (or cached).
+    """Find the local folder of a model, or download a hub name into the cache.
+
+    Args:
+        weights: False accepts a configuration alone.
 
     Raises:
-        ModelError: no such folder, and no such hub model can be had.
+        ModelError: there is no such folder, and no such hub model can be downloaded.
     """
     path, name = Path(model), str(model)
     try:
@@ -135,10 +141,10 @@ def find_model(model: str | Path, *, weights: bool = True) -> Path:
             return path
         if path.is_file() and path.suffix == ".json" and not weights:
             return path
-        there = path.exists()
+        exists = path.exists()
     except (OSError, ValueError, RuntimeError) as error:  # too long a name, a loop of links
         raise ModelError(f"'{_short(name)}' is no model folder: {_reason(error)}") from error
-    if there:
+    if exists:
         check_fetched(path)
         raise ModelError(_no_folder(path, _short(name)))
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
@@ -147,10 +153,10 @@ def find_model(model: str | Path, *, weights: bool = True) -> Path:
             "weights, or a hub name such as 'org/model'"
         )
     try:
-        wanted = [*DOWNLOADED, *["*.safetensors"] * weights]
-        left = [*NOT_DOWNLOADED]
-        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=left))
-    except Exception as error:  # the hub's client raises many kinds; one line is enough
+        patterns = [*DOWNLOADED, *["*.safetensors"] * weights]
+        ignored = [*NOT_DOWNLOADED]
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored))
+    except Exception as error:  # the hub's client may raise anything
         raise ModelError(
             f"'{_short(name)}' is no local folder and could not be downloaded: "
             f"{_short(_reason(error))}"
@@ -158,14 +164,14 @@ def find_model(model: str | Path, *, weights: bool = True) -> Path:
 
 
 def _no_folder(path: Path, name: str) -> str:
-    """What a file is that was given for a model, and what to give instead."""
+    """Explain that a file is no model, and what to give instead."""
     if path.suffix == ".gguf":
-        return GGUF.format(name)
+        return _GGUF.format(name)
     return f"no model at '{name}', a file: give the folder with config.json and safetensors weights"
 
 
 def check_merged(folder: Path) -> None:
-    """Raises ModelError for a folder of PEFT's, which holds what is added to a model."""
+    """Raise ModelError for a PEFT adapter, which holds only changes of a model."""
     path = folder / "adapter_config.json"
     if not path.is_file() or any(folder.glob("model*.safetensors*")):
         return
@@ -176,15 +182,15 @@ def check_merged(folder: Path) -> None:
     raise ModelError(f"'{folder}' is a PEFT adapter of '{base!s:.200}': {MERGE}")
 
 
-def read_config(model: Path) -> dict[str, Any]:
-    """The raw config.json of a model folder (or the file itself)."""
+def read_config(model: Path) -> JsonDict:
+    """Read the raw config.json of a model folder (or the file itself)."""
     try:
         path = model if model.is_file() else model / CONFIG
         config = parse_json(path)
     except FileNotFoundError as error:
         check_merged(model)
         if gguf := next(iter(sorted(model.glob("*.gguf"))), None):
-            raise ModelError(GGUF.format(gguf)) from error
+            raise ModelError(_GGUF.format(gguf)) from error
         raise ModelError(f"no {CONFIG} in '{model}': it is not a model folder") from error
     except ValueError as error:
         raise ModelError(f"'{path}' is not valid JSON: {error}") from error
@@ -195,15 +201,15 @@ def read_config(model: Path) -> dict[str, Any]:
     return as_read(config)
 
 
-def skeleton(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The transformers model of a raw configuration on the meta device: shapes, no memory.
+def skeleton(config: JsonDict, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Build the transformers model of a raw configuration on the meta device.
 
     Raises:
         ModelError: the installed transformers does not accept the configuration.
     """
-    # Remote code is never asked for.
-    own = json.dumps({k: v for k, v in config.items() if k != "auto_map"})
-    model: Any = copy.deepcopy(_skeleton(own))
+    # Without auto_map no remote code is asked for.
+    stock = json.dumps({k: v for k, v in config.items() if k != "auto_map"})
+    model: Any = copy.deepcopy(_skeleton(stock))
     model.config.dtype = dtype
     retyped: PreTrainedModel = model.to(dtype)
     return retyped
@@ -211,20 +217,20 @@ def skeleton(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> PreT
 
 @functools.lru_cache(maxsize=4)
 def _skeleton(config: str) -> PreTrainedModel:
-    """One that is copied, as building it takes most of a second at 80 blocks."""
+    """Build a skeleton to copy, since building 80 blocks takes most of a second."""
     try:
         raw = json.loads(config)
         resolved = AutoConfig.for_model(**raw)
         listed = ARCHITECTURES.get(resolved.model_type)
-        # One after the other: together they are multiplied in float32 and narrower dtypes only.
-        how = {"experts_implementation": "eager"} if listed and listed.blocks.experts else {}
+        # Eager experts: stacked ones are multiplied in float32 and narrower dtypes only.
+        experts = {"experts_implementation": "eager"} if listed and listed.blocks.experts else {}
         with torch.device("meta"):
             if raw.get(BLOCK_WIDTHS) is None:
-                model = AutoModelForCausalLM.from_config(resolved, dtype=torch.float32, **how)
+                model = AutoModelForCausalLM.from_config(resolved, dtype=torch.float32, **experts)
             else:
                 stock: Any = AutoModelForCausalLM._model_mapping[type(resolved)]
                 model = class_of(stock)._from_config(resolved, dtype=torch.float32)
-    except Exception as error:  # configuration classes raise what they like
+    except Exception as error:  # configuration classes may raise anything
         raise ModelError(
             f"transformers does not accept this {CONFIG}: {_reason(error, last=True)}"
         ) from error
@@ -232,10 +238,10 @@ def _skeleton(config: str) -> PreTrainedModel:
 
 
 def compute_buffers(model: Any, device: torch.device) -> None:
-    """Puts real values in the place of a skeleton's buffers outside its layers.
+    """Compute a skeleton's buffers outside its layers.
 
-    These are no weights, and are stored nowhere: rotary frequencies, and what some models multiply
-    embeddings by. Their classes compute them.
+    These are no weights, and are stored nowhere: rotary frequencies, and the factor of embeddings
+    in some models. Their classes compute them.
 
     Raises:
         ModelError: the installed transformers leaves one without a value.
@@ -245,7 +251,7 @@ def compute_buffers(model: Any, device: torch.device) -> None:
     embed = base.embed_tokens
     for name, buffer in embed.named_buffers(recurse=False):
         setattr(embed, name, torch.full_like(buffer, math.nan, device=device))
-    model._init_weights(embed)  # its weight is on the meta device still, where that costs nothing
+    model._init_weights(embed)  # its weight is still on the meta device, where that costs nothing
     for name, buffer in base.named_buffers():
         inside = name.startswith("layers.")
         if not inside and (buffer.is_meta or not torch.isfinite(buffer).all()):
@@ -255,17 +261,16 @@ def compute_buffers(model: Any, device: torch.device) -> None:
             )
 
 
-def _with_both_ropes(config: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    """Rotary settings in the form of transformers 5 and in that of 4.57, which reads no other.
+def _with_both_ropes(config: JsonDict, keys: tuple[str, ...]) -> JsonDict:
+    """Add the rotary settings in the form of transformers 4.57, which does not read that of 5.
 
-    A configuration that has only `rope_parameters` is read by 4.57 as one of plain frequencies,
-    without a word. What the configuration has is never changed.
-
-    Where the old form is empty, both releases are told what transformers 5 computes.
+    4.57 silently reads a configuration with only `rope_parameters` as one of plain frequencies.
+    Existing settings are never changed. An empty old form gets the values that transformers 5
+    computes with.
 
     Args:
-        config: as it was read.
-        keys: those that the old form must have where it takes no others.
+        config: the raw configuration.
+        keys: the keys that the old form must have, if it accepts no others.
 
     Raises:
         ModelError: the two forms name different frequencies, so that releases would disagree.
@@ -273,9 +278,9 @@ def _with_both_ropes(config: dict[str, Any], keys: tuple[str, ...]) -> dict[str,
     new = config.get("rope_parameters")
     old, theta = config.get("rope_scaling"), config.get("rope_theta")
     if not isinstance(new, dict) or not new or not isinstance(old, dict | None):
-        return config  # there is nothing to complete, or transformers refuses it
+        return config  # nothing to complete, or transformers refuses it
     if any(isinstance(value, dict) for value in new.values()):
-        return config  # one for each kind of layer: the old form has no words for that
+        return config  # one per kind of layer, which the old form cannot express
     if theta is None:
         theta = new.get("rope_theta")
     if new.get("rope_theta", theta) != theta:
@@ -291,25 +296,25 @@ def _with_both_ropes(config: dict[str, Any], keys: tuple[str, ...]) -> dict[str,
                 "transformers read one or the other; mend it"
             )
         scaling = old
-    known = {} if theta is None else {"rope_theta": theta}
-    if PARTIAL in new and config.get(PARTIAL) is None:
-        known[PARTIAL] = new[PARTIAL]
-    return config | known | {"rope_scaling": scaling}
+    added = {} if theta is None else {"rope_theta": theta}
+    if _PARTIAL in new and config.get(_PARTIAL) is None:
+        added[_PARTIAL] = new[_PARTIAL]
+    return config | added | {"rope_scaling": scaling}
 
 
-def _scaling(rope: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any] | None:
-    """How rotary frequencies are scaled, in the old form; None where they are plain."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
+def _scaling(rope: JsonDict, keys: tuple[str, ...]) -> JsonDict | None:
+    """Scaling of rotary frequencies in the old form; None if they are plain."""
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type == "default":
         return None
     if keys:
-        return {key: kind if key == "type" else rope.get(key) for key in keys}
-    apart = ("rope_theta", "rope_type", "type", PARTIAL)
-    return {"rope_type": kind, **{k: v for k, v in rope.items() if k not in apart}}
+        return {key: rope_type if key == "type" else rope.get(key) for key in keys}
+    separate = ("rope_theta", "rope_type", "type", _PARTIAL)
+    return {"rope_type": rope_type, **{k: v for k, v in rope.items() if k not in separate}}
 
 
 def _reason(error: Exception, *, last: bool = False) -> str:
-    """One line of what a library said; the kind of the error where it said nothing."""
+    """Summarize a library's error in one line; its type if it has no text."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -317,5 +322,5 @@ def _reason(error: Exception, *, last: bool = False) -> str:
 
 
 def _short(name: str) -> str:
-    """A name as it is printed: names that no file system holds would fill the screen."""
+    """Shorten a name for printing: impossible names would fill the screen."""
     return name if len(name) <= 200 else f"{name[:200]}…"

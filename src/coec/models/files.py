@@ -1,4 +1,4 @@
-"""JSON and safetensors files, read with limits and written so that others can read them."""
+"""JSON and safetensors files: read with limits, written with the usual mode."""
 
 import errno
 import hashlib
@@ -17,21 +17,24 @@ from torch import Tensor
 
 from coec.errors import ModelError
 
+JsonDict = dict[str, Any]
+"""An object of JSON, free in form."""
+
 
 def cache_folder() -> Path:
-    """Where this package keeps what it can make again."""
+    """Folder of files that this package can make again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coec"
 
 
 MAX_JSON = 2**26
-"""Bytes beyond which a JSON file is no configuration, index or report: 64 MiB."""
+"""Size limit of a configuration, index or report: 64 MiB."""
 
 
 def parse_json(path: Path, *, distinct: bool = False) -> Any:
-    """The content of a JSON file that may come from anywhere.
+    """Read a JSON file from any source.
 
     Args:
-        distinct: whether an object that names a key twice is refused; else the last one counts.
+        distinct: refuse an object that names a key twice; otherwise the last one counts.
 
     Raises:
         OSError: the file cannot be read, or is no file.
@@ -55,37 +58,37 @@ def parse_json(path: Path, *, distinct: bool = False) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-LFS = b"version https://git-lfs.github.com/spec/"
-"""How a file begins that stands for one which git-LFS has not fetched."""
+_LFS = b"version https://git-lfs.github.com/spec/"
+"""Start of a pointer to a file that git-LFS has not fetched."""
 
 
 def check_fetched(path: Path) -> None:
-    """Raises ModelError for the few lines that stand for a file until git-LFS fetches it."""
+    """Raise ModelError for a pointer to a file that git-LFS has not fetched."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             return
         with path.open("rb") as file:
-            begins = file.read(len(LFS))
+            begins = file.read(len(_LFS))
     except OSError:
-        return  # whoever reads it says why
-    if begins == LFS:
+        return  # reading it will say why
+    if begins == _LFS:
         raise ModelError(
             f"'{path}' is a pointer of git-LFS, not the file itself: run `git lfs pull` in its "
             "folder, or download it again"
         )
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _distinct(pairs: list[tuple[str, Any]]) -> JsonDict:
+    content: JsonDict = {}
     for key, value in pairs:
-        if key in found:
+        if key in content:
             raise ValueError(f"it names {key[:80]!r} twice")
-        found[key] = value
-    return found
+        content[key] = value
+    return content
 
 
 def _finite(number: str) -> float:
-    """A float of JSON text; `1e400`, `NaN` and `Infinity` are none."""
+    """Parse a float of JSON text; refuses `1e400`, `NaN` and `Infinity`."""
     value = float(number)
     if value - value != 0:
         raise ValueError(f"the number {number[:20]} is not finite")
@@ -93,14 +96,14 @@ def _finite(number: str) -> float:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes JSON as transformers does: indented, keys as given."""
+    """Write JSON as transformers does: indented, keys in the given order."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_tensors(
     tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """One safetensors file, of the mode that any new file gets (safetensors' own is 0600).
+    """Write a safetensors file with the mode of any new file (safetensors' default is 0600).
 
     Raises:
         OSError: the disk refuses.
@@ -115,14 +118,14 @@ def write_tensors(
 
 
 def sha256(path: Path) -> str:
-    """The digest of a file's content."""
+    """SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A safetensors file, open for reading tensor by tensor.
+    """Open a safetensors file for reading tensor by tensor.
 
     Raises:
         ModelError: it is missing, unreadable or damaged.
@@ -130,8 +133,8 @@ def opened(path: Path) -> Iterator[Any]:
     if not path.exists():
         raise ModelError(f"shard '{path.name}' is missing from '{path.parent}'")
     if not path.is_file() or not os.access(path, os.R_OK):
-        why = "permission denied" if path.is_file() else "it is no file"
-        raise ModelError(f"shard '{path.name}' in '{path.parent}' cannot be read: {why}")
+        reason = "permission denied" if path.is_file() else "it is no file"
+        raise ModelError(f"shard '{path.name}' in '{path.parent}' cannot be read: {reason}")
     check_fetched(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -143,7 +146,7 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of one safetensors file.
+    """Read every tensor of a safetensors file.
 
     Raises:
         ModelError: the file is missing or damaged.
@@ -158,4 +161,4 @@ FLOAT_DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
-"""What a weight may be stored as, by safetensors' names."""
+"""Dtypes that a weight may be stored in, by safetensors' names."""

@@ -1,4 +1,4 @@
-"""Which stock format a pruned model is written in, decided before any work (docs/FORMATS.md).
+"""The stock format that a pruned model is written in, chosen before any work (docs/FORMATS.md).
 
 transformers ≥ 5.4 refuses a Llama whose hidden size is not a multiple of its head count, at save
 and at load, whatever `head_dim` says. The same weights under another model type compute the same
@@ -9,14 +9,14 @@ express the pruned shape and its biases, and whose configuration class accepts i
 import copy
 import itertools
 from dataclasses import dataclass, replace
-from typing import Any
 
 from transformers import AutoConfig
 
 from coec.errors import OptionError
 from coec.models import non_uniform
 from coec.models.architectures import ARCHITECTURES, Architecture
-from coec.models.loaders import TARGETS, YES, Stored, loads_in, slides, verdict
+from coec.models.files import JsonDict
+from coec.models.loaders import LOADERS, TARGETS, YES, Traits, loads_in, slides
 from coec.models.shape import BLOCK_WIDTHS, Shape
 
 
@@ -25,13 +25,13 @@ class OutputFormat:
     """The format of the pruned checkpoint.
 
     Attributes:
-        config: the whole config.json.
-        relabelled: whether the model type changed, and why.
+        config: the complete config.json.
+        relabelled: why the model type changed; None if it did not.
         loads_in: loader → `yes` or what to know.
-        code: the Python code that goes with it, where no stock class builds the model.
+        code: the Python code that goes with it, if no stock class builds the model.
     """
 
-    config: dict[str, Any]
+    config: JsonDict
     relabelled: str | None
     loads_in: dict[str, str]
     code: str | None = None
@@ -43,69 +43,63 @@ class OutputFormat:
 
 
 def choose_format(
-    config: dict[str, Any],
+    config: JsonDict,
     pruned: Shape,
     *,
     biased: frozenset[str] = frozenset(),
     target: str = "hf",
 ) -> OutputFormat:
-    """The first candidate format that expresses the pruned model.
+    """Choose the first candidate format that expresses the pruned model.
 
     Args:
         config: the dense model's raw configuration.
-        pruned: its sizes afterwards.
-        biased: the sites whose consumer will have a bias, its own or the compensation's.
-        target: the loader that has to load it as it is, as `TARGETS` names them; transformers
-            always does.
+        pruned: the sizes after pruning.
+        biased: the sites whose consumer will have a bias, from the dense model or the compensation.
+        target: the loader that has to load the checkpoint as it is, by its name in `TARGETS`;
+            transformers always does.
 
     Raises:
         OptionError: no stock format can hold the result, or none that the target loads.
     """
+    loader = LOADERS[TARGETS[target]]
     refusals: list[str] = []
     types = ARCHITECTURES[config["model_type"]].written_as
-    for sizes, model_type in itertools.product(_written_with(config, pruned), types):
+    for sizes, model_type in itertools.product(_written_sizes(config, pruned), types):
         architecture = ARCHITECTURES[model_type]
         refusal = _refusal(config, architecture, sizes, biased)
+        new = {} if refusal else _rewritten(config, architecture, sizes, biased)
+        refusal = refusal or _class_refusal(new)
+        traits = Traits(model_type, new, sizes, biased)
+        if refusal is None and target != "hf" and (verdict := loader.verdict(traits)) != YES:
+            refusal = f"{loader.name}: {verdict}"
         if refusal is None:
-            new = _rewritten(config, architecture, sizes, biased)
-            try:
-                AutoConfig.for_model(**copy.deepcopy(new))  # it changes what it is given
-            except Exception as error:  # whatever a configuration class raises is its refusal
-                refusal = (str(error).strip().splitlines() or [repr(error)])[-1].strip()
-        if refusal is None:
-            stored = Stored(new, sizes, biased)
-            found = verdict(TARGETS[target], model_type, stored)
-            if target == "hf" or found == YES:
-                code = (
-                    None
-                    if pruned.uniform
-                    else non_uniform.code(model_type, architecture.class_name)
-                )
-                loads = loads_in(model_type, stored)
-                relabelled = "; ".join(refusals) if model_type != config["model_type"] else None
-                return OutputFormat(new, relabelled, loads, code)
-            refusal = f"{TARGETS[target]}: {found}"
+            code = None
+            if not pruned.uniform:
+                code = non_uniform.code(model_type, architecture.class_name)
+            relabelled = "; ".join(refusals) if model_type != config["model_type"] else None
+            return OutputFormat(new, relabelled, loads_in(traits), code)
         refusals.append(f"not {model_type}: {refusal}")
-    advice = (
-        "choose another sparsity (attention_sparsity = 0 keeps all heads), or a compensation "
-        "without a bias"
-    )
+    raise _no_format(target, "; ".join(refusals))
+
+
+def _no_format(target: str, refusals: str) -> OptionError:
     if target == "hf":
-        raise OptionError(
-            f"no stock format can hold this pruned model ({'; '.join(refusals)}); {advice}"
+        return OptionError(
+            f"no stock format can hold this pruned model ({refusals}); choose another sparsity "
+            "(attention_sparsity = 0 keeps all heads), or a compensation without a bias"
         )
-    raise OptionError(
+    export = ", and write the result with coec export" if target == "llama.cpp" else ""
+    return OptionError(
         f"no stock format can hold this pruned model so that {TARGETS[target]} loads it "
-        f"({'; '.join(refusals)}); leave out target"
-        + (", and write the result with coec export" if target == "llama.cpp" else "")
+        f"({refusals}); leave out target{export}"
     )
 
 
-def _written_with(config: dict[str, Any], pruned: Shape) -> list[Shape]:
+def _written_sizes(config: JsonDict, pruned: Shape) -> list[Shape]:
     """The sizes that the configuration may be written with.
 
-    Where widths differ by block those that are common to all say nothing about any block: they are
-    of the widest one, which servers count by, or the dense model's, which no class refuses.
+    If widths differ by block, the common ones describe no block. They are those of the widest
+    block, which servers count by, or those of the dense model, which no class refuses.
     """
     if pruned.uniform:
         return [pruned]
@@ -114,9 +108,9 @@ def _written_with(config: dict[str, Any], pruned: Shape) -> list[Shape]:
 
 
 def _refusal(
-    config: dict[str, Any], target: Architecture, pruned: Shape, biased: frozenset[str]
+    config: JsonDict, target: Architecture, pruned: Shape, biased: frozenset[str]
 ) -> str | None:
-    """Why the target cannot express the model, whatever the installed transformers says."""
+    """Say why the target cannot express the model, in any release of transformers."""
     for site in target.blocks.sites:
         if site.name in biased and site.name not in target.bias_flags:
             return f"it has no bias on {site.consumer.rpartition('.')[2]}"
@@ -125,23 +119,31 @@ def _refusal(
     return target.refuses(config, pruned)
 
 
+def _class_refusal(config: JsonDict) -> str | None:
+    """Say why the installed transformers does not accept a configuration; None if it does."""
+    try:
+        AutoConfig.for_model(**copy.deepcopy(config))  # it changes its arguments
+    except Exception as error:  # configuration classes may raise anything
+        return (str(error).strip().splitlines() or [repr(error)])[-1].strip()
+    return None
+
+
 def _rewritten(
-    config: dict[str, Any], target: Architecture, pruned: Shape, biased: frozenset[str]
-) -> dict[str, Any]:
+    config: JsonDict, target: Architecture, pruned: Shape, biased: frozenset[str]
+) -> JsonDict:
     """The raw configuration with the pruned sizes, under the target's model type."""
     relabelled = target.model_type != config["model_type"]
-    left = {"_name_or_path", "auto_map", BLOCK_WIDTHS, *(target.foreign if relabelled else ())}
+    dropped = {"_name_or_path", "auto_map", BLOCK_WIDTHS, *(target.foreign if relabelled else ())}
+    by_block: JsonDict = {}
+    if not pruned.uniform:
+        by_block = non_uniform.config_keys(pruned, target.model_type, target.class_name)
     return {
-        **{key: value for key, value in config.items() if key not in left},
+        **{key: value for key, value in config.items() if key not in dropped},
         "model_type": target.model_type,
         "architectures": [target.class_name],
         "head_dim": pruned.head_dim,
         **pruned.keys(),
-        **(
-            {}
-            if pruned.uniform
-            else non_uniform.config_keys(pruned, target.model_type, target.class_name)
-        ),
+        **by_block,
         **{flag: True for site, flag in target.bias_flags.items() if site in biased},
         **(target.added(pruned) if relabelled else {}),
     }

@@ -1,4 +1,4 @@
-"""A decoder whose blocks have widths of their own.
+"""A decoder whose widths differ by block.
 
 `config.block_widths` holds one table for each block, of the configuration's own keys
 (num_attention_heads, num_key_value_heads, intermediate_size). Each decoder layer is built from a
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class NonUniformBlocks:
-    """Stands before a decoder of transformers among the bases of a class, with a head or without.
+    """Base class to put before a decoder of transformers, with a head or without.
 
     Servers that run transformers' modules build the decoder alone.
     """
@@ -22,8 +22,8 @@ class NonUniformBlocks:
         decoder: Any = getattr(self, "model", self)
         layers = decoder.layers
         for index, widths in enumerate(config.block_widths):
-            own = copy.deepcopy(config)
+            changed = copy.deepcopy(config)
             for key, size in widths.items():
-                setattr(own, key, size)
-            layers[index] = type(layers[index])(own, index)
+                setattr(changed, key, size)
+            layers[index] = type(layers[index])(changed, index)
         self.post_init()

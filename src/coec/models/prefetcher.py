@@ -1,7 +1,6 @@
-"""Weights of the next block, read while this one is worked on."""
+"""Read the weights of the next block while the current one is computed."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 
 from torch import Tensor
 
@@ -10,13 +9,13 @@ from coec.models.layout import BlockLayout
 
 
 class Prefetcher:
-    """Reads the blocks of a model in order, each while the one before it is worked on.
+    """Reads the blocks of a model in order, each while the block before it is computed.
 
-    A context that waits for its thread. At most two blocks are in memory.
+    The context manager waits for its thread. At most two blocks are in memory.
 
     Args:
         dense: the model.
-        last: behind which block nothing is read.
+        last: index of the last block to read.
     """
 
     def __init__(self, dense: Dense, last: int) -> None:
@@ -27,20 +26,15 @@ class Prefetcher:
     def __enter__(self) -> "Prefetcher":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._thread.shutdown(cancel_futures=True)
 
     def tensors(self, block: BlockLayout) -> dict[str, Tensor]:
-        """As `Dense.tensors`; begins to read the block behind it."""
+        """Read a block like `Dense.tensors`, and begin to read the block after it."""
         index, future = self._next or (-1, None)
-        found = future.result() if future and index == block.index else self._dense.tensors(block)
+        read = future.result() if future and index == block.index else self._dense.tensors(block)
         self._next = None
         if block.index < self._last:
             following = self._dense.layout.blocks[block.index + 1]
             self._next = (following.index, self._thread.submit(self._dense.tensors, following))
-        return found
+        return read

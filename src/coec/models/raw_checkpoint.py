@@ -1,4 +1,4 @@
-"""What the files of a model folder hold, whatever its configuration says."""
+"""The tensors in the files of a model folder, whatever its configuration says."""
 
 import hashlib
 import re
@@ -14,33 +14,33 @@ from coec.models.architectures import architecture_of
 from coec.models.description import MERGE, check_merged, find_model, read_config
 from coec.models.files import FLOAT_DTYPES, opened, parse_json
 
-WEIGHTS = "model.safetensors"
+_WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-WRAPPED = "base_model.model."
-"""Before the names of a model that PEFT wraps."""
+_WRAPPED = "base_model.model."
+"""Prefix of the names in a model that PEFT wraps."""
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says of a tensor: its file, its dtype's name there, its shape."""
+    """A tensor as its safetensors file declares it; the dtype by its name there."""
 
     file: str
-    kind: str
+    dtype: str
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class RawCheckpoint:
-    """The tensors of a checkpoint as they are: what another program made of a model.
+    """The tensors of a checkpoint that another program pruned, as they are.
 
-    Its shapes need not be those of its configuration, as long as it is of a supported type and its
-    tensors have the names that these have. Nothing is computed with it.
+    Their shapes need not agree with the configuration, as long as the model is of a supported type
+    and its tensors have the usual names. Nothing is computed with it.
 
     Attributes:
-        name: as it was asked for.
-        folder: where its files are.
-        headers: of its tensors, by name.
+        name: the model, as the user gave it.
+        folder: the folder of its files.
+        headers: the declarations of its tensors, by name.
     """
 
     name: str
@@ -49,10 +49,10 @@ class RawCheckpoint:
 
     @classmethod
     def open(cls, model: "str | Path | RawCheckpoint") -> "RawCheckpoint":
-        """Reads the configuration and every file's header.
+        """Read the configuration and every file's header.
 
         Raises:
-            ModelError: it is not there, damaged, quantised, or of a type that is not supported.
+            ModelError: it is missing, damaged, quantised, or of a type that is not supported.
         """
         if isinstance(model, RawCheckpoint):
             return model
@@ -60,30 +60,30 @@ class RawCheckpoint:
         architecture_of(read_config(folder))
         headers = headers_of(folder)
         for name, header in headers.items():
-            if header.kind not in FLOAT_DTYPES:
+            if header.dtype not in FLOAT_DTYPES:
                 raise ModelError(
-                    f"{name} in '{header.file}' of '{model}' is {header.kind}: the weights are "
+                    f"{name} in '{header.file}' of '{model}' is {header.dtype}: the weights are "
                     "quantised; give the pruned model with float weights"
                 )
         return cls(str(model), folder, headers)
 
     @property
     def layers(self) -> int:
-        """How many blocks it has tensors of."""
-        return len({found[1] for name in self.headers if (found := LAYER.match(name))})
+        """Number of blocks with tensors."""
+        return len({match[1] for name in self.headers if (match := LAYER.match(name))})
 
     def __contains__(self, name: str) -> bool:
         return name in self.headers
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, on the CPU in its stored dtype."""
+        """Read one tensor, on the CPU in its stored dtype."""
         with opened(self.folder / self.headers[name].file) as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of every tensor by name: what tells one checkpoint from another."""
+        """SHA-256 of all tensors and their names."""
         content = hashlib.sha256()
         for name in sorted(self.headers):
             tensor = self.tensor(name)
@@ -93,26 +93,26 @@ class RawCheckpoint:
 
 
 def headers_of(folder: Path) -> dict[str, Header]:
-    """Every tensor of the files that loaders read, by name.
+    """Read the header of every tensor in the files that loaders read; keys are names.
 
     Raises:
         ModelError: files are missing or damaged, or loaders would read different ones.
     """
     check_merged(folder)
     index = _index(folder) if (folder / INDEX).exists() else None
-    if index is None and not (folder / WEIGHTS).exists():
-        other = next(iter(sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth"))), None)
+    if index is None and not (folder / _WEIGHTS).exists():
+        pickle = next(iter(sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth"))), None)
         hint = (
-            f"; '{other.name}' is a pickle: convert it with "
+            f"; '{pickle.name}' is a pickle: convert it with "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
-            if other
+            if pickle
             else ""
         )
         raise ModelError(f"no safetensors weights in '{folder}'{hint}")
-    names = [WEIGHTS] if index is None else sorted(set(index.values()))
-    if names != [WEIGHTS] and (folder / WEIGHTS).exists():
+    names = [_WEIGHTS] if index is None else sorted(set(index.values()))
+    if names != [_WEIGHTS] and (folder / _WEIGHTS).exists():
         raise ModelError(
-            f"'{folder}' holds both {WEIGHTS} and {INDEX}, which names '{names[0]}': loaders "
+            f"'{folder}' holds both {_WEIGHTS} and {INDEX}, which names '{names[0]}': loaders "
             "differ in which they read; remove the one that is out of date"
         )
     headers: dict[str, Header] = {}
@@ -124,9 +124,9 @@ def headers_of(folder: Path) -> dict[str, Header]:
                         f"{name} is in both '{headers[name].file}' and '{file_name}' of "
                         f"'{folder}': loaders differ in which they read"
                     )
-                if name.startswith(WRAPPED):
+                if name.startswith(_WRAPPED):
                     raise ModelError(
-                        f"tensors in '{folder / file_name}' are named {WRAPPED}…, as PEFT saves a "
+                        f"tensors in '{folder / file_name}' are named {_WRAPPED}…, as PEFT saves a "
                         f"model that it still wraps: {MERGE}"
                     )
                 stored = file.get_slice(name)
@@ -141,7 +141,7 @@ def headers_of(folder: Path) -> dict[str, Header]:
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """Tensor name → file name, of files in this folder."""
+    """Read the index: tensor name → file name, in this folder."""
     path = folder / INDEX
     try:
         weight_map = parse_json(path)["weight_map"]

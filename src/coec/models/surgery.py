@@ -1,4 +1,4 @@
-"""Cutting one block: rows of the producers, columns of the consumer (METHODS §1)."""
+"""Cut one block: rows of the producers, columns of the consumer (METHODS §1)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from coec.types import KeptSet, SiteResult
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """What happens to one site: which units stay, and the consumer's new weight; None for none."""
+    """The change of one site: its kept units, and the consumer's new weight or None."""
 
     site: Site
     units: KeptSet
@@ -24,7 +24,7 @@ class Cut:
 def cut_block(
     tensors: Mapping[str, Tensor], cuts: Sequence[Cut], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The block's tensors after the cuts, cast to `dtype`, by their full names.
+    """Cut the block's tensors and cast them to `dtype`; keys are full names.
 
     A site that keeps everything and has no new weight keeps its tensors as they are, bit for bit.
 
@@ -36,8 +36,8 @@ def cut_block(
     for cut in cuts:
         for rows in cut.site.producers:
             owned.setdefault(rows.tensor, []).append((rows, cut.units))
-    for name, parts in owned.items():
-        out[name] = tensors[name][_rows_left(len(tensors[name]), parts)].to(dtype)
+    for name, cut_rows in owned.items():
+        out[name] = tensors[name][_kept_rows(len(tensors[name]), cut_rows)].to(dtype)
     for cut in cuts:
         if cut.result is None:
             continue
@@ -49,18 +49,18 @@ def cut_block(
     return out
 
 
-def with_bias(added: Float[Tensor, " m"], own: Float[Tensor, " m"] | None) -> Float[Tensor, " m"]:
-    """What a repair adds to a consumer's bias, and that bias where it has one."""
-    return added if own is None else added + own.to(added)
+def with_bias(added: Float[Tensor, " m"], bias: Float[Tensor, " m"] | None) -> Float[Tensor, " m"]:
+    """Add a compensation's bias to the consumer's bias, if it has one."""
+    return added if bias is None else added + bias.to(added)
 
 
 def value_rows(
     tensors: Mapping[str, Tensor], site: Site, units: KeptSet
 ) -> Float[Tensor, "k hidden"] | None:
-    """The pruned value projection as the consumer sees it; None where it follows no attention.
+    """The pruned value projection as the consumer sees it; None if the site is not attention.
 
-    Each unit's rows stand there once for each of its query heads, in the order of `repeat_kv`, so
-    that the rows are the kept columns of the consumer.
+    Each unit's rows are repeated for each of its query heads, in the order of `repeat_kv`, so that
+    the rows are the kept columns of the consumer.
     """
     if site.value is None:
         return None
@@ -69,27 +69,27 @@ def value_rows(
     return heads.repeat_interleave(site.columns_per_unit // heads.shape[1], dim=0).flatten(0, 1)
 
 
-def with_rows(tensor: Float[Tensor, "n m"], parts: Mapping[Rows, Tensor]) -> Float[Tensor, "n m"]:
-    """A tensor with these in the place of its own rows; derivatives run through them."""
+def with_rows(tensor: Float[Tensor, "n m"], new: Mapping[Rows, Tensor]) -> Float[Tensor, "n m"]:
+    """Replace rows of a tensor; derivatives run through the new ones."""
     pieces, end = [], 0
-    for rows in sorted(parts, key=lambda one: one.start):
-        pieces += [tensor[end : rows.start], parts[rows]]
+    for rows in sorted(new, key=lambda rows: rows.start):
+        pieces += [tensor[end : rows.start], new[rows]]
         end = rows.stop
     pieces = [piece for piece in [*pieces, tensor[end:]] if len(piece)]
     return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
-def _rows_left(count: int, parts: list[tuple[Rows, KeptSet]]) -> Int[Tensor, " left"]:
-    """Of a tensor's rows those that kept units own, and those that no unit does."""
+def _kept_rows(count: int, owned: list[tuple[Rows, KeptSet]]) -> Int[Tensor, " kept"]:
+    """Indices of a tensor's rows that belong to kept units, or to no unit."""
     stays = torch.ones(count, dtype=torch.bool)
-    for rows, units in parts:
+    for rows, units in owned:
         stays[rows.start : rows.stop] = False
         stays[rows.of(units)] = True
     return stays.nonzero().flatten()
 
 
 def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """A new weight as it is written; raises NumericalError where it does not fit the dtype."""
+    """Cast a new weight for writing; raises NumericalError if it does not fit the dtype."""
     written = tensor.to(dtype).cpu().contiguous()
     if not torch.isfinite(written).all():
         raise NumericalError(

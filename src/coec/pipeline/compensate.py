@@ -12,7 +12,7 @@ from coec.execution.journal import unfinished
 from coec.execution.output import check_output
 from coec.models.dense import Dense
 from coec.models.layout import Site
-from coec.models.matching import Side, kept_units
+from coec.models.matching import SiteTensors, kept_units
 from coec.models.raw_checkpoint import RawCheckpoint
 from coec.pipeline.prune import prune
 from coec.pipeline.report import Report
@@ -138,10 +138,10 @@ def check_settings(settings: Collection[str], pruned: str | Path | RawCheckpoint
             )
 
 
-def _side(model: Dense | RawCheckpoint, site: Site, dense: Dense) -> Side:
+def _side(model: Dense | RawCheckpoint, site: Site, dense: Dense) -> SiteTensors:
     """Return a model's tensors of a site."""
-    names_there = model.files if isinstance(model, Dense) else model.headers
+    stored = model.files if isinstance(model, Dense) else model.headers
     names = {*(rows.tensor for rows in site.producers), site.weight}
     names |= {name.removesuffix("weight") + "bias" for name in names}
-    tensors = {n: model.tensor(n) for n in sorted(names) if n in names_there}
-    return Side.of(model.name, site, tensors, dense.shapes)
+    tensors = {n: model.tensor(n) for n in sorted(names) if n in stored}
+    return SiteTensors.of(model.name, site, tensors, dense.shapes)

@@ -17,7 +17,8 @@ from coec.distributed.backend import open_backend
 from coec.events import Progress
 from coec.execution.code import code_digest
 from coec.execution.journal import Journal, journal, unfinished
-from coec.execution.output import check_output, check_space
+from coec.execution.output import check_output
+from coec.execution.places import check_space
 from coec.execution.remote import Remote, destination
 from coec.models.companion_files import carried_files
 from coec.models.dense import Dense

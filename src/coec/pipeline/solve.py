@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from coec.compensation import compensate
+from coec.devices import hand_back
 from coec.errors import NumericalError, OptionError
 from coec.events import recording
-from coec.free_memory import hand_back
 from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import Cut, cut_block, value_rows
 from coec.pipeline.guard import Judge

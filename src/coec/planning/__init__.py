@@ -1,6 +1,6 @@
 """The plan: what pruning will do, from the configuration alone, in seconds."""
 
-from coec.free_memory import FreeMemory
+from coec.devices import FreeMemory
 from coec.planning.forecast import Forecast, disk
 from coec.planning.how import ComputeConfig
 from coec.planning.machines import GPUS, named

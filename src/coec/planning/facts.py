@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coec.calibration.tokens import TOKEN_SUFFIXES, WHOLE
+from coec.calibration.tokens import LONG_TEXT, TOKEN_SUFFIXES
 from coec.models.layout import BlockLayout
 from coec.planning import passes
 from coec.planning.how import ComputeConfig
@@ -121,4 +121,4 @@ def characters(plan: "Plan") -> int:
     path = Path(source)
     if path.suffix in TOKEN_SUFFIXES:
         return 0
-    return min(path.stat().st_size if path.is_file() else NAMED_TEXT, WHOLE)
+    return min(path.stat().st_size if path.is_file() else NAMED_TEXT, LONG_TEXT)

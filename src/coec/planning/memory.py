@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from coec.calibration.tokens import TOKEN_SUFFIXES, WHOLE
+from coec.calibration.tokens import LONG_TEXT, TOKEN_SUFFIXES
 from coec.devices import resident_bytes
 from coec.models.layout import Site
 from coec.planning.facts import NAMED_TEXT
@@ -276,4 +276,4 @@ def _text(plan: "Plan") -> int:
     size = path.stat().st_size if path.is_file() else NAMED_TEXT
     if path.suffix in TOKEN_SUFFIXES:
         return 2 * size if path.is_file() else 0
-    return BYTES_PER_CHARACTER * min(size, WHOLE)
+    return BYTES_PER_CHARACTER * min(size, LONG_TEXT)

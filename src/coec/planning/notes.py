@@ -50,7 +50,7 @@ def notes_of(plan: "Plan") -> tuple[str, ...]:
         for site in kinds
         for width, blocks in Counter(map(plan.widths.of, _alike(plan, site))).most_common(1)
     )
-    whole = plan.model.architecture.whole
+    whole = plan.model.architecture.attention_kept
     experts = next((site for site in kinds if site.routed), None)
     undecided = (
         f"allocation = {pruning.allocation} decides the widths of every block from the "

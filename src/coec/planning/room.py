@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from coec.devices import FreeMemory
 from coec.errors import OptionError
-from coec.free_memory import FreeMemory
 from coec.planning.how import ComputeConfig
 from coec.planning.memory import memory, written_window
 from coec.streaming.self_text import windows_at_once

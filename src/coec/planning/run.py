@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from coec.allocation import Importances
-from coec.devices import DTYPES
+from coec.devices import DTYPES, FreeMemory
 from coec.errors import OptionError
-from coec.free_memory import FreeMemory
 from coec.models.dense import Dense
 from coec.planning.how import ComputeConfig
 from coec.planning.plan import Plan

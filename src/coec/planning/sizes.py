@@ -73,9 +73,10 @@ def _least(item: tuple[tuple[int, str], set[int]]) -> int:
 def check_whole(architecture: Architecture, recipe: Recipe) -> None:
     """Raises OptionError where attention is to lose units and cannot."""
     asked = recipe.pruning.attention_sparsity
-    if architecture.whole and asked:
+    if architecture.attention_kept and asked:
+        reason = architecture.attention_kept
         raise OptionError(
-            f"attention of {architecture.model_type} keeps all KV groups ({architecture.whole}), "
+            f"attention of {architecture.model_type} keeps all KV groups ({reason}), "
             f"got attention_sparsity = {asked:g}: leave it out"
         )
 

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from coec.devices import hand_back
 from coec.errors import ModelError
-from coec.free_memory import hand_back
 from coec.models.description import Description, compute_buffers
 from coec.models.experts import stacked
 from coec.models.layout import BlockLayout, Site

@@ -17,11 +17,10 @@ from coec.calibration.windows import (
     window_length,
     with_judges,
 )
-from coec.devices import DTYPES, choose_device, choose_forward_dtype, choose_solve_dtype
+from coec.devices import DTYPES, choose_device, choose_forward_dtype, choose_solve_dtype, hand_back
 from coec.errors import OptionError
 from coec.events import Progress
 from coec.execution.journal import Journal
-from coec.free_memory import hand_back
 from coec.models.companion_files import tokenizer_digest
 from coec.models.dense import Dense
 from coec.models.description import Description

@@ -9,10 +9,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
 
-from coec.calibration.tokens import Windows, digest, encoded
+from coec.calibration.tokenizer import encode
+from coec.calibration.tokens import Windows, digest
+from coec.devices import FreeMemory
 from coec.errors import CalibrationError, ModelError
 from coec.events import Progress
-from coec.free_memory import FreeMemory
 from coec.models.description import Description
 from coec.models.shape import Shape
 
@@ -101,7 +102,7 @@ def sample_from_model(
 
 def _start(model: Any, tokenizer: PreTrainedTokenizerBase | None, seq_len: int) -> list[int]:
     """The tokens that every window starts with."""
-    start: list[int] = [] if tokenizer is None else encoded(tokenizer, "").tolist()
+    start: list[int] = [] if tokenizer is None else encode(tokenizer, "").tolist()
     vocabulary = int(model.config.vocab_size)
     if any(not 0 <= token < vocabulary for token in start):
         raise ModelError(

@@ -6,7 +6,8 @@ import os
 import pytest
 
 from coec.errors import OutputError
-from coec.execution.file import appearing, check_file
+from coec.execution.output import JOURNAL, LOCK, NEW, appearing
+from coec.execution.places import check_file
 
 KIND = b"GGUF"
 
@@ -49,32 +50,51 @@ def test_nothing_is_left_of_a_run_that_failed(out):
     assert names(out) == []
 
 
+def partial(out):
+    """A folder as a killed run leaves it."""
+    folder = out.parent / "model.gguf.partial"
+    folder.mkdir()
+    (folder / LOCK).touch()
+    return folder
+
+
 def test_what_a_killed_run_left_is_written_anew(out):
-    (out.parent / "model.gguf.partial").write_bytes(b"GGUF half of a file that was longer")
+    (partial(out) / NEW).write_bytes(b"GGUF half of a file that was longer")
     write(out)
     assert out.read_bytes() == b"GGUF new"
+    assert names(out) == ["model.gguf"]
 
 
-@pytest.mark.parametrize("content", [b"GG", b"a letter to my aunt"])
-def test_a_file_of_somebody_elses_is_not_touched(content, out):
+def test_a_file_of_somebody_elses_is_not_touched(out):
     strange = out.parent / "model.gguf.partial"
-    strange.write_bytes(content)
-    with pytest.raises(OutputError, match="is no GGUF file: move it away"):
+    strange.write_bytes(b"a letter to my aunt")
+    with pytest.raises(OutputError, match="is a file, which coec did not write: move it away"):
         write(out)
-    assert strange.read_bytes() == content
+    assert strange.read_bytes() == b"a letter to my aunt"
+
+
+def test_an_unfinished_run_into_a_folder_of_that_name_is_kept(out):
+    (partial(out) / JOURNAL).write_text("finished pieces")
+    with pytest.raises(OutputError, match="holds an unfinished run into a folder"):
+        write(out)
+    assert (out.parent / "model.gguf.partial" / JOURNAL).read_text() == "finished pieces"
 
 
 def test_a_link_is_not_followed(out, tmp_path):
     target = tmp_path / "precious"
     target.write_bytes(b"")
     (out.parent / "model.gguf.partial").symlink_to(target)
-    with pytest.raises(OutputError, match="could not write"):
+    with pytest.raises(OutputError, match="is a link"):
+        write(out)
+    (out.parent / "model.gguf.partial").unlink()
+    (partial(out) / NEW).symlink_to(target)
+    with pytest.raises(OutputError, match="that is a link"):
         write(out)
     assert target.read_bytes() == b""
 
 
 def test_two_runs_do_not_write_the_same_file(out):
-    other = os.open(out.parent / "model.gguf.partial", os.O_RDWR | os.O_CREAT)
+    other = os.open(partial(out) / LOCK, os.O_RDWR)
     fcntl.flock(other, fcntl.LOCK_EX)
     with pytest.raises(OutputError, match="another run is writing"):
         write(out)
