@@ -1,7 +1,6 @@
 """What a grid declares of its report: read before any work, kept beside the rows, drawn."""
 
 import ast
-import json
 import re
 import tomllib
 from dataclasses import fields
@@ -14,8 +13,8 @@ import sweep_rows as sr
 from coec.errors import OptionError, ResultsError
 from coec.experiments import reporting
 from coec.experiments.declarations import (
-    DECLARED,
-    READY,
+    DECLARATIONS,
+    READY_GRIDS,
     Declaration,
     Drawing,
     Role,
@@ -27,8 +26,8 @@ from coec.experiments.declarations import (
 )
 from coec.experiments.grid import expand
 from coec.experiments.publications import PUBLISHED, publication
-from coec.experiments.reporting.document import DRAWN, document, every
-from coec.experiments.reporting.plots import ROLES
+from coec.experiments.reporting.document import DRAWINGS, document, every
+from coec.experiments.reporting.drawing import COLOURS
 from coec.experiments.reporting.render import markdown
 from coec.experiments.reporting.results import read_results
 
@@ -103,7 +102,9 @@ def test_a_figure_of_a_users_own_is_drawn_as_it_says(tmp_path):
     (section,) = [s for s in document(read_results(folder)).sections if s.title == "Mine"]
     (panel,) = section.figures[0].panels
     assert {c.label: list(c.y) for c in panel.curves} == {"rcpu": [9.0, 12.0], "coec": [8.0, 13.0]}
-    assert "\n### By sparsity\n\nThe figure is in" in markdown(document(read_results(folder)))
+    assert panel.x_label == "Compression ratio"
+    made = markdown(document(read_results(folder)), {("mine", "By sparsity"): "figures/f"})
+    assert "\n### By sparsity\n\n![By sparsity](figures/f.svg)\n" in made
 
 
 def test_what_where_chooses_among_still_tells_lines_apart(tmp_path):
@@ -157,14 +158,17 @@ def test_numbers_of_a_users_own_file_stand_beside_where_they_are_asked_for(tmp_p
         document(results, compare="x")
 
 
+SEEDS = tomllib.loads(READY_GRIDS["seeds"].read_text(encoding="utf-8"))["report"]
+
+
 def test_what_grids_declare_lies_beside_the_rows_and_grows(tmp_path):
     small, wide = (declared(tmp_path, GRID), expand("seeds", models=["m"])[0].declared)
     assert read_declarations(tmp_path).grids == {}
     write_declarations(tmp_path, small)
     write_declarations(tmp_path, wide)
     found = read_declarations(tmp_path)
-    assert found.grids == {"mine": small.grids["mine"], "seeds": ready("seeds")}
-    assert sorted(path.name for path in tmp_path.iterdir()) == [DECLARED, "mine.toml"]
+    assert found.grids == {"mine": small.grids["mine"], "seeds": SEEDS}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [DECLARATIONS, "mine.toml"]
 
 
 def test_included_grids_bring_their_declarations(tmp_path):
@@ -175,7 +179,7 @@ def test_included_grids_bring_their_declarations(tmp_path):
 @pytest.mark.parametrize("text", ["{", "[]", '{"grids": {"a": [{}]}}', '{"grids": {"a": 3}}'])
 def test_a_file_of_declarations_that_is_none_is_an_error_of_one_line(text, tmp_path):
     folder = sr.write(tmp_path, of_mine(ROWS))
-    (folder / DECLARED).write_text(text)
+    (folder / DECLARATIONS).write_text(text)
     with pytest.raises(
         ResultsError, match="does not say what the grids declare .*: remove it"
     ) as e:
@@ -248,9 +252,9 @@ def test_an_error_in_published_numbers_names_the_field(content, message):
 
 
 def test_every_drawing_can_be_declared_and_every_ready_declaration_is_one():
-    assert set(DRAWN) == set(get_args(Drawing))
-    assert get_args(Role) == ROLES
-    assert all(ready(name) for name in READY)
+    assert set(DRAWINGS) == set(get_args(Drawing))
+    assert get_args(Role) == tuple(COLOURS)
+    assert all(ready(name) for name in READY_GRIDS)
     assert all(every(place) for place in ("before", "else", "after"))
 
 
@@ -260,15 +264,17 @@ def test_the_documented_declarations_are_some_and_every_key_is_documented():
     example = section.partition("```toml\n")[2].partition("```")[0]
     table, figure = items(tomllib.loads(example)["report"], "the document")
     assert (table.drawing, figure.drawing) == ("pivot", "lines")
-    unsaid = {one.name for kind in (Declaration, Series) for one in fields(kind)} - set(
-        re.findall(r"[a-z_]+", section)
-    )
+    unsaid = {
+        field.metadata.get("key", field.name)
+        for declared in (Declaration, Series)
+        for field in fields(declared)
+    } - set(re.findall(r"[a-z_]+", section))
     assert unsaid == set()
 
 
 def test_no_code_of_the_report_knows_a_grid_or_a_paper():
     """Names of grids that mean nothing else, as whole strings; `paper` in any string."""
-    names = set(READY) - {"alpha", "delta", "rounds", "seeds"}
+    names = set(READY_GRIDS) - {"alpha", "delta", "rounds", "seeds"}
     for path in Path(reporting.__file__).parent.glob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
@@ -280,9 +286,7 @@ def test_no_code_of_the_report_knows_a_grid_or_a_paper():
 
 
 def test_declarations_survive_json(tmp_path):
-    for name in READY:
+    for name in READY_GRIDS:
         write_declarations(tmp_path, expand(name, models=["m"])[0].declared)
-    found = json.loads((tmp_path / DECLARED).read_text())
-    assert list(read_declarations(tmp_path).grids.values()) == [
-        items(content, name) for name, content in found["grids"].items()
-    ]
+    declared = read_declarations(tmp_path)
+    assert [declared.items(name) for name in READY_GRIDS] == [ready(name) for name in READY_GRIDS]

@@ -20,7 +20,7 @@ from coec.evaluation.zero_shot import zero_shot
 from coec.experiments.grid import Cell
 from coec.experiments.memory import peak, reset_peak
 from coec.experiments.records import CONTROL
-from coec.experiments.rows import Row, read, write
+from coec.experiments.rows import Row, read
 from coec.models.dense import Dense
 from coec.pipeline.prune import prune
 from coec.pipeline.report import Report
@@ -75,14 +75,13 @@ def run(job: Job) -> Row:
             raise CoecError(job.error)
         measured = _measured(job)
         _check_finite(measured)
-        row = read(json.loads(write(row)) | json.loads(json.dumps(measured)))
+        row = row.changed(**json.loads(json.dumps(measured)))
     except Exception as error:  # libraries raise what they like, and the other cells go on
-        row = replace(row, status="failed", error=reason(error))
+        row = row.changed(status="failed", error=reason(error))
     finally:
         if not job.keep:
             shutil.rmtree(job.folder, ignore_errors=True)
-    return replace(
-        row,
+    return row.changed(
         peak_memory_bytes=_largest(row.peak_memory_bytes, peak(device)),
         environment={"coec": __version__, **environment(str(device))},
     )

@@ -17,13 +17,11 @@ from typing import Any, get_type_hints
 from coec.compensation import Method
 from coec.errors import OptionError
 from coec.experiments.declarations import (
-    NOTHING,
-    READY,
-    Declaration,
+    READY_GRIDS,
     Declared,
     items,
 )
-from coec.experiments.publications import PUBLISHED, Publication, publication
+from coec.experiments.publications import PUBLISHED, publication
 from coec.planning.recipe import APART, Recipe, by_name, read_toml
 from coec.settings import NAMES, OPTIONS, Pruning
 
@@ -106,7 +104,7 @@ class Cell:
     recipe: Recipe | None
     grids: tuple[str, ...]
     labels: dict[str, str] = field(default_factory=dict)
-    declared: Declared = field(default=NOTHING, compare=False, repr=False)
+    declared: Declared = field(default_factory=Declared, compare=False, repr=False)
     given: frozenset[str] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -150,7 +148,7 @@ class Grid:
     includes: list["Grid"]
     models: list[dict[str, Any]]
     evaluate: dict[str, Any]
-    report: tuple[Declaration, ...] = ()
+    report: tuple[dict[str, Any], ...] = ()
 
     @classmethod
     def read(cls, source: str, within: tuple[str, ...] = ()) -> "Grid":
@@ -167,7 +165,7 @@ class Grid:
                 f"grid '{source}', included by '{within[-1]}': write its [{own[0]}] in the file "
                 "that is run"
             )
-        name = READY[source].stem if source in READY else Path(source).stem
+        name = READY_GRIDS[source].stem if source in READY_GRIDS else Path(source).stem
         for key, kind in (
             ("grids", list),
             ("models", list),
@@ -182,6 +180,7 @@ class Grid:
             raise OptionError(f"grid '{source}': the list {empty[0]} is empty")
         for variant in variants:
             _check_label(variant, f"grid '{source}'")
+        items(content.get("report", []), f"grid '{source}'")
         return cls(
             name,
             {k: v for k, v in settings.items() if not isinstance(v, list)},
@@ -190,7 +189,7 @@ class Grid:
             [cls.read(str(inner), (*within, source)) for inner in content.get("grids", [])],
             content.get("models", []),
             content.get("evaluate", {}),
-            items(content.get("report", []), f"grid '{source}'"),
+            tuple(content.get("report", [])),
         )
 
     @property
@@ -200,19 +199,22 @@ class Grid:
         Raises:
             OptionError: there are no such numbers.
         """
-        grids: dict[str, tuple[Declaration, ...]] = {}
-        published: dict[str, Publication] = {}
+        grids: dict[str, object] = {}
+        published: dict[str, object] = {}
         for inner in self.includes:
             grids |= inner.declared.grids
             published |= inner.declared.published
-        for item in self.report:
-            if item.published and item.published not in PUBLISHED:
-                where = f"published numbers '{item.published}' of grid '{self.name}'"
-                missing = f"no {where}: give a TOML file, or one of {', '.join(PUBLISHED)}"
-                content = read_toml(Path(item.published), where, missing)
-                published[Path(item.published).stem] = publication(content, where)
-        own = [replace(item, published=Path(item.published).stem) for item in self.report]
-        return Declared({**grids, self.name: tuple(own)} if own else grids, published)
+        tables = []
+        for table in self.report:
+            source = table.get("published", "")
+            if source and source not in PUBLISHED:
+                name = f"published numbers '{source}' of grid '{self.name}'"
+                missing = f"no {name}: give a TOML file, or one of {', '.join(PUBLISHED)}"
+                content = read_toml(Path(source), name, missing)
+                publication(content, name)
+                published[Path(source).stem] = content
+            tables.append({**table, "published": Path(source).stem} if source else table)
+        return Declared({**grids, self.name: tables} if tables else grids, published)
 
     def cells(self, subject: Subject, defaults: dict[str, Any]) -> Iterator[Cell]:
         """Every cell of one model: first those of included grids, then its own.
@@ -357,7 +359,7 @@ def _known(name: str, known: set[str] | frozenset[str], where: str, written: str
 
 def _load(source: str) -> dict[str, Any]:
     return read_toml(
-        READY.get(source, Path(source)),
+        READY_GRIDS.get(source, Path(source)),
         f"grid '{source}'",
-        f"no grid '{source}': give a TOML file, or one of {', '.join(READY)}",
+        f"no grid '{source}': give a TOML file, or one of {', '.join(READY_GRIDS)}",
     )

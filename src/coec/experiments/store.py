@@ -8,7 +8,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from coec.errors import OutputError
-from coec.experiments.rows import RESULTS, Lines, Row, read_lines, write
+from coec.experiments.rows import RESULTS, Row, RowFile, read_lines, write
 
 
 class Store:
@@ -28,7 +28,7 @@ class Store:
         self.path = folder / RESULTS
         self._read()
 
-    def _read(self) -> Lines:
+    def _read(self) -> RowFile:
         lines = read_lines(self.path)
         self.rows: dict[str, Row] = {row.cell: row for row in lines.rows}
         self.torn = lines.torn
@@ -59,8 +59,8 @@ class Store:
             lines = self._read()
             if lines.torn or lines.unended:
                 with self.path.open("r+b") as file:
-                    file.truncate(lines.whole)
-                    file.seek(lines.whole)
+                    file.truncate(lines.size)
+                    file.seek(lines.size)
                     file.write(b"\n" if lines.unended else b"")
             yield self
         finally:

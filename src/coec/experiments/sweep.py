@@ -134,7 +134,7 @@ def sweep(
                 for cell in group
             ]
             for row in workers.map(run, jobs_of_group):
-                store.append(replace(row, identity=known_by[row.cell]))
+                store.append(row.changed(identity=known_by[row.cell]))
                 finished += 1
                 if progress:
                     progress("cells", finished, len(cells))
@@ -236,8 +236,8 @@ def _widen(cells: list[Cell], store: Store) -> None:
         row = store.rows.get(cell.id)
         if row is None:
             continue
-        grids = tuple(dict.fromkeys((*row.grids, *cell.grids)))
-        wider = replace(row, grids=grids, labels={**row.labels, **cell.labels})
+        grids = list(dict.fromkeys((*row.grids, *cell.grids)))
+        wider = row.changed(grids=grids, labels={**row.labels, **cell.labels})
         if wider != row:
             store.append(wider)
 

@@ -3,7 +3,7 @@
 import pytest
 
 import sweep_rows as sr
-from coec.experiments.declarations import ready
+from coec.experiments.declarations import Declared
 from coec.experiments.publications import ready_published
 from coec.experiments.reporting.document import document
 from coec.experiments.reporting.published import printed
@@ -19,9 +19,9 @@ def test_every_table_of_the_paper_is_whole():
     ]
     values = [v for b in blocks for by in b.values.values() for vs in by.values() for v in vs]
     assert len(values) == 2 * 3 * 2 * 6 * 6
-    (table,) = ready("ablation")
+    (table,) = Declared().items("ablation")
     for column in PAPER.columns["ablation"].columns:
-        assert tuple(column.values) == table.parts["Build-up"]
+        assert tuple(column.values) == table.groups["Build-up"]
 
 
 @pytest.mark.parametrize(
