@@ -192,7 +192,10 @@ def test_a_digest_depends_on_everything_asked_for():
         ("samples = true", "samples must be a whole number of at least 1, got True"),
         ("seed = true", "seed must be a whole number of at least 0, got True"),
         ("evaluate = {txt = 'a'}", r"\[evaluate\]: unknown key 'txt'; did you mean 'text'\?"),
-        ("evaluate = {max_windows = true}", "max_windows must be a whole number, got True"),
+        (
+            "evaluate = {max_windows = true}",
+            "max_windows must be a whole number of at least 0, got True",
+        ),
         ("evaluate = {geometry = 'yes'}", "geometry must be true or false, got 'yes'"),
         ("grids = ['mian']", "no grid 'mian': give a TOML file, or one of ablation"),
     ],

@@ -1,12 +1,11 @@
 """A document as Markdown, LaTeX and one HTML page: templates in `assets`, tables by pandas."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from string import ascii_uppercase
 from typing import TYPE_CHECKING
 
-from coec.experiments.reporting.document import Document, ReportSection
+from coec.experiments.reporting.document import Document
 from coec.experiments.reporting.drawing import page_svg
 from coec.experiments.reporting.values import Entry, Table
 
@@ -22,8 +21,6 @@ _LATEX = {
     "α": r"$\alpha$", "δ": r"$\delta$", "λ": r"$\lambda$", "…": r"\dots{}", "≥": r"$\ge$",
     "≤": r"$\le$", "→": r"$\to$", "\u00a0": "~",
 }  # fmt: skip
-_OF_ONE_TABLE = re.compile(r"[a-z][\w.-]*: ")
-"""Beginning of a sentence about one table: a footnote's letter, or a method's name."""
 
 
 def markdown(document: Document, files: Mapping[tuple[str, str], str]) -> str:
@@ -52,7 +49,7 @@ def html(document: Document) -> str:
         for j, panel in enumerate(figure.panels)
     }
     return _environment(autoescape=True).get_template("report.html.j2").render(
-        document=document, drawings=drawings, lettered=_lettered, News=_News,
+        document=document, drawings=drawings,
         style=(_ASSETS / "report.css").read_text(encoding="utf-8"),
         script=(_ASSETS / "report.js").read_text(encoding="utf-8"),
     )  # fmt: skip
@@ -107,30 +104,3 @@ def _md(text: str) -> str:
 def _tex(text: str) -> str:
     """Escape the characters that mean something to LaTeX, or that it cannot print."""
     return "".join(_LATEX.get(character, character) for character in " ".join(text.split()))
-
-
-class _News:
-    """Sentences of a section; one that stands further up is not repeated.
-
-    Footnotes, and sentences about what they name first, belong to one table and are.
-    """
-
-    def __init__(self) -> None:
-        self.sentences: set[str] = set()
-
-    def among(self, sentences: Iterable[str]) -> list[str]:
-        """Return the sentences to show."""
-        new = [s for s in sentences if _OF_ONE_TABLE.match(s) or s not in self.sentences]
-        self.sentences.update(new)
-        return new
-
-
-def _lettered(section: ReportSection) -> dict[str, str]:
-    """Return the conditions of a section's numbers: every text once, with a letter.
-
-    Tables and figures name the letter; where there is only one text there is none to name.
-    """
-    texts = [f.settings for f in section.figures] + [t.settings for t in section.tables]
-    distinct = [text for text in dict.fromkeys(texts) if text]
-    letters = ascii_uppercase if len(distinct) > 1 else [""]
-    return dict(zip(distinct, letters))
