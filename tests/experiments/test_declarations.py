@@ -27,7 +27,7 @@ from coec.experiments.declarations import (
 from coec.experiments.grid import expand
 from coec.experiments.publications import PUBLISHED, publication
 from coec.experiments.reporting.document import DRAWINGS, document, every
-from coec.experiments.reporting.drawing import COLOURS
+from coec.experiments.reporting.drawing import ROLE_COLOURS
 from coec.experiments.reporting.render import markdown
 from coec.experiments.reporting.results import read_results
 
@@ -253,7 +253,7 @@ def test_an_error_in_published_numbers_names_the_field(content, message):
 
 def test_every_drawing_can_be_declared_and_every_ready_declaration_is_one():
     assert set(DRAWINGS) == set(get_args(Drawing))
-    assert get_args(Role) == tuple(COLOURS)
+    assert get_args(Role) == tuple(ROLE_COLOURS)
     assert all(ready(name) for name in READY_GRIDS)
     assert all(every(place) for place in ("before", "else", "after"))
 

@@ -35,7 +35,7 @@ _SITE_FIELDS = (
     "gcv_lambda", "rounds", "reason", "events", "seconds",
 )  # fmt: skip
 """Fields of a site's entry in coec.json that a row keeps."""
-Json = dict[str, Any]
+RowFields = dict[str, Any]
 """Fields of a row, ready for JSON."""
 
 
@@ -112,7 +112,7 @@ def head(cell: Cell) -> Row:
     Raises:
         ResultsError: no row can hold them.
     """
-    dense: Json = {"sparsity": 0.0, "selection": None, "compensation": "dense", "options": {}}
+    dense: RowFields = {"sparsity": 0.0, "selection": None, "compensation": "dense", "options": {}}
     return read({
         "cell": cell.id, "grids": list(cell.grids), "labels": cell.labels, "status": "done",
         "error": None, "model": cell.subject.label, "path": cell.subject.path,
@@ -120,12 +120,12 @@ def head(cell: Cell) -> Row:
     })  # fmt: skip
 
 
-def _measured(job: CellJob) -> Json:
+def _measured(job: CellJob) -> RowFields:
     """Prune, where the cell has a recipe, and evaluate the model."""
     began = time.perf_counter()
     evaluation, device = job.cell.subject.evaluation, choose_device(job.device)
     model, report = job.dense, None
-    row: Json = {}
+    row: RowFields = {}
     if job.cell.recipe is not None:
         report = _pruned_model(job, job.cell.recipe)
         model = Dense.open(job.folder)
@@ -171,7 +171,7 @@ def _pruned_model(job: CellJob, recipe: Recipe) -> Report:
         return prune(job.dense, job.folder, recipe, statistics=job.statistics, restart=True)
 
 
-def _pruned(report: Report) -> Json:
+def _pruned(report: Report) -> RowFields:
     return {
         "settings": report.recipe,
         "parameters": report.plan["parameters"],
@@ -181,9 +181,9 @@ def _pruned(report: Report) -> Json:
     }
 
 
-def _add_geometry(sites: list[Json], measured: list[Json]) -> None:
+def _add_geometry(sites: list[RowFields], measured: list[RowFields]) -> None:
     """Add mean principal angles in degrees, the frames' discrepancy and the alignment penalty."""
-    by_module: Mapping[str, Json] = {module["module"]: module for module in measured}
+    by_module: Mapping[str, RowFields] = {module["module"]: module for module in measured}
     for site in sites:
         module = by_module.get(site["module"])
         if module:

@@ -61,14 +61,14 @@ def _is_text(value: object) -> bool:
 
 NUMBER = checked("a finite number", is_number)
 COUNT = checked("a whole number of at least 0", _is_count)
-TEXT = checked("text without control characters", _is_text)
+PLAIN_TEXT = checked("text without control characters", _is_text)
 FLAG = checked("true or false", lambda value: isinstance(value, bool))
 PLAIN = checked(
     "a number, text, true or false",
     lambda value: isinstance(value, bool) or is_number(value) or _is_text(value),
 )
 BY_TYPE: Mapping[Any, Reader] = {
-    float: NUMBER, int: COUNT, str: TEXT, bool: FLAG, Any: lambda value, place: value,
+    float: NUMBER, int: COUNT, str: PLAIN_TEXT, bool: FLAG, Any: lambda value, place: value,
 }  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def values(
     """
     check_object(value, (), place)
     for name in value:
-        TEXT(name, f"a name in {place}")
+        PLAIN_TEXT(name, f"a name in {place}")
     return {
         name: None if item is None else readers.get(name, default)(item, f"{place}.{name}")
         for name, item in value.items()

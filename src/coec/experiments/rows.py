@@ -10,7 +10,7 @@ from coec.errors import ResultsError
 from coec.experiments.records import (
     BY_TYPE,
     PLAIN,
-    TEXT,
+    PLAIN_TEXT,
     check_object,
     checked,
     is_number,
@@ -28,11 +28,11 @@ Metric = Literal["perplexity", "zero_shot", "kl", "agreement", "seconds", "memor
 _SHARE = checked("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
 _PERPLEXITY = checked("a number of at least 1", lambda v: is_number(v) and v > 0.999)
 """A cross-entropy of 0 may be rounded to a little less."""
-Share = Annotated[float, _SHARE]
+Fraction = Annotated[float, _SHARE]
 
 
 def _readers(table: Iterable[Setting]) -> dict[str, Any]:
-    return {s.name: BY_TYPE.get(s.kind, TEXT) for s in table if s.kind is not None}
+    return {s.name: BY_TYPE.get(s.kind, PLAIN_TEXT) for s in table if s.kind is not None}
 
 
 SETTING_NAMES = tuple(setting.name for setting in (*RECIPE, *OPTIONS))
@@ -82,7 +82,7 @@ class PerplexityOfRow(Section):
     windows: int | None = None
     seq_len: int | None = None
     kl: float | None = None
-    agreement: Share | None = None
+    agreement: Fraction | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class CostOfRow:
 
 
 @dataclass(frozen=True)
-class Angles(Section):
+class AnglesOfRow(Section):
     """Mean principal angles between read frames in degrees, and the frames' discrepancy.
 
     O is the original on the kept units, P the pruned weight, C the repaired one.
@@ -150,7 +150,7 @@ class Module:
     gcv_lambda: float | None = None
     rounds: int | None = None
     events: tuple[str, ...] = ()
-    geometry: Angles = Angles()
+    geometry: AnglesOfRow = AnglesOfRow()
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class OverlapOfRow(Section):
     n: int | None = None
     windows: int | None = None
     shared: int | None = None
-    share: Share | None = None
+    share: Fraction | None = None
     flagged: bool | None = None
 
 
@@ -177,7 +177,7 @@ class CalibrationOfRow(Section):
 
 @dataclass(frozen=True)
 class Row:
-    """One cell of a sweep: its settings, and what was measured under them.
+    """Cell of a sweep: its settings, and what was measured under them.
 
     Attributes:
         cell: digest of the settings.

@@ -7,13 +7,16 @@ from coec.experiments.reporting.document import Document, ReportSection, documen
 from coec.experiments.reporting.drawing import Figure
 from coec.experiments.reporting.render import latex, markdown
 from coec.experiments.reporting.results import read_results
-from coec.experiments.reporting.values import Entry, Table
+from coec.experiments.reporting.values import Datum, Table
 
 NASTY = "100% of a_b & c#1 {x} $5 ~ ^ \\ <y> |z| − ± × α λ"
 TABLE = Table(
     f"Title {NASTY}",
     ("Name", "a|b"),
-    ((Entry(NASTY), Entry("1.00", 1.0, bold=True)), (Entry("n"), Entry("failed", mark="a"))),
+    (
+        (Datum(NASTY), Datum("1.00", 1.0, bold=True)),
+        (Datum("n"), Datum("failed", mark="a")),
+    ),
     notes=("a: reason with_underscore",),
     settings="Perplexity: a_b.txt.",
 )

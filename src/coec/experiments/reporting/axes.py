@@ -10,7 +10,7 @@ from coec.experiments.declarations import METRICS, Declaration, Filter
 from coec.experiments.publications import Publication
 from coec.experiments.reporting.results import Results
 from coec.experiments.reporting.values import (
-    Entry,
+    Datum,
     grouped,
     percent,
     setting_entry,
@@ -181,13 +181,13 @@ class Axes:
                     yield {name: key, **keys}, subset
 
 
-def labels(name: str, key: Any) -> tuple[Entry, ...]:
+def labels(name: str, key: Any) -> tuple[Datum, ...]:
     """Return the labels of a place along an axis."""
     if name == "others":
-        return tuple(map(Entry, key))
+        return tuple(map(Datum, key))
     if name == "sparsity":
-        return (Entry(percent(key), key),)
-    return (setting_entry(key) if name in SETTING_NAMES else Entry(str(key)),)
+        return (Datum(percent(key), key),)
+    return (setting_entry(key) if name in SETTING_NAMES else Datum(str(key)),)
 
 
 def words(keys: Mapping[str, Any]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from coec.errors import OptionError
 
 Scale = Literal["linear", "log"]
-COLOURS = {
+ROLE_COLOURS = {
     "ink": "#1d2229", "muted": "#767e89", "grid": "#e4e6e9", "faint": "#b9bec5", "mean": "#1a5f9e",
     "none": "#737b86", "bias": "#b45309", "least-squares": "#2f7d4f", "rcpu": "#1f74c4",
     "coec": "#b3243a", "other": "#7c4dba",
@@ -23,11 +23,12 @@ _WIDTH, _HEIGHT = 4.0, 2.7
 _LINE = 0.21
 """Height of a line of text in inches."""
 _STYLE: dict[Any, Any] = {
-    "font.size": 9.5, "axes.linewidth": 0.8, "text.color": COLOURS["ink"], "text.parse_math": False,
-    "axes.edgecolor": COLOURS["muted"], "axes.labelcolor": COLOURS["ink"],
-    "xtick.color": COLOURS["muted"], "ytick.color": COLOURS["muted"],
-    "xtick.labelcolor": COLOURS["ink"], "ytick.labelcolor": COLOURS["ink"],
-    "grid.color": COLOURS["grid"], "grid.linewidth": 0.6, "axes.axisbelow": True,
+    "font.size": 9.5, "axes.linewidth": 0.8, "text.color": ROLE_COLOURS["ink"],
+    "text.parse_math": False,
+    "axes.edgecolor": ROLE_COLOURS["muted"], "axes.labelcolor": ROLE_COLOURS["ink"],
+    "xtick.color": ROLE_COLOURS["muted"], "ytick.color": ROLE_COLOURS["muted"],
+    "xtick.labelcolor": ROLE_COLOURS["ink"], "ytick.labelcolor": ROLE_COLOURS["ink"],
+    "grid.color": ROLE_COLOURS["grid"], "grid.linewidth": 0.6, "axes.axisbelow": True,
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9.5,
     "legend.frameon": False, "legend.fontsize": 9, "lines.markersize": 5,
 }  # fmt: skip
@@ -35,7 +36,7 @@ _STYLE: dict[Any, Any] = {
 
 def role(compensation: str) -> str:
     """Return the role of a compensation's colour."""
-    return compensation if compensation in COLOURS else "other"
+    return compensation if compensation in ROLE_COLOURS else "other"
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes; `whole_x` where x counts something. Ticks are (place, text)."""
+    """Pair of axes; `whole_x` where x counts something. Ticks are (place, text)."""
 
     title: str
     curves: tuple[Curve, ...]
@@ -119,7 +120,7 @@ def page_svg(panel: Panel, prefix: str) -> str:
         (r'(?<=[ "])(-?\d+\.\d\d)\d+(?=[ "\n])', r"\1"),  # two decimals are below a pixel
     ):
         text = re.sub(pattern, replacement, text)
-    for name, colour in COLOURS.items():
+    for name, colour in ROLE_COLOURS.items():
         text = text.replace(colour, f"var(--plot-{name})")
     label = html.escape(f"{panel.title}: {panel.y_label} by {panel.x_label}")
     return text.replace('role="img"', f'role="img" aria-label="{label}"', 1)
@@ -156,7 +157,7 @@ def _drawn(panels: Sequence[Panel], columns: int, style: dict[Any, Any]) -> Iter
 def _plot(axes: Any, panel: Panel) -> list[Any]:
     lines = []
     for curve in panel.curves:
-        colour = COLOURS[curve.role]
+        colour = ROLE_COLOURS[curve.role]
         lines += axes.plot(
             curve.x, curve.y, linestyle=curve.line or "none", color=colour, marker=curve.marker,
             linewidth=curve.width, markerfacecolor="none" if curve.hollow else colour,

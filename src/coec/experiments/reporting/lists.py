@@ -15,7 +15,7 @@ from coec.experiments.reporting.values import (
     ABSENT,
     FORMATS,
     GIB,
-    Entry,
+    Datum,
     Footnotes,
     Table,
     amount,
@@ -36,13 +36,13 @@ from coec.settings import Reconstruction
 
 _DEFAULT_PRESET = Reconstruction().preset
 _ENVIRONMENT = ("coec", "python", "torch", "transformers", "device", "machine")
-Columns = Mapping[str, Callable[[Row], Entry]]
+Columns = Mapping[str, Callable[[Row], Datum]]
 """Entries of a list by head, as functions of a row."""
 
 _CELL: Columns = {
-    "Cell": lambda row: Entry(row.cell),
-    "Model": lambda row: Entry(row.model),
-    "Method": lambda row: Entry(method_name(row)),
+    "Cell": lambda row: Datum(row.cell),
+    "Model": lambda row: Datum(row.model),
+    "Method": lambda row: Datum(method_name(row)),
 }
 
 
@@ -111,10 +111,10 @@ def best(item: Declaration, context: Context) -> list[Table]:
     preset: Columns = {"Preset": lambda row: setting_entry(row.setting("preset"))}
     columns: Columns = {
         "Model": _CELL["Model"],
-        "Sparsity": lambda row: Entry(percent(row.sparsity), row.sparsity),
+        "Sparsity": lambda row: Datum(percent(row.sparsity), row.sparsity),
         **(preset if several else {}),
         "Selection": lambda row: setting_entry(row.setting("selection")),
-        "Compensation": lambda row: Entry(_repaired(row)),
+        "Compensation": lambda row: Datum(_repaired(row)),
         "Perplexity": lambda row: amount(row.measured("perplexity")),
         "Dense": lambda row: amount(base(row)),
         "Pruned / dense": lambda row: times(row.measured("perplexity"), base(row)),
@@ -139,7 +139,7 @@ def varied(item: Declaration, context: Context) -> list[Table]:
         metric for metric in ("zero_shot", "kl", "agreement")
         if any(row.measured(metric) is not None for row in rows)
     ]  # fmt: skip
-    label: Columns = {"Label": lambda row: Entry(row.labels.get(context.grid, ABSENT))}
+    label: Columns = {"Label": lambda row: Datum(row.labels.get(context.grid, ABSENT))}
     columns: Columns = {
         "Model": _CELL["Model"],
         **(label if labelled else {}),
@@ -151,11 +151,11 @@ def varied(item: Declaration, context: Context) -> list[Table]:
     return [replace(table, notes=(*table.notes, *notes.lines)) for table in tables]
 
 
-def _setting(name: str, row: Row) -> Entry:
+def _setting(name: str, row: Row) -> Datum:
     return setting_entry(row.setting(name))
 
 
-def _measured(metric: str, notes: Footnotes, row: Row) -> Entry:
+def _measured(metric: str, notes: Footnotes, row: Row) -> Datum:
     return measurement([row], metric, notes)
 
 
@@ -163,23 +163,23 @@ def cells(item: Declaration, context: Context) -> list[Table]:
     """List digests, sizes, seconds and memory of every cell."""
     rows = sorted(context.results.rows, key=lambda r: (r.model, r.sparsity, in_order(r)))
 
-    def windows(row: Row) -> Entry:
+    def windows(row: Row) -> Datum:
         number, length = row.calibration.windows, row.calibration.seq_len
-        return Entry(f"{number} × {length}" if number else ABSENT, number)
+        return Datum(f"{number} × {length}" if number else ABSENT, number)
 
     columns: Columns = {
         **_CELL,
-        "Status": lambda row: Entry(row.status),
+        "Status": lambda row: Datum(row.status),
         "Seed": lambda row: setting_entry(row.setting("seed")),
         "Parameters": lambda row: count(row.parameters.after),
         "Perplexity": lambda row: amount(row.measured("perplexity")),
         "Calibration": windows,
-        "Windows sha256": lambda row: Entry((row.calibration.windows_sha256 or ABSENT)[:DIGEST]),
+        "Windows sha256": lambda row: Datum((row.calibration.windows_sha256 or ABSENT)[:DIGEST]),
         "Collecting, s": lambda row: amount(row.seconds.get("collecting"), 1),
         "Pruning, s": lambda row: amount(row.seconds.get("pruning"), 1),
         "Evaluating, s": lambda row: amount(row.seconds.get("evaluating"), 1),
         "Peak memory, GiB": lambda row: amount(row.measured("memory")),
-        "coec": lambda row: Entry(row.environment.get("coec", ABSENT)),
+        "coec": lambda row: Datum(row.environment.get("coec", ABSENT)),
     }
     return _list(item, rows, columns, 4)
 
@@ -187,7 +187,7 @@ def cells(item: Declaration, context: Context) -> list[Table]:
 def failures(item: Declaration, context: Context) -> list[Table]:
     """List every failed cell and its reason."""
     failed = [row for row in context.results.rows if row.status == "failed"]
-    return _list(item, failed, {**_CELL, "Reason": lambda row: Entry(row.error or ABSENT)}, 4)
+    return _list(item, failed, {**_CELL, "Reason": lambda row: Datum(row.error or ABSENT)}, 4)
 
 
 def overlaps(item: Declaration, context: Context) -> list[Table]:
@@ -233,7 +233,12 @@ def texts(item: Declaration, context: Context) -> list[Table]:
         if c:
             uses["calibration", c.source, c.text_sha256, c.windows, c.seq_len] += 1
     body = tuple(
-        (Entry(use), Entry(setting_text(text)), Entry(digest or ABSENT), *map(count, (*read, n)))
+        (
+            Datum(use),
+            Datum(setting_text(text)),
+            Datum(digest or ABSENT),
+            *map(count, (*read, n)),
+        )
         for (use, text, digest, *read), n in uses.items()
     )
     heads = ("Use", "Text", "sha256", "Windows", "Tokens each", "Cells")
@@ -245,7 +250,7 @@ def events(item: Declaration, context: Context) -> list[Table]:
     by_cell = [[e for site in row.sites for e in site.events] for row in context.results.rows]
     modules = Counter(event for events_of_cell in by_cell for event in events_of_cell)
     cells_of = Counter(event for events_of_cell in by_cell for event in set(events_of_cell))
-    body = tuple((Entry(e), count(n), count(cells_of[e])) for e, n in modules.most_common())
+    body = tuple((Datum(e), count(n), count(cells_of[e])) for e, n in modules.most_common())
     return [Table(item.table, ("Event", "Modules", "Cells"), body)] if body else []
 
 
@@ -273,14 +278,14 @@ def cost(item: Declaration, context: Context) -> list[Table]:
     return [Table(item.table, heads, tuple(map(_cost_line, groups.values())), 3, tuple(notes))]
 
 
-def _cost_line(rows: Sequence[Row]) -> tuple[Entry, ...]:
+def _cost_line(rows: Sequence[Row]) -> tuple[Datum, ...]:
     first = rows[0]
     after, weights = first.parameters.after or 0, first.cost.weight_bytes
     peaks = [r.cost.peak_memory_bytes for r in rows if r.cost.peak_memory_bytes is not None]
     return (
-        Entry(first.model),
-        Entry("dense" if first.dense else percent(first.sparsity), first.sparsity),
-        Entry(listed((row.setting("compensation") for row in rows), limit=8)),
+        Datum(first.model),
+        Datum("dense" if first.dense else percent(first.sparsity), first.sparsity),
+        Datum(listed((row.setting("compensation") for row in rows), limit=8)),
         count(after),
         share(after, first.parameters.before),
         significant(2 * after / 1e9),

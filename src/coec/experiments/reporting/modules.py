@@ -11,8 +11,8 @@ from coec.experiments.reporting.axes import SITES, Context, in_order, of_module,
 from coec.experiments.reporting.drawing import Curve, Figure, Panel, role
 from coec.experiments.reporting.protocol import protocol
 from coec.experiments.reporting.values import (
-    NO_ENTRY,
-    Entry,
+    NO_DATUM,
+    Datum,
     Table,
     amount,
     grouped,
@@ -20,7 +20,7 @@ from coec.experiments.reporting.values import (
     percent,
     significant,
 )
-from coec.experiments.rows import Angles, Row
+from coec.experiments.rows import AnglesOfRow, Row
 
 _CURVES = 300
 """Curves drawn in one panel; of more, evenly spaced ones."""
@@ -37,7 +37,7 @@ def geometry(item: Declaration, context: Context) -> list[Table]:
         for site in SITES:
             measured = [s.geometry for s in row.sites if s.site == site and s.geometry]
             if measured:
-                labels = (Entry(row.model), Entry(method_name(row)), Entry(site))
+                labels = (Datum(row.model), Datum(method_name(row)), Datum(site))
                 body.append((*labels, *_angles(measured)))
     heads = (
         "Model", "Method", "Site", "Modules", "O–P, degrees", "O–C, degrees", "P–C, degrees",
@@ -47,7 +47,7 @@ def geometry(item: Declaration, context: Context) -> list[Table]:
     return [table] if body else []
 
 
-def _angles(measured: Sequence[Angles]) -> tuple[Entry, ...]:
+def _angles(measured: Sequence[AnglesOfRow]) -> tuple[Datum, ...]:
     def known(name: str) -> list[float]:
         return [v for v in (getattr(angles, name) for angles in measured) if v is not None]
 
@@ -60,9 +60,9 @@ def _angles(measured: Sequence[Angles]) -> tuple[Entry, ...]:
     above, total = sum(oc > op for op, oc in compared), len(compared)
     moved = known("discrepancy")
     return (
-        Entry(str(len(measured)), len(measured)),
+        Datum(str(len(measured)), len(measured)),
         *means,
-        Entry(f"{above} of {total}", above / total) if compared else NO_ENTRY,
+        Datum(f"{above} of {total}", above / total) if compared else NO_DATUM,
         significant(statistics.fmean(moved) if moved else None, 2),
         significant(max(moved, default=None), 2),
     )
@@ -175,9 +175,9 @@ def _by_block(rows: Sequence[Row], site: str, series: Series) -> list[Curve]:
 
 def _same_slice(rows: Sequence[Row]) -> list[Row]:
     """Choose rows whose kept units are the same: one selection, one sparsity."""
-    known = [row for row in rows if row.sites]
-    highest = max((row.sparsity for row in known), default=0.0)
-    at = [row for row in known if row.sparsity == highest]
+    repaired = [row for row in rows if row.sites]
+    highest = max((row.sparsity for row in repaired), default=0.0)
+    at = [row for row in repaired if row.sparsity == highest]
     selections = {row.setting("selection"): None for row in at}
     selection = "rcpu" if "rcpu" in selections else next(iter(selections), None)
     return sorted((row for row in at if row.setting("selection") == selection), key=in_order)

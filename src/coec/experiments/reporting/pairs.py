@@ -11,8 +11,8 @@ from coec.experiments.reporting.axes import Axes, Context, labels, rows_of
 from coec.experiments.reporting.protocol import protocol
 from coec.experiments.reporting.values import (
     FORMATS,
-    NO_ENTRY,
-    Entry,
+    NO_DATUM,
+    Datum,
     Footnotes,
     Table,
     amount,
@@ -42,22 +42,22 @@ class Pairing:
     tied: int
 
     @property
-    def gap(self) -> Entry:
+    def gap(self) -> Datum:
         """Mean of ours − native."""
         mean = statistics.fmean(ours - native for native, ours in self.values)
         return amount(mean, FORMATS[self.metric].digits, signed=True)
 
     @property
-    def ratio(self) -> Entry:
+    def ratio(self) -> Datum:
         """Geometric mean of ours / native, which no model of high perplexity dominates."""
         logs = [math.log(ours / native) for native, ours in self.values]
         return times(math.exp(statistics.fmean(logs)), 1.0)
 
     @property
-    def wins(self) -> Entry:
+    def wins(self) -> Datum:
         """Number of models on which ours is better."""
         tied = f" ({self.tied} equal)" if self.tied else ""
-        return Entry(f"{self.won} of {len(self.values)}{tied}", self.won / len(self.values))
+        return Datum(f"{self.won} of {len(self.values)}{tied}", self.won / len(self.values))
 
     @property
     def sentence(self) -> str:
@@ -71,7 +71,7 @@ class Pairing:
 
 
 def paired(
-    item: Declaration, methods: Sequence[Any], body: list[list[Entry]], metric: str
+    item: Declaration, methods: Sequence[Any], body: list[list[Datum]], metric: str
 ) -> list[Pairing]:
     """Find the pairs among lines of (selection, compensation), and make the better entries bold.
 
@@ -107,9 +107,9 @@ def pairs(item: Declaration, context: Context) -> list[Table]:
         for key in dict.fromkeys([*perplexity, *zero_shot]):
             p, z = perplexity.get(key), zero_shot.get(key)
             body.append((
-                *labels("sparsity", keys["sparsity"]), *map(Entry, key),
-                *((p.wins, p.gap, p.ratio) if p else (NO_ENTRY,) * 3),
-                *((z.wins, z.gap) if z else (NO_ENTRY,) * 2),
+                *labels("sparsity", keys["sparsity"]), *map(Datum, key),
+                *((p.wins, p.gap, p.ratio) if p else (NO_DATUM,) * 3),
+                *((z.wins, z.gap) if z else (NO_DATUM,) * 2),
             ))  # fmt: skip
     heads = (
         "Sparsity", "Selection", "Against", "Perplexity lower on", "Mean gap", "Mean ratio",

@@ -11,7 +11,7 @@ from coec.experiments.reporting.protocol import protocol
 from coec.experiments.reporting.values import (
     FORMATS,
     GIB,
-    Entry,
+    Datum,
     Footnotes,
     Table,
     amount,
@@ -59,8 +59,8 @@ def with_columns(table: Table, item: Declaration, context: Context, metric: str)
     if declared is None or not any(line in c.values for c in columns for line in lines):
         return table
     ours = {normal_name(row.model, publication) for row in context.rows}
-    same = ours == {normal_name(model, publication) for model in declared.models}
-    words = _words(declared, publication, "the same" if same else "other")
+    theirs_too = ours == {normal_name(model, publication) for model in declared.models}
+    words = _words(declared, publication, "the same" if theirs_too else "other")
     entries = [
         [amount(c.values.get(line), FORMATS[c.metric or metric].digits) for c in columns]
         for line in lines
@@ -111,7 +111,10 @@ def beside(item: Declaration, context: Context) -> list[Table]:
         return row.model, row.sparsity, in_order(row), axes.differences(row)
 
     for rows in grouped(matched, place).values():
-        entries = [Entry(rows[0].model), Entry(method_name(rows[0]) + axes.differences(rows[0]))]
+        entries = [
+            Datum(rows[0].model),
+            Datum(method_name(rows[0]) + axes.differences(rows[0])),
+        ]
         for metric in _HEADS:
             number = printed(rows[0], metric, publication)
             entries.append(measurement(rows, metric, notes))
@@ -138,7 +141,10 @@ def alone(item: Declaration, context: Context) -> list[Table]:
         if declared.title and columns:
             heads = ["".join(_HEADS[metric]) for _, metric in columns]
             body = tuple(
-                (Entry(line), *(amount(c.values.get(line), FORMATS[m].digits) for c, m in columns))
+                (
+                    Datum(line),
+                    *(amount(c.values.get(line), FORMATS[m].digits) for c, m in columns),
+                )
                 for line in dict.fromkeys(line for c, _ in columns for line in c.values)
             )
             notes = (declared.alone.format_map(_words(declared, publication, "other")),)
@@ -178,7 +184,7 @@ def costs_beside(item: Declaration, context: Context) -> list[Table]:
 
 def _costs(
     row: Row, dense: Row | None, cost: PublishedCost, memory: str
-) -> Iterator[tuple[Entry, ...]]:
+) -> Iterator[tuple[Datum, ...]]:
     """Yield parameters, operations and memory of one model: ours, published, and what was kept."""
     sizes = [(row.parameters.before or 0) / 1e9, (row.parameters.after or 0) / 1e9]
     peaks = [r.cost.peak_memory_bytes if r else None for r in (dense, row)]
@@ -188,4 +194,4 @@ def _costs(
         (memory, cost.memory, [peak and peak / GIB for peak in peaks]),
     ):
         pairs = [(*map(amount, pair), share(pair[1], pair[0])) for pair in (ours, published)]
-        yield Entry(row.model), Entry(name), *pairs[0], *pairs[1]
+        yield Datum(row.model), Datum(name), *pairs[0], *pairs[1]

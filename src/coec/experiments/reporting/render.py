@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from coec.experiments.reporting.document import Document
 from coec.experiments.reporting.drawing import page_svg
-from coec.experiments.reporting.values import Entry, Table
+from coec.experiments.reporting.values import Datum, Table
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
@@ -77,7 +77,7 @@ def _text(name: str) -> "Template":
 
 
 def _markdown_table(table: Table) -> str:
-    def show(entry: Entry) -> str:
+    def show(entry: Datum) -> str:
         text = f"**{_md(entry.text)}**" if entry.bold else _md(entry.text)
         return f"{text} ({entry.mark})" if entry.mark else text
 
@@ -87,7 +87,7 @@ def _markdown_table(table: Table) -> str:
 
 
 def _latex_table(table: Table) -> str:
-    def show(entry: Entry) -> str:
+    def show(entry: Datum) -> str:
         text = rf"\textbf{{{_tex(entry.text)}}}" if entry.bold else _tex(entry.text)
         return rf"{text}\textsuperscript{{{entry.mark}}}" if entry.mark else text
 

@@ -26,8 +26,8 @@ from coec.experiments.reporting.published import with_columns
 from coec.experiments.reporting.values import (
     ABSENT,
     FORMATS,
-    NO_ENTRY,
-    Entry,
+    NO_DATUM,
+    Datum,
     Footnotes,
     Table,
     amount,
@@ -77,7 +77,7 @@ def _settings(item: Declaration) -> list[str]:
 
 @dataclass(frozen=True)
 class _Pivot:
-    """One table: its place among several, its rows, and the quantities that it shows of them."""
+    """A table: its place among several, its rows, and the quantities that it shows of them."""
 
     item: Declaration
     context: Context
@@ -127,7 +127,7 @@ class _Pivot:
     def _reference(self, row: Row) -> bool:
         return bool(self.item.reference) and matches(row, self.item.reference)
 
-    def _body(self, lines: Sequence[Sequence[Row]], notes: Footnotes) -> list[list[Entry]]:
+    def _body(self, lines: Sequence[Sequence[Row]], notes: Footnotes) -> list[list[Datum]]:
         """Return the entries of every line, a column each."""
         from pandas import DataFrame
 
@@ -159,7 +159,7 @@ class _Pivot:
         settings = all(row.setting(name) == place[name] for name in _settings(self.item))
         return settings and place.get("model", row.model) == row.model
 
-    def _entry(self, rows: Sequence[Row], place: Mapping[str, Any], notes: Footnotes) -> Entry:
+    def _entry(self, rows: Sequence[Row], place: Mapping[str, Any], notes: Footnotes) -> Datum:
         name = place.get("value", self.values[0])
         if name in METRICS:
             return measurement(rows, name, notes)
@@ -180,7 +180,7 @@ class _Pivot:
         value = FORMATS[place["value"]].head if "value" in place else ""
         return ", ".join(phrases).format_map(words(place) | {"value": value})
 
-    def _stressed(self, body: list[list[Entry]]) -> list[list[Entry]]:
+    def _stressed(self, body: list[list[Datum]]) -> list[list[Datum]]:
         if self.item.best == "row":
             return [stressed(line, self.values[0]) for line in body]
         if self.item.best == "column":
@@ -189,7 +189,7 @@ class _Pivot:
             return [list(line) for line in zip(*columns)]
         return body
 
-    def _dense(self, width: int, notes: Footnotes) -> tuple[list[tuple[Entry, ...]], list[Row]]:
+    def _dense(self, width: int, notes: Footnotes) -> tuple[list[tuple[Datum, ...]], list[Row]]:
         """Return the line of the dense models, where it is declared, and their rows."""
         if not self.item.dense:
             return [], []
@@ -198,12 +198,12 @@ class _Pivot:
             [dense[place["model"]]] if place["model"] in dense else [] for place in self.columns
         ]
         numbers = [measurement(row, self.values[0], notes) for row in rows]
-        line = (Entry("dense"), *[NO_ENTRY] * (width - 1), *numbers)
+        line = (Datum("dense"), *[NO_DATUM] * (width - 1), *numbers)
         return [line], [row for rows_of_model in rows for row in rows_of_model]
 
     def _extra(
-        self, lines: Sequence[Sequence[Row]], body: list[list[Entry]], notes: Footnotes
-    ) -> tuple[list[str], list[list[Entry]]]:
+        self, lines: Sequence[Sequence[Row]], body: list[list[Datum]], notes: Footnotes
+    ) -> tuple[list[str], list[list[Datum]]]:
         """Return the columns at the end, and a sentence on the columns that a mean is over."""
         from pandas import DataFrame
 
@@ -226,7 +226,7 @@ class _Pivot:
         for index, rows in enumerate(lines):
             reference = [row for row in rows if self._reference(row)]
             chosen = [s.gcv_lambda for r in reference for s in r.sites if s.gcv_lambda is not None]
-            entry = measurement(reference, self.values[0], notes) if reference else NO_ENTRY
+            entry = measurement(reference, self.values[0], notes) if reference else NO_DATUM
             gap = None if entry.value is None else _known(entry.value - best[index])
             line = {
                 n: amount(_known(column[index]), metric.digits) for n, column in numbers.items()
@@ -242,7 +242,7 @@ def _known(value: float) -> float | None:
 
 
 def title(
-    item: Declaration, keys: Mapping[str, Any], metric: str, rows: Sequence[Row], **more: Any
+    item: Declaration, keys: Mapping[str, Any], metric: str, rows: Sequence[Row], **names: Any
 ) -> str:
     """Fill in the title of a table."""
     name = FORMATS[metric].title
@@ -250,16 +250,16 @@ def title(
         counts = {len(row.zero_shot.tasks) for row in rows if row.zero_shot}
         name = f"Zero-shot accuracy, mean of {'/'.join(map(str, sorted(counts)))} tasks, %"
     metric_name = f"{name} ({FORMATS[metric].better} is better)"
-    return item.table.format_map({**words(keys), "metric": metric_name, **more})
+    return item.table.format_map({**words(keys), "metric": metric_name, **names})
 
 
-def _capped(rows: Sequence[Row]) -> Entry:
+def _capped(rows: Sequence[Row]) -> Datum:
     """Count the modules that went on until the cap on their rounds."""
     rounds = [
         (s.rounds, r.setting("rounds")) for r in rows for s in r.sites if s.rounds is not None
     ]
-    reached = sum(taken >= cap for taken, cap in rounds)
-    return Entry(f"{reached} of {len(rounds)}", reached / len(rounds)) if rounds else NO_ENTRY
+    reached = sum(count >= cap for count, cap in rounds)
+    return Datum(f"{reached} of {len(rounds)}", reached / len(rounds)) if rounds else NO_DATUM
 
 
 def spreads(item: Declaration, context: Context) -> list[Table]:
@@ -268,15 +268,20 @@ def spreads(item: Declaration, context: Context) -> list[Table]:
     notes, by_repair = Footnotes(), dict[str, list[float]]()
     for line in grouped(rows, lambda r: (r.model, *map(r.setting, item.rows))).values():
         at = grouped(line, lambda r: r.setting(name)).values()
-        values = [measurement(same, metric, notes).value for same in at]
-        known = [value for value in values if value is not None]
-        if len(known) > 1:
+        values = [measurement(seeds, metric, notes).value for seeds in at]
+        numbers = [value for value in values if value is not None]
+        if len(numbers) > 1:
             repair = str(line[0].setting("compensation"))
-            by_repair.setdefault(repair, []).append(max(known) - min(known))
+            by_repair.setdefault(repair, []).append(max(numbers) - min(numbers))
     if not by_repair:
         return []
     body = tuple(
-        (Entry(repair), Entry(str(len(s)), len(s)), amount(statistics.median(s)), amount(max(s)))
+        (
+            Datum(repair),
+            Datum(str(len(s)), len(s)),
+            amount(statistics.median(s)),
+            amount(max(s)),
+        )
         for repair, s in by_repair.items()
     )
     count = len({row.setting(name) for row in rows})

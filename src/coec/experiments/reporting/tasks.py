@@ -7,8 +7,8 @@ from coec.experiments.reporting.axes import Context, in_order
 from coec.experiments.reporting.protocol import protocol
 from coec.experiments.reporting.values import (
     ABSENT,
-    NO_ENTRY,
-    Entry,
+    NO_DATUM,
+    Datum,
     Table,
     grouped,
     method_name,
@@ -27,7 +27,7 @@ def _tasks(title: str, rows: Sequence[Row]) -> Table:
     names = list(dict.fromkeys(task for row in rows for task in row.zero_shot.tasks))
     body = tuple(
         (
-            Entry(method_name(row)), Entry(_grids(row)), Entry(row.cell),
+            Datum(method_name(row)), Datum(_grids(row)), Datum(row.cell),
             _accuracy(row.zero_shot.mean, row.zero_shot.mean_stderr),
             *(_task(row.zero_shot.tasks.get(task)) for task in names),
         )
@@ -51,15 +51,15 @@ def _head(task: str, rows: Sequence[Row]) -> str:
     return f"{task} ({details})" if details else task
 
 
-def _task(score: TaskOfRow | None) -> Entry:
-    return _accuracy(score.value, score.stderr) if score else NO_ENTRY
+def _task(score: TaskOfRow | None) -> Datum:
+    return _accuracy(score.value, score.stderr) if score else NO_DATUM
 
 
-def _accuracy(share: float | None, error: float | None) -> Entry:
+def _accuracy(share: float | None, error: float | None) -> Datum:
     if share is None:
-        return NO_ENTRY
+        return NO_DATUM
     spread = f" ± {100 * error:.1f}" if error is not None else ""
-    return Entry(f"{100 * share:.1f}{spread}", 100 * share)
+    return Datum(f"{100 * share:.1f}{spread}", 100 * share)
 
 
 def _chance(rows: Sequence[Row], tasks: Sequence[str]) -> list[str]:

@@ -47,8 +47,8 @@ FORMATS = {
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One entry of a table.
+class Datum:
+    """Datum of a table.
 
     Attributes:
         text: as it is printed.
@@ -63,7 +63,7 @@ class Entry:
     mark: str = ""
 
 
-NO_ENTRY = Entry(ABSENT)
+NO_DATUM = Datum(ABSENT)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Table:
 
     title: str
     heads: tuple[str, ...]
-    rows: tuple[tuple[Entry, ...], ...]
+    rows: tuple[tuple[Datum, ...], ...]
     labels: int = 1
     notes: tuple[str, ...] = ()
     settings: str = ""
@@ -95,7 +95,7 @@ class Table:
             labels=sum(i < self.labels for i in kept),
         )
 
-    def frame(self, show: Callable[[Entry], str], show_head: Callable[[str], str]) -> "DataFrame":
+    def frame(self, show: Callable[[Datum], str], show_head: Callable[[str], str]) -> "DataFrame":
         """Return the table with its entries as text of one format."""
         from pandas import DataFrame
 
@@ -146,34 +146,34 @@ def decimals(value: float, digits: int) -> str:
     return text.replace("-", "−")
 
 
-def amount(value: float | None, digits: int = 2, *, signed: bool = False) -> Entry:
+def amount(value: float | None, digits: int = 2, *, signed: bool = False) -> Datum:
     """Return a number with fixed decimals; a dash for None."""
     if value is None:
-        return NO_ENTRY
+        return NO_DATUM
     sign = "+" if signed and round(value, digits) > 0 else ""
-    return Entry(sign + decimals(value, digits), value)
+    return Datum(sign + decimals(value, digits), value)
 
 
-def significant(value: float | None, digits: int = 3) -> Entry:
+def significant(value: float | None, digits: int = 3) -> Datum:
     """Return a number with significant digits; a dash for None."""
-    return NO_ENTRY if value is None else Entry(f"{value:.{digits}g}".replace("-", "−"), value)
+    return NO_DATUM if value is None else Datum(f"{value:.{digits}g}".replace("-", "−"), value)
 
 
-def count(value: int | None) -> Entry:
+def count(value: int | None) -> Datum:
     """Return a whole number; a dash for None."""
-    return NO_ENTRY if value is None else Entry(f"{value:,}", value)
+    return NO_DATUM if value is None else Datum(f"{value:,}", value)
 
 
-def share(part: float | None, total: float | None) -> Entry:
+def share(value: float | None, total: float | None) -> Datum:
     """Return a ratio in %; a dash where either number is missing."""
-    ratio = part / total if part is not None and total else None
-    return NO_ENTRY if ratio is None else Entry(f"{100 * ratio:.1f} %", ratio)
+    ratio = value / total if value is not None and total else None
+    return NO_DATUM if ratio is None else Datum(f"{100 * ratio:.1f} %", ratio)
 
 
-def times(value: float | None, base: float | None) -> Entry:
+def times(value: float | None, base: float | None) -> Datum:
     """Return a ratio as a factor; a dash where either number is missing."""
     ratio = value / base if value is not None and base else None
-    return Entry(f"×{decimals(ratio, 3)}", ratio) if ratio else NO_ENTRY
+    return Datum(f"×{decimals(ratio, 3)}", ratio) if ratio else NO_DATUM
 
 
 def percent(fraction: float) -> str:
@@ -190,10 +190,10 @@ def setting_text(value: object) -> str:
     return Path(value).name if isinstance(value, str) and "/" in value else str(value)
 
 
-def setting_entry(value: object) -> Entry:
+def setting_entry(value: object) -> Datum:
     """Return a setting, which sorts by value where it is a number."""
     plain = isinstance(value, int | float) and not isinstance(value, bool)
-    return Entry(setting_text(value), float(value) if plain else None)  # type: ignore[arg-type]
+    return Datum(setting_text(value), float(value) if plain else None)  # type: ignore[arg-type]
 
 
 def method_name(row: Row) -> str:
@@ -203,7 +203,7 @@ def method_name(row: Row) -> str:
     return f"{row.setting('selection')} + {row.setting('compensation')} at {percent(row.sparsity)}"
 
 
-def measurement(rows: Sequence[Row], metric: str, notes: Footnotes) -> Entry:
+def measurement(rows: Sequence[Row], metric: str, notes: Footnotes) -> Datum:
     """Return one metric of the rows of one place: their mean, if several seeds were run.
 
     A failed cell says so, and a footnote says why.
@@ -211,7 +211,7 @@ def measurement(rows: Sequence[Row], metric: str, notes: Footnotes) -> Entry:
     for row in rows:
         if row.status == "failed":
             reason = row.error or NO_REASON
-            return Entry("failed", mark=notes.mark(f"{row.model}, {method_name(row)}: {reason}"))
+            return Datum("failed", mark=notes.mark(f"{row.model}, {method_name(row)}: {reason}"))
     entry = amount(mean_of(row.measured(metric) for row in rows), FORMATS[metric].digits)
     if entry.value is None or len(rows) == 1:
         return entry
@@ -223,17 +223,17 @@ def measurement(rows: Sequence[Row], metric: str, notes: Footnotes) -> Entry:
 def mean_of(values: Iterable[float | None]) -> float | None:
     """Return the mean; None if there is nothing or any value is missing."""
     numbers = list(values)
-    known = [value for value in numbers if value is not None]
-    return statistics.fmean(known) if known and len(known) == len(numbers) else None
+    complete = [value for value in numbers if value is not None]
+    return statistics.fmean(complete) if complete and len(complete) == len(numbers) else None
 
 
-def stressed(entries: Sequence[Entry], quantity: str) -> list[Entry]:
+def stressed(entries: Sequence[Datum], quantity: str) -> list[Datum]:
     """Make the best of two entries or more bold, as printed; of a tie, all."""
     digits, better = FORMATS[quantity].digits, FORMATS[quantity].better
-    known = [round(entry.value, digits) for entry in entries if entry.value is not None]
-    if len(known) < 2 or not better:
+    printed = [round(entry.value, digits) for entry in entries if entry.value is not None]
+    if len(printed) < 2 or not better:
         return list(entries)
-    best = min(known) if better == "lower" else max(known)
+    best = min(printed) if better == "lower" else max(printed)
     return [
         replace(entry, bold=entry.value is not None and round(entry.value, digits) == best)
         for entry in entries
