@@ -16,16 +16,16 @@ from coec.experiments.declarations import (
     DECLARATIONS,
     READY_GRIDS,
     Declaration,
+    Declared,
     Drawing,
     Role,
     Series,
     items,
     read_declarations,
-    ready,
     write_declarations,
 )
 from coec.experiments.grid import expand
-from coec.experiments.publications import PUBLISHED, publication
+from coec.experiments.publications import PUBLISHED
 from coec.experiments.reporting.document import DRAWINGS, document, every
 from coec.experiments.reporting.drawing import ROLE_COLOURS
 from coec.experiments.reporting.render import markdown
@@ -139,25 +139,6 @@ def test_rows_of_which_nothing_can_be_drawn_as_declared_are_listed(tmp_path):
     assert "Mine" not in sections
 
 
-def test_numbers_of_a_users_own_file_stand_beside_where_they_are_asked_for(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("theirs.toml").write_text(
-        'name = "the others"\nshort = "others"\n[columns.sizes]\nnote = "Theirs."\n'
-        'columns = [{ head = "Others", values = { coec = 7.5 } }]\n'
-    )
-    text = GRID + 'published = "theirs.toml"\npart = "sizes"\n'
-    folder = sr.write(tmp_path / "out", of_mine(ROWS))
-    write_declarations(folder, declared(tmp_path, text))
-    Path("theirs.toml").unlink()  # the folder of the results needs nothing else
-    results = read_results(folder)
-    for asked, last in ((None, "30 %"), ("theirs", "Others"), ("paper", "30 %")):
-        made = document(results, compare=asked)
-        (table,) = next(one for one in made.sections if one.title == "Mine").tables
-        assert table.heads[-1] == last
-    with pytest.raises(OptionError, match="no published numbers 'x': there is paper, theirs"):
-        document(results, compare="x")
-
-
 SEEDS = tomllib.loads(READY_GRIDS["seeds"].read_text(encoding="utf-8"))["report"]
 
 
@@ -215,7 +196,7 @@ WRONG = [
     (f"[[report]]\n{TABLE}values = ['capped']\nextra = {{ M = 'mean' }}", "extra, ours and"),
     (f"[[report]]\n{TABLE}each = ['part']", "part needs parts: names of labels"),
     (f"[[report]]\n{TABLE}published = 'paper'", "published needs part: columns of that file"),
-    (f"[[report]]\n{TABLE}published = 'no.toml'\npart = 'a'", "give a TOML file, or one of paper"),
+    (f"[[report]]\n{TABLE}published = 'no.toml'\npart = 'a'", "no published numbers 'no.toml': there is paper"),
     (f"[[report]]\n{TABLE}series = [{{ colour = 'red' }}]", "unknown key 'colour'"),
     (f"[[report]]\n{TABLE}series = [{{ role = 'red' }}]", "series[0].role must be 'ink' or"),
 ]  # fmt: skip
@@ -232,29 +213,10 @@ def test_an_error_in_a_declaration_is_one_line_before_any_work(text, message, tm
     assert text.startswith(("report", "[report]")) or "[[report]] 1" in said or "published" in said
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({}, "a publication must be an object with 'name'"),
-        ({"comparison": [{"metric": "speed"}]}, "comparison[0] must be an object with 'sparsity'"),
-        ({"comparison": [{"metric": "perplexity", "sparsity": 0.1, "models": ["a", "b"],
-                          "values": {"rcpu": {"coec": [1.0]}}}]},
-         "comparison[0].values.rcpu.coec must be 2 numbers, got 1"),
-        ({"columns": {"a": {"columns": [], "note": "{who}"}}}, "columns.a: '{who}' may have"),
-    ],
-)  # fmt: skip
-def test_an_error_in_published_numbers_names_the_field(content, message):
-    whole = {"name": "the paper", "short": "paper"} | content if content else {}
-    with pytest.raises(OptionError) as caught:
-        publication(whole, "file")
-    assert str(caught.value).startswith("file: ")
-    assert message in str(caught.value)
-
-
 def test_every_drawing_can_be_declared_and_every_ready_declaration_is_one():
     assert set(DRAWINGS) == set(get_args(Drawing))
     assert get_args(Role) == tuple(ROLE_COLOURS)
-    assert all(ready(name) for name in READY_GRIDS)
+    assert all(Declared().items(name) for name in READY_GRIDS)
     assert all(every(place) for place in ("before", "else", "after"))
 
 
@@ -289,4 +251,6 @@ def test_declarations_survive_json(tmp_path):
     for name in READY_GRIDS:
         write_declarations(tmp_path, expand(name, models=["m"])[0].declared)
     declared = read_declarations(tmp_path)
-    assert [declared.items(name) for name in READY_GRIDS] == [ready(name) for name in READY_GRIDS]
+    assert [declared.items(name) for name in READY_GRIDS] == [
+        Declared().items(name) for name in READY_GRIDS
+    ]

@@ -13,11 +13,7 @@ def report_command(
     *,
     compare: Annotated[
         str | None,
-        setting(
-            "paper: set the numbers that the paper prints beside ours; or the name of published "
-            "numbers that a grid declares.",
-            "NAME",
-        ),
+        setting("paper: set the numbers that the paper prints beside ours.", "NAME"),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -5,15 +5,15 @@ A sweep writes the declarations of its grids beside the rows, so that the report
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
+from string import Formatter
 from typing import Annotated, Any, Literal, get_args
 
 from coec.errors import OptionError, ResultsError
 from coec.experiments.files import write_whole
-from coec.experiments.publications import Publication, check_template, publication
 from coec.experiments.records import PLAIN, reader
 from coec.experiments.rows import SETTING_NAMES, Metric
 
@@ -115,18 +115,16 @@ class Declaration:
 
 @dataclass(frozen=True)
 class Declared:
-    """Tables as written: the declarations of grids and the published numbers, both by name."""
+    """Declarations of grids by name, as tables were written."""
 
     grids: Mapping[str, Any] = field(default_factory=dict)
-    published: Mapping[str, Any] = field(default_factory=dict)
 
     def items(self, grid: str) -> tuple[Declaration, ...]:
         """Read the declarations of one grid, here or of a ready one; OptionError as `items`."""
-        return items(self.grids[grid], f"grid '{grid}'") if grid in self.grids else ready(grid)
-
-    def numbers(self, name: str) -> Publication:
-        """Read published numbers of one name."""
-        return publication(self.published[name], f"published numbers '{name}'")
+        if grid not in self.grids and grid in READY_GRIDS:
+            content = tomllib.loads(READY_GRIDS[grid].read_text(encoding="utf-8"))
+            return items(content.get("report", []), f"grid '{grid}'")
+        return items(self.grids.get(grid, []), f"grid '{grid}'")
 
 
 def items(content: Any, place: str) -> tuple[Declaration, ...]:
@@ -158,10 +156,10 @@ def _item(table: Any) -> Declaration:
             _check_name(name, axes, f"{key}: no axis is called")
     for name in (name for line in item.series for name in line.only):
         _check_name(name, _SETTINGS, "series: no setting is called")
-    check_template(item.head, item.columns, "head")
-    check_template(item.table or item.figure, _title_names(item), "the title")
+    _check_template(item.head, item.columns, "head")
+    _check_template(item.table or item.figure, _title_names(item), "the title")
     for note in item.notes if item.draw == "blocks" else ():
-        check_template(note, ("selection", "compensation", "sparsity"), "notes")
+        _check_template(note, ("selection", "compensation", "sparsity"), "notes")
     for broken, reason in _rules(item):
         if broken:
             raise ResultsError(reason)
@@ -221,12 +219,16 @@ def _check_name(name: str, names: Iterable[str], reason: str) -> None:
         raise ResultsError(f"{reason} '{name}'{hint}")
 
 
-def ready(name: str) -> tuple[Declaration, ...]:
-    """Read the declarations of a ready grid; nothing where there is none of that name."""
-    if name not in READY_GRIDS:
-        return ()
-    content = tomllib.loads(READY_GRIDS[name].read_text(encoding="utf-8"))
-    return items(content.get("report", []), f"grid '{name}'")
+def _check_template(text: str, names: Sequence[str], key: str) -> None:
+    """Raise ResultsError unless the text has only these names in braces, without formats."""
+    try:
+        places = [place for place in Formatter().parse(text) if place[1] is not None]
+    except ValueError as error:
+        raise ResultsError(f"{key}: '{text}' is no template ({error})") from None
+    for _, name, specification, conversion in places:
+        if (name or "") not in names or specification or conversion:
+            braces = ", ".join(f"{{{name}}}" for name in names) or "nothing"
+            raise ResultsError(f"{key}: '{text}' may have {braces} in braces")
 
 
 def read_declarations(folder: Path) -> Declared:
@@ -242,8 +244,6 @@ def read_declarations(folder: Path) -> Declared:
         declared: Declared = reader(Declared)(json.loads(path.read_bytes().decode()), "")
         for name in declared.grids:
             declared.items(name)
-        for name in declared.published:
-            declared.numbers(name)
     except (OSError, ValueError, RecursionError, ResultsError, OptionError) as error:
         reason = " ".join(str(error).split())
         raise ResultsError(
@@ -256,7 +256,7 @@ def read_declarations(folder: Path) -> Declared:
 def write_declarations(folder: Path, new: Declared) -> None:
     """Add declarations to those that the folder has; a grid's new one wins. By one rename."""
     old = read_declarations(folder)
-    merged = Declared({**old.grids, **new.grids}, {**old.published, **new.published})
+    merged = Declared({**old.grids, **new.grids})
     if merged != old:
         text = json.dumps(vars(merged), ensure_ascii=False, allow_nan=False, indent=1)
         write_whole(folder / DECLARATIONS, text.encode())

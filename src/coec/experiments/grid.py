@@ -16,7 +16,7 @@ from typing import Any
 from coec.compensation import Method
 from coec.errors import OptionError, ResultsError
 from coec.experiments.declarations import READY_GRIDS, Declared, items
-from coec.experiments.publications import PUBLISHED, publication
+from coec.experiments.publications import PUBLISHED
 from coec.experiments.records import reader
 from coec.planning.recipe import APART, Recipe, by_name, read_toml
 from coec.settings import NAMES, OPTIONS, Pruning
@@ -175,7 +175,12 @@ class Grid:
             if value == []:
                 raise OptionError(f"{place}: the list {key} is empty")
         report = content.get("report", [])
-        items(report, place)
+        for item in items(report, place):
+            if item.published and item.published not in PUBLISHED:
+                names = ", ".join(PUBLISHED)
+                raise OptionError(
+                    f"{place}: no published numbers '{item.published}': there is {names}"
+                )
         return cls(
             path.stem,
             {k: v for k, v in settings.items() if not isinstance(v, list)},
@@ -189,27 +194,11 @@ class Grid:
 
     @property
     def declared(self) -> Declared:
-        """Declarations of this grid and those that it includes, with published numbers of files.
-
-        Raises:
-            OptionError: there are no such numbers.
-        """
+        """Declarations of this grid and those that it includes."""
         grids: dict[str, object] = {}
-        published: dict[str, object] = {}
         for inner in self.includes:
             grids |= inner.declared.grids
-            published |= inner.declared.published
-        tables = []
-        for table in self.report:
-            source = table.get("published", "")
-            if source and source not in PUBLISHED:
-                name = f"published numbers '{source}' of grid '{self.name}'"
-                missing = f"no {name}: give a TOML file, or one of {', '.join(PUBLISHED)}"
-                content = read_toml(Path(source), name, missing)
-                publication(content, name)
-                published[Path(source).stem] = content
-            tables.append({**table, "published": Path(source).stem} if source else table)
-        return Declared({**grids, self.name: tables} if tables else grids, published)
+        return Declared({**grids, self.name: self.report} if self.report else grids)
 
     def cells(self, subject: Subject, defaults: SettingTable) -> Iterator[Cell]:
         """Yield every cell of one model: first those of included grids, then its own.

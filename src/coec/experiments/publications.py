@@ -1,20 +1,19 @@
-"""Published numbers as data: `grids/published/NAME.toml`, or a user's own file."""
+"""Published numbers as data: `grids/published/NAME.toml`."""
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from string import Formatter
-from typing import Any, Literal
+from typing import Literal
 
-from coec.errors import OptionError, ResultsError
 from coec.experiments.records import reader
 
 PUBLISHED = {
     path.stem: path
     for path in sorted((Path(__file__).parent / "grids" / "published").glob("*.toml"))
 }
-"""Files of published numbers that come with the package, by name."""
+"""Files of published numbers, by name."""
 PrintedMetric = Literal["perplexity", "zero_shot"]
 
 
@@ -91,51 +90,9 @@ class Publication:
     columns: Mapping[str, PublishedColumns] = field(default_factory=dict)
 
 
-def publication(content: Any, place: str) -> Publication:
-    """Read the content of a file of published numbers.
-
-    Raises:
-        OptionError: it is something else, or lacks a number for a model; names the field.
-    """
-    try:
-        numbers: Publication = reader(Publication)(content, "")
-        for field_place, values, count in _lists(numbers):
-            if len(values) != count:
-                raise ResultsError(f"{field_place} must be {count} numbers, got {len(values)}")
-        words = ("which", "count", "models", *numbers.protocol)
-        for name, columns in numbers.columns.items():
-            for text in (columns.note, columns.alone, *(c.head for c in columns.columns)):
-                check_template(text, words, f"columns.{name}")
-    except ResultsError as error:
-        raise OptionError(f"{place}: {error}") from None
+@cache
+def publication(name: str) -> Publication:
+    """Read published numbers by the name of their file."""
+    content = tomllib.loads(PUBLISHED[name].read_text(encoding="utf-8"))
+    numbers: Publication = reader(Publication)(content, name)
     return numbers
-
-
-def _lists(numbers: Publication) -> Iterator[tuple[str, tuple[float, ...], int]]:
-    """Yield the place of every list of numbers, the list, and its required length."""
-    for index, table in enumerate(numbers.comparison):
-        for selection, by_compensation in table.values.items():
-            for compensation, values in by_compensation.items():
-                place = f"comparison[{index}].values.{selection}.{compensation}"
-                yield place, values, len(table.models)
-    for model, cost in (numbers.efficiency.models if numbers.efficiency else {}).items():
-        for name, values in vars(cost).items():
-            yield f"efficiency.models.{model}.{name}", values, 2
-
-
-def check_template(text: str, names: Sequence[str], place: str) -> None:
-    """Raise ResultsError unless the text has only these names in braces, without formats."""
-    try:
-        fields = [field for field in Formatter().parse(text) if field[1] is not None]
-    except ValueError as error:
-        raise ResultsError(f"{place}: '{text}' is no template ({error})") from None
-    for _, name, specification, conversion in fields:
-        if (name or "") not in names or specification or conversion:
-            braces = ", ".join(f"{{{name}}}" for name in names) or "nothing"
-            raise ResultsError(f"{place}: '{text}' may have {braces} in braces")
-
-
-def ready_published(name: str) -> Publication:
-    """Read published numbers that come with the package."""
-    text = PUBLISHED[name].read_text(encoding="utf-8")
-    return publication(tomllib.loads(text), f"published numbers '{name}'")

@@ -9,8 +9,8 @@ from itertools import groupby
 from pathlib import Path
 
 from coec.errors import OptionError
-from coec.experiments.declarations import Declaration, Declared, items
-from coec.experiments.publications import PUBLISHED, Publication, ready_published
+from coec.experiments.declarations import Declaration, items
+from coec.experiments.publications import PUBLISHED, publication
 from coec.experiments.reporting import figures, lists, modules, published, tables
 from coec.experiments.reporting.axes import Context
 from coec.experiments.reporting.drawing import Figure
@@ -73,9 +73,11 @@ def document(results: Results, *, compare: str | None = None) -> Document:
     Raises:
         OptionError: no numbers have that name.
     """
-    publication = None if compare is None else _publication(results.declared, compare)
+    if compare is not None and compare not in PUBLISHED:
+        raise OptionError(f"no published numbers '{compare}': there is {', '.join(PUBLISHED)}")
+    numbers = publication(compare) if compare else None
     pruned = tuple(row for row in results.rows if not row.dense)
-    sweep = Context(results, pruned, "", publication, compare or "")
+    sweep = Context(results, pruned, "", numbers, compare or "")
     names = dict.fromkeys(grid for row in results.rows for grid in row.grids)
     declared = {name: results.declared.items(name) for name in names}
     claims: dict[str, set[str]] = {}
@@ -90,13 +92,6 @@ def document(results: Results, *, compare: str | None = None) -> Document:
             sections += _grid(declared[name], replace(sweep, rows=rows, grid=name))
     sections += _sections(every("after"), sweep, claims)
     return Document("Report of a pruning sweep", lists.facts(results), results.notes, sections)
-
-
-def _publication(declared: Declared, name: str) -> Publication:
-    names = sorted({*declared.published, *PUBLISHED})
-    if name not in names:
-        raise OptionError(f"no published numbers '{name}': there is {', '.join(names)}")
-    return declared.numbers(name) if name in declared.published else ready_published(name)
 
 
 def _grid(declared: Sequence[Declaration], context: Context) -> tuple[ReportSection, ...]:
@@ -115,7 +110,7 @@ def _sections(
     declared: Sequence[Declaration], context: Context, claims: Mapping[str, set[str]]
 ) -> tuple[ReportSection, ...]:
     """Draw sections in the order of the declarations; one without content is left out."""
-    publication = context.publication.name if context.publication else ""
+    published_by = context.publication.name if context.publication else ""
     sections = []
     for title, group in groupby(declared, key=lambda item: item.section):
         drawn: list[Table | Figure] = []
@@ -126,9 +121,9 @@ def _sections(
             new = DRAWINGS[item.drawing or "pivot"](item, replace(context, rows=rows))
             drawn += new
             if new and item.text:
-                text[item.text.replace("{published}", publication)] = None
+                text[item.text.replace("{published}", published_by)] = None
         if drawn:
-            name = title.replace("{published}", publication)
+            name = title.replace("{published}", published_by)
             anchor = context.grid or re.sub(r"\W+", "-", name.lower())
             section_tables = (t.without_empty_columns() for t in drawn if isinstance(t, Table))
             section_figures = (figure for figure in drawn if isinstance(figure, Figure))
