@@ -39,6 +39,23 @@ RowFields = dict[str, Any]
 """Fields of a row, ready for JSON."""
 
 
+@dataclass(frozen=True)
+class DensePassOfGroup:
+    """Results that the cells of one calibration share.
+
+    Attributes:
+        statistics: their folder; None where every cell runs the models itself.
+        overlap: of calibration and evaluation text.
+        seconds: that it took, once for all cells.
+        error: why there are no statistics; the cells then fail with it.
+    """
+
+    statistics: Path | None = None
+    overlap: Overlap | None = None
+    seconds: float = 0.0
+    error: str | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class CellJob:
     """Inputs of a worker for one cell.
@@ -49,10 +66,7 @@ class CellJob:
         windows: the evaluation text, cut.
         folder: of the pruned model, which stays there if `keep`.
         device: where to work.
-        statistics: of the cell's calibration; None for a dense model.
-        overlap: of that calibration with the evaluation text.
-        collecting: seconds that the dense pass took, once for all cells of the calibration.
-        error: why there are no statistics; the cell then fails with it.
+        shared: results that it shares with other cells.
     """
 
     cell: Cell
@@ -61,10 +75,7 @@ class CellJob:
     folder: Path
     keep: bool
     device: str
-    statistics: Path | None
-    overlap: Overlap | None
-    collecting: float
-    error: str | None
+    shared: DensePassOfGroup
 
 
 def run(job: CellJob) -> Row:
@@ -73,8 +84,8 @@ def run(job: CellJob) -> Row:
     reset_peak(device)
     row = head(job.cell)
     try:
-        if job.error:
-            raise CoecError(job.error)
+        if job.shared.error:
+            raise CoecError(job.shared.error)
         measured = _measured(job)
         _check_finite(measured)
         row = row.changed(**json.loads(json.dumps(measured)))
@@ -138,8 +149,9 @@ def _measured(job: CellJob) -> RowFields:
     row["perplexity"] = result.as_dict()
     cost = asdict(efficiency(job.dense, model).pruned)
     row["cost"] = cost | {"peak_memory_bytes": peak(device)}
-    if job.overlap:
-        row["overlap"] = {**asdict(job.overlap), "flagged": job.overlap.flagged}
+    overlap = job.shared.overlap
+    if overlap:
+        row["overlap"] = {**asdict(overlap), "flagged": overlap.flagged}
     if evaluation.tasks:
         row["zero_shot"] = zero_shot(
             model, evaluation.tasks, tasks_data=evaluation.tasks_data, limit=evaluation.limit,
@@ -149,7 +161,7 @@ def _measured(job: CellJob) -> RowFields:
         _add_geometry(row["sites"], geometry(job.dense, model, device=job.device))
     row.setdefault("parameters", {"before": result.parameters, "after": result.parameters})
     row["seconds"] = {
-        "collecting": job.collecting,
+        "collecting": 0.0 if job.cell.runs_model else job.shared.seconds,
         "pruning": pruned_at - began,
         "evaluating": time.perf_counter() - pruned_at,
     }
@@ -162,13 +174,14 @@ def _pruned_model(job: CellJob, recipe: Recipe) -> Report:
     The statistics bring the calibration: their text need not be at its place any more. Held-out
     windows, which a compensation may need of it, have to be asked for all the same.
     """
-    if job.statistics is not None:
+    statistics = None if job.cell.runs_model else job.shared.statistics
+    if statistics is not None:
         recipe = replace(recipe, calibration=Calibration(holdout=recipe.calibration.holdout))
     shutil.rmtree(job.folder, ignore_errors=True)  # left by a sweep that was killed
     try:
-        return prune(job.dense, job.folder, recipe, statistics=job.statistics)
+        return prune(job.dense, job.folder, recipe, statistics=statistics)
     except UnfinishedError:
-        return prune(job.dense, job.folder, recipe, statistics=job.statistics, restart=True)
+        return prune(job.dense, job.folder, recipe, statistics=statistics, restart=True)
 
 
 def _pruned(report: Report) -> RowFields:

@@ -104,6 +104,11 @@ class Cell:
     explicit: frozenset[str] | None = field(default=None, compare=False, repr=False)
 
     @property
+    def runs_model(self) -> bool:
+        """Tell a cell that needs no statistics: it runs the models over the text, or is dense."""
+        return self.recipe is None or self.recipe.needs_text is not None
+
+    @property
     def id(self) -> str:
         """Digest of all settings: two cells of one id are the same computation.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from coec.calibration.overlap import Overlap, overlap, passage_length
+from coec.calibration.overlap import overlap, passage_length
 from coec.calibration.windows import source_digest
 from coec.devices import choose_device
 from coec.distributed.cluster import ClusterJobs, joined, shared_folder
@@ -22,7 +22,7 @@ from coec.evaluation.zero_shot import check_tasks
 from coec.events import RESUMING, Progress
 from coec.execution.output import remove_leftovers
 from coec.execution.workers import Executor, Workers
-from coec.experiments.cell import CellJob, head, reason, run
+from coec.experiments.cell import CellJob, DensePassOfGroup, head, reason, run
 from coec.experiments.declarations import write_declarations
 from coec.experiments.grid import Cell
 from coec.experiments.rows import NO_REASON, Row
@@ -125,11 +125,16 @@ def sweep(
             progress(f"{RESUMING} cells", finished, len(cells))
         for group in groups:
             text = identity_of[group[0].id]["calibration text"]
-            shared = _prepare(group, text, subjects[group[0].subject], out, progress)
+            subject = subjects[group[0].subject]
+            shared = _prepare(group, text, subject, out, progress)
+            models_folder = out.absolute() / "models"
             group_jobs = [
-                _job(cell, shared, subjects[cell.subject], out, chosen, keep_models)
+                CellJob(
+                    cell, subject.dense, subject.windows, models_folder / cell.id, keep_models,
+                    chosen, shared,
+                )
                 for cell in group
-            ]
+            ]  # fmt: skip
             for row in workers.map(run, group_jobs):
                 store.append(row.changed(identity=identity_of[row.cell]))
                 finished += 1
@@ -179,16 +184,6 @@ def _executor(
         with shared_folder(out) as look:
             cluster.check_nodes(look, look(), f"the folder '{out}'")
         yield ClusterJobs(cluster, cluster.device(device))
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """Results that the cells of a group share: statistics (of pruned models), or an error."""
-
-    statistics: Statistics | None = None
-    overlap: Overlap | None = None
-    seconds: float = 0.0
-    error: str | None = None
 
 
 def _on(cell: Cell, device: str) -> Cell:
@@ -262,7 +257,7 @@ def _prepare(
     subject: OpenSubject,
     out: Path,
     progress: Progress | None,
-) -> _Shared:
+) -> DensePassOfGroup:
     """Get statistics for the group: saved ones, those of an interrupted sweep, or a dense pass.
 
     They must be of the text with the digest `text`: the rows say so. A group of cells that all run
@@ -270,11 +265,11 @@ def _prepare(
     """
     recipe = group[0].recipe
     if recipe is None:
-        return _Shared()
+        return DensePassOfGroup()
     began = time.perf_counter()
     try:
         statistics = subject.statistics
-        if all(_runs_model(cell) for cell in group):
+        if all(cell.runs_model for cell in group):
             # Windows that the model adds to a text are not of it.
             plain = replace(recipe.calibration, self_samples=0.0)
             windows = DensePass(subject.dense, plain, recipe.runtime).draw().ids
@@ -292,13 +287,9 @@ def _prepare(
         length = min(length, windows.shape[1], subject.windows.ids.shape[1])
         repeated = overlap(windows, subject.windows, length)
     except Exception as error:  # as in `cell.run`: out of memory, a full disk, a library's own
-        return _Shared(error=reason(error))
-    return _Shared(statistics, repeated, time.perf_counter() - began)
-
-
-def _runs_model(cell: Cell) -> bool:
-    """Tell whether a cell needs no statistics: it runs the models over the text, or is dense."""
-    return cell.recipe is None or cell.recipe.needs_text is not None
+        return DensePassOfGroup(error=reason(error))
+    used = statistics.folder.absolute() if statistics else None
+    return DensePassOfGroup(used, repeated, time.perf_counter() - began)
 
 
 def _statistics_folder(out: Path, cell: Cell) -> Path:
@@ -319,24 +310,6 @@ def _collected(folder: Path, recipe: Recipe, dense: Dense, progress: Progress | 
         return collect(dense, folder, recipe, progress=progress)
     except UnfinishedError:
         return collect(dense, folder, recipe, restart=True, progress=progress)
-
-
-def _job(
-    cell: Cell, shared: _Shared, subject: OpenSubject, out: Path, device: str, keep: bool
-) -> CellJob:
-    statistics = None if _runs_model(cell) else shared.statistics
-    return CellJob(
-        cell=cell,
-        dense=subject.dense,
-        windows=subject.windows,
-        folder=out.absolute() / "models" / cell.id,
-        keep=keep,
-        device=device,
-        statistics=statistics.folder.absolute() if statistics else None,
-        overlap=shared.overlap,
-        collecting=0.0 if _runs_model(cell) else shared.seconds,
-        error=shared.error,
-    )
 
 
 def _clear_leftovers(out: Path, groups: Sequence[list[Cell]]) -> None:

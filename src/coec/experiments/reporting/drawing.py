@@ -3,6 +3,7 @@
 import html
 import io
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -138,7 +139,8 @@ def _drawn(panels: Sequence[Panel], columns: int, style: dict[Any, Any]) -> Iter
     legend = _LINE * ceil(len(labels) / legend_columns)
     height = max([_HEIGHT, *(0.9 + _LINE * len(panel.y_ticks) for panel in panels)])
     lines = ceil(len(panels) / columns)
-    with rc_context({**_STYLE, **style}):
+    with rc_context({**_STYLE, **style}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "constrained_layout not applied")  # labels are too long
         canvas = Canvas((_WIDTH * columns, height * lines + legend), layout="constrained")
         handles: dict[str, Any] = {}
         for index, panel in enumerate(panels, 1):

@@ -35,6 +35,7 @@ from coec.experiments.reporting.values import (
     measurement,
     significant,
     stressed,
+    varying,
 )
 from coec.experiments.rows import Row
 
@@ -47,13 +48,9 @@ def fits(item: Declaration, context: Context) -> bool:
     """
     if "label" in item.rows:
         return any(context.grid in row.labels for row in context.rows)
-    names = ["model", *item.each, *item.rows, *item.columns]
-    places: dict[Any, set[str]] = {}
-    for row in context.rows:
-        place = (row.model, *(row.setting(name) for name in names))
-        values = {**row.settings.values, "seed": None}
-        places.setdefault(place, set()).add(repr((values, row.settings.options)))
-    return not item.single or all(len(alike) == 1 for alike in places.values())
+    names = [*item.each, *item.rows, *_settings(item)]
+    places = grouped(context.rows, lambda row: (row.model, *map(row.setting, names)))
+    return not item.single or all({*varying(alike)} <= {"seed"} for alike in places.values())
 
 
 def pivot(item: Declaration, context: Context) -> list[Table]:
