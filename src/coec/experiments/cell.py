@@ -64,7 +64,7 @@ class CellJob:
         cell: the cell to carry out.
         dense: its model, open.
         windows: the evaluation text, cut.
-        folder: of the pruned model, which stays there if `keep`.
+        models: folder of the pruned models, where this one stays if `keep`.
         device: where to work.
         shared: results that it shares with other cells.
     """
@@ -72,10 +72,15 @@ class CellJob:
     cell: Cell
     dense: Dense
     windows: Windows
-    folder: Path
+    models: Path
     keep: bool
     device: str
     shared: DensePassOfGroup
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the cell's pruned model."""
+        return self.models / self.cell.id
 
 
 def run(job: CellJob) -> Row:

@@ -11,6 +11,7 @@ from coec.experiments.records import (
     BY_TYPE,
     PLAIN,
     PLAIN_TEXT,
+    Reader,
     check_object,
     checked,
     is_number,
@@ -31,7 +32,7 @@ _PERPLEXITY = checked("a number of at least 1", lambda v: is_number(v) and v > 0
 Fraction = Annotated[float, _SHARE]
 
 
-def _readers(table: Iterable[Setting]) -> dict[str, Any]:
+def _readers(table: Iterable[Setting]) -> dict[str, Reader]:
     return {s.name: BY_TYPE.get(s.kind, PLAIN_TEXT) for s in table if s.kind is not None}
 
 

@@ -128,14 +128,8 @@ def sweep(
             subject = subjects[group[0].subject]
             shared = _prepare(group, text, subject, out, progress)
             models_folder = out.absolute() / "models"
-            group_jobs = [
-                CellJob(
-                    cell, subject.dense, subject.windows, models_folder / cell.id, keep_models,
-                    chosen, shared,
-                )
-                for cell in group
-            ]  # fmt: skip
-            for row in workers.map(run, group_jobs):
+            common = (subject.dense, subject.windows, models_folder, keep_models, chosen, shared)
+            for row in workers.map(run, [CellJob(cell, *common) for cell in group]):
                 store.append(row.changed(identity=identity_of[row.cell]))
                 finished += 1
                 if progress:
@@ -143,9 +137,12 @@ def sweep(
             if not keep_statistics:
                 shutil.rmtree(_statistics_folder(out, group[0]), ignore_errors=True)
         _clear_leftovers(out, () if keep_statistics else _groups(cells))
-        rows = [store.rows[cell.id] for cell in cells]
+        return _summary(out, [store.rows[cell.id] for cell in cells], ran, store.torn)
+
+
+def _summary(out: Path, rows: list[Row], ran: int, torn: bool) -> Summary:
     reasons = {row.cell: row.error or NO_REASON for row in rows if row.status == "failed"}
-    return Summary(out, len(rows) - len(reasons), len(reasons), ran, reasons, store.torn)
+    return Summary(out, len(rows) - len(reasons), len(reasons), ran, reasons, torn)
 
 
 def check_plan(

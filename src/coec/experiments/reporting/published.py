@@ -1,6 +1,6 @@
 """Published numbers beside ours."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,7 +73,7 @@ def with_columns(table: Table, item: Declaration, context: Context, metric: str)
     )
 
 
-def _words(columns: PublishedColumns, publication: Publication, which: str) -> dict[str, Any]:
+def _words(columns: PublishedColumns, publication: Publication, which: str) -> Mapping[str, Any]:
     """Return the words that a note or a head of published columns may name."""
     models = ", ".join(columns.models)
     return {**publication.protocol, "which": which, "count": len(columns.models), "models": models}

@@ -48,7 +48,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Datum:
-    """Datum of a table.
+    """Content of one place in a table.
 
     Attributes:
         text: as it is printed.
