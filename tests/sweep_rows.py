@@ -5,9 +5,9 @@ import json
 import random
 from pathlib import Path
 
-from coec.experiments.reporting.document import Section, document
+from coec.experiments.reporting.document import ReportSection, document
 from coec.experiments.reporting.results import read_results
-from coec.experiments.reporting.tables import Table
+from coec.experiments.reporting.values import Table
 from coec.experiments.rows import RESULTS
 
 MODELS = {"stories260K": 4.6, "babyllama-1M": 21.0, "wt2-llama": 24.0}
@@ -188,11 +188,11 @@ def _one_option(add) -> None:
             add("rescale-ridge", "wt2-llama", 0.3, "rcpu", "coec", options=OPTIONS | own)
 
 
-def section(folder: Path, rows: list[dict], title: str, **asked) -> Section:
+def section(folder: Path, rows: list[dict], title: str, **asked) -> ReportSection:
     """One section of the report on some rows; an empty one where there is none of that title."""
     made = document(read_results(write(folder, rows)), **asked)
     found = [one for one in made.sections if one.title == title]
-    return found[0] if found else Section(title, "")
+    return found[0] if found else ReportSection(title, "")
 
 
 def tables(folder: Path, rows: list[dict], title: str, named: str = "", **asked) -> list[Table]:

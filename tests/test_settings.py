@@ -46,8 +46,8 @@ from coec.settings.document import document
 before = "torch" in sys.modules
 from coec.cli.prune import prune_command
 from coec.experiments.grid import Grid
-from coec.experiments.rows import OPTION_KINDS, RECIPE_KINDS
-from coec.planning.recipe import Recipe, read_settings
+from coec.experiments.rows import OPTION_READERS, RECIPE_READERS
+from coec.planning.recipe import Recipe
 recipe = Recipe(extra_turns=5, extra_text="yes")
 flags = inspect.signature(prune_command).parameters
 grid = Grid.read(sys.argv[1])
@@ -57,7 +57,7 @@ print(json.dumps({
     "help": [flags[n].annotation.__metadata__[0].help for n in ("extra_turns", "extra_text")],
     "record": recipe.record(),
     "default": Recipe().record(),
-    "rows": ["extra_turns" in OPTION_KINDS, "extra_text" in RECIPE_KINDS],
+    "rows": ["extra_turns" in OPTION_READERS, "extra_text" in RECIPE_READERS],
     "grid": [grid.axes, grid.fixed],
 }))
 """

@@ -1,7 +1,6 @@
 """What a grid declares of its report: read before any work, kept beside the rows, drawn."""
 
 import ast
-import json
 import re
 import tomllib
 from dataclasses import fields
@@ -14,21 +13,21 @@ import sweep_rows as sr
 from coec.errors import OptionError, ResultsError
 from coec.experiments import reporting
 from coec.experiments.declarations import (
-    DECLARED,
-    READY,
+    DECLARATIONS,
+    READY_GRIDS,
     Declaration,
+    Declared,
     Drawing,
     Role,
     Series,
     items,
     read_declarations,
-    ready,
     write_declarations,
 )
 from coec.experiments.grid import expand
-from coec.experiments.publications import PUBLISHED, publication
-from coec.experiments.reporting.document import DRAWN, document, every
-from coec.experiments.reporting.plots import ROLES
+from coec.experiments.publications import PUBLISHED
+from coec.experiments.reporting.document import DRAWINGS, document, every
+from coec.experiments.reporting.drawing import ROLE_COLOURS
 from coec.experiments.reporting.render import markdown
 from coec.experiments.reporting.results import read_results
 
@@ -103,7 +102,9 @@ def test_a_figure_of_a_users_own_is_drawn_as_it_says(tmp_path):
     (section,) = [s for s in document(read_results(folder)).sections if s.title == "Mine"]
     (panel,) = section.figures[0].panels
     assert {c.label: list(c.y) for c in panel.curves} == {"rcpu": [9.0, 12.0], "coec": [8.0, 13.0]}
-    assert "\n### By sparsity\n\nThe figure is in" in markdown(document(read_results(folder)))
+    assert panel.x_label == "Compression ratio"
+    made = markdown(document(read_results(folder)), {("mine", "By sparsity"): "figures/f"})
+    assert "\n### By sparsity\n\n![By sparsity](figures/f.svg)\n" in made
 
 
 def test_what_where_chooses_among_still_tells_lines_apart(tmp_path):
@@ -138,23 +139,7 @@ def test_rows_of_which_nothing_can_be_drawn_as_declared_are_listed(tmp_path):
     assert "Mine" not in sections
 
 
-def test_numbers_of_a_users_own_file_stand_beside_where_they_are_asked_for(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("theirs.toml").write_text(
-        'name = "the others"\nshort = "others"\n[columns.sizes]\nnote = "Theirs."\n'
-        'columns = [{ head = "Others", values = { coec = 7.5 } }]\n'
-    )
-    text = GRID + 'published = "theirs.toml"\npart = "sizes"\n'
-    folder = sr.write(tmp_path / "out", of_mine(ROWS))
-    write_declarations(folder, declared(tmp_path, text))
-    Path("theirs.toml").unlink()  # the folder of the results needs nothing else
-    results = read_results(folder)
-    for asked, last in ((None, "30 %"), ("theirs", "Others"), ("paper", "30 %")):
-        made = document(results, compare=asked)
-        (table,) = next(one for one in made.sections if one.title == "Mine").tables
-        assert table.heads[-1] == last
-    with pytest.raises(OptionError, match="no published numbers 'x': there is paper, theirs"):
-        document(results, compare="x")
+SEEDS = tomllib.loads(READY_GRIDS["seeds"].read_text(encoding="utf-8"))["report"]
 
 
 def test_what_grids_declare_lies_beside_the_rows_and_grows(tmp_path):
@@ -163,8 +148,8 @@ def test_what_grids_declare_lies_beside_the_rows_and_grows(tmp_path):
     write_declarations(tmp_path, small)
     write_declarations(tmp_path, wide)
     found = read_declarations(tmp_path)
-    assert found.grids == {"mine": small.grids["mine"], "seeds": ready("seeds")}
-    assert sorted(path.name for path in tmp_path.iterdir()) == [DECLARED, "mine.toml"]
+    assert found.grids == {"mine": small.grids["mine"], "seeds": SEEDS}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [DECLARATIONS, "mine.toml"]
 
 
 def test_included_grids_bring_their_declarations(tmp_path):
@@ -175,7 +160,7 @@ def test_included_grids_bring_their_declarations(tmp_path):
 @pytest.mark.parametrize("text", ["{", "[]", '{"grids": {"a": [{}]}}', '{"grids": {"a": 3}}'])
 def test_a_file_of_declarations_that_is_none_is_an_error_of_one_line(text, tmp_path):
     folder = sr.write(tmp_path, of_mine(ROWS))
-    (folder / DECLARED).write_text(text)
+    (folder / DECLARATIONS).write_text(text)
     with pytest.raises(
         ResultsError, match="does not say what the grids declare .*: remove it"
     ) as e:
@@ -211,7 +196,7 @@ WRONG = [
     (f"[[report]]\n{TABLE}values = ['capped']\nextra = {{ M = 'mean' }}", "extra, ours and"),
     (f"[[report]]\n{TABLE}each = ['part']", "part needs parts: names of labels"),
     (f"[[report]]\n{TABLE}published = 'paper'", "published needs part: columns of that file"),
-    (f"[[report]]\n{TABLE}published = 'no.toml'\npart = 'a'", "give a TOML file, or one of paper"),
+    (f"[[report]]\n{TABLE}published = 'x'\npart = 'a'", "published numbers 'x': there is paper"),
     (f"[[report]]\n{TABLE}series = [{{ colour = 'red' }}]", "unknown key 'colour'"),
     (f"[[report]]\n{TABLE}series = [{{ role = 'red' }}]", "series[0].role must be 'ink' or"),
 ]  # fmt: skip
@@ -228,29 +213,10 @@ def test_an_error_in_a_declaration_is_one_line_before_any_work(text, message, tm
     assert text.startswith(("report", "[report]")) or "[[report]] 1" in said or "published" in said
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({}, "a publication must be an object with 'name'"),
-        ({"comparison": [{"metric": "speed"}]}, "comparison[0] must be an object with 'sparsity'"),
-        ({"comparison": [{"metric": "perplexity", "sparsity": 0.1, "models": ["a", "b"],
-                          "values": {"rcpu": {"coec": [1.0]}}}]},
-         "comparison[0].values.rcpu.coec must be 2 numbers, got 1"),
-        ({"columns": {"a": {"columns": [], "note": "{who}"}}}, "columns.a: '{who}' may have"),
-    ],
-)  # fmt: skip
-def test_an_error_in_published_numbers_names_the_field(content, message):
-    whole = {"name": "the paper", "short": "paper"} | content if content else {}
-    with pytest.raises(OptionError) as caught:
-        publication(whole, "file")
-    assert str(caught.value).startswith("file: ")
-    assert message in str(caught.value)
-
-
 def test_every_drawing_can_be_declared_and_every_ready_declaration_is_one():
-    assert set(DRAWN) == set(get_args(Drawing))
-    assert get_args(Role) == ROLES
-    assert all(ready(name) for name in READY)
+    assert set(DRAWINGS) == set(get_args(Drawing))
+    assert get_args(Role) == tuple(ROLE_COLOURS)
+    assert all(Declared().items(name) for name in READY_GRIDS)
     assert all(every(place) for place in ("before", "else", "after"))
 
 
@@ -260,15 +226,17 @@ def test_the_documented_declarations_are_some_and_every_key_is_documented():
     example = section.partition("```toml\n")[2].partition("```")[0]
     table, figure = items(tomllib.loads(example)["report"], "the document")
     assert (table.drawing, figure.drawing) == ("pivot", "lines")
-    unsaid = {one.name for kind in (Declaration, Series) for one in fields(kind)} - set(
-        re.findall(r"[a-z_]+", section)
-    )
+    unsaid = {
+        field.metadata.get("key", field.name)
+        for declared in (Declaration, Series)
+        for field in fields(declared)
+    } - set(re.findall(r"[a-z_]+", section))
     assert unsaid == set()
 
 
 def test_no_code_of_the_report_knows_a_grid_or_a_paper():
     """Names of grids that mean nothing else, as whole strings; `paper` in any string."""
-    names = set(READY) - {"alpha", "delta", "rounds", "seeds"}
+    names = set(READY_GRIDS) - {"alpha", "delta", "rounds", "seeds"}
     for path in Path(reporting.__file__).parent.glob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
@@ -280,9 +248,9 @@ def test_no_code_of_the_report_knows_a_grid_or_a_paper():
 
 
 def test_declarations_survive_json(tmp_path):
-    for name in READY:
+    for name in READY_GRIDS:
         write_declarations(tmp_path, expand(name, models=["m"])[0].declared)
-    found = json.loads((tmp_path / DECLARED).read_text())
-    assert list(read_declarations(tmp_path).grids.values()) == [
-        items(content, name) for name, content in found["grids"].items()
-    ]
+    declared = read_declarations(tmp_path)
+    assert {*declared.grids} == {*READY_GRIDS}
+    for name in READY_GRIDS:
+        assert declared.items(name) == Declared().items(name)

@@ -8,7 +8,7 @@ import pytest
 from coec.cli.sweep import READY as NAMED_IN_HELP
 from coec.compensation import COMPENSATIONS
 from coec.errors import OptionError
-from coec.experiments.grid import NEWER, READY, Evaluation, expand
+from coec.experiments.grid import NEWER, READY_GRIDS, Evaluation, expand
 from coec.planning.recipe import Recipe
 
 
@@ -45,11 +45,11 @@ def test_ready_grids_expand(name, count):
 
 
 def test_every_ready_grid_is_tested():
-    assert set(READY) == {
+    assert set(READY_GRIDS) == {
         "main", "ablation", "calibration-size", "seeds", "alpha", "lambda-a", "delta",
         "overfitting", "rounds", "rescale-ridge",
     }  # fmt: skip
-    assert tuple(READY) == NAMED_IN_HELP
+    assert tuple(READY_GRIDS) == NAMED_IN_HELP
 
 
 def test_the_ablation_names_its_rows():
@@ -192,7 +192,10 @@ def test_a_digest_depends_on_everything_asked_for():
         ("samples = true", "samples must be a whole number of at least 1, got True"),
         ("seed = true", "seed must be a whole number of at least 0, got True"),
         ("evaluate = {txt = 'a'}", r"\[evaluate\]: unknown key 'txt'; did you mean 'text'\?"),
-        ("evaluate = {max_windows = true}", "max_windows must be a whole number, got True"),
+        (
+            "evaluate = {max_windows = true}",
+            "max_windows must be a whole number of at least 0, got True",
+        ),
         ("evaluate = {geometry = 'yes'}", "geometry must be true or false, got 'yes'"),
         ("grids = ['mian']", "no grid 'mian': give a TOML file, or one of ablation"),
     ],

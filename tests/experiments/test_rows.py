@@ -3,7 +3,6 @@
 import json
 import random
 from copy import deepcopy
-from dataclasses import replace
 
 import pytest
 
@@ -11,7 +10,7 @@ import sweep_rows as sr
 from coec.errors import ResultsError
 from coec.experiments.reporting.report import write_report
 from coec.experiments.reporting.results import read_results
-from coec.experiments.rows import RESULTS, Row, Settings, Site, read, read_lines, write
+from coec.experiments.rows import RESULTS, read, read_lines, write
 from coec.experiments.store import Store
 
 READERS = pytest.mark.parametrize("reader", [Store, read_results])
@@ -125,21 +124,11 @@ def test_a_row_that_is_written_again_keeps_what_nobody_reads(tmp_path):
     """Fields of another version, whole or within a part, outlive a change beside them."""
     made = measured() | {"of another version": [1, {}], "error": "odd"}
     made["perplexity"]["kl"] = 0.5
-    changed = replace(read(made), grids=("main", "mine"), error=None)
-    told = json.loads(write(changed))
-    assert told.pop("error", None) is None
-    assert told == {k: v for k, v in made.items() if k != "error"} | {"grids": ["main", "mine"]}
-
-
-def test_a_row_of_our_own_is_written_without_what_nobody_measured():
-    settings = Settings({"sparsity": 0.3, "compensation": "none", "holdout": None})
-    row = Row("a", "done", "m", settings, (), {}, sites=(Site("mlp", 0, rounds=0),))
-    assert json.loads(write(row)) == {
-        "cell": "a", "status": "done", "model": "m", "grids": [], "labels": {},
-        "settings": {"sparsity": 0.3, "compensation": "none", "holdout": None},
-        "sites": [{"site": "mlp", "block": 0, "rounds": 0}],
-    }  # fmt: skip
-    assert read(json.loads(write(row))) == row
+    changed = read(made).changed(grids=["main", "mine"], error=None)
+    assert (changed.grids, changed.error) == (("main", "mine"), None)
+    assert json.loads(write(changed)) == made | {"grids": ["main", "mine"], "error": None}
+    with pytest.raises(ResultsError, match="grids must be a list"):
+        changed.changed(grids=3)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +143,7 @@ def test_a_row_of_our_own_is_written_without_what_nobody_measured():
 )  # fmt: skip
 def test_a_field_that_is_null_is_as_one_that_is_not_there(place, tmp_path, monkeypatch):
     monkeypatch.setattr("coec.experiments.reporting.report.html", lambda document: "")  # slow
+    monkeypatch.setattr("coec.experiments.reporting.report.pictures", lambda figure: {})
     for grid in ("main", "rounds", "rescale-ridge", "ablation"):
         row = changed(place, None) | {"grids": [grid]}
         write_report(sr.write(tmp_path / grid, [row, sr.dense(), row | {"cell": "another"}]))

@@ -22,7 +22,7 @@ from coec.cli import main
 from coec.errors import CoecError, ModelError, OptionError, OutputError, ResultsError
 from coec.experiments import cell as cell_module
 from coec.experiments import sweep as module
-from coec.experiments.declarations import DECLARED
+from coec.experiments.declarations import DECLARATIONS
 from coec.experiments.grid import expand
 from coec.experiments.reporting.document import document
 from coec.experiments.reporting.results import read_results
@@ -184,7 +184,7 @@ def test_every_row_has_the_full_record(whole):
 def test_one_dense_pass_per_calibration_and_nothing_left_behind(finished):
     folder, passes = finished
     assert passes == [0, 1]
-    assert sorted(p.name for p in folder.iterdir()) == [".lock", DECLARED, RESULTS]
+    assert sorted(p.name for p in folder.iterdir()) == [".lock", DECLARATIONS, RESULTS]
 
 
 @pytest.mark.slow
@@ -684,7 +684,7 @@ def test_statistics_that_were_collected_before_serve_the_cells(place, whole, tmp
     assert (given.folder / "statistics.json").is_file()
     assert not (tmp_path / "out/statistics").exists()
     # A grid that says nothing of the calibration takes all of it from there.
-    plain = replace(cells[1], recipe=replace(how, calibration=Calibration()), given=None)
+    plain = replace(cells[1], recipe=replace(how, calibration=Calibration()), explicit=None)
     assert sweep([cells[0], plain], tmp_path / "out", statistics=[given]).ran == 0
 
 
@@ -764,9 +764,10 @@ def test_rows_say_what_auto_chose_and_of_what(place, tmp_path):
     (tmp_path / "g.toml").write_text("holdout = 0.2\n" + head + models)
     assert sweep(expand(str(tmp_path / "g.toml")), tmp_path / "out").failed == 0
     row = next(row for row in Store(tmp_path / "out").rows.values() if not row.dense)
-    for site in row.sites:
-        assert site.candidates[site.chosen] == min(site.candidates.values()) == site.holdout_after
-        assert len(site.candidates) == 10
+    for site in row.record["sites"]:
+        candidates = site["candidates"]
+        assert candidates[site["chosen"]] == min(candidates.values()) == site["holdout_after"]
+        assert len(candidates) == 10
 
 
 def test_cells_that_run_both_models_take_the_text_itself(place, tmp_path):
@@ -776,7 +777,7 @@ def test_cells_that_run_both_models_take_the_text_itself(place, tmp_path):
     head = "holdout = 0.2\n" + text[0].replace("seed = [0, 1]", "")
     variants = (
         '[[variants]]\nselection = "obs"\n'
-        '[[variants]]\npreset = "best"\nkv_groups = "uniform"\nreconstruct = 1\ninner = 2\n'
+        '[[variants]]\npreset = "best"\nkv_groups = "uniform"\nreconstruct = 1\ncg_iterations = 2\n'
         "self_samples = 0.0\n"
     )
     (tmp_path / "g.toml").write_text(head + variants + models)
@@ -786,16 +787,16 @@ def test_cells_that_run_both_models_take_the_text_itself(place, tmp_path):
     assert best.settings.values["propagate"] is True
     assert paper.settings.values["propagate"] is False
     assert best.calibration.windows_sha256 == paper.calibration.windows_sha256
-    for site in best.sites:
-        assert site.reconstruction.error_after <= site.reconstruction.error_before
-    assert not any(site.reconstruction for site in paper.sites)
+    for site in best.record["sites"]:
+        assert site["reconstruction"]["error_after"] <= site["reconstruction"]["error_before"]
+    assert not any("reconstruction" in site for site in paper.record["sites"])
 
 
 def test_a_group_of_such_cells_alone_collects_nothing(place, tmp_path, monkeypatch):
     """Its rows have the distance from the dense model too, and frames, if asked for."""
     text = (place / "grid.toml").read_text().partition("[[variants]]")
     models = "[[models]]" + text[2].partition("[[models]]")[2]
-    variants = '[[variants]]\npreset = "best"\nreconstruct = 1\ninner = 2\n'
+    variants = '[[variants]]\npreset = "best"\nreconstruct = 1\ncg_iterations = 2\n'
     (tmp_path / "g.toml").write_text(text[0].replace("seed = [0, 1]", "") + variants + models)
     monkeypatch.setattr("coec.experiments.sweep.collect", lambda *given, **more: 1 / 0)
     cells = expand(str(tmp_path / "g.toml"), evaluate={"distance": True, "geometry": True})
@@ -803,8 +804,9 @@ def test_a_group_of_such_cells_alone_collects_nothing(place, tmp_path, monkeypat
     dense, best = sorted(Store(tmp_path / "out").rows.values(), key=lambda row: not row.dense)
     assert best.overlap.windows is not None
     assert best.calibration.windows == 2 * best.setting("samples")
-    assert best.reconstruction.kv_groups in best.reconstruction.candidates
-    assert {*best.reconstruction.candidates} == {"uniform", "all"}
+    chosen = best.record["reconstruction"]
+    assert chosen["kv_groups"] in chosen["candidates"]
+    assert {*chosen["candidates"]} == {"uniform", "all"}
     pruned = [site for site in best.sites if site.site == "mlp"]
     assert all(0 < site.geometry.angle_oc < 90 for site in pruned)
     assert 0 < best.measured("kl") < 10

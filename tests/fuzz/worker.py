@@ -11,6 +11,7 @@ import resource
 import shutil
 import sys
 import tempfile
+import tomllib
 import traceback
 import warnings
 from collections.abc import Callable
@@ -34,9 +35,8 @@ import sweep_rows
 import tiny_models as tm
 from coec.allocation.kept import KEPT
 from coec.errors import CoecError
-from coec.experiments.declarations import READY, Declared, ready, write_declarations
+from coec.experiments.declarations import READY_GRIDS, Declared, write_declarations
 from coec.experiments.grid import expand
-from coec.experiments.publications import ready_published
 from coec.experiments.reporting.report import write_report
 from coec.experiments.store import Store
 from coec.planning.recipe import Recipe, read_settings
@@ -77,9 +77,10 @@ def originals(root: Path) -> None:
     )
     rows = [row for row in sweep_rows.sweep() if row["grids"]]
     sweep_rows.write(root / "results", rows[:12])
-    declared = {name: ready(name) for name in READY}
+    toml = {name: tomllib.loads(path.read_text()) for name, path in READY_GRIDS.items()}
+    declared = {name: grid["report"] for name, grid in toml.items()}
     sweep_rows.write(root / "declared", rows[:8] + rows[-40::2])
-    write_declarations(root / "declared", Declared(declared, {"theirs": ready_published("paper")}))
+    write_declarations(root / "declared", Declared(declared))
 
 
 def measured(model: Path, text: Path) -> None:
@@ -176,9 +177,9 @@ def geometry(here: Path) -> None:
         assert math.isfinite(row["discrepancy"]), row
 
 
-def report(folder: Path, compare: str = "paper") -> None:
+def report(folder: Path) -> None:
     Store(folder)
-    written = write_report(folder, compare=compare)
+    written = write_report(folder, compare="paper")
     assert all(path.stat().st_size for path in written.files)
 
 
@@ -225,7 +226,7 @@ CASES: dict[str, Case] = {
     ),
     "declarations": (
         ("declared",), lambda p: [p / "declared/grids.json"],
-        lambda p: report(p / "declared", "theirs"),
+        lambda p: report(p / "declared"),
     ),
     **{
         name: (

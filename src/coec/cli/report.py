@@ -13,26 +13,26 @@ def report_command(
     *,
     compare: Annotated[
         str | None,
-        setting(
-            "paper: set the numbers that the paper prints beside ours; or the name of published "
-            "numbers that a grid declares.",
-            "NAME",
-        ),
+        setting("paper: set the numbers that the paper prints beside ours.", "NAME"),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the tables and figures of a sweep: report.md, report.tex and report.html in OUT."""
+    """Write the tables and figures of a sweep: report.md, report.tex and report.html in OUT.
+
+    Figures are in OUT/figures too, as PDF and SVG.
+    """
     from coec.experiments.reporting.report import write_report
 
     interruptible()
     written = write_report(out, compare=compare)
     paths = {path.suffix[1:]: str(path) for path in written.files}
     if as_json:
-        print(json.dumps({"files": paths, **written.document.as_dict()}))
+        figures = [str(path) for path in written.figures]
+        print(json.dumps({"files": paths, "figures": figures, **written.document.as_dict()}))
         return
     for name, value in written.document.facts:
         results.print(f"{name:<20} {value}", markup=False)
     for note in written.document.notes:
         results.print(note, markup=False)
-    for path in paths.values():
+    for path in (*paths.values(), *dict.fromkeys(path.parent for path in written.figures)):
         results.print(f"{'written':<20} {path}", markup=False)

@@ -140,7 +140,7 @@ def sweep_command(
 
 
 def _show_summary(summary: "Summary", out: Path, kept: int) -> None:
-    """What was done, and why what failed did."""
+    """Print the numbers of cells, and the reasons of failures."""
     if summary.torn:
         notes.print("note: an unfinished last line of results.jsonl was dropped")
     results.print(
@@ -155,7 +155,7 @@ def _show_summary(summary: "Summary", out: Path, kept: int) -> None:
 
 
 def _show_cells(cells: list["Cell"], as_json: bool) -> None:
-    """One line per cell: what tells it apart."""
+    """Print a line per cell with the settings that tell it apart."""
     if as_json:
         listing = [
             {
@@ -174,7 +174,7 @@ def _show_cells(cells: list["Cell"], as_json: bool) -> None:
     lines = [("cell", "model", "grids", "what")]
     for cell in cells:
         recipe = cell.recipe
-        what = "dense" if recipe is None else (
+        settings = "dense" if recipe is None else (
             f"{recipe.pruning.sparsity:.0%} {recipe.pruning.selection} → "
             f"{recipe.pruning.compensation}, {recipe.calibration.samples} windows, "
             f"seed {recipe.calibration.seed}"
@@ -185,8 +185,8 @@ def _show_cells(cells: list["Cell"], as_json: bool) -> None:
             )
             + "".join(f", {k} = {v}" for k, v in recipe.pruning.options.items())
         )  # fmt: skip
-        lines.append((cell.id, cell.subject.label, ", ".join(cell.grids), what))
+        lines.append((cell.id, cell.subject.label, ", ".join(cell.grids), settings))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
-    for *short, what in lines:  # rich's table takes seconds for thousands of rows
-        print("  ".join([*(text.ljust(n) for text, n in zip(short, widths, strict=True)), what]))
+    for *short, last in lines:  # rich's table takes seconds for thousands of rows
+        print("  ".join([*(text.ljust(n) for text, n in zip(short, widths, strict=True)), last]))
     print(f"\n{len(cells)} cells")

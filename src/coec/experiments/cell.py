@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,192 +21,193 @@ from coec.evaluation.zero_shot import zero_shot
 from coec.experiments.grid import Cell
 from coec.experiments.memory import peak, reset_peak
 from coec.experiments.records import CONTROL
-from coec.experiments.rows import Row, read, write
+from coec.experiments.rows import Row, read
 from coec.models.dense import Dense
 from coec.pipeline.prune import prune
 from coec.pipeline.report import Report
 from coec.planning.recipe import Recipe
 from coec.settings import Calibration
 
-SITE_FIELDS = (
+_SITE_FIELDS = (
     "module", "block", "site", "units_before", "units_after", "error_before", "error_after",
     "holdout_before", "holdout_after", "chosen", "candidates", "reconstruction",
     "errors_per_round", "objectives_per_round", "alignment_before", "alignment_after",
     "gcv_lambda", "rounds", "reason", "events", "seconds",
 )  # fmt: skip
-"""What a row keeps of a site's entry in coec.json."""
+"""Fields of a site's entry in coec.json that a row keeps."""
+RowFields = dict[str, Any]
+"""Fields of a row, ready for JSON."""
+
+
+@dataclass(frozen=True)
+class DensePassOfGroup:
+    """Results that the cells of one calibration share.
+
+    Attributes:
+        statistics: their folder; None where every cell runs the models itself.
+        overlap: of calibration and evaluation text.
+        seconds: that it took, once for all cells.
+        error: why there are no statistics; the cells then fail with it.
+    """
+
+    statistics: Path | None = None
+    overlap: Overlap | None = None
+    seconds: float = 0.0
+    error: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
-    """All that a worker needs for one cell.
+class CellJob:
+    """Inputs of a worker for one cell.
 
     Attributes:
-        cell: what to do.
+        cell: the cell to carry out.
         dense: its model, open.
         windows: the evaluation text, cut.
-        folder: where the pruned model goes.
-        keep: whether it stays there.
+        models: folder of the pruned models, where this one stays if `keep`.
         device: where to work.
-        statistics: of the cell's calibration; None for a dense model.
-        overlap: of that calibration with the evaluation text.
-        collecting: seconds that the dense pass took, once for all cells of the calibration.
-        error: why there are no statistics; the cell then fails with it.
+        shared: results that it shares with other cells.
     """
 
     cell: Cell
     dense: Dense
     windows: Windows
-    folder: Path
+    models: Path
     keep: bool
     device: str
-    statistics: Path | None
-    overlap: Overlap | None
-    collecting: float
-    error: str | None
+    shared: DensePassOfGroup
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the cell's pruned model."""
+        return self.models / self.cell.id
 
 
-def run(job: Job) -> Row:
-    """The cell's row; a failure is a row too, with its reason in one line."""
+def run(job: CellJob) -> Row:
+    """Return the cell's row; a failure is a row too, with its reason in one line."""
     device = choose_device(job.device)
     reset_peak(device)
     row = head(job.cell)
     try:
-        if job.error:
-            raise CoecError(job.error)
+        if job.shared.error:
+            raise CoecError(job.shared.error)
         measured = _measured(job)
         _check_finite(measured)
-        row = read(json.loads(write(row)) | json.loads(json.dumps(measured)))
+        row = row.changed(**json.loads(json.dumps(measured)))
     except Exception as error:  # libraries raise what they like, and the other cells go on
-        row = replace(row, status="failed", error=reason(error))
+        row = row.changed(status="failed", error=reason(error))
     finally:
         if not job.keep:
             shutil.rmtree(job.folder, ignore_errors=True)
-    return replace(
-        row,
-        peak_memory_bytes=_largest(row.peak_memory_bytes, peak(device)),
+    peaks = [size for size in (row.peak_memory_bytes, peak(device)) if size is not None]
+    return row.changed(
+        peak_memory_bytes=max(peaks, default=None),
         environment={"coec": __version__, **environment(str(device))},
     )
 
 
 def reason(error: Exception) -> str:
-    """An error in one line; of errors that are not our own also the kind."""
-    kind = "" if isinstance(error, CoecError) else type(error).__name__
+    """Describe an error in one line; of errors that are not our own also the class."""
+    name = "" if isinstance(error, CoecError) else type(error).__name__
     words = CONTROL.sub("?", " ".join(str(error).split()))
-    return ": ".join(part for part in (kind, words) if part)
+    return ": ".join(text for text in (name, words) if text)
 
 
-def _check_finite(value: Any, place: str = "") -> None:
-    """Raises NumericalError, which names the place, for a number that JSON does not have."""
+def _check_finite(value: object, place: str = "") -> None:
+    """Raise NumericalError, which names the place, for a number that JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         raise NumericalError(f"{place} is not finite: {value}")
-    inner: Any = ()
-    if isinstance(value, dict):
-        inner = value.items()
-    elif isinstance(value, list | tuple):
-        inner = enumerate(value)
-    for name, part in inner:
-        _check_finite(part, f"{place}.{name}".removeprefix("."))
+    members = value.items() if isinstance(value, dict) else ()
+    for name, member in enumerate(value) if isinstance(value, list | tuple) else members:
+        _check_finite(member, f"{place}.{name}".removeprefix("."))
 
 
 def head(cell: Cell) -> Row:
-    """What was asked for: the beginning of every row; ResultsError where none can hold it."""
-    if cell.recipe is None:
-        settings: dict[str, Any] = {
-            "sparsity": 0.0,
-            "selection": None,
-            "compensation": "dense",
-            "options": {},
-        }
-    else:
-        settings = cell.recipe.record()
+    """Return the settings of a cell as the beginning of its row.
+
+    Raises:
+        ResultsError: no row can hold them.
+    """
+    dense: RowFields = {"sparsity": 0.0, "selection": None, "compensation": "dense", "options": {}}
     return read({
         "cell": cell.id, "grids": list(cell.grids), "labels": cell.labels, "status": "done",
         "error": None, "model": cell.subject.label, "path": cell.subject.path,
-        "settings": settings,
+        "settings": cell.recipe.record() if cell.recipe else dense,
     })  # fmt: skip
 
 
-def _measured(job: Job) -> dict[str, Any]:
-    """Prunes, where the cell asks for that, and evaluates what it got."""
+def _measured(job: CellJob) -> RowFields:
+    """Prune, where the cell has a recipe, and evaluate the model."""
     began = time.perf_counter()
-    subject, report = job.cell.subject, None
-    model = job.dense
-    row: dict[str, Any] = {}
+    evaluation, device = job.cell.subject.evaluation, choose_device(job.device)
+    model, report = job.dense, None
+    row: RowFields = {}
     if job.cell.recipe is not None:
         report = _pruned_model(job, job.cell.recipe)
         model = Dense.open(job.folder)
-        row |= _pruned(report)
+        row = _pruned(report)
     pruned_at = time.perf_counter()
-    device = choose_device(job.device)
     row["peak_memory_bytes"] = peak(device)
-    reset_peak(device)  # what running the model takes is measured by itself
-    base = job.dense if subject.evaluation.distance and report else None
-    result = perplexity(model, job.windows, baseline=base, device=job.device)
+    reset_peak(device)  # the memory of running the model is measured by itself
+    baseline = job.dense if evaluation.distance and report else None
+    result = perplexity(model, job.windows, baseline=baseline, device=job.device)
     row["perplexity"] = result.as_dict()
     cost = asdict(efficiency(job.dense, model).pruned)
     row["cost"] = cost | {"peak_memory_bytes": peak(device)}
-    if job.overlap:
-        row["overlap"] = {**asdict(job.overlap), "flagged": job.overlap.flagged}
-    how = subject.evaluation
-    if how.tasks:
+    overlap = job.shared.overlap
+    if overlap:
+        row["overlap"] = {**asdict(overlap), "flagged": overlap.flagged}
+    if evaluation.tasks:
         row["zero_shot"] = zero_shot(
-            model, how.tasks, tasks_data=how.tasks_data, limit=how.limit, device=job.device,
-            trust_remote_code=how.trust_remote_code,
+            model, evaluation.tasks, tasks_data=evaluation.tasks_data, limit=evaluation.limit,
+            device=job.device, trust_remote_code=evaluation.trust_remote_code,
         ).as_dict()  # fmt: skip
-    if how.geometry and report:
+    if evaluation.geometry and report:
         _add_geometry(row["sites"], geometry(job.dense, model, device=job.device))
     row.setdefault("parameters", {"before": result.parameters, "after": result.parameters})
     row["seconds"] = {
-        "collecting": job.collecting,
+        "collecting": 0.0 if job.cell.runs_model else job.shared.seconds,
         "pruning": pruned_at - began,
         "evaluating": time.perf_counter() - pruned_at,
     }
     return row
 
 
-def _pruned_model(job: Job, recipe: Recipe) -> Report:
-    """Goes on where an interrupted sweep was in this cell, if that was asked for the same.
+def _pruned_model(job: CellJob, recipe: Recipe) -> Report:
+    """Prune the model of a cell; go on where an interrupted sweep was, if the settings agree.
 
-    The statistics bring the calibration: their text need not be at its place any more. What a
-    compensation may need of it, held-out windows, has to be asked for all the same.
+    The statistics bring the calibration: their text need not be at its place any more. Held-out
+    windows, which a compensation may need of it, have to be asked for all the same.
     """
-    if job.statistics is not None:
+    statistics = None if job.cell.runs_model else job.shared.statistics
+    if statistics is not None:
         recipe = replace(recipe, calibration=Calibration(holdout=recipe.calibration.holdout))
     shutil.rmtree(job.folder, ignore_errors=True)  # left by a sweep that was killed
     try:
-        return prune(job.dense, job.folder, recipe, statistics=job.statistics)
+        return prune(job.dense, job.folder, recipe, statistics=statistics)
     except UnfinishedError:
-        return prune(job.dense, job.folder, recipe, statistics=job.statistics, restart=True)
+        return prune(job.dense, job.folder, recipe, statistics=statistics, restart=True)
 
 
-def _largest(*peaks: int | None) -> int | None:
-    """The most memory of any phase; None where it is not known."""
-    return max((p for p in peaks if p is not None), default=None)
-
-
-def _pruned(report: Report) -> dict[str, Any]:
-    sites = [{name: site[name] for name in SITE_FIELDS if name in site} for site in report.sites]
+def _pruned(report: Report) -> RowFields:
     return {
         "settings": report.recipe,
         "parameters": report.plan["parameters"],
         "calibration": report.calibration,
-        "sites": sites,
+        "sites": [{n: site[n] for n in _SITE_FIELDS if n in site} for site in report.sites],
         "reconstruction": report.reconstruction,
     }
 
 
-def _add_geometry(sites: list[dict[str, Any]], measured: list[dict[str, Any]]) -> None:
-    """Mean principal angles in degrees, the frames' discrepancy and the alignment penalty."""
-    by_module = {module["module"]: module for module in measured}
+def _add_geometry(sites: list[RowFields], measured: list[RowFields]) -> None:
+    """Add mean principal angles in degrees, the frames' discrepancy and the alignment penalty."""
+    by_module: Mapping[str, RowFields] = {module["module"]: module for module in measured}
     for site in sites:
-        found = by_module.get(site["module"])
-        if found:
+        module = by_module.get(site["module"])
+        if module:
             site["geometry"] = {
-                "angle_op": found["original_pruned"]["mean"],
-                "angle_oc": found["original_compensated"]["mean"],
-                "angle_pc": found["pruned_compensated"]["mean"],
-                "discrepancy": found["discrepancy"],
-                "r": found["r"],
-                "penalty": found["penalty"],
+                "angle_op": module["original_pruned"]["mean"],
+                "angle_oc": module["original_compensated"]["mean"],
+                "angle_pc": module["pruned_compensated"]["mean"],
+                **{name: module[name] for name in ("discrepancy", "r", "penalty")},
             }

@@ -1,29 +1,29 @@
-"""What a grid declares of its report: the `[[report]]` tables of its file (docs/EXPERIMENTS.md).
+"""Declarations of a grid's report: the `[[report]]` tables of its file (docs/EXPERIMENTS.md).
 
 A sweep writes the declarations of its grids beside the rows, so that the report needs nothing else.
 """
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, get_args
+from string import Formatter
+from typing import Annotated, Any, Literal, get_args
 
 from coec.errors import OptionError, ResultsError
 from coec.experiments.files import write_whole
-from coec.experiments.publications import Publication, check_template, publication
-from coec.experiments.records import Flag, Plain, Text, plain, reader
+from coec.experiments.records import PLAIN, reader
 from coec.experiments.rows import SETTING_NAMES, Metric
 
-DECLARED = "grids.json"
-READY = {path.stem: path for path in sorted((Path(__file__).parent / "grids").glob("*.toml"))}
-"""The grids that come with the package, by name."""
+DECLARATIONS = "grids.json"
+READY_GRIDS = {path.stem: path for path in sorted((Path(__file__).parent / "grids").glob("*.toml"))}
+"""Grids that come with the package, by name."""
 
 Drawing = Literal[
-    "pivot", "pairs", "spreads", "varied", "best", "tasks", "cost", "geometry", "failures",
-    "overlaps", "cells", "settings", "texts", "events", "beside", "costs beside", "alone", "lines",
+    "pivot", "pairs", "spreads", "best", "cells", "failures", "overlaps", "varied", "settings",
+    "texts", "events", "tasks", "cost", "geometry", "beside", "costs beside", "alone", "lines",
     "bars", "blocks", "rounds",
 ]  # fmt: skip
 Quantity = Literal[
@@ -35,257 +35,228 @@ Role = Literal[
     "ink", "muted", "grid", "faint", "mean", "none", "bias", "least-squares", "rcpu", "coec",
     "other",
 ]  # fmt: skip
-"""What is drawn in a colour of its own."""
+"""Curves and other elements of a figure that have a colour of their own."""
 
-Where = Mapping[str, tuple[Plain, ...]]
+Plain = Annotated[Any, PLAIN]
+Filter = Mapping[str, tuple[Plain, ...]]
+"""Values of settings; a row passes if it has one of the values of each."""
 METRICS = frozenset(get_args(Metric))
 _SETTINGS = frozenset(SETTING_NAMES)
-_LABELS = _SETTINGS | {"model", "cell", "label", "method", "repair"}
-ALLOWED: Mapping[str, frozenset[str]] = {
-    "each": _LABELS | {"part", "site"}, "rows": _LABELS | {"others"}, "lines": _LABELS,
+_LINES = _SETTINGS | {"model", "label", "method", "repair"}
+AXES: Mapping[str, frozenset[str]] = {
+    "each": _LINES | {"part", "site"}, "rows": _LINES | {"others"}, "lines": _LINES,
     "columns": _SETTINGS | {"model", "value"}, "sort": _SETTINGS | {"model", "label"},
     "where": _SETTINGS, "prefer": _SETTINGS, "reference": _SETTINGS, "varies": _SETTINGS,
     "x": _SETTINGS | {"parameters"},
 }  # fmt: skip
-"""The axes that a key may name. `method` and `pruning` are a compensation with what tells it from
-another, after its selection; `pruning` leaves out a selection that is the only one. `others` are
-columns for what tells lines apart."""
+"""Axes that a key may name. `repair` is a compensation with the settings that tell it from others,
+after its selection where there are several; `method` always has the selection. `others` are columns
+for the settings that tell lines apart."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a figure that is named; without a label it is one for every repair.
+    """Named line of a figure; without a label it is a line for every repair."""
 
-    Attributes:
-        where: settings of its rows, as in `Declaration`.
-        value: of which quantity of the modules, in a figure by block.
-        role: whose colour it has: a compensation's, or `ink`, `muted`, `mean`, `other`.
-        level: whether it is one value for all places.
-    """
-
-    label: Text = ""
-    where: Where = field(default_factory=dict)
+    label: str = ""
+    only: Filter = field(default_factory=dict, metadata={"key": "where"})
     value: Quantity | None = None
     role: Role = "ink"
     line: Literal["-", "--", ":", "-."] = "-"
     marker: Literal["", "o", "s", "D", "^"] = "o"
-    level: Flag = False
+    level: bool = False
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """One `[[report]]`: a table, a figure, or a section that is about this grid's cells alone.
+    """A table, a figure, or a section that is about one grid's cells alone: one `[[report]]`.
 
-    Attributes:
-        section: the heading that it stands under.
-        table, figure: the title; `{model}` and other names of `each` are filled in, and `{metric}`.
-        draw: how, where it is not what `table` (`pivot`) or `figure` (`lines`) says.
-        each: a table, or a panel, for every value of these.
-        rows, columns: what the lines and the columns of a table stand for.
-        head: of a column; default: its values.
-        values: a table for each of these quantities; or, with `value` among the columns, in one.
-        where, reference: values of settings of the rows that are shown, and of those compared with.
-        prefer: likewise, as far as there are any such rows.
-        having: only rows that have this quantity.
-        varies: left out unless this setting takes two values; of a figure its `x`.
-        sort: the order of rows.
-        best: where the best is bold: of a line (`row`) or of a `column`.
-        dense: whether the dense model has the first line, or a point.
-        single: at most the seed may differ between cells of one entry; else all are listed.
-        parts: names of labels that belong together, by the axis `part`; an empty list: the others.
-        extra: columns at the end, by their heads.
-        ours, native: the compensation that every selection's `native` one is compared with.
-        x, x_label, y_log, lines, series: of a figure; `lines` has a line for every one of them.
-        text: stands above, where anything is drawn.
-        notes: sentences below.
-        published, part: numbers to set beside, of a file, where the report is asked for them.
+    docs/EXPERIMENTS.md says what every key means; `only`, `groups` and `beside` are the keys
+    `where`, `parts` and `part`.
     """
 
-    section: Text
-    table: Text = ""
-    figure: Text = ""
+    section: str
+    table: str = ""
+    figure: str = ""
     draw: Drawing | None = None
-    each: tuple[Text, ...] = ()
-    rows: tuple[Text, ...] = ()
-    columns: tuple[Text, ...] = ()
-    head: Text = ""
+    each: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    head: str = ""
     values: tuple[Quantity, ...] = ("perplexity", "zero_shot")
-    where: Where = field(default_factory=dict)
-    reference: Where = field(default_factory=dict)
-    prefer: Where = field(default_factory=dict)
+    only: Filter = field(default_factory=dict, metadata={"key": "where"})
+    reference: Filter = field(default_factory=dict)
+    prefer: Filter = field(default_factory=dict)
     having: Quantity | None = None
-    varies: Text = ""
-    sort: tuple[Text, ...] = ("sparsity", "selection", "compensation")
+    varies: str = ""
+    sort: tuple[str, ...] = ("sparsity", "selection", "compensation")
     best: Literal["row", "column"] | None = None
-    dense: Flag = False
-    single: Flag = False
-    parts: Mapping[str, tuple[Text, ...]] = field(default_factory=dict)
+    dense: bool = False
+    single: bool = False
+    groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict, metadata={"key": "parts"})
     extra: Mapping[str, Extra] = field(default_factory=dict)
-    ours: Text = ""
-    native: Mapping[str, Text] = field(default_factory=dict)
-    x: Text = ""
-    x_label: Text = ""
-    y_log: Flag = False
-    lines: Text = "repair"
+    ours: str = ""
+    native: Mapping[str, str] = field(default_factory=dict)
+    x: str = ""
+    x_label: str = ""
+    y_log: bool = False
+    lines: str = "repair"
     series: tuple[Series, ...] = ()
-    text: Text = ""
-    notes: tuple[Text, ...] = ()
-    published: Text = ""
-    part: Text = ""
+    text: str = ""
+    notes: tuple[str, ...] = ()
+    published: str = ""
+    beside: str = field(default="", metadata={"key": "part"})
 
     @property
     def drawing(self) -> Drawing | None:
-        """How it is drawn; None of a mere section."""
+        """Way of drawing; None for a mere section, which claims that section for its grid."""
         return self.draw or ("pivot" if self.table else "lines" if self.figure else None)
-
-    @property
-    def claims(self) -> bool:
-        """Whether it only says that a section of every report is about this grid's cells alone."""
-        return self.drawing is None
 
 
 @dataclass(frozen=True)
 class Declared:
-    """Of all grids of a sweep, by their names; and the published numbers that they name."""
+    """Declarations of grids by name, as tables were written."""
 
-    grids: Mapping[str, tuple[Declaration, ...]] = field(default_factory=dict)
-    published: Mapping[str, Publication] = field(default_factory=dict)
+    grids: Mapping[str, Any] = field(default_factory=dict)
+
+    def items(self, grid: str) -> tuple[Declaration, ...]:
+        """Read the declarations of one grid, here or of a ready one; OptionError as `items`."""
+        if grid not in self.grids and grid in READY_GRIDS:
+            content = tomllib.loads(READY_GRIDS[grid].read_text(encoding="utf-8"))
+            return items(content.get("report", []), f"grid '{grid}'")
+        return items(self.grids.get(grid, []), f"grid '{grid}'")
 
 
-NOTHING = Declared()
-
-
-def items(content: Any, where: str) -> tuple[Declaration, ...]:
-    """The `[[report]]` list of a grid.
+def items(content: Any, place: str) -> tuple[Declaration, ...]:
+    """Read the `[[report]]` list of a grid.
 
     Raises:
         OptionError: an unknown key, a value of another kind, or a name that nothing has.
     """
     if not isinstance(content, list):
-        raise OptionError(f"{where}: report must be a list of tables: write [[report]]")
-    found = []
-    for number, table in enumerate(content, 1):
-        place = f"{where}, [[report]] {number}"
+        raise OptionError(f"{place}: report must be a list of tables: write [[report]]")
+    declarations = []
+    for index, table in enumerate(content, 1):
         try:
-            found.append(_item(table))
+            declarations.append(_item(table))
         except ResultsError as error:
-            raise OptionError(f"{place}: {error}") from None
-    return tuple(found)
+            raise OptionError(f"{place}, [[report]] {index}: {error}") from None
+    return tuple(declarations)
 
 
 def _item(table: Any) -> Declaration:
     _check_keys(table, Declaration)
-    for one in _tables(table, "series"):
-        _check_keys(one, Series)
+    series = table.get("series") if isinstance(table, dict) else None
+    for line in series if isinstance(series, list) else ():
+        _check_keys(line, Series)
     item: Declaration = reader(Declaration)(table, "")
-    for name, allowed in ALLOWED.items():
-        given = getattr(item, name)
-        for one in [given] if isinstance(given, str) and given else given:
-            _check_name(one, allowed, f"{name}: no axis is called")
-    for name in (name for one in item.series for name in one.where):
-        _check_name(name, ALLOWED["where"], "series: no setting is called")
-    check_template(item.head, item.columns, "head")
-    check_template(item.table or item.figure, _titled(item), "the title")
+    for key, axes in AXES.items():
+        value = table.get(key) or ()
+        for name in [value] if isinstance(value, str) else value:
+            _check_name(name, axes, f"{key}: no axis is called")
+    for name in (name for line in item.series for name in line.only):
+        _check_name(name, _SETTINGS, "series: no setting is called")
+    _check_template(item.head, item.columns, "head")
+    _check_template(item.table or item.figure, _title_names(item), "the title")
     for note in item.notes if item.draw == "blocks" else ():
-        check_template(note, ("selection", "compensation", "sparsity"), "notes")
-    for wrong, why in _rules(item):
-        if wrong:
-            raise ResultsError(why)
+        _check_template(note, ("selection", "compensation", "sparsity"), "notes")
+    for broken, reason in _rules(item):
+        if broken:
+            raise ResultsError(reason)
     return item
 
 
-def _titled(item: Declaration) -> tuple[str, ...]:
-    """What a title may name."""
-    metrics = "value" not in item.columns and {*item.values} <= METRICS
-    metric = ("metric",) if metrics else ()
-    named: dict[str | None, tuple[str, ...]] = {
+def _title_names(item: Declaration) -> tuple[str, ...]:
+    """Return the names that a title may have in braces."""
+    metric = ("metric",) if _of_metrics(item) else ()
+    return {
         "pivot": (*item.each, *metric), "spreads": ("count", *metric), "tasks": ("model",),
-        "beside": ("published",), "alone": ("published",),
-    }  # fmt: skip
-    return named.get(item.drawing, ())
+        "beside": ("published",),
+    }.get(item.drawing or "", ())  # fmt: skip
+
+
+def _of_metrics(item: Declaration) -> bool:
+    return "value" not in item.columns and {*item.values} <= METRICS
 
 
 def _rules(item: Declaration) -> Iterable[tuple[bool, str]]:
-    """What must not be, and what to say then."""
-    what, metrics = item.drawing, {*item.values} <= METRICS and "value" not in item.columns
-    modules = all(one.value and one.value not in METRICS for one in item.series)
+    """Yield conditions that must not hold, each with its message."""
+    drawing, pivot, lines = item.drawing, item.drawing == "pivot", item.drawing == "lines"
+    of_modules = all(line.value and line.value not in METRICS for line in item.series)
     return (
         (bool(item.table and item.figure), "it is a table or a figure: give one of the two titles"),
-        (what is not None and not (item.table or item.figure), "add a title: table or figure"),
-        (what == "pivot" and not (item.rows and item.columns), "a table needs rows and columns"),
-        (what == "lines" and not item.x, "a figure needs x: the setting along it"),
-        (what == "spreads" and len(item.columns) != 1, "spreads needs one axis in columns"),
-        (what == "pairs" and not item.ours, "pairs needs ours: the compensation that is compared"),
-        (what == "blocks" and not (item.series and modules),
+        (drawing is not None and not (item.table or item.figure), "add a title: table or figure"),
+        (pivot and not (item.rows and item.columns), "a table needs rows and columns"),
+        (lines and not item.x, "a figure needs x: the setting along it"),
+        (drawing == "spreads" and len(item.columns) != 1, "spreads needs one axis in columns"),
+        (drawing == "pairs" and not item.ours,
+         "pairs needs ours: the compensation that is compared"),
+        (drawing == "blocks" and not (item.series and of_modules),
          "blocks needs series, each with a value of the modules"),
-        (what == "pivot" and bool(item.ours) and item.rows != ("selection", "compensation"),
+        (pivot and bool(item.ours) and item.rows != ("selection", "compensation"),
          "ours needs rows = ['selection', 'compensation']"),
-        (not metrics and bool(item.extra or item.ours or item.dense),
+        (bool(item.extra or item.ours or item.dense) and not _of_metrics(item),
          f"extra, ours and dense need values of {', '.join(get_args(Metric))}"),
-        (what == "pivot" and item.dense and item.columns != ("model",),
-         "dense needs columns = ['model']"),
-        (what == "lines" and item.dense and (item.x != "parameters" or "model" not in item.each),
+        (pivot and item.dense and item.columns != ("model",), "dense needs columns = ['model']"),
+        (lines and item.dense and (item.x != "parameters" or "model" not in item.each),
          "dense needs x = 'parameters' and 'model' in each"),
-        ("part" in item.each and not item.parts, "part needs parts: names of labels"),
-        (bool(item.published) and not item.part, "published needs part: columns of that file"),
+        ("part" in item.each and not item.groups, "part needs parts: names of labels"),
+        (bool(item.published) and not item.beside, "published needs part: columns of that file"),
         (not item.values, "values must not be empty"),
     )  # fmt: skip
 
 
-def _tables(table: Any, name: str) -> list[Any]:
-    inner = table.get(name) if isinstance(table, dict) else None
-    return inner if isinstance(inner, list) else []
-
-
-def _check_keys(table: Any, kind: Any) -> None:
-    known = {one.name for one in fields(kind)}
+def _check_keys(table: Any, cls: Any) -> None:
+    keys = {member.metadata.get("key", member.name) for member in fields(cls)}
     for name in table if isinstance(table, dict) else ():
-        _check_name(name, known, "unknown key")
+        _check_name(name, keys, "unknown key")
 
 
-def _check_name(name: str, known: Iterable[str], why: str) -> None:
-    if name not in known:
-        close = get_close_matches(name, list(known), 1)
-        raise ResultsError(f"{why} '{name}'" + (f"; did you mean '{close[0]}'?" if close else ""))
+def _check_name(name: str, names: Iterable[str], reason: str) -> None:
+    if name not in names:
+        close = get_close_matches(name, list(names), 1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        raise ResultsError(f"{reason} '{name}'{hint}")
 
 
-def ready(name: str) -> tuple[Declaration, ...]:
-    """What a ready grid declares; nothing where none is called so."""
-    if name not in READY:
-        return ()
-    content = tomllib.loads(READY[name].read_text(encoding="utf-8"))
-    return items(content.get("report", []), f"grid '{name}'")
+def _check_template(text: str, names: Sequence[str], key: str) -> None:
+    """Raise ResultsError unless the text has only these names in braces, without formats."""
+    try:
+        places = [place for place in Formatter().parse(text) if place[1] is not None]
+    except ValueError as error:
+        raise ResultsError(f"{key}: '{text}' is no template ({error})") from None
+    for _, name, specification, conversion in places:
+        if (name or "") not in names or specification or conversion:
+            braces = ", ".join(f"{{{name}}}" for name in names) or "nothing"
+            raise ResultsError(f"{key}: '{text}' may have {braces} in braces")
 
 
 def read_declarations(folder: Path) -> Declared:
-    """What a sweep has written beside its rows; nothing where it has not.
+    """Read what a sweep declared beside its rows; nothing where it did not.
 
     Raises:
-        ResultsError: the file is there and is none.
+        ResultsError: the file says something else.
     """
-    path = folder / DECLARED
+    path = folder / DECLARATIONS
     if not path.is_file():
-        return NOTHING
+        return Declared()
     try:
-        found: Declared = reader(Declared)(json.loads(path.read_bytes().decode()), "")
-        for name, declared in found.grids.items():
-            items([plain(item) for item in declared], f"grid '{name}'")
-        for name, numbers in found.published.items():
-            publication(plain(numbers), f"published numbers '{name}'")
+        declared: Declared = reader(Declared)(json.loads(path.read_bytes().decode()), "")
+        for name in declared.grids:
+            declared.items(name)
     except (OSError, ValueError, RecursionError, ResultsError, OptionError) as error:
-        why = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise ResultsError(
-            f"{path} does not say what the grids declare ({why}): remove it and run the sweep "
+            f"{path} does not say what the grids declare ({reason}): remove it and run the sweep "
             "again, which writes it"
         ) from None
-    return found
+    return declared
 
 
 def write_declarations(folder: Path, new: Declared) -> None:
-    """Adds declarations to those that the folder has; a grid's new one wins. By one rename."""
+    """Add declarations to those that the folder has; a grid's new one wins. By one rename."""
     old = read_declarations(folder)
-    both = Declared({**old.grids, **new.grids}, {**old.published, **new.published})
-    if both == old:
-        return
-    text = json.dumps(plain(both), ensure_ascii=False, allow_nan=False, indent=1)
-    write_whole(folder / DECLARED, text)
+    merged = Declared({**old.grids, **new.grids})
+    if merged != old:
+        text = json.dumps(vars(merged), ensure_ascii=False, allow_nan=False, indent=1)
+        write_whole(folder / DECLARATIONS, text.encode())

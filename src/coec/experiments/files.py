@@ -1,4 +1,4 @@
-"""Text files that are there whole, or as they were before."""
+"""Files that appear whole: a reader sees the old file or the new one."""
 
 import contextlib
 import fcntl
@@ -10,8 +10,8 @@ from pathlib import Path
 from coec.errors import OutputError
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a sibling and renames it, so that a reader sees the old file or the new one.
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a sibling of the file and rename it.
 
     Raises:
         OutputError: the folder cannot be written.
@@ -20,10 +20,10 @@ def write_whole(path: Path, text: str) -> None:
         _remove_strays(path)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+            with os.fdopen(handle, "wb") as file:
                 with contextlib.suppress(OSError):  # of a file system without locks
                     fcntl.flock(file, fcntl.LOCK_EX)
-                file.write(text)
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             os.chmod(name, 0o644)
@@ -37,7 +37,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _remove_strays(path: Path) -> None:
-    """Removes siblings whose writer was killed: nobody holds their lock."""
+    """Remove siblings whose writer was killed: nobody holds their lock."""
     for stray in path.parent.glob(f".{glob.escape(path.name)}-*"):
         with contextlib.suppress(OSError), stray.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

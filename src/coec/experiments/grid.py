@@ -3,32 +3,26 @@
 A list is an axis; the cells are the product of all axes, once for every entry of `variants`.
 """
 
-import dataclasses
 import difflib
 import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from coec.compensation import Method
-from coec.errors import OptionError
-from coec.experiments.declarations import (
-    NOTHING,
-    READY,
-    Declaration,
-    Declared,
-    items,
-)
-from coec.experiments.publications import PUBLISHED, Publication, publication
+from coec.errors import OptionError, ResultsError
+from coec.experiments.declarations import READY_GRIDS, Declared, items
+from coec.experiments.publications import PUBLISHED
+from coec.experiments.records import reader
 from coec.planning.recipe import APART, Recipe, by_name, read_toml
 from coec.settings import NAMES, OPTIONS, Pruning
 
-MOST_CELLS = 100_000
-"""Of one grid: more would take years."""
+_MOST_CELLS = 100_000
+"""Cells of one grid: more would take years."""
 NEWER = {
     "multiple_of": "1", "allocation": "uniform", "attention_sparsity": None,
     "budget_parameters": None, "guard": True, "kept": None, "mlp_sparsity": None,
@@ -36,19 +30,23 @@ NEWER = {
 }  # fmt: skip
 """Settings that came after rows were published, at the value with which they change nothing;
 `guard` where tokens are plenty, as they are in those rows."""
-TABLES = ("grids", "models", "evaluate", "variants", "report")
+_TABLES = {"grids": list, "models": list, "evaluate": dict, "variants": list}
+_TABLE_NAMES = {list: "list", dict: "table"}
+_SPECIAL_KEYS = (*_TABLES, "report")
+SettingTable = Mapping[str, Any]
+"""Settings by name, as a file or flags give them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """How every cell of a model is measured.
+    """Evaluation of every cell of a model.
 
     Attributes:
         text, text_column, seq_len, max_windows: of perplexity, as in `coec.perplexity`.
         tasks, tasks_data, limit: of the zero-shot tasks; none without `tasks`.
-        distance: whether to compare predictions with the dense model's: KL divergence, and the
-            share of tokens with the same most probable next one.
-        geometry: whether to compare read and write frames with the dense model's.
+        distance: compare predictions with the dense model's: KL divergence, and the share of tokens
+            with the same most probable next one.
+        geometry: compare read and write frames with the dense model's.
         trust_remote_code: as in `coec.perplexity`; no grid can set it, a caller can.
     """
 
@@ -64,24 +62,20 @@ class Evaluation:
     trust_remote_code: bool = False
 
     @classmethod
-    def of(cls, settings: dict[str, Any], where: str) -> "Evaluation":
-        """Raises OptionError for an unknown key or a value of another kind than its default's."""
-        kinds = get_type_hints(cls)
-        for name, value in settings.items():
-            _known(name, set(kinds), f"{where} [evaluate]")
-            whole = kinds[name] == int | None
-            if not isinstance(value, kinds[name]) or (whole and isinstance(value, bool)):
-                kind = _KINDS["whole" if whole else "flag" if kinds[name] is bool else "text"]
-                raise OptionError(f"{where} [evaluate]: {name} must be {kind}, got {value!r}")
-        return cls(**settings)
-
-
-_KINDS = {"text": "text", "flag": "true or false", "whole": "a whole number"}
+    def of(cls, settings: SettingTable, place: str) -> "Evaluation":
+        """Make an evaluation; OptionError for an unknown key or a value of another type."""
+        for name in settings:
+            _check_key(name, set(cls.__dataclass_fields__), f"{place} [evaluate]")
+        try:
+            evaluation: Evaluation = reader(Evaluation)(dict(settings), "")
+        except ResultsError as error:
+            raise OptionError(f"{place} [evaluate]: {error}") from None
+        return evaluation
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A dense model of a grid: its place, a short name unique in the grid, how it is measured."""
+    """Dense model of a grid: its path, a short name unique in the grid, and its evaluation."""
 
     path: str
     label: str
@@ -90,15 +84,15 @@ class Subject:
 
 @dataclass(frozen=True)
 class Cell:
-    """One pruning and its measurement.
+    """A pruning and its measurement.
 
     Attributes:
         subject: the dense model.
-        recipe: how it is pruned; None measures the dense model itself.
-        grids: which grids it belongs to.
+        recipe: settings of the pruning; None measures the dense model itself.
+        grids: the grids that it belongs to.
         labels: its row's name in a grid, where it has one.
-        declared: what the grids of the whole file declare of their report.
-        given: the settings that somebody asked for; None for those that differ from their
+        declared: declarations of the whole file's grids.
+        explicit: names of the settings that were given; None for those that differ from their
             defaults.
     """
 
@@ -106,31 +100,36 @@ class Cell:
     recipe: Recipe | None
     grids: tuple[str, ...]
     labels: dict[str, str] = field(default_factory=dict)
-    declared: Declared = field(default=NOTHING, compare=False, repr=False)
-    given: frozenset[str] | None = field(default=None, compare=False, repr=False)
+    declared: Declared = field(default_factory=Declared, compare=False, repr=False)
+    explicit: frozenset[str] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def runs_model(self) -> bool:
+        """Tell a cell that needs no statistics: it runs the models over the text, or is dense."""
+        return self.recipe is None or self.recipe.needs_text is not None
 
     @property
     def id(self) -> str:
-        """Digest of everything asked for: two cells of one id are the same computation.
+        """Digest of all settings: two cells of one id are the same computation.
 
-        The model goes by its label, which is unique in a grid: where it lies does not matter, and
-        what it holds is in the row (`identity`), which a sweep compares. A setting that is newer
-        than rows that are published counts where it does something, so that those rows still stand.
+        The model goes by its label, which is unique in a grid: its path does not matter, and its
+        content is in the row (`identity`), which a sweep compares. A setting that is newer than
+        published rows counts where it does something, so that those rows still stand.
         """
         recipe = None if self.recipe is None else self.recipe.record()
-        for name, nothing in NEWER.items():
-            if recipe is not None and recipe.get(name) == nothing:
-                del recipe[name]
-        if recipe is not None and recipe["solve_dtype"] == "auto":
-            recipe["solve_dtype"] = "float64"  # what it is on a CPU, and was by default
-        evaluation = replace(self.subject.evaluation, trust_remote_code=False)  # as in the recipe's
-        content = [self.subject.label, dataclasses.asdict(evaluation), recipe]
+        if recipe is not None:
+            newer = [name for name, idle in NEWER.items() if recipe.get(name) == idle]
+            recipe = {name: value for name, value in recipe.items() if name not in newer}
+            if recipe["solve_dtype"] == "auto":
+                recipe["solve_dtype"] = "float64"  # as on a CPU, and once by default
+        evaluation = replace(self.subject.evaluation, trust_remote_code=False)  # as in the recipe
+        content = [self.subject.label, asdict(evaluation), recipe]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """One grid file, its included ones resolved.
+    """A grid file, its included ones resolved.
 
     Attributes:
         name: the file's stem.
@@ -138,84 +137,76 @@ class Grid:
         axes: settings that vary, in the file's order.
         variants: linked settings, each with an optional label.
         includes: other grids, whose own settings win over `fixed`.
-        models: the tables as written.
-        evaluate: likewise.
-        report: what it declares of its report.
+        models, evaluate, report: the tables as written.
     """
 
     name: str
-    fixed: dict[str, Any]
-    axes: dict[str, list[Any]]
-    variants: list[dict[str, Any]]
+    fixed: SettingTable
+    axes: Mapping[str, list[Any]]
+    variants: Sequence[SettingTable]
     includes: list["Grid"]
-    models: list[dict[str, Any]]
-    evaluate: dict[str, Any]
-    report: tuple[Declaration, ...] = ()
+    models: Sequence[SettingTable]
+    evaluate: SettingTable
+    report: Sequence[SettingTable]
 
     @classmethod
     def read(cls, source: str, within: tuple[str, ...] = ()) -> "Grid":
-        """A ready grid by name, or a TOML file.
+        """Read a ready grid by name, or a TOML file.
+
+        Args:
+            within: the grids that include this one, outermost first.
 
         Raises:
             OptionError: no such grid, or an unknown or misplaced key.
         """
+        place = f"grid '{source}'"
         if source in within:
-            raise OptionError(f"grid '{source}' includes itself")
-        content = _load(source)
-        if within and (own := [key for key in ("models", "evaluate") if key in content]):
-            raise OptionError(
-                f"grid '{source}', included by '{within[-1]}': write its [{own[0]}] in the file "
-                "that is run"
-            )
-        name = READY[source].stem if source in READY else Path(source).stem
-        for key, kind in (
-            ("grids", list),
-            ("models", list),
-            ("evaluate", dict),
-            ("variants", list),
-        ):
-            if not isinstance(content.get(key, kind()), kind):
-                raise OptionError(f"grid '{source}': {key} must be a {_TOML[kind]}")
-        settings = _settings({k: v for k, v in content.items() if k not in TABLES}, source)
-        variants = [_settings(v, source, extra={"label"}) for v in content.get("variants", [])]
-        if empty := [k for s in [settings, *variants] for k, v in s.items() if v == []]:
-            raise OptionError(f"grid '{source}': the list {empty[0]} is empty")
-        for variant in variants:
-            _check_label(variant, f"grid '{source}'")
+            raise OptionError(f"{place} includes itself")
+        path = READY_GRIDS.get(source, Path(source))
+        missing = f"no {place}: give a TOML file, or one of {', '.join(READY_GRIDS)}"
+        content = read_toml(path, place, missing)
+        for key in ("models", "evaluate"):
+            if within and key in content:
+                raise OptionError(
+                    f"{place}, included by '{within[-1]}': write its [{key}] in the file that is "
+                    "run"
+                )
+        for key, cls_of_key in _TABLES.items():
+            if not isinstance(content.get(key, cls_of_key()), cls_of_key):
+                raise OptionError(f"{place}: {key} must be a {_TABLE_NAMES[cls_of_key]}")
+        settings = _settings({k: v for k, v in content.items() if k not in _SPECIAL_KEYS}, place)
+        variants = [_settings(table, place, label=True) for table in content.get("variants", [])]
+        for key, value in (entry for table in (settings, *variants) for entry in table.items()):
+            if value == []:
+                raise OptionError(f"{place}: the list {key} is empty")
+        report = content.get("report", [])
+        for item in items(report, place):
+            if item.published and item.published not in PUBLISHED:
+                names = ", ".join(PUBLISHED)
+                raise OptionError(
+                    f"{place}: no published numbers '{item.published}': there is {names}"
+                )
         return cls(
-            name,
+            path.stem,
             {k: v for k, v in settings.items() if not isinstance(v, list)},
             {k: v for k, v in settings.items() if isinstance(v, list)},
             variants,
             [cls.read(str(inner), (*within, source)) for inner in content.get("grids", [])],
             content.get("models", []),
             content.get("evaluate", {}),
-            items(content.get("report", []), f"grid '{source}'"),
+            report,
         )
 
     @property
     def declared(self) -> Declared:
-        """What it and the grids that it includes declare, with published numbers of files.
-
-        Raises:
-            OptionError: there are no such numbers.
-        """
-        grids: dict[str, tuple[Declaration, ...]] = {}
-        published: dict[str, Publication] = {}
+        """Declarations of this grid and those that it includes."""
+        grids: dict[str, object] = {}
         for inner in self.includes:
             grids |= inner.declared.grids
-            published |= inner.declared.published
-        for item in self.report:
-            if item.published and item.published not in PUBLISHED:
-                where = f"published numbers '{item.published}' of grid '{self.name}'"
-                missing = f"no {where}: give a TOML file, or one of {', '.join(PUBLISHED)}"
-                content = read_toml(Path(item.published), where, missing)
-                published[Path(item.published).stem] = publication(content, where)
-        own = [replace(item, published=Path(item.published).stem) for item in self.report]
-        return Declared({**grids, self.name: tuple(own)} if own else grids, published)
+        return Declared({**grids, self.name: self.report} if self.report else grids)
 
-    def cells(self, subject: Subject, defaults: dict[str, Any]) -> Iterator[Cell]:
-        """Every cell of one model: first those of included grids, then its own.
+    def cells(self, subject: Subject, defaults: SettingTable) -> Iterator[Cell]:
+        """Yield every cell of one model: first those of included grids, then its own.
 
         Args:
             defaults: the model's settings, which win over `fixed` and lose to axes and variants.
@@ -224,51 +215,50 @@ class Grid:
             OptionError: a setting is bad, or unknown to a cell's compensation.
         """
         for inner in self.includes:
-            yield from replace(inner, fixed=self.fixed | inner.fixed).cells(subject, defaults)
+            fixed = {**self.fixed, **inner.fixed}
+            yield from replace(inner, fixed=fixed).cells(subject, defaults)
         if not self.axes and not self.variants and self.includes:
             return
         for variant in self.variants or [{}]:
-            own = {k: v for k, v in variant.items() if k != "label"}
-            axes = self.axes | {k: v for k, v in own.items() if isinstance(v, list)}
-            linked = {k: v for k, v in own.items() if not isinstance(v, list)}
-            axes = {k: v for k, v in axes.items() if k not in linked}
             labels = {self.name: variant["label"]} if "label" in variant else {}
-            if (count := math.prod(map(len, axes.values()))) > MOST_CELLS:
+            linked = {k: v for k, v in variant.items() if k != "label" and not isinstance(v, list)}
+            lists = {k: v for k, v in variant.items() if isinstance(v, list)}
+            axes = {k: v for k, v in {**self.axes, **lists}.items() if k not in linked}
+            if (count := math.prod(map(len, axes.values()))) > _MOST_CELLS:
                 raise OptionError(
-                    f"grid '{self.name}': {count:.3g} cells are more than {MOST_CELLS:,}; vary less"
+                    f"grid '{self.name}': {count:.3g} cells are more than {_MOST_CELLS:,}; vary "
+                    "less"
                 )
             for values in itertools.product(*axes.values()):
-                settings = self.fixed | defaults | dict(zip(axes, values, strict=True)) | linked
+                place = dict(zip(axes, values, strict=True))
+                settings = {**self.fixed, **defaults, **place, **linked}
                 try:
-                    recipe = Recipe(**_heard(settings, linked))
+                    recipe = Recipe(**_without_idle(settings, linked))
                 except OptionError as error:
                     raise OptionError(f"grid '{self.name}': {error}") from error
-                yield Cell(subject, recipe, (self.name,), labels, given=frozenset(settings))
+                yield Cell(subject, recipe, (self.name,), labels, explicit=frozenset(settings))
 
 
-def _heard(settings: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """The settings without what a grid says for all its cells and has no effect in this one.
+def _without_idle(settings: SettingTable, linked: SettingTable) -> SettingTable:
+    """Leave out what a grid says for all its cells and has no effect in this one.
 
-    `lambda_a = [0.0, 50.0]` with `r_p = 8` is such a grid. What a variant says itself (`own`) is
-    kept, and refused by the recipe if nothing hears it.
+    `lambda_a = [0.0, 50.0]` with `r_p = 8` is such a grid. What a variant says itself (`linked`) is
+    kept, and refused by the recipe if it has no effect.
     """
-    names = {one.name for one in OPTIONS}
+    names = {option.name for option in OPTIONS}
     options = {name: value for name, value in settings.items() if name in names}
     idle = Method.of(settings.get("compensation", Pruning.compensation)).idle(options)
-    return {k: v for k, v in settings.items() if k not in idle or k in own}
-
-
-_TOML = {list: "list", dict: "table"}
+    return {k: v for k, v in settings.items() if k not in idle or k in linked}
 
 
 def expand(
     source: str,
     *,
     models: list[str] | None = None,
-    settings: dict[str, Any] | None = None,
-    evaluate: dict[str, Any] | None = None,
+    settings: SettingTable | None = None,
+    evaluate: SettingTable | None = None,
 ) -> list[Cell]:
-    """All cells of a grid, each once, dense models first; a cell of two grids knows both.
+    """Return all cells of a grid, each once, dense models first; a cell of two grids knows both.
 
     Args:
         source: a ready grid's name or a TOML file.
@@ -284,80 +274,68 @@ def expand(
     if not tables:
         raise OptionError(f"grid '{source}' names no model: add [[models]], or pass model=PATH")
     declared = grid.declared
-    found: dict[str, Cell] = {}
     dense: dict[str, Cell] = {}
+    pruned: dict[str, Cell] = {}
     for table in tables:
-        subject, own = _subject(table, grid.evaluate, evaluate or {}, source)
+        subject, defaults = _subject(table, grid.evaluate, evaluate or {}, source)
         if subject.label in dense:
             raise OptionError(f"two models are called '{subject.label}': give one a label")
-        for other in (cell.subject for cell in dense.values()):
-            if (other.path, other.evaluation) == (subject.path, subject.evaluation):
+        for earlier in (cell.subject for cell in dense.values()):
+            if (earlier.path, earlier.evaluation) == (subject.path, subject.evaluation):
                 raise OptionError(
-                    f"'{other.label}' and '{subject.label}' are one model measured in one way: "
+                    f"'{earlier.label}' and '{subject.label}' are one model measured in one way: "
                     "name it once, and make what differs an axis"
                 )
-        cells = list(grid.cells(subject, own | (settings or {})))
+        cells = list(grid.cells(subject, {**defaults, **(settings or {})}))
         names = tuple(dict.fromkeys(name for cell in cells for name in cell.grids))
-        dense[subject.label] = Cell(subject, None, names)
+        dense[subject.label] = Cell(subject, None, names, declared=declared)
         for cell in cells:
             digest = cell.id
-            first = found.get(digest, cell)
+            first = pruned.get(digest, replace(cell, declared=declared))
             grids = tuple(dict.fromkeys((*first.grids, *cell.grids)))
-            found[digest] = replace(first, grids=grids, labels=first.labels | cell.labels)
-    return [replace(cell, declared=declared) for cell in (*dense.values(), *found.values())]
+            pruned[digest] = replace(first, grids=grids, labels=first.labels | cell.labels)
+    return [*dense.values(), *pruned.values()]
 
 
 def _subject(
-    table: Any, grid: dict[str, Any], flags: dict[str, Any], source: str
-) -> tuple[Subject, dict[str, Any]]:
-    """A model, and the settings that its table brings."""
+    table: Any, grid: SettingTable, flags: SettingTable, source: str
+) -> tuple[Subject, SettingTable]:
+    """Return a model, and the settings that its table brings."""
     if not isinstance(table, dict) or not isinstance(table.get("path"), str):
         raise OptionError(f"grid '{source}': every one of [[models]] needs a path")
-    where = f"grid '{source}', model '{table['path']}'"
-    label = table.get("label", Path(table["path"]).name)
-    rest = {k: v for k, v in table.items() if k not in ("path", "label", "evaluate")}
-    settings = _settings(rest, where)
-    if lists := [k for k, v in settings.items() if isinstance(v, list)]:
-        raise OptionError(f"{where}: {lists[0]} cannot be a list here; axes belong to the grid")
-    own = table.get("evaluate", {})
-    if not isinstance(own, dict):
-        raise OptionError(f"{where}: [evaluate] must be a table, got {own!r}")
-    _check_label(table, where)
-    evaluation = Evaluation.of(grid | own | flags, where)
+    place = f"grid '{source}', model '{table['path']}'"
+    plain = {k: v for k, v in table.items() if k not in ("path", "evaluate")}
+    settings = _settings(plain, place, label=True)
+    label = settings.pop("label", Path(table["path"]).name)
+    if lists := [name for name, value in settings.items() if isinstance(value, list)]:
+        raise OptionError(f"{place}: {lists[0]} cannot be a list here; axes belong to the grid")
+    evaluate = table.get("evaluate", {})
+    if not isinstance(evaluate, dict):
+        raise OptionError(f"{place}: [evaluate] must be a table, got {evaluate!r}")
     for name in APART:
-        if name in grid | own:
-            raise OptionError(f"{where} [evaluate]: no grid can set {name}")
+        if name in {**grid, **evaluate}:
+            raise OptionError(f"{place} [evaluate]: no grid can set {name}")
+    evaluation = Evaluation.of({**grid, **evaluate, **flags}, place)
     return Subject(table["path"], label, evaluation), settings
 
 
-def _check_label(table: dict[str, Any], where: str) -> None:
-    if not isinstance(table.get("label", ""), str):
-        raise OptionError(f"{where}: label must be text, got {table['label']!r}")
-
-
-def _settings(table: Any, where: str, extra: set[str] | None = None) -> dict[str, Any]:
+def _settings(table: Any, place: str, label: bool = False) -> dict[str, Any]:
+    """Check a table of settings, and a label where one may be there; dashes are underscores."""
     if not isinstance(table, dict):
-        raise OptionError(f"grid '{where}': expected a table of settings, got {table!r}")
-    out = {}
-    for key, name in by_name(table, f"grid '{where}'").items():
-        value = table[name]
-        _known(key, NAMES | (extra or set()), f"grid '{where}'", written=name)
-        if isinstance(value, dict):
-            raise OptionError(f"grid '{where}': {name} must be a value or a list, got {value!r}")
-        out[key] = value
-    return out
+        raise OptionError(f"{place}: expected a table of settings, got {table!r}")
+    settings = {}
+    for name, key in by_name(table, place).items():
+        _check_key(name, NAMES | ({"label"} if label else set()), place, written=key)
+        if isinstance(table[key], dict):
+            raise OptionError(f"{place}: {key} must be a value or a list, got {table[key]!r}")
+        settings[name] = table[key]
+    if not isinstance(settings.get("label", ""), str):
+        raise OptionError(f"{place}: label must be text, got {settings['label']!r}")
+    return settings
 
 
-def _known(name: str, known: set[str] | frozenset[str], where: str, written: str = "") -> None:
-    if name not in known:
-        close = difflib.get_close_matches(name, [*known, *TABLES], 1)
+def _check_key(name: str, names: set[str] | frozenset[str], place: str, written: str = "") -> None:
+    if name not in names:
+        close = difflib.get_close_matches(name, [*names, *_SPECIAL_KEYS], 1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
-        raise OptionError(f"{where}: unknown key '{written or name}'{hint}")
-
-
-def _load(source: str) -> dict[str, Any]:
-    return read_toml(
-        READY.get(source, Path(source)),
-        f"grid '{source}'",
-        f"no grid '{source}': give a TOML file, or one of {', '.join(READY)}",
-    )
+        raise OptionError(f"{place}: unknown key '{written or name}'{hint}")

@@ -1,194 +1,153 @@
-"""JSON objects as dataclasses: every field's annotation says what it must be.
+"""JSON objects as dataclasses: the annotation of a field says what it must be.
 
-An annotation is a dataclass, `tuple[X, ...]` of a list, `Mapping[str, X]` of an object with names
-that nobody declared, a `Literal`, or one of the kinds below. A field of a dataclass that is null is
-one that is not there, and fields that it does not name are ignored; in a mapping null is a value
-where the annotation says `X | None`. A field with `others` in its metadata is the mapping that
-takes what the dataclass does not name; one with `own` false is not read.
+`float` is a finite number, `int` a whole number of at least 0, `str` text without control
+characters, `bool` true or false; `Annotated[X, reader]` brings a reader of its own. A list is
+`tuple[X, ...]`, an object with free names `Mapping[str, X]`. A null field counts as absent, and
+fields that a dataclass does not declare are ignored. A field's metadata may give its `key` in JSON,
+and `read=False` for a field that is not read.
 """
 
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from reprlib import repr as shortened
 from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from coec.errors import ResultsError
 
-LARGEST = 1e300
-"""Beyond it sums and means of numbers overflow."""
-
+_LARGEST = 1e300
+"""Sums and means of larger numbers overflow."""
 CONTROL = re.compile("[\x00-\x1f\ud800-\udfff\ufffe\uffff]")
-"""What UTF-8, the drawings of a page or a line cannot hold."""
+"""Characters that UTF-8, the drawings of a page or a line cannot hold."""
+
+Reader = Callable[[Any, str], Any]
+"""Turns a JSON value at a place into a Python value, or raises ResultsError."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A single value: what it must be in words, and whether one is."""
+def checked(words: str, holds: Callable[[Any], bool]) -> Reader:
+    """Reader of single values for which `holds` is true; `words` say what that means."""
 
-    words: str
-    holds: Callable[[Any], bool]
+    def read(value: Any, place: str) -> Any:
+        if not holds(value):
+            raise _mismatch(place, words, value)
+        return value
 
-
-@dataclass(frozen=True, eq=False)
-class Named:
-    """The kinds of some values of a mapping, by their names; the mapping says what others are."""
-
-    kinds: Mapping[str, Kind]
-    required: tuple[str, ...] = ()
+    return read
 
 
-def number(value: Any) -> float | None:
-    """A finite number as a float; None for anything else."""
+def number(value: object) -> float | None:
+    """Return a finite number as a float, and None for anything else."""
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     return None
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
+    """Tell finite numbers that can be summed from anything else."""
     plain = isinstance(value, int | float) and not isinstance(value, bool)
-    return plain and abs(value) <= LARGEST
+    return plain and abs(value) <= _LARGEST  # type: ignore[arg-type]
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**64
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str) and not CONTROL.search(value)
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, bool) or _is_number(value) or _is_text(value)
-
-
-NUMBER = Kind("a finite number", _is_number)
-SHARE = Kind("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
-COUNT = Kind("a whole number of at least 0", _is_count)
-TEXT = Kind("text without control characters", _is_text)
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-PERPLEXITY = Kind("a number of at least 1", lambda value: _is_number(value) and value > 0.999)
-"""A cross-entropy of 0 may be rounded to a little less."""
-
-Number = Annotated[float, NUMBER]
-Share = Annotated[float, SHARE]
-Count = Annotated[int, COUNT]
-Text = Annotated[str, TEXT]
-Flag = Annotated[bool, FLAG]
-Plain = Annotated[float | str | bool, Kind("a number, text, true or false", _is_plain)]
-
-
-class Part:
-    """A part of an object; false where nobody measured anything of it."""
-
-    def __bool__(self) -> bool:
-        return any(getattr(self, one.name) != _default(one) for one in _own(type(self)))
-
-
-def plain(value: Any) -> Any:
-    """What JSON can say, without the fields that say no more than their defaults."""
-    if is_dataclass(value):
-        said: dict[str, Any] = {}
-        for one in _own(type(value)):
-            inner = getattr(value, one.name)
-            if "others" in one.metadata:
-                said |= plain(inner)
-            elif _default(one) != inner:
-                said[one.name] = plain(inner)
-        return said
-    if isinstance(value, Mapping):
-        return {name: plain(inner) for name, inner in value.items()}
-    return [plain(inner) for inner in value] if isinstance(value, tuple) else value
-
-
-Reader = Callable[[Any, str], Any]
-"""Makes a value of what JSON said at a place, or raises ResultsError."""
+NUMBER = checked("a finite number", is_number)
+COUNT = checked("a whole number of at least 0", _is_count)
+PLAIN_TEXT = checked("text without control characters", _is_text)
+FLAG = checked("true or false", lambda value: isinstance(value, bool))
+PLAIN = checked(
+    "a number, text, true or false",
+    lambda value: isinstance(value, bool) or is_number(value) or _is_text(value),
+)
+BY_TYPE: Mapping[Any, Reader] = {
+    float: NUMBER, int: COUNT, str: PLAIN_TEXT, bool: FLAG, Any: lambda value, place: value,
+}  # fmt: skip
 
 
 @cache
-def reader(kind: Any) -> Reader:
-    """The reader of an annotation: a dataclass, a mapping, a tuple, or a single value."""
-    if is_dataclass(kind):
-        return _object(kind)
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        (noted,) = kind.__metadata__
-        return _mapping(arguments[0], noted) if isinstance(noted, Named) else _single(noted)
+def reader(annotation: Any) -> Reader:
+    """Return the reader of an annotation."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if is_dataclass(annotation):
+        return _object(annotation)
+    if hasattr(annotation, "__metadata__"):
+        return annotation.__metadata__[0]
     if origin is Literal:
-        allowed = " or ".join(map(repr, arguments))
-        return _single(Kind(allowed, lambda value: value in arguments))
+        return checked(" or ".join(map(repr, arguments)), lambda value: value in arguments)
     if origin is tuple:
         return _list(reader(arguments[0]))
-    if origin is UnionType or type(None) in arguments:
-        return reader(next(one for one in arguments if one is not type(None)))
-    return _mapping(kind, Named({}))
+    if origin in (Union, UnionType):
+        return reader(arguments[0])
+    if origin in (dict, Mapping):
+        return _mapping(reader(arguments[1]), nulls=type(None) in get_args(arguments[1]))
+    return BY_TYPE[annotation]
 
 
-def _single(kind: Kind) -> Reader:
-    def read_it(value: Any, place: str) -> Any:
-        if not kind.holds(value):
-            raise _mismatch(place, kind.words, value)
-        return value
-
-    return read_it
-
-
-def _list(one: Reader) -> Reader:
-    def read_it(value: Any, place: str) -> Any:
+def _list(item_reader: Reader) -> Reader:
+    def read(value: Any, place: str) -> tuple[Any, ...]:
         if not isinstance(value, list):
             raise _mismatch(place, "a list", value)
-        return tuple(one(item, f"{place}[{index}]") for index, item in enumerate(value))
+        return tuple(item_reader(item, f"{place}[{i}]") for i, item in enumerate(value))
 
-    return read_it
+    return read
+
+
+def _mapping(value_reader: Reader, nulls: bool) -> Reader:
+    def read(value: Any, place: str) -> dict[str, Any]:
+        return values(value, place, {}, value_reader, nulls=nulls)
+
+    return read
+
+
+def values(
+    value: Any, place: str, readers: Mapping[str, Reader], default: Reader, *, nulls: bool
+) -> dict[str, Any]:
+    """Read an object with free names; `default` reads the values of names that have no reader.
+
+    Args:
+        nulls: whether null is a value; otherwise it counts as absent.
+    """
+    check_object(value, (), place)
+    for name in value:
+        PLAIN_TEXT(name, f"a name in {place}")
+    return {
+        name: None if item is None else readers.get(name, default)(item, f"{place}.{name}")
+        for name, item in value.items()
+        if nulls or item is not None
+    }
 
 
 def _object(cls: Any) -> Reader:
-    """Of a dataclass: the fields that it names, and all others in the one that takes them."""
     hints = get_type_hints(cls, include_extras=True)
-    others = next((f.name for f in _own(cls) if "others" in f.metadata), None)
-    readers = {f.name: reader(hints[f.name]) for f in _own(cls) if f.name != others}
-    rest = None if others is None else reader(hints[others])
-    required = [f.name for f in _own(cls) if _is_required(f) and f.name != others]
+    members = [field for field in fields(cls) if field.metadata.get("read", True)]
+    names = {field.metadata.get("key", field.name): field.name for field in members}
+    readers = {key: reader(hints[name]) for key, name in names.items()}
+    required = [
+        field.metadata.get("key", field.name) for field in members
+        if field.default is MISSING and field.default_factory is MISSING
+    ]  # fmt: skip
 
-    def read_it(value: Any, place: str) -> Any:
-        _check_object(value, required, place or f"a {cls.__name__.lower()}")
-        inside = f"{place}." if place else ""
-        given = {
-            name: readers[name](one, inside + name)
-            for name, one in value.items()
-            if name in readers and one is not None
-        }
-        if rest is not None and others is not None:
-            given[others] = rest({n: v for n, v in value.items() if n not in readers}, place)
-        return cls(**given)
+    def read(value: Any, place: str) -> Any:
+        check_object(value, required, place or f"a {cls.__name__.lower()}")
+        prefix = f"{place}." if place else ""
+        return cls(**{
+            name: readers[key](value[key], prefix + key)
+            for key, name in names.items() if value.get(key) is not None
+        })  # fmt: skip
 
-    return read_it
-
-
-def _mapping(kind: Any, named: Named) -> Reader:
-    """Of names that nobody declared; null is a value only where the annotation says so."""
-    wanted = get_args(kind)[1]
-    nulls, other = type(None) in get_args(wanted), reader(wanted)
-    readers = {name: _single(one) for name, one in named.kinds.items()}
-
-    def read_it(value: Any, place: str) -> Any:
-        _check_object(value, named.required, place)
-        inside, found = f"{place}." if place else "", {}
-        for name, one in value.items():
-            if one is None and not nulls:
-                continue
-            if not TEXT.holds(name):
-                raise _mismatch(f"a name in {place or 'a row'}", TEXT.words, name)
-            found[name] = None if one is None else readers.get(name, other)(one, inside + name)
-        return found
-
-    return read_it
+    return read
 
 
-def _check_object(value: Any, required: Iterable[str], place: str) -> None:
+def check_object(value: Any, required: Iterable[str], place: str) -> None:
+    """Raise ResultsError unless the value is an object with the required names."""
     if not isinstance(value, dict):
         raise _mismatch(place, "a JSON object", value)
     for name in required:
@@ -196,17 +155,5 @@ def _check_object(value: Any, required: Iterable[str], place: str) -> None:
             raise _mismatch(place, f"an object with '{name}'", list(value))
 
 
-def _own(cls: Any) -> list[Any]:
-    return [one for one in fields(cls) if one.metadata.get("own", True)]
-
-
-def _default(one: Any) -> Any:
-    return one.default if one.default_factory is MISSING else one.default_factory()
-
-
-def _is_required(one: Any) -> bool:
-    return one.default is MISSING and one.default_factory is MISSING
-
-
-def _mismatch(place: str, wanted: str, found: Any) -> ResultsError:
-    return ResultsError(f"{place} must be {wanted}, got {shortened(found)}")
+def _mismatch(place: str, required: str, value: object) -> ResultsError:
+    return ResultsError(f"{place} must be {required}, got {shortened(value)}")

@@ -1,58 +1,49 @@
 """results.jsonl: rows as values, with one reader and one writer, for the sweep and its report."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from coec.errors import ResultsError
 from coec.experiments.records import (
-    COUNT,
-    FLAG,
-    NUMBER,
-    PERPLEXITY,
-    SHARE,
-    TEXT,
-    Count,
-    Flag,
-    Kind,
-    Named,
-    Number,
-    Part,
-    Plain,
-    Share,
-    Text,
-    plain,
+    BY_TYPE,
+    PLAIN,
+    PLAIN_TEXT,
+    Reader,
+    check_object,
+    checked,
+    is_number,
     reader,
+    values,
 )
 from coec.settings import OPTIONS, RECIPE
+from coec.settings.fields import Setting
 
 RESULTS = "results.jsonl"
 NO_REASON = "no reason recorded"
-"""Of a cell that failed without one."""
-
-Status = Literal["done", "failed"]
+"""Reason of a cell that failed without one."""
 Metric = Literal["perplexity", "zero_shot", "kl", "agreement", "seconds", "memory"]
+
+_SHARE = checked("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
+_PERPLEXITY = checked("a number of at least 1", lambda v: is_number(v) and v > 0.999)
+"""A cross-entropy of 0 may be rounded to a little less."""
+Fraction = Annotated[float, _SHARE]
+
+
+def _readers(table: Iterable[Setting]) -> dict[str, Reader]:
+    return {s.name: BY_TYPE.get(s.kind, PLAIN_TEXT) for s in table if s.kind is not None}
 
 
 SETTING_NAMES = tuple(setting.name for setting in (*RECIPE, *OPTIONS))
-
-
-def _kinds(table: Any) -> dict[str, Kind]:
-    """What the settings of a table are; the one place that asks `coec.settings`."""
-    by_type: dict[Any, Kind] = {float: NUMBER, int: COUNT, bool: FLAG}
-    known = [setting for setting in table if setting.kind is not None]
-    return {setting.name: by_type.get(setting.kind, TEXT) for setting in known}
-
-
-RECIPE_KINDS = _kinds(RECIPE) | {"sparsity": SHARE}
-OPTION_KINDS = _kinds(OPTIONS)
+RECIPE_READERS = _readers(RECIPE) | {"sparsity": _SHARE}
+OPTION_READERS = _readers(OPTIONS)
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What was asked for, defaults included; null is a value here, and tells from another.
+class RowSettings:
+    """Settings of a cell, defaults included; null is a value here.
 
     Attributes:
         values: by name, in the order in which the recipe records them; the dense model's own row
@@ -60,225 +51,204 @@ class Settings:
         options: of the compensation.
     """
 
-    values: Annotated[
-        Mapping[str, Plain | None],
-        Named(RECIPE_KINDS, required=("sparsity", "compensation")),
-    ] = field(metadata={"others": True})
-    options: Annotated[Mapping[str, Plain | None], Named(OPTION_KINDS)] = field(
-        default_factory=dict
-    )
+    values: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, content: Any, place: str) -> "RowSettings":
+        """Read the settings of a row; raises ResultsError, which names the field."""
+        check_object(content, ("sparsity", "compensation"), place)
+        plain = {name: value for name, value in content.items() if name != "options"}
+        options = {} if content.get("options") is None else content["options"]
+        return cls(
+            values(plain, place, RECIPE_READERS, PLAIN, nulls=True),
+            values(options, f"{place}.options", OPTION_READERS, PLAIN, nulls=True),
+        )
+
+
+class Section:
+    """Section of a row; false where nothing of it was measured."""
+
+    def __bool__(self) -> bool:
+        return self != type(self)()
 
 
 @dataclass(frozen=True)
-class Perplexity(Part):
-    """How well the text was predicted, how near to the dense model, and which text, cut how."""
+class PerplexityOfRow(Section):
+    """Perplexity, the distance from the dense model's predictions, and the text."""
 
-    perplexity: Annotated[float, PERPLEXITY] | None = None
-    text: Text | None = None
-    text_sha256: Text | None = None
-    windows: Count | None = None
-    seq_len: Count | None = None
-    kl: Number | None = None
-    agreement: Share | None = None
-
-
-@dataclass(frozen=True)
-class Task(Part):
-    """One zero-shot task: the accuracy, its standard error, and what guessing scores."""
-
-    value: Number | None = None
-    stderr: Number | None = None
-    chance: Number | None = None
-    items: Count | None = None
-    metric: Text | None = None
+    perplexity: Annotated[float, _PERPLEXITY] | None = None
+    text: str | None = None
+    text_sha256: str | None = None
+    windows: int | None = None
+    seq_len: int | None = None
+    kl: float | None = None
+    agreement: Fraction | None = None
 
 
 @dataclass(frozen=True)
-class ZeroShot(Part):
+class TaskOfRow:
+    """Accuracy on one zero-shot task, its standard error, and what guessing scores."""
+
+    value: float | None = None
+    stderr: float | None = None
+    chance: float | None = None
+    items: int | None = None
+    metric: str | None = None
+
+
+@dataclass(frozen=True)
+class ZeroShotOfRow(Section):
     """Zero-shot accuracy: the mean over tasks, and every task by its name."""
 
-    mean: Number | None = None
-    mean_stderr: Number | None = None
-    tasks: Mapping[str, Task] = field(default_factory=dict)
-    at_chance: tuple[Text, ...] = ()
+    mean: float | None = None
+    mean_stderr: float | None = None
+    tasks: Mapping[str, TaskOfRow] = field(default_factory=dict)
+    at_chance: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Parameters(Part):
-    """How many the model had, and has."""
+class ParametersOfRow:
+    """Numbers of parameters."""
 
-    before: Count | None = None
-    after: Count | None = None
-
-
-@dataclass(frozen=True)
-class Cost(Part):
-    """What the weights take, and the most that evaluating the model took."""
-
-    weight_bytes: Count | None = None
-    peak_memory_bytes: Count | None = None
+    before: int | None = None
+    after: int | None = None
 
 
 @dataclass(frozen=True)
-class Geometry(Part):
+class CostOfRow:
+    """Size of the weights, and the peak memory of evaluating the model."""
+
+    weight_bytes: int | None = None
+    peak_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class AnglesOfRow(Section):
     """Mean principal angles between read frames in degrees, and the frames' discrepancy.
 
     O is the original on the kept units, P the pruned weight, C the repaired one.
     """
 
-    angle_op: Number | None = None
-    angle_oc: Number | None = None
-    angle_pc: Number | None = None
-    discrepancy: Number | None = None
+    angle_op: float | None = None
+    angle_oc: float | None = None
+    angle_pc: float | None = None
+    discrepancy: float | None = None
 
 
 @dataclass(frozen=True)
-class SiteReconstruction(Part):
-    """Errors of a part's hidden states before and after it was fitted, on both kinds of windows."""
+class Module:
+    """Errors and rounds of one repaired module, and the safeguards that fired."""
 
-    error_before: Number | None = None
-    error_after: Number | None = None
-    holdout_before: Number | None = None
-    holdout_after: Number | None = None
-
-
-@dataclass(frozen=True)
-class Candidate(Part):
-    """One of several models that were made: how well it predicts the windows that chose."""
-
-    perplexity: Number | None = None
-    kl: Number | None = None
-    dense: Number | None = None
-    windows: Text | None = None
+    site: str
+    block: int
+    error_before: float | None = None
+    error_after: float | None = None
+    holdout_before: float | None = None
+    holdout_after: float | None = None
+    errors_per_round: tuple[float, ...] = ()
+    objectives_per_round: tuple[float, ...] = ()
+    gcv_lambda: float | None = None
+    rounds: int | None = None
+    events: tuple[str, ...] = ()
+    geometry: AnglesOfRow = AnglesOfRow()
 
 
 @dataclass(frozen=True)
-class ModelReconstruction(Part):
-    """Which model was chosen, by its KV groups, and among which."""
-
-    kv_groups: Text | None = None
-    candidates: Mapping[str, Candidate] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Site(Part):
-    """One module that was repaired: its errors, rounds and what happened on the way."""
-
-    site: Text
-    block: Count
-    module: Text | None = None
-    error_before: Number | None = None
-    error_after: Number | None = None
-    holdout_before: Number | None = None
-    holdout_after: Number | None = None
-    chosen: Text | None = None
-    candidates: Mapping[str, Number] = field(default_factory=dict)
-    reconstruction: SiteReconstruction = SiteReconstruction()
-    errors_per_round: tuple[Number, ...] = ()
-    objectives_per_round: tuple[Number, ...] = ()
-    gcv_lambda: Number | None = None
-    rounds: Count | None = None
-    reason: Text | None = None
-    events: tuple[Text, ...] = ()
-    seconds: Number | None = None
-    geometry: Geometry = Geometry()
-
-
-@dataclass(frozen=True)
-class Overlap(Part):
+class OverlapOfRow(Section):
     """Evaluation windows that repeat n-grams of the calibration text."""
 
-    n: Count | None = None
-    windows: Count | None = None
-    shared: Count | None = None
-    share: Share | None = None
-    flagged: Flag | None = None
+    n: int | None = None
+    windows: int | None = None
+    shared: int | None = None
+    share: Fraction | None = None
+    flagged: bool | None = None
 
 
 @dataclass(frozen=True)
-class Calibration(Part):
-    """The text that was read, and the windows drawn from it."""
+class CalibrationOfRow(Section):
+    """Calibration text, and the windows drawn from it."""
 
-    source: Text | None = None
-    text_sha256: Text | None = None
-    windows_sha256: Text | None = None
-    windows: Count | None = None
-    seq_len: Count | None = None
+    source: str | None = None
+    text_sha256: str | None = None
+    windows_sha256: str | None = None
+    windows: int | None = None
+    seq_len: int | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """One cell of a sweep: the settings, and what was measured under them.
+    """Cell of a sweep: its settings, and what was measured under them.
 
     Attributes:
         cell: digest of the settings.
         model: a label that no other model has.
         status: `failed` comes with an error of one line and without measurements.
         grids: the grids that the cell belongs to.
-        labels: what a grid calls the cell, where it names its rows.
-        path: where the dense model lay.
+        labels: the cell's name by grid, where a grid names its rows.
         seconds: by phase.
         identity: digests of the contents of model and texts.
-        record: the object that was read, with what no field above names.
+        record: the object that was read, with fields that no attribute above names.
     """
 
-    cell: Text
-    status: Status
-    model: Text
-    settings: Settings
-    grids: tuple[Text, ...]
-    labels: Mapping[str, Text]
-    path: Text | None = None
-    error: Text | None = None
-    perplexity: Perplexity = Perplexity()
-    zero_shot: ZeroShot = ZeroShot()
-    parameters: Parameters = Parameters()
-    cost: Cost = Cost()
-    sites: tuple[Site, ...] = ()
-    reconstruction: ModelReconstruction = ModelReconstruction()
-    overlap: Overlap = Overlap()
-    calibration: Calibration = Calibration()
-    seconds: Mapping[str, Number] = field(default_factory=dict)
-    peak_memory_bytes: Count | None = None
-    environment: Mapping[str, Text] = field(default_factory=dict)
-    identity: Mapping[str, Text | None] = field(default_factory=dict)
+    cell: str
+    status: Literal["done", "failed"]
+    model: str
+    settings: Annotated[RowSettings, RowSettings.read]
+    grids: tuple[str, ...]
+    labels: Mapping[str, str]
+    error: str | None = None
+    perplexity: PerplexityOfRow = PerplexityOfRow()
+    zero_shot: ZeroShotOfRow = ZeroShotOfRow()
+    parameters: ParametersOfRow = ParametersOfRow()
+    cost: CostOfRow = CostOfRow()
+    sites: tuple[Module, ...] = ()
+    overlap: OverlapOfRow = OverlapOfRow()
+    calibration: CalibrationOfRow = CalibrationOfRow()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    peak_memory_bytes: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    identity: Mapping[str, str | None] = field(default_factory=dict)
     record: Mapping[str, Any] = field(
-        default_factory=dict, compare=False, repr=False, metadata={"own": False}
+        default_factory=dict, compare=False, repr=False, metadata={"read": False}
     )
+
+    def changed(self, **members: object) -> "Row":
+        """Return the row with other fields, checked as if they had been read."""
+        return read({**self.record, **members})
 
     @property
     def dense(self) -> bool:
-        """Whether this is the dense model itself."""
+        """Tell the dense model itself from a pruned one."""
         return self.settings.values["compensation"] == "dense"
 
     @property
     def sparsity(self) -> float:
         """Fraction of units removed."""
-        return float(self.settings.values["sparsity"] or 0)
+        return float(self.settings.values["sparsity"])
 
     def setting(self, name: str) -> Any:
-        """A setting or an option of the compensation by name; None where the row has neither."""
+        """Return a setting or an option by name; None where the row has neither."""
         if name in self.settings.values:
             return self.settings.values[name]
         return self.settings.options.get(name)
 
     def measured(self, metric: str) -> float | None:
-        """A metric, shares in % and memory in GiB; None where it was not measured.
+        """Return a metric, shares in % and memory in GiB; None where it was not measured.
 
         Seconds are those of pruning, the dense pass that cells share included.
         """
-        p, parts = self.perplexity, [self.seconds.get(n) for n in ("collecting", "pruning")]
-        taken = sum(part for part in parts if part is not None) if any(parts) else None
+        phases = [self.seconds.get(name) or 0.0 for name in ("collecting", "pruning")]
         value, unit = {
-            "perplexity": (p.perplexity, 1), "zero_shot": (self.zero_shot.mean, 100),
-            "kl": (p.kl, 1), "agreement": (p.agreement, 100), "seconds": (taken, 1),
-            "memory": (self.peak_memory_bytes, 1 / 2**30),
+            "perplexity": (self.perplexity.perplexity, 1), "zero_shot": (self.zero_shot.mean, 100),
+            "kl": (self.perplexity.kl, 1), "agreement": (self.perplexity.agreement, 100),
+            "seconds": (sum(phases) or None, 1), "memory": (self.peak_memory_bytes, 1 / 2**30),
         }[metric]  # fmt: skip
         return None if value is None else unit * value
 
 
 def read(record: Any) -> Row:
-    """A row from what its line says; a field that is null is one that is not there.
+    """Read a row from the object of its line; a null field counts as absent.
 
     Raises:
         ResultsError: a field is not what it must be; names it.
@@ -288,34 +258,31 @@ def read(record: Any) -> Row:
 
 
 def write(row: Row) -> str:
-    """The row as a line; a field that is as it was read stays so, with what nobody reads of it."""
-    before, now = plain(read(row.record)) if row.record else {}, plain(row)
-    kept = {name: value for name, value in row.record.items() if before.get(name) == now.get(name)}
-    changed = {name: value for name, value in now.items() if name not in kept}
-    return json.dumps(kept | changed, ensure_ascii=False, allow_nan=False) + "\n"
+    """Return the row as a line, with the fields that no attribute names."""
+    return json.dumps(row.record, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 @dataclass(frozen=True)
-class Lines:
-    """The content of a results.jsonl.
+class RowFile:
+    """Content of a results.jsonl.
 
     Attributes:
         rows: in the file's order.
-        whole: how many bytes are whole lines.
-        torn: whether part of a line follows them.
-        unended: whether the last of them lacks its newline.
+        size: bytes of its whole lines.
+        torn: part of a line follows them.
+        unended: the last of them lacks its newline.
     """
 
     rows: list[Row]
-    whole: int
+    size: int
     torn: bool
     unended: bool
 
 
-def read_lines(path: Path) -> Lines:
-    """The rows of a results.jsonl; none where there is no such file.
+def read_lines(path: Path) -> RowFile:
+    """Read the rows of a results.jsonl; none where there is no such file.
 
-    A last line without its newline is torn unless it is JSON: no part of an object is.
+    A last line without its newline is torn unless it is JSON: a part of an object never is.
 
     Raises:
         ResultsError: the file cannot be read, or a line is no row; names the line and the field.
@@ -326,14 +293,14 @@ def read_lines(path: Path) -> Lines:
         raise ResultsError(
             f"'{path}' cannot be read ({error.strerror or error}): make it readable"
         ) from None
-    lines = content.split(b"\n")
-    torn = lines[-1] != b"" and not _is_json(lines[-1])
-    kept = lines[:-1] if torn else lines
-    return Lines(
-        rows=[_line(line, f"{path}, line {n}") for n, line in enumerate(kept, 1) if line.strip()],
-        whole=len(content) - (len(lines[-1]) if torn else 0),
+    *lines, last = content.split(b"\n")
+    torn = last != b"" and not _is_json(last)
+    lines += [] if torn else [last]
+    return RowFile(
+        rows=[_line(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()],
+        size=len(content) - (len(last) if torn else 0),
         torn=torn,
-        unended=not torn and lines[-1] != b"",
+        unended=not torn and last != b"",
     )
 
 
@@ -345,11 +312,11 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def _line(line: bytes, where: str) -> Row:
+def _line(line: bytes, place: str) -> Row:
     try:
         return read(json.loads(line.decode()))
     except (ValueError, RecursionError) as error:
-        why = f" is not JSON ({error})"
+        reason = f" is not JSON ({error})"
     except ResultsError as error:
-        why = f": {error}"
-    raise ResultsError(f"{where}{why}: mend the line, or remove it and run the sweep again")
+        reason = f": {error}"
+    raise ResultsError(f"{place}{reason}: mend the line, or remove it and run the sweep again")

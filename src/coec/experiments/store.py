@@ -8,19 +8,19 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from coec.errors import OutputError
-from coec.experiments.rows import RESULTS, Lines, Row, read_lines, write
+from coec.experiments.rows import RESULTS, Row, RowFile, read_lines, write
 
 
 class Store:
-    """The rows of one sweep folder.
+    """Rows of one sweep folder.
 
     Attributes:
         rows: by cell, in the order in which cells were first finished.
-        torn: whether an unfinished last line was found, and dropped.
+        torn: an unfinished last line was dropped.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Reads what is there.
+        """Read the folder's rows.
 
         Raises:
             ResultsError: a line other than an unfinished last one is no row.
@@ -28,15 +28,15 @@ class Store:
         self.path = folder / RESULTS
         self._read()
 
-    def _read(self) -> Lines:
-        lines = read_lines(self.path)
-        self.rows: dict[str, Row] = {row.cell: row for row in lines.rows}
-        self.torn = lines.torn
-        return lines
+    def _read(self) -> RowFile:
+        file = read_lines(self.path)
+        self.rows: dict[str, Row] = {row.cell: row for row in file.rows}
+        self.torn = file.torn
+        return file
 
     @contextmanager
     def writing(self) -> Iterator["Store"]:
-        """Holds the folder for this process, and cuts an unfinished last line off.
+        """Hold the folder for this process, and cut an unfinished last line off.
 
         A whole last line that lacks its newline gets it.
 
@@ -56,22 +56,21 @@ class Store:
         except OSError as error:
             raise self._unwritable(error) from error
         try:
-            lines = self._read()
-            if lines.torn or lines.unended:
+            content = self._read()
+            if content.torn or content.unended:
                 with self.path.open("r+b") as file:
-                    file.truncate(lines.whole)
-                    file.seek(lines.whole)
-                    file.write(b"\n" if lines.unended else b"")
+                    file.truncate(content.size)
+                    file.seek(content.size)
+                    file.write(b"\n" if content.unended else b"")
             yield self
         finally:
             lock.release()
 
     def append(self, row: Row) -> None:
-        """Adds a row, and returns when it is on the disk; raises OutputError if it cannot be."""
-        line = write(row)
+        """Add a row, and return when it is on the disk; raises OutputError if it cannot be."""
         try:
             with self.path.open("ab") as file:
-                file.write(line.encode())
+                file.write(write(row).encode())
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -79,7 +78,7 @@ class Store:
         self.rows[row.cell] = row
 
     def _unwritable(self, error: OSError) -> OutputError:
-        why = error.strerror or error
         return OutputError(
-            f"'{self.path.parent}' cannot be written ({why}): make room or give another folder"
+            f"'{self.path.parent}' cannot be written ({error.strerror or error}): make room or "
+            "give another folder"
         )

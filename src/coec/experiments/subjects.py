@@ -1,4 +1,4 @@
-"""The models and texts of a sweep: all of them checked, and opened once, before any cell runs."""
+"""Models and texts of a sweep: each is checked, and opened once, before any cell runs."""
 
 import hashlib
 import json
@@ -22,23 +22,15 @@ from coec.streaming.self_text import sample_from_model, windows_that_fit
 from coec.streaming.statistics import Statistics
 from coec.streaming.windows import check_calibrations
 
-SAMPLED = 64
+_SELF_WINDOWS = 64
 """Windows of `text = "self"` where `max_windows` does not say, as in `coec eval`."""
-
-
-Identity = dict[str, str | None]
-"""What tells the models and texts of a cell from others: digests of their content."""
+CellIdentity = dict[str, str | None]
+"""Digests of the models and texts of a cell, by what they are."""
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A dense model and its evaluation text, checked and open.
-
-    Attributes:
-        dense: the model.
-        windows: the evaluation text, cut.
-        statistics: that somebody collected of it before.
-    """
+class OpenSubject:
+    """A dense model, its evaluation windows, and statistics that were collected of it before."""
 
     dense: Dense
     windows: Windows
@@ -46,7 +38,7 @@ class Opened:
 
 
 def open_models(cells: list[Cell]) -> dict[str, Dense]:
-    """Every model by its path. Each weight is read here, once: damage is found before any work."""
+    """Open every model, by path, and read each weight once: damage is found before any work."""
     models: dict[str, Dense] = {}
     for path in dict.fromkeys(cell.subject.path for cell in cells):
         models[path] = Dense.open(path)
@@ -57,7 +49,7 @@ def open_models(cells: list[Cell]) -> dict[str, Dense]:
 def with_statistics(
     cells: list[Cell], models: dict[str, Dense], saved: Sequence[Statistics]
 ) -> list[Cell]:
-    """The cells, of models of which there are statistics with the calibration of those.
+    """Give the cells of models with saved statistics the calibration of those.
 
     Raises:
         OptionError: a cell asks for another calibration, or statistics are of no model here, or two
@@ -71,86 +63,87 @@ def with_statistics(
                 f"the statistics in '{statistics.folder}' are of none of these models: name the "
                 "model that they were collected from, or leave them out"
             )
-    found = []
+    calibrated = []
     for cell in cells:
         dense, recipe = models[cell.subject.path], cell.recipe
-        fitting = by_model.get(dense.digest) if saved else None
-        if recipe is not None and fitting is not None:
+        statistics_of_model = by_model.get(dense.digest) if saved else None
+        if recipe is not None and statistics_of_model is not None:
             recipe.check_for_statistics()
-            how = adopted(fitting, recipe.calibration, dense, cell.given)
-            cell = replace(cell, recipe=replace(recipe, calibration=how))
-        found.append(cell)
-    return found
+            calibration = adopted(statistics_of_model, recipe.calibration, dense, cell.explicit)
+            cell = replace(cell, recipe=replace(recipe, calibration=calibration))
+        calibrated.append(cell)
+    return calibrated
 
 
 def open_subjects(
     cells: list[Cell], models: dict[str, Dense], saved: Sequence[Statistics], device: str
-) -> dict[Subject, Opened]:
-    """Every model with its evaluation text, and every calibration text known to be usable.
+) -> dict[Subject, OpenSubject]:
+    """Cut every evaluation text, and check every plan and calibration text.
 
     Raises:
         CoecError: a text or a setting cannot be used.
     """
     by_model = _by_model(saved)
-    opened: dict[Subject, Opened] = {}
+    subjects: dict[Subject, OpenSubject] = {}
     sources: dict[tuple[str, str, str | None], list[Recipe]] = {}
     for cell in cells:
         subject, recipe = cell.subject, cell.recipe
         dense = models[subject.path]
-        if subject not in opened:
-            how = subject.evaluation
-            if how.tasks:
-                load_tokenizer(dense.folder, trust_remote_code=how.trust_remote_code)
+        if subject not in subjects:
+            if subject.evaluation.tasks:
+                trust = subject.evaluation.trust_remote_code
+                load_tokenizer(dense.folder, trust_remote_code=trust)
             statistics = by_model.get(dense.digest) if saved else None
-            text = _evaluation_text(subject, dense, device)
-            opened[subject] = Opened(dense, text, statistics)
+            windows = _evaluation_windows(subject, dense, device)
+            subjects[subject] = OpenSubject(dense, windows, statistics)
         if recipe is None:
             continue
         Plan.of(dense, recipe)
         source = (subject.path, str(recipe.calibration.source), recipe.calibration.text_column)
-        if opened[subject].statistics is None:
+        if subjects[subject].statistics is None:
             sources.setdefault(source, []).append(recipe)
     for (path, *_), recipes in sources.items():
-        parts = [recipe.calibration for recipe in recipes]
-        check_calibrations(models[path], parts, recipes[0].runtime)
-    return opened
+        calibrations = [recipe.calibration for recipe in recipes]
+        check_calibrations(models[path], calibrations, recipes[0].runtime)
+    return subjects
 
 
 def _by_model(saved: Sequence[Statistics]) -> dict[str, Statistics]:
-    found: dict[str, Statistics] = {}
+    by_model: dict[str, Statistics] = {}
     for statistics in saved:
-        other = found.setdefault(statistics.made_with["model"], statistics)
-        if other is not statistics:
+        first = by_model.setdefault(statistics.made_with["model"], statistics)
+        if first is not statistics:
             raise OptionError(
-                f"the statistics in '{other.folder}' and '{statistics.folder}' are of one model: "
+                f"the statistics in '{first.folder}' and '{statistics.folder}' are of one model: "
                 "give one of them, or merge them"
             )
-    return found
+    return by_model
 
 
-def identities(cells: list[Cell], subjects: dict[Subject, Opened]) -> dict[str, Identity]:
-    """Of every cell, by its id."""
+def identities(cells: list[Cell], subjects: dict[Subject, OpenSubject]) -> dict[str, CellIdentity]:
+    """Return the identity of every cell, by its id."""
     digests: dict[str, str] = {}
-    found: dict[str, Identity] = {}
+    by_cell: dict[str, CellIdentity] = {}
     for cell in cells:
-        opened, recipe, how = subjects[cell.subject], cell.recipe, cell.subject.evaluation
+        subject, recipe = subjects[cell.subject], cell.recipe
         calibration = None
-        if recipe is not None and opened.statistics is not None:
-            calibration = str(opened.statistics.made_with["calibration"])
+        if recipe is not None and subject.statistics is not None:
+            calibration = str(subject.statistics.made_with["calibration"])
         elif recipe is not None:
             source = recipe.calibration.source
             calibration = digests.setdefault(str(source), source_digest(source))
-        found[cell.id] = {
-            "model": opened.dense.digest,
+        by_cell[cell.id] = {
+            "model": subject.dense.digest,
             "calibration text": calibration,
-            "evaluation text": opened.windows.sha256,
-            "tasks' data": _tasks_digest(how.tasks, how.tasks_data),
+            "evaluation text": subject.windows.sha256,
+            "tasks' data": _tasks_digest(cell.subject),
             "kept units": None if recipe is None or recipe.kept is None else recipe.kept.digest,
         }
-    return found
+    return by_cell
 
 
-def _tasks_digest(tasks: str | None, folder: str | None) -> str | None:
+def _tasks_digest(subject: Subject) -> str | None:
+    tasks, folder = subject.evaluation.tasks, subject.evaluation.tasks_data
     files = None if tasks is None else check_tasks(tasks, folder)[1]
     if files is None:
         return None
@@ -158,23 +151,19 @@ def _tasks_digest(tasks: str | None, folder: str | None) -> str | None:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _evaluation_text(subject: Subject, dense: Dense, device: str) -> Windows:
-    how = subject.evaluation
-    if how.text == "self":
-        return _sampled(subject, dense, device)
-    return evaluation_windows(
-        dense, how.text, seq_len=how.seq_len, max_windows=how.max_windows,
-        text_column=how.text_column, trust_remote_code=how.trust_remote_code,
-    )  # fmt: skip
-
-
-def _sampled(subject: Subject, dense: Dense, device: str) -> Windows:
-    """Text sampled from the dense model, as by `coec eval --text self`."""
-    how = subject.evaluation
+def _evaluation_windows(subject: Subject, dense: Dense, device: str) -> Windows:
+    """Cut the evaluation text; `self` is sampled from the model, as by `coec eval --text self`."""
+    evaluation = subject.evaluation
+    trust = evaluation.trust_remote_code
+    if evaluation.text != "self":
+        return evaluation_windows(
+            dense, evaluation.text, seq_len=evaluation.seq_len, trust_remote_code=trust,
+            max_windows=evaluation.max_windows, text_column=evaluation.text_column,
+        )  # fmt: skip
     network = load_network(dense, choose_device(device), None)
-    seq_len = resolve_seq_len(how.seq_len, dense.positions, EVALUATION_SEQ_LEN)
+    seq_len = resolve_seq_len(evaluation.seq_len, dense.positions, EVALUATION_SEQ_LEN)
     return sample_from_model(
-        network, load_tokenizer(dense.folder, trust_remote_code=how.trust_remote_code),
-        samples=how.max_windows or SAMPLED, seed=1, seq_len=seq_len,
+        network, load_tokenizer(dense.folder, trust_remote_code=trust),
+        samples=evaluation.max_windows or _SELF_WINDOWS, seed=1, seq_len=seq_len,
         at_once=windows_that_fit(dense, network, seq_len),
     )  # fmt: skip

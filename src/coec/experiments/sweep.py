@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from coec.calibration.overlap import Overlap, overlap, passage_length
+from coec.calibration.overlap import overlap, passage_length
 from coec.calibration.windows import source_digest
 from coec.devices import choose_device
 from coec.distributed.cluster import ClusterJobs, joined, shared_folder
@@ -23,14 +22,14 @@ from coec.evaluation.zero_shot import check_tasks
 from coec.events import RESUMING, Progress
 from coec.execution.output import remove_leftovers
 from coec.execution.workers import Executor, Workers
-from coec.experiments.cell import Job, head, reason, run
+from coec.experiments.cell import CellJob, DensePassOfGroup, head, reason, run
 from coec.experiments.declarations import write_declarations
 from coec.experiments.grid import Cell
 from coec.experiments.rows import NO_REASON, Row
 from coec.experiments.store import Store
 from coec.experiments.subjects import (
-    Identity,
-    Opened,
+    CellIdentity,
+    OpenSubject,
     identities,
     open_models,
     open_subjects,
@@ -40,20 +39,22 @@ from coec.models.dense import Dense
 from coec.pipeline.collect import collect
 from coec.planning.recipe import Recipe
 from coec.settings import without_effect
-from coec.streaming.passes import Backend, depends_on
+from coec.streaming.passes import depends_on
 from coec.streaming.statistics import Statistics
+
+_EXECUTORS = ("processes", "ray")
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a sweep did.
+    """Result of a sweep.
 
     Attributes:
         folder: of the results.
         done, failed: cells with a result, and without, of the whole grid.
         ran: cells that were run now; the others were there already.
         reasons: of the failures, by cell.
-        torn: whether an unfinished last line was found and dropped.
+        torn: an unfinished last line was dropped.
     """
 
     folder: Path
@@ -78,20 +79,21 @@ def sweep(
     retry_failed: bool = False,
     progress: Progress | None = None,
 ) -> Summary:
-    """Runs every cell that has no row yet, and appends its row to `out/results.jsonl`.
+    """Run every cell that has no row yet, and append its row to `out/results.jsonl`.
 
     The statistics of a model on a calibration are collected once and serve every cell; they and
     the pruned models are removed when no longer needed. A cell that fails is a row with the
-    reason, and the rest goes on. Killed and run again, it continues with the first missing cell.
+    reason, and the rest goes on. Killed and run again, a sweep continues with the first missing
+    cell.
 
     Args:
         cells: of `experiments.grid.expand`.
         out: the folder; created where it does not exist.
-        statistics: what `collect` made of some of the models, whose cells then take their
-            calibration from there; what the cells were given of it must agree.
-        jobs: worker processes; rows are written in the grid's order all the same. 1 by default.
+        jobs: worker processes, 1 by default; rows are in the grid's order all the same.
         executor: `processes` of this machine, or `ray`, where every cell is a task.
         address: of a Ray cluster, as in `prune`.
+        statistics: results of `collect` on some of the models, whose cells then take their
+            calibration from there; settings of the cells must agree.
         keep_models: keep every pruned model under `out/models/<cell>`.
         keep_statistics: keep `out/statistics`.
         retry_failed: run cells again whose row says that they failed.
@@ -106,81 +108,71 @@ def sweep(
         raise OutputError(f"'{out}' is a file: give a folder")
     for cell in cells:
         head(cell)
-    saved = [Statistics.open(one) for one in statistics]
+    saved = [Statistics.open(source) for source in statistics]
     models = open_models(cells)
     cells = [_on(cell, chosen) for cell in with_statistics(cells, models, saved)]
     subjects = open_subjects(cells, models, saved, chosen)
-    known_by = identities(cells, subjects)
+    identity_of = identities(cells, subjects)
     with _executor(executor, jobs, address, out, chosen) as workers, Store(out).writing() as store:
-        _check_identities(cells, known_by, store)
+        _check_identities(cells, identity_of, store)
         for declared in {id(cell.declared): cell.declared for cell in cells}.values():
             write_declarations(out, declared)
-        # Grouped before what is there is left out: the order of rows does not depend on that.
-        groups = [
-            [cell for cell in group if not _settled(store.rows.get(cell.id), retry_failed)]
-            for group in _groups(cells)
-        ]
-        groups = [group for group in groups if group]
+        groups = _unfinished(cells, store, retry_failed)
         _widen(cells, store)
         ran = sum(map(len, groups))
         finished = len(cells) - ran
         if progress and ran and finished:
             progress(f"{RESUMING} cells", finished, len(cells))
         for group in groups:
-            text = known_by[group[0].id]["calibration text"]
-            prepared = _prepare(group, text, subjects[group[0].subject], out, progress)
-            jobs_of_group = [
-                _job(cell, prepared, subjects[cell.subject], out, chosen, keep_models)
-                for cell in group
-            ]
-            for row in workers.map(run, jobs_of_group):
-                store.append(replace(row, identity=known_by[row.cell]))
+            text = identity_of[group[0].id]["calibration text"]
+            subject = subjects[group[0].subject]
+            shared = _prepare(group, text, subject, out, progress)
+            models_folder = out.absolute() / "models"
+            common = (subject.dense, subject.windows, models_folder, keep_models, chosen, shared)
+            for row in workers.map(run, [CellJob(cell, *common) for cell in group]):
+                store.append(row.changed(identity=identity_of[row.cell]))
                 finished += 1
                 if progress:
                     progress("cells", finished, len(cells))
             if not keep_statistics:
-                shutil.rmtree(_folder_of_statistics(out, group[0]), ignore_errors=True)
+                shutil.rmtree(_statistics_folder(out, group[0]), ignore_errors=True)
         _clear_leftovers(out, () if keep_statistics else _groups(cells))
-        return _summary(out, cells, store, ran)
+        return _summary(out, [store.rows[cell.id] for cell in cells], ran, store.torn)
 
 
-EXECUTORS = ("processes", "ray")
+def _summary(out: Path, rows: list[Row], ran: int, torn: bool) -> Summary:
+    reasons = {row.cell: row.error or NO_REASON for row in rows if row.status == "failed"}
+    return Summary(out, len(rows) - len(reasons), len(reasons), ran, reasons, torn)
 
 
 def check_plan(
     cells: list[Cell], jobs: int | None, executor: str, address: str | None, device: str
 ) -> torch.device:
-    """The device, where all that needs no model and no text can be carried out.
+    """Check everything that needs no model and no text, and return the device.
 
     Raises:
         CoecError: a task is unknown, there is no such device or executor, or settings of it do not
             go together.
     """
-    _check_executor(executor, jobs, address)
-    for tasks, data in dict.fromkeys(
-        (cell.subject.evaluation.tasks, cell.subject.evaluation.tasks_data) for cell in cells
-    ):
+    if executor not in _EXECUTORS:
+        raise OptionError(f"executor must be one of {', '.join(_EXECUTORS)}, got {executor!r}")
+    if jobs is not None and jobs < 1:
+        raise OptionError(f"jobs must be a whole number of at least 1, got {jobs}")
+    name, value = ("jobs", jobs) if executor == "ray" else ("address", address)
+    if value is not None:
+        raise without_effect(name, f"executor = {executor}")
+    evaluations = (cell.subject.evaluation for cell in cells)
+    for tasks, data in dict.fromkeys((e.tasks, e.tasks_data) for e in evaluations):
         if tasks:
             check_tasks(tasks, data)
     return choose_device(device)
-
-
-def _check_executor(executor: str, jobs: int | None, address: str | None) -> None:
-    """Raises OptionError where these do not go together."""
-    if executor not in EXECUTORS:
-        raise OptionError(f"executor must be one of {', '.join(EXECUTORS)}, got {executor!r}")
-    if jobs is not None and jobs < 1:
-        raise OptionError(f"jobs must be a whole number of at least 1, got {jobs}")
-    idle = ("jobs", jobs) if executor == "ray" else ("address", address)
-    if idle[1] is not None:
-        raise without_effect(idle[0], f"executor = {executor}")
 
 
 @contextmanager
 def _executor(
     name: str, jobs: int | None, address: str | None, out: Path, device: str
 ) -> Iterator[Executor]:
-    """What carries out cells; raises OptionError where a cluster cannot."""
+    """Start the executor of the cells; OptionError where a cluster cannot carry them out."""
     if name == "processes":
         with Workers(jobs or 1) as workers:
             yield workers
@@ -191,59 +183,56 @@ def _executor(
         yield ClusterJobs(cluster, cluster.device(device))
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """What the cells of a group share: statistics (a dense model needs none), or an error."""
-
-    statistics: Statistics | None = None
-    overlap: Overlap | None = None
-    seconds: float = 0.0
-    error: str | None = None
-
-
 def _on(cell: Cell, device: str) -> Cell:
-    """The cell carried out on another device, the kept units that it names read."""
+    """Move the cell to another device, and read the kept units that it names."""
     if cell.recipe is None:
         return cell
     runtime = replace(cell.recipe.runtime, device=device)
     return replace(cell, recipe=replace(cell.recipe, runtime=runtime).opened())
 
 
-def _check_identities(cells: list[Cell], known_by: dict[str, Identity], store: Store) -> None:
-    """Rows that are there already are of these very models and texts.
+def _check_identities(
+    cells: list[Cell], identity_of: dict[str, CellIdentity], store: Store
+) -> None:
+    """Check that existing rows are of these very models and texts.
 
     Raises:
         OutputError: naming what changed since; rows of both would stand in one table.
     """
-    models = {cell.subject.label: known_by[cell.id]["model"] for cell in cells}
+    models = {cell.subject.label: identity_of[cell.id]["model"] for cell in cells}
     for row in store.rows.values():
-        wanted = known_by.get(row.cell, {"model": models.get(row.model)})
-        for what, digest in wanted.items():
-            if (what != "model" or digest is not None) and row.identity.get(what) != digest:
+        expected = identity_of.get(row.cell, {"model": models.get(row.model)})
+        for name, digest in expected.items():
+            if (name != "model" or digest is not None) and row.identity.get(name) != digest:
                 raise OutputError(
-                    f"the {what} of '{row.model}' is another one than that of the rows in "
+                    f"the {name} of '{row.model}' is another one than that of the rows in "
                     f"'{store.path}': give another folder, or move that file away"
                 )
 
 
-def _settled(row: Row | None, retry_failed: bool) -> bool:
-    return row is not None and not (retry_failed and row.status == "failed")
-
-
 def _widen(cells: list[Cell], store: Store) -> None:
-    """Tells finished cells of grids that they belong to now, and did not when they ran."""
+    """Add grids to the rows of finished cells that did not belong to them when they ran."""
     for cell in cells:
         row = store.rows.get(cell.id)
-        if row is None:
-            continue
-        grids = tuple(dict.fromkeys((*row.grids, *cell.grids)))
-        wider = replace(row, grids=grids, labels={**row.labels, **cell.labels})
-        if wider != row:
-            store.append(wider)
+        if row is not None:
+            grids = list(dict.fromkeys((*row.grids, *cell.grids)))
+            wider = row.changed(grids=grids, labels={**row.labels, **cell.labels})
+            if wider != row:
+                store.append(wider)
+
+
+def _unfinished(cells: list[Cell], store: Store, retry_failed: bool) -> list[list[Cell]]:
+    """Return the groups of cells to run; the order of rows does not depend on existing ones."""
+
+    def finished(row: Row | None) -> bool:
+        return row is not None and not (retry_failed and row.status == "failed")
+
+    groups = [[c for c in group if not finished(store.rows.get(c.id))] for group in _groups(cells)]
+    return [group for group in groups if group]
 
 
 def _groups(cells: list[Cell]) -> list[list[Cell]]:
-    """Cells that share a dense pass, in the order of their first one."""
+    """Return cells that share a dense pass, in the order of their first one."""
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
         groups.setdefault(_calibration_key(cell), []).append(cell)
@@ -251,62 +240,61 @@ def _groups(cells: list[Cell]) -> list[list[Cell]]:
 
 
 def _calibration_key(cell: Cell) -> str:
-    """Cells that agree in all that statistics depend on share a dense pass."""
+    """Digest of everything that a cell's statistics depend on."""
     content: list[Any] = [cell.subject.label]
     if cell.recipe is not None:
-        how = cell.recipe.calibration
-        content.append(how.record() | {"calibration": str(how.source)})
+        calibration = cell.recipe.calibration
+        content.append(calibration.record() | {"calibration": str(calibration.source)})
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
 def _prepare(
-    group: list[Cell], text: str | None, opened: Opened, out: Path, progress: Progress | None
-) -> _Prepared:
-    """Statistics for the group: those given, those that an interrupted sweep left, or a dense pass.
+    group: list[Cell],
+    text: str | None,
+    subject: OpenSubject,
+    out: Path,
+    progress: Progress | None,
+) -> DensePassOfGroup:
+    """Get statistics for the group: saved ones, those of an interrupted sweep, or a dense pass.
 
-    They are of the text with the digest `text`: the rows say so. A group of cells that all run the
-    models themselves needs none.
+    They must be of the text with the digest `text`: the rows say so. A group of cells that all run
+    the models themselves needs none.
     """
     recipe = group[0].recipe
     if recipe is None:
-        return _Prepared()
+        return DensePassOfGroup()
     began = time.perf_counter()
     try:
-        statistics = opened.statistics
-        if all(_runs_itself(cell) for cell in group):
-            seen, read = _windows(recipe, opened.dense), source_digest(recipe.calibration.source)
+        statistics = subject.statistics
+        if all(cell.runs_model for cell in group):
+            # Windows that the model adds to a text are not of it.
+            plain = replace(recipe.calibration, self_samples=0.0)
+            windows = Backend().dense_pass(subject.dense, plain, recipe.runtime).draw().ids
+            digest = source_digest(plain.source)
         else:
-            folder = _folder_of_statistics(out, group[0])
-            statistics = statistics or _collected(folder, recipe, opened.dense, progress)
-            seen, read = statistics.windows, statistics.made_with["calibration"]
-        if read != text:
+            folder = _statistics_folder(out, group[0])
+            statistics = statistics or _collected(folder, recipe, subject.dense, progress)
+            windows, digest = statistics.windows, statistics.made_with["calibration"]
+        if digest != text:
             raise CalibrationError(
                 f"'{recipe.calibration.source}' was changed while the sweep ran: run again, into "
                 "another folder"
             )
-        shared = _overlap(seen, opened)
+        length = passage_length(subject.dense.vocabulary)
+        length = min(length, windows.shape[1], subject.windows.ids.shape[1])
+        repeated = overlap(windows, subject.windows, length)
     except Exception as error:  # as in `cell.run`: out of memory, a full disk, a library's own
-        return _Prepared(error=reason(error))
-    return _Prepared(statistics, shared, time.perf_counter() - began)
+        return DensePassOfGroup(error=reason(error))
+    used = statistics.folder.absolute() if statistics else None
+    return DensePassOfGroup(used, repeated, time.perf_counter() - began)
 
 
-def _runs_itself(cell: Cell) -> bool:
-    """Whether a cell runs the models over the text, or over none, and needs no statistics."""
-    return cell.recipe is None or cell.recipe.needs_text is not None
-
-
-def _windows(recipe: Recipe, dense: Dense) -> Tensor:
-    """The windows of a calibration text, without those that the model adds to it."""
-    text = replace(recipe.calibration, self_samples=0.0)
-    return Backend().dense_pass(dense, text, recipe.runtime).draw().ids
-
-
-def _folder_of_statistics(out: Path, cell: Cell) -> Path:
+def _statistics_folder(out: Path, cell: Cell) -> Path:
     return out / "statistics" / _calibration_key(cell)
 
 
 def _collected(folder: Path, recipe: Recipe, dense: Dense, progress: Progress | None) -> Statistics:
-    """What an interrupted sweep collected, or began to; made anew where it is of something else."""
+    """Use the statistics that an interrupted sweep left, or collect them."""
     if folder.exists():
         try:
             statistics = Statistics.open(folder)
@@ -321,49 +309,11 @@ def _collected(folder: Path, recipe: Recipe, dense: Dense, progress: Progress | 
         return collect(dense, folder, recipe, restart=True, progress=progress)
 
 
-def _overlap(seen: Tensor, opened: Opened) -> Overlap:
-    """Passages that calibration and evaluation share, as long as their windows allow."""
-    asked = opened.windows
-    length = passage_length(opened.dense.vocabulary)
-    return overlap(seen, asked, min(length, seen.shape[1], asked.ids.shape[1]))
-
-
-def _job(
-    cell: Cell, prepared: _Prepared, opened: Opened, out: Path, device: str, keep: bool
-) -> Job:
-    return Job(
-        cell=cell,
-        dense=opened.dense,
-        windows=opened.windows,
-        folder=out.absolute() / "models" / cell.id,
-        keep=keep,
-        device=device,
-        statistics=_needed(cell, prepared.statistics),
-        overlap=prepared.overlap,
-        collecting=0.0 if _runs_itself(cell) else prepared.seconds,
-        error=prepared.error,
-    )
-
-
-def _needed(cell: Cell, statistics: Statistics | None) -> Path | None:
-    """Where a cell's statistics are; None for one that runs over the text itself."""
-    return None if _runs_itself(cell) or statistics is None else statistics.folder.absolute()
-
-
 def _clear_leftovers(out: Path, groups: Sequence[list[Cell]]) -> None:
-    """Removes what an interrupted run left half-written, and folders that have become empty.
-
-    Of `groups` also the statistics: a run that was killed may not have come to that.
-    """
+    """Remove half-written output of an interrupted run, empty folders, and statistics of groups."""
     for group in groups:
-        shutil.rmtree(_folder_of_statistics(out, group[0]), ignore_errors=True)
+        shutil.rmtree(_statistics_folder(out, group[0]), ignore_errors=True)
     for name in ("statistics", "models"):
         remove_leftovers(out / name)
         with contextlib.suppress(OSError):
             (out / name).rmdir()
-
-
-def _summary(out: Path, cells: list[Cell], store: Store, ran: int) -> Summary:
-    rows = [store.rows[cell.id] for cell in cells]
-    reasons = {row.cell: row.error or NO_REASON for row in rows if row.status == "failed"}
-    return Summary(out, len(rows) - len(reasons), len(reasons), ran, reasons, store.torn)

@@ -3,7 +3,7 @@
 import pytest
 
 import sweep_rows as sr
-from coec.experiments.publications import ready_published
+from coec.experiments.publications import publication
 
 MAIN = "Selections, repairs and sparsities"
 
@@ -100,7 +100,7 @@ def of_the_paper(blocks):
 
 def test_the_papers_claims_follow_from_its_numbers(tmp_path):
     """Appendix A: mean gaps over RCPU 0.06, 0.20, 0.25; wins by selection and sparsity."""
-    blocks = [b for b in ready_published("paper").comparison if "Llama-3-70B" in b.models]
+    blocks = [b for b in publication("paper").comparison if "Llama-3-70B" in b.models]
     table = sr.tables(tmp_path, of_the_paper(blocks), MAIN)[0]
     shown = {(row[0].text, row[1].text): [cell.text for cell in row[3:]] for row in table.rows}
     assert [shown[f"{s} %", "rcpu"][0] for s in (10, 20, 30)] == [

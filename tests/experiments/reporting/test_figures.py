@@ -5,9 +5,9 @@ import re
 import pytest
 
 import sweep_rows as sr
-from coec.experiments.reporting import blocks, plots
+from coec.experiments.reporting import drawing, modules
 from coec.experiments.reporting.document import document
-from coec.experiments.reporting.plots import Curve, Panel
+from coec.experiments.reporting.drawing import Curve, Panel
 from coec.experiments.reporting.results import read_results
 
 
@@ -46,7 +46,7 @@ def test_convergence_is_relative_to_the_slice_and_counted(tmp_path):
 
 
 def test_more_modules_than_a_panel_takes_are_thinned_and_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "LINES", 2)
+    monkeypatch.setattr(modules, "_CURVES", 2)
     sites = [curved(errors_per_round=[1.0, 0.5 + i / 100]) for i in range(5)]
     figure = inside(tmp_path, [sr.row(sites=sites)])["Convergence of every module"]
     *grey, mean = figure.panels[0].curves
@@ -63,6 +63,25 @@ def test_calibration_size_has_a_panel_per_model_and_sparsity(whole):
     assert [c.label for c in first.curves] == ["none", "rcpu", "coec"]
     assert [text for _, text in first.x_ticks] == ["16", "32", "64", "128"]
     assert first.x_scale == "log"
+
+
+def test_axes_have_the_names_of_the_paper(whole):
+    names = {title: figure.panels[0].x_label for title, figure in whole.items()}
+    assert names["Perplexity by alpha"] == "α"
+    assert names["Perplexity by lambda_a"] == "λₐ"
+    assert names["Perplexity by delta"] == "δ"
+    assert names["Perplexity by samples"] == "Calibration sequences"
+    assert {f.panels[0].y_label for t, f in whole.items() if t.startswith("Perplexity by")} == {
+        "Perplexity"
+    }
+
+
+def test_a_figure_is_a_file_of_every_type_with_all_panels_and_the_same_twice(whole):
+    figure = whole["Perplexity by parameters"]
+    files = drawing.pictures(figure)
+    assert files["pdf"].startswith(b"%PDF")
+    assert files["svg"].count(b'<g id="axes_') == len(figure.panels) == 3
+    assert files == drawing.pictures(figure)
 
 
 def test_a_range_with_a_zero_is_evenly_spaced(whole):
@@ -84,7 +103,7 @@ def test_the_dense_model_is_a_point_of_perplexity_by_parameters(whole):
     star = figure.panels[1].curves[-1]
     assert (star.label, star.x) == ("dense", [3.05])
     assert figure.panels[1].y_scale == "log"
-    assert figure.panels[1].x_label == "parameters, millions"
+    assert figure.panels[1].x_label == "Parameters, millions"
 
 
 def test_figures_without_data_are_left_out(tmp_path):
@@ -97,7 +116,7 @@ PANEL = Panel('a "b" <&> 0.00071', (Curve([1, 2], [3, 4], "x", "coec", marker="o
 
 
 def test_a_drawing_takes_colours_and_fonts_from_the_page():
-    drawn = plots.svg(PANEL, "one")
+    drawn = drawing.page_svg(PANEL, "one")
     assert not re.search(r"#[0-9a-f]{6}\b", drawn.replace("#000000", ""))
     assert "var(--plot-coec)" in drawn
     assert "font-family" not in drawn
@@ -108,7 +127,7 @@ def test_a_drawing_takes_colours_and_fonts_from_the_page():
 
 
 def test_ids_of_two_drawings_do_not_clash():
-    one, two = plots.svg(PANEL, "one"), plots.svg(PANEL, "two")
+    one, two = drawing.page_svg(PANEL, "one"), drawing.page_svg(PANEL, "two")
     ids = [set(re.findall(r'\bid="([^"]*)"', text)) for text in (one, two)]
     assert ids[0]
     assert not ids[0] & ids[1]
@@ -118,7 +137,7 @@ def test_ids_of_two_drawings_do_not_clash():
 
 
 def test_the_same_panel_is_drawn_the_same():
-    assert plots.svg(PANEL, "one") == plots.svg(PANEL, "one")
+    assert drawing.page_svg(PANEL, "one") == drawing.page_svg(PANEL, "one")
 
 
 def test_of_several_cells_of_a_repair_the_best_is_drawn_on_units_all_share(tmp_path):

@@ -96,8 +96,6 @@ def test_a_table_that_goes_on_says_so_and_keeps_its_labels_in_sight(size, visit)
 def test_figures_are_large_enough_to_read_and_nothing_of_them_is_cut(size, visit):
     page = visit(size)
     found = page.evaluate("""() => [...document.querySelectorAll("figure")].map((figure) => ({
-      legend: [...figure.querySelectorAll(".legend li")].map(
-        (item) => parseFloat(getComputedStyle(item).fontSize)),
       texts: [...figure.querySelectorAll(".panel svg text")].map((text) => {
         const box = text.getBoundingClientRect();
         const svg = text.ownerSVGElement.getBoundingClientRect();
@@ -109,7 +107,6 @@ def test_figures_are_large_enough_to_read_and_nothing_of_them_is_cut(size, visit
     }))""")
     assert found
     for figure in found:
-        assert min(figure["legend"]) >= 13
         assert min(text["size"] for text in figure["texts"]) >= 10.5
         assert all(text["inside"] for text in figure["texts"])
         assert min(figure["widths"]) >= (440 if size == DESKTOP else 340)
@@ -123,7 +120,9 @@ def test_no_column_is_empty_and_no_sentence_of_a_section_is_said_twice(visit):
     assert empty == []
     for section in page.locator("section").all():
         said = section.locator("p:not(.hint), .notes li").all_inner_texts()
-        sentences = [text for text in said if not re.match(r"[a-z][\w.-]*: |Settings [A-Z]$", text)]
+        sentences = [
+            text for text in said if not re.match(r"[a-z][\w.-]*: |Settings [0-9]+$", text)
+        ]
         assert len(sentences) == len(set(sentences))
 
 

@@ -3,25 +3,32 @@
 import pytest
 
 import sweep_rows as sr
-from coec.experiments.declarations import ready
-from coec.experiments.publications import ready_published
+from coec.errors import OptionError
+from coec.experiments.declarations import Declared
+from coec.experiments.publications import publication
 from coec.experiments.reporting.document import document
 from coec.experiments.reporting.published import printed
 from coec.experiments.reporting.results import read_results
 
-PAPER = ready_published("paper")
+PAPER = publication("paper")
 
 
 def test_every_table_of_the_paper_is_whole():
     blocks = PAPER.comparison
+    assert all(
+        len(values) == len(block.models)
+        for block in blocks for by_repair in block.values.values() for values in by_repair.values()
+    )  # fmt: skip
+    costs = [vars(cost) for cost in PAPER.efficiency.models.values()]
+    assert {len(numbers) for cost in costs for numbers in cost.values()} == {2}
     assert sorted({(b.metric, b.sparsity) for b in blocks}) == [
         (metric, s) for metric in ("perplexity", "zero_shot") for s in (0.1, 0.2, 0.3)
     ]
     values = [v for b in blocks for by in b.values.values() for vs in by.values() for v in vs]
     assert len(values) == 2 * 3 * 2 * 6 * 6
-    (table,) = ready("ablation")
+    (table,) = Declared().items("ablation")
     for column in PAPER.columns["ablation"].columns:
-        assert tuple(column.values) == table.parts["Build-up"]
+        assert tuple(column.values) == table.groups["Build-up"]
 
 
 @pytest.mark.parametrize(
@@ -108,3 +115,8 @@ def test_of_a_main_grid_only_its_own_cells_are_set_beside_the_paper(tmp_path):
     ]
     table = compared(tmp_path, rows)["Compared with the paper"].tables[0]
     assert [(r[1].text, r[2].text) for r in table.rows] == [("rcpu + coec at 30 %", "7.00")]
+
+
+def test_other_names_than_the_papers_are_refused(tmp_path):
+    with pytest.raises(OptionError, match="no published numbers 'x': there is paper"):
+        document(read_results(sr.write(tmp_path, [sr.row()])), compare="x")

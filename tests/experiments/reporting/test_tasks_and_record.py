@@ -1,7 +1,7 @@
 """Tasks with their errors, the summary, and the record."""
 
 import sweep_rows as sr
-from coec.experiments.reporting import record
+from coec.experiments.reporting import lists
 from coec.experiments.reporting.results import read_results
 
 
@@ -33,7 +33,7 @@ def test_the_summary_counts_failures_and_flags_overlap(tmp_path):
         sr.row(samples=8, status="failed", error="out of memory"),
     ]
     found = results(tmp_path, rows)
-    facts = dict(record.facts(found))
+    facts = dict(lists.facts(found))
     assert facts["Cells"] == "1 done, 1 failed"
     assert facts["Text overlap"].startswith("FLAGGED in 1 of 1 cells checked")
     assert facts["Environment"] == "coec 0.1.0, torch 2"
@@ -44,7 +44,7 @@ def test_the_summary_counts_failures_and_flags_overlap(tmp_path):
 
 def test_what_is_not_flagged_is_not_called_clean(tmp_path):
     overlap = {"n": 13, "windows": 10, "shared": 3, "share": 0.0001, "flagged": False}
-    facts = dict(record.facts(results(tmp_path, [sr.row(overlap=overlap)])))
+    facts = dict(lists.facts(results(tmp_path, [sr.row(overlap=overlap)])))
     assert facts["Text overlap"].startswith("none of 1 cells checked is flagged; the largest share")
     assert facts["Text overlap"].endswith("0.01 %")
 
@@ -103,7 +103,7 @@ def test_a_dense_pass_that_cells_share_counts_once(tmp_path):
         for alpha in (0.1, 0.2, 0.3)
     ]  # fmt: skip
     rows.append(sr.dense() | {"seconds": {"collecting": 0.0, "evaluating": 3.0}})
-    facts = dict(record.facts(read_results(sr.write(tmp_path, rows))))
+    facts = dict(lists.facts(read_results(sr.write(tmp_path, rows))))
     assert facts["Compute time"] == "115 s"
 
 

@@ -1,10 +1,10 @@
 """Ablation, curves, seeds, and grids of a user's own."""
 
 import sweep_rows as sr
-from coec.experiments.reporting.blocks import falling, non_increasing
 from coec.experiments.reporting.document import document
+from coec.experiments.reporting.modules import falling, non_increasing
 from coec.experiments.reporting.results import read_results
-from coec.experiments.reporting.tables import varying
+from coec.experiments.reporting.values import varying
 
 
 def grid(folder, rows, name):

@@ -1,4 +1,4 @@
-"""The report as a value: which tables and figures, in which order."""
+"""The report as a value: tables and figures in their order."""
 
 import re
 import tomllib
@@ -7,34 +7,33 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from coec.errors import OptionError
-from coec.experiments.declarations import Declaration, items, ready
-from coec.experiments.publications import PUBLISHED, Publication, ready_published
-from coec.experiments.reporting import blocks, figures, pivot, published, record
+from coec.experiments.declarations import Declaration, items
+from coec.experiments.publications import PUBLISHED, publication
+from coec.experiments.reporting import figures, lists, modules, published, tables
 from coec.experiments.reporting.axes import Context
-from coec.experiments.reporting.cost import cost
+from coec.experiments.reporting.drawing import Figure
 from coec.experiments.reporting.pairs import pairs
-from coec.experiments.reporting.plots import Figure
 from coec.experiments.reporting.results import Results
-from coec.experiments.reporting.tables import Table
 from coec.experiments.reporting.tasks import tasks
+from coec.experiments.reporting.values import Table
 
-DRAWN: Mapping[str, Callable[[Declaration, Context], Sequence[Table | Figure]]] = {
-    "pivot": pivot.pivot, "pairs": pairs, "spreads": pivot.spreads, "varied": record.varied,
-    "best": record.best, "tasks": tasks, "cost": cost, "geometry": blocks.geometry,
-    "failures": record.failures, "overlaps": record.overlaps, "cells": record.cells,
-    "settings": record.settings, "texts": record.texts, "events": record.events,
+DRAWINGS: Mapping[str, Callable[[Declaration, Context], Sequence[Table | Figure]]] = {
+    "pivot": tables.pivot, "pairs": pairs, "spreads": tables.spreads, "varied": lists.varied,
+    "best": lists.best, "tasks": tasks, "cost": lists.cost, "geometry": modules.geometry,
+    "failures": lists.failures, "overlaps": lists.overlaps, "cells": lists.cells,
+    "settings": lists.settings, "texts": lists.texts, "events": lists.events,
     "beside": published.beside, "costs beside": published.costs_beside, "alone": published.alone,
-    "lines": figures.lines, "bars": figures.bars, "blocks": blocks.blocks, "rounds": blocks.rounds,
+    "lines": figures.lines, "bars": figures.bars, "blocks": modules.blocks,
+    "rounds": modules.rounds,
 }  # fmt: skip
-"""How a table or a figure is drawn, by what a declaration calls it."""
+"""Functions that draw a table or a figure, by the name that a declaration calls them."""
 
 
 @dataclass(frozen=True)
-class Section:
-    """A heading with its tables and figures."""
+class ReportSection:
+    """Heading with its tables and figures."""
 
     title: str
     anchor: str
@@ -45,101 +44,92 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """Everything a report says, in order; the same for every format."""
+    """Content of a report, in order; the same for every format."""
 
     title: str
     facts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
-    sections: tuple[Section, ...]
+    sections: tuple[ReportSection, ...]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Facts and tables, ready for JSON."""
+    def as_dict(self) -> dict[str, object]:
+        """Return facts and tables, ready for JSON."""
         return {
             "facts": dict(self.facts),
             "notes": list(self.notes),
-            "sections": {
-                section.title: [table.as_dict() for table in section.tables]
-                for section in self.sections
-            },
+            "sections": {s.title: [table.as_dict() for table in s.tables] for s in self.sections},
         }
 
 
 @cache
 def every(place: str) -> tuple[Declaration, ...]:
-    """What every report has `before` and `after` what its grids declare."""
+    """Return the declarations that every report has `before` and `after` those of its grids."""
     text = (Path(__file__).parent / "every.toml").read_text(encoding="utf-8")
     return items(tomllib.loads(text)[place], f"every.toml, {place}")
 
 
 def document(results: Results, *, compare: str | None = None) -> Document:
-    """The report on a sweep; with `compare`, published numbers of that name beside ours.
+    """Make the report on a sweep; with `compare`, published numbers of that name stand beside ours.
 
     Raises:
-        OptionError: no numbers are called so.
+        OptionError: no numbers have that name.
     """
-    theirs = None
-    if compare is not None:
-        theirs = _published(results.declared.published, compare)
+    if compare is not None and compare not in PUBLISHED:
+        raise OptionError(f"no published numbers '{compare}': there is {', '.join(PUBLISHED)}")
+    numbers = publication(compare) if compare else None
     pruned = tuple(row for row in results.rows if not row.dense)
-    whole = Context(results, pruned, "", theirs, compare or "")
+    sweep = Context(results, pruned, "", numbers, compare or "")
     names = dict.fromkeys(grid for row in results.rows for grid in row.grids)
-    declared = {name: results.declared.grids.get(name) or ready(name) for name in names}
-    claimed: dict[str, set[str]] = {}
-    for name, own_items in declared.items():
-        for item in own_items:
-            if item.claims and results.grid(name):
-                claimed.setdefault(item.section, set()).add(name)
-    sections = _sections(every("before"), whole, claimed)
+    declared = {name: results.declared.items(name) for name in names}
+    claims: dict[str, set[str]] = {}
+    for name, grid_items in declared.items():
+        for item in grid_items:
+            if item.drawing is None and results.grid(name):
+                claims.setdefault(item.section, set()).add(name)
+    sections = _sections(every("before"), sweep, claims)
     for name in names:
         rows = results.grid(name)
         if rows:
-            sections += _grid(declared[name], replace(whole, rows=rows, grid=name))
-    sections += _sections(every("after"), whole, claimed)
-    return Document("Report of a pruning sweep", record.facts(results), results.notes, sections)
+            sections += _grid(declared[name], replace(sweep, rows=rows, grid=name))
+    sections += _sections(every("after"), sweep, claims)
+    return Document("Report of a pruning sweep", lists.facts(results), results.notes, sections)
 
 
-def _published(own: Mapping[str, Publication], name: str) -> Publication:
-    known = sorted({*own, *PUBLISHED})
-    if name not in known:
-        raise OptionError(f"no published numbers '{name}': there is {', '.join(known)}")
-    return own.get(name) or ready_published(name)
-
-
-def _grid(declared: Sequence[Declaration], context: Context) -> tuple[Section, ...]:
-    """What a grid declares; a list of its cells, where that is nothing or they are not such."""
-    own = [item for item in declared if not item.claims]
-    made: tuple[Section, ...] = ()
-    if all(pivot.fits(item, context) for item in own):
-        made = _sections(own, context, {})
-    if made or (declared and not own):
-        return made
+def _grid(declared: Sequence[Declaration], context: Context) -> tuple[ReportSection, ...]:
+    """Draw what a grid declares; a list of its cells, where that is nothing or does not fit."""
+    drawn = [item for item in declared if item.drawing is not None]
+    sections: tuple[ReportSection, ...] = ()
+    if all(tables.fits(item, context) for item in drawn):
+        sections = _sections(drawn, context, {})
+    if sections or (declared and not drawn):
+        return sections
     title = f"Grid {context.grid}"
     return _sections([replace(item, section=title) for item in every("else")], context, {})
 
 
 def _sections(
-    declared: Sequence[Declaration], context: Context, claimed: Mapping[str, set[str]]
-) -> tuple[Section, ...]:
-    """Sections in the order of the declarations; one without anything in it is left out."""
-    made = []
+    declared: Sequence[Declaration], context: Context, claims: Mapping[str, set[str]]
+) -> tuple[ReportSection, ...]:
+    """Draw sections in the order of the declarations; one without content is left out."""
+    published_by = context.publication.name if context.publication else ""
+    sections = []
     for title, group in groupby(declared, key=lambda item: item.section):
-        tables: list[Table] = []
-        drawings: list[Figure] = []
+        drawn: list[Table | Figure] = []
         text: dict[str, None] = {}
-        grids = claimed.get(title, set())
+        grids = claims.get(title, set())
         rows = tuple(row for row in context.rows if not grids or grids & set(row.grids))
         for item in group:
-            drawn = DRAWN[item.drawing or "pivot"](item, replace(context, rows=rows))
-            tables += [one.without_empty_columns() for one in drawn if isinstance(one, Table)]
-            drawings += [one for one in drawn if isinstance(one, Figure)]
-            text |= dict.fromkeys(_named(item.text, context) for _ in drawn[:1] if item.text)
-        if tables or drawings:
-            name = _named(title, context)
+            new = DRAWINGS[item.drawing or "pivot"](item, replace(context, rows=rows))
+            drawn += new
+            if new and item.text:
+                text[item.text.replace("{published}", published_by)] = None
+        if drawn:
+            name = title.replace("{published}", published_by)
             anchor = context.grid or re.sub(r"\W+", "-", name.lower())
-            made.append(Section(name, anchor, tuple(tables), tuple(drawings), tuple(text)))
-    return tuple(made)
-
-
-def _named(text: str, context: Context) -> str:
-    """With the name of what is compared with, where the text names it."""
-    return text.replace("{published}", context.compare.name if context.compare else "")
+            section_tables = (t.without_empty_columns() for t in drawn if isinstance(t, Table))
+            section_figures = (figure for figure in drawn if isinstance(figure, Figure))
+            sections.append(
+                ReportSection(
+                    name, anchor, tuple(section_tables), tuple(section_figures), tuple(text)
+                )
+            )
+    return tuple(sections)

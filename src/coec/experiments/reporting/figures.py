@@ -11,28 +11,34 @@ from coec.experiments.reporting.axes import (
     matches,
     mean_over_sites,
     quantity,
-    shown,
-    split,
+    rows_of,
     words,
 )
-from coec.experiments.reporting.plots import Curve, Figure, Panel, Scale, role
+from coec.experiments.reporting.drawing import Curve, Figure, Panel, Scale, role
 from coec.experiments.reporting.protocol import protocol
-from coec.experiments.reporting.tables import mean_of, value_text
+from coec.experiments.reporting.values import FORMATS, mean_of, setting_text
 from coec.experiments.rows import Row
 
-MARKERS = {"none": "o", "bias": "s", "least-squares": "D", "rcpu": "^", "coec": "o"}
-LINE_STYLES = ("-", "--", ":", "-.")
-FAR = 1.25
+AXIS_NAMES = {
+    "sparsity": "Compression ratio", "samples": "Calibration sequences", "alpha": "α",
+    "lambda_a": "λₐ", "delta": "δ", "rounds": "Cap on the rounds", "ridge": "Ridge λ",
+    "rescale_ridge": "Ridge λ of the rescale", "seed": "Seed", "holdout": "Held-out share",
+    "seq_len": "Tokens per sequence", "damping": "Damping", "slices": "Slices",
+}  # fmt: skip
+"""Names of settings along an axis; other settings keep the names of their flags."""
+_MARKERS = {"none": "o", "bias": "s", "least-squares": "D", "rcpu": "^", "coec": "o"}
+_LINE_STYLES = ("-", "--", ":", "-.")
+_FAR = 1.25
 """Errors above so many times the slice's would leave no room to tell the others apart."""
 
 
-def along(row: Row, name: str) -> float | None:
-    """Where a row lies along a figure's x: the value of a setting, or the parameters left."""
+def _along(row: Row, name: str) -> float | None:
+    """Return the place of a row along x: the value of a setting, or the parameters left."""
     return number(row.parameters.after if name == "parameters" else row.setting(name))
 
 
-def places(values: Sequence[float]) -> tuple[dict[float, float], Scale]:
-    """Where values lie: a wide range is logarithmic, or evenly spaced if it holds a zero."""
+def _places(values: Sequence[float]) -> tuple[dict[float, float], Scale]:
+    """Place sorted values: a wide range is logarithmic, or evenly spaced if it holds a zero."""
     positive = [value for value in values if value > 0]
     wide = bool(positive) and positive[-1] >= 8 * positive[0]
     if wide and values[0] <= 0:
@@ -41,74 +47,69 @@ def places(values: Sequence[float]) -> tuple[dict[float, float], Scale]:
 
 
 def lines(item: Declaration, context: Context) -> list[Figure]:
-    """A quantity by `x`, a panel for every value of `each`, a line per repair or as declared."""
-    name, what = item.x, item.values[0]
-    known = [r for r in shown(item, context) if quantity(r, what) and along(r, name) is not None]
-    levels = [series.where for series in item.series if series.level]
-    varied = [row for row in known if not any(matches(row, where) for where in levels)]
-    values = sorted({x for row in varied if (x := along(row, name)) is not None})
+    """Draw a quantity by `x`: a panel per value of `each`, a line per repair or as declared."""
+    x, y = item.x, item.values[0]
+    rows = [r for r in rows_of(item, context) if quantity(r, y) and _along(r, x) is not None]
+    levels = [series.only for series in item.series if series.level]
+    varied = [row for row in rows if not any(matches(row, level) for level in levels)]
+    values = sorted({place for row in varied if (place := _along(row, x)) is not None})
     if len(values) < 2:
         return []
-    place, scale = places(values)
-    ticks = tuple((place[value], value_text(value)) for value in values)
-    label, unit = item.x_label or name, 1.0
-    if name == "parameters":
+    places, scale = _places(values)
+    ticks = tuple((places[value], setting_text(value)) for value in values)
+    label, unit = item.x_label or AXIS_NAMES.get(x, x), 1.0
+    if x == "parameters":
         unit, word = (1e9, "billions") if values[-1] >= 1e9 else (1e6, "millions")
-        place, scale, ticks = {value: value / unit for value in values}, "linear", ()
-        label = f"parameters, {word}"
+        places, scale, ticks = {value: value / unit for value in values}, "linear", ()
+        label = f"Parameters, {word}"
     panels = []
-    for keys, found in split(known, item.each, item, context.grid):
-        curves = (
-            _named(item, found, place) if item.series else _by_method(item, context, found, place)
-        )
+    for keys, subset in Axes(item, context.grid, rows).split(item.each):
+        draw = _declared_lines if item.series else _lines_by_method
+        curves = draw(Axes(item, context.grid, subset), places)
         if item.dense:
             curves += _dense_point(context, keys["model"], unit)
         y_scale: Scale = "log" if item.y_log else "linear"
         heading = ", ".join(words(keys).values())
-        panels.append(
-            Panel(heading, tuple(curves), label, what.replace("_", " "), scale, y_scale, ticks)
-        )
-    return [Figure(item.figure, tuple(panels), item.notes, protocol(known, varies=(name,)))]
+        panels.append(Panel(heading, tuple(curves), label, FORMATS[y].head, scale, y_scale, ticks))
+    return [Figure(item.figure, tuple(panels), item.notes, protocol(rows, varies=(x,)))]
 
 
 def _points(
-    item: Declaration, rows: Sequence[Row], place: Mapping[float, float]
+    item: Declaration, rows: Sequence[Row], places: Mapping[float, float]
 ) -> tuple[list[float], list[float]]:
-    """A point per place; several seeds at one are averaged."""
-    at: dict[float, list[float]] = {}
+    """Return a point per place; several seeds at one are averaged."""
+    values_at: dict[float, list[float]] = {}
     for row in rows:
-        at.setdefault(place[along(row, item.x) or 0.0], []).extend(quantity(row, item.values[0]))
-    means = sorted((x, y) for x, found in at.items() if (y := mean_of(found)) is not None)
+        place = places[_along(row, item.x) or 0.0]
+        values_at.setdefault(place, []).extend(quantity(row, item.values[0]))
+    means = sorted((x, y) for x, values in values_at.items() if (y := mean_of(values)) is not None)
     return [x for x, _ in means], [y for _, y in means]
 
 
-def _named(item: Declaration, rows: Sequence[Row], place: Mapping[float, float]) -> list[Curve]:
-    curves = []
+def _declared_lines(axes: Axes, places: Mapping[float, float]) -> list[Curve]:
+    curves, item = [], axes.item
     for series in item.series:
-        found = [row for row in rows if matches(row, series.where)]
-        x, y = _points(item, found, place) if not series.level else ([], [])
-        if series.level and found:
-            level = mean_of(value for row in found for value in quantity(row, item.values[0]))
-            x, y = [min(place.values()), max(place.values())], [level or 0.0] * 2
+        rows = [row for row in axes.rows if matches(row, series.only)]
+        x, y = _points(item, rows, places) if not series.level else ([], [])
+        if series.level and rows:
+            level = mean_of(value for row in rows for value in quantity(row, item.values[0]))
+            x, y = [min(places.values()), max(places.values())], [level or 0.0] * 2
         if x or not series.level:
             marker = "" if series.level else series.marker
             curves.append(Curve(x, y, series.label, series.role, series.line, marker))
     return curves
 
 
-def _by_method(
-    item: Declaration, context: Context, rows: Sequence[Row], place: Mapping[float, float]
-) -> list[Curve]:
-    """A line per method, in its compensation's colour; what else tells them apart is its style."""
-    axes, curves = Axes(item, context.grid, rows), []
-    alike = list(dict.fromkeys((row.setting("selection"), axes.differs(row)) for row in rows))
-    for (label,), found in axes.grouped(item.lines).items():
-        comp = str(found[0].setting("compensation"))
-        index = alike.index((found[0].setting("selection"), axes.differs(found[0])))
-        style, marker = LINE_STYLES[index % len(LINE_STYLES)], MARKERS.get(comp, "o")
-        curves.append(
-            Curve(*_points(item, found, place), value_text(label), role(comp), style, marker)
-        )
+def _lines_by_method(axes: Axes, places: Mapping[float, float]) -> list[Curve]:
+    """Draw a line per method in its compensation's colour; other settings choose its style."""
+    styles = list(dict.fromkeys((r.setting("selection"), axes.differences(r)) for r in axes.rows))
+    curves = []
+    for (label,), rows in axes.grouped(axes.item.lines).items():
+        repair = str(rows[0].setting("compensation"))
+        index = styles.index((rows[0].setting("selection"), axes.differences(rows[0])))
+        style, marker = _LINE_STYLES[index % len(_LINE_STYLES)], _MARKERS.get(repair, "o")
+        x, y = _points(axes.item, rows, places)
+        curves.append(Curve(x, y, setting_text(label), role(repair), style, marker))
     return curves
 
 
@@ -122,33 +123,33 @@ def _dense_point(context: Context, model: str, unit: float) -> list[Curve]:
 
 
 def bars(item: Declaration, context: Context) -> list[Figure]:
-    """From fit to held-out error of every repair, a bar each."""
-    rows, panels, beyond = shown(item, context), [], dict[str, None]()
-    sizes = len({row.setting("samples") for row in rows}) > 1
-    for keys, found in split(rows, item.each, item, context.grid):
-        axes, ends = Axes(item, context.grid, found), []
-        for (label,), at in axes.grouped(item.lines).items():
-            fit, held, sliced = (
+    """Draw a bar from fit to held-out error for every repair."""
+    rows, panels, beyond = rows_of(item, context), [], dict[str, None]()
+    several_sizes = len({row.setting("samples") for row in rows}) > 1
+    for keys, subset in Axes(item, context.grid, rows).split(item.each):
+        ends = []
+        for (label,), at in Axes(item, context.grid, subset).grouped(item.lines).items():
+            fit, holdout, slice_error = (
                 mean_over_sites(at, keys.get("site"), name)
                 for name in ("error_after", "holdout_after", "holdout_before")
             )
-            if fit is None or held is None:
+            if fit is None or holdout is None:
                 continue
-            if held > FAR * (inf if sliced is None else sliced):
+            if holdout > _FAR * (inf if slice_error is None else slice_error):
                 beyond[label] = None
             else:
-                ends.append((label, str(at[0].setting("compensation")), fit, held))
-        said = words(keys)
-        if "samples" in said:
-            said["samples"] += " windows"
-        kept = [text for name, text in said.items() if name != "samples" or sizes]
-        panels += [_bars(ends, ", ".join(kept))] if ends else []
+                ends.append((label, str(at[0].setting("compensation")), fit, holdout))
+        texts = words(keys)
+        if "samples" in texts:
+            size = f"{texts.pop('samples')} windows"
+            texts |= {"samples": size} if several_sizes else {}
+        panels += [_bars(ends, ", ".join(texts.values()))] if ends else []
     if not panels:
         return []
     caption = [*item.notes]
     if beyond:
         caption.append(
-            f"Where a held-out error is above {FAR:g} times the slice's it is in the table only: "
+            f"Where a held-out error is above {_FAR:g} times the slice's it is in the table only: "
             f"{'; '.join(beyond)}."
         )
     return [Figure(item.figure, tuple(panels), tuple(caption), protocol(rows))]
@@ -157,10 +158,10 @@ def bars(item: Declaration, context: Context) -> list[Figure]:
 def _bars(ends: Sequence[tuple[str, str, float, float]], title: str) -> Panel:
     places = range(len(ends), 0, -1)
     joined = [
-        Curve([fit, held], [y, y], role=role(comp), width=3.0)
-        for y, (_, comp, fit, held) in zip(places, ends)
+        Curve([fit, holdout], [y, y], role=role(repair), width=3.0)
+        for y, (_, repair, fit, holdout) in zip(places, ends)
     ]
     fits = Curve([fit for *_, fit, _ in ends], places, "fit", "ink", "", "o", hollow=True)
-    helds = Curve([held for *_, held in ends], places, "held out", "ink", "", "o")
+    holdouts = Curve([end[-1] for end in ends], places, "held out", "ink", "", "o")
     ticks = tuple((float(y), label) for y, (label, *_) in zip(places, ends))
-    return Panel(title, (*joined, fits, helds), "relative output error", "", y_ticks=ticks)
+    return Panel(title, (*joined, fits, holdouts), "Relative output error", "", y_ticks=ticks)

@@ -1,113 +1,106 @@
-"""A document as Markdown and as LaTeX. Figures are drawn in the HTML page only."""
+"""A document as Markdown, LaTeX and one HTML page: templates in `assets`, tables by pandas."""
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from coec.experiments.reporting.document import Document, Section
-from coec.experiments.reporting.plots import Figure
-from coec.experiments.reporting.tables import Cell, Table
+from coec.experiments.reporting.document import Document
+from coec.experiments.reporting.drawing import page_svg
+from coec.experiments.reporting.values import Datum, Table
 
-PAGE = "report.html"
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
 
+_ASSETS = Path(__file__).parent / "assets"
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
     "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
     "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
     "−": "$-$", "–": "--", "—": "---", "±": r"$\pm$", "×": r"$\times$", "·": r"$\cdot$",
     "α": r"$\alpha$", "δ": r"$\delta$", "λ": r"$\lambda$", "…": r"\dots{}", "≥": r"$\ge$",
-    "≤": r"$\le$", "→": r"$\to$", "'": "'", "\u00a0": "~",
+    "≤": r"$\le$", "→": r"$\to$", "\u00a0": "~",
 }  # fmt: skip
 
-_PREAMBLE = r"""\documentclass{article}
-\usepackage[T1]{fontenc}
-\usepackage[utf8]{inputenc}
-\usepackage[margin=2cm]{geometry}
-\usepackage{booktabs,graphicx}
-\newcommand{\fitted}[1]{\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{#1}}
-\begin{document}
-"""
+
+def markdown(document: Document, files: Mapping[tuple[str, str], str]) -> str:
+    """Return the report as GitHub-flavoured Markdown.
+
+    Args:
+        files: path of a figure without suffix, by its section's anchor and its title.
+    """
+    return _text("report.md.j2").render(document=document, files=files)
 
 
-def markdown(document: Document) -> str:
-    """The report as GitHub-flavoured Markdown."""
-    lines = [f"# {document.title}", ""]
-    lines += [f"- **{name}:** {_md(value)}" for name, value in document.facts]
-    lines += ["", *(f"> {_md(note)}\n" for note in document.notes)]
-    for section in document.sections:
-        lines += [f"## {_md(section.title)}", ""]
-        lines += [f"{_md(sentence)}\n" for sentence in section.text]
-        lines += [_markdown_table(table) for table in section.tables]
-        lines += [_markdown_figure(figure) for figure in section.figures]
-    return "\n".join(lines).rstrip() + "\n"
+def latex(document: Document, files: Mapping[tuple[str, str], str]) -> str:
+    """Return the report as a LaTeX document; arguments as in `markdown`."""
+    return _text("report.tex.j2").render(document=document, files=files)
+
+
+def html(document: Document) -> str:
+    """Return the report as a page: style, script and figures inside, no request to anywhere.
+
+    Text from the results is escaped; the content policy of the page forbids requests.
+    """
+    drawings = {
+        (section.anchor, i, j): page_svg(panel, f"{section.anchor}-{i}-{j}")
+        for section in document.sections
+        for i, figure in enumerate(section.figures)
+        for j, panel in enumerate(figure.panels)
+    }
+    return _environment(autoescape=True).get_template("report.html.j2").render(
+        document=document, drawings=drawings,
+        style=(_ASSETS / "report.css").read_text(encoding="utf-8"),
+        script=(_ASSETS / "report.js").read_text(encoding="utf-8"),
+    )  # fmt: skip
+
+
+def _environment(**options: object) -> "Environment":
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_ASSETS), undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, **options,  # type: ignore[arg-type]
+    )  # fmt: skip
+    environment.filters |= {
+        "md": _md, "tex": _tex, "md_table": _markdown_table, "tex_table": _latex_table,
+    }  # fmt: skip
+    return environment
+
+
+def _text(name: str) -> "Template":
+    environment = _environment(
+        block_start_string="<%", block_end_string="%>", variable_start_string="<<",
+        variable_end_string=">>", comment_start_string="<#", comment_end_string="#>",
+    )  # fmt: skip
+    return environment.get_template(name)
 
 
 def _markdown_table(table: Table) -> str:
-    rule = ["---" if column < table.labels else "---:" for column in range(len(table.heads))]
-    rows = [[_md(head) for head in table.heads], rule]
-    rows += [[_markdown_cell(cell) for cell in row] for row in table.rows]
-    body = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    notes = "".join(f"\n- {_md(note)}" for note in table.notes)
-    settings = f"\n*{_md(table.settings)}*\n" if table.settings else ""
-    return f"### {_md(table.title)}\n\n{body}\n{notes}\n{settings}"
+    def show(entry: Datum) -> str:
+        text = f"**{_md(entry.text)}**" if entry.bold else _md(entry.text)
+        return f"{text} ({entry.mark})" if entry.mark else text
+
+    aligned = ["left" if i < table.labels else "right" for i in range(len(table.heads))]
+    frame = table.frame(show, _md)
+    return frame.to_markdown(index=False, disable_numparse=True, colalign=aligned)
 
 
-def _markdown_cell(cell: Cell) -> str:
-    text = f"**{_md(cell.text)}**" if cell.bold else _md(cell.text)
-    return f"{text} ({cell.mark})" if cell.mark else text
+def _latex_table(table: Table) -> str:
+    def show(entry: Datum) -> str:
+        text = rf"\textbf{{{_tex(entry.text)}}}" if entry.bold else _tex(entry.text)
+        return rf"{text}\textsuperscript{{{entry.mark}}}" if entry.mark else text
 
-
-def _markdown_figure(figure: Figure) -> str:
-    caption = " ".join(figure.caption)
-    words = f"{_md(caption)} The figure is in [{PAGE}]({PAGE}).".strip()
-    return f"### {_md(figure.title)}\n\n{words}\n"
+    columns = "l" * table.labels + "r" * (len(table.heads) - table.labels)
+    return table.frame(show, _tex).to_latex(index=False, escape=False, column_format=columns)
 
 
 def _md(text: str) -> str:
-    """Text whose characters mean nothing to Markdown."""
+    """Escape the characters that mean something to Markdown."""
     text = re.sub(r"([\\`*_|<>\[\]])", r"\\\1", " ".join(text.split()))
     return re.sub(r"^([-+#]|\d+\.)(?=\s)", r"\\\1", text)
 
 
-def latex(document: Document) -> str:
-    """The report as a LaTeX document; its tables need booktabs and graphicx."""
-    facts = "".join(rf"\item[{_tex(name)}] {_tex(value)}" + "\n" for name, value in document.facts)
-    notes = "".join(f"\n{_tex(note)}\n" for note in document.notes)
-    sections = "\n".join(_latex_section(section) for section in document.sections)
-    return (
-        f"{_PREAMBLE}\n\\section*{{{_tex(document.title)}}}\n"
-        f"\\begin{{description}}\n{facts}\\end{{description}}\n{notes}\n{sections}"
-        "\\end{document}\n"
-    )
-
-
-def _latex_section(section: Section) -> str:
-    text = "".join(f"{_tex(sentence)}\n" for sentence in section.text)
-    tables = "\n".join(_latex_table(table) for table in section.tables)
-    figures = "".join(
-        f"\n% {figure.title}: drawn in {PAGE}\n{_tex(' '.join(figure.caption))}\n"
-        for figure in section.figures
-    )
-    return f"\\section{{{_tex(section.title)}}}\n{text}\n{tables}{figures}\\clearpage\n"
-
-
-def _latex_table(table: Table) -> str:
-    columns = "l" * table.labels + "r" * (len(table.heads) - table.labels)
-    head = " & ".join(_tex(head) for head in table.heads)
-    rows = "\n".join(" & ".join(map(_latex_cell, row)) + r" \\" for row in table.rows)
-    notes = "".join(f"\\par\\footnotesize {_tex(note)}\n" for note in table.notes)
-    caption = _tex(" ".join(part for part in (f"{table.title}.", table.settings) if part))
-    return (
-        "\\begin{table}[htbp]\n\\centering\n\\small\n"
-        f"\\fitted{{\\begin{{tabular}}{{{columns}}}\n\\toprule\n{head} \\\\\n\\midrule\n"
-        f"{rows}\n\\bottomrule\n\\end{{tabular}}}}\n{notes}"
-        f"\\caption{{{caption}}}\n\\end{{table}}\n"
-    )
-
-
-def _latex_cell(cell: Cell) -> str:
-    text = rf"\textbf{{{_tex(cell.text)}}}" if cell.bold else _tex(cell.text)
-    return rf"{text}\textsuperscript{{{cell.mark}}}" if cell.mark else text
-
-
 def _tex(text: str) -> str:
-    """Text whose characters mean nothing to LaTeX."""
+    """Escape the characters that mean something to LaTeX, or that it cannot print."""
     return "".join(_LATEX.get(character, character) for character in " ".join(text.split()))
