@@ -73,7 +73,7 @@ def test_our_own_units_give_our_own_model_and_nothing_is_selected(
     )
     assert written(tmp_path / "out") == written(ours)
     assert report.plan["notes"] == [
-        f"every site keeps the units of '{ours}': sparsity, align, allocation, "
+        f"every site keeps the units of '{ours}': sparsity, multiple_of, allocation, "
         "selection and kv_groups have no "
         "effect"
     ]

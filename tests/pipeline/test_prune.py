@@ -110,11 +110,11 @@ def test_a_sparsity_that_removes_nothing_is_refused(sparsity, least, dense):
 
 
 MEMORY = """
-import sys, coec, coec.plan, torch
+import sys, coec, coec.planning, torch
 from coec.experiments.memory import peak
 settings = {"calibration": sys.argv[2], "samples": 96, "seq_len": 32}
 planned = coec.plan(sys.argv[1], **settings)
-planned = planned.forecast(coec.plan.How.of(planned, torch.device("cpu"))).peak
+planned = planned.forecast(coec.planning.ComputeConfig.of(planned, torch.device("cpu"))).peak
 coec.prune(sys.argv[1], sys.argv[3], **settings)
 print(sum(planned), peak(torch.device("cpu")))  # not ru_maxrss: a child inherits it
 """

@@ -19,7 +19,7 @@ from coec.cli.common import (
     switch,
     with_settings,
 )
-from coec.cli.planned import Asked, Measure, OfMachine, check_dry, show_plan
+from coec.cli.planned import MachineOption, MeasureOption, PlanView, check_dry, show_plan
 from coec.cli.progress import Quiet, showing_progress
 from coec.cli.prune import show_report
 
@@ -38,8 +38,8 @@ def compensate_command(
     dry_run: Annotated[
         bool, switch("--dry-run", "Print the plan; the weights of both are read for it.")
     ] = False,
-    machine: OfMachine = None,
-    measure: Measure = False,
+    machine: MachineOption = None,
+    measure: MeasureOption = False,
     force: Force = False,
     restart: Restart = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -75,7 +75,7 @@ def compensate_command(
                 progress=advance, **chosen,
             )  # fmt: skip
     if out is None or dry_run:
-        asked = Asked(machine, measure, as_json, statistics is not None, quiet)
-        show_plan(plan, model, out, asked)
+        view = PlanView(machine, measure, as_json, statistics is not None, quiet)
+        show_plan(plan, model, out, view)
     else:
         show_report(report, as_json)

@@ -23,7 +23,7 @@ from coec.cli.common import (
     switch,
     with_settings,
 )
-from coec.cli.planned import Asked, Measure, OfMachine, check_dry, show_plan
+from coec.cli.planned import MachineOption, MeasureOption, PlanView, check_dry, show_plan
 from coec.cli.progress import Quiet, showing_progress
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ def prune_command(
     dry_run: Annotated[
         bool, switch("--dry-run", "Print the plan from the configuration alone.")
     ] = False,
-    machine: OfMachine = None,
-    measure: Measure = False,
+    machine: MachineOption = None,
+    measure: MeasureOption = False,
     force: Force = False,
     restart: Restart = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -75,8 +75,8 @@ def prune_command(
     if out is None or dry_run:
         plan = pruning.plan(model, statistics=statistics, **chosen)
         folder = None if out is None or is_url(out) else Path(out)
-        asked = Asked(machine, measure, as_json, statistics is not None, quiet)
-        show_plan(plan, model, folder, asked)
+        view = PlanView(machine, measure, as_json, statistics is not None, quiet)
+        show_plan(plan, model, folder, view)
         return
     check_dry(machine, measure=measure)
     with showing_progress(quiet) as advance:
