@@ -192,7 +192,8 @@ def describe(result: dict[str, Any]) -> str:
         text += (
             f"\n\nExtrapolated, not measured, to {more['layers']} layers: "
             f"{record.readable(more['total_seconds'])}, "
-            f"{more['total_in_forward_passes']:.3g} forward passes ({more['total_in_passes_without_head']:.3g} without the output embedding)."
+            f"{more['total_in_forward_passes']:.3g} forward passes "
+            f"({more['total_in_passes_without_head']:.3g} without the output embedding)."
         )
     return text
 

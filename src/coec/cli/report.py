@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-from coec.cli import interruptible
+from coec.cli.signals import interruptible
 from coec.cli.common import Json, argument, results, setting
 
 
