@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from coec.cli.common import NAME, Flag, Json, argument, quieten, results, switch, with_flags
 from coec.cli.progress import Quiet, showing_progress
-from coec.exporting.dtypes import DTYPES
+from coec.exporting.dtypes import GGUF_DTYPES
 
 if TYPE_CHECKING:
     from coec.exporting.export import Export
 
 _FLAGS = (
     Flag(
-        "dtype", DTYPES,
+        "dtype", GGUF_DTYPES,
         "Dtype of matrices: f32, f16, bf16 or q8_0. Default: the one that the weights are stored "
         "in.", metavar=NAME,
     ),
