@@ -148,7 +148,7 @@ def test_hidden_states_are_copied_to_a_gpu_alone(folder):
     for device in (CPU, CUDA):
         plan, how = planned(folder, device)
         work = PlanWork(plan, how).forward(512.0)
-        copied[device] = sum(step.amount for step in work if step.kind == "link")
+        copied[device] = sum(step.amount for step in work if step.resource == "link")
     states = 512 * plan.dense.hidden * plan.dense.layers
     assert copied == {CPU: 0, CUDA: 2 * states * how.forward.itemsize}
 

@@ -44,7 +44,7 @@ def test_work_is_of_its_dtypes_and_devices():
     assert {w.dtype for w in steps["cpu"]} == {"float32", "float64", ""}
     # On a GPU polar factors take the place of singular value decompositions.
     on_cpu, on_gpu = (
-        sum(w.operations for w in found if w.kind == "eigen") for found in steps.values()
+        sum(w.operations for w in found if w.resource == "eigen") for found in steps.values()
     )
     assert on_cpu > 2 * on_gpu
 

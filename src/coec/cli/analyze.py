@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from coec.cli.common import (
     NAME,
-    Flag,
+    CommandFlag,
     Json,
     argument,
     given,
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from coec.events import Progress
 
 _GENERAL = (
-    Flag("sparsity", float, "For --config-only: fraction of units removed. Default: 0.3."),
-    Flag("device", str, next(row.text for row in TABLE if row.name == "device")),
-    Flag(
+    CommandFlag("sparsity", float, "For --config-only: fraction of units removed. Default: 0.3."),
+    CommandFlag("device", str, next(row.text for row in TABLE if row.name == "device")),
+    CommandFlag(
         "dtype", DTYPE_NAMES,
         "Dtype of weights and forward pass: float64, float32, bfloat16 or float16. Default: the "
         "models', float32 to run on the CPU.", metavar=NAME,
@@ -38,15 +38,17 @@ _GENERAL = (
 )  # fmt: skip
 _PANEL = "Measured speed"
 _WORKLOAD = (
-    Flag("prompt_tokens", int, "Prompt of a run, capped by the model. Default: 512.", _PANEL),
-    Flag("new_tokens", int, "Tokens decoded after it. Default: 64.", _PANEL),
-    Flag("batch_size", int, "Sequences at once. Default: 1.", _PANEL),
-    Flag("repeats", int, "Timed runs of each model, in turns. Default: 5.", _PANEL),
-    Flag("warmup", int, "Untimed runs of each before. Default: 1.", _PANEL),
+    CommandFlag(
+        "prompt_tokens", int, "Prompt of a run, capped by the model. Default: 512.", _PANEL
+    ),
+    CommandFlag("new_tokens", int, "Tokens decoded after it. Default: 64.", _PANEL),
+    CommandFlag("batch_size", int, "Sequences at once. Default: 1.", _PANEL),
+    CommandFlag("repeats", int, "Timed runs of each model, in turns. Default: 5.", _PANEL),
+    CommandFlag("warmup", int, "Untimed runs of each before. Default: 1.", _PANEL),
 )
 _RANKS = (
-    Flag("rank_attention", int, "Size of the frames of o_proj. Default: 16.", "Geometry"),
-    Flag("rank_mlp", int, "Size of the frames of down_proj. Default: 64.", "Geometry"),
+    CommandFlag("rank_attention", int, "Size of the frames of o_proj. Default: 16.", "Geometry"),
+    CommandFlag("rank_mlp", int, "Size of the frames of down_proj. Default: 64.", "Geometry"),
 )
 
 

@@ -61,7 +61,7 @@ Restart = Annotated[
 ]
 
 
-class Flag(NamedTuple):
+class CommandFlag(NamedTuple):
     """An option of a command.
 
     Attributes:
@@ -79,14 +79,14 @@ class Flag(NamedTuple):
     metavar: str | None = None
 
     @classmethod
-    def of(cls, row: Setting) -> "Flag":
-        """Flag of a setting; options of a compensation stand under its name."""
+    def of(cls, row: Setting) -> "CommandFlag":
+        """CommandFlag of a setting; options of a compensation stand under its name."""
         panel = f"Options of --compensation {', '.join(row.methods)}" if row.methods else None
         return cls(row.name, row.kind, row.text, panel)
 
     def parameter(self) -> inspect.Parameter:
         """Parameter of the command's function."""
-        kind: Any = Literal[self.type] if isinstance(self.type, tuple) else self.type
+        value_type: Any = Literal[self.type] if isinstance(self.type, tuple) else self.type
         option = setting(self.text, self.metavar or _METAVARS.get(self.type, NAME), self.panel)
         if self.type is bool:
             name = self.name.replace("_", "-")
@@ -94,14 +94,14 @@ class Flag(NamedTuple):
                 f"--{name}/--no-{name}", help=self.text, show_default=False,
                 rich_help_panel=self.panel,
             )  # fmt: skip
-        annotation = Annotated[kind | None, option]
+        annotation = Annotated[value_type | None, option]
         return inspect.Parameter(
             self.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
         )
 
 
 def with_flags(
-    first: Sequence[Flag | Setting], last: Sequence[Flag | Setting] = ()
+    first: Sequence[CommandFlag | Setting], last: Sequence[CommandFlag | Setting] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace `**flags` in a command's signature by a parameter for every flag.
 
@@ -112,7 +112,7 @@ def with_flags(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         before, after = (
-            [(Flag.of(row) if isinstance(row, Setting) else row).parameter() for row in rows]
+            [(CommandFlag.of(row) if isinstance(row, Setting) else row).parameter() for row in rows]
             for rows in (first, last)
         )
         signature = inspect.signature(command)
@@ -128,7 +128,7 @@ def with_flags(
     return decorate
 
 
-def given(flags: Mapping[str, Any], table: Sequence[Flag] | None = None) -> dict[str, Any]:
+def given(flags: Mapping[str, Any], table: Sequence[CommandFlag] | None = None) -> dict[str, Any]:
     """Pick the flags that the user gave, or those of one table."""
     names = flags if table is None else [flag.name for flag in table]
     return {name: flags[name] for name in names if flags[name] is not None}

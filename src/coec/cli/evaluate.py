@@ -8,7 +8,7 @@ import typer
 
 from coec.cli.common import (
     NAME,
-    Flag,
+    CommandFlag,
     Json,
     TrustRemoteCode,
     argument,
@@ -28,49 +28,49 @@ if TYPE_CHECKING:
     from coec.evaluation.perplexity import Perplexity
     from coec.evaluation.zero_shot import ZeroShot
 
-_TEXT = Flag(
+_TEXT = CommandFlag(
     "text", str,
     "wikitext2; c4 (validation); hub:OWNER/NAME or hub:OWNER/NAME:CONFIG (its test split); a file "
     "as in `coec prune`; or self (text sampled from the baseline). Default: wikitext2; with "
     "--tasks none, and perplexity is measured only if a text is named.",
 )  # fmt: skip
 _OF_TEXT = (
-    Flag("max_windows", int, "Evaluate the first so many windows. Default: all."),
-    Flag(
+    CommandFlag("max_windows", int, "Evaluate the first so many windows. Default: all."),
+    CommandFlag(
         "baseline", str,
         "The dense model: adds the perplexity ratio, KL divergence and agreement (the share of "
         "tokens with the same most probable next one).", metavar="MODEL",
     ),
-    Flag("samples", int, "Windows to sample, for --text self. Default: 64."),
-    Flag("seed", int, "Seed of the sampled text, for --text self. Default: 1."),
-    Flag(
+    CommandFlag("samples", int, "Windows to sample, for --text self. Default: 64."),
+    CommandFlag("seed", int, "Seed of the sampled text, for --text self. Default: 1."),
+    CommandFlag(
         "text_column", str,
         "Column of a jsonl or parquet file, or of a hub: data set. Default: text.",
     ),
 )  # fmt: skip
 _PANEL = "Zero-shot tasks"
-_TASKS = Flag(
+_TASKS = CommandFlag(
     "tasks", str,
     "seven (boolq, rte, winogrande, hellaswag, arc_easy, arc_challenge, openbookqa), or names of "
     "lm-evaluation-harness tasks, separated by commas.", _PANEL, "NAMES",
 )  # fmt: skip
 _OF_TASKS = (
-    Flag(
+    CommandFlag(
         "tasks_data", Path,
         "Folder of <task>.jsonl files in the schema of the tasks' hub data sets. Default: the "
         "hub.", _PANEL,
     ),
-    Flag("limit", int, "The first N items of each task. Default: all.", _PANEL),
-    Flag("batch_size", int, "Requests per forward pass. Default: 8.", _PANEL),
+    CommandFlag("limit", int, "The first N items of each task. Default: all.", _PANEL),
+    CommandFlag("batch_size", int, "Requests per forward pass. Default: 8.", _PANEL),
 )  # fmt: skip
 _OF_BOTH = (
-    Flag(
+    CommandFlag(
         "seq_len", int,
         "Tokens per window; with --tasks, the most tokens of a request. Default: 4096, or the "
         "model's maximum if less; of tasks, the model's maximum.",
     ),
-    Flag("device", str, next(row.text for row in TABLE if row.name == "device")),
-    Flag(
+    CommandFlag("device", str, next(row.text for row in TABLE if row.name == "device")),
+    CommandFlag(
         "dtype", DTYPE_NAMES,
         "Dtype of the forward pass: float64, float32, bfloat16 or float16. Default: the model's "
         "on a GPU, float32 on the CPU.", metavar=NAME,

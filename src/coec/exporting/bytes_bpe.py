@@ -32,8 +32,8 @@ NAMES: dict[tuple[tuple[str, ...], bool], str] = {
     ((TEKKEN,), True): "tekken",
     ((SEED,), False): "seed-coder",
 }
-"""llama.cpp's names, by the expressions that cut a text, one after the other, and True where a whole
-word that is a token is taken without merging."""
+"""llama.cpp's names, by the expressions that cut a text in turn, and True where a word that is a
+token as a whole is taken without merging."""
 
 CAPITALS = (
     "llama.cpp cuts words with capital letters beyond ASCII at other places than the model's own "

@@ -57,7 +57,7 @@ class ExportPlan:
 
     @property
     def fallback_bytes(self) -> int:
-        """Bytes by which they are larger than in that dtype."""
+        """Difference in bytes to matrices of the chosen dtype."""
         chosen = GGUF_TYPES[self.dtype]
         return sum(entry.size - entry.size_as(chosen) for entry in self.fallback)
 

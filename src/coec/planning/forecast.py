@@ -67,8 +67,8 @@ class Forecast:
         if machine is not None:
             off = _MEASURED if machine.measured else _BY_DATA_SHEET
             for phases in zip(low, typical, high, strict=True):
-                least, usual, most = (machine.seconds(phase.work) for phase in phases)
-                seconds[phases[0].name] = Seconds(least / off, usual, most * off)
+                short, usual, long = (machine.seconds(phase.work) for phase in phases)
+                seconds[phases[0].name] = Seconds(short / off, usual, long * off)
         return cls(tuple(typical), machine, seconds, *disk(plan, compute.written))
 
     @property
@@ -111,7 +111,7 @@ class Forecast:
 
 
 def disk(plan: PlanSizes, written: torch.dtype) -> tuple[int, int]:
-    """Bytes of the pruned model's folder, and largest number of bytes of unfinished work.
+    """Estimate bytes of the pruned model's folder, and of unfinished work at its largest.
 
     Blocks are removed once the shard that holds them is durable, so only one shard is there twice.
     """

@@ -1,4 +1,4 @@
-"""Machines: how fast each kind of work goes, and how much memory there is.
+"""Machines: the rate of every resource, and the size of the memory.
 
 The GPUs here are known by their makers' data sheets alone: nothing was measured on them.
 `coec.planning.measuring` measures this machine.
@@ -15,10 +15,10 @@ import torch
 from coec.devices import DTYPES, USEFUL
 from coec.errors import OptionError
 
-WorkKind = Literal["product", "eigen", "elementwise", "call", "read", "link", "host"]
-"""Matrix products and eigenpairs (in operations); elementwise work (bytes through memory); calls of
-operators; reading and checking weights, and copies between host and GPU (bytes); what the host does
-besides (seconds)."""
+Resource = Literal["product", "eigen", "elementwise", "call", "read", "link", "host"]
+"""What work needs: matrix products and eigenpairs (operations); elementwise traffic (bytes through
+memory); calls of operators; reading and checking weights, and copies between host and GPU (bytes);
+anything else on the host (seconds)."""
 RatePoints = tuple[tuple[float, float], ...]
 """Sizes, ascending, and the rate at each, in amounts per second."""
 
@@ -28,15 +28,15 @@ class Work:
     """Something that is done a number of times.
 
     Attributes:
-        kind: of work.
-        amount: of one execution, in the unit of its kind.
+        resource: that the work needs.
+        amount: of one execution, in the unit of the resource.
         size: what the rate depends on: the geometric mean of a product's three edges, the rows of
             an eigenproblem, the bytes of a tensor.
         times: number of executions.
         dtype: of the numbers; "" where that makes no difference.
     """
 
-    kind: WorkKind
+    resource: Resource
     amount: float
     size: float = 1.0
     times: float = 1.0
@@ -45,7 +45,7 @@ class Work:
     @property
     def operations(self) -> float:
         """Floating-point operations of all executions, without elementwise ones."""
-        return self.times * self.amount if self.kind in ("product", "eigen") else 0.0
+        return self.times * self.amount if self.resource in ("product", "eigen") else 0.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Machine:
     Attributes:
         name: for people.
         device: cpu or cuda.
-        rates: by kind of work, followed by a dtype where that makes a difference.
+        rates: by resource, followed by a dtype where that makes a difference.
         device_bytes: memory of the device; None where it is the host's, or not known.
         measured: True where the rates were measured on it.
         share: fraction of the data sheet's peak that products reach; None where measured.
@@ -76,7 +76,9 @@ class Machine:
         """Amount per second at the size of the work: linear between logarithms, beyond the ends
         the rate of the end.
         """
-        points = self.rates.get(f"{work.kind} {work.dtype}".strip()) or self.rates[work.kind]
+        points = (
+            self.rates.get(f"{work.resource} {work.dtype}".strip()) or self.rates[work.resource]
+        )
         if work.size <= points[0][0]:
             return points[0][1]
         for (low, slow), (high, fast) in itertools.pairwise(points):
@@ -98,7 +100,7 @@ class Machine:
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Machine":
         """Read what `record` gave."""
-        rates = {kind: tuple(map(tuple, points)) for kind, points in record["rates"].items()}
+        rates = {name: tuple(map(tuple, points)) for name, points in record["rates"].items()}
         return cls(**{**record, "rates": rates})
 
 
@@ -151,10 +153,10 @@ def machine_named(name: str) -> Machine:
     reached["eigen float32"] = _EIGEN_SHARE * sheet.float32
     slower = 1 / reached["eigen float32"] + 1 / reached["product float64"]
     reached["eigen float64"] = 1 / slower
-    rates = {kind: tuple((n, 1e12 * rate * full) for n, full in _FILLING)
-             for kind, rate in reached.items()}  # fmt: skip
+    rates = {key: tuple((n, 1e12 * rate * full) for n, full in _FILLING)
+             for key, rate in reached.items()}  # fmt: skip
     moved = sheet.bandwidth * 1e9 * _BANDWIDTH_SHARE
     flat = {"elementwise": moved, "link": sheet.link * 1e9 * _LINK_SHARE, **_HOST_RATES}
-    rates |= {kind: ((1.0, rate),) for kind, rate in flat.items()}
+    rates |= {name: ((1.0, rate),) for name, rate in flat.items()}
     size = int(sheet.gigabytes * 1e9)
     return Machine(sheet.name, "cuda", rates, size, measured=False, share=PEAK_SHARE)

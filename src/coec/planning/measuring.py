@@ -1,6 +1,6 @@
 """Rates of this machine, measured in a few seconds and kept.
 
-Small matrices run far below the rate of large ones, so each kind of work is measured at a few
+Small matrices run far below the rate of large ones, so each resource is measured at a few
 sizes. A rate is the median of several runs: the program meets neither the best nor the worst
 moment.
 """
@@ -32,7 +32,7 @@ _USUAL_CALLS = 4e5
 _LAYOUT = 2
 """Version of the file that keeps rates; another is measured anew."""
 _Case = tuple[str, float, float, Callable[[], object]]
-"""What is measured: kind of work, its size and amount, and a function that does it."""
+"""Resource, size and amount of some work, and a function that does it."""
 
 
 def this_machine(
@@ -75,8 +75,8 @@ def measure(device: torch.device, progress: Progress | None = None) -> Machine:
     """Measure the rates of a device now."""
     points: dict[str, RatePoints] = {}
     cases = [*_device_cases(device), *_host_cases(device)]
-    for number, (kind, size, amount, run) in enumerate(cases, 1):
-        points[kind] = (*points.get(kind, ()), (size, amount / _seconds(device, run)))
+    for number, (resource, size, amount, run) in enumerate(cases, 1):
+        points[resource] = (*points.get(resource, ()), (size, amount / _seconds(device, run)))
         if progress:
             progress("measuring", number, len(cases))
     points["host"] = ((1.0, points["call"][0][1] / _USUAL_CALLS),)
@@ -155,7 +155,7 @@ def _name(device: torch.device) -> str:
 
 
 def _identity(device: torch.device) -> dict[str, object]:
-    """Everything that the rates of a device depend on."""
+    """List what the rates of a device depend on."""
     return {
         "layout": _LAYOUT,
         "device": _name(device),

@@ -39,7 +39,7 @@ def placed(purposes: dict[str, int], device: str) -> tuple[dict[str, int], dict[
 
 
 def lower_bound(sizes: dict[str, int]) -> int:
-    """Bytes that are needed beside the program in any case."""
+    """Sum the bytes that are needed beside the program in any case."""
     return int(sum(size * _LOWER_BOUNDS.get(purpose, 0.0) for purpose, size in sizes.items()))
 
 
@@ -79,13 +79,13 @@ def purposes_of(plan: PlanSizes, compute: ComputeConfig, site_kind: str = "") ->
 
 
 def _solving(plan: PlanSizes, compute: ComputeConfig, site_kind: str) -> dict[str, int]:
-    """Bytes of selection and compensation at the widest site of a kind; "" for any.
+    """Estimate bytes of selection and compensation at the widest site of a kind; "" for any.
 
     COEC holds six matrices of the consumer's size (four, and two more inside a decomposition),
     closed forms three, `obs` two. The Grams of the sites that follow in the block wait meanwhile.
     """
-    kinds = [site.kind for site in plan.model.layout.kinds]
-    later = kinds[kinds.index(site_kind) :] if site_kind else kinds
+    site_kinds = [site.kind for site in plan.model.layout.kinds]
+    later = site_kinds[site_kinds.index(site_kind) :] if site_kind else site_kinds
     waiting = [site for site in plan.model.layout.sites if site.kind in later]
     sites = [site for site in waiting if site_kind in ("", site.kind)]
     widest = max(sites, key=lambda site: site.columns)
@@ -109,7 +109,7 @@ def _solving(plan: PlanSizes, compute: ComputeConfig, site_kind: str) -> dict[st
 
 
 def _grams(plan: PlanSizes, sites: Iterable[Site]) -> int:
-    """Bytes of the Grams of one block's sites in float64, those of held-out windows included."""
+    """Sum bytes of the Grams of one block's sites in float64, held-out windows included."""
     squares: Counter[int] = Counter()
     for site in sites:
         squares[site.block] += site.columns**2
@@ -135,8 +135,8 @@ def tried_tokens(plan: PlanSizes) -> int:
 
 
 def _fit(plan: PlanSizes, compute: ComputeConfig, site: Site) -> int:
-    """Bytes of fitting a half of a block: nine vectors of the fitted size, the preconditioner's
-    factors, and the activations of a batch.
+    """Estimate bytes of a fit: nine vectors of the fitted size, factors of the preconditioner, and
+    activations of a batch.
     """
     if not plan.recipe.reconstruction.reconstruct:
         return 0
@@ -176,7 +176,7 @@ def fitted_matrices(plan: PlanSizes, site: Site) -> list[FittedMatrix]:
 
 
 def sampled_window(plan: PlanSizes, compute: ComputeConfig) -> int:
-    """Bytes of one window that the model samples."""
+    """Memory of one window that the model samples."""
     itemsize = compute.forward.itemsize
     return window_bytes(plan.dense, plan.model.vocabulary, plan.seq_len, itemsize)
 
@@ -193,7 +193,7 @@ def text_characters(plan: PlanSizes) -> int:
 
 
 def _text(plan: PlanSizes) -> int:
-    """Bytes that reading the calibration text takes."""
+    """Memory that reading the calibration text takes."""
     source = plan.recipe.calibration.source
     if isinstance(source, str | Path) and (path := Path(source)).suffix in TOKEN_SUFFIXES:
         return 2 * path.stat().st_size if path.is_file() else 0

@@ -53,8 +53,8 @@ def _architecture(plan: PlanSizes) -> Iterator[str]:
                 f"experts keep {width:,} {site.unit}s, a multiple of {OF_EXPERTS}, as "
                 "transformers needs it to run them all at once"
             )
-    if whole := plan.model.architecture.whole:
-        yield f"attention keeps all KV groups: {whole}"
+    if reason := plan.model.architecture.whole:
+        yield f"attention keeps all KV groups: {reason}"
 
 
 def _given(plan: PlanSizes) -> Iterator[str]:
@@ -81,7 +81,7 @@ def _widths(plan: PlanSizes) -> Iterator[str]:
         sparsity = pruning.removed(site.kind)
         if not sparsity or (kept is not None and site.key in kept.units):
             continue
-        widths = [plan.widths.of(other) for other in _alike(plan, site)]
+        widths = [plan.widths.of(alike) for alike in _alike(plan, site)]
         if kept_count(site.units, sparsity) == site.units:
             yield (
                 f"nothing is removed at {site.kind}: {sparsity:.4g} of {site.units} {site.unit}s "
@@ -105,4 +105,4 @@ def _widths(plan: PlanSizes) -> Iterator[str]:
 
 def _alike(plan: PlanSizes, site: Site) -> list[Site]:
     """Sites of the same kind."""
-    return [other for other in plan.model.layout.sites if other.kind == site.kind]
+    return [alike for alike in plan.model.layout.sites if alike.kind == site.kind]

@@ -28,7 +28,7 @@ _PREDICT = (*_PROCESS, "hidden states", "logits")
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a run.
+    """Phase of a run.
 
     Attributes:
         name: in plans.
@@ -70,8 +70,8 @@ def phases_of(
     def add(
         name: str, lap: str, steps: Iterable[Work], purposes: tuple[str, ...] = (), tasks: int = 1
     ) -> None:
-        kind = name.removeprefix("solving ") if purposes == _SOLVE else ""
-        sizes = purposes_of(plan, compute, kind) if purposes else {}
+        site_kind = name.removeprefix("solving ") if purposes == _SOLVE else ""
+        sizes = purposes_of(plan, compute, site_kind) if purposes else {}
         memory = placed({purpose: sizes[purpose] for purpose in purposes}, compute.device)
         phases.append(Phase(name, lap, tuple(steps), *memory, tasks))
 
@@ -89,8 +89,8 @@ def phases_of(
     stored = float(plan.parameters_before * compute.stored.itemsize)
     add("reading weights", lap, [Work("read", stored)])
     if in_order:
-        brief = [PlanWork(one, compute, effort).reconstruction() for one in candidates]
-        if tried := [w for parts in brief for _, steps, _ in parts for w in steps]:
+        brief = [PlanWork(candidate, compute, effort).reconstruction() for candidate in candidates]
+        if tried := [w for phase in brief for _, steps, _ in phase for w in steps]:
             add("trying candidates", lap, tried)
         for name, steps, purposes in run.reconstruction():
             add(name, lap, steps, purposes)
@@ -99,8 +99,8 @@ def phases_of(
             add("loading weights", lap, run.loading())
         passes = [] if compute.measured else run.dense_pass()
         add("calibrating", "calibrating", passes, _STREAM, plan.recipe.calibration.windows)
-        for kind in run.kinds:
-            add(f"solving {kind}", "solving", run.solving(kind), _SOLVE, layers)
+        for site_kind in run.site_kinds:
+            add(f"solving {site_kind}", "solving", run.solving(site_kind), _SOLVE, layers)
     # Every weight is converted and written, and each block once before.
     size = 6.0 * plan.parameters_after * compute.written.itemsize
     writing = [Work("elementwise", size, 2.0**24), Work("call", 3000.0 * layers)]
@@ -114,7 +114,7 @@ class PlanWork:
     def __init__(self, plan: PlanSizes, compute: ComputeConfig, effort: str = "typical") -> None:
         self.plan, self.compute, self.effort = plan, compute, effort
         self.sites = plan.model.layout.sites
-        self.kinds = [site.kind for site in plan.model.layout.kinds]
+        self.site_kinds = [site.kind for site in plan.model.layout.kinds]
         names, config = plan.model.architecture.blocks.experts, plan.model.config
         routed = float(config.get("num_experts_per_tok") or 1)
         self.active = 1.0 if names is None else routed / float(config.get(names.count) or routed)
@@ -164,8 +164,8 @@ class PlanWork:
     def batch(self) -> int:
         """Tokens that are run at once."""
         plan = self.plan
-        least = plan.recipe.calibration.windows if plan.recipe.reconstruction.in_order else None
-        return batch_size(plan.seq_len, least) * plan.seq_len
+        windows = plan.recipe.calibration.windows if plan.recipe.reconstruction.in_order else None
+        return batch_size(plan.seq_len, windows) * plan.seq_len
 
     def sampling(self) -> list[Work]:
         """Sample windows: every token, 2·weights, reads all weights, and keys and values before it.
@@ -207,13 +207,13 @@ class PlanWork:
             steps += work.statistics(d, met, max(1.0, tokens / self.batch), count)
         return steps
 
-    def solving(self, kind: str) -> list[Work]:
+    def solving(self, site_kind: str) -> list[Work]:
         """Select units and compensate, at all sites of one kind."""
         pruning, method = self.plan.recipe.pruning, self.plan.recipe.method
         options = {**CoecOptions().record(), **method.defaults, **pruning.options}
         selects = self.plan.recipe.kept is None and pruning.selection == "obs"
         steps: list[Work] = []
-        for size, count in self._sizes(kind):
+        for size, count in self._sizes(site_kind):
             site = work.errors(size) + (work.elimination(size) if selects else [])
             if size.k == size.d and not self.plan.recipe.reconstruction.propagate:
                 pass  # nothing is removed
@@ -235,13 +235,14 @@ class PlanWork:
         """
         by_error = self.plan.recipe.pruning.allocation == "error"
         steps = [*self.loading(), *self.dense_pass()]
-        for size, count in (pair for kind in self.kinds for pair in self._sizes(kind)):
+        for size, count in self._sizes():
             site = work.errors(size) + (work.elimination(size) if by_error else [])
             steps += [replace(step, times=step.times * count) for step in site]
         if by_error:
             count, layers = len(self.sites), self.plan.dense.layers
             tokens = float(tried_tokens(self.plan))
-            steps += [step for kind in self.kinds for step in self.solving(kind)]
+            for site_kind in self.site_kinds:
+                steps += self.solving(site_kind)
             steps += self.forward(tokens, count * (layers + 1) / layers + 2)
             steps += self._head(tokens, 1.0 + 2 * count)
         return steps
@@ -257,18 +258,18 @@ class PlanWork:
         passes = self.loading() * 2 + self.dense_pass(2.0)
         passes += self.forward(plan.tokens, 1.5, pruned=True)
         if settings.propagate:
-            sizes = [pair for kind in self.kinds for pair in self._sizes(kind)]
             fitted = plan.tokens - held_out
-            passes += [work.product(s.m, s.d, fitted, count, "float32") for s, count in sizes]
+            for size, count in self._sizes():
+                passes.append(work.product(size.m, size.d, fitted, count, "float32"))
         yield "passes", passes, _STREAM
-        for kind in self.kinds:
-            yield f"solving {kind}", self.solving(kind), _SOLVE
+        for site_kind in self.site_kinds:
+            yield f"solving {site_kind}", self.solving(site_kind), _SOLVE
             if settings.reconstruct:
-                yield f"fitting {kind}", self.fitting(kind, held_out), _FIT
+                yield f"fitting {site_kind}", self.fitting(site_kind, held_out), _FIT
         head = self._head(held_out or plan.tokens, 2.0 + settings.final_norm)
         yield "predicting", head, _PREDICT
 
-    def fitting(self, kind: str, held_out: int) -> list[Work]:
+    def fitting(self, site_kind: str, held_out: int) -> list[Work]:
         """Fit the halves of all blocks by Gauss–Newton; a way back counts as a way forward.
 
         A step tries 1.3 lengths over all windows, and takes two gradients (five passes over the
@@ -277,14 +278,14 @@ class PlanWork:
         n³), and 4mn² per iteration (the last 2mn²). Attention takes one step.
         """
         settings, tokens = self.plan.recipe.reconstruction, float(self.plan.tokens - held_out)
-        sites = [site for site in self.sites if site.kind == kind]
+        sites = [site for site in self.sites if site.kind == site_kind]
         attends = sites[0].value is not None
         steps = min(settings.reconstruct, 1) if attends else settings.reconstruct
         iterations, passes = steps * settings.cg_iterations, 4 if attends else 11 / 3
         share = settings.curvature_share
-        fits = self.forward(tokens + held_out, 1 + 1.3 * steps, half=kind, pruned=True)
-        fits += self.forward(tokens, 5.0 * steps, half=kind, pruned=True)
-        fits += self.forward(tokens * share, passes * iterations, half=kind, pruned=True)
+        fits = self.forward(tokens + held_out, 1 + 1.3 * steps, half=site_kind, pruned=True)
+        fits += self.forward(tokens, 5.0 * steps, half=site_kind, pruned=True)
+        fits += self.forward(tokens * share, passes * iterations, half=site_kind, pruned=True)
         matrices = Counter(m for site in sites for m in fitted_matrices(self.plan, site))
         for (m, n, last), count in matrices.items():
             times, repeats = float(steps * count), float(iterations * count)
@@ -299,14 +300,14 @@ class PlanWork:
             ]
         return [*fits, Work("call", 60.0 * len(sites), 1.0, iterations)]
 
-    def _sizes(self, kind: str) -> Iterable[tuple[work.SiteSize, int]]:
-        """Pair the distinct sizes of the sites of a kind with the number of such sites."""
+    def _sizes(self, site_kind: str = "") -> Iterable[tuple[work.SiteSize, int]]:
+        """Pair the distinct sizes of sites, of one kind or all, with the number of such sites."""
         shapes, widths = self.plan.model.shapes, self.plan.widths
         return Counter(
             work.SiteSize(int(shapes[site.weight][0]), site.columns,
                           widths.of(site) * site.columns_per_unit, site.units,
                           site.value is not None)
-            for site in self.sites if site.kind == kind
+            for site in self.sites if site_kind in ("", site.kind)
         ).items()  # fmt: skip
 
     def _head(self, tokens: float, models: float) -> list[Work]:

@@ -33,7 +33,7 @@ _BRIEF_ITERATIONS = 3
 
 @dataclass(frozen=True)
 class Plan(PlanSizes):
-    """What one pruning run will do, and what it will take."""
+    """Plan of one pruning run."""
 
     @classmethod
     def of(cls, model: Description, recipe: Recipe) -> "Plan":
@@ -230,8 +230,8 @@ class Plan(PlanSizes):
 def _rules(layout: Layout, recipe: Recipe) -> tuple[str, ...]:
     """Names of the rules for the number of KV groups, of which held-out windows choose one."""
     rule, kept = recipe.reconstruction.kv_groups, recipe.kept
-    named = kept is not None and any(s.key in kept.units for s in layout.sites if s.value)
-    if named and rule != "all":
+    groups_given = kept is not None and any(s.key in kept.units for s in layout.sites if s.value)
+    if groups_given and rule != "all":
         return ("kept",)  # the user gave the groups: there is nothing to choose
     return ("uniform", "all") if rule == "held-out" else (rule,)
 

@@ -97,7 +97,7 @@ def rcpu(site: SiteSize, device: str) -> list[Work]:
     return work + svd(m, k, device, "float64") + polar(m, k, device, "float64")
 
 
-class Descent(NamedTuple):
+class DescentLength(NamedTuple):
     """Length of COEC's descent at one site: means over the sites of small trained models.
 
     `steps` counts those of all right solves; a step tries `trials` lengths, and its preconditioner
@@ -116,15 +116,15 @@ _SOLVERS = {"gradient": 6.0, "conjugate": 2.0, "joint": 1.0}
 """Steps of the right solvers, relative to those of `joint`."""
 
 
-def usual_descent(site: SiteSize, effort: str = "typical") -> Descent:
+def usual_descent(site: SiteSize, effort: str = "typical") -> DescentLength:
     """Descent of usual length, or of the least or the most steps that were seen."""
     if site.attention:
-        return Descent(3.1, _ATTENTION_STEPS[effort], 1.7, 10.5)
-    return Descent(2.1, _MLP_STEPS[effort], 1.6, 4.6)
+        return DescentLength(3.1, _ATTENTION_STEPS[effort], 1.7, 10.5)
+    return DescentLength(2.1, _MLP_STEPS[effort], 1.6, 4.6)
 
 
 def coec(
-    site: SiteSize, descent: Descent, compute: ComputeConfig, options: Mapping[str, Any]
+    site: SiteSize, descent: DescentLength, compute: ComputeConfig, options: Mapping[str, Any]
 ) -> list[Work]:
     """Compensate by COEC: rcpu, eigenpairs of d×d and k×k, 2md² + 2mdk + 2k²d + 4mk² + 4bk² + 2mbk,
     an SVD of m×k (in attention three), two polar factors and 2mbk per round, and steps.
