@@ -4,7 +4,7 @@ import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 from coec.cli.common import (
-    NAME,
+    DEVICE_FLAG,
     CommandFlag,
     Json,
     argument,
@@ -18,7 +18,7 @@ from coec.cli.common import (
 from coec.cli.progress import Quiet, showing_progress
 from coec.cli.spelling import spelled
 from coec.errors import OptionError
-from coec.settings import DTYPE_NAMES, TABLE
+from coec.settings import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 _GENERAL = (
     CommandFlag("sparsity", float, "For --config-only: fraction of units removed. Default: 0.3."),
-    CommandFlag("device", str, next(row.text for row in TABLE if row.name == "device")),
+    DEVICE_FLAG,
     CommandFlag(
         "dtype", DTYPE_NAMES,
         "Dtype of weights and forward pass: float64, float32, bfloat16 or float16. Default: the "
-        "models', float32 to run on the CPU.", metavar=NAME,
+        "models', float32 to run on the CPU.",
     ),
 )  # fmt: skip
 _PANEL = "Measured speed"

@@ -23,9 +23,11 @@ def switch(flag: str, text: str) -> Any:
     return typer.Option(flag, help=text, metavar="")
 
 
-def setting(text: str, metavar: str, panel: str | None = None) -> Any:
+def setting(text: str, metavar: str | None, panel: str | None = None, *names: str) -> Any:
     """Declare an option whose help text says its default."""
-    return typer.Option(help=text, show_default=False, metavar=metavar, rich_help_panel=panel)
+    return typer.Option(
+        *names, help=text, show_default=False, metavar=metavar, rich_help_panel=panel
+    )
 
 
 def argument(text: str, metavar: str) -> Any:
@@ -33,10 +35,8 @@ def argument(text: str, metavar: str) -> Any:
     return typer.Argument(help=text, show_default=False, metavar=metavar)
 
 
-Device = Annotated[
-    str | None,
-    setting(next(row.text for row in TABLE if row.name == "device"), TEXT),
-]
+_DEVICE = next(row.text for row in TABLE if row.name == "device")
+Device = Annotated[str | None, setting(_DEVICE, TEXT)]
 Json = Annotated[bool, switch("--json", "One JSON object on stdout, nothing else.")]
 TrustRemoteCode = Annotated[
     bool,
@@ -62,14 +62,8 @@ Restart = Annotated[
 
 
 class CommandFlag(NamedTuple):
-    """An option of a command.
-
-    Attributes:
-        name: with underscores; the flag has dashes.
-        type: of its value, or the names that are allowed.
-        text: help, the default included.
-        panel: heading under which help lists it.
-        metavar: what stands for the value; None for that of the type.
+    """Option of a command: its name as in Python, the type of its value or the names that are
+    allowed, its help, the heading under which help lists it, and what stands for a value.
     """
 
     name: str
@@ -87,17 +81,16 @@ class CommandFlag(NamedTuple):
     def parameter(self) -> inspect.Parameter:
         """Parameter of the command's function."""
         value_type: Any = Literal[self.type] if isinstance(self.type, tuple) else self.type
-        option = setting(self.text, self.metavar or _METAVARS.get(self.type, NAME), self.panel)
-        if self.type is bool:
-            name = self.name.replace("_", "-")
-            option = typer.Option(
-                f"--{name}/--no-{name}", help=self.text, show_default=False,
-                rich_help_panel=self.panel,
-            )  # fmt: skip
+        metavar = self.metavar or _METAVARS.get(self.type, NAME)
+        name = self.name.replace("_", "-")
+        names = [f"--{name}/--no-{name}"] if self.type is bool else []
+        option = setting(self.text, None if names else metavar, self.panel, *names)
         annotation = Annotated[value_type | None, option]
-        return inspect.Parameter(
-            self.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-        )
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(self.name, keyword, default=None, annotation=annotation)
+
+
+DEVICE_FLAG = CommandFlag("device", str, _DEVICE)
 
 
 def with_flags(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coec.cli.common import (
-    NAME,
+    DEVICE_FLAG,
     CommandFlag,
     Json,
     TrustRemoteCode,
@@ -22,7 +22,7 @@ from coec.cli.common import (
 from coec.cli.progress import Quiet, showing_progress
 from coec.cli.spelling import flag_of
 from coec.errors import CoecError, OptionError
-from coec.settings import DTYPE_NAMES, TABLE
+from coec.settings import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from coec.evaluation.perplexity import Perplexity
@@ -69,11 +69,11 @@ _OF_BOTH = (
         "Tokens per window; with --tasks, the most tokens of a request. Default: 4096, or the "
         "model's maximum if less; of tasks, the model's maximum.",
     ),
-    CommandFlag("device", str, next(row.text for row in TABLE if row.name == "device")),
+    DEVICE_FLAG,
     CommandFlag(
         "dtype", DTYPE_NAMES,
         "Dtype of the forward pass: float64, float32, bfloat16 or float16. Default: the model's "
-        "on a GPU, float32 on the CPU.", metavar=NAME,
+        "on a GPU, float32 on the CPU.",
     ),
 )  # fmt: skip
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from coec.cli.common import NAME, CommandFlag, Json, argument, quieten, results, switch, with_flags
+from coec.cli.common import CommandFlag, Json, argument, quieten, results, switch, with_flags
 from coec.cli.progress import Quiet, showing_progress
 from coec.exporting.dtypes import GGUF_DTYPES
 
@@ -15,7 +15,7 @@ _FLAGS = (
     CommandFlag(
         "dtype", GGUF_DTYPES,
         "Dtype of matrices: f32, f16, bf16 or q8_0. Default: the one that the weights are stored "
-        "in.", metavar=NAME,
+        "in.",
     ),
     CommandFlag(
         "context", int,

@@ -52,22 +52,18 @@ def _resuming_or(show: Progress) -> Progress:
 @contextmanager
 def _bars() -> Iterator[Progress]:
     """Draw a bar per phase."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        TaskID,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-    from rich.progress import Progress as Bars
+    from rich import progress
 
-    columns = (
-        TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(),
-        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-    )  # fmt: skip
-    bar = Bars(*columns, console=notes)
-    tasks: dict[str, TaskID] = {}
+    bar = progress.Progress(
+        progress.TextColumn("{task.description:<16}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("left"),
+        progress.TimeRemainingColumn(),
+        console=notes,
+    )
+    tasks: dict[str, progress.TaskID] = {}
 
     def advance(phase: str, count: int, total: int) -> None:
         bar.start()  # only now: an error in the checks leaves no empty line
