@@ -78,7 +78,7 @@ def phases_of(
     # Opening takes calls; a million characters are tokenised per second.
     text = 0.0 if compute.measured else text_characters(plan) / 1e6
     opening = [Work("call", 40_000.0 + 900.0 * layers), Work("host", text)]
-    add("starting", "", [Work("host", 5.0)])
+    add("starting", "", [Work("host", 4.0)])
     add("checking", "checking", opening, _PROCESS)
     if plan.recipe.calibration.written and not compute.measured:
         add("sampling text", "reading text", run.sampling(), (*_PROCESS, "whole model"))
