@@ -135,19 +135,13 @@ class PlanWork:
         plan, hidden, layers = self.plan, self.plan.dense.hidden, self.plan.dense.layers
         itemsize, dtype = self.compute.forward.itemsize, self.compute.forward_name
         shapes = plan.pruned_shapes if pruned else plan.model.shapes
-        sites = [site for site in self.sites if half in ("", site.kind)]
-        names = {name for site in sites for name in site.tensors} if half else set(shapes)
-        prefixes = tuple(block.prefix for block in plan.model.layout.blocks)
-        weights = self.active * sum(
-            shape.numel()
-            for name, shape in shapes.items()
-            if name in names and name.startswith(prefixes) and len(shape) == 2
-        )
-        ffn = attention = 0.0
-        for site in sites:
-            kept = plan.widths.of(site) * site.columns_per_unit if pruned else site.columns
-            ffn += kept * (self.active if site.routed else 1.0) * (site.value is None)
-            attention += kept * (site.value is not None)
+        weights = ffn = attention = 0.0
+        for site in (site for site in self.sites if half in ("", site.kind)):
+            met = self.active if site.routed else 1.0
+            weights += met * sum(shapes[name].numel() for name in site.tensors if name in shapes)
+            width = plan.widths.of(site) * site.columns_per_unit if pruned else site.columns
+            attention += width * (site.value is not None)
+            ffn += width * met * (site.value is None)
         batches = max(1.0, tokens / self.batch)
         rows, maps = tokens / batches, 4.0 * plan.seq_len * attention * tokens
         traffic = (36.0 * hidden * layers + 8.0 * ffn) * tokens * itemsize
@@ -173,30 +167,24 @@ class PlanWork:
         The embedding is not multiplied.
         """
         plan, windows = self.plan, self.plan.recipe.calibration.written
-        rows, hidden, layers = (
-            min(self.compute.at_once, windows),
-            plan.dense.hidden,
-            plan.dense.layers,
-        )
+        hidden, layers = plan.dense.hidden, plan.dense.layers
+        rows = min(self.compute.at_once, windows)
         steps = -(-windows // self.compute.at_once) * float(plan.seq_len)
         embedding = 0 if plan.model.tied else plan.model.shapes[plan.model.layout.embedding].numel()
         weights = self.active * (plan.parameters_before - embedding)
-        read = (
-            weights + 3.0 * plan.seq_len * hidden * rows * layers
-        ) * self.compute.forward.itemsize
+        read = weights + 3.0 * plan.seq_len * hidden * rows * layers
         edge, dtype = (rows * hidden**2) ** (1 / 3), self.compute.forward_name
         return [
             Work("product", 2.0 * weights * rows, edge, steps, dtype),
-            Work("elementwise", read, 2.0**20, steps),
+            Work("elementwise", read * self.compute.forward.itemsize, 2.0**20, steps),
             Work("call", 200.0 * layers + 900.0, 1.0, steps),
         ]
 
     def loading(self) -> list[Work]:
         """Convert all weights to the forward dtype, and copy them to a GPU."""
-        count, stored = float(self.plan.parameters_before), self.compute.stored.itemsize
-        size = count * (stored + self.compute.forward.itemsize)
-        copied = count * stored * (self.compute.device != "cpu")
-        return [Work("elementwise", size, 2.0**24), Work("link", copied)]
+        stored = float(self.plan.parameters_before * self.compute.stored.itemsize)
+        copied = stored * (self.compute.device != "cpu")
+        return [Work("elementwise", 2 * stored, 2.0**24), Work("link", copied)]
 
     def dense_pass(self, times: float = 1.0) -> list[Work]:
         """Run the dense model over all windows, and sum the statistics of every site once."""
@@ -256,11 +244,7 @@ class PlanWork:
         share, samples = plan.recipe.calibration.held_out, plan.recipe.calibration.samples
         held_out = max(1, round(share * samples)) * plan.seq_len if share else 0
         passes = self.loading() * 2 + self.dense_pass(2.0)
-        passes += self.forward(plan.tokens, 1.5, pruned=True)
-        if settings.propagate:
-            fitted = plan.tokens - held_out
-            for size, count in self._sizes():
-                passes.append(work.product(size.m, size.d, fitted, count, "float32"))
+        passes += self.forward(plan.tokens, 2.0, pruned=True)
         yield "passes", passes, _STREAM
         for site_kind in self.site_kinds:
             yield f"solving {site_kind}", self.solving(site_kind), _SOLVE
@@ -289,13 +273,11 @@ class PlanWork:
         matrices = Counter(m for site in sites for m in fitted_matrices(self.plan, site))
         for (m, n, last), count in matrices.items():
             times, repeats = float(steps * count), float(iterations * count)
+            inverse = work.product(n, n, n / 2, times, "float32")
             fits += [
                 work.product(n, tokens, n, times, "float32"),
-                work.product(n, n, n / 2, times, "float32")
-                if last
-                else work.eigenpairs(n, times, "float32"),
+                inverse if last else work.eigenpairs(n, times, "float32"),
                 work.product(m, n, n, (times + repeats) * (1 if last else 2), "float32"),
-                Work("elementwise", 24.0 * (m + n) * tokens, 2.0**22, times),
                 Work("elementwise", 56.0 * m * n, 4.0 * m * n, repeats),
             ]
         return [*fits, Work("call", 60.0 * len(sites), 1.0, iterations)]
