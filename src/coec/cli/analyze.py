@@ -7,6 +7,7 @@ from coec.cli.common import (
     DEVICE_FLAG,
     CommandFlag,
     Json,
+    Values,
     argument,
     given,
     notes,
@@ -99,7 +100,7 @@ def analyze_command(
 def _measure(
     model: str,
     pruned: str | None,
-    flags: dict[str, Any],
+    flags: Values,
     with_speed: bool,
     with_geometry: bool,
     advance: "Progress",

@@ -3,12 +3,15 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import typer
 from rich.console import Console
 
 from coec.settings import TABLE, Setting
+
+Values: TypeAlias = dict[str, Any]
+"""Arguments by their names."""
 
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
 results = Console(highlight=False, soft_wrap=True)
@@ -121,7 +124,7 @@ def with_flags(
     return decorate
 
 
-def given(flags: Mapping[str, Any], table: Sequence[CommandFlag] | None = None) -> dict[str, Any]:
+def given(flags: Mapping[str, Any], table: Sequence[CommandFlag] | None = None) -> Values:
     """Pick the flags that the user gave, or those of one table."""
     names = flags if table is None else [flag.name for flag in table]
     return {name: flags[name] for name in names if flags[name] is not None}
@@ -129,7 +132,7 @@ def given(flags: Mapping[str, Any], table: Sequence[CommandFlag] | None = None) 
 
 def settings_of(
     config: Path | None, flags: Mapping[str, Any], *, trust_remote_code: bool
-) -> dict[str, Any]:
+) -> Values:
     """Combine the settings of a file and the flags, which win."""
     from coec.planning.recipe import read_settings
 

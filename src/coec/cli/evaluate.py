@@ -11,6 +11,7 @@ from coec.cli.common import (
     CommandFlag,
     Json,
     TrustRemoteCode,
+    Values,
     argument,
     given,
     notes,
@@ -125,7 +126,7 @@ def eval_command(
 
 
 def _refuse_unheard(
-    text: str | None, tasks: str | None, for_text: dict[str, Any], for_tasks: dict[str, Any]
+    text: str | None, tasks: str | None, for_text: Values, for_tasks: Values
 ) -> None:
     """Raises BadParameter for a flag of something that is not measured."""
     if tasks is None and for_tasks:
@@ -163,10 +164,10 @@ def _check_card(model: str, text: str | None, tasks: str | None) -> None:
 
 def _measure(
     model: str,
-    for_text: dict[str, Any],
+    for_text: Values,
     tasks: str | None,
-    for_tasks: dict[str, Any],
-    common: dict[str, Any],
+    for_tasks: Values,
+    common: Values,
 ) -> tuple["Perplexity | None", "ZeroShot | None", CoecError | None]:
     """Measure perplexity where there are settings for it, and scores where tasks are named.
 
@@ -185,9 +186,7 @@ def _measure(
             return result, None, error
 
 
-def _record(
-    result: "Perplexity | None", scores: "ZeroShot | None", *, with_tasks: bool
-) -> dict[str, Any]:
+def _record(result: "Perplexity | None", scores: "ZeroShot | None", *, with_tasks: bool) -> Values:
     """JSON object of a perplexity alone, or with an entry for each measure."""
     if not with_tasks and result is not None:
         return result.as_dict()

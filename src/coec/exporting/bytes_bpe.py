@@ -3,9 +3,7 @@
 They differ in where text is cut before it; llama.cpp has a name for each way.
 """
 
-from typing import Any
-
-from coec.exporting.vocabulary import UnknownTokenizerError, Vocabulary, in_order, pairs
+from coec.exporting.vocabulary import JsonObject, UnknownTokenizerError, Vocabulary, in_order, pairs
 
 _WORDS = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d|" + _WORDS
@@ -45,7 +43,7 @@ NORMAL_FORM = (
 )
 
 
-def read(content: dict[str, Any]) -> Vocabulary | None:
+def read(content: JsonObject) -> Vocabulary | None:
     """Read byte-level BPE; None for another kind of tokenizer.
 
     Raises:
@@ -71,7 +69,7 @@ def read(content: dict[str, Any]) -> Vocabulary | None:
     return Vocabulary("gpt2", name, merges=pairs(model["merges"]), notes=tuple(notes))
 
 
-def _cuts(steps: list[dict[str, Any]]) -> tuple[str, ...]:
+def _cuts(steps: list[JsonObject]) -> tuple[str, ...]:
     """List the expressions whose matches are cut apart, in order."""
     cuts: list[str] = []
     for step in steps:

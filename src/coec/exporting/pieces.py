@@ -5,11 +5,9 @@ neighbours make the token of the highest score. Both give the same ids where eve
 a token is among the merges, and those of one token stand together.
 """
 
-from typing import Any
-
 from gguf import TokenType
 
-from coec.exporting.vocabulary import UnknownTokenizerError, Vocabulary, in_order, pairs
+from coec.exporting.vocabulary import JsonObject, UnknownTokenizerError, Vocabulary, in_order, pairs
 
 SPACE = "▁"
 BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
@@ -21,7 +19,7 @@ _PREFIXES = {"always": (True, (_ALWAYS,)), "first": (True, (_FIRST,)), "never": 
 """By the name of a scheme: True where a space is put before a text, and notes on it."""
 
 
-def read(content: dict[str, Any]) -> Vocabulary | None:
+def read(content: JsonObject) -> Vocabulary | None:
     """Read BPE over pieces; None for another kind of tokenizer.
 
     Raises:
@@ -44,7 +42,7 @@ def read(content: dict[str, Any]) -> Vocabulary | None:
     )
 
 
-def _prefix(content: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
+def _prefix(content: JsonObject) -> tuple[bool, tuple[str, ...]]:
     """Tell if a space is put before a text, with notes on it."""
     normalizers = in_order(content["normalizer"], "normalizers")
     steps = in_order(content["pre_tokenizer"], "pretokenizers")

@@ -14,7 +14,7 @@ from gguf import GGUFWriter, TokenType
 from coec.calibration.tokens import load_tokenizer
 from coec.errors import ModelError
 from coec.exporting import bytes_bpe, pieces
-from coec.exporting.vocabulary import UnknownTokenizerError, Vocabulary
+from coec.exporting.vocabulary import JsonObject, UnknownTokenizerError, Vocabulary
 from coec.models.companion_files import TOKENIZER_FILES, tokenizer_classes
 from coec.models.dense import Dense
 
@@ -100,10 +100,10 @@ def _refused(model: Dense, why: str) -> ModelError:
     )
 
 
-_READERS: tuple[Callable[[dict[str, Any]], Vocabulary | None], ...] = (pieces.read, bytes_bpe.read)
+_READERS: tuple[Callable[[JsonObject], Vocabulary | None], ...] = (pieces.read, bytes_bpe.read)
 
 
-def _vocabulary(content: dict[str, Any]) -> Vocabulary:
+def _vocabulary(content: JsonObject) -> Vocabulary:
     if content["model"]["type"] != "BPE":
         raise UnknownTokenizerError(f"its model is {content['model']['type']}")
     for token in content["added_tokens"]:
@@ -119,7 +119,7 @@ def _vocabulary(content: dict[str, Any]) -> Vocabulary:
 
 
 def _tokens(
-    content: dict[str, Any], vocabulary: Vocabulary, size: int
+    content: JsonObject, vocabulary: Vocabulary, size: int
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """List token and type of every id that the model has."""
     tokens = [_UNUSED.format(number) for number in range(size)]
@@ -150,7 +150,7 @@ def _added(tokenizer: Any) -> tuple[bool, bool]:
     raise UnknownTokenizerError(f"it adds the ids {ids} to a text")
 
 
-def _special(tokenizer: Any, config: dict[str, Any]) -> dict[str, int]:
+def _special(tokenizer: Any, config: JsonObject) -> dict[str, int]:
     """Find ids by their role, in the tokenizer or else in the configuration.
 
     Raises:

@@ -2,6 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+JsonObject: TypeAlias = dict[str, Any]
+"""Object of a tokenizer.json."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ def pairs(merges: list[list[str] | str]) -> tuple[tuple[str, str], ...]:
     return tuple((first, second) for first, second in split)
 
 
-def in_order(entry: dict | None, key: str) -> list[dict]:
+def in_order(entry: JsonObject | None, key: str) -> list[JsonObject]:
     """List the steps of a normalizer or pre-tokenizer, of which there may be several or none."""
     if entry is None:
         return []

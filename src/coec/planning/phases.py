@@ -101,10 +101,7 @@ def phases_of(
         add("calibrating", "calibrating", passes, _STREAM, plan.recipe.calibration.windows)
         for site_kind in run.site_kinds:
             add(f"solving {site_kind}", "solving", run.solving(site_kind), _SOLVE, layers)
-    # Every weight is converted and written, and each block once before.
-    size = 6.0 * plan.parameters_after * compute.written.itemsize
-    writing = [Work("elementwise", size, 2.0**24), Work("call", 3000.0 * layers)]
-    add("writing", "writing", writing, (*_PROCESS, "shard"))
+    add("writing", "writing", run.writing(), (*_PROCESS, "shard"))
     return phases
 
 
@@ -281,6 +278,11 @@ class PlanWork:
                 Work("elementwise", 56.0 * m * n, 4.0 * m * n, repeats),
             ]
         return [*fits, Work("call", 60.0 * len(sites), 1.0, iterations)]
+
+    def writing(self) -> list[Work]:
+        """Convert and write every weight, and each block once before."""
+        size = 6.0 * self.plan.parameters_after * self.compute.written.itemsize
+        return [Work("elementwise", size, 2.0**24), Work("call", 3000.0 * self.plan.dense.layers)]
 
     def _sizes(self, site_kind: str = "") -> Iterable[tuple[work.SiteSize, int]]:
         """Pair the distinct sizes of sites, of one kind or all, with the number of such sites."""
