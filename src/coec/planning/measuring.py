@@ -1,4 +1,4 @@
-"""Rates of this machine, measured in a few seconds and kept.
+"""Rates of this machine, measured in about ten seconds and kept.
 
 Small matrices run far below the rate of large ones, so each resource is measured at a few
 sizes. A rate is the median of several runs: the program meets neither the best nor the worst
