@@ -26,7 +26,6 @@ from benchmarks import device_paths, record
 from benchmarks.instances import synthetic
 from benchmarks.meter import Meter, Rates, product_rates
 from benchmarks.operations import MODELS, Site
-from coec.planning.forecast import readable
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -143,7 +142,7 @@ def describe(model: str, dtype: str, rate: float, sites: list[dict[str, Any]]) -
     return (
         f"### {model}, {dtype}, matrix products at {rate / 1e12:.3g} T/s\n\n"
         f"{record.table(columns, rows)}\n\n"
-        f"{names} of all {blocks} blocks, extrapolated: {readable(whole)}{peak}."
+        f"{names} of all {blocks} blocks, extrapolated: {record.readable(whole)}{peak}."
     )
 
 

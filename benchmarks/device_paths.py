@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 import coec
-from benchmarks import elimination, reconstruction, record
+from benchmarks import elimination, operations, reconstruction, record
 from benchmarks.instances import Instance, synthetic
 from benchmarks.operations import MODELS, Site
 from coec.devices import choose_solve_dtype, double_rate
-from coec.planning import operations
 from coec.reconstruction.least_squares import Theta
 from coec.selection.elimination import removal_order
 from coec.types import Gram, GramSum, KeptSet

@@ -17,11 +17,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks import record
+from benchmarks import operations, record
 from benchmarks.meter import Counter
 from benchmarks.operations import Site
 from coec.linalg.spd import regularized_inverse
-from coec.planning import operations
 from coec.selection.elimination import PANEL, removal_order
 
 INVERSE = "coec.selection.elimination.regularized_inverse"

@@ -25,7 +25,6 @@ from benchmarks import record
 from benchmarks.instances import SHARED, TRAINED
 from coec.calibration.tokenizer import load_tokenizer
 from coec.calibration.tokens import read_stream, sample_windows
-from coec.planning.forecast import readable
 
 QWEN = "qwen2.5-0.5b"
 QWEN_LAYERS = 24
@@ -193,8 +192,9 @@ def describe(result: dict[str, Any]) -> str:
         more = result["extrapolated"]
         text += (
             f"\n\nExtrapolated, not measured, to {more['layers']} layers: "
-            f"{readable(more['total_seconds'])}, {more['total_in_forward_passes']:.3g} forward "
-            f"passes ({more['total_in_passes_without_head']:.3g} without the output embedding)."
+            f"{record.readable(more['total_seconds'])}, "
+            f"{more['total_in_forward_passes']:.3g} forward passes "
+            f"({more['total_in_passes_without_head']:.3g} without the output embedding)."
         )
     return text
 

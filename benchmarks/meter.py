@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import record
+from benchmarks import operations, record
 from coec.compensation.descent import RightSolver
 from coec.compensation.frame import Frame, RotationTarget
 from coec.compensation.objective import OutputProblem
 from coec.linalg.products import rounded_products
-from coec.planning import operations
 
 PHASES = {
     "tempering": (OutputProblem, "tempered"),

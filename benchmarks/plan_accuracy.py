@@ -111,9 +111,9 @@ def measure(model: Path, calibration: Path, length: int, preset: str) -> dict[st
     settings = settings_of(calibration, length, preset)
     device = torch.device("cpu")
     plan = coec.plan(model, **settings)
-    how = ComputeConfig.of(plan, device)
+    compute = ComputeConfig.of(plan, device)
     bytes_planned = planned_memory(model, settings)
-    before = measuring.measured(device)
+    before = measuring.measure(device)
     with tempfile.TemporaryDirectory() as out:
         command = [
             sys.executable, "-c", RUN, str(model), f"{out}/pruned", json.dumps(settings),
@@ -121,9 +121,9 @@ def measure(model: Path, calibration: Path, length: int, preset: str) -> dict[st
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    machine = between(before, measuring.measured(device))
+    machine = between(before, measuring.measure(device))
     found = json.loads(done.stdout.splitlines()[-1])
-    return kept(plan.forecast(how, machine), bytes_planned, found, machine)
+    return kept(plan.forecast(compute, machine), bytes_planned, found, machine)
 
 
 def kept(predicted: Forecast, size: int, found: dict[str, Any], machine: Machine) -> dict[str, Any]:
@@ -187,9 +187,9 @@ def compared(predicted: Forecast, size: int, found: dict[str, Any]) -> dict[str,
         name = phase.name if name == "solving" else name
         own = predicted.seconds[phase.name]
         sums = guessed.setdefault(name, [0.0, 0.0, 0.0])
-        guessed[name] = [a + b for a, b in zip(sums, (own.typical, own.least, own.most))]
+        guessed[name] = [a + b for a, b in zip(sums, (own.typical, own.low, own.high))]
     total = predicted.total
-    guessed["all"] = [total.typical, total.least, total.most]
+    guessed["all"] = [total.typical, total.low, total.high]
     laps["all"] = sum(laps.values())
     efforts = {
         kind: [sum(site[n] for site in sites) / len(sites) for n in (1, 2)]

@@ -111,6 +111,14 @@ def header(device: str | torch.device = "cpu") -> str:
     return f"{on}, {here['threads']} thread(s), {here['clock']}; {names}; commit {commit()}"
 
 
+def readable(seconds: float) -> str:
+    """Show a duration in the unit that reads best."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.3g} s"
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Markdown."""
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]

@@ -18,8 +18,8 @@ import torch
 import coec
 from benchmarks import record
 from coec.models.description import Description
-from coec.planning import ComputeConfig, Forecast, Plan, named
-from coec.planning.forecast import readable
+from coec.planning import ComputeConfig, Forecast, Plan, machine_named
+from coec.planning.memory import lower_bound
 from coec.planning.phases import Phase
 
 COMMON = {
@@ -72,24 +72,22 @@ class Planned:
     weights: float
     blocks: int
 
-    def fits(self, name: str, *, certainly: bool = False) -> bool:
-        """Whether the least that a phase takes is there; or all that it is planned to."""
-        held = next((one for one in self.forecast.held if one.phase == name), None)
+    def fits(self, phase: Phase, *, certainly: bool = False) -> bool:
+        """True where the GPU holds the lower bound of a phase's memory, or all of the estimate."""
         assert self.forecast.machine is not None
         room = self.forecast.machine.device_bytes
-        if held is None or room is None:
-            return True
-        return (sum(held.device.values()) if certainly else held.least[0]) <= room
+        needed = sum(phase.device.values()) if certainly else lower_bound(phase.device)
+        return room is None or needed <= room
 
     def time(self, phase: Phase) -> str:
-        """In words."""
-        if not self.fits(phase.name):
+        """Show the time of a phase, or that it does not fit."""
+        if not self.fits(phase):
             return "does not fit"
-        sure = self.fits(phase.name, certainly=True)
-        return readable(self.seconds(phase)) + ("" if sure else " (close)")
+        sure = self.fits(phase, certainly=True)
+        return record.readable(self.seconds(phase)) + ("" if sure else " (close)")
 
     def seconds(self, phase: Phase) -> float:
-        """Of one phase: its tasks go to the GPUs, the most to one of them counts."""
+        """Divide a phase's tasks among the GPUs; the one with the most of them counts."""
         whole = self.forecast.seconds[phase.name].typical
         return whole * math.ceil(phase.tasks / self.gpus) / phase.tasks
 
@@ -114,9 +112,9 @@ class Planned:
 
     @property
     def total(self) -> float | None:
-        """Of all; None where a phase does not fit."""
+        """Seconds of the whole run; None where a phase does not fit."""
         phases = self.forecast.phases
-        if not all(self.fits(phase.name) for phase in phases):
+        if not all(map(self.fits, phases)):
             return None
         return sum(map(self.seconds, phases)) + self.adding + self.reading
 
@@ -136,33 +134,32 @@ def plan_of(model: str, recipe: str) -> Plan:
 def planned(model: str, recipe: str, machine: str, gpus: int) -> Planned:
     """What a plan takes at one place."""
     plan = plan_of(model, recipe)
-    how = ComputeConfig.of(plan, torch.device("cuda"), machine=named(machine))
+    gpu = machine_named(machine)
+    compute = ComputeConfig.of(plan, torch.device("cuda"), machine=gpu)
     statistics = 8.0 * sum(site.columns**2 for site in plan.model.layout.sites)
-    weights = float(plan.parameters_before * how.stored.itemsize)
-    return Planned(plan.forecast(how, named(machine)), gpus, statistics, weights, plan.dense.layers)
+    weights = float(plan.parameters_before * compute.stored.itemsize)
+    return Planned(plan.forecast(compute, gpu), gpus, statistics, weights, plan.dense.layers)
 
 
 def table(model: str, recipe: str) -> str:
     """Markdown: memory and operations of every phase, and its time at every place."""
     places = [planned(model, recipe, *place) for place in PLACES]
     first = places[0].forecast
-    held = {one.phase: one for one in first.held}
     rows = []
     for phase in first.phases:
-        own = held.get(phase.name)
-        sizes = ["", ""]
-        if own is not None:
-            host = sum(size for name, size in own.host.items() if name != "program")
-            sizes = [_size(sum(own.device.values())), _size(host)]
-        times = [one.time(phase) for one in places]
+        host = sum(size for name, size in phase.host.items() if name != "program")
+        sizes = [_size(sum(phase.device.values())), _size(host)]
+        times = [place.time(phase) for place in places]
         rows.append([phase.name, *sizes, f"{phase.operations:.1e}" if phase.operations else "",
                      *times])  # fmt: skip
-    rows.append(["reading the disk", "", "", "", *(readable(one.reading) for one in places)])
+    rows.append(
+        ["reading the disk", "", "", "", *(record.readable(place.reading) for place in places)]
+    )
     rows.append([
         "passing sums on", "", "", "",
-        *(readable(one.adding) if one.adding else "" for one in places),
+        *(record.readable(place.adding) if place.adding else "" for place in places),
     ])  # fmt: skip
-    totals = ["–" if one.total is None else readable(one.total) for one in places]
+    totals = ["–" if place.total is None else record.readable(place.total) for place in places]
     everything = sum(phase.operations for phase in first.phases)
     rows.append(["all", "", "", f"{everything:.1e}", *totals])
     columns = [f"{count} × {_called(name)}" for name, count in PLACES]

@@ -17,7 +17,7 @@ import gc
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
@@ -29,8 +29,8 @@ from benchmarks.instances import Instance, synthetic
 from benchmarks.meter import Meter, product_rates
 from benchmarks.operations import MODELS, Site
 from coec.linalg import conjugate as solver
-from coec.planning import measuring, operations, solves
-from coec.planning.forecast import readable
+from coec.planning import measuring, work
+from coec.planning.compute import ComputeConfig
 from coec.planning.machines import Machine
 from coec.settings.options import CoecOptions
 from coec.types import Gram, KeptSet
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     print(f"True widths. {record.header()}\n", flush=True)
     rates = product_rates(torch.device("cpu"))
-    machine = measuring.measured(torch.device("cpu"))
+    machine = measuring.measure(torch.device("cpu"))
     limits = {"rounds": chosen.rounds, "iterations": chosen.iterations}
     options = {name: limit for name, limit in limits.items() if limit is not None}
     first = synthetic(Site("mlp", 16, 64, 45))
@@ -121,18 +121,16 @@ def planned(site: Site, found: dict[str, Any], machine: Machine) -> dict[str, fl
     """Seconds that a plan has for a site, of the steps that it expects and of those of the run."""
     now, dtype = found["runs"]["now"], found["dtype"]
     taken = now["right_iterations"]
-    consumer = operations.Consumer(site.name, site.m, site.d, site.k)
-    options = asdict(CoecOptions())
-    expected = solves.MLP if site.name != "o_proj" else replace(solves.ATTENTION, aligned=False)
-    courses = {
-        "expected": expected,
-        "taken": replace(expected, rounds=len(taken), steps=sum(taken)),
-    }
-    rest = machine.seconds(solves.errors(consumer))
+    size = work.SiteSize(site.m, site.d, site.k, site.d)  # no alignment, also in attention
+    solve = getattr(torch, dtype)
+    compute = ComputeConfig(machine.device, solve, solve, solve, solve)
+    usual = work.usual_descent(size._replace(attention=site.name == "o_proj"))
+    descents = {"expected": usual, "taken": usual._replace(rounds=len(taken), steps=sum(taken))}
+    options, rest = asdict(CoecOptions()), machine.seconds(work.errors(size))
     return {
-        name: rest + machine.seconds(solves.coec(consumer, course, dtype, machine.device, options))
-        for name, course in courses.items()
-    } | {"steps": expected.steps}
+        name: rest + machine.seconds(work.coec(size, descent, compute, options))
+        for name, descent in descents.items()
+    } | {"steps": usual.steps}
 
 
 def _run(
@@ -229,7 +227,7 @@ def describe(found: dict[str, Any]) -> str:
         f"### {found['name']}, k = {found['k']}, {found['dtype']}\n\n"
         f"Products at {rates['float64'] / 1e9:.0f} G/s in float64, "
         f"{rates['float32'] / 1e9:.0f} in float32; whole: "
-        f"{readable(now['seconds'])}.\n\n"
+        f"{record.readable(now['seconds'])}.\n\n"
         + record.table(columns, rows) + "\n\n" + _beside_plan(found)
         + record.table(["preconditioner", "s", "to 1 %", "to 0.1 %", "steps", "s per step",
                         "tempered error", "memory, problem → peak"], ends)
@@ -241,8 +239,8 @@ def _beside_plan(found: dict[str, Any]) -> str:
         return ""
     now, plan = found["runs"]["now"], found["planned"]
     return (
-        f"The plan: {readable(plan['expected'])} with its {plan['steps']:.0f} steps, "
-        f"{readable(plan['taken'])} with the {len(now['steps'])} that were taken, "
+        f"The plan: {record.readable(plan['expected'])} with its {plan['steps']:.0f} steps, "
+        f"{record.readable(plan['taken'])} with the {len(now['steps'])} that were taken, "
         f"{plan['taken'] / now['seconds']:.2f} of what they took.\n\n"
     )
 

@@ -144,5 +144,5 @@ def _known_machine(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        measuring.keep(torch.device("cpu"), small_machine())
+        measuring.store(torch.device("cpu"), small_machine())
         yield

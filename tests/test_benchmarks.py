@@ -8,7 +8,14 @@ import pytest
 import torch
 
 import coec
-from benchmarks import device_paths, elimination, reconstruction, record, true_widths
+from benchmarks import (
+    device_paths,
+    elimination,
+    operations,
+    reconstruction,
+    record,
+    true_widths,
+)
 from benchmarks.instances import right_solve, synthetic, tempered
 from benchmarks.literal import literal
 from benchmarks.meter import PHASES, REST, Counter, Meter
@@ -17,8 +24,7 @@ from benchmarks.peers import BORROWED, OURS, PEERS, SOLVERS, Eliminated, OutOfTi
 from coec.linalg import conjugate as conjugate_module
 from coec.linalg.conjugate import conjugate
 from coec.linalg.spd import regularized_inverse
-from coec.planning import operations
-from coec.planning.machines import named
+from coec.planning.machines import machine_named
 from coec.selection import elimination as elimination_module
 from coec.selection.elimination import removal_order
 
@@ -37,7 +43,7 @@ def test_counts_of_small_cases_by_hand():
     # two tangents of two 2×3·3×2 products each; A Aᵀ, Cholesky, a triangle
     step = operations.conjugate_step(site, trials=1)
     assert step == pytest.approx(4 * 24 + 24 + 8 / 3 + 12)
-    assert operations.preconditioner(site, inner=2) == 6 * 24
+    assert operations.preconditioner(site, cg_iterations=2) == 6 * 24
     # strips of rows 0-1, 2-3 and 4, each up to its own last column
     assert operations.lower_gram(5, 3, strip=2) == 2 * 3 * (2 * 2 + 2 * 4 + 1 * 5)
     assert operations.polar(2, 2) == pytest.approx(6 * (16 + 8 / 3 + 16) + 32)
@@ -224,7 +230,7 @@ def test_a_true_width_is_run_with_the_former_preconditioner_too(monkeypatch):
         assert now["objective"] == pytest.approx(former["objective"], rel=1e-3)
         assert now["to"] == sorted(now["to"])
         assert "The plan" not in true_widths.describe(found)
-        found["planned"] = plan = true_widths.planned(site, found, named("h100"))
+        found["planned"] = plan = true_widths.planned(site, found, machine_named("h100"))
         steps = sum(now["right_iterations"])
         assert (plan["taken"] > plan["expected"]) == (steps > plan["steps"])
         told = true_widths.describe(found)

@@ -9,7 +9,7 @@ import torch
 
 import coec
 import tiny_models as tm
-from coec.cli.analyze import ROWS
+from coec.cli.analyze import GEOMETRY_ROWS
 from coec.evaluation.geometry import MEASURES
 from paper_models import QWEN_7B
 
@@ -41,7 +41,7 @@ def test_tables_for_readers(folders, run):
         assert len([line for line in lines if line.startswith(start)]) == 1, start
     assert "note: peak memory is measured on CUDA devices only" in err
     assert "note: the frames hold all that the weights read" in err  # 64 of 28 columns
-    assert ROWS.keys() == MEASURES.keys()
+    assert GEOMETRY_ROWS.keys() == MEASURES.keys()
 
 
 def test_json_is_one_object_on_stdout(folders, run):

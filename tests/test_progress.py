@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tiny_models as tm
-from coec.cli.progress import Lines
+from coec.cli.progress import ProgressLines
 
 FEW = ("--samples", 4, "--seq-len", 32, "--compensation", "none", "--device", "cpu")
 
@@ -20,7 +20,7 @@ def place(tmp_path_factory):
 def told(*calls):
     """The lines of calls `(seconds, phase, done, total)`."""
     said, now = [], [0.0]
-    lines = Lines(clock=lambda: now[0], say=said.append)
+    lines = ProgressLines(clock=lambda: now[0], say=said.append)
     for seconds, *call in calls:
         now[0] = seconds
         lines.advance(*call)

@@ -5,20 +5,20 @@ import signal
 
 import pytest
 
-from coec.cli.signals import ENDING, end_tidily
+from coec.cli.signals import END_SIGNALS, end_tidily
 from coec.execution.journal import journal
 
 
 @pytest.fixture
 def handlers():
-    before = {number: signal.getsignal(number) for number in ENDING}
+    before = {number: signal.getsignal(number) for number in END_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("handlers")
-@pytest.mark.parametrize("number", ENDING)
+@pytest.mark.parametrize("number", END_SIGNALS)
 def test_a_signal_that_ends_the_program_leaves_nothing(number, tmp_path):
     end_tidily()
 

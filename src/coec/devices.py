@@ -147,7 +147,7 @@ class FreeMemory:
 
 
 def _of_cgroup(root: Path = _CGROUP) -> int | None:
-    """Bytes that a control group leaves; file pages that it can drop count as free."""
+    """Free bytes of a control group; file pages that it can drop count as free."""
     for limit_file, used_file, droppable in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
@@ -166,7 +166,7 @@ def _of_cgroup(root: Path = _CGROUP) -> int | None:
 
 
 def _of_process() -> int | None:
-    """Bytes that a limit on this process's data (`ulimit -d`) leaves."""
+    """Free bytes under a limit on this process's data (`ulimit -d`)."""
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
     if limit == resource.RLIM_INFINITY:
         return None

@@ -371,7 +371,8 @@ def test_a_plan_counts_what_an_allocation_takes(dense, ids):
         for name, plan in plans.items()
     }
     held = {
-        name: {one.phase: one.host for one in forecast.held} for name, forecast in forecasts.items()
+        name: {phase.name: phase.host for phase in forecast.phases}
+        for name, forecast in forecasts.items()
     }
     operations = {name: forecast.record()["operations"] for name, forecast in forecasts.items()}
     tokens = 12 * 32

@@ -7,8 +7,8 @@ import torch
 
 from coec.errors import OptionError
 from coec.planning import measuring
-from coec.planning.forecast import readable, spread
-from coec.planning.machines import GPUS, SHARE, Machine, Work, named
+from coec.planning.forecast import Seconds
+from coec.planning.machines import GPUS, PEAK_SHARE, Machine, Work, machine_named
 
 
 def machine(**rates):
@@ -41,23 +41,24 @@ def test_only_what_is_counted_in_operations_is_one():
 
 @pytest.mark.parametrize("name", GPUS)
 def test_a_data_sheet_has_every_rate(name):
-    one = named(name)
+    one = machine_named(name)
     assert not one.measured
     assert one.device_bytes == int(GPUS[name].gigabytes * 1e9)
     for dtype in ("float64", "float32", "bfloat16", "float16"):
-        for kernel in ("product", "attention", "eigh", "svd", "cholesky", "triangular"):
-            assert one.rate(Work(kernel, 1.0, 1e5, dtype=dtype)) > 0
-    for kernel in ("elementwise", "reduce", "call", "digest", "tokenise", "import", "link"):
-        assert one.rate(Work(kernel, 1.0)) > 0
+        assert one.rate(Work("product", 1.0, 1e5, dtype=dtype)) > 0
+    for dtype in ("float64", "float32"):
+        assert one.rate(Work("eigen", 1.0, 1e5, dtype=dtype)) > 0
+    for kind in ("elementwise", "call", "read", "link", "host"):
+        assert one.rate(Work(kind, 1.0)) > 0
     large = one.rate(Work("product", 1.0, 1e5, dtype="float32"))
-    assert large == pytest.approx(GPUS[name].float32 * 1e12 * SHARE)
+    assert large == pytest.approx(GPUS[name].float32 * 1e12 * PEAK_SHARE)
     half = one.rate(Work("product", 1.0, 1e5, dtype="float16"))
     assert half == one.rate(Work("product", 1.0, 1e5, dtype="bfloat16"))
 
 
 def test_a_machine_that_nobody_knows_is_refused():
     with pytest.raises(OptionError, match="unknown machine 'abacus'; known: h100, h200"):
-        named("abacus")
+        machine_named("abacus")
 
 
 def test_rates_are_kept_and_measured_anew_when_asked(tmp_path, monkeypatch):
@@ -68,61 +69,55 @@ def test_rates_are_kept_and_measured_anew_when_asked(tmp_path, monkeypatch):
         made.append(Machine(f"the {len(made) + 1}th", "cpu", {"product": ((1.0, 2.0),)}))
         return made[-1]
 
-    monkeypatch.setattr(measuring, "measured", measured)
+    monkeypatch.setattr(measuring, "measure", measured)
     device = torch.device("cpu")
-    first, again = measuring.here(device), measuring.here(device)
+    first, again = measuring.this_machine(device), measuring.this_machine(device)
     assert len(made) == 1
     assert again == first
     assert again.rates == {"product": ((1.0, 2.0),)}
-    assert measuring.here(device, anew=True).name == "the 2th"
-    assert measuring.here(device).name == "the 2th"
+    assert measuring.this_machine(device, anew=True).name == "the 2th"
+    assert measuring.this_machine(device).name == "the 2th"
     [path] = (tmp_path / "coec").iterdir()
     known = json.loads(path.read_text())
     assert known["torch"] == torch.__version__
     assert known["threads"] == torch.get_num_threads()
     path.write_text("{damaged")
-    assert measuring.here(device).name == "the 3th"
+    assert measuring.this_machine(device).name == "the 3th"
 
 
 def test_other_threads_are_another_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(measuring, "measured", lambda device, progress: Machine("m", "cpu", {}))
+    monkeypatch.setattr(measuring, "measure", lambda device, progress: Machine("m", "cpu", {}))
     for threads in (1, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        measuring.here(torch.device("cpu"))
+        measuring.this_machine(torch.device("cpu"))
     assert len(list((tmp_path / "coec").iterdir())) == 2
 
 
 def test_where_nothing_can_be_kept_rates_are_still_there(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(measuring, "measured", lambda device, progress: Machine("m", "cpu", {}))
-    assert measuring.here(torch.device("cpu")).name == "m"
+    monkeypatch.setattr(measuring, "measure", lambda device, progress: Machine("m", "cpu", {}))
+    assert measuring.this_machine(torch.device("cpu")).name == "m"
 
 
 def test_small_measurements_have_every_rate(monkeypatch):
     """Of small matrices, so that it takes no ten seconds."""
-    monkeypatch.setattr(measuring, "SIZES", {"cpu": {"product": (4, 8), "decomposed": (4, 8)}})
-    monkeypatch.setattr(measuring, "TENSORS", {"cpu": (2**12, 2**16)})
-    monkeypatch.setattr(measuring, "RUNS", 1)
-    monkeypatch.setattr(measuring.subprocess, "run", _unable)
+    monkeypatch.setattr(measuring, "_EDGES", {"cpu": (4, 8)})
+    monkeypatch.setattr(measuring, "_TENSORS", {"cpu": (2**12, 2**16)})
+    monkeypatch.setattr(measuring, "_RUNS", 1)
     told = []
-    found = measuring.measured(torch.device("cpu"), lambda *step: told.append(step))
-    kinds = {name.partition(" ")[0] for name in found.rates}
-    assert kinds == {
-        "product", "attention", "eigh", "svd", "cholesky", "triangular", "elementwise", "reduce",
-        "call", "tokenise", "digest", "import",
+    found = measuring.measure(torch.device("cpu"), lambda *step: told.append(step))
+    assert set(found.rates) == {
+        "product float64", "product float32", "eigen float64", "eigen float32", "elementwise",
+        "call", "read", "host",
     }  # fmt: skip
     assert all(rate > 0 for points in found.rates.values() for _, rate in points)
-    assert told[-1] == ("measuring", 5, 5)
+    assert [size for size, _ in found.rates["product float32"]] == [4, 8]
+    assert told[-1] == ("measuring", 12, 12)
     assert found.measured
 
 
-def _unable(*args, **kwargs):
-    raise OSError("no processes here")
-
-
 def test_durations_are_shown_with_what_they_may_lie_between():
-    assert spread(720.0, 480.0, 1080.0) == "12 min (8.0–18)"
-    assert spread(3.4, 2.0, 7.0) == "3.4 s (2.0–7.0)"
-    assert readable(90.0) == "1.5 min"
+    assert str(Seconds(480.0, 720.0, 1080.0)) == "12 min (8.0–18)"
+    assert str(Seconds(2.0, 3.4, 7.0)) == "3.4 s (2.0–7.0)"

@@ -125,8 +125,8 @@ def test_plans_count_them(dense, tokens):
     operations = [forecast.record()["operations"]["calibrating"] for forecast in (one, other)]
     assert operations[1] == 2 * operations[0]
     states = [
-        next(h.host["hidden states"] for h in forecast.held if h.phase == "calibrating")
+        next(p.host["hidden states"] for p in forecast.phases if p.name == "calibrating")
         for forecast in (one, other)
     ]
     assert states[1] == 2 * states[0]
-    assert "whole model" in {p for h in other.held for p in h.host}
+    assert "whole model" in {purpose for phase in other.phases for purpose in phase.host}

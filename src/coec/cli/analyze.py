@@ -4,23 +4,22 @@ import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 from coec.cli.common import (
-    NAME,
-    NUMBER,
-    WHOLE,
-    Device,
-    Dtype,
+    DEVICE_FLAG,
+    CommandFlag,
     Json,
+    Values,
     argument,
     given,
     notes,
     quieten,
     results,
-    setting,
     switch,
+    with_flags,
 )
 from coec.cli.progress import Quiet, showing_progress
 from coec.cli.spelling import spelled
 from coec.errors import OptionError
+from coec.settings import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,10 +28,32 @@ if TYPE_CHECKING:
     from coec.evaluation.speed import Speed, Spread
     from coec.events import Progress
 
-SPEED = "Measured speed"
-GEOMETRY = "Geometry"
+_GENERAL = (
+    CommandFlag("sparsity", float, "For --config-only: fraction of units removed. Default: 0.3."),
+    DEVICE_FLAG,
+    CommandFlag(
+        "dtype", DTYPE_NAMES,
+        "Dtype of weights and forward pass: float64, float32, bfloat16 or float16. Default: the "
+        "models', float32 to run on the CPU.",
+    ),
+)  # fmt: skip
+_PANEL = "Measured speed"
+_WORKLOAD = (
+    CommandFlag(
+        "prompt_tokens", int, "Prompt of a run, capped by the model. Default: 512.", _PANEL
+    ),
+    CommandFlag("new_tokens", int, "Tokens decoded after it. Default: 64.", _PANEL),
+    CommandFlag("batch_size", int, "Sequences at once. Default: 1.", _PANEL),
+    CommandFlag("repeats", int, "Timed runs of each model, in turns. Default: 5.", _PANEL),
+    CommandFlag("warmup", int, "Untimed runs of each before. Default: 1.", _PANEL),
+)
+_RANKS = (
+    CommandFlag("rank_attention", int, "Size of the frames of o_proj. Default: 16.", "Geometry"),
+    CommandFlag("rank_mlp", int, "Size of the frames of down_proj. Default: 64.", "Geometry"),
+)
 
 
+@with_flags((*_GENERAL, *_WORKLOAD, *_RANKS))
 def analyze_command(
     model: Annotated[
         str,
@@ -51,88 +72,40 @@ def analyze_command(
             "weights are read.",
         ),
     ] = False,
-    sparsity: Annotated[
-        float | None, setting("For --config-only: fraction of units removed. Default: 0.3.", NUMBER)
-    ] = None,
     no_speed: Annotated[
         bool, switch("--no-speed", "Leave out what takes running both models.")
     ] = False,
     no_geometry: Annotated[bool, switch("--no-geometry", "Leave out the decompositions.")] = False,
-    device: Device = None,
-    dtype: Annotated[
-        Dtype | None,
-        setting(
-            "Of weights and forward pass: float64, float32, bfloat16 or float16. Default: the "
-            "models', float32 to run on the CPU.",
-            NAME,
-        ),
-    ] = None,
-    prompt_tokens: Annotated[
-        int | None,
-        setting(
-            "Prompt of a run, capped by the model. Default: 512.", WHOLE, rich_help_panel=SPEED
-        ),
-    ] = None,
-    new_tokens: Annotated[
-        int | None, setting("Tokens decoded after it. Default: 64.", WHOLE, rich_help_panel=SPEED)
-    ] = None,
-    batch_size: Annotated[
-        int | None, setting("Sequences at once. Default: 1.", WHOLE, rich_help_panel=SPEED)
-    ] = None,
-    repeats: Annotated[
-        int | None,
-        setting("Timed runs of each model, in turns. Default: 5.", WHOLE, rich_help_panel=SPEED),
-    ] = None,
-    warmup: Annotated[
-        int | None,
-        setting("Untimed runs of each before. Default: 1.", WHOLE, rich_help_panel=SPEED),
-    ] = None,
-    rank_attention: Annotated[
-        int | None,
-        setting("Size of the frames of o_proj. Default: 16.", WHOLE, rich_help_panel=GEOMETRY),
-    ] = None,
-    rank_mlp: Annotated[
-        int | None,
-        setting("Size of the frames of down_proj. Default: 64.", WHOLE, rich_help_panel=GEOMETRY),
-    ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
+    **flags: Any,
 ) -> None:
     """Compare PRUNED with MODEL: cost, measured speed, and what happened to the weights' frames."""
     if config_only and pruned is not None:
         raise OptionError("--config-only takes one model; leave out PRUNED or --config-only")
-    if sparsity is not None and not config_only:
+    if flags["sparsity"] is not None and not config_only:
         raise OptionError("--sparsity goes with --config-only: PRUNED has the one it was made with")
     quieten()
-    from coec.evaluation.efficiency import efficiency
-
     if config_only:
-        _show(efficiency(model, sparsity=sparsity, dtype=dtype), None, None, as_json)
+        from coec.evaluation.efficiency import efficiency
+
+        cost = efficiency(model, sparsity=flags["sparsity"], dtype=flags["dtype"])
+        _show(cost, None, None, [], as_json)
         return
-    load = given(
-        {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "batch_size": batch_size,
-         "repeats": repeats, "warmup": warmup}
-    )  # fmt: skip
-    ranks = given({"attention": rank_attention, "mlp": rank_mlp})
-    parts = {"speed": not no_speed, "geometry": not no_geometry}
     with showing_progress(quiet) as advance:
-        cost, rates, rows, odd = _measured(
-            model, pruned, load, ranks, parts, device or "auto", dtype, advance
-        )
-    _show(cost, rates, rows, as_json, odd)
+        measured = _measure(model, pruned, flags, not no_speed, not no_geometry, advance)
+    _show(*measured, as_json)
 
 
-def _measured(
+def _measure(
     model: str,
     pruned: str | None,
-    load: dict[str, int],
-    given_ranks: dict[str, int],
-    parts: dict[str, bool],
-    device: str,
-    dtype: str | None,
+    flags: Values,
+    with_speed: bool,
+    with_geometry: bool,
     advance: "Progress",
 ) -> tuple["Efficiency", "Speed | None", list[dict[str, Any]] | None, list[str]]:
-    """Cost, and what was asked for of speed and geometry, with notes on what looks odd."""
+    """Measure cost, speed and geometry, with notes on what looks odd."""
     import torch
 
     from coec.devices import choose_device
@@ -140,17 +113,19 @@ def _measured(
     from coec.evaluation.efficiency import efficiency
     from coec.evaluation.pair import ModelPair
 
-    workload = speed.Workload(**load)
-    ranks = geometry.RANKS | given_ranks
+    device, dtype = flags["device"] or "auto", flags["dtype"]
+    workload = speed.Workload(**given(flags, _WORKLOAD))
+    sizes = given(flags, _RANKS).items()
+    ranks = geometry.RANKS | {name.removeprefix("rank_"): size for name, size in sizes}
     geometry.check_ranks(ranks)
     choose_device(device)
     pair = ModelPair.open(None, model) if pruned is None else ModelPair.open(model, pruned)
     cost = efficiency(pair.dense, pair.pruned, dtype=dtype)
     rates = rows = None
     try:
-        if parts["speed"]:
+        if with_speed:
             rates = speed.measure_speed(pair, workload, device, dtype, advance)
-        if parts["geometry"]:
+        if with_geometry:
             rows = geometry.measure_geometry(pair, ranks, device, advance)
     except torch.OutOfMemoryError as error:
         raise OptionError(
@@ -165,8 +140,8 @@ def _show(
     cost: "Efficiency",
     rates: "Speed | None",
     rows: list[dict[str, Any]] | None,
+    odd: list[str],
     as_json: bool,
-    odd: list[str] | None = None,
 ) -> None:
     from coec.evaluation import geometry
 
@@ -176,7 +151,7 @@ def _show(
             "efficiency": cost.as_dict(),
             "speed": None if rates is None else rates.as_dict(),
             "geometry": None if rows is None else {"summary": summary, "modules": rows},
-            "notes": odd or [],
+            "notes": odd,
         }
         print(json.dumps(record))
         return
@@ -193,7 +168,7 @@ def _show(
         )
     if summary:
         results.print(_geometry_table(summary))
-    for note in odd or []:
+    for note in odd:
         notes.print(f"note: {spelled(note)}", markup=False)
 
 
@@ -201,27 +176,23 @@ def _efficiency_table(cost: "Efficiency", rates: "Speed | None") -> "Table":
     from rich.table import Table
 
     table = Table("", "dense", "pruned", "ratio", box=None, header_style="bold")
-    both = cost.dense, cost.pruned
+    models = cost.dense, cost.pruned
     table.add_row("dtype", cost.dense.dtype, cost.pruned.dtype, "")
-    weights = [one.weight_bytes for one in both]
     lines: dict[str, list[float]] = {
-        "parameters": [one.parameters for one in both],
-        "weights, GB": [size / 1e9 for size in weights],
-        "weights, GiB": [size / 2**30 for size in weights],
-        "GFLOPs per token": [one.gflops_per_token for one in both],
-        "KV cache/token, kB": [one.kv_cache_bytes_per_token / 1e3 for one in both],
+        "parameters": [model.parameters for model in models],
+        "weights, GB": [model.weight_bytes / 1e9 for model in models],
+        "weights, GiB": [model.weight_bytes / 2**30 for model in models],
+        "GFLOPs per token": [model.gflops_per_token for model in models],
+        "KV cache/token, kB": [model.kv_cache_bytes_per_token / 1e3 for model in models],
     }
     if rates and rates.peak_memory_dense and rates.peak_memory_pruned:
-        lines["peak memory, GB"] = [
-            rates.peak_memory_dense / 1e9,
-            rates.peak_memory_pruned / 1e9,
-        ]
+        peaks = rates.peak_memory_dense, rates.peak_memory_pruned
+        lines["peak memory, GB"] = [peak / 1e9 for peak in peaks]
     for label, (before, after) in lines.items():
         table.add_row(label, _number(before), _number(after), f"{after / before:.3f}")
-    if rates:
-        for label, rate in {"prefill": rates.prefill, "decode": rates.decode}.items():
-            ratio = f"{rate.ratio:.2f} ({rate.paired.least:.2f}–{rate.paired.greatest:.2f})"
-            table.add_row(f"{label}, tokens/s", _spread(rate.dense), _spread(rate.pruned), ratio)
+    for label, rate in {"prefill": rates.prefill, "decode": rates.decode}.items() if rates else ():
+        ratio = f"{rate.ratio:.2f} ({rate.paired.least:.2f}–{rate.paired.greatest:.2f})"
+        table.add_row(f"{label}, tokens/s", _spread(rate.dense), _spread(rate.pruned), ratio)
     return table
 
 
@@ -231,11 +202,11 @@ def _number(value: float) -> str:
 
 def _spread(spread: "Spread") -> str:
     numbers = spread.median, spread.least, spread.greatest
-    shown = [f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in numbers]
-    return f"{shown[0]} ({shown[1]}–{shown[2]})"
+    median, low, high = (f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in numbers)
+    return f"{median} ({low}–{high})"
 
 
-ROWS = {
+GEOMETRY_ROWS = {
     "angle_original_pruned": ("angle O–P, mean", "{:.1f}°"),
     "angle_original_compensated": ("angle O–C, mean", "{:.1f}°"),
     "angle_pruned_compensated": ("angle P–C, mean", "{:.1f}°"),
@@ -251,30 +222,27 @@ ROWS = {
     "weighted_penalty_compensated": ("… compensated, median", "{:.1e}"),
     "weighted_penalty_factor": ("… before/after, median", "{:.1f}"),
 }
-"""Label, which ends in the average over the modules, and format of every measure."""
+"""Label and format of every measure; the label ends in the name of the average over modules."""
 
 
 def _geometry_table(summary: dict[str, dict[str, Any]]) -> "Table":
-    """Averages over modules, and the worst module, per site."""
+    """Tabulate averages over modules, and the worst module, per site."""
     from rich.table import Table
 
     heads = [
         head
-        for site, found in summary.items()
-        for head in (f"{site}\n{found['modules']} × r = {found['r']}", "worst\n(block)")
+        for site, measures in summary.items()
+        for head in (f"{site}\n{measures['modules']} × r = {measures['r']}", "worst\n(block)")
     ]
     table = Table("geometry", *heads, box=None, header_style="bold")
-    for name, (label, form) in ROWS.items():
+    for name, (label, form) in GEOMETRY_ROWS.items():
         cells = []
-        for found in summary.values():
-            if name not in found:
+        for measures in summary.values():
+            if measure := measures.get(name):
+                average = form.format(measure[label.rpartition(" ")[2]])
+                block = measure["worst_module"].split(".")[2]
+                cells += [average, f"{form.format(measure['worst'])} ({block})"]
+            else:
                 cells += ["", ""]
-                continue
-            measure = found[name]
-            block = measure["worst_module"].split(".")[2]
-            cells += [
-                form.format(measure[label.rpartition(" ")[2]]),
-                f"{form.format(measure['worst'])} ({block})",
-            ]
         table.add_row(label, *cells)
     return table

@@ -15,17 +15,19 @@ from coec.cli.common import (
     given,
     quieten,
     results,
+    settings_of,
     switch,
-    with_settings,
+    with_flags,
 )
 from coec.cli.progress import Quiet, showing_progress
+from coec.cli.spelling import flag_of
 from coec.settings import Calibration, Runtime
 
 if TYPE_CHECKING:
     from coec.streaming.statistics import Statistics
 
 
-@with_settings((*Calibration.table(), *Runtime.table()), ())
+@with_flags((*Calibration.table(), *Runtime.table()))
 def collect_command(
     model: Annotated[str, argument("Model folder, or a hub name; with --merge: A.", "MODEL")],
     out: Annotated[Path, argument("Folder to make; with --merge: B.", "STATS")],
@@ -50,18 +52,18 @@ def collect_command(
         raise typer.BadParameter(
             "give --merge A B MERGED: two folders of statistics, and the folder to make"
         )
-    if merge and (asked := list(given(flags)) + ["config"] * bool(config)):
-        raise typer.BadParameter(f"--{asked[0].replace('_', '-')} has no effect with --merge")
+    if merge and (names := [*given(flags), *(["config"] if config else [])]):
+        raise typer.BadParameter(f"{flag_of(names[0])} has no effect with --merge")
     quieten()
     from coec.pipeline import collect as collecting
-    from coec.planning.recipe import Recipe, read_settings
+    from coec.planning.recipe import Recipe
 
     with showing_progress(quiet) as advance:
         if merged is not None:
             statistics = collecting.merge(model, out, merged, restart=restart, progress=advance)
         else:
-            chosen = (read_settings(config) if config else {}) | given(flags)
-            recipe = Recipe(**chosen, trust_remote_code=trust_remote_code)
+            chosen = settings_of(config, flags, trust_remote_code=trust_remote_code)
+            recipe = Recipe(**chosen)
             statistics = collecting.collect(model, out, recipe, restart=restart, progress=advance)
     if as_json:
         print(json.dumps({"folder": str(statistics.folder), **statistics.record()}))

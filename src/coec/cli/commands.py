@@ -48,15 +48,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("prune", cls=_Command)(prune_command)
-app.command("compensate", cls=_Command)(compensate_command)
-app.command("collect", cls=_Command)(collect_command)
-app.command("eval", cls=_Command)(eval_command)
-app.command("export", cls=_Command)(export_command)
-app.command("sweep", cls=_Command)(sweep_command)
-app.command("analyze", cls=_Command)(analyze_command)
-app.command("methods", cls=_Command)(methods_command)
-app.command("report", cls=_Command)(report_command)
+for _command in (
+    prune_command, compensate_command, collect_command, eval_command, export_command,
+    sweep_command, analyze_command, methods_command, report_command,
+):  # fmt: skip
+    app.command(_command.__name__.removesuffix("_command"), cls=_Command)(_command)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,43 +1,45 @@
-"""What the commands share: where text goes, how an option is declared."""
+"""Shared parts of the commands: where text goes, and how an option is declared."""
 
 import inspect
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import typer
 from rich.console import Console
 
-from coec.settings import TABLE, DtypeName, Setting
+from coec.settings import TABLE, Setting
+
+Values: TypeAlias = dict[str, Any]
+"""Arguments by their names."""
 
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
 results = Console(highlight=False, soft_wrap=True)
 
-Dtype: TypeAlias = DtypeName
 NAME, WHOLE, NUMBER, TEXT, PATH = "NAME", "N", "X", "TEXT", "PATH"
 """What stands for a value in help."""
+_METAVARS: dict[object, str] = {float: NUMBER, int: WHOLE, str: TEXT, Path: PATH}
 
 
 def switch(flag: str, text: str) -> Any:
-    """An option that is there or not."""
+    """Declare an option without a value."""
     return typer.Option(flag, help=text, metavar="")
 
 
-def setting(text: str, metavar: str, **more: Any) -> Any:
-    """An option whose help text says its default."""
-    return typer.Option(help=text, show_default=False, metavar=metavar, **more)
+def setting(text: str, metavar: str | None, panel: str | None = None, *names: str) -> Any:
+    """Declare an option whose help text says its default."""
+    return typer.Option(
+        *names, help=text, show_default=False, metavar=metavar, rich_help_panel=panel
+    )
 
 
 def argument(text: str, metavar: str) -> Any:
-    """An argument by the name that the texts have for it."""
+    """Declare an argument by the name that help texts have for it."""
     return typer.Argument(help=text, show_default=False, metavar=metavar)
 
 
-Device = Annotated[
-    str | None,
-    setting(next(one.text for one in TABLE if one.name == "device"), TEXT),
-]
+_DEVICE = next(row.text for row in TABLE if row.name == "device")
+Device = Annotated[str | None, setting(_DEVICE, TEXT)]
 Json = Annotated[bool, switch("--json", "One JSON object on stdout, nothing else.")]
 TrustRemoteCode = Annotated[
     bool,
@@ -52,7 +54,7 @@ TrustRemoteCode = Annotated[
 Config = Annotated[
     Path | None, setting("TOML file with any of the settings here; flags win.", PATH)
 ]
-Statistics = Annotated[
+StatisticsFolder = Annotated[
     Path | None,
     setting("What `coec collect` wrote, instead of a dense pass; brings its settings.", PATH),
 ]
@@ -61,62 +63,88 @@ Restart = Annotated[
     bool, switch("--restart", "Throw away what an unfinished run into the same folder left.")
 ]
 
-METAVARS: dict[Any, str] = {float: NUMBER, int: WHOLE, str: TEXT}
 
-
-def _parameter(one: Setting) -> inspect.Parameter:
-    """A setting as an argument of a command."""
-    kind: Any = Literal[one.kind] if isinstance(one.kind, tuple) else one.kind
-    panel = f"Options of --compensation {', '.join(one.methods)}" if one.methods else None
-    metavar = METAVARS.get(one.kind, NAME)
-    option = setting(one.text, metavar, rich_help_panel=panel)
-    if one.kind is bool:
-        flag = one.name.replace("_", "-")
-        option = typer.Option(
-            f"--{flag}/--no-{flag}", help=one.text, show_default=False, rich_help_panel=panel
-        )
-    return inspect.Parameter(
-        one.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[kind | None, option],
-    )
-
-
-def with_settings(
-    *tables: tuple[Setting, ...],
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replaces `**flags` in a command's signature by a flag for every setting.
-
-    Those of the last table come after the command's own switches, and so end its help.
+class CommandFlag(NamedTuple):
+    """Option of a command: its name as in Python, the type of its value or the names that are
+    allowed, its help, the heading under which help lists it, and what stands for a value.
     """
 
-    def decorated(command: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(command)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        places = [p for p in own if p.kind is not p.KEYWORD_ONLY]
-        switches = [p for p in own if p.kind is p.KEYWORD_ONLY]
-        *first, last = [[_parameter(one) for one in table] for table in tables]
-        flags = [*itertools.chain.from_iterable(first), *last]
-        command.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*places, *itertools.chain.from_iterable(first), *switches, *last]
+    name: str
+    type: Any
+    text: str
+    panel: str | None = None
+    metavar: str | None = None
+
+    @classmethod
+    def of(cls, row: Setting) -> "CommandFlag":
+        """CommandFlag of a setting; options of a compensation stand under its name."""
+        panel = f"Options of --compensation {', '.join(row.methods)}" if row.methods else None
+        return cls(row.name, row.kind, row.text, panel)
+
+    def parameter(self) -> inspect.Parameter:
+        """Parameter of the command's function."""
+        value_type: Any = Literal[self.type] if isinstance(self.type, tuple) else self.type
+        metavar = self.metavar or _METAVARS.get(self.type, NAME)
+        name = self.name.replace("_", "-")
+        names = [f"--{name}/--no-{name}"] if self.type is bool else []
+        option = setting(self.text, None if names else metavar, self.panel, *names)
+        annotation = Annotated[value_type | None, option]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(self.name, keyword, default=None, annotation=annotation)
+
+
+DEVICE_FLAG = CommandFlag("device", str, _DEVICE)
+
+
+def with_flags(
+    first: Sequence[CommandFlag | Setting], last: Sequence[CommandFlag | Setting] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace `**flags` in a command's signature by a parameter for every flag.
+
+    Args:
+        first: listed before the command's own switches.
+        last: listed at the end of its help.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        before, after = (
+            [(CommandFlag.of(row) if isinstance(row, Setting) else row).parameter() for row in rows]
+            for rows in (first, last)
         )
-        command.__annotations__ |= {flag.name: flag.annotation for flag in flags}
+        signature = inspect.signature(command)
+        parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        places = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        switches = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+        command.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*places, *before, *switches, *after]
+        )
+        command.__annotations__ |= {flag.name: flag.annotation for flag in (*before, *after)}
         return command
 
-    return decorated
+    return decorate
+
+
+def given(flags: Mapping[str, Any], table: Sequence[CommandFlag] | None = None) -> Values:
+    """Pick the flags that the user gave, or those of one table."""
+    names = flags if table is None else [flag.name for flag in table]
+    return {name: flags[name] for name in names if flags[name] is not None}
+
+
+def settings_of(
+    config: Path | None, flags: Mapping[str, Any], *, trust_remote_code: bool
+) -> Values:
+    """Combine the settings of a file and the flags, which win."""
+    from coec.planning.recipe import read_settings
+
+    settings = read_settings(config) if config else {}
+    return settings | given(flags) | {"trust_remote_code": trust_remote_code}
 
 
 def quieten() -> None:
-    """Keeps transformers and the hub's client from writing beside the results."""
+    """Keep transformers and the hub's client from writing beside the results."""
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     hub_logging.set_verbosity_error()
-
-
-def given(flags: dict[str, Any]) -> dict[str, Any]:
-    """The flags that were given."""
-    return {name: value for name, value in flags.items() if value is not None}

@@ -7,108 +7,82 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coec.cli.common import (
-    NAME,
-    PATH,
-    TEXT,
-    WHOLE,
-    Device,
-    Dtype,
+    DEVICE_FLAG,
+    CommandFlag,
     Json,
     TrustRemoteCode,
+    Values,
     argument,
     given,
     notes,
     quieten,
     results,
-    setting,
     switch,
+    with_flags,
 )
 from coec.cli.progress import Quiet, showing_progress
 from coec.cli.spelling import flag_of
 from coec.errors import CoecError, OptionError
+from coec.settings import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from coec.evaluation.perplexity import Perplexity
     from coec.evaluation.zero_shot import ZeroShot
 
-TASKS = "Zero-shot tasks"
+_TEXT = CommandFlag(
+    "text", str,
+    "wikitext2; c4 (validation); hub:OWNER/NAME or hub:OWNER/NAME:CONFIG (its test split); a file "
+    "as in `coec prune`; or self (text sampled from the baseline). Default: wikitext2; with "
+    "--tasks none, and perplexity is measured only if a text is named.",
+)  # fmt: skip
+_OF_TEXT = (
+    CommandFlag("max_windows", int, "Evaluate the first so many windows. Default: all."),
+    CommandFlag(
+        "baseline", str,
+        "The dense model: adds the perplexity ratio, KL divergence and agreement (the share of "
+        "tokens with the same most probable next one).", metavar="MODEL",
+    ),
+    CommandFlag("samples", int, "Windows to sample, for --text self. Default: 64."),
+    CommandFlag("seed", int, "Seed of the sampled text, for --text self. Default: 1."),
+    CommandFlag(
+        "text_column", str,
+        "Column of a jsonl or parquet file, or of a hub: data set. Default: text.",
+    ),
+)  # fmt: skip
+_PANEL = "Zero-shot tasks"
+_TASKS = CommandFlag(
+    "tasks", str,
+    "seven (boolq, rte, winogrande, hellaswag, arc_easy, arc_challenge, openbookqa), or names of "
+    "lm-evaluation-harness tasks, separated by commas.", _PANEL, "NAMES",
+)  # fmt: skip
+_OF_TASKS = (
+    CommandFlag(
+        "tasks_data", Path,
+        "Folder of <task>.jsonl files in the schema of the tasks' hub data sets. Default: the "
+        "hub.", _PANEL,
+    ),
+    CommandFlag("limit", int, "The first N items of each task. Default: all.", _PANEL),
+    CommandFlag("batch_size", int, "Requests per forward pass. Default: 8.", _PANEL),
+)  # fmt: skip
+_OF_BOTH = (
+    CommandFlag(
+        "seq_len", int,
+        "Tokens per window; with --tasks, the most tokens of a request. Default: 4096, or the "
+        "model's maximum if less; of tasks, the model's maximum.",
+    ),
+    DEVICE_FLAG,
+    CommandFlag(
+        "dtype", DTYPE_NAMES,
+        "Dtype of the forward pass: float64, float32, bfloat16 or float16. Default: the model's "
+        "on a GPU, float32 on the CPU.",
+    ),
+)  # fmt: skip
 
 
+@with_flags((_TEXT, *_OF_TEXT, _TASKS, *_OF_TASKS, *_OF_BOTH))
 def eval_command(
     model: Annotated[str, argument("Model folder or hub name.", "MODEL")],
     *,
-    text: Annotated[
-        str | None,
-        setting(
-            "wikitext2; c4 (validation); hub:OWNER/NAME or hub:OWNER/NAME:CONFIG (its test split); "
-            "a file as in `coec prune`; or self (text sampled from the baseline). Default: "
-            "wikitext2; with --tasks none, and perplexity is measured only if a text is named.",
-            TEXT,
-        ),
-    ] = None,
-    seq_len: Annotated[
-        int | None,
-        setting(
-            "Tokens per window; with --tasks, the most tokens of a request. Default: 4096, or the "
-            "model's maximum if less; of tasks, the model's maximum.",
-            WHOLE,
-        ),
-    ] = None,
-    max_windows: Annotated[
-        int | None, setting("Evaluate the first so many windows. Default: all.", WHOLE)
-    ] = None,
-    baseline: Annotated[
-        str | None,
-        setting(
-            "The dense model: adds the perplexity ratio, KL divergence and agreement (the share of "
-            "tokens with the same most probable next one).",
-            "MODEL",
-        ),
-    ] = None,
-    samples: Annotated[
-        int | None, setting("Windows to sample, for --text self. Default: 64.", WHOLE)
-    ] = None,
-    seed: Annotated[
-        int | None, setting("Of the sampled text, for --text self. Default: 1.", WHOLE)
-    ] = None,
-    text_column: Annotated[
-        str | None,
-        setting("Column of a jsonl or parquet file, or of a hub: data set. Default: text.", TEXT),
-    ] = None,
-    tasks: Annotated[
-        str | None,
-        setting(
-            "seven (boolq, rte, winogrande, hellaswag, arc_easy, arc_challenge, openbookqa), or "
-            "names of lm-evaluation-harness tasks, separated by commas.",
-            "NAMES",
-            rich_help_panel=TASKS,
-        ),
-    ] = None,
-    tasks_data: Annotated[
-        Path | None,
-        setting(
-            "Folder of <task>.jsonl files in the schema of the tasks' hub data sets. Default: the "
-            "hub.",
-            PATH,
-            rich_help_panel=TASKS,
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        setting("The first N items of each task. Default: all.", WHOLE, rich_help_panel=TASKS),
-    ] = None,
-    batch_size: Annotated[
-        int | None, setting("Requests per forward pass. Default: 8.", WHOLE, rich_help_panel=TASKS)
-    ] = None,
-    device: Device = None,
-    dtype: Annotated[
-        Dtype | None,
-        setting(
-            "Of the forward pass: float64, float32, bfloat16 or float16. Default: the model's on "
-            "a GPU, float32 on the CPU.",
-            NAME,
-        ),
-    ] = None,
     add_to_card: Annotated[
         bool,
         switch(
@@ -120,26 +94,23 @@ def eval_command(
     trust_remote_code: TrustRemoteCode = False,
     quiet: Quiet = False,
     as_json: Json = False,
+    **flags: Any,
 ) -> None:
     """Measure token perplexity of MODEL, its distance from a baseline, and zero-shot accuracy."""
-    for_tasks = given({"tasks_data": tasks_data, "limit": limit, "batch_size": batch_size})
-    for_text = given(
-        {"baseline": baseline, "max_windows": max_windows, "samples": samples, "seed": seed,
-         "text_column": text_column}
-    )  # fmt: skip
+    text, tasks = flags["text"], flags["tasks"]
+    for_tasks, for_text = given(flags, _OF_TASKS), given(flags, _OF_TEXT)
     _refuse_unheard(text, tasks, for_text, for_tasks)
     if add_to_card:
         _check_card(model, text, tasks)
-    common: dict[str, Any] = given({"seq_len": seq_len, "device": device, "dtype": dtype})
-    common["trust_remote_code"] = trust_remote_code
+    common = given(flags, _OF_BOTH) | {"trust_remote_code": trust_remote_code}
     if tasks is None or text is not None:
         for_text["text"] = text or "wikitext2"
     quieten()
     with showing_progress(quiet) as advance:
         common["progress"] = advance
-        result, scores, failure = _measured(model, for_text, tasks, for_tasks, common)
+        result, scores, failure = _measure(model, for_text, tasks, for_tasks, common)
     if add_to_card and result is not None:
-        from coec.pipeline import card as card
+        from coec.pipeline import card
 
         card.add_to_card(Path(model), result)
     if result is not None and result.same_text_as_calibration:
@@ -155,9 +126,9 @@ def eval_command(
 
 
 def _refuse_unheard(
-    text: str | None, tasks: str | None, for_text: dict[str, Any], for_tasks: dict[str, Any]
+    text: str | None, tasks: str | None, for_text: Values, for_tasks: Values
 ) -> None:
-    """Wrong usage: a flag of something that is not measured."""
+    """Raises BadParameter for a flag of something that is not measured."""
     if tasks is None and for_tasks:
         raise typer.BadParameter(
             f"{flag_of(next(iter(for_tasks)))} belongs to --tasks, which is not given"
@@ -166,21 +137,20 @@ def _refuse_unheard(
         raise typer.BadParameter(
             f"{flag_of(next(iter(for_text)))} belongs to perplexity: with --tasks, give --text too"
         )
-    sampled = text == "self"
-    for name in ("max_windows", "text_column") if sampled else ("samples", "seed"):
+    if text == "self":
+        names, owner = (
+            ("max_windows", "text_column"),
+            "text that is read: with --text self, give --samples",
+        )
+    else:
+        names, owner = ("samples", "seed"), "--text self"
+    for name in names:
         if name in for_text:
-            raise typer.BadParameter(
-                f"{flag_of(name)} belongs to "
-                + (
-                    "text that is read: with --text self, give --samples"
-                    if sampled
-                    else "--text self"
-                )
-            )
+            raise typer.BadParameter(f"{flag_of(name)} belongs to {owner}")
 
 
 def _check_card(model: str, text: str | None, tasks: str | None) -> None:
-    """Refuses what has no card of ours, before anything is measured."""
+    """Refuse a model without a card of ours, before anything is measured."""
     from coec.pipeline.report import REPORT
 
     if tasks is not None and text is None:
@@ -192,16 +162,16 @@ def _check_card(model: str, text: str | None, tasks: str | None) -> None:
         )
 
 
-def _measured(
+def _measure(
     model: str,
-    for_text: dict[str, Any],
+    for_text: Values,
     tasks: str | None,
-    for_tasks: dict[str, Any],
-    common: dict[str, Any],
+    for_tasks: Values,
+    common: Values,
 ) -> tuple["Perplexity | None", "ZeroShot | None", CoecError | None]:
-    """Perplexity where there are settings for it, and scores where tasks are named.
+    """Measure perplexity where there are settings for it, and scores where tasks are named.
 
-    What ends the tasks comes back beside the perplexity, which may have taken hours.
+    An error that ends the tasks is returned beside the perplexity, which may have taken hours.
     """
     from coec.evaluation import perplexity, zero_shot
 
@@ -216,55 +186,53 @@ def _measured(
             return result, None, error
 
 
-def _record(
-    result: "Perplexity | None", scores: "ZeroShot | None", *, with_tasks: bool
-) -> dict[str, Any]:
-    """One object: of perplexity alone, or with a part for each."""
+def _record(result: "Perplexity | None", scores: "ZeroShot | None", *, with_tasks: bool) -> Values:
+    """JSON object of a perplexity alone, or with an entry for each measure."""
     if not with_tasks and result is not None:
         return result.as_dict()
-    parts = {"perplexity": result, "zero_shot": scores}
-    return {name: part.as_dict() for name, part in parts.items() if part is not None}
+    measures = {"perplexity": result, "zero_shot": scores}
+    return {name: measure.as_dict() for name, measure in measures.items() if measure is not None}
 
 
 def _show_perplexity(result: "Perplexity") -> None:
     for name, value in result.as_dict().items():
         if value is not None and not isinstance(value, bool):
-            shown = f"{value:,}" if isinstance(value, int) else value
-            shown = f"{value:.4f}" if isinstance(value, float) else shown
-            results.print(f"{name.replace('_', ' '):<20} {shown}", markup=False)
+            text = f"{value:,}" if isinstance(value, int) else value
+            text = f"{value:.4f}" if isinstance(value, float) else text
+            results.print(f"{name.replace('_', ' '):<20} {text}", markup=False)
 
 
 def _show_tasks(scores: "ZeroShot") -> None:
-    """A row per task, the paper's metric in bold, then what the numbers do not say."""
+    """Print a row per task, the paper's metric in bold, then what the numbers do not say."""
     from rich.table import Table
 
     table = Table("task", "items", "acc", "acc_norm", "guessing", box=None, header_style="bold")
     for score in scores.tasks:
-        cells = {"acc": _shown(score.acc, score.acc_stderr)}
-        cells["acc_norm"] = _shown(score.acc_norm, score.acc_norm_stderr)
+        cells = {"acc": _number(score.acc, score.acc_stderr)}
+        cells["acc_norm"] = _number(score.acc_norm, score.acc_norm_stderr)
         if score.metric in cells:
             cells[score.metric] = f"[bold]{cells[score.metric]}[/bold]"
-        table.add_row(score.task, f"{score.items:,}", *cells.values(), _shown(score.guessing))
+        table.add_row(score.task, f"{score.items:,}", *cells.values(), _number(score.guessing))
     results.print(table)
-    for score in scores.tasks:
-        for name, value in score.other.items():
-            results.print(f"{score.task}: {name} {value:.4f}", markup=False)
+    lines = [
+        f"{s.task}: {name} {value:.4f}" for s in scores.tasks for name, value in s.other.items()
+    ]
     if scores.mean is not None:
-        mean = _shown(scores.mean, scores.mean_stderr)
-        results.print(f"\nmean of the metrics in bold: {mean}", markup=False)
+        lines.append(f"\nmean of the metrics in bold: {_number(scores.mean, scores.mean_stderr)}")
     if scores.mean_at_chance:
-        results.print("these scores are at chance: they say nothing about this model")
+        lines.append("these scores are at chance: they say nothing about this model")
     elif scores.at_chance:
-        results.print(f"at chance: {', '.join(scores.at_chance)}", markup=False)
+        lines.append(f"at chance: {', '.join(scores.at_chance)}")
     if scores.truncated:
-        results.print(
+        lines.append(
             f"{scores.truncated:,} requests were longer than {scores.seq_len} tokens and lost "
-            "their beginning",
-            markup=False,
+            "their beginning"
         )
+    for line in lines:
+        results.print(line, markup=False)
 
 
-def _shown(value: float | None, stderr: float | None = None) -> str:
+def _number(value: float | None, stderr: float | None = None) -> str:
     if value is None:
         return "–"
     return f"{value:.4f}" if stderr is None else f"{value:.4f} ± {stderr:.4f}"

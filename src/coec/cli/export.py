@@ -2,41 +2,33 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from coec.cli.common import (
-    NAME,
-    WHOLE,
-    Json,
-    argument,
-    quieten,
-    results,
-    setting,
-    switch,
-)
+from coec.cli.common import CommandFlag, Json, argument, quieten, results, switch, with_flags
 from coec.cli.progress import Quiet, showing_progress
-from coec.exporting.dtypes import DtypeName
+from coec.exporting.dtypes import GGUF_DTYPES
 
 if TYPE_CHECKING:
     from coec.exporting.export import Export
 
+_FLAGS = (
+    CommandFlag(
+        "dtype", GGUF_DTYPES,
+        "Dtype of matrices: f32, f16, bf16 or q8_0. Default: the one that the weights are stored "
+        "in.",
+    ),
+    CommandFlag(
+        "context", int,
+        "Tokens that the file says the model takes. Default: max_position_embeddings.",
+    ),
+)  # fmt: skip
 
+
+@with_flags(_FLAGS)
 def export_command(
     model: Annotated[str, argument("Model folder or hub name, pruned or not.", "MODEL")],
     out: Annotated[Path, argument("File to make, named ….gguf.", "OUT.gguf")],
     *,
-    dtype: Annotated[
-        DtypeName | None,
-        setting(
-            "Of matrices: f32, f16, bf16 or q8_0. Default: what the weights are stored in.", NAME
-        ),
-    ] = None,
-    context: Annotated[
-        int | None,
-        setting(
-            "Tokens that the file says the model takes. Default: max_position_embeddings.", WHOLE
-        ),
-    ] = None,
     no_tokenizer: Annotated[
         bool,
         switch(
@@ -47,14 +39,16 @@ def export_command(
     force: Annotated[bool, switch("--force", "Replace the GGUF file at OUT.gguf.")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
+    **flags: Any,
 ) -> None:
     """Write MODEL as one GGUF file, for llama.cpp and what is built on it."""
     quieten()
     from coec.exporting.export import export
 
     with showing_progress(quiet) as advance:
-        written = export(model, out, dtype=dtype, context=context, no_tokenizer=no_tokenizer,
-                         force=force, progress=advance)  # fmt: skip
+        written = export(
+            model, out, no_tokenizer=no_tokenizer, force=force, progress=advance, **flags
+        )
     if as_json:
         print(json.dumps(written.as_dict()))
     else:

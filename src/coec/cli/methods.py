@@ -3,7 +3,6 @@
 import inspect
 import json
 from collections.abc import Callable
-from typing import Any
 
 from coec.cli.common import Json, results
 from coec.settings import Preset
@@ -16,38 +15,40 @@ def methods_command(as_json: Json = False) -> None:
     from coec.selection import SELECTIONS
     from coec.settings import PRESETS
 
-    listing: dict[str, dict[str, Any]] = {
-        "presets": {name: _of_preset(preset) for name, preset in PRESETS.items()},
-        "selections": {name: _described(f) for name, f in SELECTIONS.items()},
+    options = {
+        name: {row.name: row.text for row in method.settings}
+        for name, method in COMPENSATIONS.items()
+    }
+    listing: dict[str, dict[str, str]] = {
+        "presets": {name: _preset(preset) for name, preset in PRESETS.items()},
+        "selections": {name: _described(score) for name, score in SELECTIONS.items()},
         "compensations": {name: _described(m.function) for name, m in COMPENSATIONS.items()},
         "architectures": {
             a.model_type: f"{a.families} [{a.source}]" for a in ARCHITECTURES.values()
         },
-        "options": {
-            name: {one.name: one.text for one in m.settings} for name, m in COMPENSATIONS.items()
-        },
     }
     if as_json:
-        print(json.dumps(listing))
+        print(json.dumps({**listing, "options": options}))
         return
-    options = listing.pop("options")
-    for kind, entries in listing.items():
-        results.print(f"[bold]{kind}[/bold]")
+    for heading, entries in listing.items():
+        results.print(f"[bold]{heading}[/bold]")
         for name, line in entries.items():
             results.print(f"  {name:<16} {line}", markup=False)
-            if kind == "compensations" and options[name]:
+            if heading == "compensations" and options[name]:
                 results.print(f"    options: {', '.join(options[name])}", markup=False)
 
 
-def _of_preset(preset: Preset) -> str:
-    """What it is for, and what it sets."""
-    shown = {k: str(v).lower() if isinstance(v, bool) else v for k, v in preset.settings.items()}
-    settings = ", ".join(f"{name} = {value}" for name, value in shown.items())
+def _preset(preset: Preset) -> str:
+    """Purpose and settings of a preset."""
+    settings = ", ".join(
+        f"{name} = {str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in preset.settings.items()
+    )
     return f"{preset.about.rstrip('.')}{settings and f' [{settings}]'}"
 
 
-def _described(f: Callable[..., Any]) -> str:
-    """A docstring's first line, and its source."""
-    doc = inspect.getdoc(f) or ""
+def _described(function: Callable[..., object]) -> str:
+    """First line of a docstring, and its source."""
+    doc = inspect.getdoc(function) or ""
     source = doc.partition("Source: ")[2].partition("\n")[0].rstrip(".")
     return f"{doc.splitlines()[0].rstrip('.')} [{source}]"

@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: the plan, and what a run of it will take."""
+"""Printing of a plan, for `--dry-run`."""
 
 import json
 from dataclasses import dataclass
@@ -12,9 +12,8 @@ from coec.cli.progress import showing_progress
 
 if TYPE_CHECKING:
     from coec.planning import Forecast, Plan
-    from coec.planning.machines import Machine
 
-OfMachine = Annotated[
+MachineOption = Annotated[
     str | None,
     setting(
         "With --dry-run: plan for a GPU by its data sheet (h100, h200, a100, l40s, rtx4090, "
@@ -22,19 +21,21 @@ OfMachine = Annotated[
         "NAME",
     ),
 ]
-Measure = Annotated[bool, switch("--measure", "With --dry-run: measure this machine's rates anew.")]
+MeasureOption = Annotated[
+    bool, switch("--measure", "With --dry-run: measure this machine's rates anew.")
+]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """How a plan is to be shown.
+class PlanView:
+    """Options of printing a plan.
 
     Attributes:
-        machine: of which times are estimated; None for this one.
-        measure: whether its rates are measured anew.
-        as_json: one JSON object instead of tables.
-        measured: there are statistics, and no text is run.
-        quiet: no progress is shown.
+        machine: GPU whose data sheet gives the times; None for this machine.
+        measure: measure this machine's rates anew.
+        as_json: print one JSON object instead of tables.
+        measured: statistics are given, and no text is run.
+        quiet: show no progress.
     """
 
     machine: str | None
@@ -45,81 +46,73 @@ class Asked:
 
 
 def check_dry(machine: str | None, *, measure: bool) -> None:
-    """Raises BadParameter for what only a plan takes."""
+    """Raises BadParameter for options that only a plan takes."""
     for name, value in {"machine": machine, "measure": measure}.items():
         if value:
             raise typer.BadParameter(f"--{name} goes with --dry-run")
 
 
-def show_plan(plan: "Plan", model: str, out: Path | None, asked: Asked) -> None:
-    """Prints what a pruning would do, as tables or as one JSON object.
+def show_plan(plan: "Plan", model: str, out: Path | None, view: PlanView) -> None:
+    """Print what a pruning would do and take, as tables or as one JSON object.
 
     Raises:
-        OptionError: it does not fit in the memory that there is.
+        OptionError: it does not fit in the free memory.
     """
     import torch
 
     from coec.devices import choose_device
-    from coec.planning import ComputeConfig, FreeMemory, check_room, close, named, within
-
-    close_to: tuple[str, ...] = ()
-    if asked.machine is not None:
-        machine = named(asked.machine)
-        device = torch.device(machine.device)
-        room = FreeMemory(machine.device_bytes, None)
-    else:
-        device = choose_device(plan.recipe.runtime.device)
-        machine, room = _here(device, asked), FreeMemory.of(device)
-    elsewhere = None if asked.machine is None else machine
-    how = within(
-        plan, ComputeConfig.of(plan, device, measured=asked.measured, machine=elsewhere), room
+    from coec.planning import (
+        ComputeConfig,
+        FreeMemory,
+        check_room,
+        close_fits,
+        machine_named,
+        measuring,
+        within,
     )
-    check_room(plan, how, room)
-    close_to = close(plan, how, room)
-    forecast = plan.forecast(how, machine)
-    record = {
-        "model": model,
-        **plan.record(),
-        **forecast.record(),
-        "device": str(device),
-        "close": list(close_to),
-    }
-    if asked.as_json:
+
+    if view.machine is not None:
+        machine = elsewhere = machine_named(view.machine)
+        device, room = torch.device(machine.device), FreeMemory(machine.device_bytes, None)
+    else:
+        device, elsewhere = choose_device(plan.recipe.runtime.device), None
+        room = FreeMemory.of(device)
+        with showing_progress(view.quiet) as advance:
+            machine = measuring.this_machine(device, anew=view.measure, progress=advance)
+    compute = ComputeConfig.of(plan, device, measured=view.measured, machine=elsewhere)
+    compute = within(plan, compute, room)
+    check_room(plan, compute, room)
+    close = close_fits(plan, compute, room)
+    forecast = plan.forecast(compute, machine)
+    record = {"model": model, **plan.record(), **forecast.record()}
+    record |= {"device": str(device), "close": list(close)}
+    if view.as_json:
         print(json.dumps(record))
         return
     _show_sizes(plan, record)
     _show_forecast(forecast, str(device))
-    for line in (*close_to, *_disk(forecast, out)):
+    for line in (*close, *_disk(forecast, out)):
         results.print(line, markup=False)
 
 
-def _here(device: Any, asked: Asked) -> "Machine":
-    from coec.planning import measuring
-
-    with showing_progress(asked.quiet) as advance:
-        return measuring.here(device, anew=asked.measure, progress=advance)
-
-
 def _show_sizes(plan: "Plan", record: dict[str, Any]) -> None:
-    """Widths, parameters, candidates, notes and the format."""
+    """Print widths, parameters, candidates, notes and the format."""
     from rich.table import Table
 
     from coec.pipeline.card import counted
 
     table = Table("", "dense", "pruned", box=None, header_style="bold")
-    for what, width in record["widths"].items():
-        table.add_row(
-            f"{what.replace('_', ' ')} × {plan.dense.layers} blocks",
-            counted(width["before"]),
-            counted(width["after"]),
-        )
+    for name, width in record["widths"].items():
+        label = f"{name.replace('_', ' ')} × {plan.dense.layers} blocks"
+        table.add_row(label, counted(width["before"]), counted(width["after"]))
     before, after = plan.parameters_before, plan.parameters_after
     table.add_row("parameters", f"{before:,}", f"{after:,} ({after / before:.1%})")
     results.print(table)
-    for name, other in plan.alternatives.items():
+    for rule, candidate in plan.alternatives.items():
         results.print(
-            f"or, if held-out windows say so (kv_groups = {name}): {other.pruned.kv_heads} KV "
-            f"groups, {other.pruned.ffn:,} MLP channels, stored as {other.output.model_type}",
+            f"or, if held-out windows say so (kv_groups = {rule}): {candidate.pruned.kv_heads} KV "
+            f"groups, {candidate.pruned.ffn:,} MLP channels, stored as "
+            f"{candidate.output.model_type}",
             markup=False,
         )
     for note in plan.notes:
@@ -128,50 +121,39 @@ def _show_sizes(plan: "Plan", record: dict[str, Any]) -> None:
     results.print(f"\nstored as {plan.output.model_type}{code}", markup=False)
     if plan.output.relabelled:
         results.print(f"  ({plan.output.relabelled})", markup=False)
-    for loader, how in plan.output.loads_in.items():
-        results.print(f"  {loader:<14} {how}", markup=False)
+    for loader, finding in plan.output.loads_in.items():
+        results.print(f"  {loader:<14} {finding}", markup=False)
     results.print()
 
 
 def _show_forecast(forecast: "Forecast", device: str) -> None:
-    """A line for every phase: memory at its fullest, operations, time."""
+    """Print a line for every phase: memory at its fullest moment, operations, time."""
     from rich.table import Table
 
     alone = device == "cpu"
-    columns = [
-        "phase",
-        *(["memory"] if alone else [device, "host"]),
-        "operations",
-        "time",
-        "most of it",
-    ]
+    memory = ["memory"] if alone else [device, "host"]
+    columns = ["phase", *memory, "operations", "time", "most of it"]
     table = Table(*columns, box=None, header_style="bold")
-    held = {one.phase: one for one in forecast.held}
     for phase in forecast.phases:
-        own = held.get(phase.name)
-        sizes = [] if own is None else [own.host] if alone else [own.device, own.host]
-        cells = [_gigabytes(sum(part.values())) for part in sizes] or [""] * (1 if alone else 2)
-        time = forecast.seconds.get(phase.name)
+        sizes = [phase.host] if alone else [phase.device, phase.host]
+        cells = [_gigabytes(sum(size.values())) if phase.host else "" for size in sizes]
         operations = f"{phase.operations:.1e}" if phase.operations else ""
-        most = max(sizes[0], key=sizes[0].__getitem__) if sizes and sizes[0] else ""
-        table.add_row(phase.name, *cells, operations, str(time or ""), most)
+        largest = max(sizes[0], key=sizes[0].__getitem__, default="")
+        time = str(forecast.seconds.get(phase.name, ""))
+        table.add_row(phase.name, *cells, operations, time, largest)
     everything = sum(phase.operations for phase in forecast.phases)
-    total = str(forecast.total) if forecast.seconds else ""
     peak = [sum(forecast.peak)] if alone else forecast.peak
-    table.add_row("all", *map(_gigabytes, peak), f"{everything:.1e}", total, "")
+    table.add_row("all", *map(_gigabytes, peak), f"{everything:.1e}", str(forecast.total), "")
     results.print(table)
-    machine = forecast.machine
-    if machine is None:
-        return
-    if machine.measured:
-        results.print(f"times: by rates measured on {machine.name}, with nothing else running; "
-                      "reading from the disk is left out", markup=False)  # fmt: skip
-    else:
-        results.print(
-            f"times: by the data sheet of {machine.name}, products taken to reach "
-            f"{machine.share:.0%} of its peak: not measured here, or anywhere",
-            markup=False,
+    if machine := forecast.machine:
+        source = (
+            f"rates measured on {machine.name}, with nothing else running; reading from the disk "
+            "is left out"
+            if machine.measured
+            else f"the data sheet of {machine.name}, products taken to reach {machine.share:.0%} "
+            "of its peak: not measured here, or anywhere"
         )
+        results.print(f"times: by {source}", markup=False)
 
 
 def _gigabytes(size: int) -> str:
@@ -179,14 +161,13 @@ def _gigabytes(size: int) -> str:
 
 
 def _disk(forecast: "Forecast", out: Path | None) -> list[str]:
-    """What is written, and whether there is room for it."""
+    """Lines on the disk space that a run needs, and on too little of it."""
     from coec.execution.places import free_space
 
-    needed = forecast.output + forecast.partial
+    output, partial = forecast.output, forecast.partial
     lines = [
-        f"disk: {forecast.output / 1e9:.2f} GB, and {forecast.partial / 1e9:.2f} GB of unfinished "
-        "work meanwhile"
+        f"disk: {output / 1e9:.2f} GB, and {partial / 1e9:.2f} GB of unfinished work meanwhile"
     ]
-    if out is not None and (free := free_space(out)) < needed:
+    if out is not None and (free := free_space(out)) < output + partial:
         lines.append(f"'{out}' has {free / 1e9:.2f} GB free: choose a folder on another disk")
     return lines

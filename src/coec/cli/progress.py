@@ -1,4 +1,4 @@
-"""How far a command is: bars on a terminal, plain lines in a file or a log, or nothing."""
+"""Progress of a command: bars on a terminal, plain lines in a file or a log, or nothing."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,74 +6,70 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, TypeAlias
 
-from coec.cli import interruptible
 from coec.cli.common import notes, switch
+from coec.cli.signals import interruptible
 from coec.events import RESUMING, Progress, duration
 
 Quiet: TypeAlias = Annotated[
     bool, switch("--quiet", "No progress on stderr, neither bars nor lines.")
 ]
 
-HALF_MINUTE = 30.0
+_HALF_MINUTE = 30.0
 """Seconds between two lines, but for those of finished blocks and cells."""
-LONG = ("solving", "reconstructing", "allocating", "trying", "cells")
-"""Phases of blocks or cells, each of which may take long: every one has a line when it is done."""
+_LONG = ("solving", "reconstructing", "allocating", "trying", "cells")
+"""Phases of blocks or cells, each of which may take long and has a line when it is finished."""
 
 
 @contextmanager
 def showing_progress(quiet: bool = False) -> Iterator[Progress]:
-    """Shows on stderr how far each phase is, and how long the rest of it takes.
+    """Show on stderr how far each phase is, and how long the rest of it takes.
 
-    What a run goes on from is said in any case, in one line.
+    A line says from where a run goes on, in any case.
     """
     interruptible()
     if quiet:
-        yield _resuming_or(lambda phase, done, total: None)
+        yield _resuming_or(lambda phase, count, total: None)
     elif notes.is_terminal:
         with _bars() as advance:
             yield _resuming_or(advance)
     else:
-        yield _resuming_or(Lines().advance)
+        yield _resuming_or(ProgressLines().advance)
 
 
 def _resuming_or(show: Progress) -> Progress:
-    """Tells what an earlier run has done from how far this one is."""
+    """Separate the work of an earlier run from the progress of this one."""
 
-    def advance(phase: str, done: int, total: int) -> None:
+    def advance(phase: str, count: int, total: int) -> None:
         if not phase.startswith(RESUMING):
-            show(phase, done, total)
+            show(phase, count, total)
             return
-        what = phase.removeprefix(RESUMING).strip()
-        notes.print(f"resuming: {done:,} of {total:,} {what} are done", markup=False)
+        items = phase.removeprefix(RESUMING).strip()
+        notes.print(f"resuming: {count:,} of {total:,} {items} are done", markup=False)
 
     return advance
 
 
 @contextmanager
 def _bars() -> Iterator[Progress]:
-    """A bar per phase."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        TaskID,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
+    """Draw a bar per phase."""
+    from rich import progress
+
+    bar = progress.Progress(
+        progress.TextColumn("{task.description:<16}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("left"),
+        progress.TimeRemainingColumn(),
+        console=notes,
     )
-    from rich.progress import Progress as Bars
+    tasks: dict[str, progress.TaskID] = {}
 
-    columns = (
-        TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(),
-        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-    )  # fmt: skip
-    bar = Bars(*columns, console=notes)
-    tasks: dict[str, TaskID] = {}
-
-    def advance(phase: str, done: int, total: int) -> None:
+    def advance(phase: str, count: int, total: int) -> None:
         bar.start()  # only now: an error in the checks leaves no empty line
         if phase not in tasks:
             tasks[phase] = bar.add_task(phase, total=total)
-        bar.update(tasks[phase], completed=done, total=total)
+        bar.update(tasks[phase], completed=count, total=total)
 
     try:
         yield advance
@@ -83,7 +79,7 @@ def _bars() -> Iterator[Progress]:
 
 
 @dataclass
-class Lines:
+class ProgressLines:
     """Plain lines, few enough for a log of hours.
 
     Attributes:
@@ -93,23 +89,24 @@ class Lines:
 
     clock: Callable[[], float] = time.monotonic
     say: Callable[[str], None] = lambda line: notes.print(line, markup=False)
-    _begun: dict[str, tuple[float, int]] = field(default_factory=dict)
-    _done: dict[str, int] = field(default_factory=dict)
+    _starts: dict[str, tuple[float, int]] = field(default_factory=dict)
+    _counts: dict[str, int] = field(default_factory=dict)
     _last: float | None = None
 
-    def advance(self, phase: str, done: int, total: int) -> None:
-        """Prints how far a phase is, if it is time for that."""
-        now = self.clock()
-        self._last = now if self._last is None else self._last
-        if done <= self._done.get(phase, -1):  # the phase begins once more
-            del self._begun[phase]
-        self._done[phase] = done
-        began, first = self._begun.setdefault(phase, (now, done))
-        if not phase.startswith(LONG):
-            if now - self._last < HALF_MINUTE:
+    def advance(self, phase: str, count: int, total: int) -> None:
+        """Print how far a phase is, if it is time for that."""
+        time_now = self.clock()
+        self._last = time_now if self._last is None else self._last
+        if count <= self._counts.get(phase, -1):  # the phase begins once more
+            del self._starts[phase]
+        self._counts[phase] = count
+        began, first = self._starts.setdefault(phase, (time_now, count))
+        if not phase.startswith(_LONG):
+            if time_now - self._last < _HALF_MINUTE:
                 return
-            self._last = now
-        line = f"{phase}: {done:,} of {total:,}"
-        if done > first and done < total:
-            line += f", about {duration((now - began) / (done - first) * (total - done))} left"
+            self._last = time_now
+        line = f"{phase}: {count:,} of {total:,}"
+        if first < count < total:
+            seconds = (time_now - began) / (count - first) * (total - count)
+            line += f", about {duration(seconds)} left"
         self.say(line)

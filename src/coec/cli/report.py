@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-from coec.cli import interruptible
 from coec.cli.common import Json, argument, results, setting
+from coec.cli.signals import interruptible
 
 
 def report_command(

@@ -1,4 +1,4 @@
-"""Errors name settings as Python does, `seq_len=64`; the command line spells them as flags.
+"""Spelling of settings: errors name them as Python does, `seq_len=64`; here they become flags.
 
 The package is used from Python too, where nobody can pass a flag. So a message that tells what to
 change writes a keyword argument, and this module, alone, makes `--seq-len 64` of it.
@@ -15,26 +15,25 @@ FLAGS = NAMES | {
 }  # fmt: skip
 """Arguments that are a flag of some command."""
 
-ARGUMENT = re.compile(
+_ARGUMENT = re.compile(
     r"(?P<quoted>(?<!\w)'[^']*')"  # a path, or what the user wrote: left as it is
     r"|(?<![\w.])(?P<name>[a-z][a-z_]*)=(?P<value>\"[^\"]*\"|[\w.:/+-]*[\w/+-])"
 )
 
 
 def spelled(message: str) -> str:
-    """The message with every argument of Python as a flag: `force=True` is `--force`."""
-    return ARGUMENT.sub(_flag, message)
+    """Write every argument of Python in a message as a flag: `force=True` is `--force`."""
+    return _ARGUMENT.sub(_flag, message)
 
 
 def flag_of(name: str) -> str:
-    """The flag of an argument."""
+    """Flag of an argument."""
     return f"--{name.replace('_', '-')}"
 
 
-def _flag(found: re.Match[str]) -> str:
-    name, value = found["name"], found["value"]
+def _flag(match: re.Match[str]) -> str:
+    name, value = match["name"], match["value"]
     if name not in FLAGS:
-        return found[0]
-    flag = flag_of(name)
+        return match[0]
     value = value.strip('"')
-    return flag if value == "True" else f"{flag} {value}"
+    return flag_of(name) if value == "True" else f"{flag_of(name)} {value}"

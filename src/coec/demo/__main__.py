@@ -1,5 +1,4 @@
-"""Prunes the bundled model with every repair on the same kept units and, beyond the paper, with the
-preset `best`, and compares the results.
+"""Demo: prune the bundled model with every repair on the same kept units, and with preset `best`.
 
 There is no data here: calibration and evaluation text are sampled from the dense model itself,
 under different seeds, so perplexities compare methods and are no WikiText numbers.
@@ -48,7 +47,7 @@ def run(
         "demo-output"
     ),
 ) -> None:
-    """Runs the whole demo: five repairs, `best`, a table, checkpoints, a continuation, a plot."""
+    """Run the whole demo: five repairs, `best`, a table, checkpoints, a continuation, a plot."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     console.print(
@@ -87,10 +86,14 @@ def run(
 
 
 def _evaluation_text() -> torch.Tensor:
-    """What `coec eval --text self` samples, once for all repairs."""
+    """Sample the text of `coec eval --text self`, once for all repairs."""
     dense: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     return sample_from_model(
-        dense.eval(), load_tokenizer(MODEL), samples=WINDOWS, seq_len=SEQ_LEN, seed=EVALUATION_SEED
+        dense.eval(),
+        load_tokenizer(MODEL),
+        samples=WINDOWS,
+        seq_len=SEQ_LEN,
+        seed=EVALUATION_SEED,
     ).ids
 
 
@@ -102,11 +105,11 @@ def _bars() -> Progress:
 
 
 def _check_same_kept(out: Path) -> None:
-    """The comparison is of repairs only if all of them kept the same units."""
+    """Raises AssertionError unless all repairs kept the same units, as their comparison needs."""
     first = load_file(out / METHODS[0] / KEPT)
     for method in METHODS[1:]:
-        other = load_file(out / method / KEPT)
-        if first.keys() != other.keys() or not all(torch.equal(first[n], other[n]) for n in first):
+        kept = load_file(out / method / KEPT)
+        if first.keys() != kept.keys() or not all(torch.equal(first[n], kept[n]) for n in first):
             raise AssertionError(f"{method} kept other units than {METHODS[0]}")
 
 
@@ -119,16 +122,16 @@ def _table(reports: dict[str, Report], scores: dict[str, Perplexity]) -> Table:
     table.add_row("(dense)", f"{dense:.2f}", "0", "100 %", f"{before:,}", "")
     for method, score in scores.items():
         style = "bold" if method in ("coec", "best") else ""
-        same = f"{100 * (score.agreement or 0):.1f} %"
+        agreement = f"{100 * (score.agreement or 0):.1f} %"
         table.add_row(
-            method, f"{score.perplexity:.2f}", f"{score.kl:.4f}", same, f"{score.parameters:,}",
-            f"{sum(reports[method].seconds.values()):.1f}", style=style,
+            method, f"{score.perplexity:.2f}", f"{score.kl:.4f}", agreement,
+            f"{score.parameters:,}", f"{sum(reports[method].seconds.values()):.1f}", style=style,
         )  # fmt: skip
     return table
 
 
 def _continue_text(folder: Path) -> None:
-    """Loads the written checkpoint as any user would, and lets it write."""
+    """Load the written checkpoint as any user would, and let it continue a text."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompt = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)

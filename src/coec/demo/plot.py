@@ -1,4 +1,4 @@
-"""The demo's picture."""
+"""Picture of the demo's results."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,13 +18,13 @@ COLOURS = {
 }
 SITE = "mlp"
 BEST = "best"
-"""The model that was rebuilt, which has a panel of its own."""
+"""The reconstructed model, which has a panel of its own."""
 SIZE = (16.5, 5.2)
-"""In inches; 150 dots each."""
+"""Width and height in inches of 150 dots."""
 
 
 def draw(reports: Mapping[str, Report], scores: Mapping[str, Perplexity], path: Path) -> Path:
-    """Perplexity of every model, and the errors left in every block; a PNG at `path`."""
+    """Draw perplexities of all models and the errors left in every block, as a PNG at `path`."""
     from matplotlib import rc_context
 
     with rc_context({"font.size": 11.5, "axes.titlesize": 13, "axes.titlelocation": "left"}):
@@ -33,29 +33,29 @@ def draw(reports: Mapping[str, Report], scores: Mapping[str, Perplexity], path: 
 
 
 def picture(reports: Mapping[str, Report], scores: Mapping[str, Perplexity]) -> Any:
-    """Three panels; in the first two repairs stand from the highest perplexity to the lowest."""
+    """Make three panels; in the first two, repairs are sorted from the highest perplexity down."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     figure = Figure(figsize=SIZE, layout=ConstrainedLayoutEngine(wspace=0.08))
-    left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1.15, 1))
+    first, middle, right = figure.subplots(1, 3, width_ratios=(1, 1.15, 1))
     ordered = sorted(scores, key=lambda method: -scores[method].perplexity)
-    _draw_perplexities(left, {method: scores[method] for method in ordered})
+    _draw_perplexities(first, {method: scores[method] for method in ordered})
     _draw_errors(middle, {method: reports[method] for method in ordered if method != BEST})
     _draw_reconstruction(right, reports[BEST])
-    for axes in (left, middle, right):
+    for axes in (first, middle, right):
         axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
 def _draw_perplexities(axes: Any, scores: Mapping[str, Perplexity]) -> None:
-    """A bar per repair, the worst on top; the dense model's below them all."""
-    found = {method: score.perplexity for method, score in scores.items()}
+    """Draw a bar per repair, the worst on top, and the dense model's at the bottom."""
+    values = {method: score.perplexity for method, score in scores.items()}
     dense = next(iter(scores.values())).baseline_perplexity
     if dense is not None:
-        found["dense"] = dense
-    names = list(found)[::-1]
-    bars = axes.barh(names, [found[n] for n in names], color=[COLOURS[n] for n in names])
+        values["dense"] = dense
+    names = list(values)[::-1]
+    bars = axes.barh(names, [values[n] for n in names], color=[COLOURS[n] for n in names])
     axes.bar_label(bars, fmt="%.2f", padding=5)
     axes.set(title="Perplexity on the dense model's own text", xlabel="lower is better")
     axes.margins(x=0.14)
@@ -66,7 +66,7 @@ def _draw_perplexities(axes: Any, scores: Mapping[str, Perplexity]) -> None:
 
 
 def _draw_errors(axes: Any, reports: Mapping[str, Report]) -> None:
-    """A group of bars per block, so that repairs as good as one another stand side by side."""
+    """Draw a group of bars per block, so that repairs of equal quality stand side by side."""
     errors = {
         method: [row["error_after"] for row in report.sites if row["site"] == SITE]
         for method, report in reports.items()
@@ -90,14 +90,14 @@ def _draw_errors(axes: Any, reports: Mapping[str, Report]) -> None:
 
 
 def _draw_reconstruction(axes: Any, report: Report) -> None:
-    """An arrow per part of every block, from its error after the repair to that after the fit."""
+    """Draw an arrow per half of every block, from its error when repaired to that when fitted."""
     rows = [row for row in report.sites if "reconstruction" in row]
     names = [f"{row['site'].replace('mlp', 'MLP')} {row['block']}" for row in rows]
-    kinds = [("error", "fitted windows", COLOURS[BEST], -0.14)]
+    series = [("error", "fitted windows", COLOURS[BEST], -0.14)]
     if any(row["reconstruction"]["holdout_after"] is not None for row in rows):
-        kinds.append(("holdout", "held-out windows", COLOURS["none"], 0.14))
-    for kind, label, colour, offset in kinds:
-        ends = [[row["reconstruction"][f"{kind}_{when}"] for row in rows]
+        series.append(("holdout", "held-out windows", COLOURS["none"], 0.14))
+    for key, label, colour, offset in series:
+        ends = [[row["reconstruction"][f"{key}_{when}"] for row in rows]
                 for when in ("before", "after")]  # fmt: skip
         places = [place + offset for place in range(len(rows))]
         axes.hlines(places, ends[1], ends[0], color=colour, linewidth=2.2)

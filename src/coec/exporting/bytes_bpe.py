@@ -1,14 +1,12 @@
-"""Byte-level BPE: GPT-2's way, which Llama 3, Qwen, Granite and others took over.
+"""Byte-level BPE, as in GPT-2, Llama 3, Qwen, Granite and others.
 
-What differs is where text is cut before it: llama.cpp has a name for each.
+They differ in where text is cut before it; llama.cpp has a name for each way.
 """
 
-from typing import Any
+from coec.exporting.vocabulary import JsonObject, UnknownTokenizerError, Vocabulary, in_order, pairs
 
-from coec.exporting.vocabulary import UnknownTokenizerError, Vocabulary, pairs, sequential
-
-WORDS = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d|" + WORDS
+_WORDS = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d|" + _WORDS
 DIGIT = r"\p{N}"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -32,8 +30,8 @@ NAMES: dict[tuple[tuple[str, ...], bool], str] = {
     ((TEKKEN,), True): "tekken",
     ((SEED,), False): "seed-coder",
 }
-"""The expressions that cut a text, one after the other, and whether a whole word that is a token is
-taken without merging → llama.cpp's name."""
+"""llama.cpp's names, by the expressions that cut a text in turn, and True where a word that is a
+token as a whole is taken without merging."""
 
 CAPITALS = (
     "llama.cpp cuts words with capital letters beyond ASCII at other places than the model's own "
@@ -45,45 +43,44 @@ NORMAL_FORM = (
 )
 
 
-def read(content: dict[str, Any]) -> Vocabulary | None:
-    """Byte-level BPE; None for another kind.
+def read(content: JsonObject) -> Vocabulary | None:
+    """Read byte-level BPE; None for another kind of tokenizer.
 
     Raises:
         UnknownTokenizerError: it is of this kind, and llama.cpp does not have it.
     """
-    steps = sequential(content["pre_tokenizer"], "pretokenizers")
+    steps = in_order(content["pre_tokenizer"], "pretokenizers")
     if not steps or steps[-1]["type"] != "ByteLevel":
         return None
     model = content["model"]
     for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout", "byte_fallback"):
         if model.get(key):
             raise UnknownTokenizerError(f"its {key} is {model[key]!r}")
-    normalizers = sequential(content["normalizer"], "normalizers")
+    normalizers = in_order(content["normalizer"], "normalizers")
     if any(step["type"] != "NFC" for step in normalizers):
-        kinds = ", ".join(step["type"] for step in normalizers)
-        raise UnknownTokenizerError(f"it changes text before it is cut ({kinds})")
+        names = ", ".join(step["type"] for step in normalizers)
+        raise UnknownTokenizerError(f"it changes text before it is cut ({names})")
     if not model["merges"]:
         raise UnknownTokenizerError("it has no merges, without which llama.cpp reads no file")
-    whole = bool(model.get("ignore_merges"))
-    name = NAMES.get((_cuts(steps), whole))
+    name = NAMES.get((_cuts(steps), bool(model.get("ignore_merges"))))
     if name is None:
-        raise UnknownTokenizerError("it cuts text into words as none of those that coec knows")
+        raise UnknownTokenizerError("it cuts text into words in a way that coec does not know")
     notes = [CAPITALS] * (name == "tekken") + [NORMAL_FORM] * bool(normalizers)
     return Vocabulary("gpt2", name, merges=pairs(model["merges"]), notes=tuple(notes))
 
 
-def _cuts(steps: list[dict[str, Any]]) -> tuple[str, ...]:
-    """The expressions whose matches are cut apart, in their order."""
+def _cuts(steps: list[JsonObject]) -> tuple[str, ...]:
+    """List the expressions whose matches are cut apart, in order."""
     cuts: list[str] = []
     for step in steps:
-        kind = step["type"]
-        if kind == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
+        name = step["type"]
+        if name == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
             written = step["pattern"].get("Regex", "")
             cuts.append(written.replace("\r", r"\r").replace("\n", r"\n"))
-        elif kind == "Digits" and step["individual_digits"]:
+        elif name == "Digits" and step["individual_digits"]:
             cuts.append(DIGIT)
-        elif kind == "ByteLevel" and not step["add_prefix_space"]:
+        elif name == "ByteLevel" and not step["add_prefix_space"]:
             cuts += [GPT_2] * step["use_regex"]
         else:
-            raise UnknownTokenizerError(f"it cuts text by {kind}")
+            raise UnknownTokenizerError(f"it cuts text by {name}")
     return tuple(cuts)

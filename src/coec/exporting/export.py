@@ -1,4 +1,4 @@
-"""A model as one GGUF file, which llama.cpp and what is built on it read (docs/FORMATS.md).
+"""Export of a model as one GGUF file, which llama.cpp and its clients read (docs/FORMATS.md).
 
 Everything that can be refused is refused before a byte is written. Tensors are then read, converted
 and written one at a time.
@@ -12,21 +12,21 @@ from coec.errors import OptionError, OutputError
 from coec.events import Progress, recording
 from coec.execution.output import appearing
 from coec.execution.places import check_file, check_space
-from coec.exporting.dtypes import DTYPES
+from coec.exporting.dtypes import GGUF_DTYPES
 from coec.models.dense import Dense
 from coec.settings import check_whole
 
 if TYPE_CHECKING:
-    from coec.exporting.plan import Plan
+    from coec.exporting.plan import ExportPlan
 
-MAGIC = b"GGUF"
-"""What the files begin with."""
-SUFFIX = ".gguf"
+_MAGIC = b"GGUF"
+"""First bytes of the files."""
+_SUFFIX = ".gguf"
 
 
 @dataclass(frozen=True)
 class Export:
-    """What was written; JSON-ready by `as_dict`.
+    """Account of a written file; JSON-ready by `as_dict`.
 
     Attributes:
         path: of the file.
@@ -35,11 +35,11 @@ class Export:
         parameters: of the model, tied ones once.
         file_bytes: its size.
         context: tokens that the file says the model takes.
-        tokenizer: llama.cpp's names for its kind and for how it cuts text; None where none is in
-            the file.
-        fallback: matrices that are f16 instead of the dtype asked for, since their rows do not
-            divide into its blocks.
-        fallback_bytes: how much larger the file is for them.
+        tokenizer: llama.cpp's names for its kind and for how it cuts text; None where the file has
+            none.
+        fallback: matrices that are f16 instead of the chosen dtype, since their rows do not divide
+            into its blocks.
+        fallback_bytes: bytes by which the file is larger for them.
         notes: what to know of the file, one sentence each.
     """
 
@@ -55,7 +55,7 @@ class Export:
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Every field by name."""
+        """Return every field by name."""
         return asdict(self)
 
 
@@ -69,13 +69,13 @@ def export(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Export:
-    """Writes a model, pruned or not, as a GGUF file; one tensor at a time is in memory.
+    """Write a model, pruned or not, as a GGUF file; one tensor at a time is in memory.
 
     Args:
         model: a model folder or hub name, or a model opened before.
         out: the file to make, `….gguf`.
-        dtype: of matrices: `f32`, `f16`, `bf16` or `q8_0`; None for what the weights are stored
-            in (f32 for float64). Vectors are f32.
+        dtype: of matrices: `f32`, `f16`, `bf16` or `q8_0`; None for that of the stored weights
+            (f32 for float64). Vectors are f32.
         context: tokens that the file says the model takes; None for what its configuration says.
         no_tokenizer: leaves the tokenizer out: the file then takes and gives token ids alone.
         force: replaces a GGUF file that is there.
@@ -86,22 +86,22 @@ def export(
     Example:
         >>> coec.export("out/llama-30", "out/llama-30-q8_0.gguf", dtype="q8_0").file_bytes
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if dtype is not None and dtype not in GGUF_DTYPES:
+        raise OptionError(f"dtype must be one of {', '.join(GGUF_DTYPES)}, got {dtype!r}")
     length = None if context is None else check_whole("context", context)
     path = Path(out)
-    if path.suffix != SUFFIX:
-        raise OutputError(f"the output must be a file whose name ends in {SUFFIX}, got '{out}'")
+    if path.suffix != _SUFFIX:
+        raise OutputError(f"the output must be a file whose name ends in {_SUFFIX}, got '{out}'")
     _check_package()
-    check_file(path, MAGIC, force)
-    # What needs the package gguf is imported only now.
-    from coec.exporting.plan import Plan
+    check_file(path, _MAGIC, force)
+    # These modules need the package gguf, so they are imported only now.
+    from coec.exporting.plan import ExportPlan
     from coec.exporting.writing import write
 
     with recording() as events:
-        plan = Plan.of(Dense.open(model), dtype, length, with_tokenizer=not no_tokenizer)
+        plan = ExportPlan.of(Dense.open(model), dtype, length, with_tokenizer=not no_tokenizer)
         check_space(path, plan.size)
-        with appearing(path, MAGIC, force) as partial:
+        with appearing(path, _MAGIC, force) as partial:
             write(plan, partial, progress)
     return _account(plan, path, tuple(events))
 
@@ -115,7 +115,7 @@ def _check_package() -> None:
         ) from None
 
 
-def _account(plan: "Plan", out: Path, events: tuple[str, ...]) -> Export:
+def _account(plan: "ExportPlan", out: Path, events: tuple[str, ...]) -> Export:
     vocabulary = plan.tokenizer.vocabulary if plan.tokenizer else None
     return Export(
         path=str(out),

@@ -1,4 +1,4 @@
-"""What a GGUF file says of a model besides its weights and its tokenizer."""
+"""Sizes and constants of a model, for a GGUF file."""
 
 import math
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ from coec.exporting.rotary import Rotary, rotary_of
 from coec.models.block_patterns import ATTENTION, MLP
 from coec.models.dense import Dense
 
-WINDOWED = ("mistral", "qwen2", "qwen3")
-"""Model types whose attention may reach back over a window alone."""
+_WINDOWED = ("mistral", "qwen2", "qwen3")
+"""Model types whose attention may reach back over a limited window."""
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The sizes and constants of a model.
+    """Sizes and constants of a model.
 
     Attributes:
-        model_type: of its configuration.
+        model_type: in its configuration.
         name: for people.
         hidden, head_dim, vocabulary: the same in all blocks.
         heads, kv_heads, ffn: of every block.
-        context: the most tokens that it is said to take.
+        context: largest number of tokens that the file states.
         epsilon: of its norms.
-        rotary: its positions.
-        multipliers: Granite's, where they are not neutral: by their keys in the configuration.
+        rotary: positions.
+        multipliers: Granite's, where they are not neutral, by their keys in the configuration.
     """
 
     model_type: str
@@ -44,19 +44,19 @@ class Hyperparameters:
 
     @property
     def uniform(self) -> bool:
-        """Whether all blocks are of one width."""
+        """True where all blocks have the same widths."""
         return all(len(set(sizes)) == 1 for sizes in (self.heads, self.kv_heads, self.ffn))
 
     @classmethod
     def of(cls, model: Dense, context: int | None) -> "Hyperparameters":
-        """Those of an opened model.
+        """Read them from an opened model.
 
         Args:
-            context: tokens that the file says the model takes; None for what its configuration
-                says.
+            context: tokens that the file says the model takes; None for those of its
+                configuration.
 
         Raises:
-            ModelError: it computes what no GGUF file can say.
+            ModelError: it computes something that no GGUF file can describe.
             OptionError: the context is longer than the model's own.
         """
         config: Any = model.skeleton().config
@@ -83,9 +83,9 @@ class Hyperparameters:
 
 
 def _check_context(model: Dense, config: Any, context: int | None) -> None:
-    """The file must not say that the model takes more tokens than both programs agree on.
+    """Raises OptionError or ModelError where the programs would differ within the stated context.
 
-    llama.cpp attends to all tokens: up to the window's length that is the same.
+    llama.cpp attends to all tokens, which is the same up to the length of a sliding window.
     """
     if context is not None and context > model.positions:
         raise OptionError(
@@ -102,16 +102,16 @@ def _check_context(model: Dense, config: Any, context: int | None) -> None:
 
 
 def _window(model: Dense, config: Any) -> int | None:
-    """The length of the sliding window, where any block has one."""
-    if model.architecture.model_type not in WINDOWED:
+    """Length of the sliding window; None where no block has one."""
+    if model.architecture.model_type not in _WINDOWED:
         return None
-    kinds = getattr(config, "layer_types", None)
-    slides = kinds is None or "sliding_attention" in kinds
+    layer_types = getattr(config, "layer_types", None)
+    slides = layer_types is None or "sliding_attention" in layer_types
     return config.sliding_window if slides else None
 
 
 def _multipliers(config: Any, head_dim: int) -> dict[str, float]:
-    """Granite's four numbers; nothing where they change nothing, or for another model type."""
+    """Granite's four multipliers; empty where they change nothing, or for another model type."""
     neutral = {
         "attention_multiplier": head_dim**-0.5,
         "embedding_multiplier": 1.0,
@@ -120,6 +120,6 @@ def _multipliers(config: Any, head_dim: int) -> dict[str, float]:
     }
     if config.model_type != "granite":
         return {}
-    found = {key: float(getattr(config, key)) for key in neutral}
-    same = all(math.isclose(found[key], neutral[key], rel_tol=1e-6) for key in neutral)
-    return {} if same else found
+    values = {key: float(getattr(config, key)) for key in neutral}
+    idle = all(math.isclose(values[key], neutral[key], rel_tol=1e-6) for key in neutral)
+    return {} if idle else values

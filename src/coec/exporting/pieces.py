@@ -1,28 +1,26 @@
-"""BPE over pieces of text with a token for every byte: SentencePiece's, of Llama 2 and Mistral.
+"""BPE over pieces of text with a token for every byte, as in SentencePiece, Llama 2 and Mistral.
 
 A tokenizer.json merges pairs in a given order. llama.cpp, as SentencePiece, merges whichever two
 neighbours make the token of the highest score. Both give the same ids where every pair that makes
 a token is among the merges, and those of one token stand together.
 """
 
-from typing import Any
-
 from gguf import TokenType
 
-from coec.exporting.vocabulary import UnknownTokenizerError, Vocabulary, pairs, sequential
+from coec.exporting.vocabulary import JsonObject, UnknownTokenizerError, Vocabulary, in_order, pairs
 
 SPACE = "▁"
 BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-ALWAYS = (
+_ALWAYS = (
     "llama.cpp puts a space before a text that begins with one, the model's own tokenizer does not"
 )
-FIRST = f"{ALWAYS}, nor before what follows a special token"
-PREFIXES = {"always": (True, (ALWAYS,)), "first": (True, (FIRST,)), "never": (False, ())}
-"""Whether a space is put before a text, and what to know of it, by the scheme's name."""
+_FIRST = f"{_ALWAYS}, nor before what follows a special token"
+_PREFIXES = {"always": (True, (_ALWAYS,)), "first": (True, (_FIRST,)), "never": (False, ())}
+"""By the name of a scheme: True where a space is put before a text, and notes on it."""
 
 
-def read(content: dict[str, Any]) -> Vocabulary | None:
-    """BPE over pieces; None for another kind.
+def read(content: JsonObject) -> Vocabulary | None:
+    """Read BPE over pieces; None for another kind of tokenizer.
 
     Raises:
         UnknownTokenizerError: it is of this kind, and llama.cpp does not have it.
@@ -44,10 +42,10 @@ def read(content: dict[str, Any]) -> Vocabulary | None:
     )
 
 
-def _prefix(content: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
-    """Whether a space is put before a text, and what to know of it."""
-    normalizers = sequential(content["normalizer"], "normalizers")
-    steps = sequential(content["pre_tokenizer"], "pretokenizers")
+def _prefix(content: JsonObject) -> tuple[bool, tuple[str, ...]]:
+    """Tell if a space is put before a text, with notes on it."""
+    normalizers = in_order(content["normalizer"], "normalizers")
+    steps = in_order(content["pre_tokenizer"], "pretokenizers")
     prepend = {"type": "Prepend", "prepend": SPACE}
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     if not steps and normalizers in ([prepend, replace], [replace]):
@@ -55,33 +53,33 @@ def _prefix(content: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
     if not normalizers and len(steps) == 1 and steps[0]["type"] == "Metaspace":
         step = steps[0]
         if step["replacement"] == SPACE and not step.get("split"):
-            return PREFIXES[step["prepend_scheme"]]
-    kinds = ", ".join(step["type"] for step in [*normalizers, *steps]) or "nothing"
+            return _PREFIXES[step["prepend_scheme"]]
+    names = ", ".join(step["type"] for step in [*normalizers, *steps]) or "nothing"
     raise UnknownTokenizerError(
-        f"it changes or cuts text in another way than SentencePiece ({kinds})"
+        f"it changes or cuts text in another way than SentencePiece ({names})"
     )
 
 
 def _scores(tokens: set[str], merges: tuple[tuple[str, str], ...]) -> dict[str, float]:
-    """The place of every merged token among the merges, negated: earlier is higher.
+    """Score every merged token by its place among the merges, negated: earlier is higher.
 
     Raises:
         UnknownTokenizerError: merging by tokens is not merging by pairs.
     """
     places: dict[str, int] = {}
     last = None
-    for left, right in merges:
-        made = left + right
-        if made != last and made in places:
+    for pair in merges:
+        token = "".join(pair)
+        if token != last and token in places:
             raise UnknownTokenizerError(
-                f"it merges the pairs that make {made!r} at different times"
+                f"it merges the pairs that make {token!r} at different times"
             )
-        last = made
-        places.setdefault(made, len(places))
-    known = set(merges)
+        last = token
+        places.setdefault(token, len(places))
+    merged = set(merges)
     for token in tokens:
         cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
         able = [cut for cut in cuts if cut[0] in tokens and cut[1] in tokens]
-        if len(token) > 1 and (token not in places or not known.issuperset(able)):
+        if len(token) > 1 and (token not in places or not merged.issuperset(able)):
             raise UnknownTokenizerError(f"it does not merge every pair that makes {token!r}")
     return {token: -float(place) for token, place in places.items()}

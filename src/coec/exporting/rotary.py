@@ -1,4 +1,4 @@
-"""How a model turns queries and keys, as a GGUF file says it."""
+"""Rotary positions, as a GGUF file describes them."""
 
 import math
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from coec.errors import ModelError
 from coec.models.description import Description, compute_buffers
 
 PLAIN, LINEAR, YARN, FACTORS = "none", "linear", "yarn", "factors"
-"""Kinds of scaling. The first three are llama.cpp's own words; the last is a tensor of factors."""
-YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-"""What llama.cpp computes yarn with; transformers too, where a configuration says nothing."""
-READ = {
+"""Kinds of scaling. The first three are llama.cpp's words; the last is a tensor of factors."""
+_YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+"""Constants of yarn in llama.cpp; in transformers too, where a configuration has none."""
+_SCALINGS = {
     "default": (PLAIN, set()),
     "linear": (LINEAR, {"factor"}),
     "yarn": (YARN, {"factor", "original_max_position_embeddings", "attention_factor"}),
@@ -21,30 +21,30 @@ READ = {
         "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
     }),
 }  # fmt: skip
-"""rope_type → kind of scaling, and the settings of it that a GGUF file can say."""
+"""Kind of scaling by rope_type, and its settings that a GGUF file can hold."""
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary positions.
+    """Rotary positions of a model.
 
     Attributes:
         base: of the plain frequencies, `base^(−2i/d)`.
-        kind: how they are scaled.
+        scaling: of the frequencies.
         factor: of linear and yarn.
-        original: the context length before it.
-        factors: what every plain frequency is divided by, for `FACTORS`.
+        original: the context length before scaling.
+        factors: divisors of all plain frequencies, for `FACTORS`.
     """
 
     base: float
-    kind: str = PLAIN
+    scaling: str = PLAIN
     factor: float = 1.0
     original: int = 0
     factors: tuple[float, ...] = ()
 
 
 def rotary_of(model: Description) -> Rotary:
-    """The rotary positions of a model, as transformers reads its configuration.
+    """Rotary positions of a model, as transformers reads its configuration.
 
     Raises:
         ModelError: llama.cpp does not know them.
@@ -56,18 +56,20 @@ def rotary_of(model: Description) -> Rotary:
     settings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     settings = dict(settings or {})
     base = float(settings.pop("rope_theta", None) or config.rope_theta)
-    kind = settings.pop("rope_type", None) or settings.get("type") or "default"
+    rope_type = settings.pop("rope_type", None) or settings.get("type") or "default"
     settings.pop("type", None)
-    if kind not in READ:
+    if rope_type not in _SCALINGS:
         raise ModelError(
-            f"rope_type '{kind}' in config.json is none that llama.cpp computes in the same way; "
-            f"supported: {', '.join(READ)}"
+            f"rope_type '{rope_type}' in config.json is none that llama.cpp computes in the same "
+            f"way; supported: {', '.join(_SCALINGS)}"
         )
-    scaling, known = READ[kind]
-    _check_said(settings, known, kind)
+    scaling, stored = _SCALINGS[rope_type]
+    _check_stored(settings, stored, rope_type)
     if scaling in (LINEAR, YARN):
         if settings.get("factor") is None:
-            raise ModelError(f"rope_type '{kind}' in config.json has no factor: write it there")
+            raise ModelError(
+                f"rope_type '{rope_type}' in config.json has no factor: write it there"
+            )
         factor = float(settings["factor"])
         if scaling == YARN:
             _check_yarn(float(network.base_model.rotary_emb.attention_scaling), factor)
@@ -78,14 +80,14 @@ def rotary_of(model: Description) -> Rotary:
     return Rotary(base, scaling, factors=_factors(network.base_model.rotary_emb.inv_freq, base))
 
 
-def _check_said(settings: dict[str, Any], known: set[str], kind: str) -> None:
+def _check_stored(settings: dict[str, Any], stored: set[str], rope_type: str) -> None:
     """Raises ModelError for a setting that would be lost, and changes what is computed."""
     for key, value in settings.items():
-        neutral = {**YARN_DEFAULTS, "partial_rotary_factor": 1.0}.get(key)
-        if key not in known and value is not None and value != neutral:
+        neutral = {**_YARN_DEFAULTS, "partial_rotary_factor": 1.0}.get(key)
+        if key not in stored and value is not None and value != neutral:
             raise ModelError(
-                f"{key}={str(value)[:40]} of rope_type '{kind}' in config.json has no place in a "
-                "file that llama.cpp computes in the same way"
+                f"{key}={str(value)[:40]} of rope_type '{rope_type}' in config.json has no place "
+                "in a file that llama.cpp computes in the same way"
             )
 
 
@@ -100,7 +102,7 @@ def _check_yarn(scaling: float, factor: float) -> None:
 
 
 def _factors(frequencies: torch.Tensor, base: float) -> tuple[float, ...]:
-    """Plain frequencies over those that transformers computed, exactly 1 where they are equal."""
+    """Divide plain frequencies by those of transformers: exactly 1 where they are equal."""
     steps = torch.arange(0, 2 * len(frequencies), 2, dtype=torch.int64).float()
     plain = 1.0 / base ** (steps / (2 * len(frequencies)))
     return tuple((plain / frequencies.float()).tolist())

@@ -1,4 +1,4 @@
-"""llama.cpp's architectures, as values: what each computes, and which model types it may hold.
+"""llama.cpp's architectures as values, and the model types that each may hold.
 
 Every cell of these tables was decided by running llama.cpp on a random model and comparing logits
 (docs/FORMATS.md); a model that no target computes is refused.
@@ -13,17 +13,17 @@ from coec.exporting.rotary import FACTORS
 
 
 @dataclass(frozen=True)
-class Target:
+class ExportTarget:
     """An architecture of llama.cpp.
 
     Attributes:
-        name: its name in a GGUF file.
-        interleaved: whether it turns neighbouring rows of queries and keys, where transformers
+        name: in a GGUF file.
+        interleaved: True where it turns neighbouring rows of queries and keys, while transformers
             turns a row and the one half a head further on: the rows are then stored in its order.
         biases: projections that may have one.
-        factors: whether it reads a factor for every rotary frequency.
-        multipliers: whether it multiplies embeddings, attention, residuals and logits.
-        by_block: whether blocks may have widths of their own.
+        factors: True where it reads a factor for every rotary frequency.
+        multipliers: True where it multiplies embeddings, attention, residuals and logits.
+        by_block: True where every block may have widths of its own.
     """
 
     name: str
@@ -34,35 +34,35 @@ class Target:
     by_block: bool = False
 
     def refusal(self, model: Hyperparameters, tensors: Iterable[str]) -> str | None:
-        """Why it does not compute a model of these tensors; None if it does."""
+        """Reason why it does not compute a model of these tensors; None where it does."""
         if not (model.uniform or self.by_block):
             return "its blocks are all of one width"
         if model.multipliers and not self.multipliers:
             return f"it has no {', '.join(model.multipliers)}"
-        if model.rotary.kind == FACTORS and not self.factors:
+        if model.rotary.scaling == FACTORS and not self.factors:
             return "it reads no factors of rotary frequencies (rope_type llama3)"
         for name in tensors:
-            module, _, kind = name.rpartition(".")
-            if kind == "bias" and module.rpartition(".")[2] not in self.biases:
+            module, _, suffix = name.rpartition(".")
+            if suffix == "bias" and module.rpartition(".")[2] not in self.biases:
                 return f"it has no {name}"
         return None
 
 
-EVERY = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
-LLAMA = Target("llama", interleaved=True, biases=EVERY, factors=True)
-GRANITE = Target("granite", interleaved=True, biases=EVERY, factors=True, multipliers=True)
-DECI = Target("deci", interleaved=True, biases=EVERY, factors=True, by_block=True)
-QWEN3 = Target("qwen3", interleaved=False, biases=frozenset())
+_ALL = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
+_LLAMA = ExportTarget("llama", interleaved=True, biases=_ALL, factors=True)
+_GRANITE = ExportTarget("granite", interleaved=True, biases=_ALL, factors=True, multipliers=True)
+_DECI = ExportTarget("deci", interleaved=True, biases=_ALL, factors=True, by_block=True)
+_QWEN3 = ExportTarget("qwen3", interleaved=False, biases=frozenset())
 
-TARGETS: dict[str, tuple[Target, ...]] = {
-    "llama": (LLAMA, DECI),
-    "mistral": (LLAMA, DECI),
-    "qwen2": (LLAMA, DECI),  # llama.cpp's own qwen2 takes heads for as wide as the hidden states
-    "qwen3": (QWEN3,),  # the only one with norms of queries and keys
-    "granite": (LLAMA, GRANITE, DECI),  # a pruned Llama with biases is stored as Granite
-    "seed_oss": (LLAMA, DECI),  # llama.cpp's own has no biases but those of q, k and v
+TARGETS: dict[str, tuple[ExportTarget, ...]] = {
+    "llama": (_LLAMA, _DECI),
+    "mistral": (_LLAMA, _DECI),
+    "qwen2": (_LLAMA, _DECI),  # llama.cpp's own qwen2 takes heads for as wide as the hidden states
+    "qwen3": (_QWEN3,),  # the only one with norms of queries and keys
+    "granite": (_LLAMA, _GRANITE, _DECI),  # a pruned Llama with biases is stored as Granite
+    "seed_oss": (_LLAMA, _DECI),  # llama.cpp's own has no biases but those of q, k and v
 }
-"""Model type → the architectures that may hold it, the first that does."""
+"""Architectures that may hold a model type; the first that does is taken."""
 
 
 def check_known(model_type: str) -> None:
@@ -74,8 +74,8 @@ def check_known(model_type: str) -> None:
         )
 
 
-def choose_target(model: Hyperparameters, tensors: Iterable[str]) -> Target:
-    """The first of llama.cpp's architectures that computes the model.
+def choose_target(model: Hyperparameters, tensors: Iterable[str]) -> ExportTarget:
+    """Choose the first of llama.cpp's architectures that computes the model.
 
     Raises:
         ModelError: none does.

@@ -1,4 +1,4 @@
-"""Tensors as a GGUF file stores them: names, the order of rows, numbers of fewer bits."""
+"""Tensors as a GGUF file stores them: names, order of rows, numbers of fewer bits."""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,65 +17,65 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.errors import ModelError
-from coec.exporting.dtypes import DTYPES
+from coec.exporting.dtypes import GGUF_DTYPES
 from coec.models.dense import Dense
 
-KINDS = {name: GGMLQuantizationType[name.upper()] for name in DTYPES}
-"""How a matrix is stored, by the dtype asked for."""
-HALVES = {torch.float16: KINDS["f16"], torch.bfloat16: KINDS["bf16"]}
-"""What needs no conversion."""
-LARGEST = {"F16": 65504.0, "Q8_0": 65504.0 * 127, "BF16": torch.finfo(torch.bfloat16).max}
-"""Numbers beyond which a kind has none."""
-SUFFIXES = (".weight", ".bias")
+GGUF_TYPES = {name: GGMLQuantizationType[name.upper()] for name in GGUF_DTYPES}
+"""GGUF's types of numbers by the names of dtypes."""
+_HALVES = {torch.float16: GGUF_TYPES["f16"], torch.bfloat16: GGUF_TYPES["bf16"]}
+"""Types of weights that need no conversion."""
+_LARGEST = {"F16": 65504.0, "Q8_0": 65504.0 * 127, "BF16": torch.finfo(torch.bfloat16).max}
+"""Largest numbers that a type can hold."""
+_SUFFIXES = (".weight", ".bias")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of the file.
+    """Tensor of the file.
 
     Attributes:
         name: in the file.
-        source: the model's own name.
-        shape: rows first, as the model has it.
-        kind: how its numbers are stored.
-        heads: how many heads its rows belong to, where their order changes; else 0.
+        source: name in the model.
+        shape: rows first, as in the model.
+        gguf_type: of its stored numbers.
+        heads: number of heads of its rows, where their order changes; else 0.
     """
 
     name: str
     source: str
     shape: tuple[int, ...]
-    kind: GGMLQuantizationType
+    gguf_type: GGMLQuantizationType
     heads: int = 0
 
     @property
     def size(self) -> int:
-        """Bytes."""
-        return self.size_as(self.kind)
+        """Size in bytes."""
+        return self.size_as(self.gguf_type)
 
-    def size_as(self, kind: GGMLQuantizationType) -> int:
-        """Bytes of as many numbers of another kind."""
-        block, of_block = GGML_QUANT_SIZES[kind]
-        return math.prod(self.shape) * of_block // block
+    def size_as(self, gguf_type: GGMLQuantizationType) -> int:
+        """Size in bytes with numbers of another type."""
+        numbers, size = GGML_QUANT_SIZES[gguf_type]
+        return math.prod(self.shape) * size // numbers
 
     def read(self, model: Dense) -> np.ndarray:
-        """The bytes to write; raises ModelError for numbers that the kind cannot hold."""
+        """Read the bytes to write; raises ModelError for numbers that the type cannot hold."""
         weight = model.tensor(self.source)
         if self.heads:
             weight = interleaved(weight, self.heads)
-        return encoded(weight, self.kind, self.source)
+        return encoded(weight, self.gguf_type, self.source)
 
 
-def named(model: Dense, arch: str) -> dict[str, str]:
-    """The model's names of its tensors by those in GGUF, in the order of the model.
+def gguf_names(model: Dense, arch: str) -> dict[str, str]:
+    """Map names in GGUF to those in the model, in the order of the model.
 
     Raises:
         ModelError: a tensor has no place in the file.
     """
     number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == arch)
-    known = get_tensor_name_map(number, len(model.layout.blocks))
+    name_map = get_tensor_name_map(number, len(model.layout.blocks))
     names: dict[str, str] = {}
     for source in model.shapes:
-        name = known.get_name(source, SUFFIXES)
+        name = name_map.get_name(source, _SUFFIXES)
         if name is None:
             raise ModelError(f"{source} has no place in a GGUF file of architecture {arch}")
         names[name] = source
@@ -85,50 +85,50 @@ def named(model: Dense, arch: str) -> dict[str, str]:
 def entries(
     model: Dense, names: dict[str, str], dtype: str, heads: dict[str, tuple[int, ...]]
 ) -> tuple[Entry, ...]:
-    """Every tensor of the file: matrices in the dtype asked for, vectors in f32.
+    """List the tensors of the file: matrices in the chosen dtype, vectors in f32.
 
     Args:
-        names: as `named` gives them.
-        dtype: a key of `KINDS`. A matrix whose rows do not divide into its blocks is f16.
+        names: names in the model by those in the file (`gguf_names`).
+        dtype: a key of `GGUF_TYPES`. A matrix whose rows do not divide into its blocks is f16.
         heads: of every block, for the tensors whose rows change their order.
     """
-    found: list[Entry] = []
+    tensors: list[Entry] = []
     for name, source in names.items():
         shape = tuple(model.shapes[source])
-        kind = KINDS[dtype] if len(shape) > 1 else GGMLQuantizationType.F32
-        if shape[-1] % GGML_QUANT_SIZES[kind][0]:
-            kind = GGMLQuantizationType.F16
-        entry = Entry(name, source, shape, kind)
-        parts = name.split(".")
-        if parts[0] == "blk" and parts[2] in heads:
-            entry = replace(entry, heads=heads[parts[2]][int(parts[1])])
-        found.append(entry)
-    return tuple(found)
+        gguf_type = GGUF_TYPES[dtype] if len(shape) > 1 else GGMLQuantizationType.F32
+        if shape[-1] % GGML_QUANT_SIZES[gguf_type][0]:
+            gguf_type = GGMLQuantizationType.F16
+        entry = Entry(name, source, shape, gguf_type)
+        scope, block, module = (*name.split("."), "", "")[:3]
+        if scope == "blk" and module in heads:
+            entry = replace(entry, heads=heads[module][int(block)])
+        tensors.append(entry)
+    return tuple(tensors)
 
 
 def interleaved(rows: Float[Tensor, "rows *columns"], heads: int) -> Float[Tensor, "rows *columns"]:
-    """Rows of queries or keys in the order of llama.cpp's rotary positions.
+    """Reorder rows of queries or keys for llama.cpp's rotary positions.
 
-    Rows `i` and `i + d/2` of a head, which transformers turns together, become rows `2i` and
-    `2i + 1`, which llama.cpp does. Products of queries and keys stay what they are.
+    Transformers turns rows `i` and `i + d/2` of a head together, llama.cpp rows `2i` and `2i + 1`.
+    Products of queries and keys stay the same.
     """
     return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def encoded(weight: Tensor, kind: GGMLQuantizationType, name: str) -> np.ndarray:
-    """The numbers as the file stores them.
+def encoded(weight: Tensor, gguf_type: GGMLQuantizationType, name: str) -> np.ndarray:
+    """Convert numbers to those of the file.
 
     Raises:
         ModelError: they are not finite, or would not be.
     """
-    if HALVES.get(weight.dtype) == kind and torch.isfinite(weight).all():
-        return weight.contiguous().view(torch.uint8).numpy()  # as it is stored
+    if _HALVES.get(weight.dtype) == gguf_type and torch.isfinite(weight).all():
+        return weight.contiguous().view(torch.uint8).numpy()  # as the weights are stored
     wide = weight.to(torch.float32)
     if not torch.isfinite(wide).all():
         raise ModelError(f"{name} holds NaN or Inf, or numbers beyond float32: it is damaged")
     # A block of q8_0 has its largest number over 127 in f16.
-    most = LARGEST.get(kind.name)
-    if most is not None and float(wide.abs().max()) > most:
-        raise ModelError(f"{name} holds numbers beyond {most:.7g}: pass dtype=bf16 or dtype=f32")
-    stored: Any = quantize(np.ascontiguousarray(wide.numpy()), kind)
-    return stored
+    limit = _LARGEST.get(gguf_type.name)
+    if limit is not None and float(wide.abs().max()) > limit:
+        raise ModelError(f"{name} holds numbers beyond {limit:.7g}: pass dtype=bf16 or dtype=f32")
+    numbers: Any = quantize(np.ascontiguousarray(wide.numpy()), gguf_type)
+    return numbers

@@ -1,7 +1,7 @@
-"""A model's tokenizer as llama.cpp knows tokenizers, or the reason why it knows none like it.
+"""A model's tokenizer in the terms of llama.cpp, or the reason why llama.cpp has none like it.
 
-llama.cpp brings its own code for each kind, and a file only names the kind: what a tokenizer.json
-says that no kind does is refused, since the same text would become other ids.
+llama.cpp has code of its own for each kind of tokenizer, and a file only names the kind. A
+tokenizer.json that no kind computes is refused, since the same text would become other ids.
 """
 
 import json
@@ -14,25 +14,24 @@ from gguf import GGUFWriter, TokenType
 from coec.calibration.tokenizer import load_tokenizer
 from coec.errors import ModelError
 from coec.exporting import bytes_bpe, pieces
-from coec.exporting.vocabulary import UnknownTokenizerError, Vocabulary
+from coec.exporting.vocabulary import JsonObject, UnknownTokenizerError, Vocabulary
 from coec.models.companion_files import TOKENIZER_FILES, tokenizer_classes
 from coec.models.dense import Dense
 
-INSTEAD = "pass no_tokenizer=True for a file that takes and gives token ids alone"
-UNUSED = "[PAD{}]"
-"""What stands for an id that the model has and the tokenizer does not, as llama.cpp's converter
-writes it."""
+_INSTEAD = "pass no_tokenizer=True for a file that takes and gives token ids alone"
+_UNUSED = "[PAD{}]"
+"""Token of an id that only the model has, as llama.cpp's converter names it."""
 
 
 @dataclass(frozen=True)
-class Written:
-    """A tokenizer, ready to be written.
+class GgufTokenizer:
+    """Tokenizer, ready to be written.
 
     Attributes:
-        vocabulary: how text becomes ids.
+        vocabulary: the way in which text becomes ids.
         tokens, types: of every id of the model.
         special: ids by their role: bos, eos, unk, pad.
-        added: whether bos, and eos, are added to a text.
+        added: True, twice, where bos and eos are added to a text.
         chat_template: one, several by name, or none.
     """
 
@@ -44,7 +43,7 @@ class Written:
     chat_template: str | dict[str, str] | None
 
     def add_to(self, writer: GGUFWriter) -> None:
-        """Writes it into the file's metadata."""
+        """Write it into the file's metadata."""
         writer.add_tokenizer_model(self.vocabulary.model)
         writer.add_tokenizer_pre(self.vocabulary.pre)
         writer.add_token_list(self.tokens)
@@ -67,8 +66,8 @@ class Written:
             writer.add_chat_template(template)
 
 
-def tokenizer_of(model: Dense) -> Written:
-    """The tokenizer in a model's folder.
+def tokenizer_of(model: Dense) -> GgufTokenizer:
+    """Read the tokenizer in a model's folder.
 
     Raises:
         ModelError: there is none, or llama.cpp has none that gives the same ids.
@@ -76,11 +75,11 @@ def tokenizer_of(model: Dense) -> Written:
     if tokenizer_classes(model.folder):
         raise _refused(model, "it brings Python code of its own")
     if not any((model.folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ModelError(f"'{model.folder}' has no tokenizer: copy its files there, or {INSTEAD}")
+        raise ModelError(f"'{model.folder}' has no tokenizer: copy its files there, or {_INSTEAD}")
     try:
         tokenizer: Any = load_tokenizer(model.folder)
     except ModelError as error:
-        raise ModelError(f"{error}; mend it, or {INSTEAD}") from error
+        raise ModelError(f"{error}; mend it, or {_INSTEAD}") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise _refused(model, f"transformers reads it as {type(tokenizer).__name__}, in Python")
@@ -92,28 +91,26 @@ def tokenizer_of(model: Dense) -> Written:
         special = _special(tokenizer, model.config)
     except UnknownTokenizerError as error:
         raise _refused(model, str(error)) from None
-    return Written(vocabulary, tokens, types, special, added, tokenizer.chat_template)
+    return GgufTokenizer(vocabulary, tokens, types, special, added, tokenizer.chat_template)
 
 
 def _refused(model: Dense, why: str) -> ModelError:
     return ModelError(
-        f"the tokenizer in '{model.folder}' is none that llama.cpp has: {why}; {INSTEAD}"
+        f"the tokenizer in '{model.folder}' is none that llama.cpp has: {why}; {_INSTEAD}"
     )
 
 
-KINDS: tuple[Callable[[dict[str, Any]], Vocabulary | None], ...] = (pieces.read, bytes_bpe.read)
+_READERS: tuple[Callable[[JsonObject], Vocabulary | None], ...] = (pieces.read, bytes_bpe.read)
 
 
-def _vocabulary(content: dict[str, Any]) -> Vocabulary:
+def _vocabulary(content: JsonObject) -> Vocabulary:
     if content["model"]["type"] != "BPE":
         raise UnknownTokenizerError(f"its model is {content['model']['type']}")
     for token in content["added_tokens"]:
         if token["lstrip"] or token["rstrip"] or token["single_word"]:
-            raise UnknownTokenizerError(
-                f"the token {token['content']!r} takes what stands beside it"
-            )
-    for kind in KINDS:
-        vocabulary = kind(content)
+            raise UnknownTokenizerError(f"the token {token['content']!r} takes the text beside it")
+    for read in _READERS:
+        vocabulary = read(content)
         if vocabulary is not None:
             return vocabulary
     raise UnknownTokenizerError(
@@ -122,27 +119,27 @@ def _vocabulary(content: dict[str, Any]) -> Vocabulary:
 
 
 def _tokens(
-    content: dict[str, Any], vocabulary: Vocabulary, size: int
+    content: JsonObject, vocabulary: Vocabulary, size: int
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Token and type of every id that the model has."""
-    tokens = [UNUSED.format(number) for number in range(size)]
+    """List token and type of every id that the model has."""
+    tokens = [_UNUSED.format(number) for number in range(size)]
     types: list[int] = [TokenType.UNUSED] * size
-    known: dict[int, tuple[str, int]] = {
+    entries: dict[int, tuple[str, int]] = {
         number: (token, vocabulary.types.get(token, TokenType.NORMAL))
         for token, number in content["model"]["vocab"].items()
     }
     for token in content["added_tokens"]:
-        own = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
-        known[token["id"]] = token["content"], vocabulary.types.get(token["content"], own)
-    if max(known) >= size:
-        raise UnknownTokenizerError(f"it has the id {max(known)}, the model has {size} of them")
-    for number, (token, its_type) in known.items():
-        tokens[number], types[number] = token, its_type
-    return tuple(tokens), tuple(int(one) for one in types)
+        usual = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
+        entries[token["id"]] = token["content"], vocabulary.types.get(token["content"], usual)
+    if max(entries) >= size:
+        raise UnknownTokenizerError(f"it has the id {max(entries)}, the model has {size} of them")
+    for number, entry in entries.items():
+        tokens[number], types[number] = entry
+    return tuple(tokens), tuple(map(int, types))
 
 
 def _added(tokenizer: Any) -> tuple[bool, bool]:
-    """Whether a text gets the start and the end."""
+    """Tell if a text gets the start, and if it gets the end."""
     ids = list(tokenizer("", add_special_tokens=True)["input_ids"])
     start, end = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
     choices = {(False, False): [], (True, False): start, (False, True): end,
@@ -153,13 +150,13 @@ def _added(tokenizer: Any) -> tuple[bool, bool]:
     raise UnknownTokenizerError(f"it adds the ids {ids} to a text")
 
 
-def _special(tokenizer: Any, config: dict[str, Any]) -> dict[str, int]:
-    """Ids by their role: the tokenizer's, or else the configuration's.
+def _special(tokenizer: Any, config: JsonObject) -> dict[str, int]:
+    """Find ids by their role, in the tokenizer or else in the configuration.
 
     Raises:
-        UnknownTokenizerError: no token ends a text; llama.cpp would take another for it.
+        UnknownTokenizerError: no token ends a text; llama.cpp would take another one for that.
     """
-    found: dict[str, int] = {}
+    ids: dict[str, int] = {}
     for role in ("bos", "eos", "unk", "pad"):
         number = getattr(tokenizer, f"{role}_token_id")
         if number is None and role in ("bos", "eos"):
@@ -167,9 +164,9 @@ def _special(tokenizer: Any, config: dict[str, Any]) -> dict[str, int]:
         if isinstance(number, list):
             number = number[0] if number else None
         if number is not None:
-            found[role] = int(number)
-    if "eos" not in found:
+            ids[role] = int(number)
+    if "eos" not in ids:
         raise UnknownTokenizerError(
             "neither it nor config.json has an eos_token, which ends a text"
         )
-    return found
+    return ids

@@ -1,21 +1,25 @@
-"""How text becomes ids, in the words of a GGUF file."""
+"""Ways in which text becomes ids, in the terms of a GGUF file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+JsonObject: TypeAlias = dict[str, Any]
+"""Object of a tokenizer.json."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """One of llama.cpp's ways to tokenise.
+    """Way to tokenise that llama.cpp has.
 
     Attributes:
-        model: its name for it.
-        pre: its name for how text is cut before.
+        model: llama.cpp's name for it.
+        pre: llama.cpp's name for the way in which text is cut before.
         merges: pairs in the order in which they are merged, where those decide.
         scores: of tokens, where those decide.
         types: of tokens that are not normal ones.
-        space_prefix: whether a space is put before a text, where the kind asks.
-        notes: what it does in another way than the model's own, one sentence each.
+        space_prefix: True where a space is put before a text; None where the kind has no choice.
+        notes: differences from the model's own tokenizer, one sentence each.
     """
 
     model: str
@@ -28,17 +32,19 @@ class Vocabulary:
 
 
 class UnknownTokenizerError(Exception):
-    """Why no kind of llama.cpp's tokenizers gives the same ids."""
+    """Raised with the reason why no tokenizer of llama.cpp gives the same ids."""
 
 
 def pairs(merges: list[list[str] | str]) -> tuple[tuple[str, str], ...]:
-    """The merges of a tokenizer.json, in whichever of its two forms."""
-    split = [one.split(" ", 1) if isinstance(one, str) else one for one in merges]
-    return tuple((left, right) for left, right in split)
+    """Read the merges of a tokenizer.json, in either of its two forms."""
+    split = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges]
+    return tuple((first, second) for first, second in split)
 
 
-def sequential(part: dict | None, key: str) -> list[dict]:
-    """The steps of a normalizer or pre-tokenizer, of which there may be several or none."""
-    if part is None:
+def in_order(entry: JsonObject | None, key: str) -> list[JsonObject]:
+    """List the steps of a normalizer or pre-tokenizer, of which there may be several or none."""
+    if entry is None:
         return []
-    return [step for one in part[key] for step in sequential(one, key)] if key in part else [part]
+    if key not in entry:
+        return [entry]
+    return [step for inner in entry[key] for step in in_order(inner, key)]

@@ -1,4 +1,4 @@
-"""The file itself: what describes the model, then its tensors, one after the other."""
+"""Writing of a GGUF file: the model's description, then its tensors, one after the other."""
 
 from pathlib import Path
 
@@ -7,31 +7,31 @@ from gguf import GGML_QUANT_VERSION, GGUFWriter, LlamaFileType, RopeScalingType
 
 from coec.events import Progress
 from coec.exporting.hyperparameters import Hyperparameters
-from coec.exporting.plan import Plan
+from coec.exporting.plan import ExportPlan
 from coec.exporting.rotary import FACTORS, LINEAR, YARN
 
-FILE_TYPES = {
+_FILE_TYPES = {
     "f32": LlamaFileType.ALL_F32,
     "f16": LlamaFileType.MOSTLY_F16,
     "bf16": LlamaFileType.MOSTLY_BF16,
     "q8_0": LlamaFileType.MOSTLY_Q8_0,
 }
-"""What the file as a whole is called, by the dtype of its matrices."""
-MULTIPLIERS = {
+"""Types of files by the dtype of their matrices."""
+_MULTIPLIERS = {
     "attention_multiplier": GGUFWriter.add_attention_scale,
     "embedding_multiplier": GGUFWriter.add_embedding_scale,
     "residual_multiplier": GGUFWriter.add_residual_scale,
     "logits_scaling": GGUFWriter.add_logit_scale,
 }
-"""How Granite's numbers are written, by their keys in a configuration."""
-FREQUENCIES = "rope_freqs.weight"
-"""What rotary frequencies are divided by."""
-NO_TOKENIZER = "none"
+"""Writer's methods for Granite's multipliers, by their keys in a configuration."""
+_DIVISORS = "rope_freqs.weight"
+"""Tensor of the divisors of rotary frequencies."""
+_NO_TOKENIZER = "none"
 """llama.cpp's word for a file that takes and gives token ids alone."""
 
 
-def write(plan: Plan, path: Path, progress: Progress | None) -> None:
-    """Writes the whole file in one pass over the model's tensors.
+def write(plan: ExportPlan, path: Path, progress: Progress | None) -> None:
+    """Write the whole file in one pass over the model's tensors.
 
     Raises:
         ModelError: a weight is not finite, or too large for its dtype.
@@ -41,31 +41,31 @@ def write(plan: Plan, path: Path, progress: Progress | None) -> None:
     factors = np.array(plan.facts.rotary.factors, dtype=np.float32)
     try:
         _describe(writer, plan)
-        if plan.facts.rotary.kind == FACTORS:
-            writer.add_tensor_info(FREQUENCIES, factors.shape, factors.dtype, factors.nbytes)
+        if plan.facts.rotary.scaling == FACTORS:
+            writer.add_tensor_info(_DIVISORS, factors.shape, factors.dtype, factors.nbytes)
         for entry in plan.entries:
-            # With the kind, the dtype of the numbers plays no part.
-            own = np.dtype(np.float32)
-            writer.add_tensor_info(entry.name, entry.shape, own, entry.size, entry.kind)
+            # Beside the type, the dtype of the numbers plays no role.
+            dtype = np.dtype(np.float32)
+            writer.add_tensor_info(entry.name, entry.shape, dtype, entry.size, entry.gguf_type)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        if plan.facts.rotary.kind == FACTORS:
+        if plan.facts.rotary.scaling == FACTORS:
             writer.write_tensor_data(factors)
-        for done, entry in enumerate(plan.entries, start=1):
+        for count, entry in enumerate(plan.entries, start=1):
             writer.write_tensor_data(entry.read(plan.model))
             if progress:
-                progress("writing", done, len(plan.entries))
+                progress("writing", count, len(plan.entries))
     finally:
         writer.close()
 
 
-def _describe(writer: GGUFWriter, plan: Plan) -> None:
-    """Everything but the tensors."""
+def _describe(writer: GGUFWriter, plan: ExportPlan) -> None:
+    """Add everything but the tensors."""
     facts = plan.facts
     writer.add_type("model")
     writer.add_name(facts.name)
-    writer.add_file_type(FILE_TYPES[plan.dtype])
+    writer.add_file_type(_FILE_TYPES[plan.dtype])
     writer.add_quantization_version(GGML_QUANT_VERSION)
     writer.add_vocab_size(facts.vocabulary)
     writer.add_context_length(facts.context)
@@ -81,9 +81,9 @@ def _describe(writer: GGUFWriter, plan: Plan) -> None:
     writer.add_layer_norm_rms_eps(facts.epsilon)
     _describe_rotary(writer, facts)
     for key, value in facts.multipliers.items():
-        MULTIPLIERS[key](writer, value)
+        _MULTIPLIERS[key](writer, value)
     if plan.tokenizer is None:
-        writer.add_tokenizer_model(NO_TOKENIZER)
+        writer.add_tokenizer_model(_NO_TOKENIZER)
     else:
         plan.tokenizer.add_to(writer)
 
@@ -92,8 +92,8 @@ def _describe_rotary(writer: GGUFWriter, facts: Hyperparameters) -> None:
     rotary = facts.rotary
     writer.add_rope_dimension_count(facts.head_dim)
     writer.add_rope_freq_base(rotary.base)
-    if rotary.kind in (LINEAR, YARN):
-        writer.add_rope_scaling_type(RopeScalingType(rotary.kind))
+    if rotary.scaling in (LINEAR, YARN):
+        writer.add_rope_scaling_type(RopeScalingType(rotary.scaling))
         writer.add_rope_scaling_factor(rotary.factor)
-    if rotary.kind == YARN:
+    if rotary.scaling == YARN:
         writer.add_rope_scaling_orig_ctx_len(rotary.original)

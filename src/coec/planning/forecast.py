@@ -1,153 +1,119 @@
-"""What a run will take, phase by phase: memory, operations, time, disk."""
+"""Forecast of a run: memory, operations and seconds of every phase, and the disk."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple
 
 import torch
 
-from coec.planning.how import ComputeConfig
+from coec.planning.compute import ComputeConfig
 from coec.planning.machines import Machine
-from coec.planning.memory import SHARD_BYTES, Held, memory
-from coec.planning.phases import Length, Phase, phases
+from coec.planning.memory import SHARD_BYTES
+from coec.planning.phases import Phase, phases_of
+from coec.planning.sizes import PlanSizes
 
-if TYPE_CHECKING:
-    from coec.planning.plan import Plan
-
-MEASURED, FROM_SHEET = 1.2, 2.0
-"""By what factor a time may be off where the machine was measured, and where a data sheet stands
-for it; the steps of descents come on top."""
-BESIDE = 2**24
-"""Bytes of what is written beside the weights."""
+_MEASURED, _BY_DATA_SHEET = 1.2, 2.0
+"""Factors by which a time may be off; the steps of descents come on top."""
+_BESIDE_WEIGHTS = 2**24
+"""Bytes of the files beside the weights."""
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """An estimated time: the middle, and what it may lie between."""
+class Seconds(NamedTuple):
+    """Estimated time, and the bounds that it may lie between."""
 
-    least: float
+    low: float
     typical: float
-    most: float
-
-    def __add__(self, other: "Seconds") -> "Seconds":
-        return Seconds(
-            self.least + other.least, self.typical + other.typical, self.most + other.most
-        )
+    high: float
 
     def __str__(self) -> str:
-        return spread(self.typical, self.least, self.most)
+        """Show all three in one unit: `12 min (8.0–18)`."""
+        units = {"d": 86400, "h": 3600, "min": 60, "s": 1}
+        unit = next((unit for unit, size in units.items() if self.typical >= size), "s")
+        times = [seconds / units[unit] for seconds in (self.typical, self.low, self.high)]
+        typical, low, high = (f"{time:.{0 if time >= 10 else 1}f}" for time in times)
+        return f"{typical} {unit} ({low}–{high})"
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run will take.
+    """Estimate of what a run will take.
 
     Attributes:
-        phases: with their work.
-        held: memory, by phase.
+        phases: with their work and memory.
         machine: by whose rates times are estimated; None for no times.
         seconds: by phase; empty without a machine.
         output: bytes of the pruned model.
-        partial: bytes of unfinished work beside it, at most.
+        partial: largest number of bytes of unfinished work beside it.
     """
 
     phases: tuple[Phase, ...]
-    held: tuple[Held, ...]
     machine: Machine | None
     seconds: dict[str, Seconds]
     output: int
     partial: int
 
     @classmethod
-    def of(cls, plan: "Plan", how: ComputeConfig, machine: Machine | None = None) -> "Forecast":
-        """Of a plan, done in one way, by the rates of a machine."""
-        made = {length: phases(plan, how, length) for length in _LENGTHS}
-        output, partial = disk(plan, how.written)
-        return cls(
-            tuple(made["typical"]), tuple(memory(plan, how)), machine,
-            {} if machine is None else _seconds(machine, made), output, partial,
-        )  # fmt: skip
+    def of(
+        cls,
+        plan: PlanSizes,
+        compute: ComputeConfig,
+        machine: Machine | None,
+        candidates: Sequence[PlanSizes],
+    ) -> "Forecast":
+        """Estimate a plan by the rates of a machine; candidates are reconstructed first."""
+        efforts = ("least", "typical", "most")
+        low, typical, high = (phases_of(plan, compute, candidates, effort) for effort in efforts)
+        seconds: dict[str, Seconds] = {}
+        if machine is not None:
+            off = _MEASURED if machine.measured else _BY_DATA_SHEET
+            for phases in zip(low, typical, high, strict=True):
+                short, usual, long = (machine.seconds(phase.work) for phase in phases)
+                seconds[phases[0].name] = Seconds(short / off, usual, long * off)
+        return cls(tuple(typical), machine, seconds, *disk(plan, compute.written))
 
     @property
     def total(self) -> Seconds:
-        """Of all phases."""
-        return sum(self.seconds.values(), Seconds(0.0, 0.0, 0.0))
+        """Time of all phases."""
+        return Seconds(*map(sum, zip(Seconds(0.0, 0.0, 0.0), *self.seconds.values(), strict=True)))
 
     @property
     def peak(self) -> tuple[int, int]:
-        """The most that any phase holds on the device, and on the host."""
+        """Largest memory of any phase, on the device and on the host."""
         return (
-            max(sum(held.device.values()) for held in self.held),
-            max(sum(held.host.values()) for held in self.held),
+            max(sum(phase.device.values()) for phase in self.phases),
+            max(sum(phase.host.values()) for phase in self.phases),
         )
 
-    def record(self) -> dict[str, Any]:
-        """JSON-ready."""
-        found: dict[str, Any] = {
-            "memory_bytes": {
-                "device": self.peak[0],
-                "host": self.peak[1],
-                "total": sum(self.peak),
-                "phases": {
-                    held.phase: {"device": held.device, "host": held.host} for held in self.held
-                },
-            },
+    def record(self) -> dict[str, object]:
+        """JSON-ready account."""
+        memory = {
+            phase.name: {"device": phase.device, "host": phase.host}
+            for phase in self.phases
+            if phase.host
+        }
+        device, host = self.peak
+        sizes = {"device": device, "host": host, "total": device + host, "phases": memory}
+        record: dict[str, object] = {
+            "memory_bytes": sizes,
             "operations": {phase.name: phase.operations for phase in self.phases},
             "disk_bytes": {"output": self.output, "partial": self.partial},
         }
         if self.machine is not None:
-            total = self.total
-            found["time"] = {
+            record["time"] = {
                 "machine": self.machine.name,
                 "measured": self.machine.measured,
                 "share_of_peak": self.machine.share,
-                "seconds": total.typical,
-                "between": [total.least, total.most],
-                "phases": {name: one.typical for name, one in self.seconds.items()},
+                "seconds": self.total.typical,
+                "between": [self.total.low, self.total.high],
+                "phases": {name: time.typical for name, time in self.seconds.items()},
             }
-        return found
+        return record
 
 
-_LENGTHS: tuple[Length, ...] = ("least", "typical", "most")
+def disk(plan: PlanSizes, written: torch.dtype) -> tuple[int, int]:
+    """Estimate bytes of the pruned model's folder, and of unfinished work at its largest.
 
-
-def _seconds(machine: Machine, made: dict[Length, list[Phase]]) -> dict[str, Seconds]:
-    off = MEASURED if machine.measured else FROM_SHEET
-    least, typical, most = (made[length] for length in _LENGTHS)
-    return {
-        phase.name: Seconds(
-            machine.seconds(low.work) / off,
-            machine.seconds(phase.work),
-            machine.seconds(high.work) * off,
-        )
-        for low, phase, high in zip(least, typical, most, strict=True)
-    }
-
-
-def disk(plan: "Plan", written: torch.dtype) -> tuple[int, int]:
-    """Bytes of the pruned model with what goes beside it, and of unfinished work at most.
-
-    Blocks go when the shard that holds them is durable, so that only one shard is there twice.
+    Blocks are removed once the shard that holds them is durable, so only one shard is there twice.
     """
     output = int(plan.parameters_after * written.itemsize * 1.01)
-    return output, min(output, SHARD_BYTES) + BESIDE
-
-
-def readable(seconds: float) -> str:
-    """A duration in the unit that reads best."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.3g} s"
-
-
-def spread(typical: float, least: float, most: float) -> str:
-    """A duration and what it may lie between, in one unit: `12 min (8–18)`."""
-    unit, size = next(
-        ((unit, size) for unit, size in (("d", 86400), ("h", 3600), ("min", 60))
-         if typical >= size),
-        ("s", 1),
-    )  # fmt: skip
-    shown = [
-        f"{value / size:.{0 if value / size >= 10 else 1}f}" for value in (typical, least, most)
-    ]
-    return f"{shown[0]} {unit} ({shown[1]}–{shown[2]})"
+    return output, min(output, SHARD_BYTES) + _BESIDE_WEIGHTS

@@ -1,44 +1,42 @@
-"""What machines can do: how fast each kind of work goes there, and how much memory there is.
+"""Machines: the rate of every resource, and the size of the memory.
 
-The machines that are named here are known by their makers' data sheets alone: nothing was measured
-on them. `coec.planning.measuring` measures this one.
+The GPUs here are known by their makers' data sheets alone: nothing was measured on them.
+`coec.planning.measuring` measures this machine.
 """
 
 import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from coec.devices import DTYPES, USEFUL
 from coec.errors import OptionError
 
-Kernel = Literal[
-    "product", "attention", "eigh", "svd", "cholesky", "triangular", "elementwise", "reduce",
-    "call", "digest", "tokenise", "import", "link",
-]  # fmt: skip
-"""Kinds of work. Those up to `triangular` are counted in operations, the calls of operators and of
-imports in calls, text in characters, and everything else in bytes."""
-Points = tuple[tuple[float, float], ...]
-"""Sizes, ascending, and the rate at each, in what the kind of work is counted in, per second."""
+Resource = Literal["product", "eigen", "elementwise", "call", "read", "link", "host"]
+"""What work needs: matrix products and eigenpairs (operations); elementwise traffic (bytes through
+memory); calls of operators; reading and checking weights, and copies between host and GPU (bytes);
+anything else on the host (seconds)."""
+RatePoints = tuple[tuple[float, float], ...]
+"""Sizes, ascending, and the rate at each, in amounts per second."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Something that is done so many times.
+    """Something that is done a number of times.
 
     Attributes:
-        kernel: its kind.
-        amount: of one execution, in what the kind is counted in.
-        size: what the rate depends on: the geometric mean of a product's three edges, the smaller
-            edge of a decomposition, the columns of a head, the bytes of a tensor.
-        times: how often.
+        resource: that the work needs.
+        amount: of one execution, in the unit of the resource.
+        size: what the rate depends on: the geometric mean of a product's three edges, the rows of
+            an eigenproblem, the bytes of a tensor.
+        times: number of executions.
         dtype: of the numbers; "" where that makes no difference.
     """
 
-    kernel: Kernel
+    resource: Resource
     amount: float
     size: float = 1.0
     times: float = 1.0
@@ -47,84 +45,74 @@ class Work:
     @property
     def operations(self) -> float:
         """Floating-point operations of all executions, without elementwise ones."""
-        return self.times * self.amount if self.kernel in COUNTED else 0.0
-
-
-COUNTED = ("product", "attention", "eigh", "svd", "cholesky", "triangular")
+        return self.times * self.amount if self.resource in ("product", "eigen") else 0.0
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates and memory.
+    """Rates and memory of a machine.
 
     Attributes:
-        name: what it is called.
+        name: for people.
         device: cpu or cuda.
-        rates: by kind of work, with a dtype behind it where that makes a difference.
-        device_bytes: memory of the device; None where it is that of the host, or not known.
-        measured: whether the rates were measured on it.
-        share: of the peak in the data sheet that products are taken to reach; None where measured.
+        rates: by resource, followed by a dtype where that makes a difference.
+        device_bytes: memory of the device; None where it is the host's, or not known.
+        measured: True where the rates were measured on it.
+        share: fraction of the data sheet's peak that products reach; None where measured.
     """
 
     name: str
     device: str
-    rates: Mapping[str, Points] = field(repr=False)
+    rates: Mapping[str, RatePoints] = field(repr=False)
     device_bytes: int | None = None
     measured: bool = True
     share: float | None = None
 
     def seconds(self, work: Iterable[Work]) -> float:
-        """How long some work takes, one piece after the other."""
-        return sum(one.times * one.amount / self.rate(one) for one in work)
+        """Time that some work takes, one piece after the other."""
+        return sum(w.times * w.amount / self.rate(w) for w in work if w.times * w.amount)
 
     def rate(self, work: Work) -> float:
-        """Per second, at its size."""
-        points = self.rates.get(f"{work.kernel} {work.dtype}".strip())
-        return _interpolated(points or self.rates[work.kernel], work.size)
+        """Amount per second at the size of the work: linear between logarithms, beyond the ends
+        the rate of the end.
+        """
+        points = (
+            self.rates.get(f"{work.resource} {work.dtype}".strip()) or self.rates[work.resource]
+        )
+        if work.size <= points[0][0]:
+            return points[0][1]
+        for (low, slow), (high, fast) in itertools.pairwise(points):
+            if work.size <= high:
+                return slow * (fast / slow) ** (math.log(work.size / low) / math.log(high / low))
+        return points[-1][1]
 
-    def solve_dtype(self, asked: str) -> torch.dtype:
-        """As `choose_solve_dtype` would decide there: by the rates of large products."""
-        if asked != "auto":
-            return DTYPES[asked]
+    def solve_dtype(self, setting: str) -> torch.dtype:
+        """Decide as `choose_solve_dtype` would there, by the rates of large products."""
+        if setting != "auto":
+            return DTYPES[setting]
         double, single = (self.rates[f"product {n}"][-1][1] for n in ("float64", "float32"))
         return torch.float64 if double >= USEFUL * single else torch.float32
 
     def record(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """JSON-ready account, which `of` reads."""
         return asdict(self)
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Machine":
-        """What `record` gave."""
+        """Read what `record` gave."""
         rates = {name: tuple(map(tuple, points)) for name, points in record["rates"].items()}
         return cls(**{**record, "rates": rates})
 
 
-def _interpolated(points: Points, size: float) -> float:
-    """Linear between logarithms; beyond the ends the rate of the end."""
-    if size <= points[0][0]:
-        return points[0][1]
-    for (low, slow), (high, fast) in itertools.pairwise(points):
-        if size <= high:
-            part = math.log(size / low) / math.log(high / low)
-            return slow * (fast / slow) ** part
-    return points[-1][1]
+class DataSheet(NamedTuple):
+    """Figures of a GPU that its maker publishes.
 
-
-@dataclass(frozen=True)
-class DataSheet:
-    """What a maker says of a GPU.
-
-    Attributes:
-        about: its full name.
-        float64, float32, bfloat16: the peak of products, in T/s, float64 on tensor cores where
-            there are some, float32 off them, bfloat16 dense.
-        bandwidth: of its memory, in GB/s.
-        gigabytes: of memory.
-        link: to the host, in GB/s.
+    Peaks of products are in T/s: float64 on tensor cores where there are some (else a 64th of
+    float32), float32 off them, bfloat16 dense. Bandwidths of the memory and of the link to the host
+    are in GB/s.
     """
 
-    about: str
+    name: str
     float64: float
     float32: float
     bfloat16: float
@@ -141,44 +129,34 @@ GPUS = {
     "rtx4090": DataSheet("NVIDIA GeForce RTX 4090, 24 GB", 1.29, 82.6, 165, 1008, 24, 32),
     "rtx3090": DataSheet("NVIDIA GeForce RTX 3090, 24 GB", 0.556, 35.6, 71, 936, 24, 32),
 }
-"""float64 is a 64th of float32 where there are no tensor cores for it."""
-SHARE = 0.6
-"""Of the peak that large products are taken to reach."""
-SHARES = {"attention": 0.3, "cholesky": 0.2, "triangular": 0.3, "eigh": 0.02, "svd": 0.01}
-"""Of the peak, of other kinds of work: half of an eigenproblem is bound by memory. In float64 what
-is bound so takes as long as in float32, and the arithmetic as long as products take."""
-OF_BANDWIDTH, OF_LINK = 0.7, 0.35
-"""Of what the data sheet says: elementwise work, and copies from memory that is not pinned."""
-FULL = ((64.0, 0.01), (256.0, 0.1), (1024.0, 0.6), (4096.0, 1.0))
+PEAK_SHARE = 0.6
+"""Fraction of the peak that large products are taken to reach."""
+_EIGEN_SHARE = 0.02
+"""Fraction that eigenpairs in float32 reach."""
+_BANDWIDTH_SHARE, _LINK_SHARE = 0.7, 0.35
+"""Fractions that elementwise work reaches, and copies from memory that is not pinned."""
+_FILLING = ((64.0, 0.01), (256.0, 0.1), (1024.0, 0.6), (4096.0, 1.0))
 """How far smaller matrices fill a GPU, by size."""
-CALL = 1e-5
-"""Seconds in which Python launches one operator on a GPU."""
-HOST_RATES = {"digest": 1e9, "tokenise": 1e6, "import": 1 / 8}
-"""Bytes and characters per second, and how long imports take, where the host is not known."""
+_HOST_RATES = {"call": 1e5, "read": 1e9, "host": 1.0}
+"""Rates of an unknown host: Python launches an operator on a GPU in 10 μs."""
 
 
-def named(name: str) -> Machine:
-    """A machine by its data sheet.
-
-    Raises:
-        OptionError: none of that name is known.
-    """
+def machine_named(name: str) -> Machine:
+    """GPU by the figures of its data sheet; raises OptionError where none of that name is known."""
     if name not in GPUS:
         raise OptionError(f"unknown machine '{name}'; known: {', '.join(GPUS)}")
     sheet = GPUS[name]
-    rates: dict[str, Points] = {}
-    peaks = {"float64": sheet.float64, "float32": sheet.float32, "bfloat16": sheet.bfloat16}
-    for dtype, peak in {**peaks, "float16": sheet.bfloat16}.items():
-        for kernel, share in {"product": SHARE, **SHARES}.items():
-            full = FULL if kernel != "attention" else ((1.0, 1.0),)
-            reached = peak * share
-            if dtype == "float64" and kernel in SHARES:  # what is not arithmetic is no slower
-                reached = 1 / (1 / (sheet.float32 * share) + 1 / (peak * SHARE))
-            rates[f"{kernel} {dtype}"] = tuple((size, 1e12 * reached * part) for size, part in full)
-    moved = ((1.0, sheet.bandwidth * 1e9 * OF_BANDWIDTH),)
-    rates |= {"elementwise": moved, "reduce": moved}
-    rates |= {"link": ((1.0, sheet.link * 1e9 * OF_LINK),), "call": ((1.0, 1 / CALL),)}
-    rates |= {name: ((1.0, rate),) for name, rate in HOST_RATES.items()}
-    return Machine(
-        sheet.about, "cuda", rates, int(sheet.gigabytes * 1e9), measured=False, share=SHARE
-    )
+    peaks = {"float64": sheet.float64, "float32": sheet.float32,
+             "bfloat16": sheet.bfloat16, "float16": sheet.bfloat16}  # fmt: skip
+    reached = {f"product {dtype}": PEAK_SHARE * peak for dtype, peak in peaks.items()}
+    # Half of an eigenproblem is bound by memory, in any dtype; the arithmetic is that of products.
+    reached["eigen float32"] = _EIGEN_SHARE * sheet.float32
+    slower = 1 / reached["eigen float32"] + 1 / reached["product float64"]
+    reached["eigen float64"] = 1 / slower
+    rates = {key: tuple((n, 1e12 * rate * full) for n, full in _FILLING)
+             for key, rate in reached.items()}  # fmt: skip
+    moved = sheet.bandwidth * 1e9 * _BANDWIDTH_SHARE
+    flat = {"elementwise": moved, "link": sheet.link * 1e9 * _LINK_SHARE, **_HOST_RATES}
+    rates |= {name: ((1.0, rate),) for name, rate in flat.items()}
+    size = int(sheet.gigabytes * 1e9)
+    return Machine(sheet.name, "cuda", rates, size, measured=False, share=PEAK_SHARE)

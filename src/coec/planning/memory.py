@@ -1,279 +1,200 @@
-"""What every phase holds in memory at its fullest moment, by purpose (docs/FORMATS.md)."""
+"""Memory that phases hold at their fullest moment, by purpose (docs/FORMATS.md)."""
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch
+from typing import NamedTuple
 
 from coec.calibration.tokens import LONG_TEXT, TOKEN_SUFFIXES
 from coec.devices import resident_bytes
 from coec.models.layout import Site
-from coec.planning.facts import NAMED_TEXT
-from coec.planning.how import ComputeConfig
+from coec.planning.compute import ComputeConfig
+from coec.planning.sizes import PlanSizes
 from coec.streaming.dense_stream import batch_size
 from coec.streaming.head import LOGITS_PER_PASS
 from coec.streaming.self_text import window_bytes
-from coec.streaming.sensitivity import TOKENS as TRIED
+from coec.streaming.sensitivity import TOKENS as TRIED_TOKENS
 
-if TYPE_CHECKING:
-    from coec.planning.plan import Plan
-
-SOLVER_MATRICES = {
-    "coec": 6.0, "auto": 6.0, "rcpu": 3.0, "least-squares": 3.0, "ridge-to-slice": 3.0
-}  # fmt: skip
-"""Matrices of the consumer's size in a solve: of COEC four are counted (tests), and an
-eigendecomposition takes two more inside."""
-ITERATIVE = ("coec", "auto")
-"""Those whose iterations may be in float32; what their decompositions take besides, in float64, is
-taken of the host where a device has no room for it."""
-LIGHT, ELIMINATION = 0.25, 2.0
-"""Of other compensations; and of the selection `obs`, in float64, beside the statistics."""
-BYTES_PER_CHARACTER = 170
-"""Memory that tokenising takes, measured (docs/FORMATS.md)."""
 SHARD_BYTES = 2 * 10**9
-DUALS = 2
-"""In an iteration of a fit every activation has a derivative beside it."""
-VECTORS = 9
-"""Of the size of what is fitted: θ, a direction, residuals, gradients."""
-MAPS = 8
-"""Attention maps of a batch at once in a fit, where they are made in plain form."""
-LOGIT_COPIES = 6
-LEAST = {
+_NAMED_TEXT = 11_000_000
+"""Characters that are read of a data set at most."""
+_CHARACTER_BYTES = 170
+"""Memory that tokenising one character takes, measured (docs/FORMATS.md)."""
+_LOWER_BOUNDS = {
     "block's weights": 0.5, "hidden states": 1.0, "forward pass": 0.25, "statistics": 0.5,
     "Grams": 1.0, "weight": 0.3, "solver": 0.5, "fit": 0.4, "logits": 0.3, "whole model": 1.0,
     "shard": 0.5,
 }  # fmt: skip
-"""How much of what a purpose is planned to take it takes at least: what a refusal goes by. The
-program and what a text took are left out: they are there already, or may be given back."""
-HOST = ("program", "text", "hidden states", "shard")
+"""Lower bound of every purpose, as a fraction of the estimate: what a refusal goes by. Program and
+text are left out: the first is there already, and what the second took may be given back."""
+_ON_HOST = ("program", "text", "hidden states", "shard")
 """Purposes that are on the host in any case."""
 
 
-@dataclass(frozen=True)
-class Held:
-    """What one phase holds at its fullest moment.
-
-    Attributes:
-        phase: its name.
-        device, host: bytes by purpose; all of it is the host's where that computes.
-    """
-
-    phase: str
-    device: dict[str, int]
-    host: dict[str, int]
-
-    @property
-    def least(self) -> tuple[int, int]:
-        """What it cannot do without beside what is there already, on the device and the host."""
-        device, host = (
-            int(sum(size * LEAST.get(purpose, 0.0) for purpose, size in part.items()))
-            for part in (self.device, self.host)
-        )
-        return device, host
+def placed(purposes: dict[str, int], device: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Split bytes by purpose into those on the device and those on the host."""
+    on_host = purposes if device == "cpu" else _ON_HOST
+    host = {purpose: size for purpose, size in purposes.items() if size and purpose in on_host}
+    return {name: size for name, size in purposes.items() if size and name not in on_host}, host
 
 
-def memory(plan: "Plan", how: ComputeConfig) -> list[Held]:
-    """Every phase, in order."""
-    sizes = purposes(plan, how)
-    found = []
-    for phase, names in _phases(plan, how).items():
-        own = {name: sizes[name] for name in names if sizes.get(name)}
-        if "solver" in own:
-            own |= _solving(plan, how, phase.partition(" ")[2])
-        if how.device == "cpu":
-            found.append(Held(phase, {}, own))
-            continue
-        host = {name: size for name, size in own.items() if name in HOST}
-        found.append(Held(phase, {n: size for n, size in own.items() if n not in host}, host))
-    return found
+def lower_bound(sizes: dict[str, int]) -> int:
+    """Sum the bytes that are needed beside the program in any case."""
+    return int(sum(size * _LOWER_BOUNDS.get(purpose, 0.0) for purpose, size in sizes.items()))
 
 
-def _phases(plan: "Plan", how: ComputeConfig) -> dict[str, tuple[str, ...]]:
-    """What each phase holds."""
-    calibrating = (
-        "program",
-        "text",
-        "block's weights",
-        "hidden states",
-        "forward pass",
-        "statistics",
-    )
-    waiting = ("program", "text", "hidden states", "Grams", "weight", "solver")
-    found: dict[str, tuple[str, ...]] = {"checking": ("program", "text")}
-    kinds = [site.kind for site in plan.model.layout.kinds]
-    if plan.recipe.calibration.written and not how.measured:
-        found["sampling text"] = ("program", "text", "whole model")
-    if not plan.decided:
-        found["allocating"] = (*calibrating, "weight", "solver", "logits")
-    if plan.recipe.reconstruction.sequential:
-        found["passes"] = calibrating
-        for kind in kinds:
-            found[f"solving {kind}"] = waiting
-            if plan.recipe.reconstruction.reconstruct:
-                found[f"fitting {kind}"] = (
-                    "program", "text", "block's weights", "hidden states", "fit"
-                )  # fmt: skip
-        found["predicting"] = ("program", "text", "hidden states", "logits")
-    else:
-        found["calibrating"] = calibrating
-        found |= {f"solving {kind}": waiting for kind in kinds}
-    return found | {"writing": ("program", "text", "shard")}
-
-
-def purposes(plan: "Plan", how: ComputeConfig) -> dict[str, int]:
-    """Bytes by purpose, in whatever phase."""
-    layout, shapes = plan.model.layout, plan.model.shapes
+def purposes_of(plan: PlanSizes, compute: ComputeConfig, site_kind: str = "") -> dict[str, int]:
+    """Estimate bytes by purpose; those of solves for one kind of site, or for the widest."""
+    layout, shapes, recipe = plan.model.layout, plan.model.shapes, plan.recipe
+    stored, forward = compute.stored.itemsize, compute.forward.itemsize
+    prefixes = [block.prefix for block in layout.blocks]
     block = max(
-        sum(shape.numel() for name, shape in shapes.items() if name.startswith(one.prefix))
-        for one in layout.blocks
+        sum(shape.numel() for name, shape in shapes.items() if name.startswith(prefix))
+        for prefix in prefixes
     )
-    embedding = shapes[layout.embedding].numel()
-    tokens = plan.recipe.calibration.windows * plan.seq_len
-    stored, forward = how.stored.itemsize, how.forward.itemsize
-    models = 2 if plan.recipe.reconstruction.sequential else 1
+    embedding, tokens = shapes[layout.embedding].numel(), plan.tokens
+    models = 2 if recipe.reconstruction.sequential else 1
     widest = max(site.columns for site in layout.sites)
     per_token = (6 * plan.dense.hidden + 4 * plan.dense.ffn) * forward + 8 * widest
-    written = plan.parameters_after * how.written.itemsize
-    loaded = stored + forward if how.device == "cpu" else forward
-    found = {
+    batch = min(batch_size(plan.seq_len) * plan.seq_len, tokens)
+    logits = min(LOGITS_PER_PASS, tokens * plan.model.vocabulary)
+    sampled = min(compute.at_once, recipe.calibration.written) * sampled_window(plan, compute)
+    sizes = {
         "program": resident_bytes(),
         "text": _text(plan),
-        "block's weights": max(models * block, embedding) * loaded,
-        "hidden states": _waiting(plan, tokens) * plan.dense.hidden * forward,
-        "forward pass": min(_batch(plan), tokens) * per_token,
-        "statistics": statistics_per_block(plan) + 8 * widest**2,
-        **_solving(plan, how, ""),
-        "fit": _fit(plan, how) if plan.recipe.reconstruction.reconstruct else 0,
-        "logits": _logits(plan, how, tokens),
-        "whole model": _whole(plan, how) if plan.recipe.calibration.written else 0,
-        "shard": min(written, SHARD_BYTES),
+        "block's weights": max(models * block, embedding)
+        * (stored + forward if compute.device == "cpu" else forward),
+        "hidden states": _waiting_tokens(plan) * plan.dense.hidden * forward,
+        "forward pass": batch * per_token,
+        "statistics": _grams(plan, layout.sites) + 8 * widest**2,
+        "fit": max(_fit(plan, compute, site) for site in layout.kinds),
+        "logits": embedding * forward + 24 * logits,  # six copies in float32
+        "whole model": plan.parameters_before * forward + sampled,
+        "shard": min(plan.parameters_after * compute.written.itemsize, SHARD_BYTES),
+        **_solving(plan, compute, site_kind),
     }
-    if how.measured:
-        found |= dict.fromkeys(("text", "hidden states", "forward pass"), 0)
-    return found
+    if compute.measured:
+        sizes |= dict.fromkeys(("text", "hidden states", "forward pass"), 0)
+    return sizes
 
 
-def _solving(plan: "Plan", how: ComputeConfig, kind: str) -> dict[str, int]:
-    """Selection and compensation of the widest site of a kind; "" for any.
+def _solving(plan: PlanSizes, compute: ComputeConfig, site_kind: str) -> dict[str, int]:
+    """Estimate bytes of selection and compensation at the widest site of a kind; "" for any.
 
-    The Grams of sites that follow wait beside its own.
+    COEC holds six matrices of the consumer's size (four, and two more inside a decomposition),
+    closed forms three, `obs` two. The Grams of the sites that follow in the block wait meanwhile.
     """
-    kinds = [site.kind for site in plan.model.layout.kinds]
-    left = kinds[kinds.index(kind) :] if kind in kinds else kinds
-    blocks = plan.model.layout.blocks
-    grams = max(sum(s.columns**2 for s in b.sites if s.kind in left) for b in blocks)
-    sites = [site for site in plan.model.layout.sites if kind in ("", site.kind)]
+    site_kinds = [site.kind for site in plan.model.layout.kinds]
+    later = site_kinds[site_kinds.index(site_kind) :] if site_kind else site_kinds
+    waiting = [site for site in plan.model.layout.sites if site.kind in later]
+    sites = [site for site in waiting if site_kind in ("", site.kind)]
     widest = max(sites, key=lambda site: site.columns)
-    method, wide = plan.recipe.method.name, torch.float64.itemsize
-    matrices = SOLVER_MATRICES.get(method, LIGHT)
+    method = plan.recipe.method.name
+    iterative = method in ("coec", "auto")
+    closed = method in ("rcpu", "least-squares", "ridge-to-slice")
+    matrices = 6.0 if iterative else 3.0 if closed else 0.25
     if plan.recipe.pruning.selection == "obs":
-        matrices = max(matrices, ELIMINATION)
+        matrices = max(matrices, 2.0)
     if not (plan.recipe.reconstruction.propagate or any(map(plan.widths.removes_from, sites))):
         matrices = 0.0  # all units stay, and nothing is solved
-    solve = how.solve.itemsize if method in ITERATIVE else wide
-    entries = int(matrices * widest.columns**2)
+    entries, solve = int(matrices * widest.columns**2), compute.solve.itemsize if iterative else 8
+    grams = _grams(plan, waiting)
     return {
-        # And the sum of both where windows that judge are fitted on in the end.
-        "Grams": (_kinds_of_windows(plan) + plan.judges_are_fitted) * grams * wide,
-        "weight": plan.model.shapes[widest.weight].numel() * (how.stored.itemsize + wide),
+        # Where windows that judge are fitted on in the end, the sum of both kinds as well.
+        "Grams": grams + grams // 2 if plan.judges_are_fitted else grams,
+        "weight": plan.model.shapes[widest.weight].numel() * (compute.stored.itemsize + 8),
         "solver": entries * solve,
-        "decomposition": entries * (wide - solve),
+        "decomposition": entries * (8 - solve),  # in float64, on the host where the device is full
     }
 
 
-def _kinds_of_windows(plan: "Plan") -> int:
-    """Number of Grams of one site: of the windows fitted on, and of those held out."""
-    return 2 if plan.recipe.calibration.held_out else 1
+def _grams(plan: PlanSizes, sites: Iterable[Site]) -> int:
+    """Sum bytes of the Grams of one block's sites in float64, held-out windows included."""
+    squares: Counter[int] = Counter()
+    for site in sites:
+        squares[site.block] += site.columns**2
+    return 8 * max(squares.values()) * (2 if plan.recipe.calibration.held_out else 1)
 
 
-def statistics_per_block(plan: "Plan") -> int:
-    """Bytes of one block's Grams in float64, held-out ones included."""
-    kinds = _kinds_of_windows(plan)
-    blocks = plan.model.layout.blocks
-    squares = max(sum(site.columns**2 for site in block.sites) for block in blocks)
-    return kinds * squares * torch.float64.itemsize
+def _waiting_tokens(plan: PlanSizes) -> int:
+    """Number of tokens whose hidden states wait at once, counted again for every model.
 
-
-def _batch(plan: "Plan") -> int:
-    return batch_size(plan.seq_len) * plan.seq_len
-
-
-def _waiting(plan: "Plan", tokens: int) -> int:
-    """Of how many tokens hidden states wait at once, those of several models each counted."""
-    beside = _streams(plan) * tokens
-    if plan.recipe.pruning.allocation != "error":
-        return beside
-    tried = min(tokens, max(TRIED, plan.seq_len))
-    return max(beside, tokens + 2 * len(plan.model.layout.sites) * tried)
-
-
-def _streams(plan: "Plan") -> int:
-    """How many sets of hidden states there are at once: the dense model's before a block, and,
-    where the pruned one runs beside it, behind each of its parts, and the pruned one's own.
+    Where the pruned model runs beside the dense one, there are the dense states before a block and
+    behind each of its halves, and the pruned ones.
     """
-    beside = 1 + len(plan.model.layout.kinds)
-    return 1 + beside if plan.recipe.reconstruction.sequential else 1
+    streams = 2 + len(plan.model.layout.kinds) if plan.recipe.reconstruction.sequential else 1
+    if plan.recipe.pruning.allocation != "error":
+        return streams * plan.tokens
+    tried = 2 * len(plan.model.layout.sites) * tried_tokens(plan)
+    return max(streams * plan.tokens, plan.tokens + tried)
 
 
-def _fit(plan: "Plan", how: ComputeConfig) -> int:
-    """The fullest fit: what autograd keeps of a batch, and vectors of what is fitted."""
-    return max(_fit_of(plan, how, site) for site in plan.model.layout.kinds)
+def tried_tokens(plan: PlanSizes) -> int:
+    """Number of tokens that allocation by error runs models over."""
+    return min(plan.tokens, max(TRIED_TOKENS, plan.seq_len))
 
 
-def _fit_of(plan: "Plan", how: ComputeConfig, site: Site) -> int:
-    itemsize, hidden = how.forward.itemsize, plan.dense.hidden
-    windows = plan.recipe.calibration.windows
-    tokens = plan.seq_len * batch_size(plan.seq_len, windows)
-    kept = plan.widths.of(site)
-    inputs = [int(plan.model.shapes[part.tensor][1]) for part in site.fitted]
-    rows = [(part.stop - part.start) // site.units * kept for part in site.fitted]
-    consumer = plan.pruned_shapes[site.weight]
-    fitted = consumer.numel() + sum(m * n for m, n in zip(rows, inputs, strict=True))
-    wide = max(4, itemsize)
-    # Eigenvectors and a denominator for every matrix but the last, which has an inverse.
-    precondition = wide * (
-        sum(3 * n * n + m * n for m, n in zip(rows, inputs, strict=True))
-        + 3 * int(consumer[1]) ** 2
-    )
-    if site.value is not None:
-        active = (8 * hidden + 6 * site.columns) * itemsize
-        maps = 0
-        if itemsize < wide:  # no difference quotient, and no fused attention, in narrow dtypes
-            heads = plan.dense.kv_heads * plan.dense.group
-            maps = MAPS * tokens * plan.seq_len * heads * itemsize
-        return VECTORS * fitted * wide + precondition + tokens * active + maps
-    width = int(consumer[1])
-    active = DUALS * (6 * hidden + 5 * width) * itemsize + 4 * hidden * wide
-    return VECTORS * fitted * wide + precondition + tokens * active
-
-
-def _logits(plan: "Plan", how: ComputeConfig, tokens: int) -> int:
-    """The head, and of two models what it makes of a run of tokens."""
-    head = plan.model.shapes[plan.model.layout.embedding].numel()
-    logits = min(LOGITS_PER_PASS, tokens * plan.model.vocabulary)
-    return head * how.forward.itemsize + LOGIT_COPIES * 4 * logits
-
-
-def _whole(plan: "Plan", how: ComputeConfig) -> int:
-    """A model that writes: all weights, and the windows that it writes at once."""
-    rows = min(how.at_once, plan.recipe.calibration.written)
-    return plan.parameters_before * how.forward.itemsize + rows * written_window(plan, how)
-
-
-def written_window(plan: "Plan", how: ComputeConfig) -> int:
-    """Bytes of one window that the model writes."""
-    return window_bytes(plan.dense, plan.model.vocabulary, plan.seq_len, how.forward.itemsize)
-
-
-def _text(plan: "Plan") -> int:
-    """What tokenising a text takes."""
-    calibration = plan.recipe.calibration
-    source = calibration.source
-    if not isinstance(source, str | Path) or calibration.own:
+def _fit(plan: PlanSizes, compute: ComputeConfig, site: Site) -> int:
+    """Estimate bytes of a fit: nine vectors of the fitted size, factors of the preconditioner, and
+    activations of a batch.
+    """
+    if not plan.recipe.reconstruction.reconstruct:
         return 0
-    path = Path(source)
-    size = path.stat().st_size if path.is_file() else NAMED_TEXT
+    itemsize, hidden = compute.forward.itemsize, plan.dense.hidden
+    wide = max(4, itemsize)
+    tokens = plan.seq_len * batch_size(plan.seq_len, plan.recipe.calibration.windows)
+    matrices = fitted_matrices(plan, site)
+    columns = matrices[-1].n
+    weights = sum(m * n for m, n, _ in matrices)
+    factors = sum(3 * n * n + m * n * (not last) for m, n, last in matrices)
+    if site.value is None:  # every activation has a derivative beside it
+        active = 2 * (6 * hidden + 5 * columns) * itemsize + 4 * hidden * wide
+    else:
+        active = (8 * hidden + 6 * site.columns) * itemsize
+        if itemsize < wide:  # narrow dtypes allow no difference quotient, so no fused attention
+            active += 8 * plan.seq_len * plan.dense.kv_heads * plan.dense.group * itemsize
+    return wide * (9 * weights + factors) + tokens * active
+
+
+class FittedMatrix(NamedTuple):
+    """Rows and columns of a matrix that reconstruction fits; the consumer is the last of a site."""
+
+    m: int
+    n: int
+    last: bool
+
+
+def fitted_matrices(plan: PlanSizes, site: Site) -> list[FittedMatrix]:
+    """Sizes of the matrices that are fitted at a site, in order."""
+    kept, shapes = plan.widths.of(site), plan.model.shapes
+    matrices = [
+        FittedMatrix((r.stop - r.start) // site.units * kept, int(shapes[r.tensor][1]), last=False)
+        for r in site.fitted
+    ]
+    rows, columns = plan.pruned_shapes[site.weight]
+    return [*matrices, FittedMatrix(int(rows), int(columns), last=True)]
+
+
+def sampled_window(plan: PlanSizes, compute: ComputeConfig) -> int:
+    """Memory of one window that the model samples."""
+    itemsize = compute.forward.itemsize
+    return window_bytes(plan.dense, plan.model.vocabulary, plan.seq_len, itemsize)
+
+
+def text_characters(plan: PlanSizes) -> int:
+    """Number of characters that are tokenised; 0 for token ids."""
+    calibration = plan.recipe.calibration
+    if not isinstance(calibration.source, str | Path) or calibration.own:
+        return 0
+    path = Path(calibration.source)
     if path.suffix in TOKEN_SUFFIXES:
-        return 2 * size if path.is_file() else 0
-    return BYTES_PER_CHARACTER * min(size, LONG_TEXT)
+        return 0
+    return min(path.stat().st_size if path.is_file() else _NAMED_TEXT, LONG_TEXT)
+
+
+def _text(plan: PlanSizes) -> int:
+    """Memory that reading the calibration text takes."""
+    source = plan.recipe.calibration.source
+    if isinstance(source, str | Path) and (path := Path(source)).suffix in TOKEN_SUFFIXES:
+        return 2 * path.stat().st_size if path.is_file() else 0
+    return _CHARACTER_BYTES * text_characters(plan)

@@ -9,7 +9,7 @@ from coec.allocation import Importances
 from coec.devices import DTYPES, FreeMemory
 from coec.errors import OptionError
 from coec.models.dense import Dense
-from coec.planning.how import ComputeConfig
+from coec.planning.compute import ComputeConfig
 from coec.planning.plan import Plan
 from coec.planning.recipe import Recipe
 from coec.planning.room import check_room, within

@@ -1,28 +1,25 @@
-"""Where and in what a run is done."""
+"""Device and dtypes of a run."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from coec.devices import DTYPES, choose_forward_dtype, choose_solve_dtype, stored_dtype
 from coec.planning.machines import Machine
+from coec.planning.sizes import PlanSizes
 from coec.streaming.self_text import GROUP
-
-if TYPE_CHECKING:
-    from coec.planning.plan import Plan
 
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """Where and in what a run is done.
+    """Device and dtypes of a run; they change its result by rounding only.
 
     Attributes:
         device: cpu or cuda.
         stored, forward, written: dtypes of the dense weights, of the dense pass, of the result.
-        solve: that of the compensation.
-        measured: there are statistics already, and no text is run.
-        at_once: windows that the model writes together, where it writes any.
+        solve: dtype of the compensation's iterations.
+        measured: True where statistics are given, and no text is run.
+        at_once: number of windows that the model samples together.
     """
 
     device: str
@@ -36,21 +33,21 @@ class ComputeConfig:
     @classmethod
     def of(
         cls,
-        plan: "Plan",
+        plan: PlanSizes,
         device: torch.device,
         stored: torch.dtype | None = None,
         *,
         measured: bool = False,
         machine: Machine | None = None,
     ) -> "ComputeConfig":
-        """As a run of a plan would be done on a device.
+        """Resolve the dtypes that a run of a plan has on a device.
 
         Args:
-            plan: what is asked for.
-            device: where.
-            stored: the dtype of the weights; None for what the configuration says.
-            measured: whether statistics are given.
-            machine: where that is not here: its data sheet decides what this device would.
+            plan: sizes and settings.
+            device: where the run is computed.
+            stored: dtype of the dense weights; None for that in the configuration.
+            measured: statistics are given.
+            machine: a GPU that is not here; its data sheet then decides `solve`.
         """
         pruning = plan.recipe.pruning
         stored = stored_dtype(plan.output.config) if stored is None else stored
@@ -66,11 +63,11 @@ class ComputeConfig:
         )
 
     @property
-    def passes(self) -> str:
-        """The forward dtype, by name."""
+    def forward_name(self) -> str:
+        """Name of the forward dtype."""
         return str(self.forward).removeprefix("torch.")
 
     @property
-    def solves(self) -> str:
-        """The dtype of the compensation, by name."""
+    def solve_name(self) -> str:
+        """Name of the compensation's dtype."""
         return str(self.solve).removeprefix("torch.")
