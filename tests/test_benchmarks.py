@@ -99,7 +99,7 @@ def test_a_conjugate_step_takes_the_operations_counted(monkeypatch, site):
 
 
 def test_an_elimination_takes_the_operations_counted(monkeypatch):
-    monkeypatch.setattr(elimination_module, "STRIP", 16)
+    monkeypatch.setattr(elimination_module, "_STRIP", 16)
     site, panel = Site("mlp", m=100, d=300, k=210), 10
     W, G = elimination.problem(site)
     with Counter() as counter:

@@ -87,11 +87,11 @@ def test_the_line_that_goes_on_is_printed(dense, run, tmp_path, monkeypatch):
 
     original, calls = pruning.solve_block, []
 
-    def interrupted(*arguments):
+    def interrupted(measured, **options):
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return original(*arguments)
+        return original(measured, **options)
 
     monkeypatch.setattr(pruning, "solve_block", interrupted)
     command = ("prune", dense, tmp_path / "out put", "--calibration", tokens, "--samples", "12",

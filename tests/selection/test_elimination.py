@@ -24,7 +24,7 @@ DEFINED = [kind for kind in problems.KINDS if kind not in ("indefinite", "zero")
 @pytest.fixture(autouse=True)
 def _small_strips(monkeypatch):
     """So that a matrix of a few columns is updated in several strips, as a large one is."""
-    monkeypatch.setattr(elimination, "STRIP", 7)
+    monkeypatch.setattr(elimination, "_STRIP", 7)
 
 
 def kept(W, gram, units, keep):
