@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from coec.errors import CoecError
+from coec.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from coec.compensation import Method, compensate
@@ -56,7 +57,6 @@ __all__ = [
     "speed",
     "zero_shot",
 ]
-__version__ = "0.1.0"
 
 _LAZY = {
     "Compensation": "coec.types:SiteResult",  # as it was called before

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from coec import __version__
 from coec.errors import OptionError, first_line
 from coec.settings import DTYPE_NAMES
+from coec.version import __version__
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 

@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from coec import __version__
 from coec.errors import CoecError, OptionError, first_line
 from coec.events import record
 from coec.execution.places import nearest
+from coec.version import __version__
 
 ANSWER_S = 5
 """Seconds after which a cluster that does not answer counts as absent."""

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from coec import __version__
 from coec.calibration.overlap import Overlap
 from coec.calibration.tokens import Windows
 from coec.devices import choose_device, environment
@@ -27,6 +26,7 @@ from coec.pipeline.prune import prune
 from coec.pipeline.report import Report
 from coec.planning.recipe import Recipe
 from coec.settings import Calibration
+from coec.version import __version__
 
 _SITE_FIELDS = (
     "module", "block", "site", "units_before", "units_after", "error_before", "error_after",

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import metadata_load
 
-from coec import __version__
 from coec.allocation.kept import KEPT
 from coec.compensation import COMPENSATIONS
 from coec.errors import ModelError
+from coec.models.files import JsonDict
 from coec.pipeline.report import Report
 from coec.selection import SELECTIONS
 from coec.settings import PARTS, PRESETS
+from coec.version import __version__
 
 if TYPE_CHECKING:
     from coec.evaluation.perplexity import Perplexity
@@ -34,7 +35,7 @@ MEASURED = "## Measured"
 COLUMNS = "| text | windows × tokens | perplexity | dense | ratio | KL | same next token |"
 
 
-def origin(name: str, folder: Path) -> tuple[dict[str, Any], list[str]]:
+def origin(name: str, folder: Path) -> tuple[JsonDict, list[str]]:
     """Return the name of the dense model, and what of its card holds for the pruned one too.
 
     Args:
@@ -268,7 +269,7 @@ def _command(report: Report) -> str:
     )
 
 
-def changed(recipe: Mapping[str, Any], preset: Any = None) -> dict[str, Any]:
+def changed(recipe: Mapping[str, Any], preset: Any = None) -> JsonDict:
     """The settings of a recorded recipe that its preset does not bring, options among them.
 
     Args:

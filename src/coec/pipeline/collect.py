@@ -19,6 +19,7 @@ from coec.execution.journal import Journal, journal, unfinished
 from coec.execution.output import clear_remains
 from coec.execution.places import check_space, resolved
 from coec.models.dense import Dense
+from coec.models.files import JsonDict
 from coec.planning.recipe import Recipe
 from coec.streaming.passes import DensePass, expect_unchanged
 from coec.streaming.statistics import (
@@ -189,9 +190,7 @@ _SHARED = (
 """Settings in which two statistics must agree to be merged."""
 
 
-def _merged_settings(
-    first: Statistics, second: Statistics
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _merged_settings(first: Statistics, second: Statistics) -> tuple[JsonDict, JsonDict]:
     """Return what the sums depend on, and the settings of their calibration as one.
 
     Raises OptionError where they do not go together.

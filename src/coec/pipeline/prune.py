@@ -23,6 +23,7 @@ from coec.execution.remote import Remote, destination
 from coec.models.companion_files import carried_files
 from coec.models.dense import Dense
 from coec.models.description import Description
+from coec.models.files import JsonDict
 from coec.pipeline.allocate import check_leader, measure_importances
 from coec.pipeline.card import origin, write_card
 from coec.pipeline.reconstruct import reconstruct
@@ -165,7 +166,7 @@ def _pruned(
     if not run.plan.decided:
         run = run.allocated(measure_importances(pieces, dense, source, run, progress))
         seconds.lap("allocating")
-    facts: dict[str, Any] = {}
+    facts: JsonDict = {}
     if run.recipe.reconstruction.sequential:
         checkpoint, facts = reconstruct(pieces, dense, run, source, progress)
         seconds.lap("reconstructing")
@@ -199,9 +200,7 @@ def _pruned(
     )
 
 
-def _recipe(
-    recipe: Recipe | None, settings: dict[str, Any], statistics: Statistics | None
-) -> Recipe:
+def _recipe(recipe: Recipe | None, settings: JsonDict, statistics: Statistics | None) -> Recipe:
     """Return the recipe given, or one of settings.
 
     Settings take the held-out windows of the statistics. Where those have none, `_calibrated` says
@@ -221,7 +220,7 @@ def _calibrated(
     return replace(recipe, calibration=adopted(statistics, recipe.calibration, model, given_names))
 
 
-def _identity(run: Run, source: BlockSource) -> dict[str, Any]:
+def _identity(run: Run, source: BlockSource) -> JsonDict:
     """Return all that determines the result to the bit; an unfinished run must agree in it."""
     record, pruning = run.recipe.record(), run.recipe.pruning
     return {
@@ -250,7 +249,7 @@ def _code(choice: Any) -> Any:
     return {"code": code_digest(choice)}
 
 
-def _seconds(rows: list[dict[str, Any]]) -> float:
+def _seconds(rows: list[JsonDict]) -> float:
     return float(sum(row["seconds"] for row in rows))
 
 

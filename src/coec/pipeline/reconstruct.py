@@ -25,7 +25,7 @@ from coec.execution.journal import Journal
 from coec.linalg.spd import solve_right
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.models.files import write_json
+from coec.models.files import JsonDict, write_json
 from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import cast, cut_block
 from coec.pipeline.solve import (
@@ -40,7 +40,7 @@ from coec.pipeline.write import Checkpoint
 from coec.planning.run import Run
 from coec.reconstruction import LeastSquares, Products, fit
 from coec.reconstruction.least_squares import Arguments, Value
-from coec.streaming.head import Score, rescaled_norm
+from coec.streaming.head import PredictionScore, rescaled_norm
 from coec.streaming.passes import BlockSource
 from coec.streaming.prediction import Prediction
 from coec.streaming.two_streams import (
@@ -73,7 +73,7 @@ class Ending:
     """
 
     norm: Float[Tensor, " h"] | None
-    facts: dict[str, Any]
+    facts: JsonDict
 
 
 def reconstruct(
@@ -82,7 +82,7 @@ def reconstruct(
     run: Run,
     source: BlockSource,
     progress: Progress | None = None,
-) -> tuple[Checkpoint, dict[str, Any]]:
+) -> tuple[Checkpoint, JsonDict]:
     """Try each candidate briefly; reconstruct the one of lowest KL.
 
     Args:
@@ -95,7 +95,7 @@ def reconstruct(
     Returns:
         The checkpoint, all of whose blocks are solved; and how well it and every candidate predict.
     """
-    trials: dict[str, dict[str, Any]] = {}
+    trials: dict[str, JsonDict] = {}
     for name in run.candidates if len(run.candidates) > 1 else ():
         piece = f"trial-{name}.json"
         if piece not in journal:
@@ -129,11 +129,11 @@ def reconstruct(
     return checkpoint, {"kv_groups": chosen, **checkpoint.facts, "candidates": trials}
 
 
-def _write(facts: dict[str, Any], path: Path) -> None:
+def _write(facts: JsonDict, path: Path) -> None:
     write_json(path, facts)
 
 
-def _trial(trial: "BlockReconstruction", phase: str, progress: Progress | None) -> dict[str, Any]:
+def _trial(trial: "BlockReconstruction", phase: str, progress: Progress | None) -> JsonDict:
     """Return how well a pruned model predicts; nothing of it is kept."""
     for _ in range(RETRIES + 1):
         with contextlib.suppress(NothingKeptError):
@@ -237,13 +237,13 @@ class BlockReconstruction:
         best = asdict(fitted if improves else plain)
         return Ending(norm if improves else None, {**facts, **best, "final_norm": comparison})
 
-    def _score(self, norm: Tensor | None = None, *, dense: bool = False) -> Score:
+    def _score(self, norm: Tensor | None = None, *, dense: bool = False) -> PredictionScore:
         """Return how well a model predicts, the pruned one maybe with another final norm."""
         windows: WindowKind = "held" if self._held_out else "fit"
         sums = Prediction()
         for batch in self._group.each(TwoStreams.predict, windows, norm, dense):
             sums.add(batch)
-        return Score.of(sums)
+        return PredictionScore.of(sums)
 
     def solve(self, block: BlockLayout) -> tuple[SolvedBlock, dict[str, str]]:
         """Return a block, solved and fitted, and the hashes of its dense weights.
@@ -337,7 +337,7 @@ class BlockReconstruction:
         return gram, weight + solve_right(residual, gram.xx, _TARGET_RIDGE, gram.precision)
 
     def _fitted(
-        self, number: int, site: Site, written: Mapping[str, Tensor], row: dict[str, Any]
+        self, number: int, site: Site, written: Mapping[str, Tensor], row: JsonDict
     ) -> dict[str, Tensor]:
         """Return the weights of a half that were fitted to the targets; note the fit in `row`."""
         rows = fitted_rows(self._pruned_sites[site.key], written)

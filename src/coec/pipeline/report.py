@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-from coec import __version__
 from coec.errors import ModelError
-from coec.models.files import parse_json, write_json
+from coec.models.files import JsonDict, parse_json, write_json
+from coec.version import __version__
 
 REPORT = "coec.json"
 QUOTED = re.compile(r"(['`])(?:file://)?/[^'`]*/([^'`/]+)\1")
@@ -36,16 +36,16 @@ class Report:
     model: str
     model_sha256: str
     out: str
-    recipe: dict[str, Any]
-    plan: dict[str, Any]
-    calibration: dict[str, Any]
-    sites: list[dict[str, Any]]
+    recipe: JsonDict
+    plan: JsonDict
+    calibration: JsonDict
+    sites: list[JsonDict]
     seconds: dict[str, float]
     environment: dict[str, str]
-    reconstruction: dict[str, Any] = field(default_factory=dict)
-    origin: dict[str, Any] = field(default_factory=dict)
+    reconstruction: JsonDict = field(default_factory=dict)
+    origin: JsonDict = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonDict:
         """Return the report without places: no output folder, and no folders of what was read."""
         record = {
             "coec": __version__,

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from coec.compensation import compensate
 from coec.devices import hand_back
 from coec.errors import NumericalError, OptionError
 from coec.events import recording
+from coec.models.files import JsonDict
 from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import Cut, cut_block, value_rows
 from coec.pipeline.guard import Judge
@@ -42,7 +42,7 @@ class SolvedBlock:
     block: BlockLayout
     tensors: dict[str, Tensor]
     kept: dict[str, Tensor]
-    rows: list[dict[str, Any]]
+    rows: list[JsonDict]
 
     def by(self, host: str | None) -> "SolvedBlock":
         """Note in every row the host that solved the block, where it is another."""
@@ -106,7 +106,7 @@ def solve_site(
     statistics: SiteStatistics,
     run: Run,
     written: torch.dtype | None = None,
-) -> tuple[Cut, dict[str, Any]]:
+) -> tuple[Cut, JsonDict]:
     """Return the kept units and compensated weights of one site, and its row for the report.
 
     Args:
@@ -141,7 +141,7 @@ def assemble(
     block: BlockLayout,
     tensors: dict[str, Tensor],
     cuts: Sequence[Cut],
-    rows: list[dict[str, Any]],
+    rows: list[JsonDict],
     plan: Plan,
 ) -> SolvedBlock:
     """Return a solved block of its cut tensors, completed to those of the output format."""
@@ -155,7 +155,7 @@ def _solve_site(
     statistics: SiteStatistics,
     run: Run,
     written: torch.dtype,
-) -> tuple[Cut, dict[str, Any]]:
+) -> tuple[Cut, JsonDict]:
     plan = run.plan
     weight = tensors[site.weight].to(run.device)
     fitted, statistics.gram = statistics.gram, None
@@ -266,7 +266,7 @@ def _kept(site: Site, weight: Tensor, sums: Gram, plan: Plan) -> KeptSet:
     return keep_highest(unit_scores(scores, site.units), keep)
 
 
-def _check_recordable(row: dict[str, Any]) -> None:
+def _check_recordable(row: JsonDict) -> None:
     """Raise OptionError where a method's diagnostics cannot stand in a report."""
     try:
         json.dumps(row, allow_nan=False)

@@ -9,7 +9,6 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -22,7 +21,7 @@ from coec.execution.places import partial_of
 from coec.models.companion_files import carry_files
 from coec.models.dense import Dense
 from coec.models.description import CONFIG
-from coec.models.files import opened, read_tensors, write_json, write_tensors
+from coec.models.files import JsonDict, opened, read_tensors, write_json, write_tensors
 from coec.models.layout import BlockLayout
 from coec.models.non_uniform import FILE as CODE
 from coec.models.non_uniform import as_written
@@ -84,7 +83,7 @@ class Checkpoint:
         """True once the end of the pruned model is known (`end`)."""
         return _ENDING in self._journal
 
-    def end(self, norm: Tensor | None, facts: dict[str, Any]) -> None:
+    def end(self, norm: Tensor | None, facts: JsonDict) -> None:
         """Keep the final norm's weight, where it is changed, and the scores of the model."""
         tensors = {} if norm is None else {self._dense.layout.norm: norm}
         self._journal.put(
@@ -95,7 +94,7 @@ class Checkpoint:
         )
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> JsonDict:
         """Scores that were kept with the ending; none where there is none."""
         return self._journal.facts(_ENDING) if self.ended else {}
 
@@ -116,7 +115,7 @@ class Checkpoint:
         )
 
     @property
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[JsonDict]:
         """The report's row of every site, in the order of the blocks."""
         return [
             row
@@ -192,7 +191,7 @@ class Checkpoint:
     def _units(self, block: BlockLayout) -> str:
         return f"units of block {block.index}"
 
-    def _config(self) -> dict[str, Any]:
+    def _config(self) -> JsonDict:
         """Return the configuration with the dtype written."""
         config = dict(self.plan.output.config)
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:

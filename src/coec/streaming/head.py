@@ -23,7 +23,7 @@ _LARGEST = 700
 
 
 @dataclass(frozen=True)
-class Score:
+class PredictionScore:
     """Score of a model on windows.
 
     Attributes:
@@ -35,7 +35,7 @@ class Score:
     kl: float | None
 
     @classmethod
-    def of(cls, sums: Prediction) -> "Score":
+    def of(cls, sums: Prediction) -> "PredictionScore":
         """Return the means of some sums."""
         mean, kl = sums.cross_entropy, sums.kl
         return cls(math.exp(mean) if mean < _LARGEST else None, kl if math.isfinite(kl) else None)
@@ -109,7 +109,7 @@ class Head:
         dense: Sequence[Float[Tensor, "_ length h"]],
         windows: Int[Tensor, "w length"],
         norm: Float[Tensor, " h"] | None = None,
-    ) -> Score:
+    ) -> PredictionScore:
         """Return how well hidden states behind the last layer predict the windows they come from.
 
         Args:
@@ -122,7 +122,7 @@ class Head:
         batches = windows.split([len(state) for state in states])
         for state, dense_state, ids in zip(states, dense, batches, strict=True):
             sums.add(self.predicted(state, dense_state, ids, norm))
-        return Score.of(sums)
+        return PredictionScore.of(sums)
 
     @torch.no_grad()
     def predicted(

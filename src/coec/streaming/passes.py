@@ -24,7 +24,7 @@ from coec.execution.journal import Journal
 from coec.models.companion_files import tokenizer_digest
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.models.files import read_tensors, write_tensors
+from coec.models.files import JsonDict, read_tensors, write_tensors
 from coec.planning.run import Run
 from coec.settings import Calibration, Runtime
 from coec.streaming.dense_stream import DenseStream, Measured, batch_size
@@ -39,7 +39,7 @@ _NO_TEXT = "statistics hold sums only, and no windows: leave them out"
 _Value = TypeVar("_Value")
 
 
-def depends_on(dense: Dense, calibration: Calibration, device: torch.device) -> dict[str, Any]:
+def depends_on(dense: Dense, calibration: Calibration, device: torch.device) -> JsonDict:
     """Return all that the statistics of a dense pass depend on, JSON-ready, by setting.
 
     The model stands there by its fingerprint and the text by a digest of its content; settings that
@@ -67,7 +67,7 @@ class BlockSource(ABC):
 
     @property
     @abstractmethod
-    def made_with(self) -> dict[str, Any]:
+    def made_with(self) -> JsonDict:
         """Settings and digests that the statistics depend on, JSON-ready."""
 
     @property
@@ -81,10 +81,10 @@ class BlockSource(ABC):
         return str(self.made_with["forward_dtype"])
 
     @abstractmethod
-    def begin(self, journal: Journal, progress: Progress | None) -> dict[str, Any]:
+    def begin(self, journal: Journal, progress: Progress | None) -> JsonDict:
         """Make the windows, or take those that the journal has; return their record."""
 
-    def account(self) -> dict[str, Any]:
+    def account(self) -> JsonDict:
         """Return who computed the statistics, where that was not one process; JSON-ready."""
         return {}
 
@@ -152,7 +152,7 @@ class DensePass(BlockSource):
         self.windows: Windows | None = None
 
     @cached_property
-    def made_with(self) -> dict[str, Any]:
+    def made_with(self) -> JsonDict:
         return depends_on(self._dense, self._calibration, self.device)
 
     @property
@@ -164,7 +164,7 @@ class DensePass(BlockSource):
     def count(self) -> int:
         return len(self._dense.layout.blocks)
 
-    def begin(self, journal: Journal, progress: Progress | None) -> dict[str, Any]:
+    def begin(self, journal: Journal, progress: Progress | None) -> JsonDict:
         """Make the windows; those that the model writes are kept, as sampling them takes long."""
         if _TEXT in journal:
             ids = read_tensors(journal.path(_TEXT))["input_ids"]
@@ -227,7 +227,7 @@ class SavedPass(BlockSource):
         self._statistics, self._dense, self.device = statistics, dense, device
 
     @property
-    def made_with(self) -> dict[str, Any]:
+    def made_with(self) -> JsonDict:
         return self._statistics.made_with
 
     @property
@@ -238,7 +238,7 @@ class SavedPass(BlockSource):
     def count(self) -> int:
         return len(self._dense.layout.blocks)
 
-    def begin(self, journal: Journal, progress: Progress | None) -> dict[str, Any]:
+    def begin(self, journal: Journal, progress: Progress | None) -> JsonDict:
         return self._statistics.calibration
 
     def blocks(self, skip: Container[int], progress: Progress | None) -> Iterator[Measured]:

@@ -17,7 +17,7 @@ from coec.errors import CalibrationError, CoecError, OptionError
 from coec.execution.entries import seal
 from coec.execution.journal import Journal
 from coec.models.dense import Dense
-from coec.models.files import parse_json, sha256, write_json, write_tensors
+from coec.models.files import JsonDict, parse_json, sha256, write_json, write_tensors
 from coec.streaming.dense_stream import Measured
 from coec.types import Gram
 
@@ -47,9 +47,9 @@ class Statistics:
     """
 
     folder: Path
-    calibration: dict[str, Any]
-    made_with: dict[str, Any]
-    settings: dict[str, Any]
+    calibration: JsonDict
+    made_with: JsonDict
+    settings: JsonDict
     made_of: dict[str, str]
     files: dict[str, tuple[int, str]]
 
@@ -81,7 +81,7 @@ class Statistics:
                 f"'{folder}' holds no complete statistics ({RECORD}: {reason}): collect them again"
             ) from error
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JsonDict:
         """Return what they were made of and with."""
         return {
             "calibration": self.calibration,
@@ -106,7 +106,7 @@ class Statistics:
         if (path.stat().st_size, sha256(path)) != expected:
             raise ValueError("it is not what was collected: collect again")
 
-    def check(self, expected: dict[str, Any]) -> None:
+    def check(self, expected: JsonDict) -> None:
         """Raises OptionError naming the first of these that they were not made with."""
         for name, value in expected.items():
             actual = self.made_with.get(name)
@@ -161,9 +161,9 @@ class Statistics:
 def finish(
     journal: Journal,
     windows: Int[Tensor, "n length"],
-    calibration: dict[str, Any],
-    made_with: dict[str, Any],
-    settings: dict[str, Any],
+    calibration: JsonDict,
+    made_with: JsonDict,
+    settings: JsonDict,
     made_of: dict[str, str],
 ) -> None:
     """Writes what makes a folder of blocks complete; arguments as in `Statistics`."""
