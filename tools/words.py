@@ -27,10 +27,10 @@ FILLERS = {
     "seen", "shown", "taken", "theirs", "then", "there", "told", "wanted", "what", "where",
     "whole",
 }  # fmt: skip
-MOST_FRAGMENTS = 0.02
+MOST_FRAGMENTS = 0.005
 """Share of the docstrings that may begin as a fragment."""
-MOST_FILLERS = 0.05
-"""Share of the bound names that may be fillers; lower it as they go."""
+MOST_FILLERS = 0.01
+"""Share of the bound names that may be fillers."""
 
 
 def main() -> None:
