@@ -20,7 +20,15 @@ from coec.devices import DTYPES
 from coec.errors import OptionError
 from coec.planning.recipe import Recipe, read_settings
 from coec.selection import SELECTIONS
-from coec.settings import RENAMED, Calibration, CoecOptions, Pruning, RidgeOptions, Runtime
+from coec.settings import (
+    RENAMED,
+    Calibration,
+    CoecOptions,
+    Pruning,
+    Reconstruction,
+    RidgeOptions,
+    Runtime,
+)
 from coec.settings.document import document
 from coec.types import SiteResult
 
@@ -281,7 +289,17 @@ def test_the_default_preset_is_one_line(monkeypatch):
     assert Recipe(selection="flap").pruning.compensation == "ridge-to-slice"
 
 
-def test_parts_and_settings_of_the_same_part_are_not_given_both():
-    assert Recipe(runtime=Runtime(device="cpu"), sparsity=0.5).pruning.sparsity == 0.5
-    with pytest.raises(OptionError, match="give device or the runtime that holds it, not both"):
-        Recipe(runtime=Runtime(device="cpu"), device="cpu")
+def test_parts_leave_nothing_unheard():
+    for flat in ({"sparsity": 0.5}, {"preset": "best"}, {"alpha": 0.5}, {"options": {}}):
+        with pytest.raises(OptionError, match="give settings by name or whole parts, not both"):
+            Recipe(runtime=Runtime(device="cpu"), **flat)
+    with pytest.raises(OptionError, match=r'give it by name, Recipe\(preset="best"\)'):
+        Recipe(reconstruction=Reconstruction(preset="best"))
+    with pytest.raises(OptionError, match="the calibration of a Recipe is a Calibration, got Runt"):
+        Recipe(calibration=Runtime())
+    recipe = Recipe(preset="best", alpha=0.5, compensation="coec")
+    assert dataclasses.replace(recipe, runtime=Runtime(device="cpu")).pruning == recipe.pruning
+
+
+def test_best_without_held_out_windows_chooses_no_kv_groups():
+    assert Recipe(preset="best", holdout=0).reconstruction.kv_groups == "uniform"

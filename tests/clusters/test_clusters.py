@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import coec
+from coec.distributed import cluster as module
 from coec.distributed.cluster import Cluster, shared_folder
 from coec.distributed.ray_group import RayGroup
 from coec.errors import OptionError
-from coec.execution import cluster as module
 from coec.experiments.grid import expand
 from coec.experiments.sweep import sweep
 from places import SHARED

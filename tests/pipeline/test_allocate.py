@@ -319,7 +319,7 @@ REFUSED = {
     "odd budget": ({"budget_parameters": 1.5}, "or below 1 a share of the dense model's, got 1.5"),
     "aligned budget": (
         {"budget_parameters": 21000, "multiple_of": 32},
-        "with multiple_of = 32 cannot be met: .* allow more, or align to a smaller multiple",
+        "with multiple_of = 32 cannot be met: .* allow more, or take a smaller multiple",
     ),
     "no share left": (
         {"budget_parameters": 0.8, "attention_sparsity": 0.1, "mlp_sparsity": 0.2},

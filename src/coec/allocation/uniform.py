@@ -75,7 +75,7 @@ def shares_for(
         raise OptionError(
             f"budget_parameters = {_number(pruning.budget_parameters)}{rounded} cannot be met: "
             f"{parameters_left:,} parameters are left however much is removed; allow more"
-            + (", or align to a smaller multiple" if rounded else "")
+            + (", or take a smaller multiple" if rounded else "")
         )
     steps = range(1, _STEPS)
     first = bisect_left(steps, goal, key=removed)
@@ -105,7 +105,7 @@ def _nothing_goes(layout: Layout, pruning: Pruning, named_units: KeptUnits | Non
         rounded = "" if pruning.multiple_of == "1" else f" with multiple_of = {pruning.multiple_of}"
         return OptionError(
             f"removing {shares}{rounded} takes nothing from {counts}: remove more"
-            + (", or align to a smaller multiple" if rounded else "")
+            + (", or take a smaller multiple" if rounded else "")
         )
     largest = max(site.units for site in layout.kinds)
     smallest = f"{math.ceil(10**6 / largest) / 10**6:g}"
@@ -171,7 +171,7 @@ def whole_attention(
             if not count:
                 raise OptionError(
                     f"kv_groups = all leaves fewer {site.unit}s than multiple_of = "
-                    f"{pruning.multiple_of}: align to a smaller "
+                    f"{pruning.multiple_of}: take a smaller "
                     "multiple, or keep kv_groups = uniform"
                 )
             kept[site.block, site.name] = count

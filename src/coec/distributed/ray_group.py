@@ -1,7 +1,7 @@
 """The hidden states of the dense and the pruned model, held by the workers of a Ray cluster."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate
 
 from torch import Tensor
@@ -67,7 +67,7 @@ class RayGroup(WorkerGroup):
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Iterable[Value]:
-        return self._values(self._called(method, args))
+        return self._values(self._called(method, args, kwargs))
 
     def do(
         self,
@@ -75,11 +75,13 @@ class RayGroup(WorkerGroup):
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> None:
-        for reference in self._called(method, args):
+        for reference in self._called(method, args, kwargs):
             self._cluster.get(reference)
 
-    def _called(self, method: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
-        arguments = self._cluster.ray.put(to_cpu(tuple(args)))
+    def _called(
+        self, method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Any]:
+        arguments = self._cluster.ray.put((to_cpu(tuple(args)), to_cpu(dict(kwargs))))
         return [worker.call.remote(method, arguments) for worker in self._pool.workers]
 
     def _values(self, references: Sequence[Any]) -> Iterator[Any]:
@@ -105,7 +107,8 @@ class RayGroup(WorkerGroup):
         before = [self._awaited(n, index, answers[n]) for n in numbers]
         for passed in range(min(before), index):
             behind = [self._pool.workers[n] for n in numbers if before[n] <= passed]
-            arguments = self._cluster.ray.put((passed, dict(tensors_of(finished, passed))))
+            tensors = dict(tensors_of(finished, passed))
+            arguments = self._cluster.ray.put(((passed, tensors), {}))
             for reference in [w.call.remote(TwoStreams.advance, arguments) for w in behind]:
                 self._cluster.get(reference)
 

@@ -7,7 +7,7 @@ the work it had in hand. Where a lost node leaves no room for as many, the pool 
 import math
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,7 +78,9 @@ class WindowWorker:
             self._streams = TwoStreams(dense, run, shard, device)
         return self._streams.rewind(limit)
 
-    def call(self, method: Callable[..., Any], args: Sequence[Any]) -> list[Any] | None:
+    def call(
+        self, method: Callable[..., Any], arguments: tuple[Sequence[Any], Mapping[str, Any]]
+    ) -> list[Any] | None:
         """Return what a method of `TwoStreams` yields, on the CPU; None where it returns nothing.
 
         Raises:
@@ -86,7 +88,8 @@ class WindowWorker:
         """
         if self._streams is None:
             raise LostError("a process was begun anew")
-        values = method(self._streams, *args)
+        args, kwargs = arguments
+        values = method(self._streams, *args, **kwargs)
         return None if values is None else [to_cpu(value) for value in values]
 
     def host(self) -> str:

@@ -18,7 +18,7 @@ from coec.experiments.records import (
     reader,
     values,
 )
-from coec.settings import OPTIONS, RECIPE
+from coec.settings import OPTIONS, RECIPE, RENAMED
 from coec.settings.fields import Setting
 
 RESULTS = "results.jsonl"
@@ -253,8 +253,20 @@ def read(record: Any) -> Row:
     Raises:
         ResultsError: a field is not what it must be; names it.
     """
+    record = _with_new_names(record)
     row: Row = reader(Row)(record, "")
     return replace(row, record=record)
+
+
+def _with_new_names(record: Any) -> Any:
+    """Return a row with the names of today, where it was written under those of before."""
+    if not isinstance(record, dict):
+        return record
+    names = {"rebuilding": "reconstruction"}
+    record = {names.get(name, name): value for name, value in record.items()}
+    if isinstance(settings := record.get("settings"), dict):
+        record["settings"] = {RENAMED.get(name, name): v for name, v in settings.items()}
+    return record
 
 
 def write(row: Row) -> str:

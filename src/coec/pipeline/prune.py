@@ -174,8 +174,12 @@ def _pruned(
         checkpoint = Checkpoint(pieces, dense, run)
         checkpoint.say_resumed(progress)
         for solved, host in source.map(partial(solve_block, run=run), checkpoint.solved, progress):
-            seconds.share("calibrating", "solving", 0.0 if host else _seconds(solved.rows))
+            if host:
+                seconds.lap("calibrating and solving")
+            else:
+                seconds.share("calibrating", "solving", _seconds(solved.rows))
             checkpoint.keep(solved.by(host))
+            del solved  # before the next one is made
     dense.check_unchanged()
     checkpoint.write()
     seconds.lap("writing")

@@ -318,9 +318,7 @@ class BlockReconstruction:
         self, number: int, site: Site, tensors: Mapping[str, Tensor], windows: WindowKind
     ) -> tuple[Gram, Tensor | None]:
         """Return the Gram of the consumer's inputs, and the target where errors propagate."""
-        sums = ConsumerStatistics(GramSum(site.columns, self._run.device))
-        for sums_of_part in self._group.each(TwoStreams.measure, number, windows):
-            sums.merge(sums_of_part)
+        sums = self._summed(number, site, windows)
         total_weight = sums.gram.weight
         gram = sums.gram.gram()
         with naming(site.consumer):
@@ -335,6 +333,13 @@ class BlockReconstruction:
         ):  # weights have mean 1 over the windows fitted on, in a Gram over its own
             residual *= gram.tokens / total_weight
         return gram, weight + solve_right(residual, gram.xx, _TARGET_RIDGE, gram.precision)
+
+    def _summed(self, number: int, site: Site, windows: WindowKind) -> ConsumerStatistics:
+        """Return the sum of all parts, none of which stays in memory."""
+        sums = ConsumerStatistics(GramSum(site.columns, self._run.device))
+        for sums_of_part in self._group.each(TwoStreams.measure, number, windows):
+            sums.merge(sums_of_part)
+        return sums
 
     def _fitted(
         self, number: int, site: Site, written: Mapping[str, Tensor], row: JsonDict

@@ -4,7 +4,7 @@ import difflib
 import json
 import stat
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,8 @@ class Recipe:
     dimensions; token ids a tensor or an array.
 
     Args:
-        settings: by name, options of the compensation among them; or whole parts by theirs.
+        settings: by name, options of the compensation among them; or whole parts by theirs, which
+            take no preset.
 
     Attributes:
         calibration: all that statistics depend on.
@@ -90,18 +91,17 @@ class Recipe:
         given_parts = {n: v for n, v in settings.items() if n in names and isinstance(v, names[n])}
         flat = {name: plain(value) for name, value in settings.items() if name not in given_parts}
         for name, part_class in names.items():
-            if name in flat and name not in NAMES:
+            if name in flat and (name not in NAMES or isinstance(flat[name], PARTS)):
                 raise OptionError(
                     f"the {name} of a Recipe is a {part_class.__name__}, got {flat[name]!r:.80}: "
                     "or give its settings by name"
                 )
+        if given_parts:
+            _check_parts(given_parts, flat)
         flat = _with_options(flat if given_parts else with_preset(flat))
         for name, part_class in names.items():
             value = given_parts.get(name) or part_class.of(flat)
             object.__setattr__(self, name, value)
-        for name, value in given_parts.items():
-            if idle := [key for key in value.record() if key in flat]:
-                raise OptionError(f"give {idle[0]} or the {name} that holds it, not both")
         self._check()
 
     def _check(self) -> None:
@@ -147,7 +147,8 @@ class Recipe:
     def check_for_statistics(self) -> None:
         """Raise OptionError where statistics do not do, because the text itself is needed."""
         if name := self.needs_text:
-            if name in PRESETS[self.reconstruction.preset].settings:
+            brought = PRESETS[self.reconstruction.preset].settings.get(name)
+            if brought is not None and brought == self.record()[name]:
                 name = f"preset = {self.reconstruction.preset}"
             raise OptionError(
                 f"{name} runs the pruned model over the text, of which statistics hold sums only: "
@@ -287,6 +288,21 @@ def read_toml(path: Path, name: str, missing: str) -> dict[str, Any]:
     # Besides its own errors: numbers of too many digits, NUL in a path, brackets without end.
     except (ValueError, RecursionError) as error:
         raise OptionError(f"{name} is not valid TOML: {error}") from error
+
+
+def _check_parts(parts: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
+    """Raise OptionError where a recipe of whole parts would leave something unheard."""
+    if flat:
+        raise OptionError(
+            f"give settings by name or whole parts, not both; got '{next(iter(flat))}' beside "
+            f"{next(iter(parts))}"
+        )
+    reconstruction = parts.get("reconstruction", Reconstruction())
+    if len(parts) < len(PARTS) and reconstruction.preset != Reconstruction().preset:
+        raise OptionError(
+            f"preset = {reconstruction.preset} sets what other parts hold too: give it by name, "
+            f'Recipe(preset="{reconstruction.preset}")'
+        )
 
 
 def _with_options(settings: dict[str, Any]) -> dict[str, Any]:

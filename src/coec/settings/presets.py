@@ -39,7 +39,10 @@ PRESETS: dict[PresetName, Preset] = {
         },
     ),
 }  # fmt: skip
-_NEEDED = {"curvature_share": ("reconstruct",), "token_weights": ("reconstruct", "propagate")}
+_NEEDED = {
+    "curvature_share": ("reconstruct",), "token_weights": ("reconstruct", "propagate"),
+    "kv_groups": ("holdout",),
+}  # fmt: skip
 """Defaults of presets that have no effect unless one of these settings is on."""
 
 

@@ -103,7 +103,7 @@ class BlockSource(ABC):
         Args:
             function: a function that can be pickled, of one block alone.
             skip: blocks that are left out, by index.
-            progress: called with ("solving", done, blocks).
+            progress: called with ("solving", index of the block + 1, blocks).
         """
         for measured in self.blocks(skip, progress):
             index = measured.index

@@ -18,6 +18,7 @@ from coec.execution.entries import seal
 from coec.execution.journal import Journal
 from coec.models.dense import Dense
 from coec.models.files import JsonDict, parse_json, sha256, write_json, write_tensors
+from coec.settings import RENAMED
 from coec.streaming.dense_stream import Measured
 from coec.types import Gram
 
@@ -65,10 +66,11 @@ class Statistics:
         folder = Path(folder)
         try:
             record = parse_json(folder / RECORD, distinct=True)
-            if isinstance(record, dict) and "made_with" in record and _SEAL not in record:
+            made_with = record.get("made_with") if isinstance(record, dict) else None
+            if made_with and (_SEAL not in record or RENAMED.keys() & made_with):
                 raise CalibrationError(
                     f"'{folder}' was collected by an earlier version, without digests that would "
-                    "tell damage: collect them again"
+                    "tell damage or with other settings: collect them again"
                 )
             if record.pop(_SEAL) != seal(record):
                 raise ValueError("it was changed")
