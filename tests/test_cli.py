@@ -594,3 +594,10 @@ def test_code_of_a_tokenizer_is_refused_by_its_flag(dense, run, tokens, tmp_path
         status, out, err = run(*line, "--seq-len", 32)
         assert (status, out, err.count("\n")) == (1, "", 1)
         assert "pass --trust-remote-code if you trust it" in err
+
+
+def test_a_dry_run_refuses_what_a_run_refuses(dense, run):
+    """Sums over tokens overflow in float16, wherever that is found out."""
+    command = ("prune", dense, "--preset", "best", "--forward-dtype", "float16", "--dry-run")
+    status, _, err = run(*command)
+    assert (status, "overflow in float16: set --forward-dtype" in err) == (1, True), err

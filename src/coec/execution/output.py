@@ -202,7 +202,7 @@ def _foreign(partial: Path) -> str | None:
     if partial.is_symlink():
         return "is a link"
     if partial.is_file():
-        return "is a file"
+        return "is a file (one that is left of an earlier release can be removed)"
     for path in partial.iterdir():
         # Another run may have begun or ended meanwhile: its entries have a lock, or are gone.
         locked = path.name == LOCK or os.path.lexists(partial / LOCK)

@@ -19,7 +19,7 @@ from coec.experiments.declarations import READY_GRIDS, Declared, items
 from coec.experiments.publications import PUBLISHED
 from coec.experiments.records import reader
 from coec.planning.recipe import APART, Recipe, by_name, read_toml
-from coec.settings import NAMES, OPTIONS, Pruning
+from coec.settings import NAMES, OPTIONS, RENAMED, Pruning
 
 _MOST_CELLS = 100_000
 """Cells of one grid: more would take years."""
@@ -114,12 +114,14 @@ class Cell:
 
         The model goes by its label, which is unique in a grid: its path does not matter, and its
         content is in the row (`identity`), which a sweep compares. A setting that is newer than
-        published rows counts where it does something, so that those rows still stand.
+        published rows counts where it does something, and a renamed one under its former name, so
+        that those rows still stand.
         """
         recipe = None if self.recipe is None else self.recipe.record()
         if recipe is not None:
             newer = [name for name, idle in NEWER.items() if recipe.get(name) == idle]
-            recipe = {name: value for name, value in recipe.items() if name not in newer}
+            before = {name: old for old, name in RENAMED.items()}
+            recipe = {before.get(n, n): value for n, value in recipe.items() if n not in newer}
             if recipe["solve_dtype"] == "auto":
                 recipe["solve_dtype"] = "float64"  # as on a CPU, and once by default
         evaluation = replace(self.subject.evaluation, trust_remote_code=False)  # as in the recipe

@@ -26,7 +26,12 @@ def within(plan: PlanSizes, compute: ComputeConfig, room: FreeMemory) -> Compute
 
 
 def check_room(plan: PlanSizes, compute: ComputeConfig, room: FreeMemory) -> None:
-    """Raises OptionError where even the lower bound of a phase is more than the free memory."""
+    """Raise OptionError where sums would overflow, or a phase needs more than the free memory."""
+    if plan.recipe.reconstruction.reconstruct and compute.forward == torch.float16:
+        raise OptionError(
+            "reconstruct sums over tokens in the dtype of the forward pass, which overflow in "
+            "float16: set forward_dtype=bfloat16 or forward_dtype=float32"
+        )
     for name, place, sizes, free in _places(plan, compute, room):
         if (needed := lower_bound(sizes)) > free:
             raise OptionError(

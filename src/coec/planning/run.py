@@ -7,7 +7,6 @@ import torch
 
 from coec.allocation import Importances
 from coec.devices import DTYPES, FreeMemory
-from coec.errors import OptionError
 from coec.models.dense import Dense
 from coec.planning.compute import ComputeConfig
 from coec.planning.plan import Plan
@@ -62,11 +61,6 @@ class Run:
         compute = ComputeConfig.of(plan, device, dense.dtype, measured=collected)
         memory = FreeMemory.of(device)
         check_room(plan, within(plan, compute, memory), memory)
-        if plan.recipe.reconstruction.reconstruct and compute.forward == torch.float16:
-            raise OptionError(
-                "reconstruct sums over tokens in the dtype of the forward pass, which overflow in "
-                "float16: set forward_dtype=bfloat16 or forward_dtype=float32"
-            )
         return cls(candidates, device, compute.forward, DTYPES[name], compute.written)
 
     @property
