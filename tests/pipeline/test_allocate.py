@@ -126,7 +126,7 @@ def test_as_many_parameters_stay_as_with_uniform_widths(allocation, more, dense,
     mlp, groups = widths(own)
     if more.get("kv_groups"):
         assert groups == 4
-    if more.get("align"):
+    if more.get("multiple_of"):
         assert all(width % 8 == 0 for width in ([mlp] * 2 if isinstance(mlp, int) else mlp))
 
 
