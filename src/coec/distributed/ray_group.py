@@ -1,5 +1,6 @@
 """The hidden states of the dense and the pruned model, held by the workers of a Ray cluster."""
 
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate
@@ -150,7 +151,5 @@ class RayGroup(WorkerGroup):
 
 def _solve(work: Callable[[], Any], threads: int) -> tuple[Any, str]:
     """Do some work in a process of the cluster."""
-    import socket
-
     begin_process(threads)
     return work(), socket.gethostname()

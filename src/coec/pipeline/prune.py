@@ -274,6 +274,5 @@ class _Stopwatch:
     def share(self, phase: str, within: str, seconds: float) -> None:
         """Add the time since the last lap to `phase`, but for so many seconds to `within`."""
         self.lap(phase)
-        if seconds:
-            self.laps[phase] -= seconds
-            self.laps[within] = self.laps.get(within, 0.0) + seconds
+        self.laps[phase] -= seconds
+        self.laps[within] = self.laps.get(within, 0.0) + seconds
