@@ -73,7 +73,7 @@ def pruned(place, out, monkeypatch, count, lost=lambda name: False, kv_groups="u
     def worker_group(source, run):
         windows, held = source.windows_of_text()
         size = max(1, len(windows) // SUMMANDS)
-        made = shards(windows, held, size, count)
+        made = shards(windows, held, count, size)
         dense = source._dense
         yield Several(lambda shard: TwoStreams(dense, run, shard, source.device), made, lost)
 
@@ -142,11 +142,11 @@ def test_what_is_lost_again_and_again_ends_the_run_and_leaves_what_is_finished(
 def test_parts_are_the_same_however_many_places_there_are():
     windows = torch.arange(19)[:, None].expand(19, 4)
     held = torch.arange(3)[:, None].expand(3, 4)
-    whole = shards(windows, held, 2)
+    whole = shards(windows, held, size=2)
     assert len(whole) == 1
     assert len(whole[0]["fit"]) == SUMMANDS
     for count in (2, 5, 8, 30):
-        several = shards(windows, held, 2, count)
+        several = shards(windows, held, count, size=2)
         assert len(several) == min(count, SUMMANDS)
         for kind in ("fit", "held"):
             parts = [part for shard in several for part in shard[kind]]

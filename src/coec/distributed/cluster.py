@@ -43,14 +43,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Node:
-    """Machine of a cluster.
-
-    Attributes:
-        id: Ray's own.
-        host: its name or address.
-        cpus, gpus: how many Ray may use.
-        store: bytes of its object store.
-    """
+    """Machine of a cluster: CPUs and GPUs that Ray may use, bytes of its object store."""
 
     id: str
     host: str
@@ -64,11 +57,7 @@ class LostError(Exception):
 
 
 class Cluster:
-    """A cluster that this process has joined; made by `joined`.
-
-    Args:
-        ray: the module.
-    """
+    """A cluster that this process has joined; made by `joined`."""
 
     def __init__(self, ray: Any) -> None:
         self.ray = ray
@@ -178,7 +167,7 @@ class Cluster:
         """Check that every node has these versions, and sees what this process sees.
 
         Args:
-            look: returns what a node sees; raises CoecError where it sees nothing.
+            look: raises CoecError where a node sees nothing.
             expected: what this process sees.
             subject: what is looked at, for the error.
 
@@ -244,20 +233,12 @@ class Cluster:
             raise cause from None
 
     def get(self, reference: Any) -> Any:
-        """Return what remote work returned.
-
-        Raises:
-            LostError: it was lost; errors of the work itself as they were raised there.
-        """
+        """Return what remote work returned; raises LostError where it was lost."""
         with self.translated():
             return self.ray.get(reference)
 
     def result(self, task: Any) -> Any:
-        """Return what a task returned that Ray itself does again.
-
-        Raises:
-            CoecError: it was lost too often.
-        """
+        """Return what a task returned that Ray itself does again; CoecError if lost too often."""
         try:
             return self.get(task)
         except LostError as error:
@@ -277,12 +258,8 @@ class Cluster:
 class ClusterJobs:
     """Run jobs on a cluster, each a task that is done again where it was lost.
 
-    Args:
-        cluster: the cluster.
-        device: every job takes one, or as many cores as this process has threads.
-
-    Raises:
-        OptionError: no node has so many.
+    Every job takes a device, or as many cores as this process has threads. Raises OptionError where
+    no node has so many.
     """
 
     def __init__(self, cluster: Cluster, device: torch.device) -> None:
@@ -290,11 +267,7 @@ class ClusterJobs:
         self._cluster, self._device = cluster, device
 
     def map(self, function: Callable[[_Job], _Result], jobs: Iterable[_Job]) -> Iterator[_Result]:
-        """Yield the results in the order of the jobs.
-
-        Raises:
-            CoecError: a job was lost too often.
-        """
+        """Yield the results in the order of the jobs; raises CoecError if one is lost too often."""
         cluster = self._cluster
         task = cluster.ray.remote(
             max_retries=RETRIES, scheduling_strategy="SPREAD", **cluster.whole(self._device)
@@ -303,18 +276,14 @@ class ClusterJobs:
         try:
             for reference in references:
                 while not cluster.ray.wait([reference], timeout=LOOK_S)[0]:
-                    self._say_what_is_waited_for()
+                    try:
+                        cluster.check_room(self._device)
+                    except OptionError as error:
+                        record(f"waiting for a node, since one was lost: {error}")
                 yield cluster.result(reference)
         finally:  # an error or a signal: nobody waits for the rest
             for reference in references:
                 cluster.ray.cancel(reference)
-
-    def _say_what_is_waited_for(self) -> None:
-        """Record that a node was lost without which no job can be done."""
-        try:
-            self._cluster.check_room(self._device)
-        except OptionError as error:
-            record(f"waiting for a node, since one was lost: {error}")
 
 
 @dataclass(frozen=True)

@@ -47,14 +47,7 @@ class PendingBlock:
 
 
 class DistributedPass(DensePass):
-    """The dense model run over a calibration text by the workers of a cluster.
-
-    Args:
-        dense: the model, in a folder that all nodes see.
-        calibration: which text, and how much of it.
-        runtime: how many workers, and under whose trust the tokenizer runs.
-        cluster: where they are.
-        progress: called while a long text is tokenised.
+    """The dense model, in a folder that all nodes see, run over a text by a cluster's workers.
 
     Raises:
         CoecError: the text cannot be used, or the cluster has no room.
@@ -115,10 +108,7 @@ class DistributedPass(DensePass):
         """Yield what a function makes of every block, as a task of the cluster, as they finish.
 
         Lost work is done again: of a pending block all of it, of a worker's windows what is needed
-        to go on.
-
-        Raises:
-            CoecError: as the function; or work was lost too often.
+        to go on. Raises CoecError where work was lost too often.
         """
         scheduler = BlockScheduler(self, function, self._dense, self._most_pending)
         return scheduler.results(skip, progress)
@@ -138,11 +128,9 @@ class DistributedPass(DensePass):
         ]
 
     def pending(self, index: int, *, oldest: int) -> PendingBlock:
-        """Send a block's sums on their way; begins the workers where there are none.
+        """Send a block's sums on their way; begin the workers where there are none.
 
-        Args:
-            index: of the block.
-            oldest: the first block that may be asked for later.
+        `oldest` is the first block that may be asked for later.
         """
         if not self._pool.workers:
             ray = self.cluster.ray
@@ -166,10 +154,7 @@ class DistributedPass(DensePass):
     @contextmanager
     def worker_group(self, run: Run) -> Iterator[WorkerGroup]:
         self.end()  # the workers of a pass that came before
-        windows = self.windows_of_text()
-        group = RayGroup(
-            self.cluster, windows, self.windows_per_batch, self._count, self._dense, run
-        )
+        group = RayGroup(self.cluster, self.windows_of_text(), self._count, self._dense, run)
         try:
             yield group
             self._note(*group.account())
@@ -182,23 +167,12 @@ class DistributedPass(DensePass):
 
 
 class BlockScheduler:
-    """Blocks on their way: through the workers of a dense pass, and then to a task each.
-
-    Args:
-        source: the dense pass.
-        function: what is computed of a measured block.
-        dense: the model.
-        limit: how many blocks are on their way at once.
-    """
+    """Blocks on their way, at most `limit`: through the workers, and then to a task each."""
 
     def __init__(
-        self,
-        source: DistributedPass,
-        function: Callable[[Measured], Any],
-        dense: Dense,
-        limit: int,
+        self, source: DistributedPass, function: Callable[[Measured], Any], dense: Dense, limit: int
     ) -> None:
-        self._source, self._function, self._dense, self._most = source, function, dense, limit
+        self._source, self._function, self._dense, self._limit = source, function, dense, limit
         self._cluster = source.cluster
         self._pending: dict[Any, PendingBlock] = {}
 
@@ -208,7 +182,7 @@ class BlockScheduler:
         total, losses, finished = len(waiting), 0, 0
         progress = progress or (lambda phase, finished, total: None)
         while waiting or self._pending:
-            while waiting and len(self._pending) < self._most:
+            while waiting and len(self._pending) < self._limit:
                 oldest = min([*waiting, *self._indices()])
                 pending = self._source.pending(waiting.pop(0), oldest=oldest)
                 self._pending[self._task(pending)] = pending
@@ -286,10 +260,7 @@ class _Look:
 
 
 def shares(windows: Tensor, held_out: Tensor | None, count: int) -> list[WorkerWindows]:
-    """Return the windows of every worker: whole batches in a row, those held out likewise.
-
-    With more workers than batches there are as many shares as batches.
-    """
+    """Return the windows of every worker: whole batches in a row, at most as many as batches."""
     size = batch_size(windows.shape[1])
     fit, held_batches = windows.split(size), () if held_out is None else held_out.split(size)
     count = min(count, len(fit))

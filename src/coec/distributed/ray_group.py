@@ -22,7 +22,6 @@ class RayGroup(WorkerGroup):
     Args:
         cluster: where they are.
         windows: to fit on, and held out.
-        size: windows of a batch.
         workers: how many there are, as long as there is room for them.
         dense: the model.
         run: the sizes of the pruned model, and how it is made.
@@ -32,12 +31,11 @@ class RayGroup(WorkerGroup):
         self,
         cluster: Cluster,
         windows: tuple[Tensor, Tensor | None],
-        size: int,
         workers: int,
         dense: Dense,
         run: Run,
     ) -> None:
-        self._cluster, self._size = cluster, size
+        self._cluster = cluster
         self._pool = WorkerPool(cluster, run.device)
         # References: this object travels with every block that is solved.
         self._windows, self._dense = cluster.ray.put(windows), cluster.ray.put(dense)
@@ -54,7 +52,7 @@ class RayGroup(WorkerGroup):
 
     def _shards(self, workers: int) -> Sequence[Shard]:
         fit, held_out = self._cluster.ray.get(self._windows)
-        return shards(fit, held_out, self._size, workers)
+        return shards(fit, held_out, workers)
 
     def _check_room(self) -> None:
         """Begin fewer workers where a lost node leaves no room; raises LostError then."""

@@ -56,10 +56,7 @@ class WindowWorker:
         """Return the sums of a block with this worker's batches added, on the CPU.
 
         Args:
-            dense: the model.
-            windows: those of this worker.
-            dtype: of the forward pass.
-            device: where to compute.
+            dense, windows, dtype, device: as in `SummingStream`.
             threads: of this process.
             block: its index, and the oldest index that may be asked for later.
             sums: those of the workers before.
@@ -81,11 +78,7 @@ class WindowWorker:
     def call(
         self, method: Callable[..., Any], arguments: tuple[Sequence[Any], Mapping[str, Any]]
     ) -> list[Any] | None:
-        """Return what a method of `TwoStreams` yields, on the CPU; None where it returns nothing.
-
-        Raises:
-            LostError: this process is new.
-        """
+        """Return what a method of `TwoStreams` yields, on the CPU; LostError in a new process."""
         if self._streams is None:
             raise LostError("a process was begun anew")
         args, kwargs = arguments
@@ -144,12 +137,8 @@ class WorkerPool:
     """The workers of one pass, as many as there is room for beside a block being solved.
 
     Workers of a lost node begin anew on others and may take the last room there: a block would wait
-    for ever. The pool is the one place that sees this, and begins fewer.
-
-    Args:
-        cluster: where they are.
-        device: the device of each.
-        retries: how often Ray itself does a lost call again.
+    for ever. The pool is the one place that sees this, and begins fewer. Ray itself does a lost
+    call again `retries` times.
     """
 
     def __init__(self, cluster: Cluster, device: torch.device, retries: int = 0) -> None:
@@ -179,10 +168,8 @@ class WorkerPool:
     def shrunk(self) -> int | None:
         """End all workers where a lost node leaves no room for as many; return how many there is.
 
-        Returns None where there is room, or may be again soon.
-
-        Raises:
-            CoecError: there was no room for a single one for too long.
+        None where there is room, or may be again soon. Raises CoecError where there was no room for
+        a single one for too long.
         """
         count = self._room_for_fewer() if self.workers else None
         if count is not None:

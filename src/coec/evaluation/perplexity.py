@@ -26,7 +26,7 @@ from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.pipeline.report import calibration_digest
 from coec.settings import check_seed, check_whole
-from coec.streaming.prediction import Prediction
+from coec.streaming.head import Prediction
 from coec.streaming.self_text import sample_from_model, windows_that_fit
 
 EVALUATION_SEQ_LEN = 4096

@@ -42,12 +42,7 @@ def measure_importances(
 ) -> Importances:
     """Return the importance of every unit at the sites whose units nobody names.
 
-    Args:
-        journal: keeps them once they are known.
-        dense: the model.
-        source: a dense pass whose windows have been made.
-        run: its plan, of uniform widths, says how units are compared.
-        progress: called with (phase, finished blocks, blocks).
+    The journal keeps them once they are known; the plan's uniform widths say how they compare.
 
     Raises:
         NumericalError: statistics, weights or predictions are not finite.

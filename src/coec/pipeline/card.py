@@ -36,14 +36,9 @@ COLUMNS = "| text | windows × tokens | perplexity | dense | ratio | KL | same n
 
 
 def origin(name: str, folder: Path) -> tuple[JsonDict, list[str]]:
-    """Return the name of the dense model, and what of its card holds for the pruned one too.
+    """Return fields of a card's front matter: the dense model, and what its card says of licence.
 
-    Args:
-        name: as the model was asked for.
-        folder: where it is.
-
-    Returns:
-        Fields of a card's front matter; and a note where the dense card cannot be read.
+    And a note where the dense card cannot be read.
     """
     fields = {"base_model": folder.name if Path(name).is_dir() else name}
     path = folder / CARD
@@ -72,7 +67,7 @@ def write_card(report: Report, folder: Path) -> None:
 
 
 def card(report: Report) -> str:
-    """The model card. Holds no times, so that the same run writes the same card."""
+    """Return the model card. It has no times, so that the same run writes the same card."""
     plan, parameters = report.plan, report.plan["parameters"]
     before, after = parameters["before"], parameters["after"]
     dense = _dense(report)
@@ -135,9 +130,7 @@ The licence of the dense model applies.
 
 
 def add_to_card(folder: Path, result: "Perplexity") -> None:
-    """Writes a measured perplexity into the card, in place of one of the same text and windows.
-
-    The rest of the card stays as it is, and no other file is touched.
+    """Write a measured perplexity into the card, in place of one of the same text and windows.
 
     Raises:
         ModelError: the card cannot be read or written.
@@ -167,7 +160,7 @@ def add_to_card(folder: Path, result: "Perplexity") -> None:
 
 
 def _with_line(text: str, key: str, line: str) -> str:
-    """A card with a line in its table of measurements, which is made where there is none."""
+    """Return a card with a line in its table of measurements, made where there is none."""
     if COLUMNS not in text:
         head, mark, tail = text.partition("## Recipe\n")
         return f"{head}{_measured([line])}\n{mark}{tail}"
@@ -182,7 +175,7 @@ def _measured(lines: list[str]) -> str:
 
 
 def _held_out(report: Report) -> str:
-    """The perplexities that a run measured itself, on windows that judged its candidates."""
+    """Return the perplexities that a run measured itself, on windows that judged candidates."""
     facts = report.reconstruction
     if not facts.get("perplexity") or not facts.get("dense"):
         return ""
@@ -199,7 +192,7 @@ def _dense(report: Report) -> str:
 
 
 def _front_matter(report: Report) -> str:
-    """The fields that depend on the dense model; JSON is YAML too."""
+    """Return the fields that depend on the dense model; JSON is YAML too."""
     fields = {"base_model": _dense(report), **report.origin}
     return "\n".join(f"{name}: {json.dumps(value)}" for name, value in fields.items())
 
@@ -246,7 +239,7 @@ def _recipe(report: Report) -> str:
 
 
 def _command(report: Report) -> str:
-    """The command that makes the model again, or why there is none."""
+    """Return the command that makes the model again, or why there is none."""
     recipe = report.recipe
     label: dict[str, Collection[str]] = {"selection": SELECTIONS, "compensation": COMPENSATIONS}
     by_hand = [name for name, fields in label.items() if recipe[name] not in fields]
@@ -270,11 +263,9 @@ def _command(report: Report) -> str:
 
 
 def changed(recipe: Mapping[str, Any], preset: Any = None) -> JsonDict:
-    """The settings of a recorded recipe that its preset does not bring, options among them.
+    """Return the settings of a recorded recipe that its preset does not bring, options included.
 
-    Args:
-        recipe: as `Recipe.record` has it.
-        preset: compare with another preset's; empty for the plain defaults.
+    Another `preset` may be compared with; an empty one stands for the plain defaults.
     """
     preset = recipe["preset"] if preset is None else preset
     brought = dict(PRESETS[preset].settings) if preset else {}
@@ -315,7 +306,7 @@ def _asked(report: Report) -> str:
 
 
 def _share(recipe: Mapping[str, Any]) -> str:
-    """The fraction of units that was to go, or those of both kinds."""
+    """Return the fraction of units that was to go, or those of both kinds."""
     every, budget = recipe["sparsity"], recipe.get("budget_parameters")
     allocation = recipe.get("allocation", "uniform")
     shared = "" if allocation == "uniform" else f", shared among blocks by `{allocation}`"
@@ -337,5 +328,5 @@ def _of_what(width: str) -> str:
 
 
 def counted(width: int | list[int]) -> str:
-    """Units per block in words: one number, or the least and the most where blocks differ."""
+    """Return units per block in words: a number, or least and most where blocks differ."""
     return f"{width:,}" if isinstance(width, int) else f"{min(width):,} to {max(width):,}"

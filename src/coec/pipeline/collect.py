@@ -31,6 +31,7 @@ from coec.streaming.statistics import (
     finish,
     write_grams,
 )
+from coec.types import Gram
 
 
 def collect(
@@ -172,15 +173,12 @@ def _add(first: Statistics, second: Statistics, index: int) -> Grams:
             f"statistics of block {index} cannot be merged: '{first.folder}' and "
             f"'{second.folder}' have sums of other sites: collect them again"
         )
-    sums: Grams = {}
-    for windows in a:
-        shared = a[windows].keys() & b[windows].keys()
-        sums[windows] = {
-            **a[windows],
-            **b[windows],
-            **{s: a[windows][s] + b[windows][s] for s in shared},
-        }
-    return sums
+
+    def added(windows: str) -> dict[str, Gram]:
+        x, y = a[windows], b[windows]
+        return {**x, **y, **{site: x[site] + y[site] for site in x.keys() & y.keys()}}
+
+    return {windows: added(windows) for windows in a}
 
 
 _SHARED = (

@@ -1,4 +1,4 @@
-"""Repairing what another program pruned: which units it kept is inferred, the rest is `prune`."""
+"""Repair what another program pruned: which units it kept is inferred, the rest is `prune`."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -60,7 +60,7 @@ def infer_kept(
 
 
 def _check_rest(dense: Dense, pruned: RawCheckpoint) -> None:
-    """Raises ModelError where a matrix of a block has lost something that belongs to no site."""
+    """Raise ModelError where a matrix of a block has lost something that belongs to no site."""
     sites = {name for site in dense.layout.sites for name in site.tensors}
     prefixes = tuple(block.prefix for block in dense.layout.blocks)
     for name, shape in dense.shapes.items():
@@ -86,7 +86,7 @@ def compensate_pruned(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Report:
-    """Repairs a model that another program pruned: its units, our compensation.
+    """Repair a model that another program pruned: its units, our compensation.
 
     The dense model is pruned to the units that are left in the other (`infer_kept`), as `prune`
     does it, with any compensation, preset or reconstruction. Of the other model nothing else is
@@ -129,7 +129,7 @@ def compensate_pruned(
 
 
 def check_settings(settings: Collection[str], pruned: str | Path | RawCheckpoint) -> None:
-    """Raises OptionError for settings that say which units stay."""
+    """Raise OptionError for settings that say which units stay."""
     name = pruned.name if isinstance(pruned, RawCheckpoint) else pruned
     for setting in CHOOSING:  # here the pruned model does
         if setting in settings:

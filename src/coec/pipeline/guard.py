@@ -60,9 +60,8 @@ class Judge:
         """
         errors: dict[str, float] = {}
         if self.held_out is not None:
-            share = best_share(
-                self.weight, self.kept, judged(), self.held_out, self.held_out_target
-            )
+            held_out = self.held_out, self.held_out_target
+            share = best_share(self.weight, self.kept, judged(), *held_out)
             errors = {"holdout_before": share.before, "holdout_after": share.after}
             value, by = share.value, "by held-out error"
         else:
@@ -89,10 +88,7 @@ class Judge:
     def as_written(self, result: SiteResult, dtype: torch.dtype, *, checked: bool) -> SiteResult:
         """Return the repair with the slice's and its own error, of weights as they are written.
 
-        Args:
-            result: the repair.
-            dtype: of the written weights.
-            checked: whether the slice replaces a repair whose error lies above its own.
+        Where it is `checked`, the slice replaces a repair whose error lies above the slice's.
         """
 
         def rounded(tensor: Tensor) -> Tensor:

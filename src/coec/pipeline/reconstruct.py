@@ -9,8 +9,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Concatenate, TypeVar
 
 import torch
@@ -40,9 +39,8 @@ from coec.pipeline.write import Checkpoint
 from coec.planning.run import Run
 from coec.reconstruction import LeastSquares, Products, fit
 from coec.reconstruction.least_squares import Arguments, Value
-from coec.streaming.head import PredictionScore, rescaled_norm
+from coec.streaming.head import Prediction, rescaled_norm
 from coec.streaming.passes import BlockSource
-from coec.streaming.prediction import Prediction
 from coec.streaming.two_streams import (
     ConsumerStatistics,
     TwoStreams,
@@ -83,14 +81,7 @@ def reconstruct(
     source: BlockSource,
     progress: Progress | None = None,
 ) -> tuple[Checkpoint, JsonDict]:
-    """Try each candidate briefly; reconstruct the one of lowest KL.
-
-    Args:
-        journal: holds the finished blocks and trials.
-        dense: the model.
-        run: with the candidates.
-        source: a dense pass whose windows have been made.
-        progress: called with (phase, finished blocks, blocks).
+    """Try each candidate of a run briefly; reconstruct the one of lowest KL.
 
     Returns:
         The checkpoint, all of whose blocks are solved; and how well it and every candidate predict.
@@ -105,8 +96,8 @@ def reconstruct(
                 facts = _trial(trial, f"trying {name}", progress)
             facts["widths"] = brief.plan.record()["widths"]
             made_of = dense.digests_of(dense.layout.blocks)
-            path = journal.work / piece
-            journal.put(piece, path, functools.partial(_write, facts), made_of=made_of, trial=facts)
+            write = functools.partial(write_json, content=facts)
+            journal.put(piece, journal.work / piece, write, made_of=made_of, trial=facts)
         trials[name] = journal.facts(piece)["trial"]
     # Perplexity of few windows is noisy: how likely their next tokens were says less about a model
     # than all that the dense one expects there (docs/LOG.md).
@@ -129,10 +120,6 @@ def reconstruct(
     return checkpoint, {"kv_groups": chosen, **checkpoint.facts, "candidates": trials}
 
 
-def _write(facts: JsonDict, path: Path) -> None:
-    write_json(path, facts)
-
-
 def _trial(trial: "BlockReconstruction", phase: str, progress: Progress | None) -> JsonDict:
     """Return how well a pruned model predicts; nothing of it is kept."""
     for _ in range(RETRIES + 1):
@@ -146,10 +133,7 @@ def _trial(trial: "BlockReconstruction", phase: str, progress: Progress | None) 
 class BlockReconstruction:
     """The blocks of a pruned model, solved and fitted in sequence.
 
-    Args:
-        dense: the model.
-        run: the sizes of the pruned model, and how it is made.
-        group: the workers that hold the hidden states of both models.
+    The workers of `group` hold the hidden states of both models.
     """
 
     def __init__(self, dense: Dense, run: Run, group: WorkerGroup) -> None:
@@ -166,18 +150,10 @@ class BlockReconstruction:
         phase: str,
         progress: Progress | None = None,
     ) -> Iterator[SolvedBlock]:
-        """Yield the blocks that are not solved yet, in order.
+        """Yield the blocks that are not in `solved` yet, in order.
 
-        Work that was lost with a worker is done again from the block that was open.
-
-        Args:
-            finished: returns the written tensors of a solved block.
-            solved: the solved blocks, by index.
-            phase: the name of this phase for `progress`.
-            progress: called with (phase, finished blocks, blocks).
-
-        Raises:
-            CoecError: as `solve_site`; or work was lost too often.
+        Work that was lost with a worker is done again from the block that was open; `finished`
+        returns the written tensors of those before. Raises CoecError where it is lost too often.
         """
         blocks = self._dense.layout.blocks
         for block in blocks:
@@ -202,10 +178,7 @@ class BlockReconstruction:
     def _before(self, index: int, finished: Finished, work: Callable[[], _Result]) -> _Result:
         """Return what some work makes, every worker standing before a block.
 
-        The work is done again where a worker was lost meanwhile.
-
-        Raises:
-            CoecError: that happened too often.
+        It is done again where a worker was lost meanwhile; CoecError where that happens too often.
         """
         for attempt in range(RETRIES + 1):
             try:
@@ -223,33 +196,30 @@ class BlockReconstruction:
         }
         plain = self._score()
         if not self._settings.final_norm:
-            return Ending(None, {**facts, **asdict(plain)})
+            return Ending(None, {**facts, **plain.record()})
         before = self._dense.tensor(self._dense.layout.norm).to(self._run.forward)
         try:
             rescaled = rescaled_norm(before, self._group.each(TwoStreams.norm_sums))
             norm = cast(rescaled, self._run.written, "final norm")
         except NumericalError as error:
             record(f"the final norm is not rescaled: {error}")
-            return Ending(None, {**facts, **asdict(plain)})
+            return Ending(None, {**facts, **plain.record()})
         fitted = self._score(norm)
         improves = _or_inf(fitted.perplexity) < _or_inf(plain.perplexity)
         comparison = {"taken": improves, "without": plain.perplexity, "with": fitted.perplexity}
-        best = asdict(fitted if improves else plain)
+        best = (fitted if improves else plain).record()
         return Ending(norm if improves else None, {**facts, **best, "final_norm": comparison})
 
-    def _score(self, norm: Tensor | None = None, *, dense: bool = False) -> PredictionScore:
+    def _score(self, norm: Tensor | None = None, *, dense: bool = False) -> Prediction:
         """Return how well a model predicts, the pruned one maybe with another final norm."""
         windows: WindowKind = "held" if self._held_out else "fit"
         sums = Prediction()
         for batch in self._group.each(TwoStreams.predict, windows, norm, dense):
             sums.add(batch)
-        return PredictionScore.of(sums)
+        return sums
 
     def solve(self, block: BlockLayout) -> tuple[SolvedBlock, dict[str, str]]:
-        """Return a block, solved and fitted, and the hashes of its dense weights.
-
-        Every worker stands before it.
-        """
+        """Return a block, solved and fitted, and the hashes of its dense weights."""
         run = self._run
         tensors = self._dense.tensors(block)
         self._group.do(TwoStreams.open, block.index)
@@ -290,9 +260,7 @@ class BlockReconstruction:
         if self._settings.token_weights == "equal":
             self._group.do(TwoStreams.weigh, None, 1.0)
             return
-        squares = [
-            batch for sums_of_part in self._group.each(TwoStreams.squares) for batch in sums_of_part
-        ]
+        squares = [s for squares in self._group.each(TwoStreams.squares) for s in squares]
         floor = _SMALLEST * float(torch.cat([batch.flatten() for batch in squares]).median())
         weights = [token_weights(batch, floor) for batch in squares]
         total = math.fsum(float(batch.sum(dtype=torch.float64)) for batch in weights)
@@ -318,7 +286,9 @@ class BlockReconstruction:
         self, number: int, site: Site, tensors: Mapping[str, Tensor], windows: WindowKind
     ) -> tuple[Gram, Tensor | None]:
         """Return the Gram of the consumer's inputs, and the target where errors propagate."""
-        sums = self._summed(number, site, windows)
+        sums = ConsumerStatistics(GramSum(site.columns, self._run.device))
+        for sums_of_part in self._group.each(TwoStreams.measure, number, windows):
+            sums.merge(sums_of_part)
         total_weight = sums.gram.weight
         gram = sums.gram.gram()
         with naming(site.consumer):
@@ -328,18 +298,9 @@ class BlockReconstruction:
         weight = tensors[site.weight].to(gram.xx)
         factor = sums.added / sums.scale if sums.scale > 0 else 1.0
         residual = sums.residual.to(gram.xx) / (factor or 1.0)
-        if (
-            windows == "held"
-        ):  # weights have mean 1 over the windows fitted on, in a Gram over its own
+        if windows == "held":  # weights have mean 1 over the windows fitted on, in a Gram its own
             residual *= gram.tokens / total_weight
         return gram, weight + solve_right(residual, gram.xx, _TARGET_RIDGE, gram.precision)
-
-    def _summed(self, number: int, site: Site, windows: WindowKind) -> ConsumerStatistics:
-        """Return the sum of all parts, none of which stays in memory."""
-        sums = ConsumerStatistics(GramSum(site.columns, self._run.device))
-        for sums_of_part in self._group.each(TwoStreams.measure, number, windows):
-            sums.merge(sums_of_part)
-        return sums
 
     def _fitted(
         self, number: int, site: Site, written: Mapping[str, Tensor], row: JsonDict

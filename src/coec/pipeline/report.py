@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, get_origin, get_type_hints
 
 from coec.errors import ModelError
@@ -47,20 +48,8 @@ class Report:
 
     def as_dict(self) -> JsonDict:
         """Return the report without places: no output folder, and no folders of what was read."""
-        record = {
-            "coec": __version__,
-            "model": self.model,
-            "origin": self.origin,
-            "model_sha256": self.model_sha256,
-            "recipe": self.recipe,
-            "plan": self.plan,
-            "calibration": self.calibration,
-            "sites": self.sites,
-            "reconstruction": self.reconstruction,
-            "seconds": self.seconds,
-            "environment": self.environment,
-        }
-        return {name: public(value) for name, value in record.items()}
+        record = {name: value for name, value in vars(self).items() if name != "out"}
+        return {"coec": __version__, **public(record)}
 
     @property
     def events(self) -> dict[str, list[str]]:
@@ -77,7 +66,7 @@ class Report:
         return list(dict.fromkeys(row["site"] for row in self.sites))
 
     def mean_errors(self, site: str, *, held_out: bool = False) -> tuple[float, float]:
-        """The mean relative error before and after compensation over a site's blocks.
+        """Return the mean relative error before and after compensation over a site's blocks.
 
         On the windows fitted on, or on those held out; 0 where no block has any.
         """
@@ -85,30 +74,20 @@ class Report:
         rows = [row for row in self.sites if row["site"] == site and row.get(before) is not None]
         if not rows:
             return 0.0, 0.0
-        return (
-            sum(row[before] for row in rows) / len(rows),
-            sum(row[after] for row in rows) / len(rows),
-        )
+        return fmean(row[before] for row in rows), fmean(row[after] for row in rows)
 
     @classmethod
     def read(cls, folder: str | Path) -> "Report":
-        """The report of a folder that `prune` wrote.
-
-        Raises:
-            ModelError: its coec.json is no report.
-        """
+        """Return the report of a folder that `prune` wrote; raises ModelError where it is none."""
         path = Path(folder) / REPORT
         try:
             record = {"reconstruction": {}, "origin": {}, **parse_json(path)}
-            fields = {
-                name: get_origin(field_type) or field_type
-                for name, field_type in get_type_hints(cls).items()
-            }
-            del fields["out"]
-            for name, field_type in fields.items():
-                if not isinstance(record[name], field_type):
-                    raise TypeError(f"{name} is no {field_type.__name__}")
-            return cls(out=str(folder), **{name: record[name] for name in fields})
+            hints = get_type_hints(cls)
+            del hints["out"]
+            for name, hint in hints.items():
+                if not isinstance(record[name], get_origin(hint) or hint):
+                    raise TypeError(f"{name} is no {hint}")
+            return cls(out=str(folder), **{name: record[name] for name in hints})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelError(
                 f"'{path}' is not the report of a pruning run: restore it, or move it away"
@@ -125,7 +104,7 @@ class Report:
 
 
 def public(value: Any) -> Any:
-    """A record in which absolute paths are their last name: where files lay is nobody else's."""
+    """Return a record in which absolute paths are their last name: where files lay is private."""
     if isinstance(value, dict):
         return {key: public(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -137,7 +116,7 @@ def public(value: Any) -> Any:
 
 
 def calibration_digest(folder: Path) -> str | None:
-    """The SHA-256 of the text that a model was pruned with; None where no coec.json says so.
+    """Return the SHA-256 of the text that a model was pruned with; None without a coec.json.
 
     Raises:
         ModelError: the coec.json is no report.

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -178,75 +178,55 @@ def _solve_site(
         unknown = {**counts, **result.diagnostics, **dict.fromkeys(ERRORS)}
         return Cut(site, units, result), {**unknown, "events": [*events, UNSEEN]}
     with recording() as later:
-        values = value_rows(tensors, site, units) if "value" in run.recipe.method.needs else None
-        result = _compensated(
-            run, SiteGrams(weight, kept, gram, fitted, held_out, values), statistics, site, written
-        )
+        method, options = run.recipe.method, run.recipe.pruning.options
+        values = value_rows(tensors, site, units) if "value" in method.needs else None
+        asked_for = held_out if "held_out" in method.needs else None
+
+        def compensated(sums: Gram) -> SiteResult:
+            return compensate(
+                weight, sums, kept, method=method, value_weight=values, held_out=asked_for,
+                target=statistics.target, solve_dtype=run.solve, **options,
+            )  # fmt: skip
+
+        judge = Judge(
+            weight.to(gram.x), KeptSet(kept.indices.to(gram.x.device), kept.size), gram,
+            held_out if asked_for is None else None, statistics.target, statistics.held_out_target,
+        )  # fmt: skip
+        result = _judged(compensated, judge, fitted, site, run)
+        by_name = isinstance(run.recipe.pruning.compensation, str)
+        result = judge.as_written(result, written, checked=by_name)
     events = list(dict.fromkeys([*events, *result.diagnostics.get("events", []), *later]))
     return Cut(site, units, result), {**counts, **result.diagnostics, "events": events}
 
 
-@dataclass(frozen=True, eq=False)
-class SiteGrams:
-    """The consumer of a site, its kept columns, and the Grams of its inputs.
-
-    Attributes:
-        weight: `W₀`.
-        kept: the kept columns.
-        gram: what the compensation is fitted on in the end.
-        fitted: the part of it that held-out windows may judge.
-        held_out: the Gram of those windows; None where there are none.
-        value: the pruned value projection, where the method needs it.
-    """
-
-    weight: Tensor
-    kept: KeptSet
-    gram: Gram
-    fitted: Gram
-    held_out: Gram | None
-    value: Tensor | None
-
-
-def _compensated(
-    run: Run, grams: SiteGrams, statistics: SiteStatistics, site: Site, written: torch.dtype
+def _judged(
+    compensated: Callable[[Gram], SiteResult],
+    judge: Judge,
+    fitted: Gram,
+    site: Site,
+    run: Run,
 ) -> SiteResult:
-    """Return the compensated consumer, drawn back to the slice where tokens are few."""
+    """Return the compensated consumer, drawn back to the slice where tokens are few.
+
+    Args:
+        compensated: returns the compensation fitted on a Gram.
+        judge: with the Gram that it is fitted on in the end.
+        fitted: the part of that Gram which held-out windows may judge.
+        site: of the consumer.
+        run: how it is made.
+    """
     recipe, method = run.recipe, run.recipe.method
-    needs_held_out = "held_out" in method.needs
-
-    def compensated(sums: Gram) -> SiteResult:
-        return compensate(
-            grams.weight,
-            sums,
-            grams.kept,
-            method=method,
-            value_weight=grams.value,
-            held_out=grams.held_out if needs_held_out else None,
-            target=statistics.target,
-            solve_dtype=run.solve,
-            **recipe.pruning.options,
-        )
-
-    kept, device = grams.kept, grams.gram.x.device
-    judge = Judge(
-        grams.weight.to(grams.gram.x), KeptSet(kept.indices.to(device), kept.size), grams.gram,
-        None if needs_held_out else grams.held_out, statistics.target, statistics.held_out_target,
-    )  # fmt: skip
-    result = compensated(grams.gram)
-    if recipe.calibration.guard and judge.few and not needs_held_out:
-        all_fitted = grams.gram is grams.fitted
-        judged = (lambda: result) if all_fitted else (lambda: compensated(grams.fitted))
+    result = compensated(judge.gram)
+    if recipe.calibration.guard and judge.few and "held_out" not in method.needs:
+        all_fitted = judge.gram is fitted
         unjudged = 1.0 if method.shrinks else judge.trust
-        result = judge.guarded(
+        return judge.guarded(
             result,
-            judged,
+            (lambda: result) if all_fitted else (lambda: compensated(fitted)),
             unjudged=unjudged if site.routed else 0.0,
             windows=recipe.calibration.windows,
         )
-    elif grams.gram is grams.fitted:
-        result = judge.with_held_out_errors(result)
-    by_name = isinstance(recipe.pruning.compensation, str)
-    return judge.as_written(result, written, checked=by_name)
+    return judge.with_held_out_errors(result) if judge.gram is fitted else result
 
 
 def _kept(site: Site, weight: Tensor, sums: Gram, plan: Plan) -> KeptSet:

@@ -7,7 +7,7 @@ the model about once, whenever the run is killed.
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -36,13 +36,7 @@ _ENDING = "ending"
 
 
 class Checkpoint:
-    """A checkpoint in the making, whose pieces a journal holds.
-
-    Args:
-        journal: keeps its pieces.
-        dense: the model that is pruned.
-        run: the sizes of the result, and the dtype in which it is written.
-    """
+    """A checkpoint in the making, whose pieces a journal holds."""
 
     def __init__(self, journal: Journal, dense: Dense, run: Run) -> None:
         self._journal, self._dense, self.plan, self._dtype = journal, dense, run.plan, run.written
@@ -86,12 +80,8 @@ class Checkpoint:
     def end(self, norm: Tensor | None, facts: JsonDict) -> None:
         """Keep the final norm's weight, where it is changed, and the scores of the model."""
         tensors = {} if norm is None else {self._dense.layout.norm: norm}
-        self._journal.put(
-            _ENDING,
-            self._journal.work / "ending.safetensors",
-            functools.partial(write_tensors, tensors),
-            **facts,
-        )
+        path = self._journal.work / "ending.safetensors"
+        self._journal.put(_ENDING, path, functools.partial(write_tensors, tensors), **facts)
 
     @property
     def facts(self) -> JsonDict:
@@ -141,16 +131,14 @@ class Checkpoint:
             weight_map = dict(sorted(self._split.tensor_to_filename.items()))
             write_json(folder / INDEX, {"metadata": self._split.metadata, "weight_map": weight_map})
         (folder / KEPT).parent.mkdir(exist_ok=True)
-        kept = {name: units for block in self._kept() for name, units in block.items()}
+        kept: dict[str, Tensor] = {}
+        for block in self._dense.layout.blocks:
+            kept |= read_tensors(self._journal.path(self._units(block)))
         write_tensors(kept, folder / KEPT, {"format": "pt"})
         write_json(folder / CONFIG, self._config())
         if self.plan.output.code is not None:
             (folder / CODE).write_text(self.plan.output.code, encoding="utf-8")
         carry_files(self._dense.folder, folder)
-
-    def _kept(self) -> Iterator[dict[str, Tensor]]:
-        for block in self._dense.layout.blocks:
-            yield read_tensors(self._journal.path(self._units(block)))
 
     def _shard(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors of the result by name, from their blocks' files or from the dense model.

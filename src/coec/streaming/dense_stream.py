@@ -5,7 +5,7 @@ Only the embedding, one block and the hidden states are ever in memory.
 
 import itertools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.experts import routed_inputs
-from coec.models.layout import BlockLayout, Site
+from coec.models.layout import BlockLayout
 from coec.models.prefetcher import Prefetcher
 from coec.streaming.layers import TOKENS_PER_BATCH, Layers, State
 from coec.types import Gram, GramSum
@@ -51,22 +51,14 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Statistics of one block while they are summed.
-
-    Attributes:
-        fit: of every site's inputs, by the site's name.
-        held: sums over the held-out windows.
-    """
+    """Statistics of one block while they are summed, by the site's name."""
 
     fit: dict[str, GramSum] = field(default_factory=dict)
     held: dict[str, GramSum] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> "Sums":
         """Return the sums on another device."""
-        fit, held = (
-            {name: gram.to(device) for name, gram in sums.items()} for sums in (self.fit, self.held)
-        )
-        return Sums(fit, held)
+        return Sums(*({n: g.to(device) for n, g in sums.items()} for sums in (self.fit, self.held)))
 
     def grams(self) -> tuple[dict[str, Gram], dict[str, Gram]]:
         """Return the Grams of both; the sums are given away, so that each Gram can be freed."""
@@ -101,8 +93,7 @@ class DenseStream:
         dtype: torch.dtype,
         progress: Progress | None = None,
     ) -> None:
-        self._dense, self._device = dense, device
-        self._progress = progress
+        self._dense, self._device, self._progress = dense, device, progress
         self._layers = Layers(dense, device=device, dtype=dtype)
         size = batch_size(windows.shape[1])
         fit = windows.split(size)
@@ -112,7 +103,7 @@ class DenseStream:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Sets `states` to those before the first block."""
+        """Set `states` to those before the first block."""
         embedding = self._dense.tensor(self._dense.layout.embedding)
         self.states = self._layers.embed(self._batches, embedding)
 
@@ -124,90 +115,73 @@ class DenseStream:
         sums: Sums | None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """Carries `states` through the next block.
+        """Carry `states` through the next block.
 
         Args:
-            block: which one.
+            block: its layout.
             tensors: its weights as stored.
             sums: to which its statistics are added; None where they are not wanted.
             progress: called after every batch.
         """
         self._layers.load(block, tensors)
-        count = len(self._batches)
-        fit, held_sums = (None, None) if sums is None else (sums.fit, sums.held)
-        for sums_of_kind, numbers in (
-            (fit, range(self._fit_batches)),
-            (held_sums, range(self._fit_batches, count)),
-        ):
-            with self._accumulating(block, sums_of_kind, bool(numbers)):
+        middle, end = self._fit_batches, len(self._batches)
+        for windows, numbers in (("fit", range(middle)), ("held", range(middle, end))):
+            with ExitStack() as hooks:
+                if sums is not None and numbers:
+                    self._hook(block, getattr(sums, windows), hooks)
                 for number in numbers:
                     self.states[number] = self._layers.advance(block.index, self.states[number])
                     progress()
         self._layers.drop(block.index)
 
     def blocks(self, skip: Container[int] = ()) -> Iterator[Measured]:
-        """Yields blocks in order, their statistics complete.
+        """Yield blocks in order, their statistics complete.
 
-        Args:
-            skip: blocks that are only passed through, and not yielded; nothing runs behind the
-                last one that is.
+        Blocks in `skip` are only passed through; nothing runs behind the last that is yielded.
         """
         indices = [b.index for b in self._dense.layout.blocks if b.index not in skip]
         if not indices:
             return
         self.begin()
-        progress = self._counter(indices[-1] + 1)
-        with Prefetcher(self._dense, last=indices[-1]) as ahead:
-            for block in self._dense.layout.blocks[: indices[-1] + 1]:
-                tensors = ahead.tensors(block)
-                sums = Sums() if block.index in indices else None
-                self.advance(block, tensors, sums, progress)
-                if sums is not None:
-                    yield Measured(block, tensors, *sums.grams())
+        blocks = self._dense.layout.blocks[: indices[-1] + 1]
+        counter, total = itertools.count(1), len(self._batches) * len(blocks)
 
-    def _counter(self, blocks: int) -> Callable[[], None]:
-        """Reports one more finished batch at every call."""
-        counter, total = itertools.count(1), len(self._batches) * blocks
-
-        def advance() -> None:
+        def count_batch() -> None:
             if self._progress:
                 self._progress("calibrating", next(counter), total)
 
-        return advance
+        with Prefetcher(self._dense, last=indices[-1]) as ahead:
+            for block in blocks:
+                tensors = ahead.tensors(block)
+                sums = Sums() if block.index in indices else None
+                self.advance(block, tensors, sums, count_batch)
+                if sums is not None:
+                    yield Measured(block, tensors, *sums.grams())
 
-    @contextmanager
-    def _accumulating(
-        self, block: BlockLayout, sums: dict[str, GramSum] | None, any_batch: bool
-    ) -> Iterator[None]:
-        """Adds the inputs of every site's consumer to `sums`, by site name; None adds nothing."""
-        layer, hooks = self._layers.modules[block.index], []
-        if sums is not None and any_batch:
-            experts, routed = (
-                self._layers.experts(block.index),
-                [s for s in block.sites if s.routed],
-            )
-            if experts is not None:
-                for site in routed:  # some may get no token
-                    sums.setdefault(site.name, GramSum(site.columns, self._device))
-                hooks.append(experts.register_forward_pre_hook(_accumulate_routed(sums, routed)))
-            for site in block.sites:
-                if site.routed:
-                    continue
-                consumer = layer.get_submodule(site.consumer.removeprefix(block.prefix))
-                hooks.append(consumer.register_forward_pre_hook(_accumulate(sums, site.name)))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    def _hook(self, block: BlockLayout, sums: dict[str, GramSum], hooks: ExitStack) -> None:
+        """Have the inputs of every site's consumer added to `sums`, until `hooks` are closed."""
+        routed = [site for site in block.sites if site.routed]
+        experts = self._layers.experts(block.index)
+
+        def add_routed(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            for expert, inputs in routed_inputs(module, args):
+                sums[routed[expert].name].update(inputs)
+
+        if experts is not None:
+            for site in routed:  # some may get no token
+                sums.setdefault(site.name, GramSum(site.columns, self._device))
+            hooks.callback(experts.register_forward_pre_hook(add_routed).remove)
+        for site in block.sites:
+            if not site.routed:
+                consumer = self._layers.module(block, site.consumer)
+                handle = consumer.register_forward_pre_hook(_accumulate(sums, site.name))
+                hooks.callback(handle.remove)
 
 
 def batch_size(length: int, windows: int | None = None) -> int:
-    """Return how many windows are run at once.
+    """Return how many windows of `length` tokens are run at once.
 
-    Args:
-        length: tokens of a window.
-        windows: how many there are, if they are to make LEAST_BATCHES batches at least.
+    Given their number, they make LEAST_BATCHES batches at least.
     """
     size = TOKENS_PER_BATCH // length
     return max(1, size if windows is None else min(size, windows // LEAST_BATCHES))
@@ -219,22 +193,12 @@ def in_parts(items: Sequence[Item], count: int) -> list[Sequence[Item]]:
 
 
 def _accumulate(sums: dict[str, GramSum], name: str) -> Callable[..., None]:
-    """A forward pre-hook that adds a module's input to the sums."""
+    """Return a forward pre-hook that adds a module's input to the sums."""
 
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         inputs = args[0]
         if name not in sums:
             sums[name] = GramSum(inputs.shape[-1], inputs.device)
         sums[name].update(inputs)
-
-    return hook
-
-
-def _accumulate_routed(sums: dict[str, GramSum], sites: Sequence[Site]) -> Callable[..., None]:
-    """A forward pre-hook that adds every expert's inputs to the sums of its site."""
-
-    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        for expert, inputs in routed_inputs(module, args):
-            sums[sites[expert].name].update(inputs)
 
     return hook

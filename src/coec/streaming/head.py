@@ -1,8 +1,7 @@
-"""What follows a model's last layer: its final norm, and the logits."""
+"""The end of a model: its final norm, the logits, and how well they predict a text."""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -14,7 +13,6 @@ from torch.nn import functional as F
 from coec.models.dense import Dense
 from coec.models.description import compute_buffers
 from coec.streaming.layers import imitate
-from coec.streaming.prediction import Prediction
 
 LOGITS_PER_PASS = 2**24
 """Logits held at once."""
@@ -22,27 +20,69 @@ _LARGEST = 700
 """Cross-entropy beyond which there is no perplexity in float64."""
 
 
-@dataclass(frozen=True)
-class PredictionScore:
-    """Score of a model on windows.
+class Prediction:
+    """Scores of a model per predicted token, and its distance from another.
 
-    Attributes:
-        perplexity: `exp` of the mean cross-entropy; None where it is not finite.
-        kl: the mean of KL(dense ‖ model), in nats per token; None where it is not finite.
+    Sums run in float64, batch after batch.
     """
 
-    perplexity: float | None
-    kl: float | None
+    def __init__(self) -> None:
+        self._tokens = self._agreed = 0
+        self._entropy = self._baseline = self._divergence = 0.0
 
-    @classmethod
-    def of(cls, sums: Prediction) -> "PredictionScore":
-        """Return the means of some sums."""
-        mean, kl = sums.cross_entropy, sums.kl
-        return cls(math.exp(mean) if mean < _LARGEST else None, kl if math.isfinite(kl) else None)
+    def update(
+        self,
+        log_p: Float[Tensor, "*tokens v"],
+        next_tokens: Int[Tensor, "*tokens"],
+        baseline: Float[Tensor, "*tokens v"] | None = None,
+    ) -> None:
+        """Add a batch; `baseline` is the other model's, given in every batch or in none."""
+        self._tokens += next_tokens.numel()
+        self._entropy -= _picked(log_p, next_tokens)
+        if baseline is not None:
+            self._baseline -= _picked(baseline, next_tokens)
+            divergences = F.kl_div(log_p, baseline, log_target=True, reduction="none")
+            self._divergence += float(divergences.sum(dtype=torch.float64))
+            self._agreed += int((log_p.argmax(dim=-1) == baseline.argmax(dim=-1)).sum())
+
+    def add(self, sums: "Prediction") -> None:
+        """Add the sums of another."""
+        for name, value in vars(sums).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    @property
+    def cross_entropy(self) -> float:
+        """Cross-entropy of the model, in nats per token."""
+        return self._entropy / self._tokens
+
+    @property
+    def perplexity(self) -> float | None:
+        """`exp` of the cross-entropy; None where it is not finite."""
+        mean = self.cross_entropy
+        return math.exp(mean) if mean < _LARGEST else None
+
+    @property
+    def baseline_cross_entropy(self) -> float:
+        """Cross-entropy of the model that it is compared with, in nats per token."""
+        return self._baseline / self._tokens
+
+    @property
+    def kl(self) -> float:
+        """The mean of KL(baseline ‖ model), in nats per token."""
+        return self._divergence / self._tokens
+
+    def record(self) -> dict[str, float | None]:
+        """Return perplexity and KL, JSON-ready: None for what is not finite."""
+        return {"perplexity": self.perplexity, "kl": self.kl if math.isfinite(self.kl) else None}
+
+    @property
+    def agreement(self) -> float:
+        """The share of tokens for which both models find the same one the most probable."""
+        return self._agreed / self._tokens
 
 
 class _Given(nn.Module):
-    """Stands in for a layer, and returns hidden states that it has, whatever it is called with."""
+    """Stand-in for a layer that returns hidden states it was given, whatever it is called with."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -55,13 +95,7 @@ class _Given(nn.Module):
 
 
 class Head:
-    """The end of a dense model, from the hidden states behind its last layer.
-
-    Args:
-        dense: the model.
-        device: where to compute; hidden states may wait elsewhere.
-        dtype: of the forward pass.
-    """
+    """The end of a dense model; hidden states may wait on another device than it computes on."""
 
     def __init__(self, dense: Dense, *, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
@@ -103,28 +137,6 @@ class Head:
         return out
 
     @torch.no_grad()
-    def score(
-        self,
-        states: Sequence[Float[Tensor, "_ length h"]],
-        dense: Sequence[Float[Tensor, "_ length h"]],
-        windows: Int[Tensor, "w length"],
-        norm: Float[Tensor, " h"] | None = None,
-    ) -> PredictionScore:
-        """Return how well hidden states behind the last layer predict the windows they come from.
-
-        Args:
-            states: of the model.
-            dense: of the dense model, on the same windows.
-            windows: token ids.
-            norm: another weight of the final norm, for the model alone.
-        """
-        sums = Prediction()
-        batches = windows.split([len(state) for state in states])
-        for state, dense_state, ids in zip(states, dense, batches, strict=True):
-            sums.add(self.predicted(state, dense_state, ids, norm))
-        return PredictionScore.of(sums)
-
-    @torch.no_grad()
     def predicted(
         self,
         state: Float[Tensor, "n length h"],
@@ -132,18 +144,22 @@ class Head:
         windows: Int[Tensor, "n length"],
         norm: Float[Tensor, " h"] | None = None,
     ) -> Prediction:
-        """Return the sums of one batch."""
+        """Return how well hidden states behind the last layer predict the windows they come from.
+
+        Args:
+            state: of the model.
+            dense: of the dense model.
+            windows: token ids.
+            norm: another weight of the final norm, for the model alone.
+        """
         sums = Prediction()
         size = max(1, LOGITS_PER_PASS // self._model.config.vocab_size)
         # No token sees another here: any run of them can be taken.
         runs = [states[:, :-1].flatten(0, 1).split(size) for states in (state, dense)]
         next_tokens = windows[:, 1:].flatten().split(size)
-        for run, dense_run, wanted_ids in zip(*runs, next_tokens, strict=True):
-            sums.update(
-                self._log_probabilities(run, norm),
-                wanted_ids.to(self._device),
-                self._log_probabilities(dense_run, None),
-            )
+        for run, dense_run, ids in zip(*runs, next_tokens, strict=True):
+            log_p = self._log_probabilities(run, norm)
+            sums.update(log_p, ids.to(self._device), self._log_probabilities(dense_run, None))
         return sums
 
     def norm_sums(
@@ -158,19 +174,14 @@ class Head:
         self, state: Float[Tensor, "tokens h"], norm: Tensor | None
     ) -> Float[Tensor, "tokens v"]:
         self._given.state = state[None].to(self._device)
-        changed = {} if norm is None else {f"{self._norm_name}.weight": norm.to(self.norm)}
+        prefix = self._model.base_model_prefix
+        changed = {} if norm is None else {f"{prefix}.norm.weight": norm.to(self.norm)}
         out: Any = functional_call(
             self._model, changed, kwargs={"inputs_embeds": self._given.state, "use_cache": False}
         )
         logits: Tensor = out.logits[0]
         wide = torch.promote_types(logits.dtype, torch.float32)
         return F.log_softmax(logits.to(wide), dim=-1)
-
-    @property
-    def _norm_name(self) -> str:
-        """Name of the final norm's module in the model."""
-        norm = self._model.base_model.norm
-        return next(name for name, module in self._model.named_modules() if module is norm)
 
 
 def rescaled_norm(
@@ -180,14 +191,14 @@ def rescaled_norm(
     """The final norm's weight, every channel rescaled to fit the dense model's (METHODS §8).
 
     `γ_i ← γ_i · Σ n̂_i n_i / Σ n̂_i²` over the normed states n̂ of the pruned and n of the dense
-    model; a channel that is 0 stays as it is.
-
-    Args:
-        norm: γ.
-        sums: of every batch, by `Head.norm_sums`.
+    model, sums of every batch by `Head.norm_sums`; a channel that is 0 stays as it is.
     """
     product = square = torch.zeros((), dtype=torch.float64)
     for batch_product, batch_square in sums:
         product, square = product + batch_product, square + batch_square
     factor = torch.where(square > 0, product / square, torch.ones_like(square))
     return norm.detach().cpu().double() * factor
+
+
+def _picked(log_p: Tensor, next_tokens: Tensor) -> float:
+    return float(log_p.gather(-1, next_tokens[..., None]).sum(dtype=torch.float64))

@@ -1,8 +1,7 @@
 """A model's decoder layers, one at a time: loaded, called as the model calls them, dropped again.
 
-Layers are the model's own, and are called with the keyword arguments that the model itself passed
-them in a recording pass without weights: nothing of rotary embeddings, masks or positions is
-rebuilt.
+Layers are the model's own, called with the arguments that the model passed them in a recording pass
+without weights: nothing of rotary embeddings, masks or positions is rebuilt.
 """
 
 import copy
@@ -41,7 +40,7 @@ def imitate(layer: nn.Module, stand_in: nn.Module) -> None:
 
 
 class _Recorder(nn.Module):
-    """Stands in for a decoder layer, notes how it is called, and passes hidden states through."""
+    """Stand-in for a decoder layer that notes how it is called and passes hidden states through."""
 
     def __init__(self, layer: nn.Module, calls: list[_Call], *, in_tuple: bool) -> None:
         super().__init__()
@@ -54,7 +53,7 @@ class _Recorder(nn.Module):
 
 
 class _Silent(nn.Module):
-    """Stands in for a part of a layer, and adds nothing to the hidden states."""
+    """Stand-in for a module of a layer that adds nothing to the hidden states."""
 
     def __init__(self, *, in_tuple: bool) -> None:
         super().__init__()
@@ -66,13 +65,7 @@ class _Silent(nn.Module):
 
 
 class Layers:
-    """The layers of a model over batches of windows of one length.
-
-    Args:
-        model: which one.
-        device: where layers run; hidden states wait on the CPU.
-        dtype: of the forward pass.
-    """
+    """The layers of a model over batches of windows of one length; states wait on the CPU."""
 
     def __init__(self, model: Description, *, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
@@ -86,12 +79,10 @@ class Layers:
     def embed(
         self, batches: Sequence[Int[Tensor, "_ length"]], embedding: Float[Tensor, "v hidden"]
     ) -> list[State]:
-        """The hidden states before the first layer; notes how each layer is called."""
-        base = self._base
+        """Return the hidden states before the first layer; note how each layer is called."""
+        base, weight = self._base, embedding.to(self._device, self._dtype)
         compute_buffers(self._model, self._device)
-        base.embed_tokens.weight = nn.Parameter(
-            embedding.to(self._device, self._dtype), requires_grad=False
-        )
+        base.embed_tokens.weight = nn.Parameter(weight, requires_grad=False)
         base.norm = nn.Identity()
         states = []
         for batch in batches:
@@ -101,7 +92,7 @@ class Layers:
         return states
 
     def _record(self, batch: Int[Tensor, "_ length"]) -> tuple[State, list[_Call]]:
-        """Embeds a batch and notes how the model calls each of its layers."""
+        """Embed a batch and note how the model calls each of its layers."""
         # Layers of some releases return a tuple, and their model takes its first element, which
         # of a tensor would be the first row: the shape that comes out tells which is meant.
         for in_tuple in (False, True):
@@ -117,27 +108,14 @@ class Layers:
     def load(
         self, block: BlockLayout, tensors: Mapping[str, Tensor], *, partial: bool = False
     ) -> None:
-        """Gives a layer its weights, by their full names, in the dtype of the forward pass.
-
-        Args:
-            block: of the layer.
-            tensors: all of them; or some.
-            partial: whether others may be missing.
-        """
-        local_tensors = {
-            name.removeprefix(block.prefix): tensor for name, tensor in tensors.items()
-        }
-        self.modules[block.index].load_state_dict(
-            {
-                name: tensor.to(self._device, self._dtype)
-                for name, tensor in stacked(local_tensors, self._experts).items()
-            },
-            assign=True,
-            strict=not partial,
-        )
+        """Give a layer its weights, by full names; `partial`: some of them may be missing."""
+        local = {name.removeprefix(block.prefix): tensor for name, tensor in tensors.items()}
+        state = stacked(local, self._experts)
+        state = {name: tensor.to(self._device, self._dtype) for name, tensor in state.items()}
+        self.modules[block.index].load_state_dict(state, assign=True, strict=not partial)
 
     def drop(self, index: int) -> None:
-        """Frees the weights of a layer."""
+        """Free the weights of a layer."""
         self.modules[index].to("meta")
         hand_back()
 
@@ -146,25 +124,29 @@ class Layers:
         return to_host(self.call(self.modules[index], index, state.to(self._device)))
 
     def experts(self, index: int) -> nn.Module | None:
-        """The module of all experts of a layer; None where it has none."""
+        """Return the module of all experts of a layer; None where it has none."""
         if self._experts is None:
             return None
         module: Any = self.modules[index].get_submodule(self._experts.module)
         return getattr(module, "experts", None)
 
-    def half(self, block: BlockLayout, site: Site) -> nn.Module:
-        """A layer whose other parts add nothing: its halves one after the other are the layer.
+    def module(self, block: BlockLayout, name: str) -> nn.Module:
+        """Return a module of a block's layer by its full name."""
+        return self.modules[block.index].get_submodule(name.removeprefix(block.prefix))
 
-        It shares the layer's modules, and so its weights.
+    def half(self, block: BlockLayout, site: Site) -> nn.Module:
+        """Return a layer of which only this site adds something: its halves in a row are the layer.
+
+        A half shares the layer's modules, and so its weights.
         """
         layer = self.modules[block.index]
         half = copy.copy(layer)
         half._modules = dict(layer._modules)
         for other_site in block.sites:
             if other_site.name != site.name:
-                # What follows attention returns attention's weights as well.
-                silent = _Silent(in_tuple=other_site.value is not None)
-                half._modules[_child(other_site, block)] = silent
+                child = other_site.consumer.removeprefix(block.prefix).partition(".")[0]
+                # What follows attention takes attention's weights as well.
+                half._modules[child] = _Silent(in_tuple=other_site.value is not None)
         return half
 
     def call(self, module: Callable[..., Any], index: int, state: State) -> State:
@@ -176,12 +158,7 @@ class Layers:
 
 
 def to_host(state: State) -> State:
-    """Hidden states in host memory: beside a GPU in pages that it copies from and to directly."""
+    """Return hidden states in host memory: beside a GPU in pages that it copies directly."""
     if state.device.type != "cuda":
         return state.cpu()
     return torch.empty(state.shape, dtype=state.dtype, pin_memory=True).copy_(state)
-
-
-def _child(site: Site, block: BlockLayout) -> str:
-    """The part of a layer that a site is in."""
-    return site.consumer.removeprefix(block.prefix).partition(".")[0]

@@ -27,7 +27,7 @@ from coec.models.description import Description
 from coec.models.files import JsonDict, read_tensors, write_tensors
 from coec.planning.run import Run
 from coec.settings import Calibration, Runtime
-from coec.streaming.dense_stream import DenseStream, Measured, batch_size
+from coec.streaming.dense_stream import DenseStream, Measured
 from coec.streaming.statistics import Statistics
 from coec.streaming.two_streams import TwoStreams, shards
 from coec.streaming.windows import window_maker
@@ -42,8 +42,7 @@ _Value = TypeVar("_Value")
 def depends_on(dense: Dense, calibration: Calibration, device: torch.device) -> JsonDict:
     """Return all that the statistics of a dense pass depend on, JSON-ready, by setting.
 
-    The model stands there by its fingerprint and the text by a digest of its content; settings that
-    were left open stand as they are resolved for this model and device.
+    The model stands there by its fingerprint and the text by a digest of its content.
     """
     dtype = choose_forward_dtype(calibration.forward_dtype, dense.dtype, device)
     return calibration.record() | {
@@ -57,13 +56,10 @@ def depends_on(dense: Dense, calibration: Calibration, device: torch.device) -> 
 
 
 class BlockSource(ABC):
-    """A source of measured blocks: a dense pass over text, or statistics on the disk.
+    """A source of measured blocks: a dense pass over text, or statistics on the disk."""
 
-    Attributes:
-        device: where the statistics of a block are.
-    """
-
-    device: torch.device
+    def __init__(self, dense: Dense, device: torch.device) -> None:
+        self._dense, self.device = dense, device
 
     @property
     @abstractmethod
@@ -98,23 +94,15 @@ class BlockSource(ABC):
         skip: Container[int],
         progress: Progress | None,
     ) -> Iterator[tuple[_Value, str | None]]:
-        """Yield what a pure function makes of every block, and the host if it is another.
+        """Yield what a pure function makes of every block not in `skip`, and its host if another.
 
-        Args:
-            function: a function that can be pickled, of one block alone.
-            skip: blocks that are left out, by index.
-            progress: called with ("solving", index of the block + 1, blocks).
+        The function can be pickled. `progress` is called with ("solving", finished, blocks).
         """
         for measured in self.blocks(skip, progress):
             index = measured.index
             yield function(measured), None
             if progress:
-                progress("solving", index + 1, self.count)
-
-    @property
-    @abstractmethod
-    def count(self) -> int:
-        """Number of blocks of the model."""
+                progress("solving", index + 1, len(self._dense.layout.blocks))
 
     def windows_of_text(self) -> tuple[Tensor, Tensor | None]:
         """Return the windows to fit on, and those that are held out, where some are."""
@@ -128,13 +116,6 @@ class BlockSource(ABC):
 class DensePass(BlockSource):
     """The dense model run over a calibration text, which is checked before anything is computed.
 
-    Args:
-        dense: the model.
-        calibration: which text, and how much of it.
-        runtime: under whose trust the tokenizer runs.
-        device: where to compute.
-        progress: called while a long text is tokenised.
-
     Raises:
         CoecError: the text cannot be read, or is too short.
     """
@@ -147,7 +128,8 @@ class DensePass(BlockSource):
         device: torch.device,
         progress: Progress | None = None,
     ) -> None:
-        self._dense, self._calibration, self.device = dense, calibration, device
+        super().__init__(dense, device)
+        self._calibration = calibration
         self._make = window_maker(dense, calibration, runtime, progress)
         self.windows: Windows | None = None
 
@@ -159,10 +141,6 @@ class DensePass(BlockSource):
     def dtype(self) -> torch.dtype:
         """Dtype of the forward pass."""
         return DTYPES[self.forward_dtype]
-
-    @property
-    def count(self) -> int:
-        return len(self._dense.layout.blocks)
 
     def begin(self, journal: Journal, progress: Progress | None) -> JsonDict:
         """Make the windows; those that the model writes are kept, as sampling them takes long."""
@@ -194,25 +172,15 @@ class DensePass(BlockSource):
     def blocks(self, skip: Container[int], progress: Progress | None) -> Iterator[Measured]:
         fit, held_windows = self.windows_of_text()
         stream = DenseStream(
-            self._dense,
-            fit,
-            holdout=held_windows,
-            device=self.device,
-            dtype=self.dtype,
+            self._dense, fit, holdout=held_windows, device=self.device, dtype=self.dtype,
             progress=progress,
-        )
+        )  # fmt: skip
         return stream.blocks(skip)
 
     @contextmanager
     def worker_group(self, run: Run) -> Iterator[WorkerGroup]:
-        [shard] = shards(*self.windows_of_text(), self.windows_per_batch)
+        [shard] = shards(*self.windows_of_text())
         yield LocalGroup(TwoStreams(self._dense, run, shard, self.device))
-
-    @property
-    def windows_per_batch(self) -> int:
-        """Windows that are run at once where sums are made in parts."""
-        fit, _ = self.windows_of_text()
-        return batch_size(fit.shape[1], len(fit))
 
 
 class SavedPass(BlockSource):
@@ -224,7 +192,8 @@ class SavedPass(BlockSource):
 
     def __init__(self, statistics: Statistics, dense: Dense, device: torch.device) -> None:
         statistics.check({"model": dense.fingerprint})
-        self._statistics, self._dense, self.device = statistics, dense, device
+        super().__init__(dense, device)
+        self._statistics = statistics
 
     @property
     def made_with(self) -> JsonDict:
@@ -233,10 +202,6 @@ class SavedPass(BlockSource):
     @property
     def made_of(self) -> dict[str, str]:
         return self._statistics.made_of
-
-    @property
-    def count(self) -> int:
-        return len(self._dense.layout.blocks)
 
     def begin(self, journal: Journal, progress: Progress | None) -> JsonDict:
         return self._statistics.calibration
@@ -268,15 +233,9 @@ class Backend:
 
 
 def expect_unchanged(journal: Journal, dense: Dense, source: BlockSource) -> None:
-    """Have the dense model compared, as it is read, with the model that a run goes on from.
+    """Have the dense model compared, as it is read, with the one that pieces were made of.
 
-    Args:
-        journal: its pieces were made of the model.
-        dense: the model.
-        source: the source of blocks; its statistics may have been made of the model.
-
-    Raises:
-        ModelError: the model was changed.
+    Where it was changed since, reading its weights raises ModelError.
     """
     begun = (
         "it was read by a run that this one goes on with: give the model as it was, or pass "
@@ -294,14 +253,9 @@ def adopted(
     model: Description,
     given_names: Collection[str] | None,
 ) -> Calibration:
-    """Return the calibration that statistics were made with.
+    """Return the calibration that statistics were made with, in place of the one asked for.
 
-    Args:
-        statistics: made of this model.
-        calibration: the calibration that was asked for, which gives way.
-        model: the dense one.
-        given_names: settings that somebody asked for, which must agree; None for those that
-            differ from their defaults.
+    Settings in `given_names` must agree; where it is None, those that differ from their defaults.
 
     Raises:
         OptionError: the statistics were made with others.

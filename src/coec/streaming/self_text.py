@@ -25,7 +25,7 @@ LOGIT_COPIES = 6
 
 
 def window_bytes(shape: Shape, vocabulary: int, seq_len: int, itemsize: int) -> int:
-    """Memory of one window that is sampled, at its last token.
+    """Return the memory of one window that is sampled, at its last token.
 
     Keys and values of all layers; of one layer a second time while they grow, and repeated for the
     query heads that share them; and copies of the logits in float32.
@@ -37,9 +37,7 @@ def window_bytes(shape: Shape, vocabulary: int, seq_len: int, itemsize: int) -> 
 def windows_at_once(free: int | None, size: int) -> int:
     """Return how many windows of `size` bytes are sampled at once: as many of GROUP as fit.
 
-    Args:
-        free: bytes beside the model; None where nobody says.
-        size: of `window_bytes`.
+    `free` are the bytes beside the model; None where nobody says.
     """
     count = GROUP
     while count > 1 and free is not None and count * size > _SHARE * free:
@@ -48,7 +46,7 @@ def windows_at_once(free: int | None, size: int) -> int:
 
 
 def windows_that_fit(model: Description, network: Any, seq_len: int) -> int:
-    """`windows_at_once` of a network in memory, on its device."""
+    """Return `windows_at_once` of a network in memory, on its device."""
     size = window_bytes(model.shape, model.vocabulary, seq_len, network.dtype.itemsize)
     return windows_at_once(FreeMemory.of(network.device).computing, size)
 
@@ -63,7 +61,7 @@ def sample_from_model(
     at_once: int = GROUP,
     progress: Progress | None = None,
 ) -> Windows:
-    """`samples` windows of `seq_len` tokens drawn from the model at temperature 1.
+    """Draw `samples` windows of `seq_len` tokens from the model at temperature 1.
 
     Every window starts with what the tokenizer puts before an empty text (a BOS token), or, where
     that is nothing, with one token drawn uniformly from the vocabulary; no end token is drawn after
@@ -101,7 +99,7 @@ def sample_from_model(
 
 
 def _start(model: Any, tokenizer: PreTrainedTokenizerBase | None, seq_len: int) -> list[int]:
-    """The tokens that every window starts with."""
+    """Return the tokens that every window starts with."""
     start: list[int] = [] if tokenizer is None else encode(tokenizer, "").tolist()
     vocabulary = int(model.config.vocab_size)
     if any(not 0 <= token < vocabulary for token in start):
@@ -119,10 +117,9 @@ def _start(model: Any, tokenizer: PreTrainedTokenizerBase | None, seq_len: int) 
 
 @contextlib.contextmanager
 def _plain_generation(model: Any) -> Iterator[list[int]]:
-    """The model without its generation configuration, which generate() merges into every other.
+    """Take away the model's generation configuration, which generate() merges into every other.
 
-    Yields:
-        The end tokens, none of which is drawn.
+    Gives the end tokens, none of which is drawn.
     """
     own_config = model.generation_config
     model.generation_config = GenerationConfig()
@@ -136,11 +133,8 @@ class _Draw(LogitsProcessor):
     """Turns logits into numbers the largest of which is a token drawn at temperature 1.
 
     Probabilities over exponential numbers, as `torch.multinomial` draws. Each step draws those of
-    all windows of a group, and takes its own: they do not depend on how many are sampled at once.
-
-    Args:
-        rows: the windows of the group that are sampled.
-        count: all of them.
+    all `count` windows of a group and takes those of `rows`, so that they do not depend on how many
+    are sampled at once.
     """
 
     def __init__(self, rows: Int[Tensor, " n"], count: int) -> None:
@@ -181,7 +175,7 @@ def _drawn(
 
 
 def _ids(tokens: int | list[int] | None) -> set[int]:
-    """Token ids, however a configuration writes them."""
+    """Return token ids, however a configuration writes them."""
     if tokens is None:
         return set()
     return {tokens} if isinstance(tokens, int) else set(tokens)

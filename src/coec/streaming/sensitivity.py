@@ -7,6 +7,7 @@ are the dense one with some consumers replaced, and run side by side, a block at
 §10).
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,25 +29,16 @@ TOKENS = 4096
 
 @dataclass(frozen=True, eq=False)
 class RepairedConsumer:
-    """A consumer after pruning, in the dense model's shape.
-
-    Attributes:
-        weight: its columns that went are 0.
-        bias: None where it has none.
-    """
+    """A consumer after pruning, in the dense model's shape: columns that went are 0."""
 
     weight: Float[Tensor, "m d"]
     bias: Float[Tensor, " m"] | None
 
 
 class Sensitivity:
-    """Runs the models that differ from the dense one, or from the pruned one, at a site.
+    """Models that differ from the dense one, or from the pruned one, at a site.
 
-    Args:
-        dense: the model.
-        windows: token ids of which the first few are run.
-        device: where blocks run; hidden states wait on the CPU.
-        dtype: of the forward pass.
+    They run over the first few windows; hidden states wait on the CPU.
     """
 
     def __init__(
@@ -72,22 +64,21 @@ class Sensitivity:
         tensors: Mapping[str, Tensor],
         repaired: Mapping[str, RepairedConsumer],
     ) -> None:
-        """Runs all models through a block.
+        """Run all models through the next block.
 
         Args:
-            block: the next one.
+            block: its layout.
             tensors: its weights as stored, by full names.
             repaired: the pruned consumers, by `Site.key`, of the sites from which anything goes.
         """
         self._layers.load(block, tensors)
         sites = [site for site in block.sites if site.key in repaired]
         for site in sites:
-            other_sites = [s for s in sites if s.key != site.key]
             with self._pruned_at(block, [site], repaired):
                 alone = self._through(block, self._dense)
-            with self._pruned_at(block, other_sites, repaired):
-                pruned_but_here = self._through(block, self._pruned)
-            self._alone[site.key], self._whole[site.key] = alone, pruned_but_here
+            with self._pruned_at(block, [s for s in sites if s is not site], repaired):
+                self._whole[site.key] = self._through(block, self._pruned)
+            self._alone[site.key] = alone
         new_keys = {site.key for site in sites}
         self._dense = self._through(block, self._dense)
         self._run_on(block, self._alone, new_keys)
@@ -107,8 +98,8 @@ class Sensitivity:
         head = Head(self._model, device=self._device, dtype=self._dtype)
 
         def kl(state: State) -> float:
-            divergence = head.score([state], [self._dense], self._windows).kl
-            if divergence is None:
+            divergence = head.predicted(state, self._dense, self._windows).kl
+            if not math.isfinite(divergence):
                 raise NumericalError(
                     "what pruning each site costs cannot be measured: a pruned model predicts "
                     "nothing finite; remove less, or use allocation = adaptive"
@@ -125,7 +116,7 @@ class Sensitivity:
         return self._layers.advance(block.index, state)
 
     def _run_on(self, block: BlockLayout, states: dict[str, State], new: Collection[str]) -> None:
-        """Runs the models that differ at an earlier block."""
+        """Run the models that differ at an earlier block."""
         for key in states:
             if key not in new:
                 states[key] = self._through(block, states[key])
@@ -134,18 +125,13 @@ class Sensitivity:
     def _pruned_at(
         self, block: BlockLayout, sites: Collection[Site], repaired: Mapping[str, RepairedConsumer]
     ) -> Iterator[None]:
-        """Puts the pruned consumers of some sites in the place of the dense ones."""
-        layer = self._layers.modules[block.index]
-        modules: list[Any] = [
-            layer.get_submodule(s.consumer.removeprefix(block.prefix)) for s in sites
-        ]
+        """Put the pruned consumers of some sites in the place of the dense ones."""
+        modules: list[Any] = [self._layers.module(block, site.consumer) for site in sites]
         before = [(module.weight, module.bias) for module in modules]
         for module, site in zip(modules, sites, strict=True):
             consumer = repaired[site.key]
-            module.weight, module.bias = (
-                self._parameter(consumer.weight),
-                self._parameter(consumer.bias),
-            )
+            module.weight = self._parameter(consumer.weight)
+            module.bias = self._parameter(consumer.bias)
         try:
             yield
         finally:

@@ -36,7 +36,7 @@ Grams = dict[str, dict[str, Gram]]
 
 @dataclass(frozen=True)
 class Statistics:
-    """The Grams of every block of one model on one calibration, bit for bit as summed.
+    """Grams of every block of one model on one calibration, bit for bit as summed.
 
     Attributes:
         folder: one file per block, and a record that is written last.
@@ -56,11 +56,7 @@ class Statistics:
 
     @classmethod
     def open(cls, folder: "str | Path | Statistics") -> "Statistics":
-        """Reads the record.
-
-        Raises:
-            CalibrationError: the folder holds no complete statistics.
-        """
+        """Read the record; raises CalibrationError where a folder has no complete statistics."""
         if isinstance(folder, Statistics):
             return folder
         folder = Path(folder)
@@ -85,11 +81,7 @@ class Statistics:
 
     def record(self) -> JsonDict:
         """Return what they were made of and with."""
-        return {
-            "calibration": self.calibration,
-            "made_with": self.made_with,
-            "settings": self.settings,
-        }
+        return {name: getattr(self, name) for name in ("calibration", "made_with", "settings")}
 
     @property
     def windows(self) -> Int[Tensor, "n length"]:
@@ -121,18 +113,18 @@ class Statistics:
     def blocks(
         self, dense: Dense, device: torch.device, skip: Container[int] = ()
     ) -> Iterator[Measured]:
-        """The blocks in order, as `DenseStream.blocks` yielded them.
+        """Yield the blocks in order, as `DenseStream.blocks` did.
 
         Raises:
             CalibrationError: a file is missing or damaged.
         """
+        held_out = self.made_with.get("holdout") or self.made_with.get("judging")
+        subsets = [FIT, HELD_OUT] if held_out else [FIT]
         for block in dense.layout.blocks:
             if block.index in skip:
                 continue
             grams = self.grams(block.index, device)
-            held_out = self.made_with.get("holdout") or self.made_with.get("judging")
-            kept_windows = [FIT, HELD_OUT] if held_out else [FIT]
-            for subset, site in itertools.product(kept_windows, block.sites):
+            for subset, site in itertools.product(subsets, block.sites):
                 gram = grams[subset].get(site.name)
                 if gram is None or gram.x.shape != (site.columns,):
                     sums = "none" if gram is None else f"sums of {len(gram.x)} channels"
@@ -168,7 +160,7 @@ def finish(
     settings: JsonDict,
     made_of: dict[str, str],
 ) -> None:
-    """Writes what makes a folder of blocks complete; arguments as in `Statistics`."""
+    """Write what makes a folder of blocks complete; arguments as in `Statistics`."""
     journal.put(WINDOWS, journal.new / WINDOWS, lambda p: write_tensors({"input_ids": windows}, p))
     values = (calibration, made_with, settings, made_of, journal.recorded())
     record = dict(zip(_PARTS, values, strict=True))
@@ -176,7 +168,7 @@ def finish(
 
 
 def write_grams(path: Path, grams: Grams) -> None:
-    """The file of one block: sums as they are, counts beside them."""
+    """Write the file of one block: sums as they are, counts beside them."""
     tensors: dict[str, Tensor] = {}
     counts: dict[str, list[float]] = {}
     for subset, by_site in grams.items():
@@ -190,7 +182,7 @@ def write_grams(path: Path, grams: Grams) -> None:
 
 
 def block_file(index: int) -> str:
-    """The name of a block's file."""
+    """Return the name of a block's file."""
     return f"block-{index:05}.safetensors"
 
 

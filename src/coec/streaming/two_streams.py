@@ -23,10 +23,9 @@ from coec.models.surgery import with_rows
 from coec.planning.run import Run
 from coec.reconstruction import Batch, Products
 from coec.reconstruction.least_squares import Arguments, Value
-from coec.streaming.dense_stream import LEAST_BATCHES, in_parts
-from coec.streaming.head import Head
+from coec.streaming.dense_stream import LEAST_BATCHES, batch_size, in_parts
+from coec.streaming.head import Head, Prediction
 from coec.streaming.layers import Layers, State, to_host
-from coec.streaming.prediction import Prediction
 from coec.types import GramSum
 
 SUMMANDS = LEAST_BATCHES
@@ -36,12 +35,7 @@ WindowKind = Literal["fit", "held"]
 
 @dataclass(frozen=True, eq=False)
 class WindowBatch:
-    """A batch of windows.
-
-    Attributes:
-        number: its index among all batches, wherever they lie.
-        ids: its tokens.
-    """
+    """A batch of windows; `number` is its index among all batches, wherever they lie."""
 
     number: int
     ids: Int[Tensor, "n length"]
@@ -131,10 +125,7 @@ class TwoStreams:
         self._products: dict[WindowKind, Products] = {}
 
     def rewind(self, limit: int) -> int:
-        """Index of the current block; goes back to the first if it is beyond `limit`.
-
-        An open block is closed.
-        """
+        """Index of the current block; goes back to the first if it is beyond `limit`."""
         if self._behind_sites:
             self._drop(self._index)
             self._close()
@@ -166,11 +157,12 @@ class TwoStreams:
             floor: lower bound on a token's mean square; None for equal weights.
             mean: mean weight of the tokens fitted on, by which all are divided.
         """
-        for n, state in self._behind_sites[-1].items():
-            if floor is None:
-                self._weights[n] = torch.ones(state.shape[:2])
-            else:
-                self._weights[n] = token_weights(_squares(state), floor) / mean
+        self._weights = {
+            n: torch.ones(state.shape[:2])
+            if floor is None
+            else token_weights(_squares(state), floor) / mean
+            for n, state in self._behind_sites[-1].items()
+        }
 
     @torch.no_grad()
     def measure(self, number: int, windows_kind: WindowKind) -> Iterator[ConsumerStatistics]:
@@ -178,19 +170,17 @@ class TwoStreams:
         block = self._dense.layout.blocks[self._index]
         site = block.sites[number]
         half = self._dense_layers.half(block, site)
-        consumer = half.get_submodule(site.consumer.removeprefix(block.prefix))
+        consumer = self._dense_layers.module(block, site.consumer)
         calls: list[tuple[Tensor, Tensor]] = []
-        for numbers in self._parts[windows_kind]:
-            statistics = ConsumerStatistics(GramSum(site.columns, self._device))
-            hook = consumer.register_forward_hook(
-                lambda module, args, out: calls.append((args[0], out))
-            )
-            try:
+        hook = consumer.register_forward_hook(lambda _, args, out: calls.append((args[0], out)))
+        try:
+            for numbers in self._parts[windows_kind]:
+                statistics = ConsumerStatistics(GramSum(site.columns, self._device))
                 for n in numbers:
                     self._measure_batch(statistics, half, number, n, calls)
-            finally:
-                hook.remove()
-            yield statistics
+                yield statistics
+        finally:
+            hook.remove()
 
     def _measure_batch(
         self,
@@ -300,12 +290,9 @@ class TwoStreams:
     def predict(
         self, windows_kind: WindowKind, norm: Float[Tensor, " h"] | None, dense: bool
     ) -> Iterator[Prediction]:
-        """Yield how well every batch is predicted behind the last block.
+        """Yield how well every batch is predicted behind the last block, by either model.
 
-        Args:
-            windows_kind: of the windows.
-            norm: another weight of the final norm, for the pruned model.
-            dense: whether the dense model predicts.
+        The pruned one may have another weight of the final norm.
         """
         states = self._dense_states if dense else self._pruned_states
         for n in self._numbers(windows_kind):
@@ -340,17 +327,14 @@ class TwoStreams:
 def shards(
     windows: Int[Tensor, "_ length"],
     held_out: Int[Tensor, "_ length"] | None,
-    size: int,
     workers: int = 1,
+    size: int | None = None,
 ) -> list[Shard]:
-    """Return the windows of every worker: consecutive whole parts.
+    """Return the windows of every worker: consecutive whole parts, no more shards than parts.
 
-    Args:
-        windows: to fit on.
-        held_out: windows on which nothing may get worse.
-        size: windows of a batch.
-        workers: how many there are; there are no more shards than parts.
+    A batch has `size` windows, where it is not as many as are run at once.
     """
+    size = size or batch_size(windows.shape[1], len(windows))
     fit = windows.split(size)
     held_batches = () if held_out is None else held_out.split(size)
     numbered = [WindowBatch(n, ids) for n, ids in enumerate((*fit, *held_batches))]

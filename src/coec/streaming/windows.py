@@ -27,7 +27,7 @@ Maker = Callable[[torch.device, torch.dtype, Progress | None], Windows]
 def window_maker(
     dense: Dense, calibration: Calibration, runtime: Runtime, progress: Progress | None
 ) -> Maker:
-    """Checks the calibration text now, and returns a function that makes the windows."""
+    """Check the calibration text now, and return a function that makes the windows."""
     seq_len = window_length(calibration, dense)
     samples, added, seed = calibration.samples, calibration.added, calibration.seed
     held_out(samples, calibration.held_out)
@@ -66,11 +66,9 @@ def _own_tokenizer(
 
 @contextmanager
 def _room_for_all(device: torch.device, *, added: bool) -> Iterator[None]:
-    """Says in one line that the whole network does not fit in the device's memory.
+    """Say in one line that the whole network does not fit in the device's memory.
 
-    Args:
-        device: that has to hold it.
-        added: whether its text is added to another.
+    `added` tells whether its text is added to another.
     """
     try:
         yield
@@ -84,7 +82,7 @@ def _room_for_all(device: torch.device, *, added: bool) -> Iterator[None]:
 
 
 def check_calibrations(dense: Dense, calibrations: Sequence[Calibration], runtime: Runtime) -> None:
-    """Checks one calibration text for all calibrations that name it; it is tokenised once.
+    """Check one calibration text for all calibrations that name it; it is tokenised once.
 
     Raises:
         CoecError: it cannot be read, or is too short for one of them.
@@ -104,9 +102,6 @@ def check_calibrations(dense: Dense, calibrations: Sequence[Calibration], runtim
     stream = text_stream(dense, calibrations[0], runtime, CHOICE * most_tokens, None)
     for (samples, seq_len, _), calibration in by_size.items():
         sample_windows(
-            stream,
-            samples=samples,
-            seq_len=seq_len,
-            seed=calibration.seed,
+            stream, samples=samples, seq_len=seq_len, seed=calibration.seed,
             vocabulary=dense.vocabulary,
-        )
+        )  # fmt: skip

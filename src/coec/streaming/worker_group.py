@@ -1,6 +1,6 @@
-"""The hidden states of the dense and the pruned model, held by one worker or by several.
+"""Workers that hold the hidden states of the dense and the pruned model, one or several.
 
-Every worker answers for its own windows, all at once. The answers come in the order of the windows.
+Every worker answers for its own windows, all at once; answers come in the order of the windows.
 """
 
 from abc import ABC, abstractmethod

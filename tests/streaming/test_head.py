@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from coec.streaming.prediction import Prediction
+from coec.streaming.head import Prediction
 
 P = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125], [0.2, 0.2, 0.6]]).log()
 Q = torch.tensor([[0.5, 0.25, 0.25], [0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]).log()
