@@ -1,9 +1,8 @@
 """How many units every site keeps (METHODS §10)."""
 
-from coec.allocation.alignment import MOST_ADDED, MULTIPLES, OF_EXPERTS
 from coec.allocation.by_importance import Importances, by_importance
 from coec.allocation.uniform import shares_for, uniform, whole_attention
-from coec.allocation.widths import Widths, parameters
+from coec.allocation.widths import MOST_ADDED, MULTIPLES, OF_EXPERTS, Widths, parameters
 
 __all__ = [
     "MOST_ADDED",

@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coec.allocation.alignment import aligned
-from coec.allocation.widths import Widths, parameters
+from coec.allocation.widths import Widths, aligned, parameters
 from coec.models.layout import Layout, Site
 
 Importances = Mapping[str, Float[Tensor, " units"]]

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from coec.allocation.alignment import aligned, aligned_down
 from coec.allocation.kept import KeptUnits
-from coec.allocation.widths import Widths, parameters
+from coec.allocation.widths import Widths, aligned, aligned_down, parameters
 from coec.errors import OptionError
 from coec.models.layout import Layout, Site
 from coec.selection import kept_count

@@ -18,8 +18,8 @@ from coec.compensation.methods import COMPENSATIONS, Method
 from coec.compensation.objective import above, kept_columns, relative_errors
 from coec.errors import NumericalError, OptionError
 from coec.events import record, recording
+from coec.linalg.products import power_of_two
 from coec.linalg.spd import semidefinite
-from coec.linalg.units import power_of_two
 from coec.types import Gram, KeptSet, SiteProblem, SiteResult
 
 __all__ = ["COMPENSATIONS", "Method", "compensate", "relative_errors"]

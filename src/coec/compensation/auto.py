@@ -4,10 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from coec.compensation.closed_form import none, ridge_to_slice
+from coec.compensation.closed_form import none, rcpu, ridge_to_slice
 from coec.compensation.coec import coec
 from coec.compensation.objective import relative_errors
-from coec.compensation.rcpu import rcpu
 from coec.errors import NumericalError, OptionError
 from coec.events import record, recording
 from coec.settings import CoecOptions, RidgeOptions

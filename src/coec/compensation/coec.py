@@ -12,13 +12,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.compensation.anchor import Anchor
+from coec.compensation.closed_form import rcpu
 from coec.compensation.descent import Descended, Descent, Origin, RightSolver, Side
 from coec.compensation.frame import RotationTarget, Shrinkage
 from coec.compensation.objective import OutputProblem, above, kept_columns, rounding
-from coec.compensation.rcpu import rcpu
 from coec.errors import NumericalError
 from coec.events import record, recording
-from coec.linalg.units import power_of_two
+from coec.linalg.products import power_of_two
 from coec.settings import CoecOptions
 from coec.types import KeptSet, SiteProblem, SiteResult
 

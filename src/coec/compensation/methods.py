@@ -9,9 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from coec.compensation.auto import auto
-from coec.compensation.closed_form import bias, least_squares, none, ridge_to_slice
+from coec.compensation.closed_form import bias, least_squares, none, rcpu, ridge_to_slice
 from coec.compensation.coec import coec
-from coec.compensation.rcpu import rcpu
 from coec.errors import OptionError
 from coec.settings import (
     CoecOptions,

@@ -1,5 +1,6 @@
 """Matrix products: only what is needed of one, in as many digits as are needed."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -43,3 +44,13 @@ def lower_gram(A: Float[Tensor, "b k"]) -> Float[Tensor, "b b"]:
         last = min(first + STRIP, b)
         torch.mm(A[first:last], A[:last].T, out=G[first:last, :last])
     return G
+
+
+def power_of_two(values: Float[Tensor, "..."]) -> float:
+    """A power of two about the largest magnitude, so that dividing by it is exact; 1 for zeros.
+
+    The largest magnitude, divided by it, lies in [1, 2).
+    """
+    low, high = values.aminmax()
+    largest = max(-float(low), float(high))
+    return math.ldexp(1.0, math.frexp(largest)[1] - 1) if largest > 0 else 1.0

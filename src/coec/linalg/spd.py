@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coec.events import record
 from coec.linalg.decompose import eigh
-from coec.linalg.units import power_of_two
+from coec.linalg.products import power_of_two
 
 NEGATIVE = 1e-6
 """Eigenvalues this far below 0, relative to the largest, are rounding; beyond it G is indefinite.

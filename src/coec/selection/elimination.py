@@ -25,8 +25,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coec.errors import NumericalError, OptionError
+from coec.linalg.products import power_of_two
 from coec.linalg.spd import regularized_inverse
-from coec.linalg.units import power_of_two
 from coec.types import Gram
 
 RIDGE = 1e-3

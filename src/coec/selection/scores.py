@@ -1,4 +1,4 @@
-"""Column scores: higher means keep (METHODS §3).
+"""Column scores: higher means keep; how many units stay, and which (METHODS §§1, 3).
 
 A score is any callable `(weight, gram) -> scores`, one number per input column of the consumer.
 Those of `units`, `keep` and `seed` that it declares it is given by keyword. Add one by writing the
@@ -6,16 +6,19 @@ function and listing it here.
 """
 
 import inspect
+import math
 from collections.abc import Callable
+from fractions import Fraction
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coec.errors import OptionError
+from coec.errors import NumericalError, OptionError
 from coec.linalg.spd import regularized_inverse
 from coec.selection.elimination import obs
-from coec.types import Gram
+from coec.settings import check_sparsity
+from coec.types import Gram, KeptSet
 
 Score = Callable[..., Tensor]
 LEVERAGE_RIDGE = 1.0
@@ -118,3 +121,24 @@ def column_scores(
 def unit_scores(scores: Float[Tensor, " d"], units: int) -> Float[Tensor, " u"]:
     """The score of a unit of consecutive columns is the sum over its columns."""
     return scores.reshape(units, -1).sum(dim=1)
+
+
+def kept_count(units: int, sparsity: float) -> int:
+    """`⌈(1 − ρ) n⌉` in exact arithmetic on the decimal number written, at least 1.
+
+    Binary arithmetic makes ⌈(1 − 0.7) · 10⌉ = 4; it is 3.
+    """
+    check_sparsity(sparsity)
+    return max(1, math.ceil((1 - Fraction(repr(float(sparsity)))) * units))
+
+
+def keep_highest(scores: Float[Tensor, " u"], count: int) -> KeptSet:
+    """The `count` units of highest score; ties break toward the lower index.
+
+    Raises:
+        NumericalError: a score is NaN.
+    """
+    if torch.isnan(scores).any():
+        raise NumericalError("a selection score is NaN")
+    order = torch.argsort(scores, descending=True, stable=True)
+    return KeptSet(order[:count].sort().values, len(scores))
