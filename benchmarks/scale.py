@@ -138,7 +138,7 @@ def planned(model: str, recipe: str, machine: str, gpus: int) -> Planned:
     compute = ComputeConfig.of(plan, torch.device("cuda"), machine=gpu)
     statistics = 8.0 * sum(site.columns**2 for site in plan.model.layout.sites)
     weights = float(plan.parameters_before * compute.stored.itemsize)
-    return Planned(plan.forecast(compute, gpu), gpus, statistics, weights, plan.dense.layers)
+    return Planned(Forecast.of(plan, compute, gpu), gpus, statistics, weights, plan.dense.layers)
 
 
 def table(model: str, recipe: str) -> str:

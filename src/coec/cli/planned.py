@@ -60,14 +60,14 @@ def show_plan(plan: "Plan", model: str, out: Path | None, view: PlanView) -> Non
     """
     import torch
 
-    from coec.devices import choose_device
+    from coec.devices import FreeMemory, choose_device
     from coec.planning import (
         ComputeConfig,
-        FreeMemory,
+        Forecast,
         check_room,
         close_fits,
         machine_named,
-        measuring,
+        this_machine,
         within,
     )
 
@@ -78,24 +78,24 @@ def show_plan(plan: "Plan", model: str, out: Path | None, view: PlanView) -> Non
         device, elsewhere = choose_device(plan.recipe.runtime.device), None
         room = FreeMemory.of(device)
         with showing_progress(view.quiet) as advance:
-            machine = measuring.this_machine(device, anew=view.measure, progress=advance)
+            machine = this_machine(device, anew=view.measure, progress=advance)
     compute = ComputeConfig.of(plan, device, measured=view.measured, machine=elsewhere)
     compute = within(plan, compute, room)
     check_room(plan, compute, room)
     close = close_fits(plan, compute, room)
-    forecast = plan.forecast(compute, machine)
+    forecast = Forecast.of(plan, compute, machine)
     record = {"model": model, **plan.record(), **forecast.record()}
     record |= {"device": str(device), "close": list(close)}
     if view.as_json:
         print(json.dumps(record))
         return
-    _show_sizes(plan, record)
+    _show_sizes(plan, forecast.alternatives, record)
     _show_forecast(forecast, str(device))
     for line in (*close, *_disk(forecast, out)):
         results.print(line, markup=False)
 
 
-def _show_sizes(plan: "Plan", record: dict[str, Any]) -> None:
+def _show_sizes(plan: "Plan", alternatives: dict[str, "Plan"], record: dict[str, Any]) -> None:
     """Print widths, parameters, candidates, notes and the format."""
     from rich.table import Table
 
@@ -108,7 +108,7 @@ def _show_sizes(plan: "Plan", record: dict[str, Any]) -> None:
     before, after = plan.parameters_before, plan.parameters_after
     table.add_row("parameters", f"{before:,}", f"{after:,} ({after / before:.1%})")
     results.print(table)
-    for rule, candidate in plan.alternatives.items():
+    for rule, candidate in alternatives.items():
         results.print(
             f"or, if held-out windows say so (kv_groups = {rule}): {candidate.pruned.kv_heads} KV "
             f"groups, {candidate.pruned.ffn:,} MLP channels, stored as "

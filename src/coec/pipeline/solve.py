@@ -166,7 +166,7 @@ def _solve_site(
     fitted.check_finite()
     if held_out is not None:
         held_out.check_finite()
-    gram = fitted + held_out if held_out is not None and plan.judges_are_fitted else fitted
+    gram = fitted + held_out if held_out is not None and plan.recipe.judges_are_fitted else fitted
     with recording() as events:
         units = _kept(site, weight, gram, plan)
     if units.everything and statistics.target is None:

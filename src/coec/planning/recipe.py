@@ -144,6 +144,14 @@ class Recipe:
         by_error = "allocation = error" if self.pruning.allocation == "error" else None
         return self.reconstruction.sequential or by_error
 
+    @property
+    def judges_are_fitted(self) -> bool:
+        """True where the windows that judge the compensations are fitted on in the end.
+
+        False where the user holds them out, and where they judge the reconstruction too.
+        """
+        return bool(self.calibration.judging) and not self.reconstruction.sequential
+
     def check_for_statistics(self) -> None:
         """Raise OptionError where statistics do not do, because the text itself is needed."""
         if name := self.needs_text:
