@@ -11,7 +11,7 @@ import tiny_models as tm
 from benchmarks.scale import MODELS
 from coec.devices import FreeMemory
 from coec.errors import OptionError
-from coec.execution.places import check_space
+from coec.execution.output import check_space
 from coec.models.description import Description
 from coec.pipeline.write import space_needed
 from coec.planning import (

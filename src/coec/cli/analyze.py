@@ -13,13 +13,13 @@ from coec.cli.common import (
     notes,
     quieten,
     results,
+    spelled,
     switch,
     with_flags,
 )
 from coec.cli.progress import Quiet, showing_progress
-from coec.cli.spelling import spelled
 from coec.errors import OptionError
-from coec.settings import DTYPE_NAMES
+from coec.settings.parts import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from rich.table import Table

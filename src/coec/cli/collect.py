@@ -12,6 +12,7 @@ from coec.cli.common import (
     Restart,
     TrustRemoteCode,
     argument,
+    flag_of,
     given,
     quieten,
     results,
@@ -20,7 +21,6 @@ from coec.cli.common import (
     with_flags,
 )
 from coec.cli.progress import Quiet, showing_progress
-from coec.cli.spelling import flag_of
 from coec.settings import Calibration, Runtime
 
 if TYPE_CHECKING:

@@ -8,11 +8,10 @@ from typer.core import TyperCommand, TyperGroup
 import coec
 from coec.cli.analyze import analyze_command
 from coec.cli.collect import collect_command
-from coec.cli.compensate import compensate_command
 from coec.cli.evaluate import eval_command
 from coec.cli.export import export_command
 from coec.cli.methods import methods_command
-from coec.cli.prune import prune_command
+from coec.cli.prune import compensate_command, prune_command
 from coec.cli.report import report_command
 from coec.cli.sweep import sweep_command
 

@@ -13,6 +13,7 @@ from coec.cli.common import (
     TrustRemoteCode,
     Values,
     argument,
+    flag_of,
     given,
     notes,
     quieten,
@@ -21,9 +22,8 @@ from coec.cli.common import (
     with_flags,
 )
 from coec.cli.progress import Quiet, showing_progress
-from coec.cli.spelling import flag_of
 from coec.errors import CoecError, OptionError
-from coec.settings import DTYPE_NAMES
+from coec.settings.parts import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from coec.evaluation.perplexity import Perplexity

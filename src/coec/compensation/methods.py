@@ -13,14 +13,9 @@ from coec.compensation.closed_form import bias, least_squares, none, ridge_to_sl
 from coec.compensation.coec import coec
 from coec.compensation.rcpu import rcpu
 from coec.errors import OptionError
-from coec.settings import (
-    CoecOptions,
-    Options,
-    RidgeOptions,
-    Setting,
-    of_annotation,
-    without_effect,
-)
+from coec.settings import CoecOptions, RidgeOptions, Setting
+from coec.settings.fields import of_annotation, without_effect
+from coec.settings.options import Options
 from coec.types import SiteProblem, SiteResult
 
 PARTS = frozenset({"value", "held_out"})

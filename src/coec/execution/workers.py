@@ -27,19 +27,14 @@ class Executor(Protocol):
     """Runs jobs, on this machine or elsewhere."""
 
     def map(self, function: Callable[[_Job], _Result], jobs: Iterable[_Job]) -> Iterator[_Result]:
-        """Yield results in the order of the jobs; function and jobs are pickled.
+        """Yield results in the order of the jobs; raises CoecError where a worker died.
 
-        Raises:
-            CoecError: a worker died.
+        Function and jobs are pickled.
         """
 
 
 class Workers:
-    """Worker processes; the context manager ends them.
-
-    Args:
-        count: number of processes; 1 works in this one.
-    """
+    """Worker processes, which the context manager ends; a `count` of 1 works in this process."""
 
     def __init__(self, count: int) -> None:
         self._pool = None
@@ -60,11 +55,7 @@ class Workers:
             self._pool.shutdown(cancel_futures=True)
 
     def map(self, function: Callable[[_Job], _Result], jobs: Iterable[_Job]) -> Iterator[_Result]:
-        """Yield results in the order of the jobs; function and jobs are pickled.
-
-        Raises:
-            CoecError: a worker died.
-        """
+        """Yield results in the order of the jobs; raises CoecError where a worker died."""
         if self._pool is None:
             yield from map(function, jobs)
             return

@@ -38,7 +38,7 @@ from coec.experiments.subjects import (
 from coec.models.dense import Dense
 from coec.pipeline.collect import collect
 from coec.planning.recipe import Recipe
-from coec.settings import without_effect
+from coec.settings.fields import without_effect
 from coec.streaming.passes import Backend, depends_on
 from coec.streaming.statistics import Statistics
 

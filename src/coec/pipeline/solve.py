@@ -20,7 +20,7 @@ from coec.pipeline.guard import Judge
 from coec.planning import Plan
 from coec.planning.run import Run
 from coec.selection import SELECTIONS, column_scores, keep_highest, unit_scores
-from coec.settings import SEEDS
+from coec.settings.fields import SEEDS
 from coec.streaming.dense_stream import Measured
 from coec.types import Gram, KeptSet, SiteResult
 

@@ -17,7 +17,7 @@ from coec.planning.memory import ComputeConfig, disk, lower_bound, sampled_windo
 from coec.planning.phases import FEWEST_STEPS, MOST_STEPS, Phase, phases_of
 from coec.planning.plan import Plan
 from coec.planning.recipe import Recipe
-from coec.settings import SolveDtypeName
+from coec.settings.parts import SolveDtypeName
 from coec.streaming.self_text import windows_at_once
 
 _CLOSE = 0.9

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.errors import NumericalError
-from coec.settings import check_sparsity
+from coec.settings.parts import check_sparsity
 from coec.types import KeptSet
 
 
