@@ -163,13 +163,12 @@ def _show(
         results.print(
             f"tokens/s: median (range) of {load.repeats} runs each, in turns, batch of "
             f"{load.batch_size}, {load.prompt_tokens} + {load.new_tokens} tokens,\n"
-            f"{rates.dtype} on {rates.device}; ratio of medians (range of the paired ratios)",
-            markup=False,
+            f"{rates.dtype} on {rates.device}; ratio of medians (range of the paired ratios)"
         )
     if summary:
         results.print(_geometry_table(summary))
     for note in odd:
-        notes.print(f"note: {spelled(note)}", markup=False)
+        notes.print(f"note: {spelled(note)}")
 
 
 def _efficiency_table(cost: "Efficiency", rates: "Speed | None") -> "Table":

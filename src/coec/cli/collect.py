@@ -80,4 +80,4 @@ def _show(statistics: "Statistics", model: str) -> None:
         f"{calibration['source']}",
         f"use it: coec prune {model} OUT --statistics {statistics.folder}",
     ):
-        results.print(line, markup=False)
+        results.print(line)

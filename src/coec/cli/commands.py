@@ -3,7 +3,7 @@
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 import coec
 from coec.cli.analyze import analyze_command
@@ -16,32 +16,15 @@ from coec.cli.report import report_command
 from coec.cli.sweep import sweep_command
 
 
-class _Plain:
-    """Usage and help in the words of the texts: `MODEL [OUT]`, and no type beside a switch."""
+class _Command(TyperCommand):
+    """Command whose usage names arguments as its texts do: `MODEL`, not `{MODEL}`."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
-        return [piece.strip("{}") for piece in pieces]
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for param in params:
-            if getattr(param, "is_flag", False):
-                param.metavar = ""
-        return params
-
-
-class _Command(_Plain, TyperCommand):
-    pass
-
-
-class _Group(_Plain, TyperGroup):
-    pass
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
 
 app = typer.Typer(
     name="coec",
-    cls=_Group,
     help="Training-free structured pruning of large language models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -18,8 +18,8 @@ from coec.settings import NAMES, TABLE, Setting
 Values: TypeAlias = dict[str, Any]
 """Arguments by their names."""
 
-notes = Console(stderr=True, highlight=False, soft_wrap=True)
-results = Console(highlight=False, soft_wrap=True)
+notes = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+results = Console(highlight=False, markup=False, soft_wrap=True)
 
 _METAVARS: dict[object, str] = {
     float: "X", int: "N", str: "TEXT", Path: "PATH", list[str]: "TEXT", list[Path]: "PATH",
@@ -87,7 +87,7 @@ class CommandFlag(NamedTuple):
         metavar = self.metavar or ("NAME" if is_name else _METAVARS.get(self.type))
         flag = flag_of(self.name)
         names = [f"{flag}/--no-{flag[2:]}"] if self.type is bool else []
-        option = setting(self.text, None if names else metavar, self.panel, *names)
+        option = setting(self.text, "" if names else metavar, self.panel, *names)
         annotation = Annotated[value_type | None, option]
         keyword = inspect.Parameter.KEYWORD_ONLY
         return inspect.Parameter(self.name, keyword, default=None, annotation=annotation)

@@ -199,19 +199,22 @@ def _show_perplexity(result: "Perplexity") -> None:
         if value is not None and not isinstance(value, bool):
             text = f"{value:,}" if isinstance(value, int) else value
             text = f"{value:.4f}" if isinstance(value, float) else text
-            results.print(f"{name.replace('_', ' '):<20} {text}", markup=False)
+            results.print(f"{name.replace('_', ' '):<20} {text}")
 
 
 def _show_tasks(scores: "ZeroShot") -> None:
     """Print a row per task, the paper's metric in bold, then what the numbers do not say."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("task", "items", "acc", "acc_norm", "guessing", box=None, header_style="bold")
     for score in scores.tasks:
-        cells = {"acc": _number(score.acc, score.acc_stderr)}
-        cells["acc_norm"] = _number(score.acc_norm, score.acc_norm_stderr)
+        cells: dict[str, str | Text] = {
+            "acc": _number(score.acc, score.acc_stderr),
+            "acc_norm": _number(score.acc_norm, score.acc_norm_stderr),
+        }
         if score.metric in cells:
-            cells[score.metric] = f"[bold]{cells[score.metric]}[/bold]"
+            cells[score.metric] = Text(str(cells[score.metric]), style="bold")
         table.add_row(score.task, f"{score.items:,}", *cells.values(), _number(score.guessing))
     results.print(table)
     lines = [
@@ -229,7 +232,7 @@ def _show_tasks(scores: "ZeroShot") -> None:
             "their beginning"
         )
     for line in lines:
-        results.print(line, markup=False)
+        results.print(line)
 
 
 def _number(value: float | None, stderr: float | None = None) -> str:

@@ -31,11 +31,11 @@ def methods_command(as_json: Json = False) -> None:
         print(json.dumps({**listing, "options": options}))
         return
     for heading, entries in listing.items():
-        results.print(f"[bold]{heading}[/bold]")
+        results.print(heading, style="bold")
         for name, line in entries.items():
-            results.print(f"  {name:<16} {line}", markup=False)
+            results.print(f"  {name:<16} {line}")
             if heading == "compensations" and options[name]:
-                results.print(f"    options: {', '.join(options[name])}", markup=False)
+                results.print(f"    options: {', '.join(options[name])}")
 
 
 def _preset(preset: Preset) -> str:

@@ -80,7 +80,7 @@ def show_plan(
     _show_sizes(plan, forecast.alternatives, record)
     _show_forecast(forecast, str(device))
     for line in (*close, *_disk(forecast, out)):
-        results.print(line, markup=False)
+        results.print(line)
 
 
 def _show_sizes(plan: "Plan", alternatives: dict[str, "Plan"], record: dict[str, Any]) -> None:
@@ -100,17 +100,16 @@ def _show_sizes(plan: "Plan", alternatives: dict[str, "Plan"], record: dict[str,
         results.print(
             f"or, if held-out windows say so (kv_groups = {rule}): {candidate.pruned.kv_heads} KV "
             f"groups, {candidate.pruned.ffn:,} MLP channels, stored as "
-            f"{candidate.output.model_type}",
-            markup=False,
+            f"{candidate.output.model_type}"
         )
     for note in plan.notes:
-        results.print(note, markup=False)
+        results.print(note)
     code = f", built by {record['code']} beside the weights" if record["code"] else ""
-    results.print(f"\nstored as {plan.output.model_type}{code}", markup=False)
+    results.print(f"\nstored as {plan.output.model_type}{code}")
     if plan.output.relabelled:
-        results.print(f"  ({plan.output.relabelled})", markup=False)
+        results.print(f"  ({plan.output.relabelled})")
     for loader, finding in plan.output.loads_in.items():
-        results.print(f"  {loader:<14} {finding}", markup=False)
+        results.print(f"  {loader:<14} {finding}")
     results.print()
 
 
@@ -141,7 +140,7 @@ def _show_forecast(forecast: "Forecast", device: str) -> None:
             else f"the data sheet of {machine.name}, products taken to reach {machine.share:.0%} "
             "of its peak: not measured here, or anywhere"
         )
-        results.print(f"times: by {source}", markup=False)
+        results.print(f"times: by {source}")
 
 
 def _gigabytes(size: int) -> str:
@@ -171,17 +170,16 @@ def show_report(report: "Report", as_json: bool) -> None:
         print(json.dumps({"out": report.out, **report.as_dict()}))
         return
     for line in _lines(report):
-        results.print(line, markup=False)
+        results.print(line)
     for event, modules in report.events.items():
         place = modules[0] if len(modules) == 1 else f"{modules[0]} and {len(modules) - 1} more"
-        notes.print(f"note: {place}: {event}", markup=False)
+        notes.print(f"note: {place}: {event}")
     fits = not ARCHITECTURES[report.plan["model_type"]].adds  # True where blocks can be fitted
     if report.recipe.get("preset") == "paper" and not report.reconstruction and fits:
         results.print(
-            "beyond the paper: --preset best fits every block to the dense model's hidden states",
-            markup=False,
+            "beyond the paper: --preset best fits every block to the dense model's hidden states"
         )
-    results.print(f"measure it: coec eval {report.out} --baseline {report.model}", markup=False)
+    results.print(f"measure it: coec eval {report.out} --baseline {report.model}")
 
 
 def _lines(report: "Report") -> Iterator[str]:

@@ -31,8 +31,8 @@ def report_command(
         print(json.dumps({"files": paths, "figures": figures, **written.document.as_dict()}))
         return
     for name, value in written.document.facts:
-        results.print(f"{name:<20} {value}", markup=False)
+        results.print(f"{name:<20} {value}")
     for note in written.document.notes:
-        results.print(note, markup=False)
+        results.print(note)
     for path in (*paths.values(), *dict.fromkeys(path.parent for path in written.figures)):
-        results.print(f"{'written':<20} {path}", markup=False)
+        results.print(f"{'written':<20} {path}")

@@ -144,13 +144,12 @@ def _show_summary(summary: "Summary", out: Path, kept: int) -> None:
         notes.print("note: an unfinished last line of results.jsonl was dropped")
     results.print(
         f"{summary.done} cells done, {summary.failed} failed"
-        + (f" ({kept} were there already)" if kept else ""),
-        markup=False,
+        + (f" ({kept} were there already)" if kept else "")
     )
     for reason in dict.fromkeys(summary.reasons.values()):
         count = list(summary.reasons.values()).count(reason)
-        notes.print(f"failed, {count} cells: {spelled(reason)}", markup=False)
-    results.print(f"tables and figures: coec report {out}", markup=False)
+        notes.print(f"failed, {count} cells: {spelled(reason)}")
+    results.print(f"tables and figures: coec report {out}")
 
 
 def _show_cells(cells: list["Cell"], as_json: bool) -> None:
