@@ -183,8 +183,7 @@ def compared(predicted: Forecast, size: int, found: dict[str, Any]) -> dict[str,
             laps[f"solving {kind}"] = sum(site[0] for site in sites)
     guessed: dict[str, list[float]] = {}
     for phase in predicted.phases:
-        name = "starting" if not phase.lap else phase.lap
-        name = phase.name if name == "solving" else name
+        name = _lap(phase.name, "reconstructing" in laps)
         own = predicted.seconds[phase.name]
         sums = guessed.setdefault(name, [0.0, 0.0, 0.0])
         guessed[name] = [a + b for a, b in zip(sums, (own.typical, own.low, own.high))]
@@ -201,6 +200,17 @@ def compared(predicted: Forecast, size: int, found: dict[str, Any]) -> dict[str,
         "bytes": {"predicted": size, "found": found["bytes"]},
         "efforts": efforts,
     }
+
+
+def _lap(phase: str, reconstructs: bool) -> str:
+    """What a report counts a phase of a plan under."""
+    if phase == "sampling text":
+        return "reading text"
+    if phase in ("starting", "checking", "allocating", "writing"):
+        return phase
+    if reconstructs:
+        return "reconstructing"
+    return phase if phase.startswith("solving") else "calibrating"
 
 
 def describe(run: dict[str, Any]) -> str:

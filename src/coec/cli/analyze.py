@@ -105,7 +105,6 @@ def _measure(
     with_geometry: bool,
     advance: "Progress",
 ) -> tuple["Efficiency", "Speed | None", list[dict[str, Any]] | None, list[str]]:
-    """Measure cost, speed and geometry, with notes on what looks odd."""
     import torch
 
     from coec.devices import choose_device

@@ -187,7 +187,6 @@ def _measure(
 
 
 def _record(result: "Perplexity | None", scores: "ZeroShot | None", *, with_tasks: bool) -> Values:
-    """JSON object of a perplexity alone, or with an entry for each measure."""
     if not with_tasks and result is not None:
         return result.as_dict()
     measures = {"perplexity": result, "zero_shot": scores}

@@ -39,7 +39,6 @@ def methods_command(as_json: Json = False) -> None:
 
 
 def _preset(preset: Preset) -> str:
-    """Purpose and settings of a preset."""
     settings = ", ".join(
         f"{name} = {str(value).lower() if isinstance(value, bool) else value}"
         for name, value in preset.settings.items()
@@ -48,7 +47,6 @@ def _preset(preset: Preset) -> str:
 
 
 def _described(function: Callable[..., object]) -> str:
-    """First line of a docstring, and its source."""
     doc = inspect.getdoc(function) or ""
     source = doc.partition("Source: ")[2].partition("\n")[0].rstrip(".")
     return f"{doc.splitlines()[0].rstrip('.')} [{source}]"

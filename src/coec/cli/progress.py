@@ -51,7 +51,6 @@ def _resuming_or(show: Progress) -> Progress:
 
 @contextmanager
 def _bars() -> Iterator[Progress]:
-    """Draw a bar per phase."""
     from rich import progress
 
     bar = progress.Progress(

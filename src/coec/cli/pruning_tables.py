@@ -84,7 +84,6 @@ def show_plan(
 
 
 def _show_sizes(plan: "Plan", alternatives: dict[str, "Plan"], record: dict[str, Any]) -> None:
-    """Print widths, parameters, candidates, notes and the format."""
     from rich.table import Table
 
     from coec.pipeline.card import counted
@@ -117,6 +116,8 @@ def _show_forecast(forecast: "Forecast", device: str) -> None:
     """Print a line for every phase: memory at its fullest moment, operations, time."""
     from rich.table import Table
 
+    from coec.planning.machines import PEAK_SHARE
+
     alone = device == "cpu"
     memory = ["memory"] if alone else [device, "host"]
     columns = ["phase", *memory, "operations", "time", "most of it"]
@@ -137,7 +138,7 @@ def _show_forecast(forecast: "Forecast", device: str) -> None:
             f"rates measured on {machine.name}, with nothing else running; reading from the disk "
             "is left out"
             if machine.measured
-            else f"the data sheet of {machine.name}, products taken to reach {machine.share:.0%} "
+            else f"the data sheet of {machine.name}, products taken to reach {PEAK_SHARE:.0%} "
             "of its peak: not measured here, or anywhere"
         )
         results.print(f"times: by {source}")
@@ -148,7 +149,6 @@ def _gigabytes(size: int) -> str:
 
 
 def _disk(forecast: "Forecast", out: str | Path | None) -> list[str]:
-    """Lines on the disk space that a run needs, and on too little of it."""
     from coec.execution.output import free_space, is_url
 
     output, partial = forecast.output, forecast.partial
@@ -183,7 +183,6 @@ def show_report(report: "Report", as_json: bool) -> None:
 
 
 def _lines(report: "Report") -> Iterator[str]:
-    """Yield sizes, notes, errors and times of a pruning."""
     from coec.pipeline.card import counted
 
     plan, widths = report.plan, report.plan["widths"]

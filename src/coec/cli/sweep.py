@@ -139,7 +139,6 @@ def sweep_command(
 
 
 def _show_summary(summary: "Summary", out: Path, kept: int) -> None:
-    """Print the numbers of cells, and the reasons of failures."""
     if summary.torn:
         notes.print("note: an unfinished last line of results.jsonl was dropped")
     results.print(
@@ -153,7 +152,6 @@ def _show_summary(summary: "Summary", out: Path, kept: int) -> None:
 
 
 def _show_cells(cells: list["Cell"], as_json: bool) -> None:
-    """Print a line per cell with the settings that tell it apart."""
     if as_json:
         listing = [
             {

@@ -213,7 +213,6 @@ class Journal:
         return placed
 
     def _parse(self, lines: bytes) -> RunIdentity:
-        """Read all entries, and return the identity of their run."""
         identity: RunIdentity = {}
         for number, line in enumerate(lines.splitlines(), start=1):
             try:

@@ -213,7 +213,6 @@ def destination(
 def _arrived(
     journal: Journal, name: str, size_and_digest: tuple[int, str], listing: Listing
 ) -> bool:
-    """True if a file was copied, and has not changed since."""
     if (key := f"{_UPLOADING} {name}") not in journal or name not in listing:
         return False
     note, (size, digest), info = journal.facts(key), size_and_digest, listing[name]

@@ -76,8 +76,7 @@ class Machine:
         device: cpu or cuda.
         rates: by resource, followed by a dtype where that makes a difference.
         device_bytes: memory of the device; None where it is the host's, or not known.
-        measured: True where the rates were measured on it.
-        share: fraction of the data sheet's peak that products reach; None where measured.
+        measured: True where the rates were measured on it, False where by its data sheet.
     """
 
     name: str
@@ -85,7 +84,6 @@ class Machine:
     rates: Mapping[str, RatePoints] = field(repr=False)
     device_bytes: int | None = None
     measured: bool = True
-    share: float | None = None
 
     def seconds(self, work: Iterable[Work]) -> float:
         """Time that some work takes, one piece after the other."""
@@ -116,7 +114,8 @@ class Machine:
     def of(cls, record: Mapping[str, Any]) -> "Machine":
         """Read what `asdict` gave, or a JSON file has of it."""
         rates = {name: tuple(map(tuple, points)) for name, points in record["rates"].items()}
-        return cls(**{**record, "rates": rates})
+        name, device, size = record["name"], record["device"], record["device_bytes"]
+        return cls(name, device, rates, size, record["measured"])
 
 
 class DataSheet(NamedTuple):
@@ -174,7 +173,7 @@ def machine_named(name: str) -> Machine:
     flat = {"elementwise": moved, "link": sheet.link * 1e9 * _LINK_SHARE, **_HOST_RATES}
     rates |= {name: ((1.0, rate),) for name, rate in flat.items()}
     size = int(sheet.gigabytes * 1e9)
-    return Machine(sheet.name, "cuda", rates, size, measured=False, share=PEAK_SHARE)
+    return Machine(sheet.name, "cuda", rates, size, measured=False)
 
 
 _EDGES = {"cpu": (32, 96, 192, 512, 1024), "cuda": (128, 512, 2048, 8192)}

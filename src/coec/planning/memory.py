@@ -251,7 +251,6 @@ def text_characters(plan: Plan) -> int:
 
 
 def _text(plan: Plan) -> int:
-    """Memory that reading the calibration text takes."""
     source = plan.recipe.calibration.source
     if isinstance(source, str | Path) and (path := Path(source)).suffix in TOKEN_SUFFIXES:
         return 2 * path.stat().st_size if path.is_file() else 0

@@ -35,22 +35,15 @@ _PREDICT = (*_PROCESS, "hidden states", "logits")
 
 @dataclass(frozen=True)
 class Phase:
-    """Phase of a run.
+    """Phase of a run: its name in plans, all that it does, and bytes of memory by purpose.
 
-    Attributes:
-        name: in plans.
-        lap: phase under which a report counts its seconds; "" for the start of the process.
-        work: everything that it does.
-        device, host: bytes of memory by purpose; all of it is the host's where that computes.
-        tasks: number of independent pieces (blocks or windows) that it can be cut into.
+    All memory is the host's where that computes.
     """
 
     name: str
-    lap: str
     work: tuple[Work, ...]
     device: dict[str, int]
     host: dict[str, int]
-    tasks: int = 1
 
     @property
     def operations(self) -> float:
@@ -68,43 +61,38 @@ def phases_of(plan: Plan, compute: ComputeConfig, candidates: Sequence[Plan] = (
     """
     run, layers, phases = PlanWork(plan, compute), plan.dense.layers, []
 
-    def add(
-        name: str, lap: str, steps: Iterable[Work], purposes: tuple[str, ...] = (), tasks: int = 1
-    ) -> None:
+    def add(name: str, steps: Iterable[Work], purposes: tuple[str, ...] = ()) -> None:
         site_kind = name.removeprefix("solving ") if purposes == _SOLVE else ""
         sizes = purposes_of(plan, compute, site_kind) if purposes else {}
         memory = placed({purpose: sizes[purpose] for purpose in purposes}, compute.device)
-        phases.append(Phase(name, lap, tuple(steps), *memory, tasks))
+        phases.append(Phase(name, tuple(steps), *memory))
 
     # Opening takes calls; a million characters are tokenised per second.
     text = 0.0 if compute.measured else text_characters(plan) / 1e6
     opening = [Work("call", 40_000.0 + 900.0 * layers), Work("host", text)]
-    add("starting", "", [Work("host", 4.0)])
-    add("checking", "checking", opening, _PROCESS)
+    add("starting", [Work("host", 4.0)])
+    add("checking", opening, _PROCESS)
     if plan.recipe.calibration.written and not compute.measured:
-        add("sampling text", "reading text", run.sampling(), (*_PROCESS, "whole model"))
+        add("sampling text", run.sampling(), (*_PROCESS, "whole model"))
     if not plan.decided:
-        add("allocating", "allocating", run.allocating(), _ALLOCATE)
-    sequential = plan.recipe.reconstruction.sequential
-    lap = "reconstructing" if sequential else "solving" if compute.measured else "calibrating"
+        add("allocating", run.allocating(), _ALLOCATE)
     stored = float(plan.parameters_before * compute.stored.itemsize)
-    add("reading weights", lap, [Work("read", stored)])
-    if sequential:
+    add("reading weights", [Work("read", stored)])
+    if plan.recipe.reconstruction.sequential:
         brief = [PlanWork(candidate, compute).reconstruction() for candidate in candidates]
         if tried := [w for phase in brief for _, steps, _ in phase for w in steps]:
-            add("trying candidates", lap, tried)
+            add("trying candidates", tried)
         for name, steps, purposes in run.reconstruction():
-            add(name, lap, steps, purposes)
+            add(name, steps, purposes)
     else:
         if not compute.measured:
-            add("loading weights", lap, run.loading())
-        passes = [] if compute.measured else run.dense_pass()
-        add("calibrating", "calibrating", passes, _STREAM, plan.recipe.calibration.windows)
+            add("loading weights", run.loading())
+        add("calibrating", [] if compute.measured else run.dense_pass(), _STREAM)
         for site_kind in run.kinds:
-            add(f"solving {site_kind}", "solving", run.solving(site_kind), _SOLVE, layers)
+            add(f"solving {site_kind}", run.solving(site_kind), _SOLVE)
     size = 6.0 * plan.parameters_after * compute.written.itemsize  # each block once before
     writing = [Work("elementwise", size, 2.0**24), Work("call", 3000.0 * layers)]
-    add("writing", "writing", writing, (*_PROCESS, "shard"))
+    add("writing", writing, (*_PROCESS, "shard"))
     return phases
 
 

@@ -220,7 +220,6 @@ class Plan:
         }
 
     def _removed(self, site_kind: str) -> float:
-        """Fraction of a kind's units that is removed."""
         sites = [site for site in self.model.layout.sites if site.kind == site_kind]
         before = sum(site.units for site in sites)
         return (before - sum(map(self.widths.of, sites))) / before
@@ -302,7 +301,6 @@ def _pruned_sizes(model: Description, widths: Widths) -> Shape:
 
 
 def _check_recipe(model: Description, recipe: Recipe) -> None:
-    """Raise OptionError for settings that the architecture does not allow."""
     architecture, pruning = model.architecture, recipe.pruning
     setting = recipe.reconstruction.sequential
     if setting and (addition := architecture.adds):

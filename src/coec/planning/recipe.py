@@ -94,7 +94,6 @@ class Recipe:
         self._check()
 
     def _check(self) -> None:
-        """Raise OptionError where settings do not go together."""
         if isinstance(self.calibration.source, np.ndarray | Tensor):
             ids = token_ids(self.calibration.source)
             object.__setattr__(self, "calibration", replace(self.calibration, source=ids))

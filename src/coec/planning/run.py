@@ -12,7 +12,7 @@ from coec.allocation import Importances
 from coec.devices import DTYPES, FreeMemory
 from coec.errors import OptionError
 from coec.models.dense import Dense
-from coec.planning.machines import Machine
+from coec.planning.machines import PEAK_SHARE, Machine
 from coec.planning.memory import ComputeConfig, disk, lower_bound, sampled_window
 from coec.planning.phases import FEWEST_STEPS, MOST_STEPS, Phase, phases_of
 from coec.planning.plan import Plan
@@ -265,7 +265,7 @@ class Forecast:
             record["time"] = {
                 "machine": self.machine.name,
                 "measured": self.machine.measured,
-                "share_of_peak": self.machine.share,
+                "share_of_peak": None if self.machine.measured else PEAK_SHARE,
                 "seconds": self.total.typical,
                 "between": [self.total.low, self.total.high],
                 "phases": {name: time.typical for name, time in self.seconds.items()},

@@ -120,22 +120,14 @@ class Setting:
             raise OptionError(f"{self.name} must be text without NUL characters, got {value!r:.80}")
 
 
-def setting(
-    default: _Value,
-    help: str,
-    *,
-    key: str = "",
-    otherwise: str = "",
-    least: float | None = None,
-    most: float | None = None,
-    check: Callable[[Any], object] | None = None,
-) -> Any:
+def setting(default: _Value, help: str, *, key: str = "", **declaration: Any) -> Any:
     """Declare a field as a setting, whose kind is the field's annotation.
 
-    The arguments are as in `Setting`; `key` is what flags and files call the field, where that is
-    not its name.
+    Args:
+        default, help, declaration: as in `Setting`.
+        key: what flags and files call the field, where that is not its name.
     """
-    declared = {"help": help, "otherwise": otherwise, "least": least, "most": most, "check": check}
+    declared = {"help": help, **declaration}
     return dataclasses.field(default=default, metadata={DECLARED: declared, "key": key})
 
 
