@@ -12,9 +12,7 @@ from coec.planning.machines import (
     PEAK_SHARE,
     Machine,
     Work,
-    eigenpairs,
     machine_named,
-    product,
     this_machine,
 )
 from coec.planning.run import Seconds
@@ -41,11 +39,6 @@ def test_a_dtype_has_rates_of_its_own_where_there_are_some():
     one = Machine("m", "cpu", {"product": ((1.0, 1.0),), "product float32": ((1.0, 2.0),)})
     rates = [one.rate(Work("product", 1.0, dtype=dtype)) for dtype in ("float64", "float32")]
     assert rates == [1.0, 2.0]
-
-
-def test_operations_of_products_and_eigenpairs():
-    assert product(2, 3, 4, 5.0).operations == 5 * 48
-    assert eigenpairs(3).operations == pytest.approx(126)
 
 
 def test_only_what_is_counted_in_operations_is_one():

@@ -25,6 +25,11 @@ def compensated(method, site=MLP, device="cpu", solve=torch.float64, **own):
     return phases.compensation(method, site, compute_on(device, solve), options)
 
 
+def test_operations_of_products_and_eigenpairs():
+    assert phases.product(2, 3, 4, 5.0).operations == 5 * 48
+    assert phases.eigenpairs(3).operations == pytest.approx(126)
+
+
 def test_a_closed_form_is_counted_by_hand():
     m, d, k = 96, 288, 202
     expected = 2 * m * d**2 + 6 * m * k**2 + k**3

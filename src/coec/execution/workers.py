@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from coec.errors import CoecError
 
@@ -21,16 +21,6 @@ _Result = TypeVar("_Result")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATIENCE = 10
 """Seconds in which the workers of a broken pool end."""
-
-
-class Executor(Protocol):
-    """Runs jobs, on this machine or elsewhere."""
-
-    def map(self, function: Callable[[_Job], _Result], jobs: Iterable[_Job]) -> Iterator[_Result]:
-        """Yield results in the order of the jobs; raises CoecError where a worker died.
-
-        Function and jobs are pickled.
-        """
 
 
 class Workers:
@@ -55,7 +45,10 @@ class Workers:
             self._pool.shutdown(cancel_futures=True)
 
     def map(self, function: Callable[[_Job], _Result], jobs: Iterable[_Job]) -> Iterator[_Result]:
-        """Yield results in the order of the jobs; raises CoecError where a worker died."""
+        """Yield results in the order of the jobs; CoecError where a worker died.
+
+        Function and jobs are pickled.
+        """
         if self._pool is None:
             yield from map(function, jobs)
             return

@@ -57,16 +57,6 @@ class Work(NamedTuple):
         return self.times * self.amount if self.resource in ("product", "eigen") else 0.0
 
 
-def product(m: float, n: float, k: float, times: float = 1.0, dtype: str = "float64") -> Work:
-    """Multiply m×n by n×k: 2mnk."""
-    return Work("product", 2.0 * m * n * k, float(m * n * k) ** (1 / 3), times, dtype)
-
-
-def eigenpairs(n: int, times: float = 1.0, dtype: str = "float64") -> Work:
-    """Find all eigenpairs of n×n: 14/3 n³ (tridiagonalise 4/3, divide and conquer 4/3, back 2)."""
-    return Work("eigen", 14 / 3 * n**3, n, times, dtype)
-
-
 @dataclass(frozen=True)
 class Machine:
     """Rates and memory of a machine.
@@ -248,10 +238,10 @@ def _device_cases(device: torch.device) -> Iterator[_Case]:
     for dtype in ("float64", "float32", *narrow):
         for n in _EDGES[device.type]:
             A = torch.randn(n, n, device=device).to(getattr(torch, dtype))
-            yield f"product {dtype}", n, product(n, n, n).amount, partial(torch.matmul, A, A)
+            yield f"product {dtype}", n, 2.0 * n**3, partial(torch.matmul, A, A)
             if dtype not in narrow and n <= _LARGEST_EIGEN:
                 S = A + A.T
-                yield f"eigen {dtype}", n, eigenpairs(n).amount, partial(torch.linalg.eigh, S)
+                yield f"eigen {dtype}", n, 14 / 3 * n**3, partial(torch.linalg.eigh, S)
     for size in _TENSORS[device.type]:
         x = torch.ones(size // 4, device=device)
         yield "elementwise", size, 3 * size, partial(torch.mul, x, x)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from coec.models.layout import Site
-from coec.planning.machines import Work, eigenpairs, product
+from coec.planning.machines import Work
 from coec.planning.memory import (
     ComputeConfig,
     fitted_matrices,
@@ -273,6 +273,16 @@ class PlanWork:
             Work("elementwise", 88.0 * logits, 2.0**26, models),
             Work("call", 90.0 * max(1.0, logits / 2**24), 1.0, models),
         ]
+
+
+def product(m: float, n: float, k: float, times: float = 1.0, dtype: str = "float64") -> Work:
+    """Multiply m×n by n×k: 2mnk."""
+    return Work("product", 2.0 * m * n * k, float(m * n * k) ** (1 / 3), times, dtype)
+
+
+def eigenpairs(n: int, times: float = 1.0, dtype: str = "float64") -> Work:
+    """Find all eigenpairs of n×n: 14/3 n³ (tridiagonalise 4/3, divide and conquer 4/3, back 2)."""
+    return Work("eigen", 14 / 3 * n**3, n, times, dtype)
 
 
 def _name(dtype: torch.dtype) -> str:
