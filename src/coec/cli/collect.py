@@ -35,8 +35,7 @@ def collect_command(
     *,
     config: Config = None,
     merge: Annotated[
-        bool,
-        switch("--merge", "Add up the statistics A and B of one model on different text."),
+        bool, switch("--merge", "Add up the statistics A and B of one model on different text.")
     ] = False,
     restart: Restart = False,
     trust_remote_code: TrustRemoteCode = False,

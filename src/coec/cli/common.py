@@ -101,9 +101,7 @@ def with_flags(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace `**flags` in a command's signature by a parameter for every flag.
 
-    Args:
-        first: listed before the command's own switches.
-        last: listed at the end of its help.
+    Help lists the `first` ones before the command's own switches, and the `last` behind them.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

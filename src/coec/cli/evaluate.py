@@ -128,25 +128,19 @@ def eval_command(
 def _refuse_unheard(
     text: str | None, tasks: str | None, for_text: Values, for_tasks: Values
 ) -> None:
-    """Raises BadParameter for a flag of something that is not measured."""
-    if tasks is None and for_tasks:
-        raise typer.BadParameter(
-            f"{flag_of(next(iter(for_tasks)))} belongs to --tasks, which is not given"
-        )
-    if tasks is not None and text is None and for_text:
-        raise typer.BadParameter(
-            f"{flag_of(next(iter(for_text)))} belongs to perplexity: with --tasks, give --text too"
-        )
-    if text == "self":
-        names, owner = (
-            ("max_windows", "text_column"),
-            "text that is read: with --text self, give --samples",
-        )
+    """Raise BadParameter for a flag of something that is not measured."""
+    if tasks is not None and text is None:
+        refused = dict.fromkeys(for_text, "perplexity: with --tasks, give --text too")
+    elif text == "self":
+        owner = "text that is read: with --text self, give --samples"
+        refused = dict.fromkeys(("max_windows", "text_column"), owner)
     else:
-        names, owner = ("samples", "seed"), "--text self"
-    for name in names:
-        if name in for_text:
-            raise typer.BadParameter(f"{flag_of(name)} belongs to {owner}")
+        refused = dict.fromkeys(("samples", "seed"), "--text self")
+    if tasks is None:
+        refused = dict.fromkeys(for_tasks, "--tasks, which is not given") | refused
+    for name in refused:
+        if name in {**for_tasks, **for_text}:
+            raise typer.BadParameter(f"{flag_of(name)} belongs to {refused[name]}")
 
 
 def _check_card(model: str, text: str | None, tasks: str | None) -> None:
@@ -163,11 +157,7 @@ def _check_card(model: str, text: str | None, tasks: str | None) -> None:
 
 
 def _measure(
-    model: str,
-    for_text: Values,
-    tasks: str | None,
-    for_tasks: Values,
-    common: Values,
+    model: str, for_text: Values, tasks: str | None, for_tasks: Values, common: Values
 ) -> tuple["Perplexity | None", "ZeroShot | None", CoecError | None]:
     """Measure perplexity where there are settings for it, and scores where tasks are named.
 

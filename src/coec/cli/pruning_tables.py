@@ -32,19 +32,10 @@ def show_plan(
     collected: bool,
     quiet: bool,
 ) -> None:
-    """Print what a pruning would do and take, as tables or as one JSON object.
+    """Print what a pruning would do and take; OptionError where it does not fit in the memory.
 
-    Args:
-        plan: of the pruning.
-        model, out: names of the model and of the folder to make.
-        machine: GPU whose data sheet gives the times; None for this machine.
-        measure: measure this machine's rates anew.
-        as_json: print one JSON object instead of tables.
-        collected: statistics are given, and no text is run.
-        quiet: show no progress.
-
-    Raises:
-        OptionError: it does not fit in the free memory.
+    Times are of the GPU that `machine` names, or of this machine. Where `collected` statistics are
+    given, no text is run.
     """
     import torch
 

@@ -12,8 +12,7 @@ def report_command(
     out: Annotated[Path, argument("Folder that a sweep wrote to.", "OUT")],
     *,
     compare: Annotated[
-        str | None,
-        setting("paper: set the numbers that the paper prints beside ours.", "NAME"),
+        str | None, setting("paper: set the numbers that the paper prints beside ours.", "NAME")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -78,8 +78,7 @@ def sweep_command(
     ] = None,
     *,
     geometry: Annotated[
-        bool,
-        switch("--geometry", "Compare frames with the dense model's, as in `coec analyze`."),
+        bool, switch("--geometry", "Compare frames with the dense model's, as in `coec analyze`.")
     ] = False,
     keep_models: Annotated[
         bool, switch("--keep-models", "Keep every pruned model in OUT/models.")

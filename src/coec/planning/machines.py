@@ -187,12 +187,7 @@ def this_machine(
     """Rates of a device of this machine, measured now or before.
 
     They are kept by the names of device and processor, torch's version and the number of threads,
-    in `$XDG_CACHE_HOME/coec` or `~/.cache/coec`.
-
-    Args:
-        device: to measure.
-        anew: measure again.
-        progress: called with ("measuring", rates measured, rates in all).
+    in `$XDG_CACHE_HOME/coec` or `~/.cache/coec`; `anew` measures them again.
     """
     if not anew:
         try:

@@ -73,12 +73,8 @@ class ComputeConfig:
     ) -> "ComputeConfig":
         """Resolve the dtypes that a run of a plan has on a device.
 
-        Args:
-            plan: sizes and settings.
-            device: where the run is computed.
-            stored: dtype of the dense weights; None for that in the configuration.
-            measured: statistics are given.
-            machine: a GPU that is not here; its data sheet then decides `solve`.
+        `stored` is the configuration's where it is None. A `machine` that is not here decides
+        `solve` by its data sheet.
         """
         pruning = plan.recipe.pruning
         stored = stored_dtype(plan.output.config) if stored is None else stored

@@ -52,13 +52,7 @@ class Phase:
 
 
 def phases_of(plan: Plan, compute: ComputeConfig, candidates: Sequence[Plan] = ()) -> list[Phase]:
-    """List the phases of a run, in order.
-
-    Args:
-        plan: sizes and settings.
-        compute: device and dtypes.
-        candidates: plans that are reconstructed before, to choose among them.
-    """
+    """List the phases of a run, in order; `candidates` are reconstructed before, to choose one."""
     run, layers, phases = PlanWork(plan, compute), plan.dense.layers, []
 
     def add(name: str, steps: Iterable[Work], purposes: tuple[str, ...] = ()) -> None:
@@ -120,11 +114,7 @@ class PlanWork:
         """Run all blocks: 2·weights·tokens, attention maps 4·length·width·tokens, 36·hidden + 8·ffn
         numbers through memory per token, and hidden states from the host to a GPU and back.
 
-        Args:
-            tokens: of all windows.
-            times: number of passes.
-            half: a kind of site, to run only the halves of blocks that hold it.
-            pruned: run the pruned model.
+        `half` is a kind of site, to run only the halves of blocks that hold it.
         """
         plan, hidden, layers = self.plan, self.hidden, self.layers
         shapes = plan.pruned_shapes if pruned else plan.model.shapes

@@ -54,14 +54,7 @@ class Run:
         *,
         collected: bool = False,
     ) -> "Run":
-        """Resolve a run.
-
-        Args:
-            dense: the model.
-            candidates: as `Plan.candidates` makes them.
-            device: where to compute.
-            solve: dtype of the iterations of a compensation.
-            collected: whether statistics are there already.
+        """Resolve a run of `Plan.candidates`, for which statistics may be there already.
 
         Raises:
             OptionError: it does not fit the machine, or its dtypes do not go together.
@@ -221,8 +214,8 @@ class Forecast:
         Args:
             plan: what is done.
             compute: device and dtypes of the run (`ComputeConfig.of`).
-            machine: the measured machine (`coec.planning.machines.this_machine`) or a GPU by its
-                data sheet (`coec.planning.machines.machine_named`); None for no times.
+            machine: this one (`this_machine`) or a GPU by its data sheet (`machine_named`); None
+                for no times.
         """
         candidates = Plan.candidates(plan.model, plan.recipe)
         several = plan.recipe.reconstruction.sequential and len(candidates) > 1

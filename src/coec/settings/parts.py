@@ -275,10 +275,7 @@ class Calibration(Settings):
     text_column: str = setting("text", "Column of a jsonl or parquet file, or of a hub: data set.")
     samples: int = setting(128, "Calibration windows.", least=1)
     seq_len: int | None = setting(
-        None,
-        "Tokens per window.",
-        otherwise="2048, or the model's maximum if less",
-        least=2,
+        None, "Tokens per window.", otherwise="2048, or the model's maximum if less", least=2
     )
     seed: int = setting(0, "Draws the windows.", least=0, check=check_seed)
     holdout: float = setting(
