@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ import transformers
 import coec
 from benchmarks import record
 from benchmarks.instances import SHARED
-from coec.planning import ComputeConfig, measuring
-from coec.planning.forecast import Forecast
+from coec.planning import ComputeConfig, Forecast
 from coec.planning.machines import Machine
+from coec.planning.machines import measure as measure_machine
 from coec.settings import PRESETS
 
 TRAINED = {
@@ -113,7 +113,7 @@ def measure(model: Path, calibration: Path, length: int, preset: str) -> dict[st
     plan = coec.plan(model, **settings)
     compute = ComputeConfig.of(plan, device)
     bytes_planned = planned_memory(model, settings)
-    before = measuring.measure(device)
+    before = measure_machine(device)
     with tempfile.TemporaryDirectory() as out:
         command = [
             sys.executable, "-c", RUN, str(model), f"{out}/pruned", json.dumps(settings),
@@ -121,15 +121,15 @@ def measure(model: Path, calibration: Path, length: int, preset: str) -> dict[st
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    machine = between(before, measuring.measure(device))
+    machine = between(before, measure_machine(device))
     found = json.loads(done.stdout.splitlines()[-1])
-    return kept(plan.forecast(compute, machine), bytes_planned, found, machine)
+    return kept(Forecast.of(plan, compute, machine), bytes_planned, found, machine)
 
 
 def kept(predicted: Forecast, size: int, found: dict[str, Any], machine: Machine) -> dict[str, Any]:
     """A row, with what another prediction of the same run needs."""
     row = compared(predicted, size, found)
-    return {**row, "machine": machine.record(), "report": found}
+    return {**row, "machine": asdict(machine), "report": found}
 
 
 def again(run: dict[str, Any], shared: Path, folder: Path) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def again(run: dict[str, Any], shared: Path, folder: Path) -> dict[str, Any]:
     where, calibration, length = _model(model, shared, folder)
     plan = coec.plan(where, **settings_of(calibration, length, preset))
     machine = Machine.of(run["machine"])
-    forecast = plan.forecast(ComputeConfig.of(plan, torch.device("cpu")), machine)
+    forecast = Forecast.of(plan, ComputeConfig.of(plan, torch.device("cpu")), machine)
     return {**run, **kept(forecast, run["bytes"]["predicted"], run["report"], machine)}
 
 
@@ -183,8 +183,7 @@ def compared(predicted: Forecast, size: int, found: dict[str, Any]) -> dict[str,
             laps[f"solving {kind}"] = sum(site[0] for site in sites)
     guessed: dict[str, list[float]] = {}
     for phase in predicted.phases:
-        name = "starting" if not phase.lap else phase.lap
-        name = phase.name if name == "solving" else name
+        name = _lap(phase.name, "reconstructing" in laps)
         own = predicted.seconds[phase.name]
         sums = guessed.setdefault(name, [0.0, 0.0, 0.0])
         guessed[name] = [a + b for a, b in zip(sums, (own.typical, own.low, own.high))]
@@ -201,6 +200,17 @@ def compared(predicted: Forecast, size: int, found: dict[str, Any]) -> dict[str,
         "bytes": {"predicted": size, "found": found["bytes"]},
         "efforts": efforts,
     }
+
+
+def _lap(phase: str, reconstructs: bool) -> str:
+    """What a report counts a phase of a plan under."""
+    if phase == "sampling text":
+        return "reading text"
+    if phase in ("starting", "checking", "allocating", "writing"):
+        return phase
+    if reconstructs:
+        return "reconstructing"
+    return phase if phase.startswith("solving") else "calibrating"
 
 
 def describe(run: dict[str, Any]) -> str:

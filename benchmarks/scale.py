@@ -63,7 +63,8 @@ class Planned:
         gpus: how many.
         statistics: bytes of the Grams of all blocks.
         weights: bytes of the dense model.
-        blocks: of the model.
+        blocks: of the model, which solves are divided by.
+        windows: of the text, which the dense pass is divided by.
     """
 
     forecast: Forecast
@@ -71,6 +72,7 @@ class Planned:
     statistics: float
     weights: float
     blocks: int
+    windows: int
 
     def fits(self, phase: Phase, *, certainly: bool = False) -> bool:
         """True where the GPU holds the lower bound of a phase's memory, or all of the estimate."""
@@ -89,7 +91,9 @@ class Planned:
     def seconds(self, phase: Phase) -> float:
         """Divide a phase's tasks among the GPUs; the one with the most of them counts."""
         whole = self.forecast.seconds[phase.name].typical
-        return whole * math.ceil(phase.tasks / self.gpus) / phase.tasks
+        tasks = self.windows if phase.name == "calibrating" else 1
+        tasks = self.blocks if phase.name.startswith("solving") else tasks
+        return whole * math.ceil(tasks / self.gpus) / tasks
 
     @property
     def adding(self) -> float:
@@ -138,7 +142,8 @@ def planned(model: str, recipe: str, machine: str, gpus: int) -> Planned:
     compute = ComputeConfig.of(plan, torch.device("cuda"), machine=gpu)
     statistics = 8.0 * sum(site.columns**2 for site in plan.model.layout.sites)
     weights = float(plan.parameters_before * compute.stored.itemsize)
-    return Planned(plan.forecast(compute, gpu), gpus, statistics, weights, plan.dense.layers)
+    forecast, windows = Forecast.of(plan, compute, gpu), plan.recipe.calibration.windows
+    return Planned(forecast, gpus, statistics, weights, plan.dense.layers, windows)
 
 
 def table(model: str, recipe: str) -> str:

@@ -29,9 +29,7 @@ from benchmarks.instances import Instance, synthetic
 from benchmarks.meter import Meter, product_rates
 from benchmarks.operations import MODELS, Site
 from coec.linalg import conjugate as solver
-from coec.planning import measuring, work
-from coec.planning.compute import ComputeConfig
-from coec.planning.machines import Machine
+from coec.planning import ComputeConfig, machines, phases
 from coec.settings.options import CoecOptions
 from coec.types import Gram, KeptSet
 
@@ -64,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     print(f"True widths. {record.header()}\n", flush=True)
     rates = product_rates(torch.device("cpu"))
-    machine = measuring.measure(torch.device("cpu"))
+    machine = machines.measure(torch.device("cpu"))
     limits = {"rounds": chosen.rounds, "iterations": chosen.iterations}
     options = {name: limit for name, limit in limits.items() if limit is not None}
     first = synthetic(Site("mlp", 16, 64, 45))
@@ -117,18 +115,18 @@ def measure(
     }  # fmt: skip
 
 
-def planned(site: Site, found: dict[str, Any], machine: Machine) -> dict[str, float]:
+def planned(site: Site, found: dict[str, Any], machine: machines.Machine) -> dict[str, float]:
     """Seconds that a plan has for a site, of the steps that it expects and of those of the run."""
     now, dtype = found["runs"]["now"], found["dtype"]
     taken = now["right_iterations"]
-    size = work.SiteSize(site.m, site.d, site.k, site.d)  # no alignment, also in attention
+    size = phases.SiteSize(site.m, site.d, site.k)  # no alignment, also in attention
     solve = getattr(torch, dtype)
     compute = ComputeConfig(machine.device, solve, solve, solve, solve)
-    usual = work.usual_descent(size._replace(attention=site.name == "o_proj"))
+    usual = phases.ATTENTION_DESCENT if site.name == "o_proj" else phases.MLP_DESCENT
     descents = {"expected": usual, "taken": usual._replace(rounds=len(taken), steps=sum(taken))}
-    options, rest = asdict(CoecOptions()), machine.seconds(work.errors(size))
+    options, rest = asdict(CoecOptions()), machine.seconds(phases.errors(size))
     return {
-        name: rest + machine.seconds(work.coec(size, descent, compute, options))
+        name: rest + machine.seconds(phases.coec(size, descent, compute, options))
         for name, descent in descents.items()
     } | {"steps": usual.steps}
 
@@ -148,12 +146,12 @@ def _run(
     with _traced(name) as steps, meter.running():
         result = coec.compensate(instance.weight, instance.gram, instance.kept, **options)
     found = result.diagnostics
-    phases = meter.phases()
-    right, count = phases["right"], sum(found["right_iterations"])
+    laps = meter.phases()
+    right, count = laps["right"], sum(found["right_iterations"])
     return {
-        "phases": phases,
+        "phases": laps,
         "decompositions": meter.decompositions,
-        "seconds": sum(phase["seconds"] for phase in phases.values()),
+        "seconds": sum(phase["seconds"] for phase in laps.values()),
         "steps": steps,
         "right_iterations": found["right_iterations"],
         "seconds_per_step": right["seconds"] / max(count, 1),

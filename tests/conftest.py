@@ -139,10 +139,10 @@ def _known_machine(tmp_path_factory):
 
     Programs that tests start find them too, where they compute as this process does.
     """
-    from coec.planning import measuring
+    from coec.planning import machines
 
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        measuring.store(torch.device("cpu"), small_machine())
+        machines.store(torch.device("cpu"), small_machine())
         yield

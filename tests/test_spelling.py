@@ -9,7 +9,7 @@ import pytest
 
 import coec
 from coec.cli.commands import app
-from coec.cli.spelling import FLAGS, spelled
+from coec.cli.common import FLAGS, spelled
 
 SOURCES = Path(coec.__file__).parent
 ELSEWHERE = {"--model-impl", "--head", "--object-store-memory"}

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from coec.errors import OptionError, first_line
-from coec.settings import DTYPE_NAMES
+from coec.settings.parts import DTYPE_NAMES
 from coec.version import __version__
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}

@@ -2,7 +2,7 @@
 
 Every message says what must hold, what was found, and what to change, on one line: the command
 prints it as it is, without a traceback, and exits with status 1. The change is named as a keyword
-argument, `seq_len=64`, which the command spells as a flag (`coec.cli.spelling`).
+argument, `seq_len=64`, which the command spells as a flag (`coec.cli.common`).
 """
 
 _LONGEST = 200

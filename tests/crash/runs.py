@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coec.execution import remote as module
-from coec.execution.places import partial_of
+from coec.execution.output import partial_of
 
 RUNS = int(os.environ.get("COEC_CRASH_RUNS", "100"))
 """How many runs of each command are killed at random moments."""

@@ -6,8 +6,7 @@ import os
 import pytest
 
 from coec.errors import OutputError
-from coec.execution.output import JOURNAL, LOCK, NEW, appearing
-from coec.execution.places import check_file
+from coec.execution.output import JOURNAL, LOCK, NEW, appearing, check_file
 
 KIND = b"GGUF"
 

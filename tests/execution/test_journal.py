@@ -9,8 +9,7 @@ import pytest
 from coec.errors import ModelError, NumericalError, OptionError, OutputError, UnfinishedError
 from coec.events import recording
 from coec.execution import journal as module
-from coec.execution.entries import encode_line
-from coec.execution.journal import journal, unfinished
+from coec.execution.journal import encode_line, journal, unfinished
 from coec.execution.output import JOURNAL, LOCK, NEW, WORK
 
 ASKED = {"sparsity": 0.3, "statistics": {"samples": 64, "model": "a" * 64}}
@@ -264,7 +263,7 @@ def test_what_is_there_is_not_thrown_away_by_an_interrupt_while_it_is_read(tmp_p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "decode_line", interrupt)
+        patch.setattr(module, "seal", interrupt)
         with pytest.raises(KeyboardInterrupt) as caught, journal(out, ASKED):
             raise AssertionError("work had begun")
     assert caught.value.__notes__ == [f"what is finished is kept in '{tmp_path / 'out.partial'}'"]

@@ -18,8 +18,14 @@ from coec.errors import ModelError, OutputError
 from coec.events import recording
 from coec.execution import output as module
 from coec.execution.journal import journal
-from coec.execution.output import JOURNAL, LOCK, check_output, claimed, remove_leftovers
-from coec.execution.places import check_space
+from coec.execution.output import (
+    JOURNAL,
+    LOCK,
+    check_output,
+    check_space,
+    claimed,
+    remove_leftovers,
+)
 from coec.models.companion_files import carry_files, foreign_entry
 
 

@@ -11,7 +11,7 @@ import bucket
 import coec
 import tiny_models as tm
 from coec.errors import OutputError
-from coec.execution.places import is_url
+from coec.execution.output import is_url
 from coec.pipeline import write as writing
 
 SETTINGS = {"samples": 8, "seq_len": 32, "compensation": "ridge-to-slice"}

@@ -16,7 +16,7 @@ from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.shape import Shape
 from coec.pipeline import allocate as allocating
-from coec.planning import ComputeConfig
+from coec.planning import ComputeConfig, Forecast
 from coec.streaming.sensitivity import RepairedConsumer, Sensitivity
 
 SETTINGS = {"samples": 12, "seq_len": 32, "selection": "obs", "compensation": "ridge-to-slice"}
@@ -367,7 +367,7 @@ def test_a_plan_counts_what_an_allocation_takes(dense, ids):
         how: coec.plan(dense, allocation=how, **own) for how in ("uniform", "adaptive", "error")
     }
     forecasts = {
-        name: plan.forecast(ComputeConfig.of(plan, torch.device("cpu")))
+        name: Forecast.of(plan, ComputeConfig.of(plan, torch.device("cpu")))
         for name, plan in plans.items()
     }
     held = {

@@ -13,7 +13,7 @@ import tiny_models as tm
 from coec.calibration.tokens import Stream, held_out, hold_out, sample_windows
 from coec.calibration.windows import source_digest
 from coec.errors import CalibrationError, CoecError, OptionError, OutputError
-from coec.execution.entries import seal
+from coec.execution.journal import seal
 from coec.models.dense import Dense
 from coec.models.files import sha256
 from coec.pipeline import collect as collecting

@@ -113,8 +113,9 @@ MEMORY = """
 import sys, coec, coec.planning, torch
 from coec.experiments.memory import peak
 settings = {"calibration": sys.argv[2], "samples": 96, "seq_len": 32}
-planned = coec.plan(sys.argv[1], **settings)
-planned = planned.forecast(coec.planning.ComputeConfig.of(planned, torch.device("cpu"))).peak
+plan = coec.plan(sys.argv[1], **settings)
+compute = coec.planning.ComputeConfig.of(plan, torch.device("cpu"))
+planned = coec.planning.Forecast.of(plan, compute).peak
 coec.prune(sys.argv[1], sys.argv[3], **settings)
 print(sum(planned), peak(torch.device("cpu")))  # not ru_maxrss: a child inherits it
 """

@@ -9,13 +9,14 @@ import torch
 import coec
 import tiny_models as tm
 from benchmarks.scale import MODELS
+from coec.devices import FreeMemory
 from coec.errors import OptionError
-from coec.execution.places import check_space
+from coec.execution.output import check_space
 from coec.models.description import Description
 from coec.pipeline.write import space_needed
 from coec.planning import (
     ComputeConfig,
-    FreeMemory,
+    Forecast,
     Plan,
     check_room,
     close_fits,
@@ -54,7 +55,7 @@ def how_on(plan, device):
 
 def names(folder, **settings):
     plan, how = planned(folder, **settings)
-    return [phase.name for phase in plan.forecast(how).phases]
+    return [phase.name for phase in Forecast.of(plan, how).phases]
 
 
 def test_phases_are_those_of_the_run(folder):
@@ -75,7 +76,7 @@ def memory(forecast):
 def test_every_phase_that_computes_on_windows_or_blocks_holds_memory(folder):
     for settings in ({}, {"preset": "best"}, {"allocation": "error", "non_uniform": True}):
         plan, how = planned(folder, **settings)
-        forecast = plan.forecast(how)
+        forecast = Forecast.of(plan, how)
         without = {phase.name for phase in forecast.phases} - set(memory(forecast))
         assert without <= {"starting", "reading weights", "loading weights", "trying candidates"}
         assert forecast.peak == (0, max(sum(phase.host.values()) for phase in forecast.phases))
@@ -84,7 +85,7 @@ def test_every_phase_that_computes_on_windows_or_blocks_holds_memory(folder):
 
 def test_a_gpu_holds_what_is_computed_and_the_host_what_waits(folder):
     plan, how = planned(folder, CUDA)
-    held = memory(plan.forecast(how))
+    held = memory(Forecast.of(plan, how))
     assert set(held["calibrating"].host) == {"program", "text", "hidden states"}
     assert {"forward pass", "statistics"} <= set(held["calibrating"].device)
     assert "solver" in held["solving mlp"].device
@@ -93,8 +94,8 @@ def test_a_gpu_holds_what_is_computed_and_the_host_what_waits(folder):
 
 def test_times_come_from_a_machine_alone(folder):
     plan, how = planned(folder)
-    assert plan.forecast(how).seconds == {}
-    forecast = plan.forecast(how, small_machine())
+    assert Forecast.of(plan, how).seconds == {}
+    forecast = Forecast.of(plan, how, small_machine())
     assert set(forecast.seconds) == {phase.name for phase in forecast.phases}
     assert all(one.low < one.typical < one.high for one in forecast.seconds.values())
     assert forecast.total.typical == pytest.approx(
@@ -104,7 +105,7 @@ def test_times_come_from_a_machine_alone(folder):
     assert json.loads(json.dumps(record)) == record
     assert record["time"]["seconds"] == pytest.approx(forecast.total.typical)
     assert record["time"]["measured"]
-    sheet = plan.forecast(how, machine_named("h100")).record()["time"]
+    sheet = Forecast.of(plan, how, machine_named("h100")).record()["time"]
     assert not sheet["measured"]
     surer, less_sure = (one["between"][1] / one["seconds"] for one in (record["time"], sheet))
     assert less_sure > surer
@@ -114,7 +115,7 @@ def test_twice_the_text_is_twice_the_dense_pass(folder):
     counts = {}
     for samples in (16, 32):
         plan, how = planned(folder, samples=samples)
-        counts[samples] = plan.forecast(how).record()["operations"]
+        counts[samples] = Forecast.of(plan, how).record()["operations"]
     assert counts[32]["calibrating"] == pytest.approx(2 * counts[16]["calibrating"])
     assert counts[32]["solving mlp"] == counts[16]["solving mlp"]
 
@@ -122,7 +123,7 @@ def test_twice_the_text_is_twice_the_dense_pass(folder):
 def test_operations_of_the_dense_pass_are_those_of_its_weights(folder):
     """Twice the weights per token, attention maps, and the statistics."""
     plan, how = planned(folder)
-    found = plan.forecast(how).record()["operations"]["calibrating"]
+    found = Forecast.of(plan, how).record()["operations"]["calibrating"]
     tokens = 16 * 32
     weights = sum(
         shape.numel()
@@ -137,7 +138,7 @@ def test_operations_of_the_dense_pass_are_those_of_its_weights(folder):
 
 def test_a_sampled_token_takes_every_weight_but_the_embedding(folder):
     plan, how = planned(folder, calibration="self")
-    found = plan.forecast(how).record()["operations"]["sampling text"]
+    found = Forecast.of(plan, how).record()["operations"]["sampling text"]
     embedding = plan.model.shapes[plan.model.layout.embedding].numel()
     weights = plan.parameters_before - (0 if plan.model.tied else embedding)
     assert found == pytest.approx(2 * weights * 16 * 32)
@@ -157,22 +158,22 @@ def test_more_steps_are_more_of_the_fits_alone(folder):
     few, many = (
         planned(folder, preset="best", kv_groups="all", reconstruct=steps) for steps in (1, 3)
     )
-    one, other = (plan.forecast(how).record()["operations"] for plan, how in (few, many))
+    one, other = (Forecast.of(plan, how).record()["operations"] for plan, how in (few, many))
     assert other["fitting mlp"] > 2 * one["fitting mlp"]
     assert other["fitting attention"] == one["fitting attention"]  # one step is enough there
     share = {"preset": "best", "kv_groups": "all", "reconstruct": 1}
     plan, how = planned(folder, **share, cg_iterations=40)
-    longer = plan.forecast(how).record()["operations"]
+    longer = Forecast.of(plan, how).record()["operations"]
     assert longer["fitting mlp"] > 2 * one["fitting mlp"]
     assert other["passes"] == one["passes"]
 
 
 def test_autograd_is_part_of_what_a_fit_holds(folder):
     plan, how = planned(folder, preset="best")
-    held = memory(plan.forecast(how))
+    held = memory(Forecast.of(plan, how))
     assert held["fitting mlp"].host["fit"] > 0
     wide, how_wide = planned(folder, preset="best", samples=128, seq_len=64)
-    more = memory(wide.forecast(how_wide))
+    more = memory(Forecast.of(wide, how_wide))
     assert more["fitting mlp"].host["fit"] > 3 * held["fitting mlp"].host["fit"]
 
 
@@ -181,14 +182,16 @@ def test_narrow_dtypes_make_attention_maps_in_a_fit(folder):
     plan = coec.plan(folder, preset="best", samples=128, seq_len=64, forward_dtype="bfloat16")
     narrow = how_on(plan, CUDA)
     wide = replace(narrow, forward=torch.float32)
-    fit = [memory(plan.forecast(how))["fitting attention"].device["fit"] for how in (narrow, wide)]
+    fit = [
+        memory(Forecast.of(plan, how))["fitting attention"].device["fit"] for how in (narrow, wide)
+    ]
     assert fit[0] > fit[1]
 
 
 def test_statistics_that_are_there_need_no_text(folder):
     plan, how = planned(folder)
     how = replace(how, measured=True)
-    forecast = plan.forecast(how)
+    forecast = Forecast.of(plan, how)
     assert not {"text", "hidden states"} & set(memory(forecast)["solving mlp"].host)
     assert "loading weights" not in [phase.name for phase in forecast.phases]
 
@@ -214,7 +217,7 @@ def test_a_solve_that_cannot_fit_is_refused_and_told_what_helps(settings, advice
     model = Description.of(LARGE)
     plan = Plan.of(model, Recipe(**settings))
     how = how_on(plan, CUDA)
-    least = {phase.name: lower_bound(phase.device) for phase in plan.forecast(how).phases}
+    least = {phase.name: lower_bound(phase.device) for phase in Forecast.of(plan, how).phases}
     assert max(least, key=lambda phase: least[phase]) == "solving mlp"
     check_room(plan, how, FreeMemory(least["solving mlp"], None))
     with pytest.raises(
@@ -232,7 +235,7 @@ def test_hidden_states_that_do_not_fit_ask_for_fewer_samples(folder):
 
 def test_a_close_fit_is_said_and_not_refused(folder):
     plan, how = planned(folder)
-    held = memory(plan.forecast(how)).values()
+    held = memory(Forecast.of(plan, how)).values()
     fullest = max(sum(phase.host.values()) - phase.host["program"] for phase in held)
     room = FreeMemory(None, fullest)
     check_room(plan, how, room)

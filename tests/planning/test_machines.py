@@ -6,9 +6,16 @@ import pytest
 import torch
 
 from coec.errors import OptionError
-from coec.planning import measuring
-from coec.planning.forecast import Seconds
-from coec.planning.machines import GPUS, PEAK_SHARE, Machine, Work, machine_named
+from coec.planning import machines
+from coec.planning.machines import (
+    GPUS,
+    PEAK_SHARE,
+    Machine,
+    Work,
+    machine_named,
+    this_machine,
+)
+from coec.planning.run import Seconds
 
 
 def machine(**rates):
@@ -69,45 +76,45 @@ def test_rates_are_kept_and_measured_anew_when_asked(tmp_path, monkeypatch):
         made.append(Machine(f"the {len(made) + 1}th", "cpu", {"product": ((1.0, 2.0),)}))
         return made[-1]
 
-    monkeypatch.setattr(measuring, "measure", measured)
+    monkeypatch.setattr(machines, "measure", measured)
     device = torch.device("cpu")
-    first, again = measuring.this_machine(device), measuring.this_machine(device)
+    first, again = this_machine(device), this_machine(device)
     assert len(made) == 1
     assert again == first
     assert again.rates == {"product": ((1.0, 2.0),)}
-    assert measuring.this_machine(device, anew=True).name == "the 2th"
-    assert measuring.this_machine(device).name == "the 2th"
+    assert this_machine(device, anew=True).name == "the 2th"
+    assert this_machine(device).name == "the 2th"
     [path] = (tmp_path / "coec").iterdir()
     known = json.loads(path.read_text())
     assert known["torch"] == torch.__version__
     assert known["threads"] == torch.get_num_threads()
     path.write_text("{damaged")
-    assert measuring.this_machine(device).name == "the 3th"
+    assert this_machine(device).name == "the 3th"
 
 
 def test_other_threads_are_another_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(measuring, "measure", lambda device, progress: Machine("m", "cpu", {}))
+    monkeypatch.setattr(machines, "measure", lambda device, progress: Machine("m", "cpu", {}))
     for threads in (1, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        measuring.this_machine(torch.device("cpu"))
+        this_machine(torch.device("cpu"))
     assert len(list((tmp_path / "coec").iterdir())) == 2
 
 
 def test_where_nothing_can_be_kept_rates_are_still_there(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(measuring, "measure", lambda device, progress: Machine("m", "cpu", {}))
-    assert measuring.this_machine(torch.device("cpu")).name == "m"
+    monkeypatch.setattr(machines, "measure", lambda device, progress: Machine("m", "cpu", {}))
+    assert this_machine(torch.device("cpu")).name == "m"
 
 
 def test_small_measurements_have_every_rate(monkeypatch):
     """Of small matrices, so that it takes no ten seconds."""
-    monkeypatch.setattr(measuring, "_EDGES", {"cpu": (4, 8)})
-    monkeypatch.setattr(measuring, "_TENSORS", {"cpu": (2**12, 2**16)})
-    monkeypatch.setattr(measuring, "_RUNS", 1)
+    monkeypatch.setattr(machines, "_EDGES", {"cpu": (4, 8)})
+    monkeypatch.setattr(machines, "_TENSORS", {"cpu": (2**12, 2**16)})
+    monkeypatch.setattr(machines, "_RUNS", 1)
     told = []
-    found = measuring.measure(torch.device("cpu"), lambda *step: told.append(step))
+    found = machines.measure(torch.device("cpu"), lambda *step: told.append(step))
     assert set(found.rates) == {
         "product float64", "product float32", "eigen float64", "eigen float32", "elementwise",
         "call", "read", "host",

@@ -46,12 +46,12 @@ def test_what_does_not_fit_has_no_total():
 
 
 def test_predicted_and_found_are_of_the_same_phases():
-    from coec.planning import ComputeConfig
+    from coec.planning import ComputeConfig, Forecast
     from machines import small_machine
 
     plan, how = scale.plan_of("Llama-3-70B", "fast"), None
     how = ComputeConfig.of(plan, scale.torch.device("cpu"))
-    forecast = plan.forecast(how, small_machine())
+    forecast = Forecast.of(plan, how, small_machine())
     found = {
         "starting": 7.0, "bytes": 2, "laps": {"checking": 1.0, "calibrating": 4.0, "solving": 3.0},
         "sites": {"attention": [(1.0, 2, 20)], "mlp": [(1.5, 2, 10), (0.5, 3, 20)]},

@@ -5,12 +5,11 @@ import math
 import pytest
 import torch
 
-from coec.planning import work
-from coec.planning.compute import ComputeConfig
+from coec.planning import ComputeConfig, phases
 from coec.settings import CoecOptions
 
-MLP = work.SiteSize(96, 288, 202, 288)
-ATTENTION = work.SiteSize(128, 128, 96, 4, attention=True)
+MLP = phases.SiteSize(96, 288, 202)
+ATTENTION = phases.SiteSize(128, 128, 96, attention=True)
 
 
 def compute_on(device, solve=torch.float64):
@@ -21,26 +20,25 @@ def operations(steps):
     return math.fsum(step.operations for step in steps)
 
 
-def test_counts_of_single_operators():
-    assert work.product(2, 3, 4, 5.0).operations == 5 * 48
-    assert work.eigenpairs(3).operations == pytest.approx(126)
-    assert operations(work.svd(2, 3, "cpu", "float64")) == pytest.approx(72 + 160 / 3)
-    polar = operations(work.polar(2, 2, "cuda", "float64"))
-    assert polar == pytest.approx(6 * (6 * 8 + 8) + 2 * 8)
-    on_gpu = operations(work.svd(2, 2, "cuda", "float64"))
-    assert on_gpu == pytest.approx(polar + 14 / 3 * 8)
+def compensated(method, site=MLP, device="cpu", solve=torch.float64, **own):
+    options = {**CoecOptions().record(), **own}
+    return phases.compensation(method, site, compute_on(device, solve), options)
 
 
-def test_statistics_are_products_with_themselves():
-    assert operations(work.statistics(10, 640.0, 4.0, 3)) == pytest.approx(3 * 2 * 100 * 640)
+def test_operations_of_products_and_eigenpairs():
+    assert phases.product(2, 3, 4, 5.0).operations == 5 * 48
+    assert phases.eigenpairs(3).operations == pytest.approx(126)
+
+
+def test_a_closed_form_is_counted_by_hand():
+    m, d, k = 96, 288, 202
+    expected = 2 * m * d**2 + 6 * m * k**2 + k**3
+    assert operations(compensated("ridge-to-slice")) == pytest.approx(expected)
+    assert compensated("none") == []
 
 
 def test_work_is_of_its_dtypes_and_devices():
-    options = CoecOptions().record()
-    steps = {
-        device: work.coec(MLP, work.usual_descent(MLP), compute_on(device, torch.float32), options)
-        for device in ("cpu", "cuda")
-    }
+    steps = {device: compensated("coec", MLP, device, torch.float32) for device in ("cpu", "cuda")}
     assert {w.dtype for w in steps["cpu"]} == {"float32", "float64", ""}
     # On a GPU polar factors take the place of singular value decompositions.
     on_cpu, on_gpu = (
@@ -50,27 +48,23 @@ def test_work_is_of_its_dtypes_and_devices():
 
 
 def test_fewer_iterations_and_rounds_are_less_work():
-    options = CoecOptions().record()
-
-    def count(site=MLP, effort="typical", **own):
-        descent = work.usual_descent(site, effort)
-        return operations(work.coec(site, descent, compute_on("cpu"), {**options, **own}))
+    def count(**own):
+        return operations(compensated("coec", **own))
 
     assert count(rounds=0) < count(rounds=1) < count(rounds=50)
     assert count(iterations=1) < count(iterations=200)
     assert count(rotation="left") < count() < count(rotation="better")
     assert count(solver="joint") < count(solver="gradient")
-    assert count(effort="least") < count() < count(effort="most")
-    assert count(ATTENTION, effort="least") < count(ATTENTION)
 
 
 def test_an_elimination_grows_with_what_goes():
-    few, many = (work.SiteSize(96, 288, kept, 288) for kept in (250, 100))
-    assert operations(work.elimination(few)) < operations(work.elimination(many))
-    groups = work.SiteSize(128, 128, 96, 4)
-    assert operations(work.elimination(groups)) > 2 * 128**3
+    few, many = (phases.SiteSize(96, 288, kept) for kept in (250, 100))
+    assert operations(phases.elimination(few, 288)) < operations(phases.elimination(many, 288))
+    assert operations(phases.elimination(ATTENTION, 4)) > 2 * 128**3
 
 
 def test_closed_forms_are_cheaper_than_descents():
-    descent = work.coec(MLP, work.usual_descent(MLP), compute_on("cpu"), CoecOptions().record())
-    assert operations(work.ridge(MLP)) < operations(work.rcpu(MLP, "cpu")) < operations(descent)
+    ridge, rcpu, coec = (
+        operations(compensated(name)) for name in ("least-squares", "rcpu", "coec")
+    )
+    assert ridge < rcpu < coec

@@ -8,7 +8,7 @@ import tiny_models as tm
 from coec.calibration.tokens import Windows, hold_out
 from coec.errors import CalibrationError, OptionError
 from coec.models.dense import Dense
-from coec.planning import ComputeConfig
+from coec.planning import ComputeConfig, Forecast
 from coec.settings import Calibration, Runtime
 from coec.streaming.passes import DensePass
 from coec.streaming.windows import window_maker
@@ -120,7 +120,7 @@ def test_plans_count_them(dense, tokens):
         for share in (0.0, 1.0)
     )
     one, other = (
-        plan.forecast(ComputeConfig.of(plan, torch.device("cpu"))) for plan in (few, many)
+        Forecast.of(plan, ComputeConfig.of(plan, torch.device("cpu"))) for plan in (few, many)
     )
     operations = [forecast.record()["operations"]["calibrating"] for forecast in (one, other)]
     assert operations[1] == 2 * operations[0]

@@ -51,11 +51,7 @@ class KeptUnits:
     def of(
         cls, units: Mapping[str, Any], source: str = MAPPING, inferred_from: str | None = None
     ) -> "KeptUnits":
-        """Return kept units of indices by site, in any order.
-
-        Raises:
-            OptionError: there are none, or indices are no whole numbers or not distinct.
-        """
+        """Return kept units of indices by site; OptionError unless they are distinct numbers."""
         if not units:
             raise OptionError(f"'{source}' names no site: {WANTED}")
         sorted_units = {
@@ -72,8 +68,7 @@ class KeptUnits:
     def read(cls, kept: "str | Path | Mapping[str, Any] | KeptUnits") -> "KeptUnits":
         """Read kept units of a file, a folder that coec wrote, or a mapping.
 
-        Raises:
-            OptionError: it is not there, cannot be read, or holds no kept units.
+        Raises OptionError where it is not there, cannot be read, or holds no kept units.
         """
         if isinstance(kept, KeptUnits):
             return kept

@@ -53,9 +53,9 @@ def _run() -> None:
         _say("an argument is empty: leave it out, or say what is meant")
         sys.exit(2)
     from coec.cli.commands import app
-    from coec.cli.spelling import flag_of, spelled
+    from coec.cli.common import flag_of, spelled
     from coec.errors import CoecError
-    from coec.settings import RENAMED
+    from coec.settings.fields import RENAMED
 
     for before, name in RENAMED.items():
         if any(word.split("=")[0] == flag_of(before) for word in sys.argv[1:]):

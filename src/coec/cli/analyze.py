@@ -13,13 +13,13 @@ from coec.cli.common import (
     notes,
     quieten,
     results,
+    spelled,
     switch,
     with_flags,
 )
 from coec.cli.progress import Quiet, showing_progress
-from coec.cli.spelling import spelled
 from coec.errors import OptionError
-from coec.settings import DTYPE_NAMES
+from coec.settings.parts import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -105,7 +105,6 @@ def _measure(
     with_geometry: bool,
     advance: "Progress",
 ) -> tuple["Efficiency", "Speed | None", list[dict[str, Any]] | None, list[str]]:
-    """Measure cost, speed and geometry, with notes on what looks odd."""
     import torch
 
     from coec.devices import choose_device
@@ -163,13 +162,12 @@ def _show(
         results.print(
             f"tokens/s: median (range) of {load.repeats} runs each, in turns, batch of "
             f"{load.batch_size}, {load.prompt_tokens} + {load.new_tokens} tokens,\n"
-            f"{rates.dtype} on {rates.device}; ratio of medians (range of the paired ratios)",
-            markup=False,
+            f"{rates.dtype} on {rates.device}; ratio of medians (range of the paired ratios)"
         )
     if summary:
         results.print(_geometry_table(summary))
     for note in odd:
-        notes.print(f"note: {spelled(note)}", markup=False)
+        notes.print(f"note: {spelled(note)}")
 
 
 def _efficiency_table(cost: "Efficiency", rates: "Speed | None") -> "Table":

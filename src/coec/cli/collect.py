@@ -12,6 +12,7 @@ from coec.cli.common import (
     Restart,
     TrustRemoteCode,
     argument,
+    flag_of,
     given,
     quieten,
     results,
@@ -20,7 +21,6 @@ from coec.cli.common import (
     with_flags,
 )
 from coec.cli.progress import Quiet, showing_progress
-from coec.cli.spelling import flag_of
 from coec.settings import Calibration, Runtime
 
 if TYPE_CHECKING:
@@ -35,8 +35,7 @@ def collect_command(
     *,
     config: Config = None,
     merge: Annotated[
-        bool,
-        switch("--merge", "Add up the statistics A and B of one model on different text."),
+        bool, switch("--merge", "Add up the statistics A and B of one model on different text.")
     ] = False,
     restart: Restart = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -80,4 +79,4 @@ def _show(statistics: "Statistics", model: str) -> None:
         f"{calibration['source']}",
         f"use it: coec prune {model} OUT --statistics {statistics.folder}",
     ):
-        results.print(line, markup=False)
+        results.print(line)

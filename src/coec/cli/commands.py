@@ -3,46 +3,28 @@
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 import coec
 from coec.cli.analyze import analyze_command
 from coec.cli.collect import collect_command
-from coec.cli.compensate import compensate_command
 from coec.cli.evaluate import eval_command
 from coec.cli.export import export_command
 from coec.cli.methods import methods_command
-from coec.cli.prune import prune_command
+from coec.cli.prune import compensate_command, prune_command
 from coec.cli.report import report_command
 from coec.cli.sweep import sweep_command
 
 
-class _Plain:
-    """Usage and help in the words of the texts: `MODEL [OUT]`, and no type beside a switch."""
+class _Command(TyperCommand):
+    """Command whose usage names arguments as its texts do: `MODEL`, not `{MODEL}`."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
-        return [piece.strip("{}") for piece in pieces]
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for param in params:
-            if getattr(param, "is_flag", False):
-                param.metavar = ""
-        return params
-
-
-class _Command(_Plain, TyperCommand):
-    pass
-
-
-class _Group(_Plain, TyperGroup):
-    pass
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
 
 app = typer.Typer(
     name="coec",
-    cls=_Group,
     help="Training-free structured pruning of large language models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -1,24 +1,30 @@
-"""Shared parts of the commands: where text goes, and how an option is declared."""
+"""Shared parts of the commands: where text goes, how an option is declared, how flags are spelled.
+
+The package is used from Python too, where nobody can pass a flag. So a message that tells what to
+change writes a keyword argument, `seq_len=64`, of which `spelled` makes `--seq-len 64`.
+"""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import typer
 from rich.console import Console
 
-from coec.settings import TABLE, Setting
+from coec.settings import NAMES, TABLE, Setting
 
 Values: TypeAlias = dict[str, Any]
 """Arguments by their names."""
 
-notes = Console(stderr=True, highlight=False, soft_wrap=True)
-results = Console(highlight=False, soft_wrap=True)
+notes = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+results = Console(highlight=False, markup=False, soft_wrap=True)
 
-NAME, WHOLE, NUMBER, TEXT, PATH = "NAME", "N", "X", "TEXT", "PATH"
-"""What stands for a value in help."""
-_METAVARS: dict[object, str] = {float: NUMBER, int: WHOLE, str: TEXT, Path: PATH}
+_METAVARS: dict[object, str] = {
+    float: "X", int: "N", str: "TEXT", Path: "PATH", list[str]: "TEXT", list[Path]: "PATH",
+}  # fmt: skip
+"""What stands for a value in help; NAME for the names that are allowed."""
 
 
 def switch(flag: str, text: str) -> Any:
@@ -38,8 +44,6 @@ def argument(text: str, metavar: str) -> Any:
     return typer.Argument(help=text, show_default=False, metavar=metavar)
 
 
-_DEVICE = next(row.text for row in TABLE if row.name == "device")
-Device = Annotated[str | None, setting(_DEVICE, TEXT)]
 Json = Annotated[bool, switch("--json", "One JSON object on stdout, nothing else.")]
 TrustRemoteCode = Annotated[
     bool,
@@ -52,13 +56,8 @@ TrustRemoteCode = Annotated[
     ),
 ]
 Config = Annotated[
-    Path | None, setting("TOML file with any of the settings here; flags win.", PATH)
+    Path | None, setting("TOML file with any of the settings here; flags win.", "PATH")
 ]
-StatisticsFolder = Annotated[
-    Path | None,
-    setting("What `coec collect` wrote, instead of a dense pass; brings its settings.", PATH),
-]
-Force = Annotated[bool, switch("--force", "Replace the model that OUT holds.")]
 Restart = Annotated[
     bool, switch("--restart", "Throw away what an unfinished run into the same folder left.")
 ]
@@ -84,16 +83,17 @@ class CommandFlag(NamedTuple):
     def parameter(self) -> inspect.Parameter:
         """Parameter of the command's function."""
         value_type: Any = Literal[self.type] if isinstance(self.type, tuple) else self.type
-        metavar = self.metavar or _METAVARS.get(self.type, NAME)
-        name = self.name.replace("_", "-")
-        names = [f"--{name}/--no-{name}"] if self.type is bool else []
-        option = setting(self.text, None if names else metavar, self.panel, *names)
+        is_name = isinstance(self.type, tuple) or self.type is None
+        metavar = self.metavar or ("NAME" if is_name else _METAVARS.get(self.type))
+        flag = flag_of(self.name)
+        names = [f"{flag}/--no-{flag[2:]}"] if self.type is bool else []
+        option = setting(self.text, "" if names else metavar, self.panel, *names)
         annotation = Annotated[value_type | None, option]
         keyword = inspect.Parameter.KEYWORD_ONLY
         return inspect.Parameter(self.name, keyword, default=None, annotation=annotation)
 
 
-DEVICE_FLAG = CommandFlag("device", str, _DEVICE)
+DEVICE_FLAG = CommandFlag("device", str, next(row.text for row in TABLE if row.name == "device"))
 
 
 def with_flags(
@@ -101,9 +101,7 @@ def with_flags(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace `**flags` in a command's signature by a parameter for every flag.
 
-    Args:
-        first: listed before the command's own switches.
-        last: listed at the end of its help.
+    Help lists the `first` ones before the command's own switches, and the `last` behind them.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -124,9 +122,9 @@ def with_flags(
     return decorate
 
 
-def given(flags: Mapping[str, Any], table: Sequence[CommandFlag] | None = None) -> Values:
+def given(flags: Mapping[str, Any], table: Iterable[CommandFlag | str] | None = None) -> Values:
     """Pick the flags that the user gave, or those of one table."""
-    names = flags if table is None else [flag.name for flag in table]
+    names = [f if isinstance(f, str) else f.name for f in (flags if table is None else table)]
     return {name: flags[name] for name in names if flags[name] is not None}
 
 
@@ -148,3 +146,33 @@ def quieten() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     hub_logging.set_verbosity_error()
+
+
+FLAGS = NAMES | {
+    "baseline", "batch_size", "context", "dtype", "force", "jobs", "limit", "max_windows", "model",
+    "new_tokens", "no_tokenizer", "prompt_tokens", "repeats", "restart", "statistics", "tasks",
+    "tasks_data", "text", "trust_remote_code", "warmup",
+}  # fmt: skip
+"""Arguments that are a flag of some command."""
+_ARGUMENT = re.compile(
+    r"(?P<quoted>(?<!\w)'[^']*')"  # a path, or what the user wrote: left as it is
+    r"|(?<![\w.])(?P<name>[a-z][a-z_]*)=(?P<value>\"[^\"]*\"|[\w.:/+-]*[\w/+-])"
+)
+
+
+def flag_of(name: str) -> str:
+    """Flag of an argument."""
+    return f"--{name.replace('_', '-')}"
+
+
+def spelled(message: str) -> str:
+    """Write every argument of Python in a message as a flag: `force=True` is `--force`."""
+
+    def flag(match: re.Match[str]) -> str:
+        name, value = match["name"], match["value"]
+        if name not in FLAGS:
+            return match[0]
+        value = value.strip('"')
+        return flag_of(name) if value == "True" else f"{flag_of(name)} {value}"
+
+    return _ARGUMENT.sub(flag, message)

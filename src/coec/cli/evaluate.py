@@ -13,6 +13,7 @@ from coec.cli.common import (
     TrustRemoteCode,
     Values,
     argument,
+    flag_of,
     given,
     notes,
     quieten,
@@ -21,9 +22,8 @@ from coec.cli.common import (
     with_flags,
 )
 from coec.cli.progress import Quiet, showing_progress
-from coec.cli.spelling import flag_of
 from coec.errors import CoecError, OptionError
-from coec.settings import DTYPE_NAMES
+from coec.settings.parts import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from coec.evaluation.perplexity import Perplexity
@@ -128,25 +128,19 @@ def eval_command(
 def _refuse_unheard(
     text: str | None, tasks: str | None, for_text: Values, for_tasks: Values
 ) -> None:
-    """Raises BadParameter for a flag of something that is not measured."""
-    if tasks is None and for_tasks:
-        raise typer.BadParameter(
-            f"{flag_of(next(iter(for_tasks)))} belongs to --tasks, which is not given"
-        )
-    if tasks is not None and text is None and for_text:
-        raise typer.BadParameter(
-            f"{flag_of(next(iter(for_text)))} belongs to perplexity: with --tasks, give --text too"
-        )
-    if text == "self":
-        names, owner = (
-            ("max_windows", "text_column"),
-            "text that is read: with --text self, give --samples",
-        )
+    """Raise BadParameter for a flag of something that is not measured."""
+    if tasks is not None and text is None:
+        refused = dict.fromkeys(for_text, "perplexity: with --tasks, give --text too")
+    elif text == "self":
+        owner = "text that is read: with --text self, give --samples"
+        refused = dict.fromkeys(("max_windows", "text_column"), owner)
     else:
-        names, owner = ("samples", "seed"), "--text self"
-    for name in names:
-        if name in for_text:
-            raise typer.BadParameter(f"{flag_of(name)} belongs to {owner}")
+        refused = dict.fromkeys(("samples", "seed"), "--text self")
+    if tasks is None:
+        refused = dict.fromkeys(for_tasks, "--tasks, which is not given") | refused
+    for name in refused:
+        if name in {**for_tasks, **for_text}:
+            raise typer.BadParameter(f"{flag_of(name)} belongs to {refused[name]}")
 
 
 def _check_card(model: str, text: str | None, tasks: str | None) -> None:
@@ -163,11 +157,7 @@ def _check_card(model: str, text: str | None, tasks: str | None) -> None:
 
 
 def _measure(
-    model: str,
-    for_text: Values,
-    tasks: str | None,
-    for_tasks: Values,
-    common: Values,
+    model: str, for_text: Values, tasks: str | None, for_tasks: Values, common: Values
 ) -> tuple["Perplexity | None", "ZeroShot | None", CoecError | None]:
     """Measure perplexity where there are settings for it, and scores where tasks are named.
 
@@ -187,7 +177,6 @@ def _measure(
 
 
 def _record(result: "Perplexity | None", scores: "ZeroShot | None", *, with_tasks: bool) -> Values:
-    """JSON object of a perplexity alone, or with an entry for each measure."""
     if not with_tasks and result is not None:
         return result.as_dict()
     measures = {"perplexity": result, "zero_shot": scores}
@@ -199,19 +188,22 @@ def _show_perplexity(result: "Perplexity") -> None:
         if value is not None and not isinstance(value, bool):
             text = f"{value:,}" if isinstance(value, int) else value
             text = f"{value:.4f}" if isinstance(value, float) else text
-            results.print(f"{name.replace('_', ' '):<20} {text}", markup=False)
+            results.print(f"{name.replace('_', ' '):<20} {text}")
 
 
 def _show_tasks(scores: "ZeroShot") -> None:
     """Print a row per task, the paper's metric in bold, then what the numbers do not say."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("task", "items", "acc", "acc_norm", "guessing", box=None, header_style="bold")
     for score in scores.tasks:
-        cells = {"acc": _number(score.acc, score.acc_stderr)}
-        cells["acc_norm"] = _number(score.acc_norm, score.acc_norm_stderr)
+        cells: dict[str, str | Text] = {
+            "acc": _number(score.acc, score.acc_stderr),
+            "acc_norm": _number(score.acc_norm, score.acc_norm_stderr),
+        }
         if score.metric in cells:
-            cells[score.metric] = f"[bold]{cells[score.metric]}[/bold]"
+            cells[score.metric] = Text(str(cells[score.metric]), style="bold")
         table.add_row(score.task, f"{score.items:,}", *cells.values(), _number(score.guessing))
     results.print(table)
     lines = [
@@ -229,7 +221,7 @@ def _show_tasks(scores: "ZeroShot") -> None:
             "their beginning"
         )
     for line in lines:
-        results.print(line, markup=False)
+        results.print(line)
 
 
 def _number(value: float | None, stderr: float | None = None) -> str:

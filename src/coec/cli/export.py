@@ -71,6 +71,6 @@ def _show(written: "Export") -> None:
             f"{written.fallback_bytes / 1e6:,.2f} MB larger for it"
         )
     for name, value in rows.items():
-        results.print(f"{name:<16} {value}", markup=False)
+        results.print(f"{name:<16} {value}")
     for note in written.notes:
-        results.print(note, markup=False)
+        results.print(note)

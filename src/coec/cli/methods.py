@@ -31,15 +31,14 @@ def methods_command(as_json: Json = False) -> None:
         print(json.dumps({**listing, "options": options}))
         return
     for heading, entries in listing.items():
-        results.print(f"[bold]{heading}[/bold]")
+        results.print(heading, style="bold")
         for name, line in entries.items():
-            results.print(f"  {name:<16} {line}", markup=False)
+            results.print(f"  {name:<16} {line}")
             if heading == "compensations" and options[name]:
-                results.print(f"    options: {', '.join(options[name])}", markup=False)
+                results.print(f"    options: {', '.join(options[name])}")
 
 
 def _preset(preset: Preset) -> str:
-    """Purpose and settings of a preset."""
     settings = ", ".join(
         f"{name} = {str(value).lower() if isinstance(value, bool) else value}"
         for name, value in preset.settings.items()
@@ -48,7 +47,6 @@ def _preset(preset: Preset) -> str:
 
 
 def _described(function: Callable[..., object]) -> str:
-    """First line of a docstring, and its source."""
     doc = inspect.getdoc(function) or ""
     source = doc.partition("Source: ")[2].partition("\n")[0].rstrip(".")
     return f"{doc.splitlines()[0].rstrip('.')} [{source}]"

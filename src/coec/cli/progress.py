@@ -44,14 +44,13 @@ def _resuming_or(show: Progress) -> Progress:
             show(phase, count, total)
             return
         items = phase.removeprefix(RESUMING).strip()
-        notes.print(f"resuming: {count:,} of {total:,} {items} are done", markup=False)
+        notes.print(f"resuming: {count:,} of {total:,} {items} are done")
 
     return advance
 
 
 @contextmanager
 def _bars() -> Iterator[Progress]:
-    """Draw a bar per phase."""
     from rich import progress
 
     bar = progress.Progress(
@@ -88,7 +87,7 @@ class ProgressLines:
     """
 
     clock: Callable[[], float] = time.monotonic
-    say: Callable[[str], None] = lambda line: notes.print(line, markup=False)
+    say: Callable[[str], None] = lambda line: notes.print(line)
     _starts: dict[str, tuple[float, int]] = field(default_factory=dict)
     _counts: dict[str, int] = field(default_factory=dict)
     _last: float | None = None

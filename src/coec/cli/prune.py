@@ -1,42 +1,45 @@
-"""`coec prune`."""
+"""`coec prune` and `coec compensate`."""
 
-import json
-import math
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from coec import settings
 from coec.cli.common import (
     Config,
-    Force,
     Json,
-    Restart,
-    StatisticsFolder,
     TrustRemoteCode,
     argument,
-    notes,
     quieten,
-    results,
+    setting,
     settings_of,
     switch,
     with_flags,
 )
-from coec.cli.planned import MachineOption, MeasureOption, PlanView, check_dry, show_plan
 from coec.cli.progress import Quiet, showing_progress
+from coec.cli.pruning_tables import show_plan, show_report
+from coec.settings.parts import CHOOSING
 
-if TYPE_CHECKING:
-    from coec.pipeline.report import Report
-
-
-_WIDTHS = (
-    ("mlp", "MLP channels", "per block"),
-    ("experts", "expert channels", "per expert"),
-    ("kv_groups", "KV groups", "per block"),
-)
-"""Names of widths in a report, and the words for them."""
+StatisticsFolder = Annotated[
+    Path | None,
+    setting("What `coec collect` wrote, instead of a dense pass; brings its settings.", "PATH"),
+]
+MachineOption = Annotated[
+    str | None,
+    setting(
+        "With --dry-run: plan for a GPU by its data sheet (h100, h200, a100, l40s, rtx4090, "
+        "rtx3090) instead of for this machine.",
+        "NAME",
+    ),
+]
+MeasureOption = Annotated[
+    bool, switch("--measure", "With --dry-run: measure this machine's rates anew.")
+]
+Force = Annotated[bool, switch("--force", "Replace the model that OUT holds.")]
+Restart = Annotated[
+    bool, switch("--restart", "Throw away what an unfinished run into the same folder left.")
+]
 
 
 @with_flags(settings.RECIPE, settings.OPTIONS)
@@ -64,20 +67,18 @@ def prune_command(
 
     Interrupted or killed, the same command goes on with the first unfinished block.
     """
-    if out is None and not dry_run:
-        raise typer.BadParameter("OUT is missing (only --dry-run works without)")
+    _check_use(out, dry_run, machine=machine, measure=measure)
     quieten()
-    from coec.execution.places import is_url
     from coec.pipeline import prune as pruning
 
     chosen = settings_of(config, flags, trust_remote_code=trust_remote_code)
     if out is None or dry_run:
         plan = pruning.plan(model, statistics=statistics, **chosen)
-        folder = None if out is None or is_url(out) else Path(out)
-        view = PlanView(machine, measure, as_json, statistics is not None, quiet)
-        show_plan(plan, model, folder, view)
+        show_plan(
+            plan, model, out, machine=machine, measure=measure, as_json=as_json,
+            collected=statistics is not None, quiet=quiet,
+        )  # fmt: skip
         return
-    check_dry(machine, measure=measure)
     with showing_progress(quiet) as advance:
         report = pruning.prune(
             model, out, statistics=statistics, force=force, restart=restart, progress=advance,
@@ -86,83 +87,63 @@ def prune_command(
     show_report(report, as_json)
 
 
-def show_report(report: "Report", as_json: bool) -> None:
-    """Print what a pruning did, in lines or as one JSON object."""
-    from coec.models.architectures import ARCHITECTURES
+@with_flags(tuple(row for row in settings.RECIPE if row.name not in CHOOSING), settings.OPTIONS)
+def compensate_command(
+    model: Annotated[str, argument("Model folder before it was pruned, or a hub name.", "DENSE")],
+    pruned: Annotated[str, argument("What another program made of it.", "PRUNED")],
+    out: Annotated[Path | None, argument("Folder to make; --dry-run needs none.", "OUT")] = None,
+    *,
+    config: Config = None,
+    statistics: StatisticsFolder = None,
+    dry_run: Annotated[
+        bool, switch("--dry-run", "Print the plan; the weights of both are read for it.")
+    ] = False,
+    machine: MachineOption = None,
+    measure: MeasureOption = False,
+    force: Force = False,
+    restart: Restart = False,
+    trust_remote_code: TrustRemoteCode = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    **flags: Any,
+) -> None:
+    """Repair what another program pruned: DENSE, with the units that PRUNED keeps, into OUT.
 
-    if as_json:
-        print(json.dumps({"out": report.out, **report.as_dict()}))
+    Which units these are is told from the rows of PRUNED; nothing else of it is used. All else is
+    as in coec prune.
+    """
+    _check_use(out, dry_run, machine=machine, measure=measure)
+    quieten()
+    from coec.pipeline import compensate as compensating
+    from coec.pipeline import prune as pruning
+    from coec.planning.recipe import Recipe
+
+    chosen = settings_of(config, flags, trust_remote_code=trust_remote_code)
+    if out is not None and not dry_run:
+        with showing_progress(quiet) as advance:
+            report = compensating.compensate_pruned(
+                model, pruned, out, statistics=statistics, force=force, restart=restart,
+                progress=advance, **chosen,
+            )  # fmt: skip
+        show_report(report, as_json)
         return
-    for line in _lines(report):
-        results.print(line, markup=False)
-    for event, modules in report.events.items():
-        place = modules[0] if len(modules) == 1 else f"{modules[0]} and {len(modules) - 1} more"
-        notes.print(f"note: {place}: {event}", markup=False)
-    fits = not ARCHITECTURES[report.plan["model_type"]].adds  # True where blocks can be fitted
-    if report.recipe.get("preset") == "paper" and not report.reconstruction and fits:
-        results.print(
-            "beyond the paper: --preset best fits every block to the dense model's hidden states",
-            markup=False,
-        )
-    results.print(f"measure it: coec eval {report.out} --baseline {report.model}", markup=False)
+    compensating.check_settings(chosen, pruned)
+    Recipe(**chosen)  # before the weights are read
+    with showing_progress(quiet) as advance:
+        kept = compensating.infer_kept(model, pruned, advance)
+    plan = pruning.plan(model, statistics=statistics, **chosen, kept=kept)
+    show_plan(
+        plan, model, out, machine=machine, measure=measure, as_json=as_json,
+        collected=statistics is not None, quiet=quiet,
+    )  # fmt: skip
 
 
-def _lines(report: "Report") -> Iterator[str]:
-    """Yield sizes, notes, errors and times of a pruning."""
-    from coec.pipeline.card import counted
-
-    plan, widths = report.plan, report.plan["widths"]
-    before, after = plan["parameters"]["before"], plan["parameters"]["after"]
-    yield f"wrote {report.out}"
-    yield f"parameters       {before:,} → {after:,} ({after / before:.1%})"
-    for name, label, unit in _WIDTHS:
-        if width := widths.get(name):
-            yield f"{label:<16} {counted(width['before'])} → {counted(width['after'])} {unit}"
-    yield from plan["notes"]
-    for site in report.kinds:
-        before, after = report.mean_errors(site)
-        yield (
-            f"{site + ' error':<16} {before:.4f} → {after:.4f} "
-            "(relative output error on the calibration data, mean over blocks)"
-        )
-        if any(row.get("holdout_after") is not None for row in report.sites if row["site"] == site):
-            before, after = report.mean_errors(site, held_out=True)
-            yield f"{'  held out':<16} {before:.4f} → {after:.4f}"
-    yield from _reconstruction(report)
-    if plan["relabelled"]:
-        yield f"stored as        {plan['output_model_type']} ({plan['relabelled']})"
-    if plan.get("code"):
-        yield (
-            f"built by         {plan['code']}, beside the weights: loads with "
-            "trust_remote_code=True"
-        )
-    yield f"seconds          {sum(report.seconds.values()):.1f}"
-
-
-def _reconstruction(report: "Report") -> Iterator[str]:
-    """Yield errors before and after the fit, and how well candidates predict held-out windows."""
-    for site in report.kinds:
-        fits = [row["reconstruction"] for row in report.sites
-                if row["site"] == site and "reconstruction" in row]  # fmt: skip
-        if fits:
-            before = sum(fit["error_before"] for fit in fits) / len(fits)
-            after = sum(fit["error_after"] for fit in fits) / len(fits)
-            yield (
-                f"{site + ' fitted':<16} {before:.4f} → {after:.4f} "
-                "(error of the hidden states, relative to what the part adds)"
-            )
-    facts = report.reconstruction
-    for name, tried in facts.get("candidates", {}).items():
-        chosen = ", chosen" if name == facts["kv_groups"] else ""
-        divergence = tried["kl"] if tried["kl"] is not None else math.inf
-        line = _prediction(f"groups {name}", tried)
-        yield f"{line}, KL {divergence:.3f}, fitted briefly{chosen}"
-    if facts:
-        yield _prediction("predicts", facts)
-
-
-def _prediction(label: str, facts: Mapping[str, Any]) -> str:
-    """Line on how well a model predicts the windows that judge it, beside the dense one."""
-    pruned, dense = (facts[model] or math.inf for model in ("perplexity", "dense"))
-    windows = facts["windows"].replace(" ", "-")
-    return f"{label:<16} perplexity {pruned:.2f} (dense {dense:.2f}) on {windows} windows"
+def _check_use(out: object, dry_run: bool, *, machine: str | None, measure: bool) -> None:
+    """Raise BadParameter for a missing OUT, or options that only a plan takes."""
+    if dry_run:
+        return
+    if out is None:
+        raise typer.BadParameter("OUT is missing (only --dry-run works without)")
+    for name, value in {"machine": machine, "measure": measure}.items():
+        if value:
+            raise typer.BadParameter(f"--{name} goes with --dry-run")

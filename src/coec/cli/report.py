@@ -12,8 +12,7 @@ def report_command(
     out: Annotated[Path, argument("Folder that a sweep wrote to.", "OUT")],
     *,
     compare: Annotated[
-        str | None,
-        setting("paper: set the numbers that the paper prints beside ours.", "NAME"),
+        str | None, setting("paper: set the numbers that the paper prints beside ours.", "NAME")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -31,8 +30,8 @@ def report_command(
         print(json.dumps({"files": paths, "figures": figures, **written.document.as_dict()}))
         return
     for name, value in written.document.facts:
-        results.print(f"{name:<20} {value}", markup=False)
+        results.print(f"{name:<20} {value}")
     for note in written.document.notes:
-        results.print(note, markup=False)
+        results.print(note)
     for path in (*paths.values(), *dict.fromkeys(path.parent for path in written.figures)):
-        results.print(f"{'written':<20} {path}", markup=False)
+        results.print(f"{'written':<20} {path}")

@@ -3,27 +3,26 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from coec.cli.common import (
-    PATH,
-    TEXT,
-    WHOLE,
-    Device,
+    DEVICE_FLAG,
+    CommandFlag,
     Json,
     TrustRemoteCode,
+    Values,
     argument,
     given,
     notes,
     quieten,
     results,
-    setting,
+    spelled,
     switch,
+    with_flags,
 )
 from coec.cli.progress import Quiet, showing_progress
-from coec.cli.spelling import spelled
 
 if TYPE_CHECKING:
     from coec.experiments.grid import Cell
@@ -36,54 +35,51 @@ READY = (
 """Known without reading the folder of grids, which would make the help slow."""
 
 
+_RECIPE = (
+    CommandFlag("calibration", str, "As in `coec prune`."),
+    CommandFlag("text_column", str, "Of both texts, where they are jsonl or parquet files."),
+    CommandFlag("samples", int, "Calibration windows; a grid that varies them goes its own way."),
+    CommandFlag("seq_len", int, "Tokens per calibration window."),
+)
+_EVALUATION = (
+    CommandFlag("text", str, "To evaluate on, as in `coec eval`."),
+    CommandFlag("eval_seq_len", int, "Tokens per evaluation window."),
+    CommandFlag("max_windows", int, "Evaluate the first so many windows. Default: all."),
+    CommandFlag(
+        "tasks", str, "Zero-shot tasks, as in `coec eval`. Default: none.", metavar="NAMES"
+    ),
+    CommandFlag("tasks_data", str, "As in `coec eval`.", metavar="PATH"),
+    CommandFlag("limit", int, "The first N items of every task. Default: all."),
+)
+_MODEL = CommandFlag(
+    "model", list[str],
+    "A dense model, besides those of the grid; may be given several times.", metavar="MODEL",
+)  # fmt: skip
+_RUNNING = (
+    CommandFlag("jobs", int, "Cells solved at once, each in its own process. Default: 1."),
+    CommandFlag(
+        "executor", str,
+        "Where cells are solved: processes, or a ray cluster. Default: processes.",
+    ),
+    CommandFlag("address", str, "Of a Ray cluster, as in `coec prune`."),
+    DEVICE_FLAG,
+    CommandFlag(
+        "statistics", list[Path],
+        "What `coec collect` made of a model; may be given several times.",
+    ),
+)  # fmt: skip
+
+
+@with_flags((_MODEL, *_RECIPE, *_EVALUATION, *_RUNNING))
 def sweep_command(
     grid: Annotated[str, argument(f"A TOML file, or a ready grid: {', '.join(READY)}.", "GRID")],
     out: Annotated[
         Path | None, argument("Folder of the results; --dry-run needs none.", "OUT")
     ] = None,
     *,
-    model: Annotated[
-        list[str] | None,
-        setting("A dense model, besides those of the grid; may be given several times.", "MODEL"),
-    ] = None,
-    calibration: Annotated[str | None, setting("As in `coec prune`.", TEXT)] = None,
-    text: Annotated[str | None, setting("To evaluate on, as in `coec eval`.", TEXT)] = None,
-    text_column: Annotated[
-        str | None, setting("Of both texts, where they are jsonl or parquet files.", TEXT)
-    ] = None,
-    samples: Annotated[
-        int | None,
-        setting("Calibration windows; a grid that varies them goes its own way.", WHOLE),
-    ] = None,
-    seq_len: Annotated[int | None, setting("Tokens per calibration window.", WHOLE)] = None,
-    eval_seq_len: Annotated[int | None, setting("Tokens per evaluation window.", WHOLE)] = None,
-    max_windows: Annotated[
-        int | None, setting("Evaluate the first so many windows. Default: all.", WHOLE)
-    ] = None,
-    tasks: Annotated[
-        str | None, setting("Zero-shot tasks, as in `coec eval`. Default: none.", "NAMES")
-    ] = None,
-    tasks_data: Annotated[str | None, setting("As in `coec eval`.", PATH)] = None,
-    limit: Annotated[
-        int | None, setting("The first N items of every task. Default: all.", WHOLE)
-    ] = None,
     geometry: Annotated[
-        bool,
-        switch("--geometry", "Compare frames with the dense model's, as in `coec analyze`."),
+        bool, switch("--geometry", "Compare frames with the dense model's, as in `coec analyze`.")
     ] = False,
-    jobs: Annotated[
-        int | None, setting("Cells solved at once, each in its own process. Default: 1.", WHOLE)
-    ] = None,
-    executor: Annotated[
-        str,
-        setting("Where cells are solved: processes, or a ray cluster. Default: processes.", TEXT),
-    ] = "processes",
-    address: Annotated[str | None, setting("Of a Ray cluster, as in `coec prune`.", TEXT)] = None,
-    device: Device = None,
-    statistics: Annotated[
-        list[Path] | None,
-        setting("What `coec collect` made of a model; may be given several times.", PATH),
-    ] = None,
     keep_models: Annotated[
         bool, switch("--keep-models", "Keep every pruned model in OUT/models.")
     ] = False,
@@ -95,6 +91,7 @@ def sweep_command(
     trust_remote_code: TrustRemoteCode = False,
     quiet: Quiet = False,
     as_json: Json = False,
+    **flags: Any,
 ) -> None:
     """Run every cell of GRID into OUT, from one dense pass per model and calibration.
 
@@ -102,30 +99,31 @@ def sweep_command(
     """
     if out is None and not dry_run:
         raise typer.BadParameter("OUT is missing (only --dry-run works without)")
-    recipe = {
-        "calibration": calibration, "text_column": text_column, "samples": samples,
-        "seq_len": seq_len, "trust_remote_code": trust_remote_code or None,
-    }  # fmt: skip
-    evaluation = {
-        "text": text, "text_column": text_column, "seq_len": eval_seq_len,
-        "max_windows": max_windows, "tasks": tasks, "tasks_data": tasks_data, "limit": limit,
-        "geometry": geometry or None, "trust_remote_code": trust_remote_code or None,
-    }  # fmt: skip
+    trust = {"trust_remote_code": True} if trust_remote_code else {}
+    evaluation = given(flags, (*_EVALUATION, "text_column")) | trust
+    if "eval_seq_len" in evaluation:
+        evaluation["seq_len"] = evaluation.pop("eval_seq_len")
+    if geometry:
+        evaluation["geometry"] = True
     quieten()
     from coec.experiments.grid import expand
 
-    cells = expand(grid, models=model, settings=given(recipe), evaluate=given(evaluation))
+    cells = expand(
+        grid, models=flags["model"], settings=given(flags, _RECIPE) | trust, evaluate=evaluation
+    )
     from coec.experiments.sweep import check_plan, sweep
 
+    defaults: Values = {"jobs": None, "executor": "processes", "address": None, "device": "auto"}
+    running = defaults | given(flags, defaults)
     if out is None or dry_run:
-        check_plan(cells, jobs, executor, address, device or "auto")
+        check_plan(cells, **running)
         _show_cells(cells, as_json)
         return
     try:
         with showing_progress(quiet) as advance:
             summary = sweep(
-                cells, out, jobs=jobs, executor=executor, address=address, device=device or "auto",
-                statistics=statistics or (), keep_models=keep_models,
+                cells, out, **running, statistics=flags["statistics"] or (),
+                keep_models=keep_models,
                 keep_statistics=keep_statistics, retry_failed=retry_failed, progress=advance,
             )  # fmt: skip
     except KeyboardInterrupt:
@@ -140,22 +138,19 @@ def sweep_command(
 
 
 def _show_summary(summary: "Summary", out: Path, kept: int) -> None:
-    """Print the numbers of cells, and the reasons of failures."""
     if summary.torn:
         notes.print("note: an unfinished last line of results.jsonl was dropped")
     results.print(
         f"{summary.done} cells done, {summary.failed} failed"
-        + (f" ({kept} were there already)" if kept else ""),
-        markup=False,
+        + (f" ({kept} were there already)" if kept else "")
     )
     for reason in dict.fromkeys(summary.reasons.values()):
         count = list(summary.reasons.values()).count(reason)
-        notes.print(f"failed, {count} cells: {spelled(reason)}", markup=False)
-    results.print(f"tables and figures: coec report {out}", markup=False)
+        notes.print(f"failed, {count} cells: {spelled(reason)}")
+    results.print(f"tables and figures: coec report {out}")
 
 
 def _show_cells(cells: list["Cell"], as_json: bool) -> None:
-    """Print a line per cell with the settings that tell it apart."""
     if as_json:
         listing = [
             {

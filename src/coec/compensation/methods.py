@@ -12,14 +12,9 @@ from coec.compensation.auto import auto
 from coec.compensation.closed_form import bias, least_squares, none, rcpu, ridge_to_slice
 from coec.compensation.coec import coec
 from coec.errors import OptionError
-from coec.settings import (
-    CoecOptions,
-    Options,
-    RidgeOptions,
-    Setting,
-    of_annotation,
-    without_effect,
-)
+from coec.settings import CoecOptions, RidgeOptions, Setting
+from coec.settings.fields import of_annotation, without_effect
+from coec.settings.options import Options
 from coec.types import SiteProblem, SiteResult
 
 PARTS = frozenset({"value", "held_out"})

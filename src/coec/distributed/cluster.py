@@ -23,7 +23,7 @@ import torch
 
 from coec.errors import CoecError, OptionError, first_line
 from coec.events import record
-from coec.execution.places import nearest
+from coec.execution.output import nearest
 from coec.version import __version__
 
 ANSWER_S = 5

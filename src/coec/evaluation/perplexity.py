@@ -25,7 +25,7 @@ from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.pipeline.report import calibration_digest
-from coec.settings import check_seed, check_whole
+from coec.settings.fields import check_seed, check_whole
 from coec.streaming.head import Prediction
 from coec.streaming.self_text import sample_from_model, windows_that_fit
 

@@ -19,7 +19,7 @@ from coec.evaluation.network import check_dtype, load_network
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
-from coec.settings import check_whole
+from coec.settings.fields import check_whole
 
 PAPER_METRICS = {
     "boolq": "acc",

@@ -8,26 +8,38 @@ continues. A line carries its own digest, since no other file may have the facts
 """
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from coec.errors import NumericalError, OptionError, OutputError, UnfinishedError
 from coec.events import record
-from coec.execution.entries import (
-    JournalEntry,
-    RunIdentity,
-    decode_line,
-    describe_differences,
-    encode_line,
+from coec.execution.output import (
+    JOURNAL,
+    NEW,
+    WORK,
+    check_replaceable,
+    claimed,
+    empty,
+    partial_of,
+    publish,
+    resolved,
+    sync,
+    writing,
 )
-from coec.execution.output import JOURNAL, NEW, WORK, claimed, empty, publish, sync, writing
-from coec.execution.places import check_replaceable, partial_of, resolved
-from coec.models.files import JsonDict
+from coec.models.files import JsonDict, sha256
 
+RunIdentity = JsonDict
+"""Everything that determines a result, JSON-ready; models and texts by digests of their content."""
+_DIGEST = "line_sha256"
+"""Key of a line's own digest, in every line."""
+_SHOWN = 3
+"""Number of differing settings that a refusal names."""
 _UNFINISHED = ".writing"
 """Suffix of a file until it is complete."""
 _PLACING = "placing"
@@ -36,6 +48,43 @@ _SWEPT = "swept"
 """Fact of a piece that was not written by `put`."""
 _REPEATABLE = (NumericalError, OptionError)
 """Errors that the same command would meet again, so that finished pieces are of no use."""
+
+
+@dataclass(frozen=True)
+class JournalEntry:
+    """A finished piece of a run, or a note without a file.
+
+    Attributes:
+        file: path inside `OUT.partial/`; NEW itself for a note.
+        facts: kept with the piece, JSON-ready.
+    """
+
+    name: str
+    file: str
+    bytes: int
+    sha256: str
+    facts: JsonDict
+
+    @classmethod
+    def of_file(cls, name: str, path: Path, file: str, facts: JsonDict) -> "JournalEntry":
+        """Describe the file at `path`."""
+        return cls(name, file, path.stat().st_size, sha256(path), facts)
+
+    @classmethod
+    def from_json(cls, content: JsonDict) -> "JournalEntry":
+        """Read an entry; raises ValueError or TypeError unless a journal could have written it."""
+        entry = cls(**content)
+        for name, expected in cls.__annotations__.items():
+            if not isinstance(getattr(entry, name), dict if name == "facts" else expected):
+                raise ValueError(f"{name} has another type")
+        folders = Path(entry.file).parts
+        if not folders or folders[0] not in (NEW, WORK) or ".." in folders:
+            raise ValueError("the file lies elsewhere")
+        return entry
+
+    def describes(self, path: Path) -> bool:
+        """True if the file at `path` is unchanged; a file of another size is not read."""
+        return path.stat().st_size == self.bytes and sha256(path) == self.sha256
 
 
 class Journal:
@@ -99,20 +148,12 @@ class Journal:
             self._append(JournalEntry.of_file(name, path, file, facts))
 
     def note(self, name: str, **facts: Any) -> None:
-        """Record facts without a file; return when they are on the disk.
-
-        Raises:
-            OutputError: the disk refuses.
-        """
+        """Record facts without a file; return when they are on the disk."""
         with writing(self.out):
             self._append(JournalEntry(name, NEW, 0, "", facts))
 
     def recorded(self) -> dict[str, tuple[int, str]]:
-        """Size and SHA-256 of every file in `new`, by path; a file that is no piece becomes one.
-
-        Raises:
-            OutputError: the disk refuses.
-        """
+        """Size and SHA-256 of every file in `new`, by path; a file that is no piece becomes one."""
         pieces = {e.file: e for e in self._entries.values() if _SWEPT not in e.facts}
         files: dict[str, tuple[int, str]] = {}
         with writing(self.out):
@@ -132,11 +173,7 @@ class Journal:
         del self._entries[name]
 
     def complete(self) -> None:
-        """Turn `new` into `out`, in one rename.
-
-        Raises:
-            OutputError: something appeared at `out`, or the disk refuses.
-        """
+        """Turn `new` into `out`, in one rename; OutputError where something appeared there."""
         try:
             with writing(self.out):
                 for path in [self.new, *self.new.rglob("*")]:
@@ -152,11 +189,7 @@ class Journal:
         self.finished = True
 
     def _read(self, identity: RunIdentity) -> bool:
-        """Take up the pieces of an earlier run, or begin; return whether that run was complete.
-
-        Raises:
-            UnfinishedError: the journal is damaged, or its run was asked for something else.
-        """
+        """Take up the pieces of an earlier run, or begin; return whether that run was complete."""
         content = self._path.read_bytes() if self._path.is_file() else b""
         lines = content[: content.rfind(b"\n") + 1]  # a torn last line is dropped
         if not lines:
@@ -180,11 +213,12 @@ class Journal:
         return placed
 
     def _parse(self, lines: bytes) -> RunIdentity:
-        """Read all entries, and return the identity of their run."""
         identity: RunIdentity = {}
         for number, line in enumerate(lines.splitlines(), start=1):
             try:
-                content = decode_line(line)
+                content = json.loads(line)
+                if not isinstance(content, dict) or content.pop(_DIGEST) != seal(content):
+                    raise ValueError("it was changed")
                 if number == 1:
                     identity = dict(content["identity"])
                     continue
@@ -252,7 +286,7 @@ def journal(
     nothing is left. Otherwise finished pieces stay, and the error has a note that says so.
 
     Args:
-        out: the folder to make; empty or missing.
+        out: the folder to make.
         identity: determines the result.
         force: replace the model that `out` holds.
         restart: throw away the pieces of an earlier run.
@@ -293,3 +327,39 @@ def _has_pieces(partial: Path) -> bool:
 def unfinished(out: Path) -> bool:
     """True if an earlier run into `out` has left pieces to continue from."""
     return (partial_of(resolved(out)) / JOURNAL).is_file()
+
+
+def encode_line(content: JsonDict) -> bytes:
+    """Write a line of the journal, which carries the digest of its content."""
+    return (json.dumps(content | {_DIGEST: seal(content)}, allow_nan=False) + "\n").encode()
+
+
+def seal(content: JsonDict) -> str:
+    """SHA-256 of JSON content."""
+    return hashlib.sha256(json.dumps(content, allow_nan=False).encode()).hexdigest()
+
+
+def describe_differences(before: RunIdentity, after: RunIdentity) -> str:
+    """Name the settings in which two runs differ; empty if there are none."""
+    old, new = _flat(before), _flat(after)
+    places = [place for place in {**new, **old} if old.get(place) != new.get(place)]
+    words = [
+        f"{place[-1]} was {_short(old.get(place))}, now {_short(new.get(place))}"
+        for place in places[:_SHOWN]
+    ]
+    if len(places) > _SHOWN:
+        words.append(f"and {len(places) - _SHOWN} more")
+    return ", ".join(words)
+
+
+def _flat(identity: RunIdentity, *above: str) -> dict[tuple[str, ...], Any]:
+    """Key nested settings by their place, so that two of one name stay apart."""
+    flat: dict[tuple[str, ...], Any] = {}
+    for name, value in identity.items():
+        flat |= _flat(value, *above, name) if isinstance(value, dict) else {(*above, name): value}
+    return flat
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 40 else f"{text[:12]}…"

@@ -9,15 +9,16 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from coec.errors import OutputError
 from coec.events import record
-from coec.execution.places import check_file, check_replaceable, nearest, partial_of, resolved
+from coec.models.companion_files import foreign_entry
 
 LOCK, NEW, OLD, WORK, JOURNAL = "coec.lock", "new", "old", "work", "journal.jsonl"
 """Entries of `OUT.partial/`: the lock, the future OUT, the model that it replaces, other finished
@@ -26,9 +27,99 @@ _TYPES = {
     LOCK: (stat.S_ISREG,), JOURNAL: (stat.S_ISREG,), NEW: (stat.S_ISDIR, stat.S_ISREG),
     OLD: (stat.S_ISDIR,), WORK: (stat.S_ISDIR,),
 }  # fmt: skip
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """Answers of file systems without locks, such as those of some networks."""
+_URL = re.compile(r"[a-z][a-z0-9+.-]+://?")
+"""Start of a URL; only one slash is left of it where it was read as a path."""
+
+
+def check_file(out: Path, magic: bytes, force: bool) -> None:
+    """Raise OutputError when `out` cannot become a new file; `force` replaces one that begins with
+    `magic`, as files of the format do, or that is empty.
+    """
+    target = resolved(out)
+    if not target.parent.is_dir():
+        raise OutputError(f"'{target.parent}' is not a folder, so '{out}' cannot be made in it")
+    if target.is_dir():
+        raise OutputError(f"'{out}' is a folder; the output must be a file in it")
+    if not target.exists():
+        return
+    if not force:
+        raise OutputError(f"'{out}' exists; choose another name, or pass force=True to replace it")
+    if not target.is_file() or _start(target, len(magic)) not in (b"", magic):
+        raise OutputError(
+            f"'{out}' is no {magic.decode()} file: only such a file is replaced; remove it "
+            "yourself, or choose another name"
+        )
+
+
+def _start(path: Path, count: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(count)
+
+
+def check_space(out: Path, needed: int) -> None:
+    """Raise OutputError when the disk has less than `needed` bytes free."""
+    if (free := free_space(out)) < needed:
+        raise OutputError(
+            f"not enough disk space for '{out}': {needed / 1e9:.2f} GB needed, "
+            f"{free / 1e9:.2f} GB free; choose a folder on another disk"
+        )
+
+
+def free_space(out: Path) -> int:
+    """Free bytes on the disk of an output that need not exist yet."""
+    return shutil.disk_usage(nearest(resolved(out))).free
+
+
+def check_replaceable(out: Path, force: bool) -> None:
+    """Raise OutputError unless `out` is free, or `force` may replace what it holds."""
+    if out.is_dir() and any(out.iterdir()):
+        check_model_only(out, force, lambda: foreign_entry(out))
+
+
+def check_model_only(out: str | Path, force: bool, foreign: Callable[[], str | None]) -> None:
+    """Raise OutputError unless the content of a place may be replaced; `foreign` says what there
+    does not belong to a model.
+    """
+    if not force:
+        raise OutputError(
+            f"'{out}' is not empty; choose another folder, or pass force=True to replace the "
+            "model that it holds"
+        )
+    if reason := foreign():
+        raise OutputError(
+            f"'{out}' {reason}: only a folder that holds a model and nothing else is replaced; "
+            "remove it yourself, or choose another"
+        )
+
+
+def is_url(out: str | Path) -> bool:
+    """True if an output is meant to be at a URL."""
+    return _URL.match(str(out)) is not None
+
+
+def resolved(path: Path) -> Path:
+    """Resolve links; raises OutputError for a path that no file system holds."""
+    if is_url(path):
+        raise OutputError(f"'{path}' is a URL, and only `coec prune` writes models there")
+    try:
+        place = path.resolve()
+        place.exists()
+        return place
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or no name of a file
+        reason = getattr(error, "strerror", None) or str(error)[:80]
+        raise OutputError(f"'{str(path)[:200]}' is no place for an output: {reason}") from error
+
+
+def nearest(path: Path) -> Path:
+    """The path itself, or its first parent that exists."""
+    return next(p for p in [path, *path.parents] if p.exists())
+
+
+def partial_of(out: Path) -> Path:
+    """The folder in which an output is prepared."""
+    return out.with_name(f"{out.name}.partial")
 
 
 def check_output(out: Path, model: Path, force: bool) -> None:
@@ -54,9 +145,6 @@ def claimed(out: Path) -> Iterator[Path]:
 
     The folder keeps what an earlier run left in it; a model that this run was about to replace is
     put back. A folder that is empty in the end is removed, with the parents made for it.
-
-    Args:
-        out: the folder or file to make, as `resolved` gives it.
 
     Raises:
         OutputError: another run holds the folder, it is not ours, or the disk refuses.
@@ -84,11 +172,8 @@ def claimed(out: Path) -> Iterator[Path]:
 def appearing(out: Path, magic: bytes, force: bool) -> Iterator[Path]:
     """Give the path to write a single file to, which becomes `out` at the end of the block.
 
-    If the block ends by an error, nothing is left, and `out` is what it was before. A file has no
-    journal: what a killed run left of it is written anew.
-
-    Args:
-        magic, force: as in `check_file`.
+    A file has no journal: what a killed run left of it is written anew. `magic` and `force` are as
+    in `check_file`.
 
     Raises:
         OutputError: another run is writing it, something appeared there, or the disk refuses.
@@ -120,7 +205,7 @@ def writing(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in _FULL or "No space left" in str(error)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
         advice = "; make room" if full else ""
         raise OutputError(f"could not write '{out}': {error}{advice}") from error
 
@@ -229,10 +314,8 @@ def empty(partial: Path) -> None:
 
 
 def publish(partial: Path, out: Path, force: bool) -> None:
-    """Rename the finished folder to `out`; the system refuses if something is there.
-
-    Raises:
-        OutputError: something appeared at `out`; the result is then beside it.
+    """Rename the finished folder to `out`; where something appeared there, the result is put beside
+    it, as the OutputError says.
     """
     if force and out.is_dir() and any(out.iterdir()):
         check_replaceable(out, force)

@@ -16,7 +16,7 @@ from typing import Any
 
 from coec.errors import OutputError, first_line
 from coec.execution.journal import Journal, unfinished
-from coec.execution.places import check_model_only, is_url, partial_of
+from coec.execution.output import check_model_only, is_url, partial_of
 from coec.models.companion_files import JUDGED, foreign_name, incomplete
 from coec.models.files import MAX_JSON, JsonDict, cache_folder
 
@@ -68,16 +68,14 @@ class Remote:
             listing = self._listing()
             if not all(_arrived(journal, name, files[name], listing) for name in files):
                 return False
-            self.files.get_file(self._path(_REPORT), str(journal.new / _REPORT))
+            self.files.get_file(f"{self.root}/{_REPORT}", str(journal.new / _REPORT))
         return True
 
     def put(self, journal: Journal, force: bool) -> None:
         """Copy the whole model of a journal there, and remove other files from the place.
 
-        Files that arrived before, and have not changed since, are not copied again.
-
-        Raises:
-            OutputError: the place refuses, or holds files of no model; our copy here is kept.
+        Files that arrived before, and have not changed since, are not copied again. Raises
+        OutputError where the place refuses, or holds files of no model; our copy here is kept.
         """
         with self._translated("written"):
             listing = self._listing()
@@ -89,22 +87,22 @@ class Remote:
             if not missing:
                 return
             if _CONFIG in listing:  # it is no model until it is whole
-                self.files.rm_file(self._path(_CONFIG))
+                self.files.rm_file(f"{self.root}/{_CONFIG}")
             for name in sorted(missing - {_CONFIG}):
                 self._copy(journal, name, *files[name])
             for old in (replaceable & listing.keys()) - files.keys():
-                self.files.rm_file(self._path(old))
+                self.files.rm_file(f"{self.root}/{old}")
             self._copy(journal, _CONFIG, *files[_CONFIG])
 
     def _copy(self, journal: Journal, name: str, size: int, digest: str) -> None:
-        path = self._path(name)
+        path = f"{self.root}/{name}"
         self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
         self.files.put_file(str(journal.new / name), path)
         self.files.invalidate_cache()
         info = self.files.info(path)
         if info["size"] != size:
             raise OSError(f"'{name}' has {info['size']} bytes there, {size} here")
-        journal.note(_note_of(name), sha256=digest, stamp=_stamp(info))
+        journal.note(f"{_UPLOADING} {name}", sha256=digest, stamp=_stamp(info))
 
     def _listing(self) -> Listing:
         self.files.invalidate_cache()
@@ -142,16 +140,13 @@ class Remote:
         with tempfile.TemporaryDirectory() as folder:
             for name in names:
                 if "/" not in name and (name == _REPORT or name.endswith(JUDGED)):
-                    path = self._path(name)
+                    path = f"{self.root}/{name}"
                     if self.files.info(path)["size"] <= MAX_JSON:
                         self.files.get_file(path, str(Path(folder) / name))
             report, dense = Path(folder) / _REPORT, self.model / _REPORT
             if report.is_file() and dense.is_file() and report.read_bytes() == dense.read_bytes():
                 return f"holds the model '{self.model}', of which it would be made"
             return foreign_name(names, Path(folder)) or incomplete(names, Path(folder))
-
-    def _path(self, name: str) -> str:
-        return f"{self.root}/{name}"
 
     @contextmanager
     def _translated(self, verb: str) -> Iterator[None]:
@@ -175,7 +170,7 @@ class Remote:
             if restart or not unfinished(self.staged):  # else the journal knows the files there
                 self._replaceable(listing, None, force)
         with self._translated("written"):
-            probe = self._path(_PROBE)
+            probe = f"{self.root}/{_PROBE}"
             self.files.makedirs(self.root, exist_ok=True)
             self.files.pipe_file(probe, b"")
             self.files.rm_file(probe)
@@ -186,14 +181,7 @@ def destination(
 ) -> Path | Remote:
     """Resolve an output: a folder of this machine, given by path or URL, or a remote place.
 
-    Args:
-        out: a path or a URL.
-        model: the folder of the dense model.
-        force: replace a model that coec wrote there.
-        restart: do not continue the copy of an earlier run.
-
-    Raises:
-        OutputError: no model can be written to that URL.
+    Raises OutputError where no model can be written to that URL, or none beside the folder `model`.
     """
     if not is_url(out):
         return Path(out)
@@ -225,10 +213,9 @@ def destination(
 def _arrived(
     journal: Journal, name: str, size_and_digest: tuple[int, str], listing: Listing
 ) -> bool:
-    """True if a file was copied, and has not changed since."""
-    if _note_of(name) not in journal or name not in listing:
+    if (key := f"{_UPLOADING} {name}") not in journal or name not in listing:
         return False
-    note, (size, digest), info = journal.facts(_note_of(name)), size_and_digest, listing[name]
+    note, (size, digest), info = journal.facts(key), size_and_digest, listing[name]
     return note["sha256"] == digest and info["size"] == size and note["stamp"] == _stamp(info)
 
 
@@ -237,17 +224,13 @@ def _files(journal: Journal) -> dict[str, tuple[int, str]]:
     return {name: (size, sha) for name, (size, sha) in journal.facts(_UPLOADING)["files"].items()}
 
 
-def _note_of(name: str) -> str:
-    return f"{_UPLOADING} {name}"
-
-
 def _stamp(info: JsonDict) -> str:
     """Fact that changes where somebody else writes a file; empty if the file system has none."""
     return next((str(info[name]) for name in _STAMPS if info.get(name) is not None), "")
 
 
 def _staged(url: str) -> Path:
-    """Choose one folder per URL, so that a command continues its earlier run."""
+    """Folder of a URL, so that a command continues its earlier run."""
     url = url.rstrip("/")
     name = re.sub(r"[^\w.-]", "-", url.rpartition("/")[2])[:40] or "model"
     return cache_folder() / "outputs" / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"

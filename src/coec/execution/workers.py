@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from coec.errors import CoecError
 
@@ -23,23 +23,8 @@ _PATIENCE = 10
 """Seconds in which the workers of a broken pool end."""
 
 
-class Executor(Protocol):
-    """Runs jobs, on this machine or elsewhere."""
-
-    def map(self, function: Callable[[_Job], _Result], jobs: Iterable[_Job]) -> Iterator[_Result]:
-        """Yield results in the order of the jobs; function and jobs are pickled.
-
-        Raises:
-            CoecError: a worker died.
-        """
-
-
 class Workers:
-    """Worker processes; the context manager ends them.
-
-    Args:
-        count: number of processes; 1 works in this one.
-    """
+    """Worker processes, which the context manager ends; a `count` of 1 works in this process."""
 
     def __init__(self, count: int) -> None:
         self._pool = None
@@ -60,10 +45,9 @@ class Workers:
             self._pool.shutdown(cancel_futures=True)
 
     def map(self, function: Callable[[_Job], _Result], jobs: Iterable[_Job]) -> Iterator[_Result]:
-        """Yield results in the order of the jobs; function and jobs are pickled.
+        """Yield results in the order of the jobs; CoecError where a worker died.
 
-        Raises:
-            CoecError: a worker died.
+        Function and jobs are pickled.
         """
         if self._pool is None:
             yield from map(function, jobs)

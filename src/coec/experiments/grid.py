@@ -19,7 +19,8 @@ from coec.experiments.declarations import READY_GRIDS, Declared, items
 from coec.experiments.publications import PUBLISHED
 from coec.experiments.records import reader
 from coec.planning.recipe import APART, Recipe, by_name, read_toml
-from coec.settings import NAMES, OPTIONS, RENAMED, Pruning
+from coec.settings import NAMES, OPTIONS, Pruning
+from coec.settings.fields import RENAMED
 
 _MOST_CELLS = 100_000
 """Cells of one grid: more would take years."""

@@ -18,8 +18,8 @@ from coec.experiments.records import (
     reader,
     values,
 )
-from coec.settings import OPTIONS, RECIPE, RENAMED
-from coec.settings.fields import Setting
+from coec.settings import OPTIONS, RECIPE
+from coec.settings.fields import RENAMED, Setting
 
 RESULTS = "results.jsonl"
 NO_REASON = "no reason recorded"

@@ -21,7 +21,7 @@ from coec.errors import CalibrationError, CoecError, OptionError, OutputError, U
 from coec.evaluation.zero_shot import check_tasks
 from coec.events import RESUMING, Progress
 from coec.execution.output import remove_leftovers
-from coec.execution.workers import Executor, Workers
+from coec.execution.workers import Workers
 from coec.experiments.cell import CellJob, DensePassOfGroup, head, reason, run
 from coec.experiments.declarations import write_declarations
 from coec.experiments.grid import Cell
@@ -38,7 +38,7 @@ from coec.experiments.subjects import (
 from coec.models.dense import Dense
 from coec.pipeline.collect import collect
 from coec.planning.recipe import Recipe
-from coec.settings import without_effect
+from coec.settings.fields import without_effect
 from coec.streaming.passes import Backend, depends_on
 from coec.streaming.statistics import Statistics
 
@@ -171,7 +171,7 @@ def check_plan(
 @contextmanager
 def _executor(
     name: str, jobs: int | None, address: str | None, out: Path, device: str
-) -> Iterator[Executor]:
+) -> Iterator[Workers | ClusterJobs]:
     """Start the executor of the cells; OptionError where a cluster cannot carry them out."""
     if name == "processes":
         with Workers(jobs or 1) as workers:

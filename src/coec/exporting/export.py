@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from coec.errors import OptionError, OutputError
 from coec.events import Progress, recording
-from coec.execution.output import appearing
-from coec.execution.places import check_file, check_space
+from coec.execution.output import appearing, check_file, check_space
 from coec.exporting.dtypes import GGUF_DTYPES
 from coec.models.dense import Dense
-from coec.settings import check_whole
+from coec.settings.fields import check_whole
 
 if TYPE_CHECKING:
     from coec.exporting.plan import ExportPlan

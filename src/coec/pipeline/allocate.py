@@ -83,7 +83,7 @@ def check_leader(device: torch.device) -> None:
 def _importance(measured: Measured, site: Site, run: Run) -> Tensor:
     """Return the importances of one site's units, that of the last one to be removed first."""
     gram, weight = measured.grams[site.name], measured.tensors[site.weight].to(run.device)
-    if run.plan.judges_are_fitted and site.name in measured.holdout:
+    if run.recipe.judges_are_fitted and site.name in measured.holdout:
         gram = gram + measured.holdout[site.name]
     with naming(site.consumer):
         gram.check_finite()

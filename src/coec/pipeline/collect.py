@@ -16,8 +16,7 @@ from coec.distributed.backend import open_backend
 from coec.errors import CalibrationError, OptionError, OutputError
 from coec.events import RESUMING, Progress
 from coec.execution.journal import Journal, journal, unfinished
-from coec.execution.output import clear_remains
-from coec.execution.places import check_space, resolved
+from coec.execution.output import check_space, clear_remains, resolved
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.planning.recipe import Recipe

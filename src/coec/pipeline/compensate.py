@@ -17,7 +17,7 @@ from coec.models.raw_checkpoint import RawCheckpoint
 from coec.pipeline.prune import prune
 from coec.pipeline.report import Report
 from coec.planning.recipe import Recipe
-from coec.settings import CHOOSING
+from coec.settings.parts import CHOOSING
 from coec.streaming.statistics import Statistics
 
 

@@ -17,8 +17,7 @@ from coec.distributed.backend import open_backend
 from coec.events import Progress
 from coec.execution.code import code_digest
 from coec.execution.journal import Journal, journal, unfinished
-from coec.execution.output import check_output
-from coec.execution.places import check_space
+from coec.execution.output import check_output, check_space
 from coec.execution.remote import Remote, destination
 from coec.models.companion_files import carried_files
 from coec.models.dense import Dense
@@ -33,7 +32,8 @@ from coec.pipeline.write import Checkpoint, dtype_name, space_needed
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
 from coec.planning.run import Run
-from coec.settings import PRESETS, with_preset
+from coec.settings import PRESETS
+from coec.settings.presets import with_preset
 from coec.streaming.passes import BlockSource, SavedPass, adopted, expect_unchanged
 from coec.streaming.statistics import Statistics
 

@@ -20,7 +20,7 @@ from coec.pipeline.guard import Judge
 from coec.planning import Plan
 from coec.planning.run import Run
 from coec.selection import SELECTIONS, column_scores, keep_highest, unit_scores
-from coec.settings import SEEDS
+from coec.settings.fields import SEEDS
 from coec.streaming.dense_stream import Measured
 from coec.types import Gram, KeptSet, SiteResult
 
@@ -166,7 +166,7 @@ def _solve_site(
     fitted.check_finite()
     if held_out is not None:
         held_out.check_finite()
-    gram = fitted + held_out if held_out is not None and plan.judges_are_fitted else fitted
+    gram = fitted + held_out if held_out is not None and plan.recipe.judges_are_fitted else fitted
     with recording() as events:
         units = _kept(site, weight, gram, plan)
     if units.everything and statistics.target is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from coec.allocation.kept import KEPT
 from coec.events import RESUMING, Progress
 from coec.execution.journal import Journal
-from coec.execution.places import partial_of
+from coec.execution.output import partial_of
 from coec.models.companion_files import carry_files
 from coec.models.dense import Dense
 from coec.models.description import CONFIG

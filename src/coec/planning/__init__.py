@@ -1,20 +1,18 @@
 """The plan: what pruning will do and take, from the configuration alone, in seconds."""
 
-from coec.devices import FreeMemory
-from coec.planning.compute import ComputeConfig
-from coec.planning.forecast import Forecast, disk
-from coec.planning.machines import machine_named
+from coec.planning.machines import machine_named, this_machine
+from coec.planning.memory import ComputeConfig, disk
 from coec.planning.plan import Plan
-from coec.planning.room import check_room, close_fits, within
+from coec.planning.run import Forecast, check_room, close_fits, within
 
 __all__ = [
     "ComputeConfig",
     "Forecast",
-    "FreeMemory",
     "Plan",
     "check_room",
     "close_fits",
     "disk",
     "machine_named",
+    "this_machine",
     "within",
 ]

@@ -1,19 +1,29 @@
 """Machines: the rate of every resource, and the size of the memory.
 
-The GPUs here are known by their makers' data sheets alone: nothing was measured on them.
-`coec.planning.measuring` measures this machine.
+The GPUs here are known by their makers' data sheets alone: nothing was measured on them. This
+machine is measured in about ten seconds, once. Small matrices run far below the rate of large ones,
+so each resource is measured at a few sizes.
 """
 
+import hashlib
 import itertools
+import json
 import math
-from collections.abc import Iterable, Mapping
+import os
+import time
+import timeit
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from coec.devices import DTYPES, USEFUL
 from coec.errors import OptionError
+from coec.events import Progress
+from coec.models.files import cache_folder
 
 Resource = Literal["product", "eigen", "elementwise", "call", "read", "link", "host"]
 """What work needs: matrix products and eigenpairs (operations); elementwise traffic (bytes through
@@ -23,8 +33,7 @@ RatePoints = tuple[tuple[float, float], ...]
 """Sizes, ascending, and the rate at each, in amounts per second."""
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """Something that is done a number of times.
 
     Attributes:
@@ -57,8 +66,7 @@ class Machine:
         device: cpu or cuda.
         rates: by resource, followed by a dtype where that makes a difference.
         device_bytes: memory of the device; None where it is the host's, or not known.
-        measured: True where the rates were measured on it.
-        share: fraction of the data sheet's peak that products reach; None where measured.
+        measured: True where the rates were measured on it, False where by its data sheet.
     """
 
     name: str
@@ -66,7 +74,6 @@ class Machine:
     rates: Mapping[str, RatePoints] = field(repr=False)
     device_bytes: int | None = None
     measured: bool = True
-    share: float | None = None
 
     def seconds(self, work: Iterable[Work]) -> float:
         """Time that some work takes, one piece after the other."""
@@ -93,15 +100,12 @@ class Machine:
         double, single = (self.rates[f"product {n}"][-1][1] for n in ("float64", "float32"))
         return torch.float64 if double >= USEFUL * single else torch.float32
 
-    def record(self) -> dict[str, Any]:
-        """JSON-ready account, which `of` reads."""
-        return asdict(self)
-
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Machine":
-        """Read what `record` gave."""
+        """Read what `asdict` gave, or a JSON file has of it."""
         rates = {name: tuple(map(tuple, points)) for name, points in record["rates"].items()}
-        return cls(**{**record, "rates": rates})
+        name, device, size = record["name"], record["device"], record["device_bytes"]
+        return cls(name, device, rates, size, record["measured"])
 
 
 class DataSheet(NamedTuple):
@@ -159,4 +163,145 @@ def machine_named(name: str) -> Machine:
     flat = {"elementwise": moved, "link": sheet.link * 1e9 * _LINK_SHARE, **_HOST_RATES}
     rates |= {name: ((1.0, rate),) for name, rate in flat.items()}
     size = int(sheet.gigabytes * 1e9)
-    return Machine(sheet.name, "cuda", rates, size, measured=False, share=PEAK_SHARE)
+    return Machine(sheet.name, "cuda", rates, size, measured=False)
+
+
+_EDGES = {"cpu": (32, 96, 192, 512, 1024), "cuda": (128, 512, 2048, 8192)}
+"""Edges of the matrices; whatever is larger gets the rate of the largest."""
+_LARGEST_EIGEN = 2048
+_TENSORS = {"cpu": (2**12, 2**16, 2**20, 2**26), "cuda": (2**16, 2**22, 2**26, 2**28)}
+"""Bytes of the tensors of elementwise work. Memory that was never used before is far slower."""
+_RUNS = 5
+"""A rate is the median of so many runs: the program meets neither the best nor the worst moment."""
+_USUAL_CALLS = 4e5
+"""Calls per second of the host whose seconds `host` work states."""
+_LAYOUT = 2
+"""Version of the file that keeps rates; another is measured anew."""
+_Case = tuple[str, float, float, Callable[[], object]]
+"""Resource, size and amount of some work, and a function that does it."""
+
+
+def this_machine(
+    device: torch.device, *, anew: bool = False, progress: Progress | None = None
+) -> Machine:
+    """Rates of a device of this machine, measured now or before.
+
+    They are kept by the names of device and processor, torch's version and the number of threads,
+    in `$XDG_CACHE_HOME/coec` or `~/.cache/coec`; `anew` measures them again.
+    """
+    if not anew:
+        try:
+            content = json.loads(_file(device)[0].read_text(encoding="utf-8"))
+            return Machine.of(content["machine"])
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # never measured, or by a release that wrote it otherwise
+    machine = measure(device, progress)
+    store(device, machine)
+    return machine
+
+
+def store(device: torch.device, machine: Machine) -> None:
+    """Keep rates for the next time; where no file can be written, they are measured again then."""
+    path, identity = _file(device)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps({**identity, "machine": asdict(machine)}), "utf-8")
+        unfinished.replace(path)
+    except OSError:
+        return
+
+
+def measure(device: torch.device, progress: Progress | None = None) -> Machine:
+    """Measure the rates of a device now."""
+    points: dict[str, RatePoints] = {}
+    cases = [*_device_cases(device), *_host_cases(device)]
+    for number, (resource, size, amount, run) in enumerate(cases, 1):
+        points[resource] = (*points.get(resource, ()), (size, amount / _seconds(device, run)))
+        if progress:
+            progress("measuring", number, len(cases))
+    points["host"] = ((1.0, points["call"][0][1] / _USUAL_CALLS),)
+    memory = None
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    return Machine(_name(device), device.type, points, memory)
+
+
+def _device_cases(device: torch.device) -> Iterator[_Case]:
+    """Yield products, eigenpairs, elementwise work in float32, and copies to a GPU."""
+    narrow = ["bfloat16"] if device.type == "cuda" else []
+    for dtype in ("float64", "float32", *narrow):
+        for n in _EDGES[device.type]:
+            A = torch.randn(n, n, device=device).to(getattr(torch, dtype))
+            yield f"product {dtype}", n, 2.0 * n**3, partial(torch.matmul, A, A)
+            if dtype not in narrow and n <= _LARGEST_EIGEN:
+                S = A + A.T
+                yield f"eigen {dtype}", n, 14 / 3 * n**3, partial(torch.linalg.eigh, S)
+    for size in _TENSORS[device.type]:
+        x = torch.ones(size // 4, device=device)
+        yield "elementwise", size, 3 * size, partial(torch.mul, x, x)
+    if device.type == "cuda":
+        waiting = torch.ones(2**24)
+        yield "link", 1.0, 4 * waiting.numel(), partial(waiting.to, device)
+
+
+def _host_cases(device: torch.device) -> Iterator[_Case]:
+    """Yield calls of operators on matrices that take no time, and reading and checking weights."""
+    A, B = torch.randn(2, 4, 4, dtype=torch.float64, device=device)
+    content = torch.ones(2**23)
+
+    def call() -> None:
+        for _ in range(100):
+            C = A @ B
+            C.mul_(B).add_(A, alpha=0.5)
+            C = 0.5 * (C + C.T)
+            float((C * A).sum())
+
+    def read() -> None:
+        torch.isfinite(content).all()
+        hashlib.sha256(content.numpy().data).hexdigest()
+
+    yield "call", 1.0, 800, call
+    yield "read", 1.0, 4 * content.numel(), read
+
+
+def _seconds(device: torch.device, run: Callable[[], object]) -> float:
+    """Median time of several runs, behind one that sets things up.
+
+    CPU time where one thread computes: on an idle machine it is the wall clock's, and on a busy one
+    it alone is a property of the machine.
+    """
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if alone else time.perf_counter
+
+    def timer() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return clock()
+
+    run()
+    times = [float(n) for n in timeit.repeat(run, timer=timer, number=1, repeat=_RUNS)]
+    return max(sorted(times)[_RUNS // 2], 1e-9)
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else 'this processor'}, {os.cpu_count()} cores"
+
+
+def _file(device: torch.device) -> tuple[Path, dict[str, object]]:
+    """File that keeps the rates of a device, and what they depend on."""
+    identity: dict[str, object] = {
+        "layout": _LAYOUT,
+        "device": _name(device),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    return cache_folder() / f"machine-{digest[:16]}.json", identity

@@ -1,21 +1,31 @@
-"""Memory that phases hold at their fullest moment, by purpose (docs/FORMATS.md)."""
+"""Device and dtypes of a run, and the memory and disk that it takes (docs/FORMATS.md)."""
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+
+import torch
 
 from coec.calibration.tokens import LONG_TEXT, TOKEN_SUFFIXES
-from coec.devices import resident_bytes
+from coec.devices import (
+    DTYPES,
+    choose_forward_dtype,
+    choose_solve_dtype,
+    resident_bytes,
+    stored_dtype,
+)
 from coec.models.layout import Site
-from coec.planning.compute import ComputeConfig
-from coec.planning.sizes import PlanSizes
+from coec.planning.machines import Machine
+from coec.planning.plan import Plan
 from coec.streaming.dense_stream import batch_size
 from coec.streaming.head import LOGITS_PER_PASS
-from coec.streaming.self_text import window_bytes
+from coec.streaming.self_text import GROUP, window_bytes
 from coec.streaming.sensitivity import TOKENS as TRIED_TOKENS
 
 SHARD_BYTES = 2 * 10**9
+_BESIDE_WEIGHTS = 2**24
+"""Bytes of the files beside the weights."""
 _NAMED_TEXT = 11_000_000
 """Characters that are read of a data set at most."""
 _CHARACTER_BYTES = 170
@@ -31,6 +41,52 @@ _ON_HOST = ("program", "text", "hidden states", "shard")
 """Purposes that are on the host in any case."""
 
 
+@dataclass(frozen=True)
+class ComputeConfig:
+    """Device and dtypes of a run; they change its result by rounding only.
+
+    Attributes:
+        device: cpu or cuda.
+        stored, forward, written: dtypes of the dense weights, of the dense pass, of the result.
+        solve: dtype of the compensation's iterations.
+        measured: True where statistics are given, and no text is run.
+        at_once: number of windows that the model samples together.
+    """
+
+    device: str
+    stored: torch.dtype
+    forward: torch.dtype
+    written: torch.dtype
+    solve: torch.dtype
+    measured: bool = False
+    at_once: int = GROUP
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        device: torch.device,
+        stored: torch.dtype | None = None,
+        *,
+        measured: bool = False,
+        machine: Machine | None = None,
+    ) -> "ComputeConfig":
+        """Resolve the dtypes that a run of a plan has on a device.
+
+        `stored` is the configuration's where it is None. A `machine` that is not here decides
+        `solve` by its data sheet.
+        """
+        pruning = plan.recipe.pruning
+        stored = stored_dtype(plan.output.config) if stored is None else stored
+        forward = choose_forward_dtype(plan.recipe.calibration.forward_dtype, stored, device)
+        written = DTYPES[pruning.dtype] if pruning.dtype else stored
+        if machine is None:
+            solve = choose_solve_dtype(pruning.solve_dtype, device)
+        else:
+            solve = machine.solve_dtype(pruning.solve_dtype)
+        return cls(device.type, stored, forward, written, solve, measured)
+
+
 def placed(purposes: dict[str, int], device: str) -> tuple[dict[str, int], dict[str, int]]:
     """Split bytes by purpose into those on the device and those on the host."""
     on_host = purposes if device == "cpu" else _ON_HOST
@@ -43,14 +99,22 @@ def lower_bound(sizes: dict[str, int]) -> int:
     return int(sum(size * _LOWER_BOUNDS.get(purpose, 0.0) for purpose, size in sizes.items()))
 
 
-def purposes_of(plan: PlanSizes, compute: ComputeConfig, site_kind: str = "") -> dict[str, int]:
+def disk(plan: Plan, written: torch.dtype) -> tuple[int, int]:
+    """Estimate bytes of the pruned model's folder, and of unfinished work at its largest.
+
+    Blocks are removed once the shard that holds them is durable, so only one shard is there twice.
+    """
+    output = int(plan.parameters_after * written.itemsize * 1.01)
+    return output, min(output, SHARD_BYTES) + _BESIDE_WEIGHTS
+
+
+def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict[str, int]:
     """Estimate bytes by purpose; those of solves for one kind of site, or for the widest."""
     layout, shapes, recipe = plan.model.layout, plan.model.shapes, plan.recipe
     stored, forward = compute.stored.itemsize, compute.forward.itemsize
-    prefixes = [block.prefix for block in layout.blocks]
     block = max(
-        sum(shape.numel() for name, shape in shapes.items() if name.startswith(prefix))
-        for prefix in prefixes
+        sum(shape.numel() for name, shape in shapes.items() if name.startswith(block.prefix))
+        for block in layout.blocks
     )
     embedding, tokens = shapes[layout.embedding].numel(), plan.tokens
     models = 2 if recipe.reconstruction.sequential else 1
@@ -78,7 +142,7 @@ def purposes_of(plan: PlanSizes, compute: ComputeConfig, site_kind: str = "") ->
     return sizes
 
 
-def _solving(plan: PlanSizes, compute: ComputeConfig, site_kind: str) -> dict[str, int]:
+def _solving(plan: Plan, compute: ComputeConfig, site_kind: str) -> dict[str, int]:
     """Estimate bytes of selection and compensation at the widest site of a kind; "" for any.
 
     COEC holds six matrices of the consumer's size (four, and two more inside a decomposition),
@@ -101,14 +165,14 @@ def _solving(plan: PlanSizes, compute: ComputeConfig, site_kind: str) -> dict[st
     grams = _grams(plan, waiting)
     return {
         # Where windows that judge are fitted on in the end, the sum of both kinds as well.
-        "Grams": grams + grams // 2 if plan.judges_are_fitted else grams,
+        "Grams": grams + grams // 2 if plan.recipe.judges_are_fitted else grams,
         "weight": plan.model.shapes[widest.weight].numel() * (compute.stored.itemsize + 8),
         "solver": entries * solve,
         "decomposition": entries * (8 - solve),  # in float64, on the host where the device is full
     }
 
 
-def _grams(plan: PlanSizes, sites: Iterable[Site]) -> int:
+def _grams(plan: Plan, sites: Iterable[Site]) -> int:
     """Sum bytes of the Grams of one block's sites in float64, held-out windows included."""
     squares: Counter[int] = Counter()
     for site in sites:
@@ -116,7 +180,7 @@ def _grams(plan: PlanSizes, sites: Iterable[Site]) -> int:
     return 8 * max(squares.values()) * (2 if plan.recipe.calibration.held_out else 1)
 
 
-def _waiting_tokens(plan: PlanSizes) -> int:
+def _waiting_tokens(plan: Plan) -> int:
     """Number of tokens whose hidden states wait at once, counted again for every model.
 
     Where the pruned model runs beside the dense one, there are the dense states before a block and
@@ -129,12 +193,12 @@ def _waiting_tokens(plan: PlanSizes) -> int:
     return max(streams * plan.tokens, plan.tokens + tried)
 
 
-def tried_tokens(plan: PlanSizes) -> int:
+def tried_tokens(plan: Plan) -> int:
     """Number of tokens that allocation by error runs models over."""
     return min(plan.tokens, max(TRIED_TOKENS, plan.seq_len))
 
 
-def _fit(plan: PlanSizes, compute: ComputeConfig, site: Site) -> int:
+def _fit(plan: Plan, compute: ComputeConfig, site: Site) -> int:
     """Estimate bytes of a fit: nine vectors of the fitted size, factors of the preconditioner, and
     activations of a batch.
     """
@@ -143,10 +207,9 @@ def _fit(plan: PlanSizes, compute: ComputeConfig, site: Site) -> int:
     itemsize, hidden = compute.forward.itemsize, plan.dense.hidden
     wide = max(4, itemsize)
     tokens = plan.seq_len * batch_size(plan.seq_len, plan.recipe.calibration.windows)
-    matrices = fitted_matrices(plan, site)
-    columns = matrices[-1].n
-    weights = sum(m * n for m, n, _ in matrices)
-    factors = sum(3 * n * n + m * n * (not last) for m, n, last in matrices)
+    *producers, (rows, columns) = fitted_matrices(plan, site)
+    weights = rows * columns + sum(m * n for m, n in producers)
+    factors = 3 * columns**2 + sum(3 * n * n + m * n for m, n in producers)
     if site.value is None:  # every activation has a derivative beside it
         active = 2 * (6 * hidden + 5 * columns) * itemsize + 4 * hidden * wide
     else:
@@ -156,32 +219,23 @@ def _fit(plan: PlanSizes, compute: ComputeConfig, site: Site) -> int:
     return wide * (9 * weights + factors) + tokens * active
 
 
-class FittedMatrix(NamedTuple):
-    """Rows and columns of a matrix that reconstruction fits; the consumer is the last of a site."""
-
-    m: int
-    n: int
-    last: bool
-
-
-def fitted_matrices(plan: PlanSizes, site: Site) -> list[FittedMatrix]:
-    """Sizes of the matrices that are fitted at a site, in order."""
+def fitted_matrices(plan: Plan, site: Site) -> list[tuple[int, int]]:
+    """Rows and columns of the matrices that are fitted at a site; the consumer is the last."""
     kept, shapes = plan.widths.of(site), plan.model.shapes
-    matrices = [
-        FittedMatrix((r.stop - r.start) // site.units * kept, int(shapes[r.tensor][1]), last=False)
-        for r in site.fitted
+    producers = [
+        ((r.stop - r.start) // site.units * kept, int(shapes[r.tensor][1])) for r in site.fitted
     ]
     rows, columns = plan.pruned_shapes[site.weight]
-    return [*matrices, FittedMatrix(int(rows), int(columns), last=True)]
+    return [*producers, (int(rows), int(columns))]
 
 
-def sampled_window(plan: PlanSizes, compute: ComputeConfig) -> int:
+def sampled_window(plan: Plan, compute: ComputeConfig) -> int:
     """Memory of one window that the model samples."""
     itemsize = compute.forward.itemsize
     return window_bytes(plan.dense, plan.model.vocabulary, plan.seq_len, itemsize)
 
 
-def text_characters(plan: PlanSizes) -> int:
+def text_characters(plan: Plan) -> int:
     """Number of characters that are tokenised; 0 for token ids."""
     calibration = plan.recipe.calibration
     if not isinstance(calibration.source, str | Path) or calibration.own:
@@ -192,8 +246,7 @@ def text_characters(plan: PlanSizes) -> int:
     return min(path.stat().st_size if path.is_file() else _NAMED_TEXT, LONG_TEXT)
 
 
-def _text(plan: PlanSizes) -> int:
-    """Memory that reading the calibration text takes."""
+def _text(plan: Plan) -> int:
     source = plan.recipe.calibration.source
     if isinstance(source, str | Path) and (path := Path(source)).suffix in TOKEN_SUFFIXES:
         return 2 * path.stat().st_size if path.is_file() else 0

@@ -1,20 +1,27 @@
-"""Phases of a run: the work of each, and what it holds in memory."""
+"""Phases of a run: the work of each, a formula per step, and what it holds in memory.
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+A multiplication and an addition are two operations. Cholesky factors and triangular solves count as
+products of the same shape, which take as long. Bytes of elementwise traffic and calls of operators
+were counted with a dispatch mode. Sites of one kind count as alike, of their mean width.
+"""
 
-from coec.planning import work
-from coec.planning.compute import ComputeConfig
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from coec.models.layout import Site
 from coec.planning.machines import Work
 from coec.planning.memory import (
+    ComputeConfig,
     fitted_matrices,
     placed,
     purposes_of,
     text_characters,
     tried_tokens,
 )
-from coec.planning.sizes import PlanSizes
+from coec.planning.plan import Plan
 from coec.settings import CoecOptions
 from coec.streaming.dense_stream import batch_size
 
@@ -28,22 +35,15 @@ _PREDICT = (*_PROCESS, "hidden states", "logits")
 
 @dataclass(frozen=True)
 class Phase:
-    """Phase of a run.
+    """Phase of a run: its name in plans, all that it does, and bytes of memory by purpose.
 
-    Attributes:
-        name: in plans.
-        lap: phase under which a report counts its seconds; "" for the start of the process.
-        work: everything that it does.
-        device, host: bytes of memory by purpose; all of it is the host's where that computes.
-        tasks: number of independent pieces (blocks or windows) that it can be cut into.
+    All memory is the host's where that computes.
     """
 
     name: str
-    lap: str
     work: tuple[Work, ...]
     device: dict[str, int]
     host: dict[str, int]
-    tasks: int = 1
 
     @property
     def operations(self) -> float:
@@ -51,71 +51,62 @@ class Phase:
         return sum(piece.operations for piece in self.work)
 
 
-def phases_of(
-    plan: PlanSizes,
-    compute: ComputeConfig,
-    candidates: Sequence[PlanSizes] = (),
-    effort: str = "typical",
-) -> list[Phase]:
-    """List the phases of a run, in order.
+def phases_of(plan: Plan, compute: ComputeConfig, candidates: Sequence[Plan] = ()) -> list[Phase]:
+    """List the phases of a run, in order; `candidates` are reconstructed before, to choose one."""
+    run, layers, phases = PlanWork(plan, compute), plan.dense.layers, []
 
-    Args:
-        plan: sizes and settings.
-        compute: device and dtypes.
-        candidates: plans that are reconstructed before, to choose among them.
-        effort: length of descents, which depend on the data: `least`, `typical` or `most`.
-    """
-    run, layers, phases = PlanWork(plan, compute, effort), plan.dense.layers, []
-
-    def add(
-        name: str, lap: str, steps: Iterable[Work], purposes: tuple[str, ...] = (), tasks: int = 1
-    ) -> None:
+    def add(name: str, steps: Iterable[Work], purposes: tuple[str, ...] = ()) -> None:
         site_kind = name.removeprefix("solving ") if purposes == _SOLVE else ""
         sizes = purposes_of(plan, compute, site_kind) if purposes else {}
         memory = placed({purpose: sizes[purpose] for purpose in purposes}, compute.device)
-        phases.append(Phase(name, lap, tuple(steps), *memory, tasks))
+        phases.append(Phase(name, tuple(steps), *memory))
 
     # Opening takes calls; a million characters are tokenised per second.
     text = 0.0 if compute.measured else text_characters(plan) / 1e6
     opening = [Work("call", 40_000.0 + 900.0 * layers), Work("host", text)]
-    add("starting", "", [Work("host", 4.0)])
-    add("checking", "checking", opening, _PROCESS)
+    add("starting", [Work("host", 4.0)])
+    add("checking", opening, _PROCESS)
     if plan.recipe.calibration.written and not compute.measured:
-        add("sampling text", "reading text", run.sampling(), (*_PROCESS, "whole model"))
+        add("sampling text", run.sampling(), (*_PROCESS, "whole model"))
     if not plan.decided:
-        add("allocating", "allocating", run.allocating(), _ALLOCATE)
-    sequential = plan.recipe.reconstruction.sequential
-    lap = "reconstructing" if sequential else "solving" if compute.measured else "calibrating"
+        add("allocating", run.allocating(), _ALLOCATE)
     stored = float(plan.parameters_before * compute.stored.itemsize)
-    add("reading weights", lap, [Work("read", stored)])
-    if sequential:
-        brief = [PlanWork(candidate, compute, effort).reconstruction() for candidate in candidates]
+    add("reading weights", [Work("read", stored)])
+    if plan.recipe.reconstruction.sequential:
+        brief = [PlanWork(candidate, compute).reconstruction() for candidate in candidates]
         if tried := [w for phase in brief for _, steps, _ in phase for w in steps]:
-            add("trying candidates", lap, tried)
+            add("trying candidates", tried)
         for name, steps, purposes in run.reconstruction():
-            add(name, lap, steps, purposes)
+            add(name, steps, purposes)
     else:
         if not compute.measured:
-            add("loading weights", lap, run.loading())
-        passes = [] if compute.measured else run.dense_pass()
-        add("calibrating", "calibrating", passes, _STREAM, plan.recipe.calibration.windows)
-        for site_kind in run.site_kinds:
-            add(f"solving {site_kind}", "solving", run.solving(site_kind), _SOLVE, layers)
-    add("writing", "writing", run.writing(), (*_PROCESS, "shard"))
+            add("loading weights", run.loading())
+        add("calibrating", [] if compute.measured else run.dense_pass(), _STREAM)
+        for site_kind in run.kinds:
+            add(f"solving {site_kind}", run.solving(site_kind), _SOLVE)
+    size = 6.0 * plan.parameters_after * compute.written.itemsize  # each block once before
+    writing = [Work("elementwise", size, 2.0**24), Work("call", 3000.0 * layers)]
+    add("writing", writing, (*_PROCESS, "shard"))
     return phases
 
 
 class PlanWork:
     """Work of the phases of one plan."""
 
-    def __init__(self, plan: PlanSizes, compute: ComputeConfig, effort: str = "typical") -> None:
-        self.plan, self.compute, self.effort = plan, compute, effort
-        self.sites = plan.model.layout.sites
-        self.site_kinds = [site.kind for site in plan.model.layout.kinds]
+    def __init__(self, plan: Plan, compute: ComputeConfig) -> None:
+        self.plan, self.compute, self.recipe = plan, compute, plan.recipe
+        self.dtype, self.itemsize = _name(compute.forward), compute.forward.itemsize
+        self.hidden, self.layers = plan.dense.hidden, plan.dense.layers
+        self.kinds: dict[str, list[Site]] = {}
+        for site in plan.model.layout.sites:
+            self.kinds.setdefault(site.kind, []).append(site)
+        sequential = self.recipe.reconstruction.sequential
+        windows = self.recipe.calibration.windows if sequential else None
+        self.batch = batch_size(plan.seq_len, windows) * plan.seq_len  # tokens run at once
         names, config = plan.model.architecture.blocks.experts, plan.model.config
         routed = float(config.get("num_experts_per_tok") or 1)
+        # Fraction of the experts that a token meets.
         self.active = 1.0 if names is None else routed / float(config.get(names.count) or routed)
-        """Fraction of the experts that a token meets."""
 
     def forward(
         self, tokens: float, times: float = 1.0, *, half: str = "", pruned: bool = False
@@ -123,17 +114,14 @@ class PlanWork:
         """Run all blocks: 2·weights·tokens, attention maps 4·length·width·tokens, 36·hidden + 8·ffn
         numbers through memory per token, and hidden states from the host to a GPU and back.
 
-        Args:
-            tokens: of all windows.
-            times: number of passes.
-            half: a kind of site, to run only the halves of blocks that hold it.
-            pruned: run the pruned model.
+        `half` is a kind of site, to run only the halves of blocks that hold it.
         """
-        plan, hidden, layers = self.plan, self.plan.dense.hidden, self.plan.dense.layers
-        itemsize, dtype = self.compute.forward.itemsize, self.compute.forward_name
+        plan, hidden, layers = self.plan, self.hidden, self.layers
         shapes = plan.pruned_shapes if pruned else plan.model.shapes
         weights = ffn = attention = 0.0
-        for site in (site for site in self.sites if half in ("", site.kind)):
+        for site in plan.model.layout.sites:
+            if half not in ("", site.kind):
+                continue
             met = self.active if site.routed else 1.0
             weights += met * sum(shapes[name].numel() for name in site.tensors if name in shapes)
             width = plan.widths.of(site) * site.columns_per_unit if pruned else site.columns
@@ -141,40 +129,32 @@ class PlanWork:
             ffn += width * met * (site.value is None)
         batches = max(1.0, tokens / self.batch)
         rows, maps = tokens / batches, 4.0 * plan.seq_len * attention * tokens
-        traffic = (36.0 * hidden * layers + 8.0 * ffn) * tokens * itemsize
-        copied = 2.0 * hidden * layers * tokens * itemsize * (self.compute.device != "cpu")
+        traffic = (36.0 * hidden * layers + 8.0 * ffn) * tokens * self.itemsize
+        copied = 2.0 * hidden * layers * tokens * self.itemsize * (self.compute.device != "cpu")
+        edge = (rows * hidden**2) ** (1 / 3)
         return [
-            Work("product", 2.0 * weights * tokens, (rows * hidden**2) ** (1 / 3), times, dtype),
-            Work("product", maps, (64.0 * plan.seq_len**2) ** (1 / 3), times, dtype),
-            Work("elementwise", traffic, 3.0 * rows * hidden * itemsize, times),
+            Work("product", 2.0 * weights * tokens, edge, times, self.dtype),
+            Work("product", maps, (64.0 * plan.seq_len**2) ** (1 / 3), times, self.dtype),
+            Work("elementwise", traffic, 3.0 * rows * hidden * self.itemsize, times),
             Work("call", 110.0 * layers * batches, 1.0, times),
             Work("link", copied, 1.0, times),
         ]
 
-    @property
-    def batch(self) -> int:
-        """Tokens that are run at once."""
-        plan = self.plan
-        windows = plan.recipe.calibration.windows if plan.recipe.reconstruction.sequential else None
-        return batch_size(plan.seq_len, windows) * plan.seq_len
-
     def sampling(self) -> list[Work]:
-        """Sample windows: every token, 2·weights, reads all weights, and keys and values before it.
-
-        The embedding is not multiplied.
+        """Sample windows: every token, 2·weights but the embedding's, reads all weights, and keys
+        and values before it.
         """
-        plan, windows = self.plan, self.plan.recipe.calibration.written
-        hidden, layers = plan.dense.hidden, plan.dense.layers
+        plan, windows = self.plan, self.recipe.calibration.written
         rows = min(self.compute.at_once, windows)
         steps = -(-windows // self.compute.at_once) * float(plan.seq_len)
         embedding = 0 if plan.model.tied else plan.model.shapes[plan.model.layout.embedding].numel()
         weights = self.active * (plan.parameters_before - embedding)
-        read = weights + 3.0 * plan.seq_len * hidden * rows * layers
-        edge, dtype = (rows * hidden**2) ** (1 / 3), self.compute.forward_name
+        read = weights + 3.0 * plan.seq_len * self.hidden * rows * self.layers
+        edge = (rows * self.hidden**2) ** (1 / 3)
         return [
-            Work("product", 2.0 * weights * rows, edge, steps, dtype),
-            Work("elementwise", read * self.compute.forward.itemsize, 2.0**20, steps),
-            Work("call", 200.0 * layers + 900.0, 1.0, steps),
+            Work("product", 2.0 * weights * rows, edge, steps, self.dtype),
+            Work("elementwise", read * self.itemsize, 2.0**20, steps),
+            Work("call", 200.0 * self.layers + 900.0, 1.0, steps),
         ]
 
     def loading(self) -> list[Work]:
@@ -184,51 +164,49 @@ class PlanWork:
         return [Work("elementwise", 2 * stored, 2.0**24), Work("link", copied)]
 
     def dense_pass(self, times: float = 1.0) -> list[Work]:
-        """Run the dense model over all windows, and sum the statistics of every site once."""
-        tokens = float(self.plan.tokens)
-        steps = self.forward(tokens, times)
-        for (d, routed), count in Counter((s.columns, s.routed) for s in self.sites).items():
-            met = tokens * (self.active if routed else 1.0)
-            steps += work.statistics(d, met, max(1.0, tokens / self.batch), count)
+        """Run the dense model over all windows, and sum the Grams of every site once: 2d²·tokens in
+        float32, and the sums in float64.
+        """
+        steps = self.forward(self.plan.tokens, times)
+        for sites in self.kinds.values():
+            d, count = sites[0].columns, len(sites)
+            tokens = self.plan.tokens * (self.active if sites[0].routed else 1.0)
+            batches = max(1.0, tokens / self.batch)
+            traffic = 100.0 * d * tokens + 20.0 * d**2 * batches
+            steps += [
+                product(d, tokens / batches, d, batches * count, "float32"),
+                Work("elementwise", traffic, 4.0 * d * tokens / batches, count),
+                Work("call", 25.0 * batches, 1.0, count),
+            ]
         return steps
 
-    def solving(self, site_kind: str) -> list[Work]:
-        """Select units and compensate, at all sites of one kind."""
-        pruning, method = self.plan.recipe.pruning, self.plan.recipe.method
-        options = {**CoecOptions().record(), **method.defaults, **pruning.options}
-        selects = self.plan.recipe.kept is None and pruning.selection == "obs"
-        steps: list[Work] = []
-        for size, count in self._sizes(site_kind):
-            site = work.errors(size) + (work.elimination(size) if selects else [])
-            if size.k == size.d and not self.plan.recipe.reconstruction.propagate:
-                pass  # nothing is removed
-            elif method.name in ("coec", "auto"):
-                descent = work.usual_descent(size, self.effort)
-                # Among candidates auto tries three descents, and the best one again.
-                tried = 4 if method.name == "auto" else 1
-                site += work.coec(size, descent, self.compute, options) * tried
-            elif method.name in ("least-squares", "ridge-to-slice"):
-                site += work.ridge(size)
-            elif method.name == "rcpu":
-                site += work.rcpu(size, self.compute.device)
-            steps += [replace(step, times=step.times * count) for step in site]
-        return steps
+    def solving(self, site_kind: str, *, compensate: bool = True) -> list[Work]:
+        """Score or eliminate, compensate, and measure errors at all sites of one kind."""
+        recipe, sites = self.recipe, self.kinds[site_kind]
+        site = sites[0]
+        kept = round(sum(map(self.plan.widths.of, sites)) / len(sites)) * site.columns_per_unit
+        size = SiteSize(
+            int(self.plan.model.shapes[site.weight][0]), site.columns, kept, site.value is not None
+        )
+        steps = errors(size)
+        if recipe.pruning.selection == "obs" and recipe.kept is None:
+            steps += elimination(size, site.units)
+        if compensate and (size.k < size.d or recipe.reconstruction.propagate):
+            options = {**CoecOptions().record(), **recipe.method.defaults, **recipe.pruning.options}
+            steps += compensation(recipe.method.name, size, self.compute, options)
+        return [step._replace(times=step.times * len(sites)) for step in steps]
 
     def allocating(self) -> list[Work]:
         """Run a dense pass of its own and score units; for errors also eliminate, solve, and run
         models side by side: of each earlier site two through a block, of its own sites three.
         """
-        by_error = self.plan.recipe.pruning.allocation == "error"
+        by_error = self.recipe.pruning.allocation == "error"
         steps = [*self.loading(), *self.dense_pass()]
-        for size, count in self._sizes():
-            site = work.errors(size) + (work.elimination(size) if by_error else [])
-            steps += [replace(step, times=step.times * count) for step in site]
+        for site_kind in self.kinds:
+            steps += self.solving(site_kind, compensate=by_error)
         if by_error:
-            count, layers = len(self.sites), self.plan.dense.layers
-            tokens = float(tried_tokens(self.plan))
-            for site_kind in self.site_kinds:
-                steps += self.solving(site_kind)
-            steps += self.forward(tokens, count * (layers + 1) / layers + 2)
+            count, tokens = len(self.plan.model.layout.sites), tried_tokens(self.plan)
+            steps += self.forward(tokens, count * (self.layers + 1) / self.layers + 2)
             steps += self._head(tokens, 1.0 + 2 * count)
         return steps
 
@@ -237,20 +215,18 @@ class PlanWork:
 
         The dense blocks run for the targets, and once more where each half is measured.
         """
-        plan, settings = self.plan, self.plan.recipe.reconstruction
-        share, samples = plan.recipe.calibration.held_out, plan.recipe.calibration.samples
-        held_out = max(1, round(share * samples)) * plan.seq_len if share else 0
-        passes = self.loading() * 2 + self.dense_pass(2.0)
-        passes += self.forward(plan.tokens, 2.0, pruned=True)
-        yield "passes", passes, _STREAM
-        for site_kind in self.site_kinds:
+        settings, calibration = self.recipe.reconstruction, self.recipe.calibration
+        share, tokens = calibration.held_out, self.plan.tokens
+        held_out = max(1, round(share * calibration.samples)) * self.plan.seq_len if share else 0
+        passes = [*self.loading() * 2, *self.dense_pass(2.0)]
+        yield "passes", [*passes, *self.forward(tokens, 2.0, pruned=True)], _STREAM
+        for site_kind in self.kinds:
             yield f"solving {site_kind}", self.solving(site_kind), _SOLVE
             if settings.reconstruct:
-                yield f"fitting {site_kind}", self.fitting(site_kind, held_out), _FIT
-        head = self._head(held_out or plan.tokens, 2.0 + settings.final_norm)
-        yield "predicting", head, _PREDICT
+                yield f"fitting {site_kind}", self._fitting(site_kind, held_out), _FIT
+        yield "predicting", self._head(held_out or tokens, 2.0 + settings.final_norm), _PREDICT
 
-    def fitting(self, site_kind: str, held_out: int) -> list[Work]:
+    def _fitting(self, site_kind: str, held_out: int) -> list[Work]:
         """Fit the halves of all blocks by Gauss–Newton; a way back counts as a way forward.
 
         A step tries 1.3 lengths over all windows, and takes two gradients (five passes over the
@@ -258,47 +234,159 @@ class PlanWork:
         matrix takes the Gram of its inputs, 2n²·tokens, eigenpairs of that (the last an inverse,
         n³), and 4mn² per iteration (the last 2mn²). Attention takes one step.
         """
-        settings, tokens = self.plan.recipe.reconstruction, float(self.plan.tokens - held_out)
-        sites = [site for site in self.sites if site.kind == site_kind]
-        attends = sites[0].value is not None
+        settings, sites = self.recipe.reconstruction, self.kinds[site_kind]
+        tokens, attends = float(self.plan.tokens - held_out), sites[0].value is not None
         steps = min(settings.reconstruct, 1) if attends else settings.reconstruct
-        iterations, passes = steps * settings.cg_iterations, 4 if attends else 11 / 3
-        share = settings.curvature_share
+        iterations = float(steps * settings.cg_iterations)
+        passes = (4 if attends else 11 / 3) * iterations
         fits = self.forward(tokens + held_out, 1 + 1.3 * steps, half=site_kind, pruned=True)
         fits += self.forward(tokens, 5.0 * steps, half=site_kind, pruned=True)
-        fits += self.forward(tokens * share, passes * iterations, half=site_kind, pruned=True)
-        matrices = Counter(m for site in sites for m in fitted_matrices(self.plan, site))
-        for (m, n, last), count in matrices.items():
-            times, repeats = float(steps * count), float(iterations * count)
-            inverse = work.product(n, n, n / 2, times, "float32")
+        fits += self.forward(tokens * settings.curvature_share, passes, half=site_kind, pruned=True)
+        times, repeats = float(steps * len(sites)), iterations * len(sites)
+        *producers, (rows, columns) = fitted_matrices(self.plan, sites[0])
+        for m, n in producers:
+            fits += [eigenpairs(n, times, "float32"), product(m, n, n, times + repeats, "float32")]
+        fits += [product(columns, columns, columns / 2, times, "float32")]
+        for m, n in (*producers, (rows, columns)):
             fits += [
-                work.product(n, tokens, n, times, "float32"),
-                inverse if last else work.eigenpairs(n, times, "float32"),
-                work.product(m, n, n, (times + repeats) * (1 if last else 2), "float32"),
+                product(n, tokens, n, times, "float32"),
+                product(m, n, n, times + repeats, "float32"),
                 Work("elementwise", 56.0 * m * n, 4.0 * m * n, repeats),
             ]
         return [*fits, Work("call", 60.0 * len(sites), 1.0, iterations)]
 
-    def writing(self) -> list[Work]:
-        """Convert and write every weight, and each block once before."""
-        size = 6.0 * self.plan.parameters_after * self.compute.written.itemsize
-        return [Work("elementwise", size, 2.0**24), Work("call", 3000.0 * self.plan.dense.layers)]
-
-    def _sizes(self, site_kind: str = "") -> Iterable[tuple[work.SiteSize, int]]:
-        """Pair the distinct sizes of sites, of one kind or all, with the number of such sites."""
-        shapes, widths = self.plan.model.shapes, self.plan.widths
-        return Counter(
-            work.SiteSize(int(shapes[site.weight][0]), site.columns,
-                          widths.of(site) * site.columns_per_unit, site.units,
-                          site.value is not None)
-            for site in self.sites if site_kind in ("", site.kind)
-        ).items()  # fmt: skip
-
     def _head(self, tokens: float, models: float) -> list[Work]:
         """Compare logits of models with the dense one's: 4·hidden·vocabulary·tokens for each."""
-        hidden, logits = self.plan.dense.hidden, self.plan.model.vocabulary * tokens
+        logits = self.plan.model.vocabulary * tokens
         return [
-            Work("product", 4.0 * hidden * logits, hidden, models, self.compute.forward_name),
+            Work("product", 4.0 * self.hidden * logits, self.hidden, models, self.dtype),
             Work("elementwise", 88.0 * logits, 2.0**26, models),
             Work("call", 90.0 * max(1.0, logits / 2**24), 1.0, models),
         ]
+
+
+def product(m: float, n: float, k: float, times: float = 1.0, dtype: str = "float64") -> Work:
+    """Multiply m×n by n×k: 2mnk."""
+    return Work("product", 2.0 * m * n * k, float(m * n * k) ** (1 / 3), times, dtype)
+
+
+def eigenpairs(n: int, times: float = 1.0, dtype: str = "float64") -> Work:
+    """Find all eigenpairs of n×n: 14/3 n³ (tridiagonalise 4/3, divide and conquer 4/3, back 2)."""
+    return Work("eigen", 14 / 3 * n**3, n, times, dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class SiteSize(NamedTuple):
+    """Sizes of a consumer: m outputs, d inputs, of which k stay.
+
+    The alignment penalty applies to attention.
+    """
+
+    m: int
+    d: int
+    k: int
+    attention: bool = False
+
+
+class DescentLength(NamedTuple):
+    """Length of COEC's descent at one site: means over the sites of small trained models.
+
+    `steps` counts those of all right solves; a step tries `trials` lengths, and its preconditioner
+    takes `inner` iterations (docs/PERFORMANCE.md, `The plan against runs`).
+    """
+
+    rounds: float
+    steps: float
+    trials: float
+    inner: float
+
+
+MLP_DESCENT = DescentLength(2.1, 20, 1.6, 4.6)
+ATTENTION_DESCENT = DescentLength(3.1, 30, 1.7, 10.5)
+FEWEST_STEPS, MOST_STEPS = 0.6, 3.5
+"""Fewest and most steps that were seen, as fractions of the usual number."""
+_SOLVERS = {"gradient": 6.0, "conjugate": 2.0, "joint": 1.0}
+"""Steps of the right solvers, relative to those of `joint`."""
+
+
+def errors(site: SiteSize) -> list[Work]:
+    """Score units, check statistics and measure errors: 12md²."""
+    return [product(site.m, site.d, site.d, 6.0), Work("call", 400.0)]
+
+
+def elimination(site: SiteSize, units: int) -> list[Work]:
+    """Select by `obs`: n³ for an inverse, md² + d³ − k³, and 192(d² − k²) for panels of columns."""
+    m, d, k, _ = site
+    removed = units * (d - k) // d
+    calls = 87.0 if units == d else 93.0 + 11 * units
+    return [
+        Work("product", m * d**2 + 2 * d**3 - k**3 + 192.0 * (d**2 - k**2), d, 1.0, "float64"),
+        Work("call", calls * removed),
+    ]
+
+
+def compensation(
+    method: str, site: SiteSize, compute: ComputeConfig, options: Mapping[str, Any]
+) -> list[Work]:
+    """Compensate by a method; nothing for the methods without cost.
+
+    Ridges take 2md² + 2mk², a Cholesky factor of k×k and two solves with m columns; rcpu 2md² +
+    6mk², an SVD and a polar factor of m×k.
+    """
+    m, d, k, attention = site
+    if method in ("coec", "auto"):
+        descent = ATTENTION_DESCENT if attention else MLP_DESCENT
+        # Among candidates auto tries three descents, and the best one again.
+        return coec(site, descent, compute, options) * (4 if method == "auto" else 1)
+    steps = [product(m, d, d), product(m, k, k, 3.0), Work("call", 150)]
+    if method in ("least-squares", "ridge-to-slice"):
+        return [*steps, product(k, k, k / 2)]
+    if method == "rcpu":
+        return steps + _decompositions(m, k, compute.device, "float64", svds=1, polars=1)
+    return []
+
+
+def coec(
+    site: SiteSize, descent: DescentLength, compute: ComputeConfig, options: Mapping[str, Any]
+) -> list[Work]:
+    """Compensate by COEC: rcpu, eigenpairs of d×d and k×k, 2md² + 2mdk + 2k²d + 4mk² + 4bk² + 2mbk,
+    an SVD of m×k (in attention three), two polar factors and 2mbk per round, and steps.
+
+    A step of t trials and i inner iterations takes products of b×k frames, 4 + 2t (tangents,
+    retractions) and 3 + 2i in float32 (preconditioner), 1 + t of m×k by k×b, and t polar factors.
+    """
+    m, d, k, attention = site
+    b, t, i, dtype = min(m, k), descent.trials, descent.inner, _name(compute.solve)
+    rounds = min(descent.rounds, options["rounds"])
+    steps = min(descent.steps, descent.rounds * options["iterations"])
+    steps *= _SOLVERS[options["solver"]] * (rounds > 0 and options["rotation"] != "left")
+    polars = 2 + 2 * rounds + (steps * t if options["solver"] == "joint" else 0.0)
+    calls = 111 + 74 * t + 19 * i + (116 + 15 * i if attention else 0)  # alignment adds some
+    setup = 2.0 * m * d * (d + k) + 2.0 * k**2 * (d + 2 * m + 2 * b) + 2.0 * m * b * k
+    work = [
+        *compensation("rcpu", site, compute, options), eigenpairs(d), eigenpairs(k),
+        *_decompositions(m, k, compute.device, dtype, svds=3 if attention else 1),
+        *_decompositions(m, b, compute.device, dtype, polars=polars),
+        Work("product", setup, k, 1.0, "float64"), product(m, b, k, 3 + rounds, dtype),
+        product(b, k, b, (4 + 2 * t) * steps, dtype), product(m, k, b, (1 + t) * steps, dtype),
+        product(b, k, b, (3 + 2 * i) * steps, "float32"),
+        Work("elementwise", 1500.0 * b * k, 8.0 * b * k, steps),
+        Work("call", 600 + 130 * rounds + calls * steps),
+    ]  # fmt: skip
+    return work * (2 if options["rotation"] == "better" else 1)
+
+
+def _decompositions(
+    m: int, n: int, device: str, dtype: str, *, svds: float = 0.0, polars: float = 0.0
+) -> list[Work]:
+    """Decompose m×n: 6mn² + 20/3 n³ for each SVD and polar factor.
+
+    On a GPU a polar factor takes six QDWH steps, 44mn², and an SVD the eigenpairs of n×n besides.
+    """
+    m, n = max(m, n), min(m, n)
+    if device == "cpu":
+        return [Work("eigen", 6.0 * m * n**2 + 20 / 3 * n**3, n, svds + polars, dtype)]
+    return [product(m, n, n, 22 * (svds + polars), dtype), eigenpairs(n, svds, dtype)]

@@ -2,26 +2,19 @@
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from coec.allocation import Importances, Widths, by_importance, shares_for, uniform, whole_attention
 from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len, with_judges
 from coec.errors import OptionError
 from coec.models.description import Description
-from coec.models.formats import choose_format
+from coec.models.formats import OutputFormat, choose_format
 from coec.models.layout import Layout
 from coec.models.non_uniform import FILE as CODE
 from coec.models.shape import Shape
-from coec.planning.compute import ComputeConfig
-from coec.planning.forecast import Forecast
-from coec.planning.machines import Machine
 from coec.planning.notes import notes_of
 from coec.planning.recipe import Recipe
-from coec.planning.sizes import (
-    PlanSizes,
-    check_recipe,
-    check_uniform,
-    parameter_budget,
-    pruned_sizes,
-)
+from coec.settings import Pruning
 
 _PLURALS = {"expert": "experts"}
 """What records call a kind of site of which a block has several."""
@@ -32,8 +25,31 @@ _BRIEF_ITERATIONS = 3
 
 
 @dataclass(frozen=True)
-class Plan(PlanSizes):
-    """Plan of one pruning run."""
+class Plan:
+    """Plan of one pruning run.
+
+    Attributes:
+        model: the dense model as its configuration describes it.
+        recipe: the settings.
+        widths: number of units that every site keeps.
+        pruned: the sizes afterwards.
+        output: the format of the result.
+        pruned_shapes: every tensor that the result stores.
+        seq_len: tokens of a calibration window.
+        remarks: why other plans cannot be made.
+        decided: False where the widths wait for statistics; until then they are uniform ones with
+            the same number of parameters.
+    """
+
+    model: Description
+    recipe: Recipe
+    widths: Widths
+    pruned: Shape
+    output: OutputFormat
+    pruned_shapes: dict[str, torch.Size]
+    seq_len: int
+    remarks: tuple[str, ...] = ()
+    decided: bool = True
 
     @classmethod
     def of(cls, model: Description, recipe: Recipe) -> "Plan":
@@ -56,7 +72,7 @@ class Plan(PlanSizes):
         recipe = replace(recipe, calibration=with_judges(recipe.calibration, model))
         if recipe.kept is not None:
             recipe.kept.check(model.layout)
-        check_recipe(model, recipe)
+        _check_recipe(model, recipe)
         plans: dict[str, Plan] = {}
         refused: dict[str, OptionError] = {}
         for rule in _rules(model.layout, recipe):
@@ -76,7 +92,7 @@ class Plan(PlanSizes):
     def _by_rule(cls, model: Description, recipe: Recipe, rule: str) -> "Plan":
         """Plan by one rule for KV groups, within the budget where there is one."""
         pruning, kept = recipe.pruning, recipe.kept
-        budget = parameter_budget(model, pruning)
+        budget = _parameter_budget(model, pruning)
         removed = 0 if budget is None else model.parameters - budget
         later = pruning.allocation != "uniform" and not (kept and kept.covers(model.layout))
         while True:
@@ -96,16 +112,9 @@ class Plan(PlanSizes):
     def _of(
         cls, model: Description, recipe: Recipe, widths: Widths, *, listed: bool = False
     ) -> "Plan":
-        """Choose the format of these widths.
-
-        Args:
-            model: the dense model.
-            recipe: the settings.
-            widths: number of units that stay.
-            listed: use a format that lists widths by block, even where all are alike.
-        """
-        pruned = pruned_sizes(model, widths)
-        check_uniform(model, recipe, widths, pruned)
+        """Choose the format of these widths; `listed` asks for one that lists them by block."""
+        pruned = _pruned_sizes(model, widths)
+        _check_uniform(model, recipe, widths, pruned)
         if listed:
             pruned = pruned.listed()
         adds_everywhere = listed or recipe.reconstruction.propagate
@@ -147,12 +156,11 @@ class Plan(PlanSizes):
 
     def _unused_budget(self) -> int:
         """Parameters that the budget leaves unused; 0 where the format adds to the model."""
-        budget = parameter_budget(self.model, self.recipe.pruning)
-        if budget is None:
-            return 0
+        budget = _parameter_budget(self.model, self.recipe.pruning)
         removed = self.widths.removed(self.model.layout, self.model.shapes)
-        adds = self.parameters_after != self.parameters_before - removed
-        return 0 if adds else budget - self.parameters_after
+        if budget is None or self.parameters_after != self.parameters_before - removed:
+            return 0
+        return budget - self.parameters_after
 
     def briefly(self) -> "Plan":
         """Shorten the reconstruction to what shows which of several candidates is best."""
@@ -164,31 +172,30 @@ class Plan(PlanSizes):
         return replace(self, recipe=replace(self.recipe, reconstruction=brief))
 
     @property
-    def alternatives(self) -> dict[str, "Plan"]:
-        """The candidates besides this one, among which held-out windows choose."""
-        plans = Plan.candidates(self.model, self.recipe)
-        return {rule: plan for rule, plan in plans.items() if plan.pruned != self.pruned}
+    def dense(self) -> Shape:
+        """The sizes before."""
+        return self.model.shape
+
+    @property
+    def parameters_before(self) -> int:
+        """Parameters of the dense model, tied ones once."""
+        return self.model.parameters
+
+    @property
+    def parameters_after(self) -> int:
+        """Parameters of the pruned model, tied ones once."""
+        return sum(shape.numel() for shape in self.pruned_shapes.values())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all calibration windows."""
+        return self.recipe.calibration.windows * self.seq_len
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on settings without effect, and on what a width costs in other programs."""
-        return notes_of(self)
-
-    def forecast(self, compute: ComputeConfig, machine: Machine | None = None) -> Forecast:
-        """Estimate memory, operations and disk of every phase, and times by a machine's rates.
-
-        Where there are several candidates, each is fitted briefly, and one of them then in full.
-
-        Args:
-            compute: device and dtypes of the run (`ComputeConfig.of`).
-            machine: the measured machine (`coec.planning.measuring.this_machine`) or a GPU by its
-                data sheet (`coec.planning.machines.machine_named`); None for no times.
-        """
-        plans: list[PlanSizes] = []
-        if self.recipe.reconstruction.sequential:
-            candidates = Plan.candidates(self.model, self.recipe).values()
-            plans = [plan.briefly() for plan in candidates] if len(candidates) > 1 else []
-        return Forecast.of(self, compute, machine, plans)
+        notes = notes_of(self.model, self.recipe, self.widths, self.seq_len, self.decided)
+        return (*self.remarks, *notes)
 
     def record(self) -> dict[str, object]:
         """Account that `--dry-run --json` prints and the report keeps."""
@@ -213,7 +220,6 @@ class Plan(PlanSizes):
         }
 
     def _removed(self, site_kind: str) -> float:
-        """Fraction of a kind's units that is removed."""
         sites = [site for site in self.model.layout.sites if site.kind == site_kind]
         before = sum(site.units for site in sites)
         return (before - sum(map(self.widths.of, sites))) / before
@@ -240,3 +246,81 @@ def _by_block(shape: Shape, size: str) -> int | list[int]:
     """A size in every block: one number where all are alike."""
     sizes = [getattr(shape.at(index), size) for index in range(shape.layers)]
     return sizes[0] if len(set(sizes)) == 1 else sizes
+
+
+def _parameter_budget(model: Description, pruning: Pruning) -> int | None:
+    """Largest number of parameters that may be left; None where sparsity decides."""
+    if pruning.budget_parameters is None:
+        return None
+    before, budget = model.parameters, pruning.budget_parameters
+    budget = int(budget * before) if budget < 1 else int(budget)
+    if budget >= before:
+        raise OptionError(
+            f"budget_parameters = {budget:,} is no less than the model's {before:,}: nothing would "
+            "go; allow fewer"
+        )
+    return budget
+
+
+def _check_uniform(model: Description, recipe: Recipe, widths: Widths, pruned: Shape) -> None:
+    """Raise OptionError where widths differ by block without `non_uniform`."""
+    if pruned.uniform or recipe.pruning.non_uniform:
+        return
+    by_site = {name: set(widths.everywhere(name)) for _, name in widths.kept}
+    name, counts = next((name, counts) for name, counts in by_site.items() if len(counts) > 1)
+    source = "" if recipe.kept is None else f" in '{recipe.kept.source}'"
+    code = ", or set non_uniform to write code beside the weights"
+    raise OptionError(
+        f"the widths of {name}{source} differ by block ({min(counts):,} to {max(counts):,}), which "
+        "no stock format holds: keep as many units in every block"
+        + ("" if model.architecture.blocks.experts else code)
+    )
+
+
+def _pruned_sizes(model: Description, widths: Widths) -> Shape:
+    """Sizes that follow from widths; a kind of site that a block lacks gets its widest elsewhere.
+
+    Raises OptionError where experts of one block keep different numbers of channels.
+    """
+    kept: dict[tuple[int, str], set[int]] = {}
+    for site in model.layout.sites:
+        kept.setdefault((site.block, site.kind), set()).add(widths.of(site))
+    size_names = {pattern.name: pattern.counted_by for pattern in model.architecture.blocks.sites}
+    widest: dict[str, int] = {}
+    by_block: list[dict[str, int]] = [{} for _ in range(model.shape.layers)]
+    for (block, site_kind), counts in kept.items():
+        if len(counts) > 1:
+            raise OptionError(
+                f"experts of one block keep {min(counts):,} to {max(counts):,} channels, which no "
+                "format holds: keep as many in every expert"
+            )
+        name, width = size_names[site_kind], max(counts)
+        by_block[block][name] = width
+        widest[name] = max(width, widest.get(name, 0))
+    return model.shape.with_blocks([widest | sizes for sizes in by_block])
+
+
+def _check_recipe(model: Description, recipe: Recipe) -> None:
+    architecture, pruning = model.architecture, recipe.pruning
+    setting = recipe.reconstruction.sequential
+    if setting and (addition := architecture.adds):
+        raise OptionError(
+            f"{setting} needs blocks that add what attention and the MLP return, one after the "
+            f"other; those of {architecture.model_type} add {addition}: leave it out "
+            "(preset = fast does)"
+        )
+    if architecture.attention_kept and (sparsity := pruning.attention_sparsity):
+        raise OptionError(
+            f"attention of {architecture.model_type} keeps all KV groups "
+            f"({architecture.attention_kept}), got attention_sparsity = {sparsity:g}: leave it out"
+        )
+    if architecture.blocks.experts and pruning.non_uniform:
+        raise OptionError(
+            f"non_uniform is not built for models of experts ({architecture.model_type}): leave it "
+            "out"
+        )
+    if architecture.blocks.experts and recipe.method.name == "auto":
+        raise OptionError(
+            "compensation = auto judges by held-out tokens, of which a router may send an expert "
+            "none: use another compensation, say ridge-to-slice"
+        )

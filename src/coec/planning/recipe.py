@@ -24,16 +24,14 @@ from coec.settings import (
     OPTIONS,
     PARTS,
     PRESETS,
-    RENAMED,
     Calibration,
-    Options,
     Pruning,
     Reconstruction,
     Runtime,
-    plain,
-    with_preset,
-    without_effect,
 )
+from coec.settings.fields import RENAMED, plain, without_effect
+from coec.settings.options import Options
+from coec.settings.presets import with_preset
 from coec.types import Gram, KeptSet
 
 APART = ("options", "trust_remote_code")
@@ -44,15 +42,6 @@ _ARGUMENTS = (
     "progress", "dry_run", "machine", "measure", "json",
 )  # fmt: skip
 """Arguments of commands and functions besides settings."""
-_RECORDED = (
-    "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters", "multiple_of",
-    "allocation", "non_uniform", "selection", "kept", "compensation", "options", "propagate",
-    "reconstruct", "cg_iterations", "damping", "curvature_share",
-    "token_weights", "final_norm", "kv_groups", "calibration", "text_column", "samples",
-    "self_samples", "seq_len", "seed", "holdout", "guard", "dtype", "target", "forward_dtype",
-    "solve_dtype",
-)  # fmt: skip
-"""Order in which reports list settings; those that are not named here come after."""
 _RECONSTRUCTION = Reconstruction().record()
 """Defaults of the reconstruction."""
 _TOML_BYTES = 10_000_000
@@ -105,7 +94,6 @@ class Recipe:
         self._check()
 
     def _check(self) -> None:
-        """Raise OptionError where settings do not go together."""
         if isinstance(self.calibration.source, np.ndarray | Tensor):
             ids = token_ids(self.calibration.source)
             object.__setattr__(self, "calibration", replace(self.calibration, source=ids))
@@ -144,6 +132,14 @@ class Recipe:
         by_error = "allocation = error" if self.pruning.allocation == "error" else None
         return self.reconstruction.sequential or by_error
 
+    @property
+    def judges_are_fitted(self) -> bool:
+        """True where the windows that judge the compensations are fitted on in the end.
+
+        False where the user holds them out, and where they judge the reconstruction too.
+        """
+        return bool(self.calibration.judging) and not self.reconstruction.sequential
+
     def check_for_statistics(self) -> None:
         """Raise OptionError where statistics do not do, because the text itself is needed."""
         if name := self.needs_text:
@@ -162,11 +158,7 @@ class Recipe:
 
     @classmethod
     def or_of(cls, recipe: "Recipe | None", settings: dict[str, Any]) -> "Recipe":
-        """Return the recipe given, or one of settings; both at once are refused.
-
-        Raises:
-            OptionError: both are given, or a setting is unknown or bad.
-        """
+        """Return the recipe given, or one of settings; both at once are refused."""
         if recipe is None:
             return cls(**settings)
         if settings:
@@ -186,11 +178,7 @@ class Recipe:
         return selections.resolve(selection) if isinstance(selection, str) else selection
 
     def opened(self) -> "Recipe":
-        """Return the recipe with its kept units read: a file that changes later changes nothing.
-
-        Raises:
-            OptionError: there are none, or they are no kept units.
-        """
+        """Return the recipe with its kept units read: a file that changes later changes nothing."""
         if self.pruning.kept is None:
             return self
         return replace(self, pruning=replace(self.pruning, kept=KeptUnits.read(self.pruning.kept)))
@@ -205,7 +193,7 @@ class Recipe:
     def record(self) -> dict[str, Any]:
         """Return the resolved recipe for the report, defaults of the compensation included."""
         source = self.calibration.source
-        record = {
+        return {
             **self.pruning.record(),
             **self.reconstruction.record(),
             **self.calibration.record(),
@@ -215,15 +203,13 @@ class Recipe:
             "options": {**self.method.defaults, **self.pruning.options},
             "calibration": "tensor" if isinstance(source, Tensor) else str(source),
         }
-        return {name: record.pop(name) for name in _RECORDED} | record
 
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Return flat settings from a TOML file; dashes and underscores in keys are alike.
 
-    Raises:
-        OptionError: the file is missing, not TOML, or holds a table, a key that is no setting or
-            apart, or a setting twice.
+    Raises OptionError where the file is missing, not TOML, or holds a table, a key that is no
+    setting or apart, or a setting twice.
     """
     content = read_toml(path, f"'{path}'", f"no configuration file '{path}'")
     keys = by_name(content, f"'{path}'")
@@ -239,11 +225,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def by_name(keys: Iterable[str], name_of_file: str) -> dict[str, str]:
-    """Return the keys of a file by the names of their settings.
-
-    Raises:
-        OptionError: two of them are one setting.
-    """
+    """Return the keys of a file by the names of their settings; OptionError where two are one."""
     names: dict[str, str] = {}
     for key in keys:
         name = key.replace("-", "_")
@@ -262,15 +244,9 @@ def _meant(name: str) -> str:
 
 
 def read_toml(path: Path, name: str, missing: str) -> dict[str, Any]:
-    """Return the content of a TOML file.
+    """Return the content of a TOML file, which messages call `name`.
 
-    Args:
-        path: of the file.
-        name: its name in messages.
-        missing: the message when it is not there.
-
-    Raises:
-        OptionError: it is missing, cannot be read, is too large, or is not TOML.
+    Raises OptionError where it cannot be read or is too large, `missing` where it is not there.
     """
     try:
         status = path.stat()

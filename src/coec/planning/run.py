@@ -1,18 +1,29 @@
-"""A run, resolved once: everything that recipe, model and machine decide before any work."""
+"""A run: what recipe, model and machine decide before any work, what it will take, and whether it
+fits in the free memory.
+"""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from coec.allocation import Importances
 from coec.devices import DTYPES, FreeMemory
+from coec.errors import OptionError
 from coec.models.dense import Dense
-from coec.planning.compute import ComputeConfig
+from coec.planning.machines import PEAK_SHARE, Machine
+from coec.planning.memory import ComputeConfig, disk, lower_bound, sampled_window
+from coec.planning.phases import FEWEST_STEPS, MOST_STEPS, Phase, phases_of
 from coec.planning.plan import Plan
 from coec.planning.recipe import Recipe
-from coec.planning.room import check_room, within
-from coec.settings import SolveDtypeName
+from coec.settings.parts import SolveDtypeName
+from coec.streaming.self_text import windows_at_once
+
+_CLOSE = 0.9
+"""Fraction of the free memory from which a plan is said to be close."""
+_MEASURED, _BY_DATA_SHEET = 1.2, 2.0
+"""Factors by which a time may be off; the steps of descents come on top."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,14 +54,7 @@ class Run:
         *,
         collected: bool = False,
     ) -> "Run":
-        """Resolve a run.
-
-        Args:
-            dense: the model.
-            candidates: as `Plan.candidates` makes them.
-            device: where to compute.
-            solve: dtype of the iterations of a compensation.
-            collected: whether statistics are there already.
+        """Resolve a run of `Plan.candidates`, for which statistics may be there already.
 
         Raises:
             OptionError: it does not fit the machine, or its dtypes do not go together.
@@ -91,3 +95,181 @@ class Run:
 def _solved_in(plan: Plan, name: SolveDtypeName) -> Plan:
     pruning = replace(plan.recipe.pruning, solve_dtype=name)
     return replace(plan, recipe=replace(plan.recipe, pruning=pruning))
+
+
+def within(plan: Plan, compute: ComputeConfig, room: FreeMemory) -> ComputeConfig:
+    """Limit the windows that are sampled together to what the memory holds beside the model."""
+    free = room.computing
+    if free is not None:
+        free -= plan.parameters_before * compute.forward.itemsize
+    return replace(compute, at_once=windows_at_once(free, sampled_window(plan, compute)))
+
+
+def check_room(plan: Plan, compute: ComputeConfig, room: FreeMemory) -> None:
+    """Raise OptionError where sums would overflow, or a phase needs more than the free memory."""
+    if plan.recipe.reconstruction.reconstruct and compute.forward == torch.float16:
+        raise OptionError(
+            "reconstruct sums over tokens in the dtype of the forward pass, which overflow in "
+            "float16: set forward_dtype=bfloat16 or forward_dtype=float32"
+        )
+    for name, place, sizes, free in _places(plan, compute, room):
+        if (needed := lower_bound(sizes)) > free:
+            raise OptionError(
+                f"{name} needs {needed / 1e9:.1f} GB of memory at least, and {place} has "
+                f"{free / 1e9:.1f} GB free: {_advice(plan, compute, sizes)}"
+            )
+
+
+def close_fits(plan: Plan, compute: ComputeConfig, room: FreeMemory) -> tuple[str, ...]:
+    """Sentences on memory that a plan all but fills, or may overfill."""
+    fullest: dict[str, tuple[int, str]] = {}
+    for name, place, sizes, free in _places(plan, compute, room):
+        needed = sum(size for purpose, size in sizes.items() if purpose != "program")
+        if needed > max(_CLOSE * free, fullest.get(place, (0, ""))[0]):
+            sentence = (
+                f"memory is close: {name} takes about {needed / 1e9:.1f} GB, and {place} has "
+                f"{free / 1e9:.1f} GB free; {_advice(plan, compute, sizes)}"
+            )
+            fullest[place] = needed, sentence
+    return tuple(sentence for _, sentence in fullest.values())
+
+
+def _places(
+    plan: Plan, compute: ComputeConfig, room: FreeMemory
+) -> Iterator[tuple[str, str, dict[str, int], int]]:
+    """Yield name, place, bytes by purpose and free bytes, for every phase at every place."""
+    for phase in phases_of(plan, compute):
+        if room.device is not None:
+            yield phase.name, "the device", phase.device, room.device
+        if room.host is not None:
+            yield phase.name, "this machine", phase.host, room.host
+
+
+def _advice(plan: Plan, compute: ComputeConfig, sizes: dict[str, int]) -> str:
+    """Settings that would help most, by the largest purpose."""
+    calibration = plan.recipe.calibration
+    largest = max((name for name in sizes if name != "program"), key=lambda name: sizes[name])
+    shorter = f"a seq_len below {plan.seq_len}"
+    settings = [] if compute.device == "cpu" else ["device = cpu"]
+    if largest == "hidden states":
+        return f"take fewer samples than {calibration.samples}, or {shorter}"
+    if largest == "text":
+        return "give token ids (.npy), or a shorter text"
+    if largest == "fit":
+        settings = settings or ["reconstruct = 0 (preset = fast does)"]
+        return f"take {shorter}, or set {settings[0]}"
+    if largest == "whole model" and not calibration.added:
+        return ", or set ".join(["calibrate on a text, not on self", *settings])
+    if largest == "whole model":
+        settings.insert(0, "self_samples = 0")
+    elif largest == "solver" and compute.solve == torch.float64:
+        settings.insert(0, "solve_dtype = float32")
+    elif largest in ("statistics", "Grams") and calibration.held_out:
+        settings.insert(0, "guard = false" if calibration.judging else "holdout = 0")
+    return f"set {', or '.join(settings)}" if settings else "take a machine with more memory"
+
+
+class Seconds(NamedTuple):
+    """Estimated time, and the bounds that it may lie between."""
+
+    low: float
+    typical: float
+    high: float
+
+    def __str__(self) -> str:
+        """Show all three in one unit: `12 min (8.0–18)`."""
+        units = {"d": 86400, "h": 3600, "min": 60, "s": 1}
+        unit = next((unit for unit, size in units.items() if self.typical >= size), "s")
+        times = [seconds / units[unit] for seconds in (self.typical, self.low, self.high)]
+        typical, low, high = (f"{time:.{0 if time >= 10 else 1}f}" for time in times)
+        return f"{typical} {unit} ({low}–{high})"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Estimate of what a run will take.
+
+    Attributes:
+        phases: with their work and memory.
+        machine: by whose rates times are estimated; None for no times.
+        seconds: by phase; empty without a machine.
+        output: bytes of the pruned model.
+        partial: largest number of bytes of unfinished work beside it.
+        alternatives: the other plans among which held-out windows choose, by name.
+    """
+
+    phases: tuple[Phase, ...]
+    machine: Machine | None
+    seconds: dict[str, Seconds]
+    output: int
+    partial: int
+    alternatives: dict[str, Plan]
+
+    @classmethod
+    def of(cls, plan: Plan, compute: ComputeConfig, machine: Machine | None = None) -> "Forecast":
+        """Estimate memory, operations and disk of every phase, and times by a machine's rates.
+
+        Where there are several candidates, each is fitted briefly, and one of them then in full.
+
+        Args:
+            plan: what is done.
+            compute: device and dtypes of the run (`ComputeConfig.of`).
+            machine: this one (`this_machine`) or a GPU by its data sheet (`machine_named`); None
+                for no times.
+        """
+        candidates = Plan.candidates(plan.model, plan.recipe)
+        several = plan.recipe.reconstruction.sequential and len(candidates) > 1
+        tried = [candidate.briefly() for candidate in candidates.values()] if several else []
+        phases = phases_of(plan, compute, tried)
+        seconds: dict[str, Seconds] = {}
+        if machine is not None:
+            seconds = {phase.name: _seconds(plan, phase, machine) for phase in phases}
+        others = {n: other for n, other in candidates.items() if other.pruned != plan.pruned}
+        return cls(tuple(phases), machine, seconds, *disk(plan, compute.written), others)
+
+    @property
+    def total(self) -> Seconds:
+        """Time of all phases."""
+        return Seconds(*map(sum, zip(Seconds(0.0, 0.0, 0.0), *self.seconds.values(), strict=True)))
+
+    @property
+    def peak(self) -> tuple[int, int]:
+        """Largest memory of any phase, on the device and on the host."""
+        return (
+            max(sum(phase.device.values()) for phase in self.phases),
+            max(sum(phase.host.values()) for phase in self.phases),
+        )
+
+    def record(self) -> dict[str, object]:
+        """JSON-ready account."""
+        memory = {
+            phase.name: {"device": phase.device, "host": phase.host}
+            for phase in self.phases
+            if phase.host
+        }
+        device, host = self.peak
+        sizes = {"device": device, "host": host, "total": device + host, "phases": memory}
+        record: dict[str, object] = {
+            "memory_bytes": sizes,
+            "operations": {phase.name: phase.operations for phase in self.phases},
+            "disk_bytes": {"output": self.output, "partial": self.partial},
+        }
+        if self.machine is not None:
+            record["time"] = {
+                "machine": self.machine.name,
+                "measured": self.machine.measured,
+                "share_of_peak": None if self.machine.measured else PEAK_SHARE,
+                "seconds": self.total.typical,
+                "between": [self.total.low, self.total.high],
+                "phases": {name: time.typical for name, time in self.seconds.items()},
+            }
+        return record
+
+
+def _seconds(plan: Plan, phase: Phase, machine: Machine) -> Seconds:
+    time = machine.seconds(phase.work)
+    off = _MEASURED if machine.measured else _BY_DATA_SHEET
+    solves = phase.name.startswith(("solving", "allocating", "trying"))
+    descends = solves and plan.recipe.method.name in ("coec", "auto")
+    low, high = (FEWEST_STEPS, MOST_STEPS) if descends else (1.0, 1.0)
+    return Seconds(time * low / off, time, time * high * off)

@@ -17,7 +17,7 @@ from torch import Tensor
 from coec.errors import NumericalError, OptionError
 from coec.linalg.spd import regularized_inverse
 from coec.selection.elimination import obs
-from coec.settings import check_sparsity
+from coec.settings.parts import check_sparsity
 from coec.types import Gram, KeptSet
 
 Score = Callable[..., Tensor]

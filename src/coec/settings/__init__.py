@@ -6,67 +6,15 @@ options that rows of results may have, and docs/SETTINGS.md (`python -m coec.set
 
 from dataclasses import replace
 
-from coec.settings.fields import (
-    RENAMED,
-    SEEDS,
-    Setting,
-    Settings,
-    check_seed,
-    check_whole,
-    of_annotation,
-    plain,
-    setting,
-    without_effect,
-)
-from coec.settings.options import COMPENSATION_OPTIONS, CoecOptions, Options, RidgeOptions
-from coec.settings.parts import (
-    CHOOSING,
-    DTYPE_NAMES,
-    Calibration,
-    DtypeName,
-    Pruning,
-    Reconstruction,
-    Runtime,
-    SolveDtypeName,
-    Source,
-    check_sparsity,
-)
-from coec.settings.presets import PRESETS, Preset, with_preset
+from coec.settings.fields import Setting
+from coec.settings.options import COMPENSATION_OPTIONS, CoecOptions, RidgeOptions
+from coec.settings.parts import Calibration, Pruning, Reconstruction, Runtime
+from coec.settings.presets import PRESETS, Preset
 
 __all__ = [
-    "CHOOSING",
-    "COMPENSATION_OPTIONS",
-    "DTYPE_NAMES",
-    "NAMES",
-    "OPTIONS",
-    "PARTS",
-    "PRESETS",
-    "RECIPE",
-    "RENAMED",
-    "SEEDS",
-    "TABLE",
-    "Calibration",
-    "CoecOptions",
-    "DtypeName",
-    "Options",
-    "Preset",
-    "Pruning",
-    "Reconstruction",
-    "RidgeOptions",
-    "Runtime",
-    "Setting",
-    "Settings",
-    "SolveDtypeName",
-    "Source",
-    "check_seed",
-    "check_sparsity",
-    "check_whole",
-    "of_annotation",
-    "plain",
-    "setting",
-    "with_preset",
-    "without_effect",
-]
+    "NAMES", "OPTIONS", "PARTS", "PRESETS", "RECIPE", "TABLE", "Calibration", "CoecOptions",
+    "Preset", "Pruning", "Reconstruction", "RidgeOptions", "Runtime", "Setting",
+]  # fmt: skip
 
 
 def _options() -> tuple[Setting, ...]:
@@ -82,9 +30,7 @@ def _options() -> tuple[Setting, ...]:
 PARTS = (Pruning, Reconstruction, Calibration, Runtime)
 RECIPE = tuple(item for part_class in PARTS for item in part_class.table())
 """Settings of every recipe."""
-
 OPTIONS = _options()
 """Options of the compensations."""
-
 TABLE = (*RECIPE, *OPTIONS)
 NAMES = frozenset(item.name for item in TABLE)

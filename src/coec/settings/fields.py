@@ -57,17 +57,13 @@ class Setting:
     @property
     def text(self) -> str:
         """The help text: what it does, what it may be, and its default."""
-        default = self.default if self.otherwise == "" else self.otherwise
+        default = self.otherwise or self.default
         if self.kind is bool:
             default = "on" if self.default else "off"
-        return f"{self.help}{self._choices} Default: {default}."
-
-    @property
-    def _choices(self) -> str:
-        """The allowed values, where the sentence does not name them all."""
-        if not isinstance(self.kind, tuple) or all(value in self.help for value in self.kind):
-            return ""
-        return f" One of {', '.join(self.kind)}."
+        choices = ""
+        if isinstance(self.kind, tuple) and not all(value in self.help for value in self.kind):
+            choices = f" One of {', '.join(self.kind)}."
+        return f"{self.help}{choices} Default: {default}."
 
     def checked(self, value: Any) -> Any:
         """The value, numbers as Python's own; raises OptionError where it is not allowed."""
@@ -124,27 +120,14 @@ class Setting:
             raise OptionError(f"{self.name} must be text without NUL characters, got {value!r:.80}")
 
 
-def setting(
-    default: _Value,
-    help: str,
-    *,
-    key: str = "",
-    otherwise: str = "",
-    least: float | None = None,
-    most: float | None = None,
-    check: Callable[[Any], object] | None = None,
-) -> Any:
-    """Declares a field as a setting; its kind is the field's annotation.
+def setting(default: _Value, help: str, *, key: str = "", **declaration: Any) -> Any:
+    """Declare a field as a setting, whose kind is the field's annotation.
 
     Args:
-        default: where nothing is given.
-        help: what it does, as a sentence.
-        key: what flags and files call it, where that is not the field's name.
-        otherwise: the default in words, where None stands for something.
-        least, most: the range of a number, both included.
-        check: raises OptionError for other values that are not allowed.
+        default, help, declaration: as in `Setting`.
+        key: what flags and files call the field, where that is not its name.
     """
-    declared = {"help": help, "otherwise": otherwise, "least": least, "most": most, "check": check}
+    declared = {"help": help, **declaration}
     return dataclasses.field(default=default, metadata={DECLARED: declared, "key": key})
 
 

@@ -21,7 +21,8 @@ TokenWeights = Literal["equal", "residual"]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 SolveDtypeName = Literal["auto", "float64", "float32"]
 LARGEST_SHARE = 1000
-"""Of sampled windows to those of a text: more is a slip."""
+"""Largest ratio of sampled windows to those of a text: more is a slip."""
+LARGEST_MULTIPLE = 2**20
 CHOOSING = (
     "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters", "multiple_of",
     "allocation", "selection", "kept",
@@ -50,45 +51,20 @@ def _check_share(sparsity: float | None) -> None:
         check_sparsity(sparsity)
 
 
-def _check_budget(budget: float | None) -> None:
-    if budget is not None and (budget <= 0 or (budget >= 1 and budget != int(budget))):
-        raise OptionError(
-            "budget_parameters is a number of parameters, or below 1 a share of the dense model's, "
-            f"got {budget!r}"
-        )
+def _must(be: str, holds: Callable[[Any], bool]) -> Callable[[Any], None]:
+    """Make a check that raises OptionError with what a value must be, unless it is so or None."""
+
+    def check(value: Any) -> None:
+        if value is not None and not holds(value):
+            raise OptionError(f"{be}, got {value!r:.80}")
+
+    return check
 
 
-def _check_multiple_of(multiple_of: str) -> None:
-    if multiple_of != "auto" and not (
-        multiple_of.isdecimal() and multiple_of.isascii() and 0 < int(multiple_of) < 2**20
-    ):
-        raise OptionError(
-            "multiple_of is a whole number of channels, at least 1, or auto, "
-            f"got {multiple_of!r:.80}"
-        )
-
-
-def _check_holdout(holdout: float) -> None:
-    if not 0 <= holdout < 1:
-        raise OptionError(
-            f"holdout is a fraction of the windows, at least 0 and below 1, got {holdout!r}"
-        )
-
-
-def _check_curvature_share(curvature_share: float) -> None:
-    if not 0 < curvature_share <= 1:
-        raise OptionError(
-            "curvature_share is a share of the windows, above 0 and at most 1, "
-            f"got {curvature_share!r}"
-        )
-
-
-def _check_self_samples(self_samples: float) -> None:
-    if not 0 <= self_samples < LARGEST_SHARE:
-        raise OptionError(
-            "self_samples is how many windows the model adds for each of the text's, at least 0 "
-            f"and below {LARGEST_SHARE}, got {self_samples!r}"
-        )
+def _is_multiple(value: str) -> bool:
+    return value == "auto" or (
+        value.isdecimal() and value.isascii() and 0 < int(value) < LARGEST_MULTIPLE
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,13 +101,16 @@ class Pruning(Settings):
         "Parameters that may be left, at most, embeddings included; below 1, that share of the "
         "dense model's. It takes the place of sparsity.",
         otherwise="what sparsity leaves",
-        check=_check_budget,
+        check=_must(
+            "budget_parameters is a number of parameters, or below 1 a share of the dense model's",
+            lambda budget: budget > 0 and (budget < 1 or budget == int(budget)),
+        ),
     )
     multiple_of: str = setting(
         "1",
         "Kept MLP channels are rounded up to a multiple of this; `auto` takes the largest of 256, "
         "128, 64 and 32 that adds at most 2 % of them.",
-        check=_check_multiple_of,
+        check=_must("multiple_of is a whole number of channels, at least 1, or auto", _is_multiple),
     )
     allocation: Allocation = setting(
         "uniform",
@@ -229,7 +208,10 @@ class Reconstruction(Settings):
     curvature_share: float = setting(
         1.0,
         "Share of the windows over which these iterations run; errors and gradients are of all.",
-        check=_check_curvature_share,
+        check=_must(
+            "curvature_share is a share of the windows, above 0 and at most 1",
+            lambda share: 0 < share <= 1,
+        ),
     )
     damping: float = setting(
         0.1, "λ of such a step, relative to the mean curvature of each matrix.", least=0
@@ -293,16 +275,16 @@ class Calibration(Settings):
     text_column: str = setting("text", "Column of a jsonl or parquet file, or of a hub: data set.")
     samples: int = setting(128, "Calibration windows.", least=1)
     seq_len: int | None = setting(
-        None,
-        "Tokens per window.",
-        otherwise="2048, or the model's maximum if less",
-        least=2,
+        None, "Tokens per window.", otherwise="2048, or the model's maximum if less", least=2
     )
     seed: int = setting(0, "Draws the windows.", least=0, check=check_seed)
     holdout: float = setting(
         0.0,
         "Fraction of the windows, at least one, not fitted on, whose error the report has too.",
-        check=_check_holdout,
+        check=_must(
+            "holdout is a fraction of the windows, at least 0 and below 1",
+            lambda holdout: 0 <= holdout < 1,
+        ),
     )
     guard: bool = setting(
         True,
@@ -313,7 +295,11 @@ class Calibration(Settings):
         0.0,
         "Windows sampled from the model itself, besides those of the text, for each of them; none "
         "is held out. Needs the whole model in memory.",
-        check=_check_self_samples,
+        check=_must(
+            "self_samples is how many windows the model adds for each of the text's, at least 0 "
+            f"and below {LARGEST_SHARE}",
+            lambda samples: 0 <= samples < LARGEST_SHARE,
+        ),
     )
     forward_dtype: DtypeName | None = setting(
         None,

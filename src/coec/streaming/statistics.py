@@ -14,11 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from coec.errors import CalibrationError, CoecError, OptionError
-from coec.execution.entries import seal
-from coec.execution.journal import Journal
+from coec.execution.journal import Journal, seal
 from coec.models.dense import Dense
 from coec.models.files import JsonDict, parse_json, sha256, write_json, write_tensors
-from coec.settings import RENAMED
+from coec.settings.fields import RENAMED
 from coec.streaming.dense_stream import Measured
 from coec.types import Gram
 

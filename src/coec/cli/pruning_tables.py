@@ -1,0 +1,233 @@
+"""Print what a pruning would do, for `--dry-run`, and what it did."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coec.cli.common import notes, results
+from coec.cli.progress import showing_progress
+
+if TYPE_CHECKING:
+    from coec.pipeline.report import Report
+    from coec.planning import Forecast, Plan
+
+_WIDTHS = (
+    ("mlp", "MLP channels", "per block"),
+    ("experts", "expert channels", "per expert"),
+    ("kv_groups", "KV groups", "per block"),
+)
+"""Names of widths in a report, and the words for them."""
+
+
+def show_plan(
+    plan: "Plan",
+    model: str,
+    out: str | Path | None,
+    *,
+    machine: str | None,
+    measure: bool,
+    as_json: bool,
+    collected: bool,
+    quiet: bool,
+) -> None:
+    """Print what a pruning would do and take; OptionError where it does not fit in the memory.
+
+    Times are of the GPU that `machine` names, or of this machine. Where `collected` statistics are
+    given, no text is run.
+    """
+    import torch
+
+    from coec.devices import FreeMemory, choose_device
+    from coec.planning import (
+        ComputeConfig,
+        Forecast,
+        check_room,
+        close_fits,
+        machine_named,
+        this_machine,
+        within,
+    )
+
+    if machine is not None:
+        rates = elsewhere = machine_named(machine)
+        device, room = torch.device(rates.device), FreeMemory(rates.device_bytes, None)
+    else:
+        device, elsewhere = choose_device(plan.recipe.runtime.device), None
+        room = FreeMemory.of(device)
+        with showing_progress(quiet) as advance:
+            rates = this_machine(device, anew=measure, progress=advance)
+    compute = ComputeConfig.of(plan, device, measured=collected, machine=elsewhere)
+    compute = within(plan, compute, room)
+    check_room(plan, compute, room)
+    close = close_fits(plan, compute, room)
+    forecast = Forecast.of(plan, compute, rates)
+    record = {"model": model, **plan.record(), **forecast.record()}
+    record |= {"device": str(device), "close": list(close)}
+    if as_json:
+        print(json.dumps(record))
+        return
+    _show_sizes(plan, forecast.alternatives, record)
+    _show_forecast(forecast, str(device))
+    for line in (*close, *_disk(forecast, out)):
+        results.print(line)
+
+
+def _show_sizes(plan: "Plan", alternatives: dict[str, "Plan"], record: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from coec.pipeline.card import counted
+
+    table = Table("", "dense", "pruned", box=None, header_style="bold")
+    for name, width in record["widths"].items():
+        label = f"{name.replace('_', ' ')} × {plan.dense.layers} blocks"
+        table.add_row(label, counted(width["before"]), counted(width["after"]))
+    before, after = plan.parameters_before, plan.parameters_after
+    table.add_row("parameters", f"{before:,}", f"{after:,} ({after / before:.1%})")
+    results.print(table)
+    for rule, candidate in alternatives.items():
+        results.print(
+            f"or, if held-out windows say so (kv_groups = {rule}): {candidate.pruned.kv_heads} KV "
+            f"groups, {candidate.pruned.ffn:,} MLP channels, stored as "
+            f"{candidate.output.model_type}"
+        )
+    for note in plan.notes:
+        results.print(note)
+    code = f", built by {record['code']} beside the weights" if record["code"] else ""
+    results.print(f"\nstored as {plan.output.model_type}{code}")
+    if plan.output.relabelled:
+        results.print(f"  ({plan.output.relabelled})")
+    for loader, finding in plan.output.loads_in.items():
+        results.print(f"  {loader:<14} {finding}")
+    results.print()
+
+
+def _show_forecast(forecast: "Forecast", device: str) -> None:
+    """Print a line for every phase: memory at its fullest moment, operations, time."""
+    from rich.table import Table
+
+    from coec.planning.machines import PEAK_SHARE
+
+    alone = device == "cpu"
+    memory = ["memory"] if alone else [device, "host"]
+    columns = ["phase", *memory, "operations", "time", "most of it"]
+    table = Table(*columns, box=None, header_style="bold")
+    for phase in forecast.phases:
+        sizes = [phase.host] if alone else [phase.device, phase.host]
+        cells = [_gigabytes(sum(size.values())) if phase.host else "" for size in sizes]
+        operations = f"{phase.operations:.1e}" if phase.operations else ""
+        largest = max(sizes[0], key=sizes[0].__getitem__, default="")
+        time = str(forecast.seconds.get(phase.name, ""))
+        table.add_row(phase.name, *cells, operations, time, largest)
+    everything = sum(phase.operations for phase in forecast.phases)
+    peak = [sum(forecast.peak)] if alone else forecast.peak
+    table.add_row("all", *map(_gigabytes, peak), f"{everything:.1e}", str(forecast.total), "")
+    results.print(table)
+    if machine := forecast.machine:
+        source = (
+            f"rates measured on {machine.name}, with nothing else running; reading from the disk "
+            "is left out"
+            if machine.measured
+            else f"the data sheet of {machine.name}, products taken to reach {PEAK_SHARE:.0%} "
+            "of its peak: not measured here, or anywhere"
+        )
+        results.print(f"times: by {source}")
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"
+
+
+def _disk(forecast: "Forecast", out: str | Path | None) -> list[str]:
+    from coec.execution.output import free_space, is_url
+
+    output, partial = forecast.output, forecast.partial
+    lines = [
+        f"disk: {output / 1e9:.2f} GB, and {partial / 1e9:.2f} GB of unfinished work meanwhile"
+    ]
+    if out is None or is_url(out):
+        return lines
+    if (free := free_space(Path(out))) < output + partial:
+        lines.append(f"'{out}' has {free / 1e9:.2f} GB free: choose a folder on another disk")
+    return lines
+
+
+def show_report(report: "Report", as_json: bool) -> None:
+    """Print what a pruning did, in lines or as one JSON object."""
+    from coec.models.architectures import ARCHITECTURES
+
+    if as_json:
+        print(json.dumps({"out": report.out, **report.as_dict()}))
+        return
+    for line in _lines(report):
+        results.print(line)
+    for event, modules in report.events.items():
+        place = modules[0] if len(modules) == 1 else f"{modules[0]} and {len(modules) - 1} more"
+        notes.print(f"note: {place}: {event}")
+    fits = not ARCHITECTURES[report.plan["model_type"]].adds  # True where blocks can be fitted
+    if report.recipe.get("preset") == "paper" and not report.reconstruction and fits:
+        results.print(
+            "beyond the paper: --preset best fits every block to the dense model's hidden states"
+        )
+    results.print(f"measure it: coec eval {report.out} --baseline {report.model}")
+
+
+def _lines(report: "Report") -> Iterator[str]:
+    from coec.pipeline.card import counted
+
+    plan, widths = report.plan, report.plan["widths"]
+    before, after = plan["parameters"]["before"], plan["parameters"]["after"]
+    yield f"wrote {report.out}"
+    yield f"parameters       {before:,} → {after:,} ({after / before:.1%})"
+    for name, label, unit in _WIDTHS:
+        if width := widths.get(name):
+            yield f"{label:<16} {counted(width['before'])} → {counted(width['after'])} {unit}"
+    yield from plan["notes"]
+    for site in report.kinds:
+        before, after = report.mean_errors(site)
+        yield (
+            f"{site + ' error':<16} {before:.4f} → {after:.4f} "
+            "(relative output error on the calibration data, mean over blocks)"
+        )
+        if any(row.get("holdout_after") is not None for row in report.sites if row["site"] == site):
+            before, after = report.mean_errors(site, held_out=True)
+            yield f"{'  held out':<16} {before:.4f} → {after:.4f}"
+    yield from _reconstruction(report)
+    if plan["relabelled"]:
+        yield f"stored as        {plan['output_model_type']} ({plan['relabelled']})"
+    if plan.get("code"):
+        yield (
+            f"built by         {plan['code']}, beside the weights: loads with "
+            "trust_remote_code=True"
+        )
+    yield f"seconds          {sum(report.seconds.values()):.1f}"
+
+
+def _reconstruction(report: "Report") -> Iterator[str]:
+    """Yield errors before and after the fit, and how well candidates predict held-out windows."""
+    for site in report.kinds:
+        fits = [row["reconstruction"] for row in report.sites
+                if row["site"] == site and "reconstruction" in row]  # fmt: skip
+        if fits:
+            before = sum(fit["error_before"] for fit in fits) / len(fits)
+            after = sum(fit["error_after"] for fit in fits) / len(fits)
+            yield (
+                f"{site + ' fitted':<16} {before:.4f} → {after:.4f} "
+                "(error of the hidden states, relative to what the part adds)"
+            )
+    facts = report.reconstruction
+    for name, tried in facts.get("candidates", {}).items():
+        chosen = ", chosen" if name == facts["kv_groups"] else ""
+        divergence = tried["kl"] if tried["kl"] is not None else math.inf
+        line = _prediction(f"groups {name}", tried)
+        yield f"{line}, KL {divergence:.3f}, fitted briefly{chosen}"
+    if facts:
+        yield _prediction("predicts", facts)
+
+
+def _prediction(label: str, facts: Mapping[str, Any]) -> str:
+    """Line on how well a model predicts the windows that judge it, beside the dense one."""
+    pruned, dense = (facts[model] or math.inf for model in ("perplexity", "dense"))
+    windows = facts["windows"].replace(" ", "-")
+    return f"{label:<16} perplexity {pruned:.2f} (dense {dense:.2f}) on {windows} windows"
