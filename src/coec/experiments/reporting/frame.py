@@ -82,7 +82,7 @@ def read_results(folder: Path) -> Results:
     notes = (f"The last line of {RESULTS} was cut short and is left out.",) if file.torn else ()
     cells = DataFrame(map(_cell, rows.values()), dtype=object)
     cells = cells.reindex(columns=list(dict.fromkeys([*cells, *SETTING_NAMES])))
-    numbers = [*METRICS, *PUBLISHED_METRICS, "parameters"]
+    numbers = [*METRICS, *PUBLISHED_METRICS, "parameters", "parameters_kept"]
     modules = [(row.cell, module) for row in rows.values() for module in row.sites]
     caps = {row.cell: row.setting("rounds") for row in rows.values()}
     return Results(
@@ -102,13 +102,15 @@ def read_results(folder: Path) -> Results:
 
 
 def _cell(row: Row) -> dict[str, Any]:
+    before, after = row.parameters.before, row.parameters.after
     return {
         **{name: ABSENT if value is None else value for name, value in row.values.items()},
         **{name: row.measured(name) for name in METRICS},
         "cell": row.cell, "model": row.model, "dense": row.dense, "label": None,
         "grids": row.grids, "labels": row.labels, "failed": row.status == "failed",
         **dict.fromkeys(PUBLISHED_METRICS),
-        "parameters": row.parameters.after or row.parameters.before,
+        "parameters": after or before,
+        "parameters_kept": 100 * after / before if after and before else None,
     }  # fmt: skip
 
 

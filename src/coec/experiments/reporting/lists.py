@@ -132,32 +132,21 @@ def _in_order(results: Results) -> list[Row]:
     return sorted(results.rows, key=lambda row: (row.model, row.settings.sparsity))
 
 
-def _share(value: float | None, total: float | None) -> float | None:
-    return 100 * value / total if value is not None and total else None
-
-
 def best(results: Results) -> list[Table]:
     """List the cell of lowest perplexity per model and sparsity, beside the dense model."""
-    dense = {row.model: row.measured("perplexity") for row in results.rows if row.dense}
-    lowest: dict[tuple[str, float], Row] = {}
-    for row in _in_order(results):
-        if not row.dense and row.measured("perplexity") is not None:
-            place = row.model, row.settings.sparsity
-            lowest[place] = min(
-                lowest.get(place, row), row, key=lambda row: row.measured("perplexity") or 0.0
-            )
-    lines = [
-        {
-            "Model": row.model,
-            "Sparsity": axis_text("sparsity", row.settings.sparsity),
-            **{n.capitalize(): row.setting(n) for n in ("preset", "selection", "compensation")},
-            "Perplexity": (value := row.measured("perplexity")),
-            "Dense": (base := dense.get(row.model)),
-            "Pruned / dense": value / base if value and base else None,
-            "Parameters kept, %": _share(row.parameters.after, row.parameters.before),
-        }
-        for row in lowest.values()
-    ]
+    order = ["model", "sparsity", "perplexity"]
+    pruned = results.cells[~results.cells["dense"]].dropna(subset=["perplexity"])
+    cells = pruned.sort_values(order).drop_duplicates(order[:2])
+    dense = results.dense.set_index("model")["perplexity"]
+    lines = DataFrame({
+        "Model": cells["model"],
+        "Sparsity": [axis_text("sparsity", sparsity) for sparsity in cells["sparsity"]],
+        **{name.capitalize(): cells[name] for name in ("preset", "selection", "compensation")},
+        "Perplexity": cells["perplexity"],
+        "Dense": (base := cells["model"].map(dense.to_dict()).astype(float)),
+        "Pruned / dense": cells["perplexity"] / base,
+        "Parameters kept, %": cells["parameters_kept"],
+    })  # fmt: skip
     digits = {"Perplexity": 2, "Dense": 2, "Pruned / dense": 3, "Parameters kept, %": 1}
     note = "Over all grids, so settings other than those shown differ too; see Record."
     return _list("Lowest perplexity at every sparsity", lines, digits, [note])
@@ -177,7 +166,7 @@ def varied(grid: str, results: Results) -> list[Table]:
         **{name: title for title, name in columns.items()},
     })  # fmt: skip
     digits = {title: QUANTITIES[name].digits for title, name in columns.items()}
-    return _list("Everything that varies", lines.to_dict("records"), digits | {"Parameters": 0})
+    return _list("Everything that varies", lines, digits | {"Parameters": 0})
 
 
 def tasks(results: Results) -> list[Table]:
@@ -227,7 +216,7 @@ def cost(results: Results) -> list[Table]:
             "Sparsity": DENSE if row.dense else axis_text("sparsity", row.settings.sparsity),
             "Compensations": listed(row.setting("compensation") for row in rows),
             "Parameters": after,
-            "Of the dense, %": _share(after, row.parameters.before),
+            "Of the dense, %": 100 * after / (row.parameters.before or after or 1),
             "GFLOPs per token": 2 * after / 1e9,
             "Weights, GiB": row.cost.weight_bytes and row.cost.weight_bytes / _GIB,
             "Memory, GiB": max(peaks) / _GIB if peaks else None,
