@@ -104,7 +104,10 @@ def read_results(folder: Path) -> Results:
 def _cell(row: Row) -> dict[str, Any]:
     before, after = row.parameters.before, row.parameters.after
     return {
-        **{name: ABSENT if value is None else value for name, value in row.values.items()},
+        **{
+            name: ABSENT if value is None else value
+            for name, value in row.values.items() if name in SETTING_NAMES
+        },
         **{name: row.measured(name) for name in METRICS},
         "cell": row.cell, "model": row.model, "dense": row.dense, "label": None,
         "grids": row.grids, "labels": row.labels, "failed": row.status == "failed",
