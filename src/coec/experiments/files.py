@@ -8,12 +8,13 @@ from coec.errors import OutputError
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a sibling of the file and rename it.
+    """Write a sibling of the file and rename it; make its folder, if there is none.
 
     Raises:
         OutputError: the folder cannot be written.
     """
     try:
+        path.parent.mkdir(exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
         try:
             with os.fdopen(handle, "wb") as file:

@@ -3,6 +3,7 @@
 import pytest
 
 import sweep_rows as sr
+from coec.experiments.declarations import Declared, write_declarations
 from coec.experiments.reporting.document import document
 from coec.experiments.reporting.figures import draw
 from coec.experiments.reporting.frame import read_results
@@ -68,3 +69,12 @@ def test_figures_without_data_are_left_out(tmp_path):
     rows = [sr.row(grids=["main", "calibration-size", "rescale-ridge", "overfitting"])]
     made = document(read_results(sr.write(tmp_path, rows)))
     assert [figure for section in made.sections for figure in section.figures] == []
+
+
+def test_figures_of_one_title_have_files_of_their_own(tmp_path):
+    figure = {"section": "α", "figure": "β", "x": "samples"}
+    rows = [sr.row(grids=["g"], samples=n, perplexity=sr.perplexity(9.0 + n)) for n in (8, 16)]
+    folder = sr.write(tmp_path, rows)
+    write_declarations(folder, Declared(grids={"g": [figure, figure]}))
+    (section,) = [one for one in document(read_results(folder)).sections if one.title == "α"]
+    assert len(section.figures) == 2

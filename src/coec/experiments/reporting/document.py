@@ -66,8 +66,9 @@ def document(results: Results, *, compare: str | None = None) -> Document:
     if compare is not None:
         results = with_published(results, compare)
     sections = [ReportSection("Best results", lists.best(results))]
+    names: set[str] = set()
     for grid in dict.fromkeys(grid for row in results.rows for grid in row.grids):
-        sections += _grid(grid, results)
+        sections += _grid(grid, results, names)
     sections += [
         ReportSection("Zero-shot accuracy by task", lists.tasks(results)),
         ReportSection("Cost", lists.cost(results)),
@@ -77,8 +78,12 @@ def document(results: Results, *, compare: str | None = None) -> Document:
     return Document(lists.facts(results), results.notes, kept)
 
 
-def _grid(grid: str, results: Results) -> list[ReportSection]:
-    """Draw what a grid declares; a list of its cells, where that is nothing."""
+def _grid(grid: str, results: Results, names: set[str]) -> list[ReportSection]:
+    """Draw what a grid declares; a list of its cells, where that is nothing.
+
+    Args:
+        names: of files of figures; those of new ones are added.
+    """
     cells = results.of_grid(grid)
     if cells.empty:
         return []
@@ -92,7 +97,7 @@ def _grid(grid: str, results: Results) -> list[ReportSection]:
             new_tables = pivot(item, cells, results) if item.table else []
             new_figures = figure(item, cells, results) if item.figure else []
             tables += new_tables
-            figures |= {_file_name(grid, item): drawn for drawn in new_figures}
+            figures |= {_file_name(grid, item, names): drawn for drawn in new_figures}
             text |= {item.text: None} if item.text and (new_tables or new_figures) else {}
         if tables or figures:
             sections.append(ReportSection(title, tables, figures, [*text, conditions]))
@@ -101,8 +106,13 @@ def _grid(grid: str, results: Results) -> list[ReportSection]:
     ]
 
 
-def _file_name(grid: str, item: Declaration) -> str:
-    return "-".join(re.findall(r"[a-z0-9]+", f"{grid} {item.section} {item.figure}".lower()))[:80]
+def _file_name(grid: str, item: Declaration, names: set[str]) -> str:
+    words = re.findall(r"[a-z0-9]+", f"{grid} {item.section} {item.figure}".lower())
+    name = "-".join(words)[:80]
+    if name in names:
+        name += f"-{len(names)}"
+    names.add(name)
+    return name
 
 
 def markdown(document: Document) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coec.errors import OptionError, OutputError
+from coec.errors import OptionError
 from coec.experiments.files import write_whole
 
 if TYPE_CHECKING:
@@ -58,19 +58,7 @@ def write_report(folder: str | Path, *, compare: str | None = None) -> WrittenRe
         "report.md": markdown(content), "report.tex": latex(content),
         "report.html": html(content, drawings),
     }  # fmt: skip
-    if drawings:
-        _make_folder(folder / FIGURES)
-    for name, data in drawings.items():
+    for name, data in (drawings | {name: text.encode() for name, text in texts.items()}).items():
         write_whole(folder / name, data)
-    for name, text in texts.items():
-        write_whole(folder / name, text.encode())
     files, figures = ([folder / name for name in names] for names in (texts, drawings))
     return WrittenReport(content, tuple(files), tuple(figures))
-
-
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or error
-        raise OutputError(f"cannot make {path} ({reason}): make the folder writable") from None
