@@ -228,8 +228,9 @@ def along(cells: DataFrame, name: str, item: Declaration) -> "Series[Any]":
 
 def each(cells: DataFrame, item: Declaration) -> Iterator[tuple[dict[str, str], DataFrame]]:
     """Yield the cells of every place along the axes that have a table or a panel each."""
-    if cells.empty or not item.each:
+    if not item.each and len(cells):
         yield {}, cells
+    if not item.each or cells.empty:
         return
     keys = [along(cells, name, item) for name in item.each]
     for places, group in cells.groupby(keys, observed=True):
