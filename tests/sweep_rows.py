@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 
 from coec.experiments.reporting.document import ReportSection, document
-from coec.experiments.reporting.results import read_results
-from coec.experiments.reporting.values import Table
+from coec.experiments.reporting.frame import read_results
+from coec.experiments.reporting.tables import Table
 from coec.experiments.rows import RESULTS
 
 MODELS = {"stories260K": 4.6, "babyllama-1M": 21.0, "wt2-llama": 24.0}
@@ -192,7 +192,7 @@ def section(folder: Path, rows: list[dict], title: str, **asked) -> ReportSectio
     """One section of the report on some rows; an empty one where there is none of that title."""
     made = document(read_results(write(folder, rows)), **asked)
     found = [one for one in made.sections if one.title == title]
-    return found[0] if found else ReportSection(title, "")
+    return found[0] if found else ReportSection(title)
 
 
 def tables(folder: Path, rows: list[dict], title: str, named: str = "", **asked) -> list[Table]:
@@ -201,8 +201,12 @@ def tables(folder: Path, rows: list[dict], title: str, named: str = "", **asked)
 
 
 def texts(table: Table) -> list[list[str]]:
-    """What a table says, with a star before what is bold and the letter of a footnote."""
-    return [["*" * cell.bold + cell.text + cell.mark for cell in line] for line in table.rows]
+    """What a table says, with a star before what is bold."""
+    return table.texts(stress="*{}".format).to_numpy().tolist()
+
+
+def heads(table: Table) -> list[str]:
+    return list(table.frame.columns)
 
 
 def write(folder: Path, rows: list[dict], tail: str = "") -> Path:

@@ -48,7 +48,7 @@ from coec.settings.__main__ import document
 before = "torch" in sys.modules
 from coec.cli.prune import prune_command
 from coec.experiments.grid import Grid
-from coec.experiments.rows import OPTION_READERS, RECIPE_READERS
+from coec.experiments.rows import RowOptions, RowSettings
 from coec.planning.recipe import Recipe
 recipe = Recipe(extra_turns=5, extra_text="yes")
 flags = inspect.signature(prune_command).parameters
@@ -59,7 +59,7 @@ print(json.dumps({
     "help": [flags[n].annotation.__metadata__[0].help for n in ("extra_turns", "extra_text")],
     "record": recipe.record(),
     "default": Recipe().record(),
-    "rows": ["extra_turns" in OPTION_READERS, "extra_text" in RECIPE_READERS],
+    "rows": ["extra_turns" in RowOptions.model_fields, "extra_text" in RowSettings.model_fields],
     "grid": [grid.axes, grid.fixed],
 }))
 """

@@ -194,9 +194,9 @@ def test_a_digest_depends_on_everything_asked_for():
         ("evaluate = {txt = 'a'}", r"\[evaluate\]: unknown key 'txt'; did you mean 'text'\?"),
         (
             "evaluate = {max_windows = true}",
-            "max_windows must be a whole number of at least 0, got True",
+            "max_windows must be a valid integer, got True",
         ),
-        ("evaluate = {geometry = 'yes'}", "geometry must be true or false, got 'yes'"),
+        ("evaluate = {geometry = 'yes'}", "geometry must be a valid boolean, got 'yes'"),
         ("grids = ['mian']", "no grid 'mian': give a TOML file, or one of ablation"),
     ],
 )

@@ -25,7 +25,7 @@ from coec.experiments import sweep as module
 from coec.experiments.declarations import DECLARATIONS
 from coec.experiments.grid import expand
 from coec.experiments.reporting.document import document
-from coec.experiments.reporting.results import read_results
+from coec.experiments.reporting.frame import read_results
 from coec.experiments.store import RESULTS, Store
 from coec.experiments.sweep import sweep
 from coec.settings import Calibration
@@ -44,7 +44,7 @@ alpha = [0.0, 0.9]
 section = "By seed"
 table = "{model}: {metric}"
 each = ["model"]
-rows = ["repair"]
+rows = ["compensation"]
 columns = ["seed"]
 """
 IDS = torch.randint(2, tm.VOCABULARY, (400,), generator=torch.Generator().manual_seed(1))
@@ -139,8 +139,8 @@ def test_the_report_draws_what_the_grid_declares(finished):
     (section,) = [one for one in made.sections if one.title == "By seed"]
     (table,) = section.tables
     assert table.title == "tiny: Perplexity (lower is better)"
-    assert [line[0].text for line in table.rows] == [
-        "none", "least-squares", "coec, alpha = 0", "coec, alpha = 0.9",
+    assert [line[:2] for line in sr.texts(table)] == [
+        ["none", "–"], ["least-squares", "–"], ["coec", "0"], ["coec", "0.9"],
     ]  # fmt: skip
 
 
@@ -319,9 +319,12 @@ def test_a_number_that_is_not_finite_is_a_failure_that_names_it(place, monkeypat
     assert set(summary.reasons.values()) == {"perplexity.kl is not finite: nan"}
 
 
-@pytest.mark.parametrize("value", [1e305, "x", -1.0])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(1e305, "a finite number"), ("x", "a valid number"), (-1.0, "greater than 0.999")],
+)
 def test_a_row_that_nobody_could_read_is_a_failure_that_names_the_field(
-    value, place, monkeypatch, tmp_path
+    value, words, place, monkeypatch, tmp_path
 ):
     original = cell_module.perplexity
 
@@ -331,7 +334,7 @@ def test_a_row_that_nobody_could_read_is_a_failure_that_names_the_field(
     monkeypatch.setattr(cell_module, "perplexity", wild)
     summary = sweep(expand(str(place / "grid.toml"))[:1], tmp_path / "out")
     (reason,) = summary.reasons.values()
-    assert reason == f"perplexity.perplexity must be a number of at least 1, got {value!r}"
+    assert reason == f"perplexity.perplexity must be {words}, got {value!r}"
 
 
 def test_a_reason_is_text_that_a_row_can_hold():
@@ -783,9 +786,9 @@ def test_cells_that_run_both_models_take_the_text_itself(place, tmp_path):
     (tmp_path / "g.toml").write_text(head + variants + models)
     assert sweep(expand(str(tmp_path / "g.toml")), tmp_path / "out").failed == 0
     rows = [row for row in Store(tmp_path / "out").rows.values() if not row.dense]
-    paper, best = sorted(rows, key=lambda row: row.settings.values["preset"] == "best")
-    assert best.settings.values["propagate"] is True
-    assert paper.settings.values["propagate"] is False
+    paper, best = sorted(rows, key=lambda row: row.values["preset"] == "best")
+    assert best.values["propagate"] is True
+    assert paper.values["propagate"] is False
     assert best.calibration.windows_sha256 == paper.calibration.windows_sha256
     for site in best.record["sites"]:
         assert site["reconstruction"]["error_after"] <= site["reconstruction"]["error_before"]

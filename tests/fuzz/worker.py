@@ -72,15 +72,14 @@ def originals(root: Path) -> None:
         'label = "hot"\ncompensation = "coec"\nalpha = [0.8, 1.0]\n[[models]]\npath = "m"\n'
         '[[report]]\nsection = "S"\ntable = "{model}: {metric}"\neach = ["model"]\n'
         'rows = ["label"]\ncolumns = ["alpha"]\nbest = "row"\nextra = { Mean = "mean" }\n'
-        '[[report]]\nsection = "S"\nfigure = "F"\nx = "alpha"\nlines = "method"\n'
-        'series = [{ label = "a", where = { seed = [0] }, role = "coec" }]\n'
+        '[[report]]\nsection = "S"\nfigure = "F"\nx = "alpha"\nreference = { seed = [0] }\n'
     )
     rows = [row for row in sweep_rows.sweep() if row["grids"]]
     sweep_rows.write(root / "results", rows[:12])
     toml = {name: tomllib.loads(path.read_text()) for name, path in READY_GRIDS.items()}
     declared = {name: grid["report"] for name, grid in toml.items()}
     sweep_rows.write(root / "declared", rows[:8] + rows[-40::2])
-    write_declarations(root / "declared", Declared(declared))
+    write_declarations(root / "declared", Declared(grids=declared))
 
 
 def measured(model: Path, text: Path) -> None:

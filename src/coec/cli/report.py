@@ -29,7 +29,7 @@ def report_command(
         figures = [str(path) for path in written.figures]
         print(json.dumps({"files": paths, "figures": figures, **written.document.as_dict()}))
         return
-    for name, value in written.document.facts:
+    for name, value in written.document.facts.items():
         results.print(f"{name:<20} {value}")
     for note in written.document.notes:
         results.print(note)

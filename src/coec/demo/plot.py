@@ -8,19 +8,16 @@ from coec.evaluation.perplexity import Perplexity
 from coec.pipeline.report import Report
 
 COLOURS = {
-    "dense": "#3c4043",
-    "none": "#737b86",
-    "bias": "#c9761a",
-    "least-squares": "#2f7d4f",
-    "rcpu": "#1f74c4",
-    "coec": "#b3243a",
-    "best": "#6b3fa0",
-}
+    "dense": "#3c4043", "none": "#737b86", "bias": "#c9761a", "least-squares": "#2f7d4f",
+    "rcpu": "#1f74c4", "coec": "#b3243a", "best": "#6b3fa0",
+}  # fmt: skip
 SITE = "mlp"
 BEST = "best"
 """The reconstructed model, which has a panel of its own."""
 SIZE = (16.5, 5.2)
 """Width and height in inches of 150 dots."""
+_BELOW: dict[str, Any] = {"frameon": False, "loc": "upper center", "bbox_to_anchor": (0.5, -0.12)}
+"""Place of a legend."""
 
 
 def draw(reports: Mapping[str, Report], scores: Mapping[str, Perplexity], path: Path) -> Path:
@@ -83,10 +80,7 @@ def _draw_errors(axes: Any, reports: Mapping[str, Report]) -> None:
     axes.yaxis.grid(True, color="#e4e6e9", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.margins(x=0.02, y=0.05)
-    axes.legend(
-        frameon=False, ncols=len(errors), loc="upper center", bbox_to_anchor=(0.5, -0.12),
-        handlelength=1.0, columnspacing=1.2, handletextpad=0.5,
-    )  # fmt: skip
+    axes.legend(ncols=len(errors), handlelength=1.0, columnspacing=1.2, **_BELOW)
 
 
 def _draw_reconstruction(axes: Any, report: Report) -> None:
@@ -109,6 +103,4 @@ def _draw_reconstruction(axes: Any, report: Report) -> None:
     axes.tick_params(axis="y", length=0)
     axes.xaxis.grid(True, color="#e4e6e9", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.legend(
-        frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12), handletextpad=0.1
-    )
+    axes.legend(ncols=2, handletextpad=0.1, **_BELOW)

@@ -19,8 +19,7 @@ from coec.evaluation.perplexity import perplexity
 from coec.evaluation.zero_shot import zero_shot
 from coec.experiments.grid import Cell
 from coec.experiments.memory import peak, reset_peak
-from coec.experiments.records import CONTROL
-from coec.experiments.rows import Row, read
+from coec.experiments.rows import CONTROL, Row, read
 from coec.models.dense import Dense
 from coec.pipeline.prune import prune
 from coec.pipeline.report import Report

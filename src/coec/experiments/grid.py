@@ -9,15 +9,16 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import ConfigDict
 
 from coec.compensation import Method
 from coec.errors import OptionError, ResultsError
 from coec.experiments.declarations import READY_GRIDS, Declared, items
-from coec.experiments.publications import PUBLISHED
-from coec.experiments.records import reader
+from coec.experiments.rows import Count, Record, Text, read_as
 from coec.planning.recipe import APART, Recipe, by_name, read_toml
 from coec.settings import NAMES, OPTIONS, Pruning
 from coec.settings.fields import RENAMED
@@ -38,8 +39,7 @@ SettingTable = Mapping[str, Any]
 """Settings by name, as a file or flags give them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class Evaluation(Record):
     """Evaluation of every cell of a model.
 
     Attributes:
@@ -51,13 +51,15 @@ class Evaluation:
         trust_remote_code: as in `coec.perplexity`; no grid can set it, a caller can.
     """
 
-    text: str = "wikitext2"
-    text_column: str = "text"
-    seq_len: int | None = None
-    max_windows: int | None = None
-    tasks: str | None = None
-    tasks_data: str | None = None
-    limit: int | None = None
+    model_config = ConfigDict(extra="forbid")
+
+    text: Text = "wikitext2"
+    text_column: Text = "text"
+    seq_len: Count | None = None
+    max_windows: Count | None = None
+    tasks: Text | None = None
+    tasks_data: Text | None = None
+    limit: Count | None = None
     distance: bool = False
     geometry: bool = False
     trust_remote_code: bool = False
@@ -65,13 +67,10 @@ class Evaluation:
     @classmethod
     def of(cls, settings: SettingTable, place: str) -> "Evaluation":
         """Make an evaluation; OptionError for an unknown key or a value of another type."""
-        for name in settings:
-            _check_key(name, set(cls.__dataclass_fields__), f"{place} [evaluate]")
         try:
-            evaluation: Evaluation = reader(Evaluation)(dict(settings), "")
+            return read_as(cls, dict(settings))
         except ResultsError as error:
             raise OptionError(f"{place} [evaluate]: {error}") from None
-        return evaluation
 
 
 @dataclass(frozen=True)
@@ -125,8 +124,9 @@ class Cell:
             recipe = {before.get(n, n): value for n, value in recipe.items() if n not in newer}
             if recipe["solve_dtype"] == "auto":
                 recipe["solve_dtype"] = "float64"  # as on a CPU, and once by default
-        evaluation = replace(self.subject.evaluation, trust_remote_code=False)  # as in the recipe
-        content = [self.subject.label, asdict(evaluation), recipe]
+        evaluation = self.subject.evaluation.model_dump()
+        evaluation["trust_remote_code"] = False  # as in the recipe
+        content = [self.subject.label, evaluation, recipe]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -183,12 +183,7 @@ class Grid:
             if value == []:
                 raise OptionError(f"{place}: the list {key} is empty")
         report = content.get("report", [])
-        for item in items(report, place):
-            if item.published and item.published not in PUBLISHED:
-                names = ", ".join(PUBLISHED)
-                raise OptionError(
-                    f"{place}: no published numbers '{item.published}': there is {names}"
-                )
+        items(report, place)
         return cls(
             path.stem,
             {k: v for k, v in settings.items() if not isinstance(v, list)},
@@ -206,7 +201,7 @@ class Grid:
         grids: dict[str, object] = {}
         for inner in self.includes:
             grids |= inner.declared.grids
-        return Declared({**grids, self.name: self.report} if self.report else grids)
+        return Declared(grids={**grids, self.name: self.report} if self.report else grids)
 
     def cells(self, subject: Subject, defaults: SettingTable) -> Iterator[Cell]:
         """Yield every cell of one model: first those of included grids, then its own.

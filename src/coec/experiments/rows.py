@@ -1,183 +1,220 @@
 """results.jsonl: rows as values, with one reader and one writer, for the sweep and its report."""
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from reprlib import repr as shortened
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
 from coec.errors import ResultsError
-from coec.experiments.records import (
-    BY_TYPE,
-    PLAIN,
-    PLAIN_TEXT,
-    Reader,
-    check_object,
-    checked,
-    is_number,
-    reader,
-    values,
-)
 from coec.settings import OPTIONS, RECIPE
-from coec.settings.fields import RENAMED, Setting
+from coec.settings.fields import RENAMED
 
 RESULTS = "results.jsonl"
 NO_REASON = "no reason recorded"
 """Reason of a cell that failed without one."""
-Metric = Literal["perplexity", "zero_shot", "kl", "agreement", "seconds", "memory"]
-
-_SHARE = checked("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
-_PERPLEXITY = checked("a number of at least 1", lambda v: is_number(v) and v > 0.999)
-"""A cross-entropy of 0 may be rounded to a little less."""
-Fraction = Annotated[float, _SHARE]
-
-
-def _readers(table: Iterable[Setting]) -> dict[str, Reader]:
-    return {s.name: BY_TYPE.get(s.kind, PLAIN_TEXT) for s in table if s.kind is not None}
-
-
+CONTROL = re.compile("[\x00-\x1f\ud800-\udfff\ufffe\uffff]")
+"""Characters that UTF-8, the drawings of a page or a line cannot hold."""
 SETTING_NAMES = tuple(setting.name for setting in (*RECIPE, *OPTIONS))
-RECIPE_READERS = _readers(RECIPE) | {"sparsity": _SHARE}
-OPTION_READERS = _readers(OPTIONS)
+_RENAMED_FIELDS = {"rebuilding": "reconstruction"}
+_Value = TypeVar("_Value")
 
 
-@dataclass(frozen=True)
-class RowSettings:
-    """Settings of a cell, defaults included; null is a value here.
+def _plain(value: Any) -> Any:
+    if isinstance(value, str) and CONTROL.search(value):
+        raise ValueError("must be text without control characters")
+    if isinstance(value, int | float) and not abs(value) <= 1e300:
+        raise ValueError("must be a finite number")  # sums of larger ones overflow
+    if not isinstance(value, str | int | float):
+        raise ValueError("must be a number, text, true or false")
+    return value
 
-    Attributes:
-        values: by name, in the order in which the recipe records them; the dense model's own row
-            has sparsity 0 and compensation `dense`.
-        options: of the compensation.
-    """
 
-    values: Mapping[str, Any]
-    options: Mapping[str, Any]
+Text = Annotated[str, AfterValidator(_plain)]
+Number = Annotated[float, AfterValidator(_plain)]
+Count = Annotated[int, Field(ge=0, lt=2**64)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Plain = Annotated[Any, AfterValidator(_plain)]
+Absent = BeforeValidator(lambda value: _without_nulls(value))
+"""Of an object with free names: a null member counts as absent."""
 
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: item for name, item in value.items() if item is not None}
+    return value
+
+
+class Record(BaseModel):
+    """JSON object whose values are not converted; a null field counts as absent."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
     @classmethod
-    def read(cls, content: Any, place: str) -> "RowSettings":
-        """Read the settings of a row; raises ResultsError, which names the field."""
-        check_object(content, ("sparsity", "compensation"), place)
-        plain = {name: value for name, value in content.items() if name != "options"}
-        options = {} if content.get("options") is None else content["options"]
-        return cls(
-            values(plain, place, RECIPE_READERS, PLAIN, nulls=True),
-            values(options, f"{place}.options", OPTION_READERS, PLAIN, nulls=True),
-        )
-
-
-class Section:
-    """Section of a row; false where nothing of it was measured."""
+    def _present(cls, value: Any) -> Any:
+        return _without_nulls(value)
 
     def __bool__(self) -> bool:
-        return self != type(self)()
+        """Tell whether anything is recorded here."""
+        return bool(self.model_fields_set)
 
 
-@dataclass(frozen=True)
-class PerplexityOfRow(Section):
+def read_as(cls: type[_Value], value: Any) -> _Value:
+    """Read a model or dataclass of pydantic from JSON or TOML.
+
+    Raises:
+        ResultsError: names the first field that is wrong, what it must be and what it is.
+    """
+    kind: Any = cls
+    try:
+        return kind.__pydantic_validator__.validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    names = (str(p).encode("unicode_escape").decode() for p in first["loc"])
+    path = re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", ".".join(names))
+    if first["type"] == "extra_forbidden":
+        close = get_close_matches(path, list(kind.__pydantic_fields__), 1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        raise ResultsError(f"unknown key '{path}'{hint}")
+    reason = first["msg"].replace("Input should", "must").replace("Value error, ", "")
+    content = first["input"]
+    if first["type"] == "missing":
+        reason, content = "is missing", list(content)
+    raise ResultsError(f"{path or kind.__name__} {reason}, got {shortened(content)}")
+
+
+class _Settings(BaseModel):
+    """Settings by name, also those of other versions; null is a value here."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, extra="allow")
+    __pydantic_extra__: dict[Text, Plain | None] = Field(init=False)
+
+
+_TYPES: dict[Any, Any] = {float: Number, int: Count, str: Text, bool: bool}
+_FIELDS: dict[str, Any] = {
+    table: {s.name: (_TYPES.get(s.kind, Text) | None, None) for s in settings if s.kind is not None}
+    for table, settings in (("recipe", RECIPE), ("options", OPTIONS))
+}
+RowOptions: Any = create_model(
+    "RowOptions", __base__=_Settings, __module__=__name__, **_FIELDS["options"]
+)
+RowSettings: Any = create_model(
+    "RowSettings", __base__=_Settings, __module__=__name__,
+    **_FIELDS["recipe"]
+    | {"sparsity": (Fraction, ...), "compensation": (Text, ...)}
+    | {"options": (RowOptions | None, None)},
+)  # fmt: skip
+"""Settings of a cell, defaults included, with the options of its compensation; the dense model's
+own row has sparsity 0 and compensation `dense`."""
+
+
+class PerplexityOfRow(Record):
     """Perplexity, the distance from the dense model's predictions, and the text."""
 
-    perplexity: Annotated[float, _PERPLEXITY] | None = None
-    text: str | None = None
-    text_sha256: str | None = None
-    windows: int | None = None
-    seq_len: int | None = None
-    kl: float | None = None
+    perplexity: Annotated[Number, Field(gt=0.999)] | None = None
+    """The exponential of a cross-entropy, of which 0 may be rounded to a little less."""
+    text: Text | None = None
+    text_sha256: Text | None = None
+    windows: Count | None = None
+    seq_len: Count | None = None
+    kl: Number | None = None
     agreement: Fraction | None = None
 
 
-@dataclass(frozen=True)
-class TaskOfRow:
+class TaskOfRow(Record):
     """Accuracy on one zero-shot task, its standard error, and what guessing scores."""
 
-    value: float | None = None
-    stderr: float | None = None
-    chance: float | None = None
-    items: int | None = None
-    metric: str | None = None
+    value: Number | None = None
+    stderr: Number | None = None
+    chance: Number | None = None
 
 
-@dataclass(frozen=True)
-class ZeroShotOfRow(Section):
+class ZeroShotOfRow(Record):
     """Zero-shot accuracy: the mean over tasks, and every task by its name."""
 
-    mean: float | None = None
-    mean_stderr: float | None = None
-    tasks: Mapping[str, TaskOfRow] = field(default_factory=dict)
-    at_chance: tuple[str, ...] = ()
+    mean: Number | None = None
+    mean_stderr: Number | None = None
+    tasks: Annotated[dict[Text, TaskOfRow], Absent] = {}
+    at_chance: list[Text] = []
 
 
-@dataclass(frozen=True)
-class ParametersOfRow:
+class ParametersOfRow(Record):
     """Numbers of parameters."""
 
-    before: int | None = None
-    after: int | None = None
+    before: Count | None = None
+    after: Count | None = None
 
 
-@dataclass(frozen=True)
-class CostOfRow:
+class CostOfRow(Record):
     """Size of the weights, and the peak memory of evaluating the model."""
 
-    weight_bytes: int | None = None
-    peak_memory_bytes: int | None = None
+    weight_bytes: Count | None = None
+    peak_memory_bytes: Count | None = None
 
 
-@dataclass(frozen=True)
-class AnglesOfRow(Section):
-    """Mean principal angles between read frames in degrees, and the frames' discrepancy.
+class AnglesOfRow(Record):
+    """Mean principal angles between read frames in degrees.
 
     O is the original on the kept units, P the pruned weight, C the repaired one.
     """
 
-    angle_op: float | None = None
-    angle_oc: float | None = None
-    angle_pc: float | None = None
-    discrepancy: float | None = None
+    angle_op: Number | None = None
+    angle_oc: Number | None = None
+    angle_pc: Number | None = None
 
 
-@dataclass(frozen=True)
-class Module:
+class Module(Record):
     """Errors and rounds of one repaired module, and the safeguards that fired."""
 
-    site: str
-    block: int
-    error_before: float | None = None
-    error_after: float | None = None
-    holdout_before: float | None = None
-    holdout_after: float | None = None
-    errors_per_round: tuple[float, ...] = ()
-    objectives_per_round: tuple[float, ...] = ()
-    gcv_lambda: float | None = None
-    rounds: int | None = None
-    events: tuple[str, ...] = ()
+    site: Text
+    block: Count
+    error_before: Number | None = None
+    error_after: Number | None = None
+    holdout_before: Number | None = None
+    holdout_after: Number | None = None
+    errors_per_round: list[Number] = []
+    gcv_lambda: Number | None = None
+    rounds: Count | None = None
+    events: list[Text] = []
     geometry: AnglesOfRow = AnglesOfRow()
 
 
-@dataclass(frozen=True)
-class OverlapOfRow(Section):
+class OverlapOfRow(Record):
     """Evaluation windows that repeat n-grams of the calibration text."""
 
-    n: int | None = None
-    windows: int | None = None
-    shared: int | None = None
+    n: Count | None = None
+    windows: Count | None = None
+    shared: Count | None = None
     share: Fraction | None = None
     flagged: bool | None = None
 
 
-@dataclass(frozen=True)
-class CalibrationOfRow(Section):
+class CalibrationOfRow(Record):
     """Calibration text, and the windows drawn from it."""
 
-    source: str | None = None
-    text_sha256: str | None = None
-    windows_sha256: str | None = None
-    windows: int | None = None
-    seq_len: int | None = None
+    source: Text | None = None
+    text_sha256: Text | None = None
+    windows_sha256: Text | None = None
+    windows: Count | None = None
+    seq_len: Count | None = None
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(Record):
     """Cell of a sweep: its settings, and what was measured under them.
 
     Attributes:
@@ -188,50 +225,51 @@ class Row:
         labels: the cell's name by grid, where a grid names its rows.
         seconds: by phase.
         identity: digests of the contents of model and texts.
-        record: the object that was read, with fields that no attribute above names.
     """
 
-    cell: str
+    cell: Text
     status: Literal["done", "failed"]
-    model: str
-    settings: Annotated[RowSettings, RowSettings.read]
-    grids: tuple[str, ...]
-    labels: Mapping[str, str]
-    error: str | None = None
+    model: Text
+    settings: RowSettings
+    grids: list[Text]
+    labels: Annotated[dict[Text, Text], Absent]
+    error: Text | None = None
     perplexity: PerplexityOfRow = PerplexityOfRow()
     zero_shot: ZeroShotOfRow = ZeroShotOfRow()
     parameters: ParametersOfRow = ParametersOfRow()
     cost: CostOfRow = CostOfRow()
-    sites: tuple[Module, ...] = ()
+    sites: list[Module] = []
     overlap: OverlapOfRow = OverlapOfRow()
     calibration: CalibrationOfRow = CalibrationOfRow()
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    peak_memory_bytes: int | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
-    identity: Mapping[str, str | None] = field(default_factory=dict)
-    record: Mapping[str, Any] = field(
-        default_factory=dict, compare=False, repr=False, metadata={"read": False}
-    )
+    seconds: Annotated[dict[Text, Number], Absent] = {}
+    peak_memory_bytes: Count | None = None
+    environment: Annotated[dict[Text, Text], Absent] = {}
+    identity: dict[Text, Text | None] = {}
+    _record: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The object that was read, with fields that no attribute names."""
+        return self._record
 
     def changed(self, **members: object) -> "Row":
         """Return the row with other fields, checked as if they had been read."""
-        return read({**self.record, **members})
+        return read({**self._record, **members})
 
     @property
     def dense(self) -> bool:
         """Tell the dense model itself from a pruned one."""
-        return self.settings.values["compensation"] == "dense"
+        return bool(self.settings.compensation == "dense")
 
     @property
-    def sparsity(self) -> float:
-        """Fraction of units removed."""
-        return float(self.settings.values["sparsity"])
+    def values(self) -> dict[str, Any]:
+        """Settings and options by name."""
+        settings: dict[str, Any] = self.settings.model_dump(exclude_unset=True)
+        return settings | (settings.pop("options", None) or {})
 
     def setting(self, name: str) -> Any:
         """Return a setting or an option by name; None where the row has neither."""
-        if name in self.settings.values:
-            return self.settings.values[name]
-        return self.settings.options.get(name)
+        return self.values.get(name)
 
     def measured(self, metric: str) -> float | None:
         """Return a metric, shares in % and memory in GiB; None where it was not measured.
@@ -248,30 +286,18 @@ class Row:
 
 
 def read(record: Any) -> Row:
-    """Read a row from the object of its line; a null field counts as absent.
+    """Read a row from the object of its line, also under the names that fields had before.
 
     Raises:
         ResultsError: a field is not what it must be; names it.
     """
-    record = _with_new_names(record)
-    row: Row = reader(Row)(record, "")
-    return replace(row, record=record)
-
-
-def _with_new_names(record: Any) -> Any:
-    """Return a row with the names of today, where it was written under those of before."""
-    if not isinstance(record, dict):
-        return record
-    names = {"rebuilding": "reconstruction"}
-    record = {names.get(name, name): value for name, value in record.items()}
-    if isinstance(settings := record.get("settings"), dict):
-        record["settings"] = {RENAMED.get(name, name): v for name, v in settings.items()}
-    return record
-
-
-def write(row: Row) -> str:
-    """Return the row as a line, with the fields that no attribute names."""
-    return json.dumps(row.record, ensure_ascii=False, allow_nan=False) + "\n"
+    if isinstance(record, dict):
+        record = {_RENAMED_FIELDS.get(name, name): value for name, value in record.items()}
+        if isinstance(settings := record.get("settings"), dict):
+            record["settings"] = {RENAMED.get(name, name): v for name, v in settings.items()}
+    row = read_as(Row, record)
+    row._record = record
+    return row
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """results.jsonl: a row per cell, appended as soon as it is known; a cell's last row counts."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from coec.errors import OutputError
-from coec.experiments.rows import RESULTS, Row, RowFile, read_lines, write
+from coec.experiments.rows import RESULTS, Row, RowFile, read_lines
 
 
 class Store:
@@ -70,7 +71,8 @@ class Store:
         """Add a row, and return when it is on the disk; raises OutputError if it cannot be."""
         try:
             with self.path.open("ab") as file:
-                file.write(write(row).encode())
+                text = json.dumps(row.record, ensure_ascii=False, allow_nan=False)
+                file.write(f"{text}\n".encode())
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:

@@ -25,7 +25,7 @@ from coec.execution.workers import Workers
 from coec.experiments.cell import CellJob, DensePassOfGroup, head, reason, run
 from coec.experiments.declarations import write_declarations
 from coec.experiments.grid import Cell
-from coec.experiments.rows import NO_REASON, Row
+from coec.experiments.rows import NO_REASON
 from coec.experiments.store import Store
 from coec.experiments.subjects import (
     CellIdentity,
@@ -137,12 +137,9 @@ def sweep(
             if not keep_statistics:
                 shutil.rmtree(_statistics_folder(out, group[0]), ignore_errors=True)
         _clear_leftovers(out, () if keep_statistics else _groups(cells))
-        return _summary(out, [store.rows[cell.id] for cell in cells], ran, store.torn)
-
-
-def _summary(out: Path, rows: list[Row], ran: int, torn: bool) -> Summary:
-    reasons = {row.cell: row.error or NO_REASON for row in rows if row.status == "failed"}
-    return Summary(out, len(rows) - len(reasons), len(reasons), ran, reasons, torn)
+        rows = [store.rows[cell.id] for cell in cells]
+        reasons = {row.cell: row.error or NO_REASON for row in rows if row.status == "failed"}
+        return Summary(out, len(rows) - len(reasons), len(reasons), ran, reasons, store.torn)
 
 
 def check_plan(
@@ -223,11 +220,10 @@ def _widen(cells: list[Cell], store: Store) -> None:
 
 def _unfinished(cells: list[Cell], store: Store, retry_failed: bool) -> list[list[Cell]]:
     """Return the groups of cells to run; the order of rows does not depend on existing ones."""
-
-    def finished(row: Row | None) -> bool:
-        return row is not None and not (retry_failed and row.status == "failed")
-
-    groups = [[c for c in group if not finished(store.rows.get(c.id))] for group in _groups(cells)]
+    finished = {
+        cell for cell, row in store.rows.items() if row.status == "done" or not retry_failed
+    }
+    groups = [[cell for cell in group if cell.id not in finished] for group in _groups(cells)]
     return [group for group in groups if group]
 
 

@@ -46,7 +46,7 @@ def test_json_holds_files_and_tables(tmp_path, monkeypatch, capsys):
     assert printed["facts"]["Cells"] == "2 done, 0 failed"
     best = printed["sections"]["Best results"][0]
     assert best["values"][0][4] == 11.0
-    assert "Compared with the paper" in printed["sections"]
+    assert printed["notes"][0].startswith("Numbers of the paper")
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path, monkeypatch, capsys):

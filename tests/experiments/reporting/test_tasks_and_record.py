@@ -2,28 +2,22 @@
 
 import sweep_rows as sr
 from coec.experiments.reporting import lists
-from coec.experiments.reporting.results import read_results
+from coec.experiments.reporting.frame import read_results
 
 
 def results(folder, rows):
     return read_results(sr.write(folder, rows))
 
 
-def test_tasks_have_errors_items_and_a_sentence_on_chance(tmp_path):
+def test_tasks_have_errors_and_a_sentence_on_chance(tmp_path):
     rows = [
         sr.dense(zero_shot=sr.zero_shot(0.5, at_chance=["rte"])),
         sr.row(zero_shot=sr.zero_shot(0.25, at_chance=["rte", "boolq"]), grids=["main"]),
     ]
     (table,) = sr.tables(tmp_path, rows, "Zero-shot accuracy by task")
-    assert table.heads[4] == "boolq (acc, 100 items)"
-    assert [cell.text for cell in table.rows[1]][::10] == ["rcpu + coec at 30 %", "25.0 ± 2.0"]
-    assert table.rows[1][3].text == "25.0 ± 1.0"
-    assert table.notes[:2] == (
-        "No better than guessing: boolq in 1 of 2 cells, rte in 2 of 2 cells.",
-        "The dense model itself scores no better than guessing on rte: differences between "
-        "repairs there say little.",
-    )
-    assert "boolq 50.0" in table.notes[2]
+    assert sr.heads(table)[:4] == ["Method", "Cell", "Mean", "boolq"]
+    assert sr.texts(table)[1][2:4] == ["25.0 ± 1.0", "25.0 ± 2.0"]
+    assert table.notes == ("No better than guessing: rte in 2 of 2 cells, boolq in 1 of 2 cells.",)
 
 
 def test_the_summary_counts_failures_and_flags_overlap(tmp_path):
@@ -38,8 +32,8 @@ def test_the_summary_counts_failures_and_flags_overlap(tmp_path):
     assert facts["Text overlap"].startswith("FLAGGED in 1 of 1 cells checked")
     assert facts["Environment"] == "coec 0.1.0, torch 2"
     failures, overlaps, *_ = sr.tables(tmp_path, rows, "Record")
-    assert failures.rows[0][3].text == "out of memory"
-    assert overlaps.rows[0][4].text == "5"
+    assert sr.texts(failures)[0][3] == "out of memory"
+    assert sr.texts(overlaps)[0][4] == "5"
 
 
 def test_what_is_not_flagged_is_not_called_clean(tmp_path):
@@ -56,34 +50,31 @@ def test_the_best_is_the_lowest_perplexity_beside_the_dense_models(tmp_path):
         sr.row(compensation="rcpu", perplexity=sr.perplexity(13.0)),
     ]
     (table,) = sr.tables(tmp_path, rows, "Best results")
-    assert [cell.text for cell in table.rows[0]] == [
-        "wt2-llama", "30 %", "rcpu", "coec", "12.00", "10.00", "×1.200", "76.0 %",
+    assert sr.texts(table)[0] == [
+        "wt2-llama", "30 %", "rcpu", "coec", "12.00", "10.00", "1.200", "76.0",
     ]  # fmt: skip
 
 
-def test_the_best_names_preset_and_reconstruction(tmp_path):
-    fitted = {"preset": "best", "reconstruct": 3, "propagate": True, "final_norm": True}
+def test_the_best_names_its_preset(tmp_path):
     best = sr.row(selection="obs", compensation="ridge-to-slice", perplexity=sr.perplexity(11.0))
-    best["settings"] |= fitted
+    best["settings"]["preset"] = "best"
     (table,) = sr.tables(tmp_path, [sr.row(sparsity=0.2, perplexity=sr.perplexity(12.0)), best],
                          "Best results")  # fmt: skip
-    assert [[cell.text for cell in row][2:5] for row in table.rows] == [
-        ["–", "rcpu", "coec"],
-        ["best", "obs", "ridge-to-slice + propagate + reconstruct 3 + final_norm"],
-    ]
+    assert [row[2:5] for row in sr.texts(table)] == [
+        ["–", "rcpu", "coec"], ["best", "obs", "ridge-to-slice"],
+    ]  # fmt: skip
 
 
 def test_the_record_holds_digests_seconds_and_memory(tmp_path):
     found = results(tmp_path, sr.sweep()).rows
     first = next(row for row in found if row.model == "babyllama-1M" and row.dense)
-    cells, _, listed = sr.tables(tmp_path, sr.sweep(), "Record")[1:]
-    line = dict(zip(cells.heads, cells.rows[0]))
-    assert line["Cell"].text == first.cell
-    assert line["Windows sha256"].text == sr.DIGEST[:12]
-    assert (line["Collecting, s"].text, line["Peak memory, GiB"].text) == ("4.2", "0.88")
-    assert [cell.text for cell in listed.rows[0]][:3] == [
-        "perplexity", "test.txt", sr.DIGEST,
-    ]  # fmt: skip
+    (cells,) = sr.tables(tmp_path, sr.sweep(), "Record", "Every cell")
+    line = dict(zip(sr.heads(cells), sr.texts(cells)[0]))
+    assert line["Cell"] == first.cell
+    assert line["Windows sha256"] == sr.DIGEST[:12]
+    assert (line["Collecting, s"], line["Peak memory, GiB"]) == ("4.2", "0.88")
+    (settings,) = sr.tables(tmp_path, sr.sweep(), "Record", "Settings that differ")
+    assert "seq_len = 256" in settings.notes[0]
 
 
 def test_safeguards_are_counted(tmp_path):
@@ -110,6 +101,44 @@ def test_a_dense_pass_that_cells_share_counts_once(tmp_path):
 def test_windows_that_share_passages_are_called_so(tmp_path):
     found = {"n": 13, "windows": 40, "shared": 7, "share": 0.2, "flagged": True}
     (table,) = sr.tables(tmp_path, [sr.row(overlap=found)], "Record", "repeats")
-    assert dict(zip(table.heads[4:], (c.text for c in table.rows[0][4:]))) == {
+    assert dict(zip(sr.heads(table)[4:], sr.texts(table)[0][4:])) == {
         "Windows with a shared n-gram": "7", "Of": "40", "Share of n-grams": "0.2000",
     }  # fmt: skip
+
+
+GIB = 2**30
+
+
+def sized(after, *place, weights=None, peak=None, **changes):
+    cost = {"weight_bytes": weights, "peak_memory_bytes": peak}
+    return sr.row(
+        *place, parameters={"before": 7_620_000_000, "after": after}, cost=cost,
+        environment={"device": "cuda"}, **changes,
+    )  # fmt: skip
+
+
+def qwen():
+    model = "Qwen/Qwen2.5-7B"
+    return [
+        sized(7_620_000_000, model, 0.0, None, "dense", weights=14 * GIB, peak=15 * GIB),
+        sized(5_700_000_000, model, 0.3, weights=10 * GIB, peak=11 * GIB),
+        sized(5_700_000_000, model, 0.3, "rcpu", "rcpu", weights=10 * GIB, peak=12 * GIB),
+        sized(5_700_000_001, model, 0.3, "flap", "bias", weights=10 * GIB),
+    ]
+
+
+def test_a_cost_per_model_and_size_with_the_papers_rule(tmp_path):
+    (table,) = sr.tables(tmp_path, qwen(), "Cost")
+    assert [line[1:] for line in sr.texts(table)] == [
+        ["dense", "dense", "7,620,000,000", "100.0", "15.240", "14.00", "15.00"],
+        ["30 %", "coec, rcpu", "5,700,000,000", "74.8", "11.400", "10.00", "12.00"],
+        ["30 %", "bias", "5,700,000,001", "74.8", "11.400", "10.00", "–"],
+    ]
+    assert "(cuda)" in table.notes[1]
+
+
+def test_memory_that_nobody_measured_is_not_spoken_of(tmp_path):
+    rows = [row | {"cost": {}} for row in qwen()]
+    (table,) = sr.tables(tmp_path, rows, "Cost")
+    assert table.notes == ("GFLOPs per token: 2 × parameters.",)
+    assert sr.tables(tmp_path, rows[:1], "Cost") == []

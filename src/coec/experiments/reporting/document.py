@@ -1,55 +1,52 @@
-"""The report as a value: tables and figures in their order."""
+"""The report as a value, and as Markdown, LaTeX and one HTML page (templates in `assets`)."""
 
+import html as escapes
 import re
-import tomllib
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from coec.errors import OptionError
-from coec.experiments.declarations import Declaration, items
-from coec.experiments.publications import PUBLISHED, publication
-from coec.experiments.reporting import figures, lists, modules, published, tables
-from coec.experiments.reporting.axes import Context
-from coec.experiments.reporting.drawing import Figure
-from coec.experiments.reporting.pairs import pairs
-from coec.experiments.reporting.results import Results
-from coec.experiments.reporting.tasks import tasks
-from coec.experiments.reporting.values import Table
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from pandas import option_context
 
-DRAWINGS: Mapping[str, Callable[[Declaration, Context], Sequence[Table | Figure]]] = {
-    "pivot": tables.pivot, "pairs": pairs, "spreads": tables.spreads, "varied": lists.varied,
-    "best": lists.best, "tasks": tasks, "cost": lists.cost, "geometry": modules.geometry,
-    "failures": lists.failures, "overlaps": lists.overlaps, "cells": lists.cells,
-    "settings": lists.settings, "texts": lists.texts, "events": lists.events,
-    "beside": published.beside, "costs beside": published.costs_beside, "alone": published.alone,
-    "lines": figures.lines, "bars": figures.bars, "blocks": modules.blocks,
-    "rounds": modules.rounds,
+from coec.experiments.declarations import Declaration
+from coec.experiments.reporting import lists
+from coec.experiments.reporting.figures import Figure, figure
+from coec.experiments.reporting.frame import Results
+from coec.experiments.reporting.published import with_published
+from coec.experiments.reporting.tables import Table, pivot
+
+_ASSETS = Path(__file__).parent / "assets"
+_LATEX = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
+    "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+    "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
+    "−": "$-$", "–": "--", "—": "---", "±": r"$\pm$", "×": r"$\times$", "·": r"$\cdot$",
+    "α": r"$\alpha$", "δ": r"$\delta$", "λ": r"$\lambda$", "…": r"\dots{}", "≥": r"$\ge$",
+    "≤": r"$\le$", "→": r"$\to$", "\u00a0": "~",
 }  # fmt: skip
-"""Functions that draw a table or a figure, by the name that a declaration calls them."""
 
 
 @dataclass(frozen=True)
 class ReportSection:
-    """Heading with its tables and figures."""
+    """Heading with sentences, tables, and figures by the name of their file."""
 
     title: str
-    anchor: str
-    tables: tuple[Table, ...] = ()
-    figures: tuple[Figure, ...] = ()
-    text: tuple[str, ...] = ()
+    tables: Sequence[Table] = ()
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    text: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Document:
     """Content of a report, in order; the same for every format."""
 
-    title: str
-    facts: tuple[tuple[str, str], ...]
+    facts: Mapping[str, str]
     notes: tuple[str, ...]
-    sections: tuple[ReportSection, ...]
+    sections: Sequence[ReportSection]
 
     def as_dict(self) -> dict[str, object]:
         """Return facts and tables, ready for JSON."""
@@ -60,76 +57,124 @@ class Document:
         }
 
 
-@cache
-def every(place: str) -> tuple[Declaration, ...]:
-    """Return the declarations that every report has `before` and `after` those of its grids."""
-    text = (Path(__file__).parent / "every.toml").read_text(encoding="utf-8")
-    return items(tomllib.loads(text)[place], f"every.toml, {place}")
-
-
 def document(results: Results, *, compare: str | None = None) -> Document:
     """Make the report on a sweep; with `compare`, published numbers of that name stand beside ours.
 
     Raises:
         OptionError: no numbers have that name.
     """
-    if compare is not None and compare not in PUBLISHED:
-        raise OptionError(f"no published numbers '{compare}': there is {', '.join(PUBLISHED)}")
-    numbers = publication(compare) if compare else None
-    pruned = tuple(row for row in results.rows if not row.dense)
-    sweep = Context(results, pruned, "", numbers, compare or "")
-    names = dict.fromkeys(grid for row in results.rows for grid in row.grids)
-    declared = {name: results.declared.items(name) for name in names}
-    claims: dict[str, set[str]] = {}
-    for name, grid_items in declared.items():
-        for item in grid_items:
-            if item.drawing is None and results.grid(name):
-                claims.setdefault(item.section, set()).add(name)
-    sections = _sections(every("before"), sweep, claims)
-    for name in names:
-        rows = results.grid(name)
-        if rows:
-            sections += _grid(declared[name], replace(sweep, rows=rows, grid=name))
-    sections += _sections(every("after"), sweep, claims)
-    return Document("Report of a pruning sweep", lists.facts(results), results.notes, sections)
+    if compare is not None:
+        results = with_published(results, compare)
+    sections = [ReportSection("Best results", lists.best(results))]
+    names: set[str] = set()
+    for grid in dict.fromkeys(grid for row in results.rows for grid in row.grids):
+        sections += _grid(grid, results, names)
+    sections += [
+        ReportSection("Zero-shot accuracy by task", lists.tasks(results)),
+        ReportSection("Cost", lists.cost(results)),
+        ReportSection("Record", lists.record(results)),
+    ]
+    kept = [section for section in sections if section.tables or section.figures]
+    return Document(lists.facts(results), results.notes, kept)
 
 
-def _grid(declared: Sequence[Declaration], context: Context) -> tuple[ReportSection, ...]:
-    """Draw what a grid declares; a list of its cells, where that is nothing or does not fit."""
-    drawn = [item for item in declared if item.drawing is not None]
-    sections: tuple[ReportSection, ...] = ()
-    if all(tables.fits(item, context) for item in drawn):
-        sections = _sections(drawn, context, {})
-    if sections or (declared and not drawn):
-        return sections
-    title = f"Grid {context.grid}"
-    return _sections([replace(item, section=title) for item in every("else")], context, {})
+def _grid(grid: str, results: Results, names: set[str]) -> list[ReportSection]:
+    """Draw what a grid declares; a list of its cells, where that is nothing.
 
-
-def _sections(
-    declared: Sequence[Declaration], context: Context, claims: Mapping[str, set[str]]
-) -> tuple[ReportSection, ...]:
-    """Draw sections in the order of the declarations; one without content is left out."""
-    published_by = context.publication.name if context.publication else ""
+    Args:
+        names: of files of figures; those of new ones are added.
+    """
+    cells = results.of_grid(grid)
+    if cells.empty:
+        return []
+    conditions = lists.protocol([row for row in results.rows if grid in row.grids])
     sections = []
-    for title, group in groupby(declared, key=lambda item: item.section):
-        drawn: list[Table | Figure] = []
+    for title, group in groupby(results.declared.items(grid), key=lambda item: item.section):
+        tables: list[Table] = []
+        figures: dict[str, Figure] = {}
         text: dict[str, None] = {}
-        grids = claims.get(title, set())
-        rows = tuple(row for row in context.rows if not grids or grids & set(row.grids))
         for item in group:
-            new = DRAWINGS[item.drawing or "pivot"](item, replace(context, rows=rows))
-            drawn += new
-            if new and item.text:
-                text[item.text.replace("{published}", published_by)] = None
-        if drawn:
-            name = title.replace("{published}", published_by)
-            anchor = context.grid or re.sub(r"\W+", "-", name.lower())
-            section_tables = (t.without_empty_columns() for t in drawn if isinstance(t, Table))
-            section_figures = (figure for figure in drawn if isinstance(figure, Figure))
-            sections.append(
-                ReportSection(
-                    name, anchor, tuple(section_tables), tuple(section_figures), tuple(text)
-                )
-            )
-    return tuple(sections)
+            new_tables = pivot(item, cells, results) if item.table else []
+            new_figures = figure(item, cells, results) if item.figure else []
+            tables += new_tables
+            figures |= {_file_name(grid, item, names): drawn for drawn in new_figures}
+            text |= {item.text: None} if item.text and (new_tables or new_figures) else {}
+        if tables or figures:
+            sections.append(ReportSection(title, tables, figures, [*text, conditions]))
+    return sections or [
+        ReportSection(f"Grid {grid}", lists.varied(grid, results), text=[conditions])
+    ]
+
+
+def _file_name(grid: str, item: Declaration, names: set[str]) -> str:
+    words = re.findall(r"[a-z0-9]+", f"{grid} {item.section} {item.figure}".lower())
+    name = "-".join(words)[:80]
+    if name in names:
+        name += f"-{len(names)}"
+    names.add(name)
+    return name
+
+
+def markdown(document: Document) -> str:
+    """Return the report as GitHub-flavoured Markdown."""
+
+    def table(table: Table) -> str:
+        aligned = ["left" if text else "right" for text in table.is_text]
+        texts = table.texts(_md, "**{}**".format)
+        return texts.to_markdown(index=False, disable_numparse=True, colalign=aligned)
+
+    return _rendered("report.md.j2", document, _md, table)
+
+
+def latex(document: Document) -> str:
+    """Return the report as a LaTeX document."""
+
+    def table(table: Table) -> str:
+        columns = "".join("l" if text else "r" for text in table.is_text)
+        texts = table.texts(_tex, r"\textbf{{{}}}".format)
+        return texts.to_latex(index=False, escape=False, column_format=columns)
+
+    return _rendered("report.tex.j2", document, _tex, table)
+
+
+def html(document: Document, drawings: Mapping[str, bytes]) -> str:
+    """Return the report as a page that makes no request: style and drawings are inside.
+
+    Text from the results is escaped; the content policy of the page forbids scripts and requests.
+    """
+
+    def table(table: Table) -> Markup:
+        texts = table.texts(escapes.escape, "<b>{}</b>".format)
+        with option_context("display.max_colwidth", None):
+            return Markup(texts.to_html(index=False, escape=False, border=0))
+
+    pictures = {name: b64encode(data).decode() for name, data in drawings.items()}
+    return _rendered("report.html.j2", document, str, table, pictures=pictures)
+
+
+def _rendered(
+    name: str,
+    document: Document,
+    escape: Callable[[str], str],
+    table: Callable[[Table], str],
+    **more: object,
+) -> str:
+    environment = Environment(
+        loader=FileSystemLoader(_ASSETS), undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, autoescape="html" in name, block_start_string="<%",
+        block_end_string="%>", variable_start_string="<<", variable_end_string=">>",
+        comment_start_string="<#", comment_end_string="#>",
+    )  # fmt: skip
+    environment.filters |= {"text": escape, "table": table}
+    return environment.get_template(name).render(document=document, **more)
+
+
+def _md(text: str) -> str:
+    """Escape the characters that mean something to Markdown."""
+    text = re.sub(r"([\\`*_|<>\[\]])", r"\\\1", " ".join(text.split()))
+    return re.sub(r"^([-+#]|\d+\.)(?=\s)", r"\\\1", text)
+
+
+def _tex(text: str) -> str:
+    """Escape the characters that mean something to LaTeX, or that it cannot print."""
+    return "".join(_LATEX.get(character, character) for character in " ".join(text.split()))

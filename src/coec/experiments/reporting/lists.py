@@ -1,65 +1,44 @@
-"""Lists of cells, a line each: the best of them, the varied ones, and the full record."""
+"""Lists of cells, a line each, that every report has; and the summary of a sweep."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from pandas import DataFrame
+
 from coec.events import duration
-from coec.experiments.declarations import Declaration
-from coec.experiments.reporting.axes import Context, in_order
-from coec.experiments.reporting.protocol import DIGEST, listed, protocol
-from coec.experiments.reporting.results import Results
-from coec.experiments.reporting.values import (
+from coec.experiments.declarations import QUANTITIES
+from coec.experiments.reporting.frame import (
     ABSENT,
-    FORMATS,
-    GIB,
-    Datum,
-    Footnotes,
-    Table,
-    amount,
-    count,
-    grouped,
-    measurement,
-    method_name,
-    percent,
-    setting_entry,
+    DENSE,
+    Results,
+    axis_text,
+    differing,
     setting_text,
-    share,
-    significant,
-    times,
-    varying,
 )
-from coec.experiments.rows import Row
-from coec.settings import Reconstruction
+from coec.experiments.reporting.tables import Table
+from coec.experiments.rows import NO_REASON, SETTING_NAMES, Row
 
-_DEFAULT_PRESET = Reconstruction().preset
 _ENVIRONMENT = ("coec", "python", "torch", "transformers", "device", "machine")
-Columns = Mapping[str, Callable[[Row], Datum]]
-"""Entries of a list by head, as functions of a row."""
-
-_CELL: Columns = {
-    "Cell": lambda row: Datum(row.cell),
-    "Model": lambda row: Datum(row.model),
-    "Method": lambda row: Datum(method_name(row)),
-}
+_DIGEST = 12
+"""Characters of a digest that are shown."""
+_GIB = 2**30
 
 
-def facts(results: Results) -> tuple[tuple[str, str], ...]:
-    """Return the summary of a sweep, in name and value."""
+def facts(results: Results) -> dict[str, str]:
+    """Return the summary of a sweep, by name."""
     rows = results.rows
     failed = sum(row.status == "failed" for row in rows)
     grids = dict.fromkeys(grid for row in rows for grid in row.grids)
     versions = {name: listed(row.environment.get(name) for row in rows) for name in _ENVIRONMENT}
-    return (
-        ("Cells", f"{len(rows) - failed} done, {failed} failed"),
-        ("Grids", ", ".join(grids) or ABSENT),
-        ("Models", ", ".join(dict.fromkeys(row.model for row in rows))),
-        ("Compute time", duration(_compute(rows))),
-        ("Text overlap", _overlap(rows)),
-        ("Environment", ", ".join(f"{n} {v}" for n, v in versions.items() if v)),
-    )
+    return {
+        "Cells": f"{len(rows) - failed} done, {failed} failed",
+        "Grids": ", ".join(grids) or ABSENT,
+        "Models": ", ".join(dict.fromkeys(row.model for row in rows)),
+        "Compute time": duration(_compute(rows)),
+        "Text overlap": _overlap(rows),
+        "Environment": ", ".join(f"{n} {v}" for n, v in versions.items() if v),
+    }
 
 
 def _compute(rows: Sequence[Row]) -> float:
@@ -82,7 +61,7 @@ def _overlap(rows: Sequence[Row]) -> str:
         largest = 100 * max(row.overlap.share or 0.0 for row in rows)
         return (
             f"none of {checked} cells checked is flagged; the largest share of n-grams found in "
-            f"both texts is {significant(largest).text} %"
+            f"both texts is {largest:.3g} %"
         )
     return (
         f"FLAGGED in {flagged} of {checked} cells checked: the evaluation text shares "
@@ -90,205 +69,230 @@ def _overlap(rows: Sequence[Row]) -> str:
     )
 
 
-def _list(
-    item: Declaration, rows: Sequence[Row], columns: Columns, labels: int, settings: str = ""
-) -> list[Table]:
-    body = tuple(tuple(column(row) for column in columns.values()) for row in rows)
-    return [Table(item.table, tuple(columns), body, labels, item.notes, settings)] if rows else []
-
-
-def best(item: Declaration, context: Context) -> list[Table]:
-    """List the pruned model of lowest perplexity per model and sparsity, beside the dense one."""
-    dense = context.results.dense
-    pruned = [r for r in context.rows if r.measured("perplexity") is not None]
-    ordered = sorted(pruned, key=lambda r: (r.model, r.sparsity, r.measured("perplexity")))
-    groups = grouped(ordered, lambda r: (r.model, r.sparsity))
-
-    def base(row: Row) -> float | None:
-        return dense[row.model].measured("perplexity") if row.model in dense else None
-
-    several = any(row.setting("preset") not in (None, _DEFAULT_PRESET) for row in pruned)
-    preset: Columns = {"Preset": lambda row: setting_entry(row.setting("preset"))}
-    columns: Columns = {
-        "Model": _CELL["Model"],
-        "Sparsity": lambda row: Datum(percent(row.sparsity), row.sparsity),
-        **(preset if several else {}),
-        "Selection": lambda row: setting_entry(row.setting("selection")),
-        "Compensation": lambda row: Datum(_repaired(row)),
-        "Perplexity": lambda row: amount(row.measured("perplexity")),
-        "Dense": lambda row: amount(base(row)),
-        "Pruned / dense": lambda row: times(row.measured("perplexity"), base(row)),
-        "Parameters kept": lambda row: share(row.parameters.after, row.parameters.before),
-    }
-    settings = protocol([*pruned, *dense.values()])
-    return _list(item, [rows[0] for rows in groups.values()], columns, 4 + several, settings)
-
-
-def _repaired(row: Row) -> str:
-    """Name the compensation, and the settings that run the pruned model beside the dense one."""
-    settings = [(name, row.setting(name)) for name in ("propagate", "reconstruct", "final_norm")]
-    names = [name if value is True else f"{name} {value}" for name, value in settings if value]
-    return " + ".join([setting_text(row.setting("compensation")), *names])
-
-
-def varied(item: Declaration, context: Context) -> list[Table]:
-    """List the cells of a grid with the settings that vary, and what was measured."""
-    rows, names, notes = context.rows, varying(context.rows), Footnotes()
-    labelled = any(context.grid in row.labels for row in rows)
-    metrics = ["perplexity"] + [
-        metric for metric in ("zero_shot", "kl", "agreement")
-        if any(row.measured(metric) is not None for row in rows)
-    ]  # fmt: skip
-    label: Columns = {"Label": lambda row: Datum(row.labels.get(context.grid, ABSENT))}
-    columns: Columns = {
-        "Model": _CELL["Model"],
-        **(label if labelled else {}),
-        **{name: partial(_setting, name) for name in names},
-        **{FORMATS[metric].title: partial(_measured, metric, notes) for metric in metrics},
-        "Parameters": lambda row: count(row.parameters.after),
-    }
-    tables = _list(item, rows, columns, 1 + labelled + len(names), protocol(rows, varies=names))
-    return [replace(table, notes=(*table.notes, *notes.lines)) for table in tables]
-
-
-def _setting(name: str, row: Row) -> Datum:
-    return setting_entry(row.setting(name))
-
-
-def _measured(metric: str, notes: Footnotes, row: Row) -> Datum:
-    return measurement([row], metric, notes)
-
-
-def cells(item: Declaration, context: Context) -> list[Table]:
-    """List digests, sizes, seconds and memory of every cell."""
-    rows = sorted(context.results.rows, key=lambda r: (r.model, r.sparsity, in_order(r)))
-
-    def windows(row: Row) -> Datum:
-        number, length = row.calibration.windows, row.calibration.seq_len
-        return Datum(f"{number} × {length}" if number else ABSENT, number)
-
-    columns: Columns = {
-        **_CELL,
-        "Status": lambda row: Datum(row.status),
-        "Seed": lambda row: setting_entry(row.setting("seed")),
-        "Parameters": lambda row: count(row.parameters.after),
-        "Perplexity": lambda row: amount(row.measured("perplexity")),
-        "Calibration": windows,
-        "Windows sha256": lambda row: Datum((row.calibration.windows_sha256 or ABSENT)[:DIGEST]),
-        "Collecting, s": lambda row: amount(row.seconds.get("collecting"), 1),
-        "Pruning, s": lambda row: amount(row.seconds.get("pruning"), 1),
-        "Evaluating, s": lambda row: amount(row.seconds.get("evaluating"), 1),
-        "Peak memory, GiB": lambda row: amount(row.measured("memory")),
-        "coec": lambda row: Datum(row.environment.get("coec", ABSENT)),
-    }
-    return _list(item, rows, columns, 4)
-
-
-def failures(item: Declaration, context: Context) -> list[Table]:
-    """List every failed cell and its reason."""
-    failed = [row for row in context.results.rows if row.status == "failed"]
-    return _list(item, failed, {**_CELL, "Reason": lambda row: Datum(row.error or ABSENT)}, 4)
-
-
-def overlaps(item: Declaration, context: Context) -> list[Table]:
-    """List the cells whose evaluation text repeats the calibration text."""
-    columns: Columns = {
-        **_CELL,
-        "n": lambda row: count(row.overlap.n),
-        "Windows with a shared n-gram": lambda row: count(row.overlap.shared),
-        "Of": lambda row: count(row.overlap.windows),
-        "Share of n-grams": lambda row: amount(row.overlap.share, 4),
-    }
-    return _list(item, [row for row in context.results.rows if row.overlap.flagged], columns, 3)
-
-
-def settings(item: Declaration, context: Context) -> list[Table]:
-    """List the settings that differ between cells; a note lists those that do not."""
-    rows = context.results.rows
-    names = varying(rows)
-    every = [name for row in rows for name in row.settings.values]
-    every += [name for row in rows for name in row.settings.options]
-    constant = [
-        f"{name} = {listed(row.setting(name) for row in rows) or ABSENT}"
-        for name in dict.fromkeys(every)
-        if name not in names
-    ]
-    columns: Columns = {
-        "Cell": _CELL["Cell"],
-        "Model": _CELL["Model"],
-        **{name: partial(_setting, name) for name in names},
-    }
-    notes = [f"The same wherever it applies: {'; '.join(constant)}."] if constant else []
-    tables = _list(item, rows, columns, len(columns))
-    return [replace(table, notes=(*table.notes, *notes)) for table in tables]
-
-
-def texts(item: Declaration, context: Context) -> list[Table]:
-    """List every evaluation and calibration text, with its digest and how much was read."""
-    uses: Counter[tuple[Any, ...]] = Counter()
-    for row in context.results.rows:
-        p, c = row.perplexity, row.calibration
-        if p:
-            uses["perplexity", p.text, p.text_sha256, p.windows, p.seq_len] += 1
-        if c:
-            uses["calibration", c.source, c.text_sha256, c.windows, c.seq_len] += 1
-    body = tuple(
-        (
-            Datum(use),
-            Datum(setting_text(text)),
-            Datum(digest or ABSENT),
-            *map(count, (*read, n)),
+def protocol(rows: Sequence[Row]) -> str:
+    """Describe evaluation text and calibration of some rows; differences as a list or range."""
+    measured = [row.perplexity for row in rows if row.perplexity]
+    pruned = [row for row in rows if not row.dense]
+    sentences = []
+    if measured:
+        texts = listed(
+            f"{setting_text(p.text)} (sha256 {(p.text_sha256 or ABSENT)[:_DIGEST]})"
+            for p in measured
         )
-        for (use, text, digest, *read), n in uses.items()
-    )
-    heads = ("Use", "Text", "sha256", "Windows", "Tokens each", "Cells")
-    return [Table(item.table, heads, body, labels=3)] if body else []
+        windows, length = (listed(getattr(p, n) for p in measured) for n in ("windows", "seq_len"))
+        sentences.append(f"Perplexity: {texts}, {windows} windows of {length} tokens.")
+    if pruned:
+        text, samples, length, seed, holdout = (
+            listed(row.setting(name) for row in pruned)
+            for name in ("calibration", "samples", "seq_len", "seed", "holdout")
+        )
+        held_out = f", {holdout} of the windows held out" if holdout else ""
+        sentences.append(
+            f"Calibration: {text}, {samples} windows of {length} tokens, seed {seed}{held_out}."
+        )
+    return " ".join(sentences)
 
 
-def events(item: Declaration, context: Context) -> list[Table]:
-    """List every safeguard that fired, how often, and in how many cells."""
-    by_cell = [[e for site in row.sites for e in site.events] for row in context.results.rows]
-    modules = Counter(event for events_of_cell in by_cell for event in events_of_cell)
-    cells_of = Counter(event for events_of_cell in by_cell for event in set(events_of_cell))
-    body = tuple((Datum(e), count(n), count(cells_of[e])) for e, n in modules.most_common())
-    return [Table(item.table, ("Event", "Modules", "Cells"), body)] if body else []
+def listed(values: Iterable[object]) -> str:
+    """Join distinct values by commas; many numbers as a range."""
+    distinct = list(dict.fromkeys(value for value in values if value is not None))
+    if len(distinct) > 4 and all(isinstance(value, int | float) for value in distinct):
+        return f"{setting_text(min(distinct))} to {setting_text(max(distinct))}"  # type: ignore[type-var]
+    return ", ".join(f"{v:,}" if isinstance(v, int) else setting_text(v) for v in distinct)
 
 
-def cost(item: Declaration, context: Context) -> list[Table]:
+def _list(
+    title: str,
+    lines: Iterable[dict[str, Any]],
+    digits: Mapping[str, int],
+    notes: Sequence[str] = (),
+) -> list[Table]:
+    """Make a table without the columns in which no line has an entry."""
+    frame = DataFrame(lines, dtype=object).replace(ABSENT, None).dropna(axis="columns", how="all")
+    return [Table(title, frame, digits, notes=tuple(notes))] if len(frame) else []
+
+
+def _short(value: object) -> object:
+    """Return a setting, of a path only the name."""
+    return setting_text(value) if isinstance(value, str) else value
+
+
+def _method(row: Row) -> str:
+    if row.dense:
+        return DENSE
+    sparsity = axis_text("sparsity", row.settings.sparsity)
+    return f"{row.setting('selection')} + {row.setting('compensation')} at {sparsity}"
+
+
+def _named(row: Row) -> dict[str, Any]:
+    return {"Cell": row.cell, "Model": row.model, "Method": _method(row)}
+
+
+def _in_order(results: Results) -> list[Row]:
+    return sorted(results.rows, key=lambda row: (row.model, row.settings.sparsity))
+
+
+def best(results: Results) -> list[Table]:
+    """List the cell of lowest perplexity per model and sparsity, beside the dense model."""
+    order = ["model", "sparsity", "perplexity"]
+    pruned = results.cells[~results.cells["dense"]].dropna(subset=["perplexity"])
+    cells = pruned.sort_values(order).drop_duplicates(order[:2])
+    dense = results.dense.set_index("model")["perplexity"]
+    lines = DataFrame({
+        "Model": cells["model"],
+        "Sparsity": [axis_text("sparsity", sparsity) for sparsity in cells["sparsity"]],
+        **{name.capitalize(): cells[name] for name in ("preset", "selection", "compensation")},
+        "Perplexity": cells["perplexity"],
+        "Dense": (base := cells["model"].map(dense.to_dict()).astype(float)),
+        "Pruned / dense": cells["perplexity"] / base,
+        "Parameters kept, %": cells["parameters_kept"],
+    })  # fmt: skip
+    digits = {"Perplexity": 2, "Dense": 2, "Pruned / dense": 3, "Parameters kept, %": 1}
+    note = "Over all grids, so settings other than those shown differ too; see Record."
+    return _list("Lowest perplexity at every sparsity", lines, digits, [note])
+
+
+def varied(grid: str, results: Results) -> list[Table]:
+    """List the cells of a grid with the settings that vary, and what was measured."""
+    cells = results.of_grid(grid)
+    names = differing(cells, [], but=())
+    metrics = ["perplexity", "zero_shot", "kl", "agreement"]
+    columns = {QUANTITIES[name].title: name for name in metrics}
+    lines = cells[["model", "label", *names, *metrics, "parameters"]].astype(object)
+    lines[names] = lines[names].map(_short)
+    lines.loc[cells["failed"], "perplexity"] = "failed"
+    lines = lines.rename(columns={
+        "model": "Model", "label": "Configuration", "parameters": "Parameters",
+        **{name: title for title, name in columns.items()},
+    })  # fmt: skip
+    digits = {title: QUANTITIES[name].digits for title, name in columns.items()}
+    return _list("Everything that varies", lines, digits | {"Parameters": 0})
+
+
+def tasks(results: Results) -> list[Table]:
+    """List, per model, the accuracy with its standard error on every task."""
+    tables = []
+    scored = [row for row in _in_order(results) if row.zero_shot.tasks]
+    for model in dict.fromkeys(row.model for row in scored):
+        rows = [row for row in scored if row.model == model]
+        lines = [
+            {
+                "Method": _method(row), "Cell": row.cell,
+                "Mean": _accuracy(row.zero_shot.mean, row.zero_shot.mean_stderr),
+                **{name: _accuracy(t.value, t.stderr) for name, t in row.zero_shot.tasks.items()},
+            }
+            for row in rows
+        ]  # fmt: skip
+        guessed = Counter(task for row in rows for task in row.zero_shot.at_chance)
+        names = ", ".join(f"{task} in {n} of {len(rows)} cells" for task, n in guessed.items())
+        notes = [f"No better than guessing: {names}."] if names else []
+        tables += _list(
+            f"{model}: zero-shot accuracy by task, % ± standard error", lines, {}, notes
+        )
+    return tables
+
+
+def _accuracy(share: float | None, error: float | None) -> str | None:
+    if share is None:
+        return None
+    return f"{100 * share:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
+
+
+def cost(results: Results) -> list[Table]:
     """List parameters, operations, weights and memory per model, sparsity and size."""
-    sized = [row for row in context.results.rows if row.parameters.after is not None]
+    sized = [row for row in _in_order(results) if row.parameters.after is not None]
     if all(row.dense for row in sized):
         return []
-    ordered = sorted(sized, key=lambda r: (r.model, r.sparsity))
-    groups = grouped(
-        ordered, lambda r: (r.model, r.sparsity, r.parameters.after, r.cost.weight_bytes)
-    )
-    heads = (
-        "Model", "Sparsity", "Compensations", "Parameters", "Of the dense",
-        "GFLOPs per token", "Weights, GiB", "Memory, GiB",
-    )  # fmt: skip
-    notes = list(item.notes)
-    if any(row.cost.peak_memory_bytes is not None for row in sized):
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in sized:
+        size = row.settings.sparsity, row.parameters.after, row.cost.weight_bytes
+        groups.setdefault((row.model, *size), []).append(row)
+    lines = []
+    for rows in groups.values():
+        row, after = rows[0], rows[0].parameters.after or 0
+        peaks = [r.cost.peak_memory_bytes for r in rows if r.cost.peak_memory_bytes is not None]
+        lines.append({
+            "Model": row.model,
+            "Sparsity": DENSE if row.dense else axis_text("sparsity", row.settings.sparsity),
+            "Compensations": listed(row.setting("compensation") for row in rows),
+            "Parameters": after,
+            "Of the dense, %": 100 * after / (row.parameters.before or after or 1),
+            "GFLOPs per token": 2 * after / 1e9,
+            "Weights, GiB": row.cost.weight_bytes and row.cost.weight_bytes / _GIB,
+            "Memory, GiB": max(peaks) / _GIB if peaks else None,
+        })  # fmt: skip
+    digits = {
+        "Parameters": 0, "Of the dense, %": 1, "GFLOPs per token": 3, "Weights, GiB": 2,
+        "Memory, GiB": 2,
+    }  # fmt: skip
+    notes = ["GFLOPs per token: 2 × parameters."]
+    if any("Memory, GiB" in line and line["Memory, GiB"] is not None for line in lines):
         devices = listed(row.environment.get("device") for row in sized) or "device unknown"
         notes.append(
             f"Memory: the most held while the perplexity was measured ({devices}); allocated on a "
-            "GPU, resident in the whole process on a CPU, where Python and its libraries have a "
-            "large share."
+            "GPU, resident in the whole process on a CPU, with Python and its libraries."
         )
-    return [Table(item.table, heads, tuple(map(_cost_line, groups.values())), 3, tuple(notes))]
+    return _list("Cost of a model", lines, digits, notes)
 
 
-def _cost_line(rows: Sequence[Row]) -> tuple[Datum, ...]:
-    first = rows[0]
-    after, weights = first.parameters.after or 0, first.cost.weight_bytes
-    peaks = [r.cost.peak_memory_bytes for r in rows if r.cost.peak_memory_bytes is not None]
-    return (
-        Datum(first.model),
-        Datum("dense" if first.dense else percent(first.sparsity), first.sparsity),
-        Datum(listed((row.setting("compensation") for row in rows), limit=8)),
-        count(after),
-        share(after, first.parameters.before),
-        significant(2 * after / 1e9),
-        significant(None if weights is None else weights / GIB),
-        significant(max(peaks) / GIB if peaks else None),
-    )
+def record(results: Results) -> list[Table]:
+    """List failures, overlapping texts, every cell, settings that differ, and safeguards."""
+    rows = _in_order(results)
+    failed = [
+        {**_named(row), "Reason": row.error or NO_REASON} for row in rows if row.status == "failed"
+    ]
+    overlaps = [
+        {
+            **_named(row), "n": row.overlap.n, "Windows with a shared n-gram": row.overlap.shared,
+            "Of": row.overlap.windows, "Share of n-grams": row.overlap.share,
+        }
+        for row in rows if row.overlap.flagged
+    ]  # fmt: skip
+    return [
+        *_list("Failed cells", failed, {}),
+        *_list("Evaluation text that repeats calibration text", overlaps, {"Share of n-grams": 4}),
+        *_every_cell(rows),
+        *_settings(results.cells, rows),
+        *_events(rows),
+    ]
+
+
+def _every_cell(rows: Sequence[Row]) -> list[Table]:
+    phases = ("collecting", "pruning", "evaluating")
+    lines = [
+        {
+            **_named(row), "Status": row.status, "Seed": row.setting("seed"),
+            "Parameters": row.parameters.after, "Perplexity": row.measured("perplexity"),
+            "Calibration windows": row.calibration.windows,
+            "Windows sha256": (row.calibration.windows_sha256 or ABSENT)[:_DIGEST],
+            **{f"{phase.capitalize()}, s": row.seconds.get(phase) for phase in phases},
+            "Peak memory, GiB": row.measured("memory"), "coec": row.environment.get("coec"),
+        }
+        for row in rows
+    ]  # fmt: skip
+    digits = {"Parameters": 0, "Perplexity": 2, "Peak memory, GiB": 2}
+    return _list("Every cell", lines, digits | {f"{p.capitalize()}, s": 1 for p in phases})
+
+
+def _settings(cells: DataFrame, rows: Sequence[Row]) -> list[Table]:
+    names = [name for name in SETTING_NAMES if cells[name].notna().any()]
+    varying = [name for name in names if cells[name].nunique() > 1]
+    constant = "; ".join(
+        f"{name} = {setting_text(cells[name].dropna().iloc[0])}"
+        for name in names if name not in varying
+    )  # fmt: skip
+    lines = [
+        {"Cell": row.cell, "Model": row.model, **{n: _short(row.setting(n)) for n in varying}}
+        for row in rows
+    ]
+    notes = [f"The same wherever it applies: {constant}."] if constant else []
+    return _list("Settings that differ", lines, {}, notes)
+
+
+def _events(rows: Sequence[Row]) -> list[Table]:
+    """List every safeguard that fired, how often, and in how many cells."""
+    by_cell = [[event for site in row.sites for event in site.events] for row in rows]
+    modules = Counter(event for events in by_cell for event in events)
+    cells = Counter(event for events in by_cell for event in set(events))
+    lines = [{"Event": e, "Modules": n, "Cells": cells[e]} for e, n in modules.most_common()]
+    return _list("Safeguards that fired", lines, {})
