@@ -19,7 +19,7 @@ from coec.calibration import tokens as module
 from coec.calibration.tokenizer import load_tokenizer
 from coec.calibration.tokens import Stream, all_windows, read_stream, sample_windows
 from coec.errors import CalibrationError, ModelError
-from coec.models.companion_files import carry_files
+from coec.models.folder import carry_files
 
 
 @pytest.fixture(scope="module")

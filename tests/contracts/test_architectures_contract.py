@@ -17,8 +17,8 @@ from coec.compensation import COMPENSATIONS
 from coec.errors import OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
+from coec.models.formats import LOADERS, TARGETS
 from coec.models.layout import Rows
-from coec.models.loaders import LOADERS, TARGETS
 from coec.models.surgery import with_rows
 from coec.reconstruction import Batch, LeastSquares, Products
 from coec.streaming.dense_stream import DenseStream

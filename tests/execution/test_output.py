@@ -20,7 +20,7 @@ from coec.execution import output as module
 from coec.execution.journal import journal
 from coec.execution.output import JOURNAL, LOCK, check_output, claimed, remove_leftovers
 from coec.execution.places import check_space
-from coec.models.companion_files import carry_files, foreign_entry
+from coec.models.folder import carry_files, foreign_entry
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from coec.errors import CoecError, ModelError, OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.models.shape import Shape
+from coec.models.layout import Shape
 from coec.pipeline import allocate as allocating
 from coec.planning import ComputeConfig
 from coec.streaming.sensitivity import RepairedConsumer, Sensitivity

@@ -10,10 +10,15 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from coec.calibration.sources import is_file, one_line
 from coec.errors import ModelError
-from coec.models.companion_files import TOKENIZER_CONFIG, TOKENIZER_FILES, tokenizer_classes
-from coec.models.description import CONFIG, read_config
 from coec.models.files import JsonDict, check_fetched
-from coec.models.shape import BLOCK_WIDTHS
+from coec.models.folder import (
+    CONFIG,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILES,
+    read_config,
+    tokenizer_classes,
+)
+from coec.models.layout import BLOCK_WIDTHS
 
 _PROBE = "The cat sat on 3 mats.\n\nIt isn't far: naïve «数» x == y  # end"
 """Tokenizers with one vocabulary that encode this text alike count as the same."""

@@ -10,7 +10,7 @@ from coec.errors import OptionError
 from coec.evaluation.network import check_dtype
 from coec.models.description import Description
 from coec.models.files import JsonDict
-from coec.models.shape import Shape
+from coec.models.layout import Shape
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
 

@@ -8,10 +8,10 @@ import torch
 from coec.allocation.kept import KEPT
 from coec.errors import ModelError, OptionError
 from coec.models.dense import Dense
-from coec.models.description import Description, find_model, read_config
+from coec.models.description import Description
 from coec.models.files import JsonDict, read_tensors
-from coec.models.layout import Layout, Rows, Site
-from coec.models.shape import Shape
+from coec.models.folder import find_model, read_config
+from coec.models.layout import Layout, Rows, Shape, Site
 from coec.pipeline.report import REPORT
 from coec.types import KeptSet
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from coec.errors import OutputError
-from coec.models.companion_files import foreign_entry
+from coec.models.folder import foreign_entry
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://?")
 """Start of a URL; only one slash is left of it where it was read as a path."""

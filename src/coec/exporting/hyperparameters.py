@@ -7,7 +7,7 @@ from typing import Any
 
 from coec.errors import ModelError, OptionError
 from coec.exporting.rotary import Rotary, rotary_of
-from coec.models.block_patterns import ATTENTION, MLP
+from coec.models.architectures import ATTENTION, MLP
 from coec.models.dense import Dense
 
 _WINDOWED = ("mistral", "qwen2", "qwen3")

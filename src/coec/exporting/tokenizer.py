@@ -15,8 +15,8 @@ from coec.calibration.tokenizer import load_tokenizer
 from coec.errors import ModelError
 from coec.exporting import bytes_bpe, pieces
 from coec.exporting.vocabulary import JsonObject, UnknownTokenizerError, Vocabulary
-from coec.models.companion_files import TOKENIZER_FILES, tokenizer_classes
 from coec.models.dense import Dense
+from coec.models.folder import TOKENIZER_FILES, tokenizer_classes
 
 _INSTEAD = "pass no_tokenizer=True for a file that takes and gives token ids alone"
 _UNUSED = "[PAD{}]"

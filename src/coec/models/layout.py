@@ -1,11 +1,172 @@
-"""Sites where units are removed, as values: complete, comparable, picklable (METHODS §1)."""
+"""Sizes, blocks and sites of a model, as values: comparable, picklable (METHODS §1)."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxtyping import Int
 from torch import Tensor
 
+from coec.errors import ModelError
+from coec.models.files import JsonDict
 from coec.types import KeptSet
+
+LIMITS = {
+    "num_hidden_layers": 512,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "moe_intermediate_size": 2**22,
+    "num_experts": 2**14,
+    "num_local_experts": 2**14,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "vocab_size": 2**26,
+    "max_position_embeddings": 2**40,
+}
+"""Sizes beyond which a configuration is damaged; building such a skeleton would never end."""
+
+
+def read_size(config: JsonDict, key: str, default: int | None = None) -> int:
+    """Read a size of a raw configuration; `default` if it is absent or null.
+
+    Raises:
+        ModelError: it is missing, no whole number, below 1, or beyond `LIMITS`.
+    """
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if value is None:
+        raise ModelError(f"config.json lacks '{key}'")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ModelError(f"{key} in config.json is no whole number: {str(value)[:40]!r}")
+    if not 1 <= value <= LIMITS[key]:
+        # Python refuses to print whole numbers of thousands of digits.
+        text = value if abs(value) < 10**20 else "absurd"
+        raise ModelError(
+            f"{key} in config.json is {text}: it must be at least 1 and at most {LIMITS[key]:,}"
+        )
+    return value
+
+
+def _block_widths(tables: Any, layers: int) -> list[JsonDict]:
+    """Check the widths of blocks in a raw configuration."""
+    if not isinstance(tables, list) or not all(isinstance(widths, dict) for widths in tables):
+        raise ModelError(f"{BLOCK_WIDTHS} in config.json is no list of tables: {tables!r:.40}")
+    if len(tables) != layers:
+        raise ModelError(f"{BLOCK_WIDTHS} in config.json is of {len(tables)} blocks of {layers}")
+    if unknown := {str(key) for widths in tables for key in widths} - set(_FIELDS):
+        raise ModelError(
+            f"{BLOCK_WIDTHS} in config.json holds {min(unknown)!r:.80}; known are "
+            + ", ".join(_FIELDS)
+        )
+    return tables
+
+
+_FIELDS = {
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "intermediate_size": "ffn",
+}
+"""Configuration keys that pruning changes, and the fields of `Shape` with their values."""
+BLOCK_WIDTHS = "block_widths"
+"""Configuration key of the widths that differ by block: one table of keys for each block."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes that pruning reads and changes.
+
+    Attributes:
+        layers, hidden, head_dim: unchanged by pruning.
+        kv_heads: KV groups of every block, or of the widest block if they differ.
+        group: query heads per KV group (unchanged).
+        ffn: intermediate channels, likewise.
+        expert_ffn: intermediate channels of every expert, if they have a size of their own; else 0.
+        by_block: fields of this class with their values for each block, if widths differ by block;
+            empty if all blocks are alike.
+    """
+
+    layers: int
+    hidden: int
+    head_dim: int
+    kv_heads: int
+    group: int
+    ffn: int
+    expert_ffn: int = 0
+    by_block: tuple[tuple[tuple[str, int], ...], ...] = ()
+
+    @classmethod
+    def of(cls, config: JsonDict) -> "Shape":
+        """Read a raw configuration; raises ModelError naming a missing or inconsistent key."""
+        if config.get(BLOCK_WIDTHS) is None:
+            return cls._uniform(config)
+        common = {key: value for key, value in config.items() if key != BLOCK_WIDTHS}
+        dense = cls._uniform(common)
+        tables = _block_widths(config[BLOCK_WIDTHS], dense.layers)
+        blocks = [cls._uniform(common | widths) for widths in tables]
+        for block in blocks:
+            if (block.group, block.head_dim) != (dense.group, dense.head_dim):
+                raise ModelError(
+                    f"{BLOCK_WIDTHS} in config.json has blocks of {block.group} query heads per KV "
+                    f"group, and others of {dense.group}"
+                )
+        return dense.with_blocks([{"kv_heads": b.kv_heads, "ffn": b.ffn} for b in blocks])
+
+    @classmethod
+    def _uniform(cls, config: JsonDict) -> "Shape":
+        heads, hidden = read_size(config, "num_attention_heads"), read_size(config, "hidden_size")
+        kv_heads = read_size(config, "num_key_value_heads", heads)
+        head_dim = read_size(config, "head_dim", hidden // heads)
+        layers, ffn = read_size(config, "num_hidden_layers"), read_size(config, "intermediate_size")
+        if head_dim < 1:
+            raise ModelError(f"a hidden size of {hidden} does not hold {heads} heads")
+        if heads % kv_heads:
+            raise ModelError(f"{heads} query heads do not divide into {kv_heads} KV groups")
+        has_experts = config.get("moe_intermediate_size") is not None
+        expert_ffn = read_size(config, "moe_intermediate_size") if has_experts else 0
+        return cls(layers, hidden, head_dim, kv_heads, heads // kv_heads, ffn, expert_ffn)
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.kv_heads * self.group
+
+    @property
+    def full_width(self) -> bool:
+        """True if the heads together are as wide as the hidden states."""
+        return self.heads * self.head_dim == self.hidden
+
+    @property
+    def uniform(self) -> bool:
+        """True if all blocks are alike."""
+        return not self.by_block
+
+    @property
+    def heads_differ(self) -> bool:
+        """True if the number of heads differs by block."""
+        return len({self.at(index).kv_heads for index in range(self.layers)}) > 1
+
+    def at(self, block: int) -> "Shape":
+        """The sizes of one block, as if all blocks had its widths."""
+        return replace(self, **dict(self.by_block[block]), by_block=()) if self.by_block else self
+
+    def with_blocks(self, units: Sequence[Mapping[str, int]]) -> "Shape":
+        """Replace the numbers of units: one table per block, by the field that counts them."""
+        widest = {name: max(block[name] for block in units) for name in units[0]}
+        by_block = tuple(tuple(sorted(block.items())) for block in units)
+        alike = len(set(by_block)) == 1
+        return replace(self, **widest, by_block=() if alike else by_block)
+
+    def listed(self) -> "Shape":
+        """List the widths by block even if all blocks are alike."""
+        widths = tuple(sorted((name, getattr(self, name)) for name in ("kv_heads", "ffn")))
+        return replace(self, by_block=self.by_block or (widths,) * self.layers)
+
+    def keys(self) -> dict[str, int]:
+        """The sizes that pruning changes, as configuration keys; of the widest block."""
+        sizes = {key: getattr(self, name) for key, name in _FIELDS.items()}
+        return sizes | ({"moe_intermediate_size": self.expert_ffn} if self.expert_ffn else {})
 
 
 @dataclass(frozen=True)

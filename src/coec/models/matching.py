@@ -4,7 +4,8 @@ A unit is identified by all its rows in the producers together. The consumer pla
 for its zero columns: most programs change it, and it is computed anew.
 """
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,11 +15,16 @@ from torch import Tensor
 
 from coec.errors import ModelError
 from coec.models.layout import Rows, Site
-from coec.models.row_matching import match_rows, nearest_row
 
 _NAMED = 3
 """Number of rows that an error names."""
 _UNKNOWN = "which units were kept cannot be told"
+_ROUTES = (None, torch.bfloat16, torch.float16)
+"""Dtypes through which weights may have gone on the way to the dtype that they are stored in."""
+_FEW = 32
+"""Columns that distinguish almost all rows when entries are compared with a tolerance."""
+Matrices = Sequence[Tensor]
+"""Rows of several tensors; row n of each belongs to unit (or row) n."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,24 +228,19 @@ def _check_heads(dense: SiteTensors, pruned: SiteTensors) -> None:
     )
     if count % 1 or groups % 1 or count == groups * group:
         return
-    rows = pruned.rows(queries, int(count))
-    matches = match_rows(
-        [dense.rows(queries, dense.site.units * group)],
-        [rows],
-        torch.zeros(len(rows), dtype=torch.bool),
-    )
+    before, after = dense.rows(queries, dense.site.units * group), pruned.rows(queries, int(count))
+    matches = match_rows([before], [after], torch.zeros(len(after), dtype=torch.bool))
     remaining = sorted({head for heads in matches for head in heads})
     raise ModelError(
         f"{_module(queries)} in '{pruned.name}' has {count:g} query heads for {groups:g} KV heads"
         + (f" (of the dense model's {remaining})" if remaining else "")
-        + _removed_alone(group)
+        + _REMOVED_ALONE.format(group)
     )
 
 
-def _removed_alone(group: int) -> str:
-    return (
-        f": query heads were removed alone, and coec removes whole KV groups of {group} query heads"
-    )
+_REMOVED_ALONE = (
+    ": query heads were removed alone, and coec removes whole KV groups of {} query heads"
+)
 
 
 def _check_masks(dense: SiteTensors, pruned: SiteTensors, units: Mapping[int, int]) -> None:
@@ -255,7 +256,7 @@ def _check_masks(dense: SiteTensors, pruned: SiteTensors, units: Mapping[int, in
         if len(masked) and not pruned.silent[number]:
             raise ModelError(
                 f"'{pruned.name}' masks query heads {[unit * group + int(n) for n in masked]} of "
-                f"{dense.site.key}, and not all of KV group {unit}{_removed_alone(group)}"
+                f"{dense.site.key}, and not all of KV group {unit}{_REMOVED_ALONE.format(group)}"
             )
 
 
@@ -313,3 +314,71 @@ def _reordered_heads(dense: SiteTensors, pruned: SiteTensors, unit: int) -> Mode
 
 def _module(tensor: str) -> str:
     return tensor.rpartition(".")[0]
+
+
+def match_rows(
+    dense: Matrices, pruned: Matrices, needed: Bool[Tensor, " n"]
+) -> list[Sequence[int]]:
+    """List, for each pruned row, the numbers of the dense rows that agree but for rounding.
+
+    Args:
+        needed: rows for which rounding is considered; for others exact matches are enough.
+    """
+    keys = list(_keys(pruned))
+    matches: list[Sequence[int]] = [()] * len(keys)
+    for route in _ROUTES:
+        index: dict[bytes, list[int]] = {}
+        cast = [
+            (d if route is None else d.to(route)).to(p.dtype)
+            for d, p in zip(dense, pruned, strict=True)
+        ]
+        for number, key in enumerate(_keys(cast)):
+            index.setdefault(key, []).append(number)
+        matches = [rows or index.get(key, ()) for rows, key in zip(matches, keys, strict=True)]
+        missing = [n for n, rows in enumerate(matches) if not rows and needed[n]]
+        if not missing:
+            return matches
+    for n, rows in zip(missing, _near(dense, pruned, missing), strict=True):
+        matches[n] = rows
+    return matches
+
+
+def _near(dense: Matrices, pruned: Matrices, numbers: Sequence[int]) -> Iterator[Sequence[int]]:
+    """List, for some pruned rows, the dense rows that are equal within rounding either way.
+
+    Only rows that agree in the column in which rows differ most are compared in full.
+    """
+    dtype = pruned[0].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    rows = torch.cat([d.to(dtype).to(wide) for d in dense], dim=1)
+    column = int(rows.var(dim=0, correction=0).argmax())
+    entries, order = rows[:, column].sort()
+    info = torch.finfo(dtype)
+    for number in numbers:
+        values = torch.cat([p[number].to(wide) for p in pruned])
+        slack = values.abs() * info.eps + info.smallest_normal * info.eps
+        low, high = values - slack, values + slack
+        first = int(torch.searchsorted(entries, low[column]))
+        last = int(torch.searchsorted(entries, high[column], right=True))
+        near = order[first:last]
+        for columns in (slice(_FEW), slice(None)):
+            near_rows = rows[near, columns]
+            near = near[((near_rows >= low[columns]) & (near_rows <= high[columns])).all(dim=1)]
+        yield near.sort().values.tolist()
+
+
+def _keys(matrices: Matrices) -> Iterator[bytes]:
+    """Digest each row of all matrices together; zeros have one sign."""
+    raw = [(matrix + 0.0).contiguous().view(torch.uint8).numpy() for matrix in matrices]
+    for rows in zip(*raw, strict=True):
+        digest = hashlib.blake2b(digest_size=16)
+        for row in rows:
+            digest.update(row)
+        yield digest.digest()
+
+
+def nearest_row(rows: Tensor, row: Tensor) -> tuple[int, float]:
+    """The nearest of some rows, and its distance relative to its length."""
+    distances = (rows.float() - row.float()).norm(dim=1)
+    nearest = int(distances.argmin())
+    return nearest, float(distances[nearest] / rows[nearest].float().norm().clamp_min(1e-30))

@@ -13,8 +13,8 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from coec.models import modeling_non_uniform
 from coec.models.files import JsonDict
+from coec.models.layout import BLOCK_WIDTHS, Shape
 from coec.models.modeling_non_uniform import NonUniformBlocks
-from coec.models.shape import BLOCK_WIDTHS, Shape
 
 FILE = "modeling_non_uniform.py"
 """Name of the code in a model folder."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from coec.allocation import MOST_ADDED, MULTIPLES, OF_EXPERTS
 from coec.compensation.shrinkage import enough, few
-from coec.models.fallbacks import fallbacks
+from coec.models.formats import quantised_cost
 from coec.models.layout import Site
 from coec.planning.sizes import PlanSizes
 from coec.selection import kept_count
@@ -99,7 +99,7 @@ def _widths(plan: PlanSizes) -> Iterator[str]:
             )
     for site in plan.model.layout.kinds:
         usual, blocks = Counter(map(plan.widths.of, _alike(plan, site))).most_common(1)[0]
-        if cost := fallbacks(site, usual, plan.model.shapes[site.weight][0], blocks):
+        if cost := quantised_cost(site, usual, plan.model.shapes[site.weight][0], blocks):
             yield cost
 
 

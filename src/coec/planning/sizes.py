@@ -8,7 +8,7 @@ from coec.allocation import Widths
 from coec.errors import OptionError
 from coec.models.description import Description
 from coec.models.formats import OutputFormat
-from coec.models.shape import Shape
+from coec.models.layout import Shape
 from coec.planning.recipe import Recipe
 from coec.settings import Pruning
 

@@ -15,7 +15,7 @@ from coec.devices import FreeMemory
 from coec.errors import CalibrationError, ModelError
 from coec.events import Progress
 from coec.models.description import Description
-from coec.models.shape import Shape
+from coec.models.layout import Shape
 
 GROUP = 32
 """Windows whose random numbers are drawn together; no more are sampled at once."""

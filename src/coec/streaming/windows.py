@@ -16,8 +16,8 @@ from coec.calibration.tokens import CHOICE, Windows, held_out, is_token_file, sa
 from coec.calibration.windows import text_stream, window_length
 from coec.errors import CalibrationError
 from coec.events import Progress
-from coec.models.companion_files import tokenizer_files
 from coec.models.dense import Dense
+from coec.models.folder import tokenizer_files
 from coec.settings import Calibration, Runtime
 from coec.streaming.self_text import sample_from_model, windows_that_fit
 
