@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import coec
 import tiny_models as tm
-from coec.calibration.tokens import Windows, hold_out
+from coec.calibration.windows import Windows, hold_out
 from coec.compensation import COMPENSATIONS
 from coec.errors import OptionError
 from coec.models.architectures import ARCHITECTURES

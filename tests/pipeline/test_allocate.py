@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import coec
 import tiny_models as tm
-from coec.calibration.tokenizer import load_tokenizer
+from coec.calibration.tokens import load_tokenizer
 from coec.errors import CoecError, ModelError, OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense

@@ -38,11 +38,6 @@ def is_named(source: str) -> bool:
     return source in ("wikitext2", "c4") or source.startswith("hub:")
 
 
-def read_text(source: str, *, split: Split, text_column: str = "text") -> str:
-    """Read the text of a source at once; documents are joined by blank lines."""
-    return "".join(read_parts(source, split=split, text_column=text_column))
-
-
 def read_parts(source: str, *, split: Split, text_column: str = "text") -> Iterator[str]:
     """Yield the text of a source in consecutive pieces; blank lines separate documents.
 
@@ -57,14 +52,11 @@ def read_parts(source: str, *, split: Split, text_column: str = "text") -> Itera
     Raises:
         CalibrationError: the source is missing, unreachable, empty or of the wrong form.
     """
-    if not is_named(source):
-        texts = _read_file(Path(source), text_column)
-    elif source == "wikitext2":
-        texts = iter([_wikitext2(split)])
-    elif source == "c4":
-        texts = iter([_c4("train" if split == "train" else "validation")])
-    else:
-        texts = iter([_hub(source, split, text_column)])
+    texts = (
+        iter([_read_named(source, split, text_column)])
+        if is_named(source)
+        else _read_file(Path(source), text_column)
+    )
     empty = True
     for text in texts:
         empty = empty and not text.strip()
@@ -73,12 +65,13 @@ def read_parts(source: str, *, split: Split, text_column: str = "text") -> Itera
         raise CalibrationError(f"'{source}' holds no text")
 
 
-_TABLE = "is a table, not text: save its column of text as .jsonl, .parquet or .txt"
-_PACKED = "is compressed: unpack it first"
-_NO_TEXT = dict.fromkeys((".csv", ".tsv", ".xlsx", ".arrow"), _TABLE) | dict.fromkeys(
-    (".gz", ".zst", ".bz2", ".xz", ".zip"), _PACKED
-)
-"""Reasons why files with these suffixes are refused."""
+_NO_TEXT = {
+    "is a table, not text: save its column of text as .jsonl, .parquet or .txt": (
+        ".csv", ".tsv", ".xlsx", ".arrow",
+    ),
+    "is compressed: unpack it first": (".gz", ".zst", ".bz2", ".xz", ".zip"),
+}  # fmt: skip
+"""Reasons why files are refused, and their suffixes."""
 
 
 def _read_file(path: Path, column: str) -> Iterator[str]:
@@ -87,8 +80,9 @@ def _read_file(path: Path, column: str) -> Iterator[str]:
             f"no text at '{path}': give 'wikitext2', 'c4', 'hub:OWNER/NAME', 'self', or a file "
             "(.txt, .jsonl, .parquet, or token ids as .npy or .safetensors)"
         )
-    if reason := _NO_TEXT.get(path.suffix.lower()):
-        raise CalibrationError(f"'{path}' {reason}")
+    for reason, suffixes in _NO_TEXT.items():
+        if path.suffix.lower() in suffixes:
+            raise CalibrationError(f"'{path}' {reason}")
     try:
         if path.suffix in (".jsonl", ".json"):
             yield from _joined(_jsonl_column(path, column))
@@ -106,16 +100,17 @@ def _read_file(path: Path, column: str) -> Iterator[str]:
 
 def is_file(path: Path) -> bool:
     """True if there is such a file; False for impossible names and circles of links."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
+    return _holds(path.is_file)
 
 
 def is_folder(path: Path) -> bool:
     """True if there is such a folder; False as in `is_file`."""
+    return _holds(path.is_dir)
+
+
+def _holds(test: Callable[[], bool]) -> bool:
     try:
-        return path.is_dir()
+        return test()
     except (OSError, ValueError):
         return False
 
@@ -192,21 +187,15 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _wikitext2(split: Split) -> str:
-    rows = _load("WikiText-2", lambda load: load(*_WIKITEXT2, split=split))
-    return _SEPARATOR.join(rows["text"])
-
-
-def _c4(split: Literal["train", "validation"]) -> str:
-    files = {split: _C4_SHARDS[split]}
-    return _load(
-        "C4",
-        lambda load: _beginning(load(_C4, data_files=files, split=split, streaming=True), "text"),
-    )
-
-
-def _hub(source: str, split: Split, column: str) -> str:
-    """Read the beginning of one split of a data set on the hub."""
+def _read_named(source: str, split: Split, column: str) -> str:
+    """Read one split of a data set, or its beginning."""
+    if source == "wikitext2":
+        rows = _load("WikiText-2", lambda load: load(*_WIKITEXT2, split=split))
+        return _SEPARATOR.join(rows["text"])
+    if source == "c4":
+        c4_split = "train" if split == "train" else "validation"
+        options = {"data_files": {c4_split: _C4_SHARDS[c4_split]}, "split": c4_split}
+        return _load("C4", lambda load: _beginning(load(_C4, **options, streaming=True), "text"))
     name, _, config = source.removeprefix("hub:").partition(":")
     if name.count("/") != 1 or not all(name.split("/")) or ":" in config:
         raise CalibrationError(
@@ -261,5 +250,4 @@ def _load(name: str, read: Callable[[Callable[..., Any]], Any]) -> Any:
     except CalibrationError:
         raise
     except Exception as error:  # the hub's client may raise anything
-        reason = first_line(error)
-        raise CalibrationError(offline.format(reason)) from error
+        raise CalibrationError(offline.format(first_line(error))) from error

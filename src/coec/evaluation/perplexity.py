@@ -13,11 +13,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from coec.calibration.ids import token_ids
 from coec.calibration.sources import Split
-from coec.calibration.tokenizer import check_same_tokenizer, load_tokenizer
-from coec.calibration.tokens import Stream, Windows, all_windows, read_stream
-from coec.calibration.windows import resolve_seq_len
+from coec.calibration.tokens import (
+    Stream,
+    check_same_tokenizer,
+    load_tokenizer,
+    read_stream,
+    token_ids,
+)
+from coec.calibration.windows import Windows, all_windows, resolve_seq_len
 from coec.devices import choose_device
 from coec.errors import ModelError, NumericalError, OptionError
 from coec.evaluation.network import check_dtype, load_network

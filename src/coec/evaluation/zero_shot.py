@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-from coec.calibration.tokenizer import load_tokenizer
+from coec.calibration.tokens import load_tokenizer
 from coec.calibration.windows import resolve_seq_len
 from coec.devices import choose_device
 from coec.errors import OptionError

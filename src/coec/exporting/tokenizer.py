@@ -11,7 +11,7 @@ from typing import Any
 
 from gguf import GGUFWriter, TokenType
 
-from coec.calibration.tokenizer import load_tokenizer
+from coec.calibration.tokens import load_tokenizer
 from coec.errors import ModelError
 from coec.exporting import bytes_bpe, pieces
 from coec.exporting.vocabulary import JsonObject, UnknownTokenizerError, Vocabulary

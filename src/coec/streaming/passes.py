@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coec.calibration.tokens import Windows, hold_out
 from coec.calibration.windows import (
+    Windows,
+    hold_out,
     source_digest,
     window_length,
     with_judges,

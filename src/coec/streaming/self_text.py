@@ -9,8 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
 
-from coec.calibration.tokenizer import encode
-from coec.calibration.tokens import Windows, digest
+from coec.calibration.tokens import digest, encode
+from coec.calibration.windows import Windows
 from coec.devices import FreeMemory
 from coec.errors import CalibrationError, ModelError
 from coec.events import Progress
