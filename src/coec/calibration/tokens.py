@@ -280,11 +280,7 @@ def check_same_tokenizer(folder: Path, baseline: Path, *, trust_remote_code: boo
 def encode(
     tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = True
 ) -> Int[Tensor, " n"]:
-    """Tokenise a text, with special tokens unless told otherwise.
-
-    Raises:
-        ModelError: the tokenizer fails.
-    """
+    """Tokenise a text, by default with special tokens; raises ModelError if that fails."""
     try:
         # verbose=False: the warning about texts longer than the model is meant for other uses.
         ids = tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]

@@ -106,11 +106,7 @@ class Windows:
 def sample_windows(
     stream: Stream, *, samples: int, seq_len: int, seed: int, vocabulary: int
 ) -> Windows:
-    """Draw `samples` distinct windows of `seq_len` tokens at random, without overlap.
-
-    Raises:
-        CalibrationError: too few tokens, or ids outside the vocabulary.
-    """
+    """Draw `samples` distinct windows of `seq_len` tokens at random, without overlap."""
     rows = _cut(stream, seq_len, vocabulary)
     if len(rows) < samples:
         available = stream.ids.numel()
@@ -126,11 +122,7 @@ def sample_windows(
 
 
 def all_windows(stream: Stream, *, seq_len: int, vocabulary: int) -> Windows:
-    """Cut a text into full windows in order, without the tail: the evaluation of METHODS §7.
-
-    Raises:
-        CalibrationError: less than one window, or ids outside the vocabulary.
-    """
+    """Cut a text into full windows in order, without the tail: the evaluation of METHODS §7."""
     rows = _cut(stream, seq_len, vocabulary)
     if len(rows) == 0:
         raise CalibrationError(
@@ -158,11 +150,7 @@ def hold_out(windows: Windows, fraction: float, seed: int) -> tuple[Tensor, Tens
 
 
 def held_out(n: int, fraction: float) -> int:
-    """Number of held-out windows among n: `round(fraction · n)`, at least 1 unless fraction is 0.
-
-    Raises:
-        CalibrationError: no window is left on one of the two sides.
-    """
+    """Number of held-out windows among n: `round(fraction · n)`, at least 1 unless that is 0."""
     if not fraction:
         return 0
     count = max(1, round(fraction * n))
@@ -198,11 +186,7 @@ def _cut(stream: Stream, seq_len: int, vocabulary: int) -> Int[Tensor, "n length
 
 
 def resolve_seq_len(seq_len: int | None, positions: int, default: int) -> int:
-    """Resolve the window length: the default is capped at the model's positions.
-
-    Raises:
-        OptionError: it is beyond the model's positions, or too short to predict anything.
-    """
+    """Resolve the window length: the default is capped at the model's positions."""
     if positions < 2:
         raise OptionError(
             f"the model has {positions} positions (max_position_embeddings): a window needs two"

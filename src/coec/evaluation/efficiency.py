@@ -7,7 +7,7 @@ import torch
 
 from coec.devices import DTYPES, stored_dtype
 from coec.errors import OptionError
-from coec.evaluation.network import check_dtype
+from coec.evaluation.pair import check_dtype
 from coec.models.description import Description
 from coec.models.files import JsonDict
 from coec.models.layout import Shape

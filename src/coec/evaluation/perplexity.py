@@ -24,7 +24,7 @@ from coec.calibration.tokens import (
 from coec.calibration.windows import Windows, all_windows, resolve_seq_len
 from coec.devices import choose_device
 from coec.errors import ModelError, NumericalError, OptionError
-from coec.evaluation.network import check_dtype, load_network
+from coec.evaluation.pair import check_dtype, load_network
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
@@ -49,12 +49,11 @@ class Perplexity:
         windows, seq_len: number and length of the windows.
         text, text_sha256: the text and its digest.
         special_tokens: number of special tokens that the tokenizer added.
-        parameters: number of parameters of the model.
         seconds: wall-clock time, of both models if there is a baseline.
         baseline_perplexity, ratio, kl, agreement: with a baseline: its perplexity, the perplexity
             over it, the mean of KL(baseline ‖ model) in nats per token, and the fraction of tokens
             for which both models find the same next token most probable.
-        same_text_as_calibration: whether the model was pruned with this text, by digest; None if
+        same_text_as_calibration: true if the model was pruned with this text, by digest; None if
             the folder holds no record of its pruning.
     """
 
@@ -206,11 +205,7 @@ def evaluation_windows(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Windows:
-    """Cut the windows on which `perplexity` with these arguments is measured.
-
-    Raises:
-        CoecError: with one line that says what to change.
-    """
+    """Cut the windows on which `perplexity` with these arguments is measured."""
     seq_len = None if seq_len is None else check_whole("seq_len", seq_len, least=2)
     max_windows = None if max_windows is None else check_whole("max_windows", max_windows)
     model = Dense.open(model)

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from coec.devices import choose_device, choose_forward_dtype
 from coec.errors import OptionError
-from coec.evaluation.network import check_dtype
-from coec.evaluation.pair import ModelPair
+from coec.evaluation.pair import ModelPair, check_dtype
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
+from coec.settings import check_whole
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,11 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            lowest = 0 if name == "warmup" else 1
-            if not isinstance(value, int) or value < lowest:
-                raise OptionError(
-                    f"{name} must be a whole number of at least {lowest}, got {value!r}"
-                )
+            least = 0 if name == "warmup" else 1
+            object.__setattr__(self, name, check_whole(name, value, least))
 
     def within(self, positions: int) -> "Workload":
-        """Shorten the prompt to leave room for the new tokens.
-
-        Raises:
-            OptionError: no room for a prompt.
-        """
+        """Shorten the prompt to leave room for the new tokens; raises OptionError if none is."""
         room = positions - self.new_tokens
         if positions < 2:
             raise OptionError(f"the model has {positions} positions: speed needs two")
@@ -59,7 +52,7 @@ class Workload:
                 f"new_tokens={self.new_tokens} leaves no room for a prompt in the model's "
                 f"{positions} positions; use {positions - 1} or less"
             )
-        return Workload(**{**asdict(self), "prompt_tokens": min(self.prompt_tokens, room)})
+        return replace(self, prompt_tokens=min(self.prompt_tokens, room))
 
 
 @dataclass(frozen=True)
@@ -81,7 +74,6 @@ class Rates:
     """Tokens per second.
 
     Attributes:
-        dense, pruned: median and extremes over the repeats.
         ratio: median of pruned over median of dense.
         paired: pruned over dense within each repeat.
     """
@@ -106,8 +98,7 @@ class Speed:
     Attributes:
         prefill, decode: prompt and new tokens per second.
         peak_memory_dense, peak_memory_pruned: bytes of the weights plus the maximum that a run
-            allocates besides; None on a CPU.
-        memory_note: why there is no peak memory, or None.
+            allocates besides; None on a CPU, which `memory_note` explains.
         load: the work of a run, with the capped prompt.
         device, dtype, threads: environment of the runs; threads are torch's on the CPU.
     """
@@ -173,11 +164,11 @@ def measure_speed(
 ) -> Speed:
     """Measure like `speed`, for models that are already open."""
     chosen = choose_device(device)
-    load = load.within(pair.positions)
+    load = load.within(pair.dense.positions)
     forward = choose_forward_dtype(dtype, pair.dense.dtype, chosen)
     generator = torch.Generator().manual_seed(0)
     shape = (load.batch_size, load.prompt_tokens)
-    prompt = torch.randint(pair.vocabulary, shape, generator=generator).to(chosen)
+    prompt = torch.randint(pair.dense.vocabulary, shape, generator=generator).to(chosen)
     loaded = [_load(model, forward, chosen) for model in (pair.dense, pair.pruned)]
     prefill, decode = _in_turns([model for model, _ in loaded], prompt, load, progress)
     peaks = [_peak(*model, prompt, load.new_tokens) for model in loaded]

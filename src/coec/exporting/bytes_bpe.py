@@ -44,11 +44,7 @@ NORMAL_FORM = (
 
 
 def read(content: JsonObject) -> Vocabulary | None:
-    """Read byte-level BPE; None for another kind of tokenizer.
-
-    Raises:
-        UnknownTokenizerError: it is of this kind, and llama.cpp does not have it.
-    """
+    """Read byte-level BPE that llama.cpp has; None for another kind of tokenizer."""
     steps = in_order(content["pre_tokenizer"], "pretokenizers")
     if not steps or steps[-1]["type"] != "ByteLevel":
         return None

@@ -20,11 +20,7 @@ _PREFIXES = {"always": (True, (_ALWAYS,)), "first": (True, (_FIRST,)), "never": 
 
 
 def read(content: JsonObject) -> Vocabulary | None:
-    """Read BPE over pieces; None for another kind of tokenizer.
-
-    Raises:
-        UnknownTokenizerError: it is of this kind, and llama.cpp does not have it.
-    """
+    """Read BPE over pieces that llama.cpp has; None for another kind of tokenizer."""
     model = content["model"]
     if not model["vocab"].keys() >= BYTES or not model.get("byte_fallback"):
         return None

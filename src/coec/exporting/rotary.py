@@ -44,11 +44,7 @@ class Rotary:
 
 
 def rotary_of(model: Description) -> Rotary:
-    """Rotary positions of a model, as transformers reads its configuration.
-
-    Raises:
-        ModelError: llama.cpp does not know them.
-    """
+    """Read a model's rotary positions as transformers does; raises ModelError for unknown ones."""
     network: Any = model.skeleton()
     compute_buffers(network, torch.device("cpu"))
     config = network.config

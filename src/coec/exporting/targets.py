@@ -75,11 +75,7 @@ def check_known(model_type: str) -> None:
 
 
 def choose_target(model: Hyperparameters, tensors: Iterable[str]) -> ExportTarget:
-    """Choose the first of llama.cpp's architectures that computes the model.
-
-    Raises:
-        ModelError: none does.
-    """
+    """Choose llama.cpp's first architecture that computes the model, or raise ModelError."""
     refusals: list[str] = []
     for target in TARGETS[model.model_type]:
         refusal = target.refusal(model, tensors)

@@ -66,11 +66,7 @@ class Entry:
 
 
 def gguf_names(model: Dense, arch: str) -> dict[str, str]:
-    """Map names in GGUF to those in the model, in the order of the model.
-
-    Raises:
-        ModelError: a tensor has no place in the file.
-    """
+    """Map names in GGUF to those in the model, in the order of the model."""
     number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == arch)
     name_map = get_tensor_name_map(number, len(model.layout.blocks))
     names: dict[str, str] = {}
@@ -116,11 +112,7 @@ def interleaved(rows: Float[Tensor, "rows *columns"], heads: int) -> Float[Tenso
 
 
 def encoded(weight: Tensor, gguf_type: GGMLQuantizationType, name: str) -> np.ndarray:
-    """Convert numbers to those of the file.
-
-    Raises:
-        ModelError: they are not finite, or would not be.
-    """
+    """Convert numbers to those of the file; raises ModelError if they would not be finite."""
     if _HALVES.get(weight.dtype) == gguf_type and torch.isfinite(weight).all():
         return weight.contiguous().view(torch.uint8).numpy()  # as the weights are stored
     wide = weight.to(torch.float32)

@@ -67,11 +67,7 @@ class GgufTokenizer:
 
 
 def tokenizer_of(model: Dense) -> GgufTokenizer:
-    """Read the tokenizer in a model's folder.
-
-    Raises:
-        ModelError: there is none, or llama.cpp has none that gives the same ids.
-    """
+    """Read the tokenizer in a model's folder; raises ModelError if llama.cpp has none like it."""
     if tokenizer_classes(model.folder):
         raise _refused(model, "it brings Python code of its own")
     if not any((model.folder / name).is_file() for name in TOKENIZER_FILES):

@@ -123,7 +123,7 @@ class ExpertNames:
     Attributes:
         stored: the module that holds them in a checkpoint, relative to the block.
         module: the same module in the model that runs.
-        gate, up, down: the projections of an expert in a checkpoint.
+        gate, up, down: an expert's projections in a checkpoint.
         count: the configuration key with their number that transformers 4.57 reads.
     """
 
@@ -148,14 +148,7 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class BlockPattern:
-    """The names in an architecture's blocks.
-
-    Attributes:
-        prefix: prefix of a block's tensors, with `{}` for the block's index.
-        sites: the places where units are removed.
-        experts: names of experts, if there are any.
-        embedding, norm, head: as in `Layout`.
-    """
+    """The names in an architecture's blocks; `{}` in the prefix stands for a block's index."""
 
     prefix: str = "model.layers.{}."
     sites: tuple[SitePattern, ...] = (ATTENTION, MLP)
@@ -165,12 +158,7 @@ class BlockPattern:
     head: str = "lm_head.weight"
 
     def layout(self, shape: Shape, shapes: Mapping[str, torch.Size]) -> Layout:
-        """Lay out a model.
-
-        Args:
-            shape: its sizes.
-            shapes: shapes of its stored tensors, by name.
-        """
+        """Lay out a model, by its sizes and the shapes of its stored tensors."""
         blocks = tuple(self._block(index, shape.at(index), shapes) for index in range(shape.layers))
         return Layout(blocks, self.embedding, self.norm, self.head)
 
@@ -305,12 +293,7 @@ def _check_text_alone(config: JsonDict) -> None:
 
 
 def architecture_of(config: JsonDict) -> Architecture:
-    """Look up the architecture of a raw configuration.
-
-    Raises:
-        ModelError: the model is an encoder, quantised, or of a type not listed.
-    """
-    supported = f"supported: {', '.join(ARCHITECTURES)}"
+    """Look up the architecture of a raw configuration; raises ModelError for any other model."""
     model_type = config.get("model_type")
     quantisation = config.get("quantization_config")
     if quantisation:
@@ -335,5 +318,7 @@ def architecture_of(config: JsonDict) -> Architecture:
             "(…ForCausalLM)"
         )
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        raise ModelError(f"model type '{model_type}' is not supported; {supported}")
+        raise ModelError(
+            f"model type '{model_type}' is not supported; supported: {', '.join(ARCHITECTURES)}"
+        )
     return ARCHITECTURES[model_type]

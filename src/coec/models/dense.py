@@ -47,14 +47,12 @@ class Dense(Description):
 
     Attributes:
         name: the model, as the user gave it.
-        folder: the folder of its files, absolute.
-        files: tensor name → file name.
-        stamps: size and time of every file when it was opened; a file that changes later is
-            refused.
+        files: tensor name → file name in the folder.
+        stamps: size and time of every file when it was opened.
         dtype: dtype of the weights; the narrowest that holds all if they are mixed.
         notes: unusual facts about the model, one sentence each.
         hashes: dtype, shape and SHA-256 of the tensors read so far, by name.
-        expected: digests that weights must have, set by `expect`.
+        expected: prefix and digest that weights must have, and since when; set by `expect`.
     """
 
     name: str
@@ -100,19 +98,11 @@ class Dense(Description):
                    stamps=stamps, dtype=dtype, notes=tuple(notes))  # fmt: skip
 
     def tensor(self, name: str) -> Tensor:
-        """Read one tensor, on the CPU in its stored dtype.
-
-        Raises:
-            ModelError: it is not finite.
-        """
+        """Read a finite tensor, on the CPU in its stored dtype; raises ModelError for any other."""
         return self._noted(self.files[name], [name])[name]
 
     def tensors(self, block: BlockLayout) -> dict[str, Tensor]:
-        """Read all tensors of a block; keys are full names.
-
-        Raises:
-            ModelError: one of them is not finite, or differs from the expected digests.
-        """
+        """Read all tensors of a block, compared with what was expected; keys are full names."""
         read: dict[str, Tensor] = {}
         for file, names in self._names_by_file.items():
             in_block = [name for name in names if name.startswith(block.prefix)]
@@ -125,10 +115,8 @@ class Dense(Description):
         """SHA-256 of the configuration and of a sample of every weight; little is read.
 
         It identifies a model before work; `digest` covers every number. Tensors of up to _SAMPLED
-        bytes enter completely, larger ones by four pieces.
-
-        Raises:
-            ModelError: a sampled number is not finite.
+        bytes enter completely, larger ones by four pieces. Raises ModelError if a sampled number is
+        not finite.
         """
         hashes: dict[str, str] = {}
         for file, names in self._names_by_file.items():
@@ -140,10 +128,7 @@ class Dense(Description):
     def digest(self) -> str:
         """SHA-256 of the configuration and of every weight; file names and shards play no part.
 
-        Reads weights that were not read yet.
-
-        Raises:
-            ModelError: a weight is not finite.
+        Reads weights that were not read yet; raises ModelError if one is not finite.
         """
         by_file = sorted(self.files, key=lambda name: (self.files[name], name))
         return self._with_config({name: self._hash(name) for name in by_file})
@@ -157,17 +142,13 @@ class Dense(Description):
 
         Reads weights that were not read yet.
         """
-        prefixes = (OUTSIDE, *(block.prefix for block in blocks))
-        return {prefix: self._digest(prefix) for prefix in prefixes}
+        return {p: self._digest(p) for p in (OUTSIDE, *(block.prefix for block in blocks))}
 
     def expect(self, earlier: Iterable[tuple[Mapping[str, str], str]]) -> None:
         """Compare weights, whenever they are read from now on, with earlier digests.
 
         Args:
             earlier: digests as `digests_of` gives them, and the words that follow in the error.
-
-        Raises:
-            ModelError: those outside of all blocks, which are read now, differ.
         """
         self.expected[:] = [
             (prefix, digest, since)
@@ -224,12 +205,7 @@ class Dense(Description):
         numbers.
 
         Args:
-            device: device of the weights.
-            dtype: dtype of the weights.
             noted: also compute `hashes`, which takes time.
-
-        Raises:
-            ModelError: a weight is not finite, or this release of transformers has others.
         """
         model: Any = self.skeleton(dtype)
         compute_buffers(model, torch.device("cpu"))
@@ -321,11 +297,8 @@ def _finite(tensor: Tensor, name: str, file: str) -> Tensor:
 class Prefetcher:
     """Reads the blocks of a model in order, each while the block before it is computed.
 
-    The context manager waits for its thread. At most two blocks are in memory.
-
-    Args:
-        dense: the model.
-        last: index of the last block to read.
+    The context manager waits for its thread. At most two blocks are in memory; `last` is the index
+    of the last one to read.
     """
 
     def __init__(self, dense: Dense, last: int) -> None:

@@ -44,7 +44,7 @@ class Description:
         shapes: shape of every tensor that a checkpoint stores; a tied output head is not stored.
         positions: the largest number of tokens that it can take.
         vocabulary: number of token ids.
-        tied: whether the output head is the embedding.
+        tied: true if the output head is the embedding.
     """
 
     config: JsonDict
@@ -58,11 +58,7 @@ class Description:
 
     @staticmethod
     def of(config: JsonDict) -> "Description":
-        """Describe the model of a raw configuration.
-
-        Raises:
-            ModelError: it is of no supported model, or inconsistent.
-        """
+        """Describe the model of a raw configuration; raises ModelError if it is unsupported."""
         architecture, shape = architecture_of(config), Shape.of(config)
         for key in LIMITS:
             read_size(config, key, 1)  # the classes below have defaults of these sizes
@@ -93,11 +89,7 @@ class Description:
 
     @staticmethod
     def read(model: "str | Path | Description") -> "Description":
-        """Describe the model of a folder, a config.json, or a hub name; no weights are read.
-
-        Raises:
-            ModelError: there is no such model, or its configuration cannot be used.
-        """
+        """Describe the model of a folder, a config.json, or a hub name; no weights are read."""
         if isinstance(model, Description):
             return model
         return Description.of(read_config(find_model(model, weights=False)))
@@ -113,11 +105,7 @@ class Description:
 
 
 def skeleton(config: JsonDict, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Build the transformers model of a raw configuration on the meta device.
-
-    Raises:
-        ModelError: the installed transformers does not accept the configuration.
-    """
+    """Build the transformers model of a raw configuration on the meta device."""
     # Without auto_map no remote code is asked for.
     stock = json.dumps({k: v for k, v in config.items() if k != "auto_map"})
     model: Any = copy.deepcopy(_skeleton(stock))
@@ -150,13 +138,10 @@ def _skeleton(config: str) -> PreTrainedModel:
 
 
 def compute_buffers(model: Any, device: torch.device) -> None:
-    """Compute a skeleton's buffers outside its layers.
+    """Compute a skeleton's buffers outside its layers; raises ModelError if one has no value.
 
     These are no weights, and are stored nowhere: rotary frequencies, and the factor of embeddings
     in some models. Their classes compute them.
-
-    Raises:
-        ModelError: the installed transformers leaves one without a value.
     """
     base = model.base_model
     base.rotary_emb = type(base.rotary_emb)(config=model.config).to(device)
@@ -178,14 +163,7 @@ def _with_both_ropes(config: JsonDict, keys: tuple[str, ...]) -> JsonDict:
 
     4.57 silently reads a configuration with only `rope_parameters` as one of plain frequencies.
     Existing settings are never changed. An empty old form gets the values that transformers 5
-    computes with.
-
-    Args:
-        config: the raw configuration.
-        keys: the keys that the old form must have, if it accepts no others.
-
-    Raises:
-        ModelError: the two forms name different frequencies, so that releases would disagree.
+    computes with; of its keys those named, if it accepts no others.
     """
     new = config.get("rope_parameters")
     old, theta = config.get("rope_scaling"), config.get("rope_theta")
@@ -262,11 +240,7 @@ def has_separate_head(folder: Path, headers: Mapping[str, Header]) -> bool:
 def check_headers(
     folder: Path, headers: Mapping[str, Header], expected: Mapping[str, torch.Size]
 ) -> torch.dtype:
-    """Find the narrowest dtype that holds all expected tensors.
-
-    Raises:
-        ModelError: a tensor is missing, of another shape, quantised, or of no use to the model.
-    """
+    """Check every tensor by its header; returns the narrowest dtype that holds all."""
     missing = [name for name in expected if name not in headers]
     if missing:
         raise ModelError(

@@ -127,11 +127,7 @@ def write_json(path: Path, content: Any) -> None:
 def write_tensors(
     tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file with the mode of any new file (safetensors' default is 0600).
-
-    Raises:
-        OSError: the disk refuses.
-    """
+    """Write a safetensors file with the mode of any new file (safetensors' default is 0600)."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     try:
@@ -149,11 +145,7 @@ def sha256(path: Path) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file for reading tensor by tensor.
-
-    Raises:
-        ModelError: it is missing, unreadable or damaged.
-    """
+    """Open a safetensors file tensor by tensor; raises ModelError if it is damaged."""
     if not path.exists():
         raise ModelError(f"shard '{path.name}' is missing from '{path.parent}'")
     if not path.is_file() or not os.access(path, os.R_OK):
@@ -192,11 +184,7 @@ class Header:
 
 
 def read_headers(folder: Path) -> dict[str, Header]:
-    """Read the header of every tensor in the files that loaders read; keys are names.
-
-    Raises:
-        ModelError: files are missing or damaged, or loaders would read different ones.
-    """
+    """Read the header of every tensor, by name; raises ModelError where loaders would differ."""
     index = _index(folder)
     headers: dict[str, Header] = {}
     for file_name in sorted(set(index.values())) or [_WEIGHTS]:

@@ -56,11 +56,7 @@ _GGUF = (
 def find_model(model: str | Path, *, weights: bool = True) -> Path:
     """Find the local folder of a model, or download a hub name into the cache.
 
-    Args:
-        weights: False accepts a configuration alone.
-
-    Raises:
-        ModelError: there is no such folder, and no such hub model can be downloaded.
+    Without `weights` a configuration alone is accepted. Raises ModelError if there is none.
     """
     path, name = Path(model), _short(str(model))
     try:
@@ -154,11 +150,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """SHA-256 of all files of a model's tokenizer, which determines the windows of a text.
-
-    Raises:
-        ModelError: a file cannot be read.
-    """
+    """SHA-256 of all files of a model's tokenizer, which determines the windows of a text."""
     content = hashlib.sha256()
     for path in tokenizer_files(folder):
         try:
@@ -172,9 +164,6 @@ def carry_files(source: Path, target: Path) -> None:
     """Copy the files of a model besides configuration and weights.
 
     Copies have the mode of a new file, without permissions for others that the original lacks.
-
-    Raises:
-        ModelError: as `carried_files`.
     """
     for path in carried_files(source):
         copy = target / path.name
@@ -183,11 +172,7 @@ def carry_files(source: Path, target: Path) -> None:
 
 
 def carried_files(folder: Path) -> list[Path]:
-    """List the files that `carry_files` copies.
-
-    Raises:
-        ModelError: one is a link out of the model, perhaps to a private file.
-    """
+    """List the files that `carry_files` copies; raises ModelError for a link out of the model."""
     files = _files(folder, _CARRIED)
     for path in files:
         place = path.resolve()
@@ -222,11 +207,8 @@ def foreign_entry(folder: Path) -> str | None:
 def foreign_name(names: Iterable[str], folder: Path) -> str | None:
     """Name the first file that neither coec nor `save_pretrained` writes into a model.
 
-    Says instead what the files lack to be a model, if they do.
-
-    Args:
-        names: paths inside the model; with a slash at the end if it is no file.
-        folder: holds the files that JUDGED names.
+    Says instead what the files lack to be a model, if they do. Names are paths inside the model,
+    with a slash at the end if it is no file; the folder holds the files that JUDGED names.
     """
     names = sorted(names)
     own = (*_OWN, *_tokenizer_code(folder))

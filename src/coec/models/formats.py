@@ -30,13 +30,9 @@ TARGETS = {"hf": "transformers", "vllm": "vLLM", "llama.cpp": "llama.cpp"}
 
 @dataclass(frozen=True)
 class Traits:
-    """The properties of a checkpoint that loaders disagree on.
+    """The properties of a stored checkpoint that loaders disagree on.
 
-    Attributes:
-        model_type: the type that it is stored as.
-        config: its configuration.
-        sizes: its sizes.
-        biased: the sites whose consumer has a bias.
+    `biased` names the sites whose consumer has a bias.
     """
 
     model_type: str
@@ -48,11 +44,6 @@ class Traits:
     def conditions(self) -> frozenset[str]:
         """Names of the conditions that hold, as exceptions name them."""
         return frozenset(name for name, holds in _CONDITIONS.items() if holds(self))
-
-
-def _has_llama3_positions(config: JsonDict) -> bool:
-    forms = (config.get(key) for key in ("rope_scaling", "rope_parameters"))
-    return any(isinstance(form, dict) and form.get("rope_type") == "llama3" for form in forms)
 
 
 def slides(config: JsonDict) -> bool:
@@ -75,8 +66,13 @@ _CONDITIONS: Mapping[str, Callable[[Traits], bool]] = {
     "new_biases": lambda traits: bool(traits.biased),
     "sliding": lambda traits: slides(traits.config),
     "non_uniform": lambda traits: not traits.sizes.uniform,
-    "non_uniform_heads": lambda traits: traits.sizes.heads_differ,
-    "llama3_positions": lambda traits: _has_llama3_positions(traits.config),
+    "non_uniform_heads": lambda traits: (
+        len({traits.sizes.at(index).kv_heads for index in range(traits.sizes.layers)}) > 1
+    ),
+    "llama3_positions": lambda traits: any(
+        isinstance(form := traits.config.get(key), dict) and form.get("rope_type") == "llama3"
+        for key in ("rope_scaling", "rope_parameters")
+    ),
 }
 
 
@@ -84,10 +80,7 @@ _CONDITIONS: Mapping[str, Callable[[Traits], bool]] = {
 class Incompatibility:
     """A case in which a loader does not do as transformers does.
 
-    Attributes:
-        verdict: what to know, in words.
-        types: the model types that it holds for; None for all.
-        when: name of the condition; None if it holds for every checkpoint.
+    It holds for some model types (None for all), under a condition (None for always).
     """
 
     verdict: str
@@ -105,7 +98,6 @@ class Loader:
     """A program that loads checkpoints.
 
     Attributes:
-        name: its usual name.
         checked: the versions, and how they were checked.
         types: the model types that were tried; None for all. Of others nothing is known.
         exceptions: the first that holds gives the verdict.
@@ -192,7 +184,6 @@ def choose_format(
 
     Args:
         config: the dense model's raw configuration.
-        pruned: the sizes after pruning.
         biased: the sites whose consumer will have a bias, from the dense model or the compensation.
         target: the loader that has to load the checkpoint as it is, by its name in `TARGETS`;
             transformers always does.
@@ -212,9 +203,8 @@ def choose_format(
         if refusal is None and target != "hf" and (verdict := loader.verdict(traits)) != YES:
             refusal = f"{loader.name}: {verdict}"
         if refusal is None:
-            code = None
-            if not pruned.uniform:
-                code = non_uniform.code(model_type, architecture.class_name)
+            name = architecture.class_name
+            code = None if pruned.uniform else non_uniform.code(model_type, name)
             relabelled = "; ".join(refusals) if model_type != config["model_type"] else None
             loads_in = {name: loader.verdict(traits) for name, loader in LOADERS.items()}
             return OutputFormat(new, relabelled, loads_in, code)
@@ -274,9 +264,8 @@ def _rewritten(
     """The raw configuration with the pruned sizes, under the target's model type."""
     relabelled = target.model_type != config["model_type"]
     dropped = {"_name_or_path", "auto_map", BLOCK_WIDTHS, *(target.foreign if relabelled else ())}
-    by_block: JsonDict = {}
-    if not pruned.uniform:
-        by_block = non_uniform.config_keys(pruned, target.model_type, target.class_name)
+    keys = (pruned, target.model_type, target.class_name)
+    by_block = {} if pruned.uniform else non_uniform.config_keys(*keys)
     return {
         **{key: value for key, value in config.items() if key not in dropped},
         "model_type": target.model_type,
@@ -310,8 +299,7 @@ def quantised_cost(site: Site, units: int, outputs: int, blocks: int) -> str | N
     A dense width that is not full itself is no case: pruning has lost nothing there.
 
     Args:
-        site: the kind of site.
-        units: number of units that it keeps.
+        site: the kind of site, and `units` the number that it keeps.
         outputs: rows of the consumer.
         blocks: number of blocks with such a site.
     """

@@ -28,11 +28,7 @@ LIMITS = {
 
 
 def read_size(config: JsonDict, key: str, default: int | None = None) -> int:
-    """Read a size of a raw configuration; `default` if it is absent or null.
-
-    Raises:
-        ModelError: it is missing, no whole number, below 1, or beyond `LIMITS`.
-    """
+    """Read a size within `LIMITS`, or raise ModelError; `default` if it is absent or null."""
     value = config.get(key)
     if value is None and default is not None:
         return default
@@ -133,19 +129,9 @@ class Shape:
         return self.kv_heads * self.group
 
     @property
-    def full_width(self) -> bool:
-        """True if the heads together are as wide as the hidden states."""
-        return self.heads * self.head_dim == self.hidden
-
-    @property
     def uniform(self) -> bool:
         """True if all blocks are alike."""
         return not self.by_block
-
-    @property
-    def heads_differ(self) -> bool:
-        """True if the number of heads differs by block."""
-        return len({self.at(index).kv_heads for index in range(self.layers)}) > 1
 
     def at(self, block: int) -> "Shape":
         """The sizes of one block, as if all blocks had its widths."""
@@ -174,10 +160,6 @@ class Rows:
     """Rows of a stored tensor that a site's units own, in runs of equal length and in order.
 
     A projection that shares a tensor with others is a range of its rows.
-
-    Attributes:
-        tensor: full name.
-        start, stop: range of rows.
     """
 
     tensor: str
@@ -231,7 +213,7 @@ class Site:
 
     @property
     def weight(self) -> str:
-        """Full name of the consumer's weight."""
+        """Name of the consumer's weight."""
         return f"{self.consumer}.weight"
 
     @property
@@ -248,8 +230,7 @@ class Site:
     def fitted(self) -> tuple[Rows, ...]:
         """The rows that reconstruction fits besides the consumer: weights of its direct inputs.
 
-        For attention these are the values; queries and keys stay fixed, and so does the attention
-        map.
+        Of attention these are the values: its map stays fixed.
         """
         producers = (self.value,) if self.value else self.producers
         return tuple(rows for rows in producers if rows.tensor.endswith(".weight"))
@@ -266,13 +247,7 @@ class Site:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """A block of a model.
-
-    Attributes:
-        index: position in the model.
-        prefix: prefix of the names of its tensors.
-        sites: the places where units are removed.
-    """
+    """A block of a model: its place, the prefix of its tensors' names, and its sites."""
 
     index: int
     prefix: str
@@ -281,13 +256,9 @@ class BlockLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """The blocks of a model, and the names of the tensors around them.
+    """The blocks of a model in order, and the names of the tensors around them.
 
-    Attributes:
-        blocks: in order.
-        embedding: the tensor that turns token ids into hidden states.
-        norm: the weight of the norm after the last block.
-        head: the tensor that turns hidden states into logits, if it is not the embedding.
+    The norm is that after the last block; a tied model has no head.
     """
 
     blocks: tuple[BlockLayout, ...]

@@ -29,12 +29,10 @@ Matrices = Sequence[Tensor]
 
 @dataclass(frozen=True, eq=False)
 class SiteTensors:
-    """The tensors that one of the two models has at a site.
+    """The tensors that one of the two models has at a site of the dense model.
 
-    Attributes:
-        name: the model, for messages.
-        site: the site of the dense model.
-        tensors: weights and biases of the site's modules, as far as the model has them.
+    These are weights and biases of the site's modules, as far as the model has them; `name` is the
+    model, for messages.
     """
 
     name: str
@@ -45,16 +43,9 @@ class SiteTensors:
     def of(
         cls, name: str, site: Site, tensors: Mapping[str, Tensor], dense: Mapping[str, torch.Size]
     ) -> "SiteTensors":
-        """Take apart tensors that hold several projections.
+        """Take apart tensors that hold several projections; `dense` has the dense model's shapes.
 
-        Args:
-            name: the model, for messages.
-            site: the site of the dense model.
-            tensors: weights and biases of the site's modules, as far as the model has them.
-            dense: shapes of the dense model's tensors.
-
-        Raises:
-            ModelError: a tensor has no whole number of rows of every projection.
+        Raises ModelError if a tensor has no whole number of rows of every projection.
         """
         fused = [r for r in site.producers if r.stop - r.start < dense[r.tensor][0]]
         names = {rows: f"{_module(rows.tensor)}[{rows.start}:{rows.stop}].weight" for rows in fused}
@@ -81,26 +72,21 @@ class SiteTensors:
 
     @cached_property
     def count(self) -> int:
-        """Number of units.
-
-        Raises:
-            ModelError: the tensors do not agree, or hold parts of units.
-        """
+        """Number of units; raises ModelError if the tensors disagree, or hold parts of units."""
         counts = {
             rows.tensor: len(self.tensors[rows.tensor]) * self.site.units / (rows.stop - rows.start)
             for rows in self.site.producers
             if rows.tensor in self.tensors
         }
-        counts[self.site.weight] = (
-            self.tensors[self.site.weight].shape[1] / self.site.columns_per_unit
-        )
-        if len(set(counts.values())) > 1 or counts[self.site.weight] % 1:
+        weight = self.site.weight
+        counts[weight] = self.tensors[weight].shape[1] / self.site.columns_per_unit
+        if len(set(counts.values())) > 1 or counts[weight] % 1:
             numbers = ", ".join(f"{_module(name)} {count:g}" for name, count in counts.items())
             raise ModelError(
                 f"the modules of {self.site.key} in '{self.name}' hold different numbers of "
                 f"{self.site.unit}s ({numbers}): whole ones are removed from all of them"
             )
-        return int(counts[self.site.weight])
+        return int(counts[weight])
 
     @cached_property
     def silent(self) -> Bool[Tensor, " units"]:
@@ -130,10 +116,8 @@ class SiteTensors:
 def kept_units(dense: SiteTensors, pruned: SiteTensors) -> Int[Tensor, " k"]:
     """Find the units of a dense site that a pruned one has, sorted.
 
-    Rows may be in another order, in another dtype, and among zeros.
-
-    Raises:
-        ModelError: rows are not the dense model's, belong to parts of units, or occur twice.
+    Rows may be in another order, in another dtype, and among zeros. Raises ModelError if they are
+    not the dense model's, belong to parts of units, or occur twice.
     """
     _check_shapes(dense, pruned)
     _check_heads(dense, pruned)
@@ -321,8 +305,7 @@ def match_rows(
 ) -> list[Sequence[int]]:
     """List, for each pruned row, the numbers of the dense rows that agree but for rounding.
 
-    Args:
-        needed: rows for which rounding is considered; for others exact matches are enough.
+    Rounding is considered for the needed rows; for others exact matches are enough.
     """
     keys = list(_keys(pruned))
     matches: list[Sequence[int]] = [()] * len(keys)

@@ -30,13 +30,7 @@ def class_of(stock: type) -> Any:
 
 
 def config_keys(shape: Shape, model_type: str, stock: str) -> JsonDict:
-    """Configuration keys for widths that differ by block.
-
-    Args:
-        shape: the sizes.
-        model_type: the model type of the configuration.
-        stock: the class of transformers that computes a uniform model.
-    """
+    """Configuration keys for widths that differ by block, where `stock` computes uniform ones."""
     module = Path(FILE).stem
     return {
         "architectures": [_PREFIX + stock],
@@ -73,9 +67,8 @@ def code(model_type: str, stock: str) -> str:
 
 def as_written(config: JsonDict) -> JsonDict:
     """The configuration as its folder has it."""
-    if BLOCK_WIDTHS not in config:
-        return config
-    return config | {"model_type": _TYPE + config["model_type"]}
+    own = {"model_type": _TYPE + config["model_type"]}
+    return config | own if BLOCK_WIDTHS in config else config
 
 
 def as_read(config: JsonDict) -> JsonDict:

@@ -21,11 +21,6 @@ class RawCheckpoint:
 
     Their shapes need not agree with the configuration, as long as the model is of a supported type
     and its tensors have the usual names. Nothing is computed with it.
-
-    Attributes:
-        name: the model, as the user gave it.
-        folder: the folder of its files.
-        headers: the declarations of its tensors, by name.
     """
 
     name: str
@@ -34,11 +29,7 @@ class RawCheckpoint:
 
     @classmethod
     def open(cls, model: "str | Path | RawCheckpoint") -> "RawCheckpoint":
-        """Read the configuration and every file's header.
-
-        Raises:
-            ModelError: it is missing, damaged, quantised, or of a type that is not supported.
-        """
+        """Read the configuration, whose type must be supported, and every file's header."""
         if isinstance(model, RawCheckpoint):
             return model
         folder = find_model(model)

@@ -38,9 +38,7 @@ def cut_block(
     """Cut the block's tensors and cast them to `dtype`; keys are full names.
 
     A site that keeps everything and has no new weight keeps its tensors as they are, bit for bit.
-
-    Raises:
-        NumericalError: a compensated weight does not fit `dtype`.
+    Raises NumericalError if a compensated weight does not fit `dtype`.
     """
     out = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     owned: dict[str, list[tuple[Rows, KeptSet]]] = {}
@@ -113,11 +111,7 @@ def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 def stored_shapes(
     shapes: Mapping[str, torch.Size], names: ExpertNames | None
 ) -> dict[str, torch.Size]:
-    """Shapes of the tensors that checkpoints store, from those of the model that runs.
-
-    Raises:
-        ModelError: the installed transformers stacks no experts, as before release 5.
-    """
+    """Shapes of the tensors that checkpoints store, from those of the model that runs."""
     if names is None:
         return dict(shapes)
     stored: dict[str, torch.Size] = {}
@@ -179,11 +173,8 @@ def routed_inputs(experts: nn.Module, args: Iterable[Tensor]) -> Iterator[tuple[
 
     Each row is `p h`: the channels h of a token times the router's weight p of this expert. The
     model applies p after the projection, which is linear, so that the projection of this row is the
-    expert's contribution to the hidden states. One expert's rows are in memory at a time.
-
-    Args:
-        experts: the module of all experts of a block.
-        args: its arguments: hidden states, and the experts and weights of every token.
+    expert's contribution to the hidden states. One expert's rows are in memory at a time; `args`
+    are those of the module: hidden states, and the experts and weights of every token.
     """
     hidden, index, weights = args
     gate_up: Tensor = experts.gate_up_proj  # type: ignore[assignment]
