@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coec.errors import ModelError
-from coec.exporting.hyperparameters import Hyperparameters
-from coec.exporting.rotary import FACTORS
+from coec.exporting.hyperparameters import FACTORS, Hyperparameters
 
 
 @dataclass(frozen=True)
@@ -17,7 +16,6 @@ class ExportTarget:
     """An architecture of llama.cpp.
 
     Attributes:
-        name: in a GGUF file.
         interleaved: True where it turns neighbouring rows of queries and keys, while transformers
             turns a row and the one half a head further on: the rows are then stored in its order.
         biases: projections that may have one.

@@ -5,7 +5,6 @@ tokenizer.json that no kind computes is refused, since the same text would becom
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,13 @@ from gguf import GGUFWriter, TokenType
 
 from coec.calibration.tokens import load_tokenizer
 from coec.errors import ModelError
-from coec.exporting import bytes_bpe, pieces
-from coec.exporting.vocabulary import JsonObject, UnknownTokenizerError, Vocabulary
+from coec.exporting.vocabulary import (
+    JsonObject,
+    UnknownTokenizerError,
+    Vocabulary,
+    read_bytes,
+    read_pieces,
+)
 from coec.models.dense import Dense
 from coec.models.folder import TOKENIZER_FILES, tokenizer_classes
 
@@ -28,7 +32,6 @@ class GgufTokenizer:
     """Tokenizer, ready to be written.
 
     Attributes:
-        vocabulary: the way in which text becomes ids.
         tokens, types: of every id of the model.
         special: ids by their role: bos, eos, unk, pad.
         added: True, twice, where bos and eos are added to a text.
@@ -96,22 +99,18 @@ def _refused(model: Dense, why: str) -> ModelError:
     )
 
 
-_READERS: tuple[Callable[[JsonObject], Vocabulary | None], ...] = (pieces.read, bytes_bpe.read)
-
-
 def _vocabulary(content: JsonObject) -> Vocabulary:
     if content["model"]["type"] != "BPE":
         raise UnknownTokenizerError(f"its model is {content['model']['type']}")
     for token in content["added_tokens"]:
         if token["lstrip"] or token["rstrip"] or token["single_word"]:
             raise UnknownTokenizerError(f"the token {token['content']!r} takes the text beside it")
-    for read in _READERS:
-        vocabulary = read(content)
-        if vocabulary is not None:
-            return vocabulary
-    raise UnknownTokenizerError(
-        "it is neither byte-level BPE nor BPE over pieces with a token for every byte"
-    )
+    vocabulary = read_pieces(content) or read_bytes(content)
+    if vocabulary is None:
+        raise UnknownTokenizerError(
+            "it is neither byte-level BPE nor BPE over pieces with a token for every byte"
+        )
+    return vocabulary
 
 
 def _tokens(
@@ -147,11 +146,7 @@ def _added(tokenizer: Any) -> tuple[bool, bool]:
 
 
 def _special(tokenizer: Any, config: JsonObject) -> dict[str, int]:
-    """Find ids by their role, in the tokenizer or else in the configuration.
-
-    Raises:
-        UnknownTokenizerError: no token ends a text; llama.cpp would take another one for that.
-    """
+    """Find ids by their role, in the tokenizer or else in the configuration."""
     ids: dict[str, int] = {}
     for role in ("bos", "eos", "unk", "pad"):
         number = getattr(tokenizer, f"{role}_token_id")
@@ -161,7 +156,7 @@ def _special(tokenizer: Any, config: JsonObject) -> dict[str, int]:
             number = number[0] if number else None
         if number is not None:
             ids[role] = int(number)
-    if "eos" not in ids:
+    if "eos" not in ids:  # llama.cpp would take another one for that
         raise UnknownTokenizerError(
             "neither it nor config.json has an eos_token, which ends a text"
         )
