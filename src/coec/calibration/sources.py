@@ -18,7 +18,6 @@ _C4_SHARDS = {
     "validation": "en/c4-validation.00000-of-00008.json.gz",
 }
 """The first shard of each split, as pruning papers read C4; there is no test split."""
-
 HUB_CHARACTERS = 10_000_000
 """Characters of C4 or a `hub:` data set after which no further document is read.
 
@@ -29,7 +28,6 @@ _SEPARATOR = "\n\n"
 
 _CHUNK, _ROWS = 2**20, 1000
 """Characters of a text file, and rows of a parquet file, that are in memory at once."""
-
 Split = Literal["train", "validation", "test"]
 
 
@@ -48,9 +46,6 @@ def read_parts(source: str, *, split: Split, text_column: str = "text") -> Itera
             text, jsonl or parquet file.
         split: split of a data set. C4 has no test split; its validation split takes its place.
         text_column: column of jsonl and parquet files, and of data sets named by `hub:`.
-
-    Raises:
-        CalibrationError: the source is missing, unreachable, empty or of the wrong form.
     """
     texts = (
         iter([_read_named(source, split, text_column)])
@@ -137,19 +132,15 @@ def _jsonl_column(path: Path, column: str) -> Iterator[str]:
                     f"'{path}', line {number}, has no text in column '{column}' (it has: "
                     f"{columns:.200}); name it with text_column=NAME"
                 )
-            yield _encodable(row[column], f"'{path}', line {number},")
-
-
-def _encodable(text: str, place: str) -> str:
-    """Return the text; raises CalibrationError for half of a surrogate pair, which is no text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise CalibrationError(
-            f"{place} is no text: character {error.start + 1} is half of a surrogate pair "
-            f"({text[error.start]!a}); write the text as UTF-8"
-        ) from error
-    return text
+            text: str = row[column]
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise CalibrationError(
+                    f"'{path}', line {number}, is no text: character {error.start + 1} is half of "
+                    f"a surrogate pair ({text[error.start]!a}); write the text as UTF-8"
+                ) from error
+            yield text
 
 
 def _parquet_column(path: Path, column: str) -> Iterator[str]:
@@ -165,17 +156,16 @@ def _parquet_column(path: Path, column: str) -> Iterator[str]:
                 f"'{path}' has no column '{column}' (it has: {', '.join(names)}); "
                 "name it with text_column=NAME"
             )
-        number = 0
-        for batch in file.iter_batches(_ROWS, columns=[column]):
-            for text in batch.column(0).to_pylist():
-                number += 1
-                if not isinstance(text, str):
-                    raise CalibrationError(
-                        f"'{path}', row {number}, has no text in column '{column}' (it has: "
-                        f"{text!r:.40}); leave such rows out, or name another column with "
-                        "text_column=NAME"
-                    )
-                yield text
+        batches = file.iter_batches(_ROWS, columns=[column])
+        texts = (text for batch in batches for text in batch.column(0).to_pylist())
+        for number, text in enumerate(texts, 1):
+            if not isinstance(text, str):
+                raise CalibrationError(
+                    f"'{path}', row {number}, has no text in column '{column}' (it has: "
+                    f"{text!r:.40}); leave such rows out, or name another column with "
+                    "text_column=NAME"
+                )
+            yield text
     except CalibrationError:
         raise
     except Exception as error:  # pyarrow may raise anything for a damaged file
@@ -233,7 +223,7 @@ def _beginning(rows: Iterable[dict[str, Any]], column: str) -> str:
 def _load(name: str, read: Callable[[Callable[..., Any]], Any]) -> Any:
     """Call `read` with `datasets.load_dataset`, and turn any error into one line.
 
-    `read` must consume the rows, since streaming reads the network meanwhile.
+    It must consume the rows, since streaming reads the network meanwhile.
     """
     offline = (
         f"{name} could not be loaded ({{}}). Offline, give a local file instead: "

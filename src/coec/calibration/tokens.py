@@ -41,7 +41,18 @@ _ANCHOR = "\n"
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """A long run of token ids, or rows that are windows already; fields as in `Windows`."""
+    """A long run of token ids, or rows that are windows already, and their origin.
+
+    Attributes:
+        source: the source, as the user gave it.
+        text_sha256: digest of the source text, or of its first `LONG_TEXT` characters; of the token
+            ids if there is no text.
+        special_tokens: number of special tokens that the tokenizer added to the text.
+        characters: number of characters that were tokenised, which for a large data set or file are
+            its beginning; 0 if there is no text.
+        in_pieces: true if the source was longer than `LONG_TEXT` characters, and therefore
+            tokenised in pieces, and no further than the windows need.
+    """
 
     ids: Int[Tensor, " n"] | Int[Tensor, "rows length"]
     source: str
@@ -72,15 +83,9 @@ def read_stream(
     memory does not grow with the text.
 
     Args:
-        source: a name or a path.
         tokenizer: called only when there is text.
-        split: split of a named data set.
-        text_column: column of jsonl and parquet files, and of data sets named by `hub:`.
         needed: tokens after which a long text is read no further; None reads all of it.
         progress: called with ("tokenising", done, total) for texts that take time.
-
-    Raises:
-        CalibrationError: the source is missing, empty or of the wrong form.
     """
     if is_token_file(source):
         ids = _read_token_file(Path(source))
@@ -93,12 +98,12 @@ def read_stream(
         text = itertools.chain([beginning], texts)
         ids, special, characters = _encode_pieces(loaded, text, needed, progress)
         return Stream(ids, source, sha256, special, characters, in_pieces=True)
-    advance = progress if len(beginning) > _PIECE else None
-    if advance:
-        advance("tokenising", 0, len(beginning))
+    size = len(beginning)
+    if progress and size > _PIECE:
+        progress("tokenising", 0, size)
     ids = encode(loaded, beginning)
-    if advance:
-        advance("tokenising", len(beginning), len(beginning))
+    if progress and size > _PIECE:
+        progress("tokenising", size, size)
     return Stream(ids, source, sha256, loaded.num_special_tokens_to_add(), len(beginning))
 
 
@@ -109,17 +114,13 @@ def _encode_pieces(
     progress: Progress | None,
 ) -> tuple[Tensor, int, int]:
     """Tokenise a long text in pieces; returns ids, and numbers of special tokens and characters."""
-    start, end = special_ends(tokenizer)
+    start, end = _special_ends(tokenizer)
     special = tokenizer.num_special_tokens_to_add()
     pieces, ending = [start], [end]
     characters, tokens = 0, len(start)
     for piece in _pieces(text):
-        first = characters == 0
-        pieces.append(
-            encode(tokenizer, piece, special=False)
-            if first
-            else encode_later_piece(tokenizer, piece)
-        )
+        ids = _encode_later_piece(tokenizer, piece) if characters else _plain(tokenizer, piece)
+        pieces.append(ids)
         characters, tokens = characters + len(piece), tokens + len(pieces[-1])
         if progress:
             progress("tokenising", min(tokens, needed or tokens), needed or tokens)
@@ -179,12 +180,7 @@ def digest(ids: Tensor) -> str:
 
 
 def token_ids(ids: Tensor | np.ndarray) -> Tensor:
-    """Convert an array or tensor of whole numbers to int64 on the CPU.
-
-    Raises:
-        CalibrationError: it holds fractions, truth values or nothing, or is neither one row of ids
-            nor several of one length.
-    """
+    """Convert whole numbers to int64 on the CPU: one row of ids, or several of one length."""
     if isinstance(ids, np.ndarray):
         if ids.dtype.kind not in "iu":
             raise CalibrationError(f"token ids are whole numbers, got {ids.dtype}")
@@ -201,13 +197,8 @@ def token_ids(ids: Tensor | np.ndarray) -> Tensor:
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer.
 
-    Args:
-        folder: the model's folder.
-        trust_remote_code: run the Python code that a tokenizer may bring. Otherwise it is never
-            run, and nobody is asked.
-
-    Raises:
-        ModelError: the folder has none, it cannot be read, or it needs its own code.
+    Python code that it may bring runs only with `trust_remote_code`; nobody is asked. Raises
+    ModelError if the folder has none, it cannot be read, or it needs its own code.
     """
     stock = any(is_file(folder / name) for name in TOKENIZER_FILES)
     if not stock and not tokenizer_classes(folder):  # only own code reads files of other names
@@ -251,10 +242,9 @@ def _non_uniform_config(folder: Path) -> JsonDict:
 
 
 def check_same_tokenizer(folder: Path, baseline: Path, *, trust_remote_code: bool = False) -> None:
-    """Raise ModelError if two models tokenise one text differently.
+    """Raise ModelError if two models tokenise one text differently: no divergence has meaning then.
 
-    The divergence of such models would be a number without meaning, even if their vocabularies have
-    one size. A folder without a tokenizer, which only takes token ids, passes.
+    A folder without a tokenizer, which only takes token ids, passes.
     """
     folders = (folder, baseline)
     before, after = (
@@ -292,22 +282,25 @@ def encode(
         ) from error
 
 
-def encode_later_piece(tokenizer: PreTrainedTokenizerBase, piece: str) -> Int[Tensor, " n"]:
+def _plain(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[Tensor, " n"]:
+    return encode(tokenizer, text, special=False)
+
+
+def _encode_later_piece(tokenizer: PreTrainedTokenizerBase, piece: str) -> Int[Tensor, " n"]:
     """Tokenise a piece from the middle of a text.
 
     Some tokenizers put a space before any text. Here a line end comes first, and its tokens are
     removed again.
     """
-    anchor = encode(tokenizer, _ANCHOR, special=False)
-    ids = encode(tokenizer, _ANCHOR + piece, special=False)
+    anchor, ids = (_plain(tokenizer, text) for text in (_ANCHOR, _ANCHOR + piece))
     if torch.equal(ids[: len(anchor)], anchor):
         return ids[len(anchor) :]
-    return encode(tokenizer, piece, special=False)
+    return _plain(tokenizer, piece)
 
 
-def special_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
+def _special_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
     """The special tokens before a text, and those after it."""
-    marked, plain = (encode(tokenizer, _PROBE, special=special) for special in (True, False))
+    marked, plain = encode(tokenizer, _PROBE), _plain(tokenizer, _PROBE)
     for start in range(len(marked) - len(plain) + 1):
         if torch.equal(marked[start : start + len(plain)], plain):
             return marked[:start], marked[start + len(plain) :]

@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from jaxtyping import Int, UInt64
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from coec.calibration.sources import is_named
 from coec.calibration.tokens import (
@@ -44,19 +44,10 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Windows of equal length, and their origin.
+    """Windows of equal length, and their origin; fields besides these as in `Stream`.
 
     Attributes:
-        ids: token ids, int64.
-        source: the source, as the user gave it.
         available: number of tokens in the source.
-        text_sha256: digest of the source text, or of its first `LONG_TEXT` characters; of the token
-            ids if there is no text.
-        special_tokens: number of special tokens that the tokenizer added to the text.
-        characters: number of characters that were tokenised, which for a large data set or file are
-            its beginning; 0 if there is no text.
-        in_pieces: whether the source was longer than `LONG_TEXT` characters, and therefore
-            tokenised in pieces, and no further than the windows need.
         sampled: number of windows, the last ones, that were sampled from the model in addition.
     """
 
@@ -77,9 +68,7 @@ class Windows:
     @classmethod
     def of_record(cls, ids: Int[Tensor, "n length"], record: JsonDict) -> "Windows":
         """Rebuild the windows of a record."""
-        names = (
-            "source", "text_sha256", "special_tokens", "characters", "in_pieces", "sampled",
-        )  # fmt: skip
+        names = "source", "text_sha256", "special_tokens", "characters", "in_pieces", "sampled"
         fields = {name: record[name] for name in names}
         return cls(ids, available=record["tokens_available"], **fields)
 
@@ -136,9 +125,6 @@ def hold_out(windows: Windows, fraction: float, seed: int) -> tuple[Tensor, Tens
     """Split windows at random into those to fit on and `held_out` others, or None for no others.
 
     Windows that were sampled from the model are fitted on: the text judges.
-
-    Raises:
-        CalibrationError: no window is left on one of the two sides.
     """
     n = len(windows.ids) - windows.sampled
     count = held_out(n, fraction)
@@ -163,8 +149,7 @@ def held_out(n: int, fraction: float) -> int:
 
 
 def _windows(stream: Stream, rows: Int[Tensor, "n length"]) -> Windows:
-    fields = vars(stream) | {"ids": rows, "available": stream.ids.numel()}
-    return Windows(**fields)
+    return Windows(**vars(stream) | {"ids": rows, "available": stream.ids.numel()})
 
 
 def _cut(stream: Stream, seq_len: int, vocabulary: int) -> Int[Tensor, "n length"]:
@@ -213,13 +198,12 @@ def source_digest(source: str | Path | Tensor | np.ndarray) -> str:
     name = str(source)
     if source == "self" or (is_named(name) and not is_token_file(name)):
         return name  # a file of that name in the working folder is not read
-    path = Path(source)
     try:
-        return sha256(path)
+        return sha256(Path(source))
     except FileNotFoundError:
-        return str(source)
+        return name
     except OSError as error:
-        raise CalibrationError(f"'{path}' cannot be read: {error.strerror}") from error
+        raise CalibrationError(f"'{source}' cannot be read: {error.strerror}") from error
 
 
 def with_judges(calibration: Calibration, model: Description) -> Calibration:
@@ -250,21 +234,14 @@ def text_stream(
     """Read the tokens of the calibration text, or `needed` tokens of a long one."""
     if isinstance(calibration.source, Tensor):
         return Stream(calibration.source, "tensor", "")
-
-    def tokenizer() -> PreTrainedTokenizerBase:
-        return load_tokenizer(dense.folder, trust_remote_code=runtime.trust_remote_code)
-
+    tokenizer = partial(load_tokenizer, dense.folder, trust_remote_code=runtime.trust_remote_code)
     source = str(calibration.source)
     if not is_token_file(source):
-        tokenizer()
+        tokenizer()  # a folder without one is refused before the text is read
     return read_stream(
-        source,
-        tokenizer,
-        split="train",
-        text_column=calibration.text_column,
-        needed=needed,
+        source, tokenizer, split="train", text_column=calibration.text_column, needed=needed,
         progress=progress,
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -273,7 +250,6 @@ class Overlap:
 
     Attributes:
         n: tokens per n-gram.
-        windows: number of evaluation windows.
         shared: number of evaluation windows with at least one n-gram of the calibration.
         share: fraction of all evaluation n-grams that occur in the calibration.
     """
@@ -307,12 +283,14 @@ def overlap(
 
     Args:
         calibration, evaluation: windows made by one tokenizer.
-        n: tokens per n-gram.
-
-    Raises:
-        OptionError: n is below 1, or longer than a window.
+        n: tokens per n-gram, no more than a window has.
     """
-    fitted, judged = _ids(calibration), _ids(evaluation)
+    fitted, judged = (
+        windows.ids if isinstance(windows, Windows) else windows
+        for windows in (calibration, evaluation)
+    )
+    if not len(fitted) or not len(judged):
+        raise OptionError("an overlap needs at least one window of each text, got none")
     longest = min(fitted.shape[1], judged.shape[1])
     if not 1 <= n <= longest:
         raise OptionError(f"n must be between 1 and {longest}, the shorter window; got {n}")
@@ -328,13 +306,6 @@ def passage_length(vocabulary: int) -> int:
     """
     information = _CUSTOMARY * math.log(_VOCABULARY)
     return max(_CUSTOMARY, math.ceil(information / math.log(max(vocabulary, 2))))
-
-
-def _ids(windows: Windows | Tensor) -> Int[Tensor, "rows length"]:
-    ids = windows.ids if isinstance(windows, Windows) else windows
-    if not len(ids):
-        raise OptionError("an overlap needs at least one window of each text, got none")
-    return ids
 
 
 def _hashes(ids: Int[Tensor, "rows length"], n: int) -> UInt64[np.ndarray, "rows positions"]:
