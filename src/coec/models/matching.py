@@ -21,8 +21,6 @@ _NAMED = 3
 _UNKNOWN = "which units were kept cannot be told"
 _ROUTES = (None, torch.bfloat16, torch.float16)
 """Dtypes through which weights may have gone on the way to the dtype that they are stored in."""
-_FEW = 32
-"""Columns that distinguish almost all rows when entries are compared with a tolerance."""
 Matrices = Sequence[Tensor]
 """Rows of several tensors; row n of each belongs to unit (or row) n."""
 
@@ -121,13 +119,13 @@ def kept_units(dense: SiteTensors, pruned: SiteTensors) -> Int[Tensor, " k"]:
     """
     _check_shapes(dense, pruned)
     _check_heads(dense, pruned)
+    nothing = ModelError(f"'{pruned.name}' keeps no {dense.site.unit} in {dense.site.key}")
     if not pruned.count:
-        raise ModelError(f"'{pruned.name}' keeps no {dense.site.unit} in {dense.site.key}")
+        raise nothing
     names = [r.tensor for r in dense.site.producers if r.tensor in pruned.tensors]
     matches = match_rows(
         [dense.rows(name, dense.count) for name in names],
         [pruned.rows(name, pruned.count) for name in names],
-        ~pruned.silent,
     )
     unmatched = [n for n, units in enumerate(matches) if not units and not pruned.silent[n]]
     if unmatched:
@@ -135,7 +133,7 @@ def kept_units(dense: SiteTensors, pruned: SiteTensors) -> Int[Tensor, " k"]:
     units = _assigned(dense, pruned, matches)
     _check_masks(dense, pruned, units)
     if not units:
-        raise ModelError(f"'{pruned.name}' keeps no {dense.site.unit} in {dense.site.key}")
+        raise nothing
     return torch.tensor(sorted(units))
 
 
@@ -213,7 +211,7 @@ def _check_heads(dense: SiteTensors, pruned: SiteTensors) -> None:
     if count % 1 or groups % 1 or count == groups * group:
         return
     before, after = dense.rows(queries, dense.site.units * group), pruned.rows(queries, int(count))
-    matches = match_rows([before], [after], torch.zeros(len(after), dtype=torch.bool))
+    matches = match_rows([before], [after])
     remaining = sorted({head for heads in matches for head in heads})
     raise ModelError(
         f"{_module(queries)} in '{pruned.name}' has {count:g} query heads for {groups:g} KV heads"
@@ -249,50 +247,27 @@ def _changed_units(
 ) -> ModelError:
     """Explain why units match none of the dense model's."""
     for name in names:
-        per_unit = len(dense.tensors[name]) // dense.count
         before, after = (side.rows(name, len(side.tensors[name])) for side in (dense, pruned))
-        needed = torch.zeros(len(after), dtype=torch.bool)
-        for unit in unmatched:
-            needed[unit * per_unit : (unit + 1) * per_unit] = True
-        matches = match_rows([before], [after], needed)
-        changed = [n for n, rows in enumerate(matches) if needed[n] and not rows]
+        per_unit = len(before) // dense.count
+        matches = match_rows([before], [after])
+        rows = (unit * per_unit + row for unit in unmatched for row in range(per_unit))
+        changed = [row for row in rows if not matches[row]]
         if changed:
-            nearest, distance = nearest_row(before, after[changed[0]])
+            first = after[changed[0]].float()
+            distances = (before.float() - first).norm(dim=1)
+            nearest = int(distances.argmin())
+            length = before[nearest].float().norm().clamp_min(1e-30)
             unnamed = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
             return ModelError(
                 f"rows {', '.join(map(str, changed[:_NAMED]))}{unnamed} of {_module(name)} in "
                 f"'{pruned.name}' are none of the dense model's (row {changed[0]} is "
-                f"{distance:.2g} of the nearest's length off that, row {nearest}): producers were "
-                f"changed, and {_UNKNOWN}"
+                f"{float(distances[nearest] / length):.2g} of the nearest's length off that, row "
+                f"{nearest}): producers were changed, and {_UNKNOWN}"
             )
-    if error := _reordered_heads(dense, pruned, unmatched[0]):
-        return error
     return ModelError(
         f"{dense.site.unit} {unmatched[0]} of {dense.site.key} in '{pruned.name}' is put together "
-        f"of rows of several {dense.site.unit}s of the dense model ({len(unmatched)} are): "
-        f"{_UNKNOWN}"
-    )
-
-
-def _reordered_heads(dense: SiteTensors, pruned: SiteTensors, unit: int) -> ModelError | None:
-    """Error for a KV group with the dense model's query heads in another order; None if not."""
-    heads = _heads(dense)
-    if heads is None:
-        return None
-    queries, group = heads
-    before = dense.rows(queries, dense.count * group)
-    after = pruned.rows(queries, pruned.count * group)[unit * group : (unit + 1) * group]
-    matches = match_rows([before], [after], torch.ones(group, dtype=torch.bool))
-    order = [heads[0] for heads in matches if heads]
-    groups = {head // group for head in order}
-    if len(order) < group or len(groups) > 1 or order == sorted(order):
-        return None
-    module = _module(queries).rpartition(".")[2]
-    consumer = dense.site.consumer.rpartition(".")[2]
-    return ModelError(
-        f"{dense.site.unit} {unit} of {dense.site.key} in '{pruned.name}' has the dense model's "
-        f"query heads in another order ({', '.join(map(str, order))}): put {module}'s rows and "
-        f"{consumer}'s columns into the dense model's order"
+        f"of rows of several {dense.site.unit}s of the dense model, or of its rows in another "
+        f"order ({len(unmatched)} are): {_UNKNOWN}"
     )
 
 
@@ -300,54 +275,19 @@ def _module(tensor: str) -> str:
     return tensor.rpartition(".")[0]
 
 
-def match_rows(
-    dense: Matrices, pruned: Matrices, needed: Bool[Tensor, " n"]
-) -> list[Sequence[int]]:
-    """List, for each pruned row, the numbers of the dense rows that agree but for rounding.
-
-    Rounding is considered for the needed rows; for others exact matches are enough.
-    """
+def match_rows(dense: Matrices, pruned: Matrices) -> list[Sequence[int]]:
+    """List, for each pruned row, the numbers of the dense rows that agree but for rounding."""
     keys = list(_keys(pruned))
     matches: list[Sequence[int]] = [()] * len(keys)
     for route in _ROUTES:
+        if all(matches):
+            break
         index: dict[bytes, list[int]] = {}
-        cast = [
-            (d if route is None else d.to(route)).to(p.dtype)
-            for d, p in zip(dense, pruned, strict=True)
-        ]
+        cast = [(d.to(route or d.dtype)).to(p.dtype) for d, p in zip(dense, pruned, strict=True)]
         for number, key in enumerate(_keys(cast)):
             index.setdefault(key, []).append(number)
         matches = [rows or index.get(key, ()) for rows, key in zip(matches, keys, strict=True)]
-        missing = [n for n, rows in enumerate(matches) if not rows and needed[n]]
-        if not missing:
-            return matches
-    for n, rows in zip(missing, _near(dense, pruned, missing), strict=True):
-        matches[n] = rows
     return matches
-
-
-def _near(dense: Matrices, pruned: Matrices, numbers: Sequence[int]) -> Iterator[Sequence[int]]:
-    """List, for some pruned rows, the dense rows that are equal within rounding either way.
-
-    Only rows that agree in the column in which rows differ most are compared in full.
-    """
-    dtype = pruned[0].dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    rows = torch.cat([d.to(dtype).to(wide) for d in dense], dim=1)
-    column = int(rows.var(dim=0, correction=0).argmax())
-    entries, order = rows[:, column].sort()
-    info = torch.finfo(dtype)
-    for number in numbers:
-        values = torch.cat([p[number].to(wide) for p in pruned])
-        slack = values.abs() * info.eps + info.smallest_normal * info.eps
-        low, high = values - slack, values + slack
-        first = int(torch.searchsorted(entries, low[column]))
-        last = int(torch.searchsorted(entries, high[column], right=True))
-        near = order[first:last]
-        for columns in (slice(_FEW), slice(None)):
-            near_rows = rows[near, columns]
-            near = near[((near_rows >= low[columns]) & (near_rows <= high[columns])).all(dim=1)]
-        yield near.sort().values.tolist()
 
 
 def _keys(matrices: Matrices) -> Iterator[bytes]:
@@ -358,10 +298,3 @@ def _keys(matrices: Matrices) -> Iterator[bytes]:
         for row in rows:
             digest.update(row)
         yield digest.digest()
-
-
-def nearest_row(rows: Tensor, row: Tensor) -> tuple[int, float]:
-    """The nearest of some rows, and its distance relative to its length."""
-    distances = (rows.float() - row.float()).norm(dim=1)
-    nearest = int(distances.argmin())
-    return nearest, float(distances[nearest] / rows[nearest].float().norm().clamp_min(1e-30))
