@@ -178,7 +178,6 @@ def one_line(error: BaseException) -> str:
 
 
 def _read_named(source: str, split: Split, column: str) -> str:
-    """Read one split of a data set, or its beginning."""
     if source == "wikitext2":
         rows = _load("WikiText-2", lambda load: load(*_WIKITEXT2, split=split))
         return _SEPARATOR.join(rows["text"])

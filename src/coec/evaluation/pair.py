@@ -130,7 +130,6 @@ def _dense_model(folder: Path, report: JsonDict) -> Path:
 
 
 def _check_sizes(folder: Path, dense: Dense, pruned: Dense) -> None:
-    """Raise ModelError if a size differs that pruning does not change."""
     old, new = dense.shape, pruned.shape
     sizes = {
         "vocabulary": (dense.vocabulary, pruned.vocabulary),

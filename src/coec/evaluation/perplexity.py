@@ -153,7 +153,6 @@ def perplexity(
 
 
 def _check_baseline(model: Dense, dense: Dense, trust_remote_code: bool) -> None:
-    """Raise ModelError unless both models have the same tokens."""
     if dense.vocabulary != model.vocabulary:
         raise ModelError(
             f"model and baseline have different vocabularies ({model.vocabulary} and "

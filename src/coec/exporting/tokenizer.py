@@ -116,7 +116,6 @@ def _vocabulary(content: JsonObject) -> Vocabulary:
 def _tokens(
     content: JsonObject, vocabulary: Vocabulary, size: int
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """List token and type of every id that the model has."""
     tokens = [_UNUSED.format(number) for number in range(size)]
     types: list[int] = [TokenType.UNUSED] * size
     entries: dict[int, tuple[str, int]] = {

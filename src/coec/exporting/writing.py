@@ -52,7 +52,6 @@ def write(plan: ExportPlan, path: Path, progress: Progress | None) -> None:
 
 
 def _describe(writer: GGUFWriter, plan: ExportPlan) -> None:
-    """Add everything but the tensors."""
     facts = plan.facts
     writer.add_type("model")
     writer.add_name(facts.name)

@@ -148,22 +148,18 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class BlockPattern:
-    """The names in an architecture's blocks; `{}` in the prefix stands for a block's index."""
+    """The names in an architecture's blocks: of sites, and of experts if there are any."""
 
-    prefix: str = "model.layers.{}."
     sites: tuple[SitePattern, ...] = (ATTENTION, MLP)
     experts: ExpertNames | None = None
-    embedding: str = "model.embed_tokens.weight"
-    norm: str = "model.norm.weight"
-    head: str = "lm_head.weight"
 
     def layout(self, shape: Shape, shapes: Mapping[str, torch.Size]) -> Layout:
         """Lay out a model, by its sizes and the shapes of its stored tensors."""
-        blocks = tuple(self._block(index, shape.at(index), shapes) for index in range(shape.layers))
-        return Layout(blocks, self.embedding, self.norm, self.head)
+        blocks = (self._block(index, shape.at(index), shapes) for index in range(shape.layers))
+        return Layout(tuple(blocks))
 
     def _block(self, index: int, shape: Shape, shapes: Mapping[str, torch.Size]) -> BlockLayout:
-        prefix = self.prefix.format(index)
+        prefix = f"model.layers.{index}."
         sites = (
             site
             for pattern in self.sites
@@ -200,7 +196,6 @@ class Architecture:
     """A supported model type.
 
     Attributes:
-        model_type: the `model_type` of its configuration.
         class_name: the transformers class a checkpoint names.
         families: the usual names of its models.
         source: publication.
@@ -212,7 +207,6 @@ class Architecture:
         rope_keys: keys that its `rope_scaling` must have in transformers 4.57, if that accepts no
             others.
         attention_kept: why attention keeps all its units; empty if it may lose some.
-        blocks: names of its modules, and the places where units are removed.
     """
 
     model_type: str
@@ -273,7 +267,6 @@ ARCHITECTURES = _read()
 
 
 def _check_text_alone(config: JsonDict) -> None:
-    """Raise ModelError for a multimodal model."""
     modalities = [key for key in ("vision_config", "audio_config") if key in config]
     text = config.get("text_config")
     if not modalities or not isinstance(text, dict):

@@ -171,7 +171,6 @@ class Dense(Description):
                 )
 
     def _digest(self, prefix: str) -> str:
-        """SHA-256 of the weights of a block, or of those outside of all blocks."""
         return _joined(f"{name} {self._hash(name)}" for name in self._names_by_prefix[prefix])
 
     def _hash(self, name: str) -> str:
@@ -191,7 +190,6 @@ class Dense(Description):
         return names
 
     def _with_config(self, hashes: Mapping[str, str]) -> str:
-        """SHA-256 of the configuration and of the hashes of tensors."""
         config = json.dumps(self.config, sort_keys=True)
         lines = (f"{name} {hashes[name]}" for name in sorted(hashes))
         return _joined([hashlib.sha256(config.encode()).hexdigest(), *lines])
@@ -283,7 +281,6 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _hashed(tensor: Tensor, shape: tuple[int, ...]) -> str:
-    """Dtype, shape and SHA-256 of a tensor's bytes."""
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return f"{tensor.dtype} {shape} {hashlib.sha256(raw.data).hexdigest()}"
 

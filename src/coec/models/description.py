@@ -23,8 +23,7 @@ from coec.models.non_uniform import class_of
 from coec.models.surgery import stored_shapes
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
-HEAD = "lm_head.weight"
-_EMBEDDING = "model.embed_tokens.weight"
+HEAD, _EMBEDDING = Layout.head, Layout.embedding
 _PARAMETER = re.compile(r"(model|lm_head)\..*(weight|bias)")
 """Names of tensors that would change the function of a model with another configuration."""
 _POSITIONS = "max_position_embeddings"

@@ -250,7 +250,6 @@ def _refusal(
 
 
 def _class_refusal(config: JsonDict) -> str | None:
-    """Say why the installed transformers does not accept a configuration; None if it does."""
     try:
         AutoConfig.for_model(**copy.deepcopy(config))  # it changes its arguments
     except Exception as error:  # configuration classes may raise anything

@@ -46,7 +46,6 @@ def read_size(config: JsonDict, key: str, default: int | None = None) -> int:
 
 
 def _block_widths(tables: Any, layers: int) -> list[JsonDict]:
-    """Check the widths of blocks in a raw configuration."""
     if not isinstance(tables, list) or not all(isinstance(widths, dict) for widths in tables):
         raise ModelError(f"{BLOCK_WIDTHS} in config.json is no list of tables: {tables!r:.40}")
     if len(tables) != layers:
@@ -262,9 +261,9 @@ class Layout:
     """
 
     blocks: tuple[BlockLayout, ...]
-    embedding: str
-    norm: str
-    head: str
+    embedding: str = "model.embed_tokens.weight"
+    norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
 
     @property
     def sites(self) -> tuple[Site, ...]:

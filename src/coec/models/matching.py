@@ -166,7 +166,6 @@ def _assigned(
 
 
 def _check_shapes(dense: SiteTensors, pruned: SiteTensors) -> None:
-    """Raise ModelError if anything but the number of units differs."""
     producers = [rows.tensor for rows in dense.site.producers]
     for name in [*producers, dense.site.weight]:
         before, after = dense.tensors[name], pruned.tensors.get(name)
@@ -245,7 +244,6 @@ def _check_masks(dense: SiteTensors, pruned: SiteTensors, units: Mapping[int, in
 def _changed_units(
     dense: SiteTensors, pruned: SiteTensors, names: list[str], unmatched: list[int]
 ) -> ModelError:
-    """Explain why units match none of the dense model's."""
     for name in names:
         before, after = (side.rows(name, len(side.tensors[name])) for side in (dense, pruned))
         per_unit = len(before) // dense.count
