@@ -207,10 +207,10 @@ def source_digest(source: str | Path | Tensor | np.ndarray) -> str:
 
 
 def with_judges(calibration: Calibration, model: Description) -> Calibration:
-    """Set aside windows that judge compensations, where tokens are few.
+    """Set aside a quarter of the windows to judge compensations, where tokens are few.
 
-    They are a quarter of the windows. None are set aside if others are held out, tokens suffice for
-    the columns of the widest consumer, or there is only one window.
+    None are set aside if others are held out, tokens suffice for the columns of the widest
+    consumer, or there is only one window.
     """
     if not calibration.guard or calibration.held_out or calibration.samples < 2:
         return calibration
@@ -250,8 +250,8 @@ class Overlap:
 
     Attributes:
         n: tokens per n-gram.
-        shared: number of evaluation windows with at least one n-gram of the calibration.
-        share: fraction of all evaluation n-grams that occur in the calibration.
+        shared: number of evaluation windows with any n-gram of the calibration.
+        share: fraction of all evaluation n-grams that occur there.
     """
 
     n: int

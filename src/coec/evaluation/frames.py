@@ -187,7 +187,6 @@ def _penalties(
     P: _Modes,
     C: _Modes,
 ) -> Penalties:
-    """Compute plain and weighted penalties of slice and compensated weight."""
     r = len(dense.s)
     U_v = _Modes.of(value_weight).U[:, :r]
     VtU = V0.T @ U_v

@@ -19,6 +19,7 @@ from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.models.layout import Site
 from coec.models.surgery import value_rows
+from coec.settings import check_whole
 from coec.types import KeptSet
 
 RANKS = {"attention": 16, "mlp": 64}
@@ -44,7 +45,6 @@ def geometry(
         pruned: a folder that `coec.prune` wrote.
         ranks: sizes of the frames by site; None for 16 (attention) and 64 (mlp).
         device: `auto` (CUDA where there is one), or a torch device.
-        progress: called with ("geometry", done, total).
 
     Returns:
         A JSON-ready dict per module that lost units: `module`, `site`, units before and after, the
@@ -68,10 +68,7 @@ def check_ranks(ranks: dict[str, int]) -> None:
     for site, rank in ranks.items():
         if site not in RANKS:
             raise OptionError(f"unknown site '{site}' in ranks; sites: {', '.join(RANKS)}")
-        if not isinstance(rank, int) or rank < 1:
-            raise OptionError(
-                f"the rank of {site} must be a whole number of at least 1, got {rank!r}"
-            )
+        check_whole(f"the rank of {site}", rank)
 
 
 def measure_geometry(

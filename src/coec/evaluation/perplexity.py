@@ -46,9 +46,6 @@ class Perplexity:
     Attributes:
         perplexity: `exp(mean cross-entropy)` over predicted tokens.
         tokens: predicted tokens (length − 1 per window).
-        windows, seq_len: number and length of the windows.
-        text, text_sha256: the text and its digest.
-        special_tokens: number of special tokens that the tokenizer added.
         seconds: wall-clock time, of both models if there is a baseline.
         baseline_perplexity, ratio, kl, agreement: with a baseline: its perplexity, the perplexity
             over it, the mean of KL(baseline ‖ model) in nats per token, and the fraction of tokens
@@ -229,7 +226,6 @@ def _predict(
     windows: Int[Tensor, "n length"],
     progress: Progress | None,
 ) -> Prediction:
-    """Sum over the predicted tokens of all windows."""
     length = windows.shape[1]
     batch = max(1, _LOGITS_PER_BATCH // (length * model.config.vocab_size))
     prediction = Prediction()

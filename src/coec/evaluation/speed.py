@@ -21,14 +21,10 @@ from coec.settings import check_whole
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a run: prefill a prompt, then decode token by token with a cache.
+    """The work of a run: prefill a prompt, then decode greedily, token by token with a cache.
 
-    Attributes:
-        prompt_tokens: length of the prompt, capped so that new tokens fit the model's positions.
-        new_tokens: number of tokens decoded greedily.
-        batch_size: sequences at once.
-        repeats: timed runs of each model.
-        warmup: untimed runs of each model before.
+    The prompt is capped so that new tokens fit the model's positions. Each model has `repeats`
+    timed runs, after `warmup` untimed ones.
     """
 
     prompt_tokens: int = 512
@@ -71,12 +67,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Rates:
-    """Tokens per second.
-
-    Attributes:
-        ratio: median of pruned over median of dense.
-        paired: pruned over dense within each repeat.
-    """
+    """Tokens per second; `ratio` is that of the medians, `paired` those within each repeat."""
 
     dense: Spread
     pruned: Spread
@@ -96,7 +87,6 @@ class Speed:
     """The result of a measurement; JSON-ready by `as_dict`.
 
     Attributes:
-        prefill, decode: prompt and new tokens per second.
         peak_memory_dense, peak_memory_pruned: bytes of the weights plus the maximum that a run
             allocates besides; None on a CPU, which `memory_note` explains.
         load: the work of a run, with the capped prompt.
@@ -141,10 +131,8 @@ def speed(
     Args:
         dense: the dense model; None for the one that the pruned folder's report names.
         pruned: a folder that `coec.prune` wrote.
-        load: the work of a run; None for the defaults.
         device: `auto` (CUDA where there is one), or a torch device.
         dtype: dtype of both forward passes; None as in the setting `forward_dtype`.
-        progress: called with ("timing", done, total).
 
     Raises:
         CoecError: with one line that says what to change.
@@ -210,7 +198,6 @@ def _allocated(device: torch.device) -> int:
 def _in_turns(
     models: list[Any], prompt: Int[Tensor, "n length"], load: Workload, progress: Progress | None
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Measure prefill and decode rates, per model and repeat."""
     prefill: list[list[float]] = [[] for _ in models]
     decode: list[list[float]] = [[] for _ in models]
     total = load.warmup + load.repeats

@@ -40,8 +40,7 @@ class TaskScore:
     """The result of one task.
 
     Attributes:
-        task, version: lm-eval's name, and the version of its definition.
-        items: number of questions.
+        version: that of lm-eval's definition.
         metric, value, stderr: the paper's metric: for the seven tasks as in `PAPER_METRICS`, for
             others acc_norm if there is one, else acc; None if there is neither.
         acc, acc_norm: accuracy of the answer of highest log-probability, and of highest
@@ -50,7 +49,6 @@ class TaskScore:
         chance: expected score of guessing, the mean of 1 / choices over the items; None unless the
             task is multiple choice.
         majority: score of always giving the commonest answer, if all items have the same choices.
-        other: further metrics of lm-eval, by its names.
         data: SHA-256 of the local file, or "hub".
     """
 
@@ -85,14 +83,11 @@ class ZeroShot:
     """The result of an evaluation on tasks; JSON-ready by `as_dict`.
 
     Attributes:
-        tasks: one entry per task, in the requested order.
         mean, mean_stderr: mean of the paper's metrics over the tasks that have one; √Σse²/n.
         mean_at_chance: true if the mean is within 2 standard errors of guessing; None if unknown.
         at_chance: the tasks whose score is.
         truncated: number of requests longer than `seq_len` tokens, cut on the left.
         limit: items per task; None for all.
-        lm_eval: version of lm-evaluation-harness.
-        seconds: wall-clock time.
     """
 
     tasks: tuple[TaskScore, ...]
@@ -227,10 +222,10 @@ def check_tasks(
 
 
 def _run(lm: Any, tasks: list[Any], limit: int | None) -> JsonDict:
-    """Run lm-eval; standard errors are those of its own command."""
     from lm_eval import simple_evaluate
 
-    # bootstrap_iters stays as it is: 0 leaves out errors of means too, which need no resampling.
+    # Standard errors are those of lm-eval's own command: bootstrap_iters = 0 would leave out those
+    # of means too, which need no resampling.
     results: JsonDict = simple_evaluate(
         lm, tasks=tasks, num_fewshot=0, limit=limit, log_samples=False,
         task_manager=harness.official_tasks(),  # or it reads its thousands of files again

@@ -87,11 +87,6 @@ class Incompatibility:
     types: tuple[str, ...] | None = None
     when: str | None = None
 
-    def holds(self, traits: Traits) -> bool:
-        """True if the checkpoint is such a case."""
-        of_type = self.types is None or traits.model_type in self.types
-        return of_type and (self.when is None or self.when in traits.conditions)
-
 
 @dataclass(frozen=True)
 class Loader:
@@ -110,9 +105,11 @@ class Loader:
 
     def verdict(self, traits: Traits) -> str:
         """`yes`, or what to know before loading the checkpoint."""
-        tried = self.types is None or traits.model_type in self.types
-        default = YES if tried else UNKNOWN
-        return next((case.verdict for case in self.exceptions if case.holds(traits)), default)
+        for case in self.exceptions:
+            of_type = case.types is None or traits.model_type in case.types
+            if of_type and (case.when is None or case.when in traits.conditions):
+                return case.verdict
+        return YES if self.types is None or traits.model_type in self.types else UNKNOWN
 
 
 def _loader(table: JsonDict) -> Loader:
@@ -153,10 +150,9 @@ def table() -> str:
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """The format of the pruned checkpoint.
+    """The format of the pruned checkpoint: its complete config.json, and what to know of it.
 
     Attributes:
-        config: the complete config.json.
         relabelled: why the model type changed; None if it did not.
         loads_in: loader → `yes` or what to know.
         code: the Python code that goes with it, if no stock class builds the model.
@@ -280,9 +276,8 @@ def _rewritten(
 _K_BLOCK = 256
 """Weights of a row that K-quants store together."""
 _BLOCK = 32
-"""The same for Q5_0 and Q8_0, which stand in for K-quants where they divide the row."""
-_PLAIN_BITS = 16.0
-"""Bits of F16, which stands in where not even these divide it."""
+"""The same for Q5_0 and Q8_0, which stand in for K-quants where they divide the row; F16 stands in
+where not even these do."""
 _Q4_K_M = {
     # Half of the blocks' down_proj are Q6_K instead of Q4_K, and so Q8_0 instead of Q5_0.
     "mlp": ((4.5 + 6.5625) / 2, (5.5 + 8.5) / 2),
@@ -306,10 +301,9 @@ def quantised_cost(site: Site, units: int, outputs: int, blocks: int) -> str | N
     if site.kind not in _Q4_K_M or columns % _K_BLOCK == 0 or site.columns % _K_BLOCK:
         return None
     quantised, stand_in = _Q4_K_M[site.kind]
-    bits = stand_in if columns % _BLOCK == 0 else _PLAIN_BITS
+    bits, stored_as = (stand_in, "Q5_0 and Q8_0") if columns % _BLOCK == 0 else (16.0, "F16")
     extra = blocks * outputs * columns * (bits - quantised) / 8
     module = site.consumer.rpartition(".")[2]
-    stored_as = "Q5_0 and Q8_0" if columns % _BLOCK == 0 else "F16"
     advice = "; multiple_of = 256 rounds up" if site.value is None else ""
     slow = "" if columns % 8 == 0 else ", and matrix units of GPUs want multiples of 8 at least"
     return (

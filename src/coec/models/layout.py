@@ -175,10 +175,8 @@ class Site:
     """A place where units are removed: rows of its producers, columns of its consumer.
 
     Attributes:
-        block: index of the block.
         name: name within the block, such as `mlp`; that of an expert has a number, `expert.3`.
-        unit: a unit, in words.
-        units: number of units.
+        unit: a unit, in words; `units` is their number.
         columns_per_unit: consecutive columns of the consumer that one unit owns.
         producers: the rows that are removed with the units.
         consumer: full name of the module whose columns are removed, and which is compensated.
