@@ -49,7 +49,7 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Sizes and constants of a model.
+    """Sizes and constants of a model besides those of its `Shape`.
 
     Attributes:
         name: for people.
@@ -59,11 +59,7 @@ class Hyperparameters:
         multipliers: Granite's, where they are not neutral, by their keys in the configuration.
     """
 
-    model_type: str
     name: str
-    hidden: int
-    head_dim: int
-    vocabulary: int
     heads: tuple[int, ...]
     kv_heads: tuple[int, ...]
     ffn: tuple[int, ...]
@@ -93,11 +89,7 @@ class Hyperparameters:
         blocks = range(len(model.layout.blocks))
         attention = [sites[block, ATTENTION.name] for block in blocks]
         return cls(
-            model_type=model.architecture.model_type,
             name=Path(model.name).resolve().name,
-            hidden=model.shape.hidden,
-            head_dim=model.shape.head_dim,
-            vocabulary=model.vocabulary,
             heads=tuple(site.columns // model.shape.head_dim for site in attention),
             kv_heads=tuple(site.units for site in attention),
             ffn=tuple(sites[block, MLP.name].columns for block in blocks),

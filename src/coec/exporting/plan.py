@@ -147,7 +147,7 @@ class ExportPlan:
         """Plan a file; raises CoecError where llama.cpp would compute another model."""
         check_known(model.architecture.model_type)
         facts = Hyperparameters.of(model, context)
-        target = choose_target(facts, model.shapes)
+        target = choose_target(model, facts)
         heads = dict(zip(_ROTATED, (facts.heads, facts.kv_heads))) if target.interleaved else {}
         chosen = dtype or DEFAULT_DTYPES[str(model.dtype).removeprefix("torch.")]
         names = gguf_names(model, target.name)

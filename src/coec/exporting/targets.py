@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from coec.errors import ModelError
 from coec.exporting.hyperparameters import FACTORS, Hyperparameters
+from coec.models.description import Description
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,11 @@ def check_known(model_type: str) -> None:
         )
 
 
-def choose_target(model: Hyperparameters, tensors: Iterable[str]) -> ExportTarget:
+def choose_target(model: Description, facts: Hyperparameters) -> ExportTarget:
     """Choose llama.cpp's first architecture that computes the model, or raise ModelError."""
     refusals: list[str] = []
-    for target in TARGETS[model.model_type]:
-        refusal = target.refusal(model, tensors)
+    for target in TARGETS[model.architecture.model_type]:
+        refusal = target.refusal(facts, model.shapes)
         if refusal is None:
             return target
         refusals.append(f"not {target.name}: {refusal}")

@@ -52,24 +52,24 @@ def write(plan: ExportPlan, path: Path, progress: Progress | None) -> None:
 
 
 def _describe(writer: GGUFWriter, plan: ExportPlan) -> None:
-    facts = plan.facts
+    facts, shape = plan.facts, plan.model.shape
     writer.add_type("model")
     writer.add_name(facts.name)
     writer.add_file_type(_FILE_TYPES[plan.dtype])
     writer.add_quantization_version(GGML_QUANT_VERSION)
-    writer.add_vocab_size(facts.vocabulary)
+    writer.add_vocab_size(plan.model.vocabulary)
     writer.add_context_length(facts.context)
-    writer.add_embedding_length(facts.hidden)
+    writer.add_embedding_length(shape.hidden)
     writer.add_block_count(len(facts.heads))
     # One number where all blocks are alike: most architectures read no list.
     first = 0 if facts.uniform else slice(None)
     writer.add_head_count(facts.heads[first])
     writer.add_head_count_kv(facts.kv_heads[first])
     writer.add_feed_forward_length(facts.ffn[first])
-    writer.add_key_length(facts.head_dim)
-    writer.add_value_length(facts.head_dim)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
     writer.add_layer_norm_rms_eps(facts.epsilon)
-    writer.add_rope_dimension_count(facts.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
     writer.add_rope_freq_base(facts.rotary.base)
     if facts.rotary.scaling in (LINEAR, YARN):
         writer.add_rope_scaling_type(RopeScalingType(facts.rotary.scaling))
