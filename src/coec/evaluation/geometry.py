@@ -30,7 +30,7 @@ _NARROW_GAP = 1.01
 
 def geometry(
     dense: str | Path | Dense | None,
-    pruned: str | Path | Dense,
+    pruned: str | Path | Dense | ModelPair,
     *,
     ranks: dict[str, int] | None = None,
     device: str = "auto",
@@ -42,7 +42,7 @@ def geometry(
 
     Args:
         dense: the dense model; None for the one that the pruned folder's report names.
-        pruned: a folder that `coec.prune` wrote.
+        pruned: a folder that `coec.prune` wrote; or both models, opened before.
         ranks: sizes of the frames by site; None for 16 (attention) and 64 (mlp).
         device: `auto` (CUDA where there is one), or a torch device.
 
@@ -58,9 +58,22 @@ def geometry(
         >>> rows = coec.geometry("llama", "llama-70")
         >>> rows[0]["original_pruned"]["mean"], rows[0]["discrepancy"]
     """
-    check_ranks(ranks or {})
-    choose_device(device)
-    return measure_geometry(ModelPair.open(dense, pruned), ranks, device, progress)
+    ranks = {**RANKS, **(ranks or {})}
+    check_ranks(ranks)
+    chosen = choose_device(device)
+    pair = ModelPair.open(dense, pruned)
+    modules = [
+        (site, units)
+        for site in pair.dense.layout.sites
+        if not (units := pair.units[site.key]).everything
+    ]
+    rows = []
+    for number, (site, units) in enumerate(modules, start=1):
+        rank = ranks["mlp" if site.value is None else "attention"]
+        rows.append(_row(pair, site, units, rank, chosen))
+        if progress:
+            progress("geometry", number, len(modules))
+    return rows
 
 
 def check_ranks(ranks: dict[str, int]) -> None:
@@ -71,51 +84,28 @@ def check_ranks(ranks: dict[str, int]) -> None:
         check_whole(f"the rank of {site}", rank)
 
 
-def measure_geometry(
-    pair: ModelPair,
-    ranks: dict[str, int] | None = None,
-    device: str = "auto",
-    progress: Progress | None = None,
-) -> list[JsonDict]:
-    """Measure like `geometry`, for models that are already open."""
-    ranks = {**RANKS, **(ranks or {})}
-    chosen = choose_device(device)
-    modules = [
-        (site, units)
-        for site in pair.dense.layout.sites
-        if not (units := pair.units[site.key]).everything
-    ]
-    rows = []
-    for number, (site, units) in enumerate(modules, start=1):
-        name = site.consumer
-        W0, W_tilde = (
-            model.tensor(site.weight).to(chosen, torch.float64)
-            for model in (pair.dense, pair.pruned)
-        )
-        copied = pair.reads_the_same(site)
-        value = _value(pair, site, units, chosen) if copied else None
-        columns = site.kept_columns(units)
-        kept = KeptSet(columns.indices.to(chosen), columns.size)
-        try:
-            with recording() as events:
-                rank = ranks["mlp" if site.value is None else "attention"]
-                frames = compare_frames(W0, kept, W_tilde, rank, value_weight=value)
-        except NumericalError as error:
-            raise NumericalError(f"{name}: {error}") from error
-        rows.append(
-            {
-                "module": name,
-                "site": site.kind,
-                "units_before": units.size,
-                "units_after": len(units.indices),
-                **asdict(frames),
-                "reads_fitted": not copied,
-                "events": events,
-            }
-        )
-        if progress:
-            progress("geometry", number, len(modules))
-    return rows
+def _row(pair: ModelPair, site: Site, units: KeptSet, rank: int, device: torch.device) -> JsonDict:
+    W0, W_tilde = (
+        model.tensor(site.weight).to(device, torch.float64) for model in (pair.dense, pair.pruned)
+    )
+    copied = pair.reads_the_same(site)
+    value = _value(pair, site, units, device) if copied else None
+    columns = site.kept_columns(units)
+    kept = KeptSet(columns.indices.to(device), columns.size)
+    try:
+        with recording() as events:
+            frames = compare_frames(W0, kept, W_tilde, rank, value_weight=value)
+    except NumericalError as error:
+        raise NumericalError(f"{site.consumer}: {error}") from error
+    return {
+        "module": site.consumer,
+        "site": site.kind,
+        "units_before": units.size,
+        "units_after": len(units.indices),
+        **asdict(frames),
+        "reads_fitted": not copied,
+        "events": events,
+    }
 
 
 def _value(pair: ModelPair, site: Site, units: KeptSet, device: torch.device) -> Tensor | None:

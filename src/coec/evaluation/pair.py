@@ -43,7 +43,9 @@ class ModelPair:
     fitted: bool
 
     @classmethod
-    def open(cls, dense: str | Path | Dense | None, pruned: str | Path | Dense) -> "ModelPair":
+    def open(
+        cls, dense: str | Path | Dense | None, pruned: "str | Path | Dense | ModelPair"
+    ) -> "ModelPair":
         """Open both models; every weight is read once, and nothing is computed.
 
         Args:
@@ -53,6 +55,8 @@ class ModelPair:
         Raises:
             ModelError: a folder is damaged, not written by coec, or of another model.
         """
+        if isinstance(pruned, ModelPair):
+            return pruned
         folder = pruned.folder if isinstance(pruned, Dense) else find_model(pruned)
         report = _read_report(folder)
         before = Dense.open(_dense_model(folder, report) if dense is None else dense)

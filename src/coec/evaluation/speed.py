@@ -116,7 +116,7 @@ _NO_PEAK = (
 
 def speed(
     dense: str | Path | None,
-    pruned: str | Path,
+    pruned: str | Path | ModelPair,
     *,
     load: Workload | None = None,
     device: str = "auto",
@@ -130,29 +130,17 @@ def speed(
 
     Args:
         dense: the dense model; None for the one that the pruned folder's report names.
-        pruned: a folder that `coec.prune` wrote.
+        pruned: a folder that `coec.prune` wrote; or both models, opened before.
         device: `auto` (CUDA where there is one), or a torch device.
         dtype: dtype of both forward passes; None as in the setting `forward_dtype`.
 
     Raises:
         CoecError: with one line that says what to change.
     """
-    load = load or Workload()
     check_dtype(dtype)
-    choose_device(device)
-    return measure_speed(ModelPair.open(dense, pruned), load, device, dtype, progress)
-
-
-def measure_speed(
-    pair: ModelPair,
-    load: Workload,
-    device: str = "auto",
-    dtype: str | None = None,
-    progress: Progress | None = None,
-) -> Speed:
-    """Measure like `speed`, for models that are already open."""
     chosen = choose_device(device)
-    load = load.within(pair.dense.positions)
+    pair = ModelPair.open(dense, pruned)
+    load = (load or Workload()).within(pair.dense.positions)
     forward = choose_forward_dtype(dtype, pair.dense.dtype, chosen)
     generator = torch.Generator().manual_seed(0)
     shape = (load.batch_size, load.prompt_tokens)
