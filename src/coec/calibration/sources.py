@@ -169,12 +169,7 @@ def _parquet_column(path: Path, column: str) -> Iterator[str]:
     except CalibrationError:
         raise
     except Exception as error:  # pyarrow may raise anything for a damaged file
-        raise CalibrationError(f"'{path}' is not a parquet file: {one_line(error)}") from error
-
-
-def one_line(error: BaseException) -> str:
-    """Write a library's error in one line that is never empty."""
-    return " ".join(str(error).split()) or type(error).__name__
+        raise CalibrationError(f"'{path}' is not a parquet file: {first_line(error)}") from error
 
 
 def _read_named(source: str, split: Split, column: str) -> str:

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from coec.calibration.sources import Split, is_file, one_line, read_parts
-from coec.errors import CalibrationError, ModelError
+from coec.calibration.sources import Split, is_file, read_parts
+from coec.errors import CalibrationError, ModelError, first_line
 from coec.events import Progress
 from coec.models.files import JsonDict, check_fetched
 from coec.models.folder import (
@@ -132,14 +133,12 @@ def _encode_pieces(
 
 def _beginning(texts: Iterator[str]) -> str:
     """Read the text, or its beginning of more than `LONG_TEXT` characters."""
-    read: list[str] = []
-    length = 0
+    read = StringIO()
     for chunk in texts:
-        read.append(chunk)
-        length += len(chunk)
-        if length > LONG_TEXT:
+        read.write(chunk)
+        if read.tell() > LONG_TEXT:
             break
-    return "".join(read)
+    return read.getvalue()
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[str]:
@@ -167,7 +166,7 @@ def _read_token_file(path: Path) -> Tensor:
         return token_ids(load_file(path)["input_ids"])
     except Exception as error:  # numpy and safetensors raise anything for a damaged file
         missing = isinstance(error, KeyError)
-        reason = "it has no 'input_ids'" if missing else one_line(error)
+        reason = "it has no 'input_ids'" if missing else first_line(error)
         raise CalibrationError(
             f"'{path}' holds no token ids (an integer .npy array, or a safetensors file with "
             f"'input_ids'): {reason}"
@@ -220,7 +219,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
                 "pass trust_remote_code=True if you trust it"
             ) from error
         raise ModelError(
-            f"the tokenizer in '{folder}' cannot be loaded: {one_line(error)}"
+            f"the tokenizer in '{folder}' cannot be loaded: {first_line(error)}"
         ) from error
     longest = tokenizer.model_max_length
     if not isinstance(longest, int | float):
@@ -277,7 +276,7 @@ def encode(
         return torch.tensor(ids, dtype=torch.int64)
     except Exception as error:  # a damaged tokenizer_config.json may only fail here
         raise ModelError(
-            f"the tokenizer of '{tokenizer.name_or_path}' fails on a text ({one_line(error)}): "
+            f"the tokenizer of '{tokenizer.name_or_path}' fails on a text ({first_line(error)}): "
             "mend its files"
         ) from error
 

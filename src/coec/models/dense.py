@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from coec.errors import ModelError
+from coec.errors import ModelError, first_line
 from coec.models.description import (
     HEAD,
     Description,
@@ -257,8 +257,9 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
     try:
         return GenerationConfig.from_dict(parse_json(path))
     except Exception as error:  # the class may raise anything
-        reason = " ".join(str(error).split())
-        raise ModelError(f"'{path}' cannot be used: {reason}; mend or remove it") from error
+        raise ModelError(
+            f"'{path}' cannot be used: {first_line(error)}; mend or remove it"
+        ) from error
 
 
 def _joined(lines: Iterable[str]) -> str:
