@@ -58,7 +58,12 @@ class ModelPair:
         if isinstance(pruned, ModelPair):
             return pruned
         folder = pruned.folder if isinstance(pruned, Dense) else find_model(pruned)
-        report = _read_report(folder)
+        missing = [name for name in (KEPT, REPORT) if not (folder / name).is_file()]
+        if missing:
+            raise ModelError(
+                f"no {missing[0]} in '{folder}': PRUNED must be a folder that `coec prune` wrote"
+            )
+        report = read_config(folder / REPORT)
         before = Dense.open(_dense_model(folder, report) if dense is None else dense)
         after = Dense.open(pruned if isinstance(pruned, Dense) else folder)
         # A mismatch is reported before damaged weights.
@@ -110,15 +115,6 @@ class ModelPair:
             f"'{self.pruned.folder}' was not pruned from '{self.dense.folder}': {reason}; give the "
             "dense model it was made from"
         )
-
-
-def _read_report(folder: Path) -> JsonDict:
-    missing = [name for name in (KEPT, REPORT) if not (folder / name).is_file()]
-    if missing:
-        raise ModelError(
-            f"no {missing[0]} in '{folder}': PRUNED must be a folder that `coec prune` wrote"
-        )
-    return read_config(folder / REPORT)
 
 
 def _dense_model(folder: Path, report: JsonDict) -> Path:

@@ -65,7 +65,7 @@ class SiteTensors:
         return cls(name, replace(site, producers=producers, value=value), apart)
 
     def rows(self, tensor: str, count: int) -> Tensor:
-        """Reshape a tensor into `count` rows, one for each owner."""
+        """Reshape a tensor into rows, one for each owner."""
         return self.tensors[tensor].reshape(count, -1)
 
     @cached_property
