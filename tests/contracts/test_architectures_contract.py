@@ -220,7 +220,6 @@ def test_an_architecture_is_one_value(model_type, tmp_path, monkeypatch):
         model_type=model_type,
         class_name=type(tm.tiny(model_type=model_type, head_dim=4)).__name__,
         written_as=(model_type,),
-        refuses=lambda config, pruned: None,
     )
     monkeypatch.setitem(ARCHITECTURES, model_type, listed)
     model = tm.save(tm.tiny(model_type=model_type), tmp_path / "model")
