@@ -5,7 +5,7 @@ fewer bits.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -70,38 +70,27 @@ class Entry:
         return encoded(weight, self.gguf_type, self.source)
 
 
-def gguf_names(model: Dense, arch: str) -> dict[str, str]:
-    """Map names in GGUF to those in the model, in the order of the model."""
-    number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == arch)
-    name_map = get_tensor_name_map(number, len(model.layout.blocks))
-    names: dict[str, str] = {}
-    for source in model.shapes:
-        name = name_map.get_name(source, _SUFFIXES)
-        if name is None:
-            raise ModelError(f"{source} has no place in a GGUF file of architecture {arch}")
-        names[name] = source
-    return names
-
-
 def entries(
-    model: Dense, names: dict[str, str], dtype: str, heads: dict[str, tuple[int, ...]]
+    model: Dense, arch: str, dtype: str, heads: dict[str, tuple[int, ...]]
 ) -> tuple[Entry, ...]:
     """List the tensors of the file: matrices in the chosen dtype, vectors in f32.
 
     A matrix whose rows do not divide into blocks of the dtype is f16. `heads` are those of every
     block, for the tensors whose rows change their order.
     """
+    number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == arch)
+    names = get_tensor_name_map(number, len(model.layout.blocks))
     tensors: list[Entry] = []
-    for name, source in names.items():
-        shape = tuple(model.shapes[source])
+    for source, shape in model.shapes.items():
+        name = names.get_name(source, _SUFFIXES)
+        if name is None:
+            raise ModelError(f"{source} has no place in a GGUF file of architecture {arch}")
         gguf_type = GGUF_TYPES[dtype] if len(shape) > 1 else GGMLQuantizationType.F32
         if shape[-1] % GGML_QUANT_SIZES[gguf_type][0]:
             gguf_type = GGMLQuantizationType.F16
-        entry = Entry(name, source, shape, gguf_type)
         scope, block, module = (*name.split("."), "", "")[:3]
-        if scope == "blk" and module in heads:
-            entry = replace(entry, heads=heads[module][int(block)])
-        tensors.append(entry)
+        reordered = heads[module][int(block)] if scope == "blk" and module in heads else 0
+        tensors.append(Entry(name, source, tuple(shape), gguf_type, reordered))
     return tuple(tensors)
 
 
@@ -150,9 +139,9 @@ class ExportPlan:
         target = choose_target(model, facts)
         heads = dict(zip(_ROTATED, (facts.heads, facts.kv_heads))) if target.interleaved else {}
         chosen = dtype or DEFAULT_DTYPES[str(model.dtype).removeprefix("torch.")]
-        names = gguf_names(model, target.name)
+        tensors = entries(model, target.name, chosen, heads)
         tokenizer = tokenizer_of(model) if with_tokenizer else None
-        return cls(model, facts, target, entries(model, names, chosen, heads), tokenizer, chosen)
+        return cls(model, facts, target, tensors, tokenizer, chosen)
 
     @property
     def fallback(self) -> tuple[Entry, ...]:
