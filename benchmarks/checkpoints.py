@@ -22,7 +22,7 @@ import torch
 import coec
 from benchmarks import record
 from benchmarks.instances import SHARED
-from coec.calibration.tokens import Windows
+from coec.calibration.windows import Windows
 from coec.evaluation.perplexity import evaluation_windows
 from coec.experiments.rows import RESULTS, Row, read_lines
 from coec.models.dense import Dense

@@ -18,8 +18,8 @@ import coec
 from coec.errors import CoecError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
-from coec.models.loaders import Traits
-from coec.models.shape import Shape
+from coec.models.formats import Traits
+from coec.models.layout import Shape
 
 VOCABULARY, POSITIONS, LENGTH, START, STEPS = 320, 64, 32, 8, 8
 """Of a model, and of what is run: ids whose logits are compared, the first of them, from which a

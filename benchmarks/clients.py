@@ -45,7 +45,7 @@ class Client:
         key: what it is asked for as.
         name: at the head of its column.
         script: of `RUNNERS`.
-        loader: in coec.models.loaders, where that has findings of it.
+        loader: in coec.models.formats, where that has findings of it.
         instead: another client's key; only what that one does not compute is run then.
         environment: variables that the script is run with.
     """

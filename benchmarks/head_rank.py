@@ -27,7 +27,7 @@ from benchmarks import record
 from benchmarks.checkpoints import FILES, SAMPLES, SEQ_LEN, SPARSITY, TEXTS, evaluated_on
 from benchmarks.heads import reduced
 from benchmarks.instances import SHARED
-from coec.calibration.tokens import Windows
+from coec.calibration.windows import Windows
 from coec.models.dense import Dense
 from coec.models.layout import Site
 from coec.models.surgery import value_rows

@@ -99,8 +99,8 @@ def sites(shared: Path, model: str = TRAINED, *, sparsity: float = 0.3) -> Itera
 
     Statistics of 64 windows of 256 tokens of the model's own calibration text; selection `rcpu`.
     """
-    from coec.calibration.tokenizer import load_tokenizer
-    from coec.calibration.tokens import read_stream, sample_windows
+    from coec.calibration.tokens import load_tokenizer, read_stream
+    from coec.calibration.windows import sample_windows
     from coec.models.dense import Dense
     from coec.models.surgery import value_rows
     from coec.planning import Plan

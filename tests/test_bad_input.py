@@ -15,7 +15,7 @@ from coec import Gram
 from coec.cli import main
 from coec.errors import CalibrationError, CoecError, ModelError, OptionError, OutputError
 from coec.execution import output as output_module
-from coec.models.raw_checkpoint import RawCheckpoint
+from coec.models.matching import RawCheckpoint
 from coec.pipeline import prune as pruning
 from coec.pipeline import write as writing
 from coec.planning.recipe import Recipe

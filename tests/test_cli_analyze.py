@@ -130,7 +130,7 @@ def test_memory_that_runs_out_says_what_to_change(folders, run, monkeypatch):
     def exhausted(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
-    monkeypatch.setattr("coec.evaluation.speed.measure_speed", exhausted)
+    monkeypatch.setattr("coec.evaluation.speed.speed", exhausted)
     status, out, err = run(*folders, *FAST)
     assert status == 1
     assert out == ""

@@ -13,7 +13,7 @@ from benchmarks.client_models import Checkpoint, subjects
 from benchmarks.client_table import rendered
 from benchmarks.clients import CLIENTS, Client, Row
 from benchmarks.runners import each
-from coec.models import loaders
+from coec.models import formats
 from coec.models.architectures import ARCHITECTURES
 
 FORMATS = (Path(__file__).resolve().parents[1] / "docs/FORMATS.md").read_text(encoding="utf-8")
@@ -43,14 +43,14 @@ def test_what_is_said_of_loaders_is_what_they_did(key):
     assert ran
     for row in ran:
         one = row.checkpoint
-        said = loaders.LOADERS[CLIENTS[key].loader].verdict(one.known())
-        assert (said == loaders.YES) == row.right, (one.name, said, row.error, row.difference)
+        said = formats.LOADERS[CLIENTS[key].loader].verdict(one.known())
+        assert (said == formats.YES) == row.right, (one.name, said, row.error, row.difference)
 
 
 @pytest.mark.parametrize("key", [key for key, one in CLIENTS.items() if one.loader])
 def test_a_loader_was_given_every_type_that_it_is_said_to_load(key):
     """Runs whose rows were not kept are named, and are no more than these."""
-    loader = loaders.LOADERS[CLIENTS[key].loader]
+    loader = formats.LOADERS[CLIENTS[key].loader]
     ran = {row.checkpoint.stored for row in ROWS if row.client == key}
     types = set(loader.types or ARCHITECTURES)
     assert types - ran == NOT_KEPT[key]

@@ -10,7 +10,7 @@ import pytest
 import coec
 from coec.cli.commands import app
 from coec.compensation import COMPENSATIONS
-from coec.models import loaders
+from coec.models import formats
 from coec.models.architectures import ARCHITECTURES
 from coec.planning.recipe import Recipe
 from coec.selection import SELECTIONS
@@ -60,7 +60,7 @@ def test_the_mathematics_example_in_the_readme_runs():
 
 
 def test_the_table_of_loaders_is_made_of_the_findings():
-    assert loaders.table() in (ROOT / "docs/FORMATS.md").read_text(encoding="utf-8")
+    assert formats.table() in (ROOT / "docs/FORMATS.md").read_text(encoding="utf-8")
 
 
 def test_every_method_is_described():

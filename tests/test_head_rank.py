@@ -7,7 +7,7 @@ import coec
 from benchmarks import head_rank
 from benchmarks.head_rank import Study, attention_parameters, dropping, groups, site_of
 from benchmarks.heads import bases, first_of_every, fit, reduced
-from coec.calibration.tokens import Windows
+from coec.calibration.windows import Windows
 from coec.models.dense import Dense
 from coec.streaming.dense_stream import DenseStream
 from problems import gram, weight

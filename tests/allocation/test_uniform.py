@@ -9,7 +9,7 @@ import coec
 import tiny_models as tm
 from coec.errors import OptionError
 from coec.models.description import Description
-from coec.models.fallbacks import fallbacks
+from coec.models.formats import quantised_cost
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
 from paper_models import LLAMA_8B, LLAMA_70B, QWEN_7B
@@ -162,5 +162,5 @@ def test_a_width_that_quantisers_do_not_divide_is_noted_with_its_cost():
 
 def test_a_width_that_was_not_full_before_is_left_alone():
     site = Description.of(LLAMA_8B).layout.kinds[1]
-    assert fallbacks(site, 10036, 4096, 32)
-    assert fallbacks(dataclasses.replace(site, units=14000), 10036, 4096, 32) is None
+    assert quantised_cost(site, 10036, 4096, 32)
+    assert quantised_cost(dataclasses.replace(site, units=14000), 10036, 4096, 32) is None

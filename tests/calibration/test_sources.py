@@ -5,7 +5,7 @@ import json
 import pytest
 
 from coec.calibration import sources
-from coec.calibration.sources import read_text
+from coec.calibration.sources import read_parts
 from coec.errors import CalibrationError
 
 
@@ -27,6 +27,10 @@ def hub(monkeypatch):
     hub = Hub()
     monkeypatch.setattr(datasets, "load_dataset", hub.load)
     return hub
+
+
+def read_text(source, **options):
+    return "".join(read_parts(source, **options))
 
 
 def rows(*texts, column="text"):

@@ -16,10 +16,10 @@ from tokenizers import Tokenizer, processors
 import tiny_models as tm
 from coec.calibration import sources
 from coec.calibration import tokens as module
-from coec.calibration.tokenizer import load_tokenizer
-from coec.calibration.tokens import Stream, all_windows, read_stream, sample_windows
+from coec.calibration.tokens import Stream, load_tokenizer, read_stream
+from coec.calibration.windows import all_windows, sample_windows
 from coec.errors import CalibrationError, ModelError
-from coec.models.companion_files import carry_files
+from coec.models.folder import carry_files
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +249,7 @@ def test_a_name_that_no_file_can_have_is_no_file(tokenizer, tmp_path):
     "ids", [np.ones((2, 32), dtype=bool), np.array(["a"]), np.array([1.0]), np.array([], int)]
 )
 def test_what_no_token_ids_are(ids, tmp_path):
-    from coec.calibration.ids import token_ids
+    from coec.calibration.tokens import token_ids
 
     with pytest.raises(CalibrationError, match="token ids are"):
         token_ids(ids)

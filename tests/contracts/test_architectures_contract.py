@@ -12,13 +12,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import coec
 import tiny_models as tm
-from coec.calibration.tokens import Windows, hold_out
+from coec.calibration.windows import Windows, hold_out
 from coec.compensation import COMPENSATIONS
 from coec.errors import OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
+from coec.models.formats import LOADERS, TARGETS
 from coec.models.layout import Rows
-from coec.models.loaders import LOADERS, TARGETS
 from coec.models.surgery import with_rows
 from coec.reconstruction import Batch, LeastSquares, Products
 from coec.streaming.dense_stream import DenseStream
@@ -220,7 +220,6 @@ def test_an_architecture_is_one_value(model_type, tmp_path, monkeypatch):
         model_type=model_type,
         class_name=type(tm.tiny(model_type=model_type, head_dim=4)).__name__,
         written_as=(model_type,),
-        refuses=lambda config, pruned: None,
     )
     monkeypatch.setitem(ARCHITECTURES, model_type, listed)
     model = tm.save(tm.tiny(model_type=model_type), tmp_path / "model")

@@ -1,5 +1,6 @@
 """Frames of one weight: known answers, invariances, and slow versions in numpy."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -127,7 +128,7 @@ def test_signs_and_equal_singular_values_change_nothing(monkeypatch):
 
     monkeypatch.setattr(frames, "svd", other_svd)
     second = compare_frames(W0, KEPT, C, R, value_weight=value)
-    flat, again = (list(walk(f.as_dict())) for f in (first, second))
+    flat, again = (list(walk(dataclasses.asdict(f))) for f in (first, second))
     assert flat == pytest.approx(again, rel=CLOSED_FORM)
     assert (other_svd(C)[0][:, 0] - svd(C)[0][:, 0]).norm() > 0.1
 

@@ -1,5 +1,6 @@
 """Frames of whole models, and their summary."""
 
+import dataclasses
 import json
 import math
 
@@ -49,7 +50,7 @@ def test_a_row_is_the_comparison_of_the_stored_weights(rows, dense_folder, prune
         4,
         value_weight=repeated,
     )
-    assert expected.as_dict().items() <= rows[2].items()
+    assert dataclasses.asdict(expected).items() <= rows[2].items()
 
 
 def test_fitted_producers_are_compared_and_said(dense_folder, fitted_folder, rows):

@@ -33,11 +33,11 @@ def kept(pruned):
 
 def test_a_pair_knows_sizes_and_units(dense_folder, pruned_folder):
     pair = ModelPair.open(dense_folder, pruned_folder)
-    assert (pair.before.ffn, pair.after.ffn) == (40, 28)
-    assert (pair.positions, pair.vocabulary) == (tm.POSITIONS, tm.VOCABULARY)
+    assert (pair.dense.shape.ffn, pair.pruned.shape.ffn) == (40, 28)
+    assert (pair.dense.positions, pair.dense.vocabulary) == (tm.POSITIONS, tm.VOCABULARY)
     stored = load_file(pruned_folder / "coec/kept.safetensors")
     for site, size in zip(pair.dense.layout.blocks[1].sites, (4, 40), strict=True):
-        units = pair.kept(site)
+        units = pair.units[site.key]
         assert units.size == size
         assert torch.equal(units.indices, stored[f"layers.1.{site.name}"])
 
@@ -55,7 +55,7 @@ def test_the_report_names_the_dense_model(dense_folder, pruned, monkeypatch):
             ModelPair.open(None, pruned)
     monkeypatch.chdir(dense_folder.parent)
     (pruned / "coec.json").write_text(json.dumps(report | {"model": dense_folder.name}))
-    assert ModelPair.open(None, pruned).before.ffn == 40
+    assert ModelPair.open(None, pruned).dense.shape.ffn == 40
 
 
 @pytest.mark.parametrize("name", ["coec/kept.safetensors", "coec.json"])
@@ -147,4 +147,4 @@ def test_a_format_with_more_biases_is_no_other_model(variant, tmp_path):
     tokens = tm.token_file(tmp_path / "tokens.npy")
     coec.prune(dense, tmp_path / "out", calibration=tokens, samples=8, seq_len=32,
                compensation="bias")  # fmt: skip
-    assert ModelPair.open(dense, tmp_path / "out").after.ffn == 28
+    assert ModelPair.open(dense, tmp_path / "out").pruned.shape.ffn == 28

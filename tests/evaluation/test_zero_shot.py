@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import coec
 import tiny_models as tm
-from coec.calibration.tokenizer import load_tokenizer
+from coec.calibration.tokens import load_tokenizer
 from coec.errors import CalibrationError, ModelError, OptionError
 from coec.evaluation import harness
 from coec.evaluation import zero_shot as module

@@ -26,7 +26,7 @@ from coec.execution.output import (
     claimed,
     remove_leftovers,
 )
-from coec.models.companion_files import carry_files, foreign_entry
+from coec.models.folder import carry_files, foreign_entry
 
 
 @pytest.fixture(scope="module")

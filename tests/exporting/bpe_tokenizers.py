@@ -6,8 +6,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
-from coec.exporting import bytes_bpe
-from coec.exporting.pieces import BYTES, SPACE
+from coec.exporting.vocabulary import BYTES, LLAMA_3, QWEN_2, SEED, SPACE, TEKKEN
 
 TEXT = [
     "it's I'LL they're DON'T 12345 67890  multiple   spaces\t\ttabs\n\nnewlines\r\n",
@@ -27,11 +26,11 @@ def _split(expression: str) -> list:
 CUTS = {
     "gpt-2": [ByteLevel(add_prefix_space=False)],
     "refact": [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)],
-    "llama-bpe": _split(bytes_bpe.LLAMA_3),
-    "smaug-bpe": _split(bytes_bpe.LLAMA_3),
-    "qwen2": _split(bytes_bpe.QWEN_2),
-    "tekken": _split(bytes_bpe.TEKKEN),
-    "seed-coder": _split(bytes_bpe.SEED.replace(r"[^\r\n\p{L}", "[^\r\n\\p{L}")),
+    "llama-bpe": _split(LLAMA_3),
+    "smaug-bpe": _split(LLAMA_3),
+    "qwen2": _split(QWEN_2),
+    "tekken": _split(TEKKEN),
+    "seed-coder": _split(SEED.replace(r"[^\r\n\p{L}", "[^\r\n\\p{L}")),
 }
 """How text is cut, by llama.cpp's names."""
 

@@ -18,7 +18,7 @@ import coec
 import tiny_models as tm
 from coec.errors import ModelError, OptionError, OutputError
 from coec.exporting import targets
-from coec.exporting.tensors import interleaved
+from coec.exporting.plan import interleaved
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 

@@ -10,7 +10,7 @@ from gguf import GGUFReader, TokenType
 import coec
 import tiny_models as tm
 from coec.errors import ModelError
-from coec.exporting.pieces import BYTES, SPACE
+from coec.exporting.vocabulary import BYTES, SPACE
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ import coec
 import tiny_models as tm
 from coec.errors import ModelError
 from coec.models import dense as module
-from coec.models.dense import Dense
-from coec.models.prefetcher import Prefetcher
-from coec.models.raw_checkpoint import INDEX
+from coec.models.dense import Dense, Prefetcher
+from coec.models.files import INDEX
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,9 @@ import pytest
 import coec
 import tiny_models as tm
 from coec.errors import ModelError, OptionError
-from coec.models.description import Description, find_model, read_config, skeleton
-from coec.models.shape import Shape
+from coec.models.description import Description, skeleton
+from coec.models.folder import find_model, read_config
+from coec.models.layout import Shape
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
 
@@ -72,7 +73,7 @@ def test_json_is_utf8_whatever_the_locale(tmp_path):
     code = """
 import sys
 from pathlib import Path
-from coec.models.description import read_config
+from coec.models.folder import read_config
 from coec.models.files import write_json
 path = Path(sys.argv[1])
 write_json(path, {"name": "na\\u00efve"})
@@ -142,7 +143,7 @@ def test_of_a_hub_model_one_copy_of_the_weights_is_downloaded(monkeypatch, tmp_p
         (tmp_path / "got").write_text("\n".join(filter_repo_objects(there, **patterns)))
         return tmp_path
 
-    monkeypatch.setattr("coec.models.description.snapshot_download", download)
+    monkeypatch.setattr("coec.models.folder.snapshot_download", download)
     assert find_model("org/model") == tmp_path
     assert (tmp_path / "got").read_text().split() == [
         "config.json", "model.safetensors", "tekken.json", "tokenization_odd.py", "a.tiktoken"

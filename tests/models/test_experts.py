@@ -9,7 +9,7 @@ from coec.errors import ModelError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.models.experts import routed_inputs, stacked, stored_shapes
+from coec.models.surgery import routed_inputs, stacked, stored_shapes
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
 

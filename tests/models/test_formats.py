@@ -7,12 +7,12 @@ import pytest
 import coec
 import tiny_models as tm
 from coec.errors import ModelError, OptionError
-from coec.models import loaders
+from coec.models import formats
 from coec.models.architectures import ARCHITECTURES, architecture_of
-from coec.models.description import Description, read_config
-from coec.models.formats import choose_format
-from coec.models.loaders import CONDITIONS, LOADERS, TARGETS, YES, Traits, slides
-from coec.models.shape import Shape
+from coec.models.description import Description
+from coec.models.folder import read_config
+from coec.models.formats import CONDITIONS, LOADERS, TARGETS, YES, Traits, choose_format, slides
+from coec.models.layout import Shape
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
 from paper_models import LLAMA_70B, QWEN_7B
@@ -106,8 +106,6 @@ def test_what_no_format_holds_is_refused_with_every_reason():
 
 def test_a_format_that_transformers_refuses_is_passed_over(monkeypatch):
     """The class is asked too: a new rule there means the next candidate, not a late failure."""
-    from coec.models import formats
-
     real = formats.AutoConfig.for_model
 
     def fussy(**config):
@@ -143,7 +141,7 @@ def test_every_finding_names_a_loader_and_types_that_there_are():
         for tried in (loader, *loader.exceptions):
             assert set(tried.types or ()) <= set(ARCHITECTURES)
     named = {case.when for loader in LOADERS.values() for case in loader.exceptions}
-    assert named - {None} == CONDITIONS.keys() == loaders._CONDITIONS.keys()
+    assert named - {None} == CONDITIONS.keys() == formats._CONDITIONS.keys()
     assert set(TARGETS.values()) <= set(LOADERS)
 
 

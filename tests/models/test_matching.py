@@ -60,19 +60,6 @@ def test_weights_may_have_gone_through_a_narrow_dtype(site, route, dense):
 
 
 @pytest.mark.parametrize("site", KEPT)
-def test_and_may_have_been_cut_off_where_we_round(site, dense):
-    """One unit in the last place of bfloat16, which no route explains."""
-    mine = side(dense, site)
-    tensors = {
-        name: (tensor.view(torch.int32) & -(2**16)).view(torch.float32).bfloat16()
-        for name, tensor in cut(mine).items()
-    }
-    rounded = cut(mine, dtype=torch.bfloat16)
-    assert not all(torch.equal(tensors[name], rounded[name]) for name in tensors)
-    assert found(mine, tensors) == KEPT[site]
-
-
-@pytest.mark.parametrize("site", KEPT)
 def test_consumers_and_their_biases_do_not_matter(site, dense):
     mine = side(dense, site)
     tensors = cut(mine)
@@ -228,7 +215,7 @@ def test_units_put_together_of_several(dense):
     tensors[name][[0, 1]] = tensors[name][[1, 0]]
     match = (
         r"intermediate channel 0 of layers.1.mlp in 'PRUNED' is put together of rows of several "
-        r"intermediate channels of the dense model \(2 are\)"
+        r"intermediate channels of the dense model, or of its rows in another order \(2 are\)"
     )
     with pytest.raises(ModelError, match=match):
         found(mine, tensors)
@@ -258,8 +245,8 @@ def test_query_heads_in_another_order_within_their_group(dense):
         tensors[name_of(mine, ending)] = tensors[name_of(mine, ending)][rows]
     tensors[mine.site.weight] = tensors[mine.site.weight][:, rows]
     match = (
-        "KV group 1 of layers.1.attention in 'PRUNED' has the dense model's query heads in another "
-        r"order \(3, 2\): put q_proj's rows and o_proj's columns into the dense model's order"
+        "KV group 1 of layers.1.attention in 'PRUNED' is put together of rows of several KV groups "
+        r"of the dense model, or of its rows in another order \(1 are\)"
     )
     with pytest.raises(ModelError, match=match):
         found(mine, tensors)

@@ -8,11 +8,9 @@ import torch
 
 import tiny_models as tm
 from coec.errors import ModelError, NumericalError
-from coec.models.architectures import ARCHITECTURES
-from coec.models.block_patterns import BlockPattern
+from coec.models.architectures import ARCHITECTURES, BlockPattern
 from coec.models.description import Description
-from coec.models.layout import Rows
-from coec.models.shape import Shape
+from coec.models.layout import Rows, Shape
 from coec.models.surgery import Cut, cut_block, value_rows
 from coec.types import KeptSet, SiteResult
 

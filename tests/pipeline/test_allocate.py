@@ -9,12 +9,12 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import coec
 import tiny_models as tm
-from coec.calibration.tokenizer import load_tokenizer
+from coec.calibration.tokens import load_tokenizer
 from coec.errors import CoecError, ModelError, OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.models.shape import Shape
+from coec.models.layout import Shape
 from coec.pipeline import allocate as allocating
 from coec.planning import ComputeConfig, Forecast
 from coec.streaming.sensitivity import RepairedConsumer, Sensitivity

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 import coec
 import tiny_models as tm
-from coec.calibration.tokens import Stream, held_out, hold_out, sample_windows
-from coec.calibration.windows import source_digest
+from coec.calibration.tokens import Stream
+from coec.calibration.windows import held_out, hold_out, sample_windows, source_digest
 from coec.errors import CalibrationError, CoecError, OptionError, OutputError
 from coec.execution.journal import seal
 from coec.models.dense import Dense

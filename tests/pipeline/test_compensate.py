@@ -11,7 +11,7 @@ import coec
 import tiny_models as tm
 from coec.allocation.kept import KEPT, KeptUnits
 from coec.errors import ModelError, OptionError, OutputError
-from coec.models.raw_checkpoint import RawCheckpoint
+from coec.models.matching import RawCheckpoint
 from coec.pipeline import compensate as compensating
 from coec.planning.recipe import Recipe
 

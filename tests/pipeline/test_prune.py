@@ -528,7 +528,7 @@ def test_what_belongs_to_the_model_travels_and_nothing_else(dense, tokens, tmp_p
 def opened(monkeypatch):
     """How often each folder is opened, and how many skeletons are built."""
     counts: dict[str, int] = {}
-    headers, build = dense_module.headers_of, description.AutoModelForCausalLM.from_config
+    headers, build = dense_module.read_headers, description.AutoModelForCausalLM.from_config
 
     def read(folder):
         counts[folder.name] = counts.get(folder.name, 0) + 1
@@ -539,7 +539,7 @@ def opened(monkeypatch):
         return build(*arguments, **options)
 
     description._skeleton.cache_clear()
-    monkeypatch.setattr(dense_module, "headers_of", read)
+    monkeypatch.setattr(dense_module, "read_headers", read)
     monkeypatch.setattr(description.AutoModelForCausalLM, "from_config", built)
     return counts
 

@@ -5,7 +5,7 @@ import torch
 
 import coec
 import tiny_models as tm
-from coec.calibration.tokens import Windows, hold_out
+from coec.calibration.windows import Windows, hold_out
 from coec.errors import CalibrationError, OptionError
 from coec.models.dense import Dense
 from coec.planning import ComputeConfig, Forecast

@@ -18,7 +18,6 @@ _C4_SHARDS = {
     "validation": "en/c4-validation.00000-of-00008.json.gz",
 }
 """The first shard of each split, as pruning papers read C4; there is no test split."""
-
 HUB_CHARACTERS = 10_000_000
 """Characters of C4 or a `hub:` data set after which no further document is read.
 
@@ -29,18 +28,12 @@ _SEPARATOR = "\n\n"
 
 _CHUNK, _ROWS = 2**20, 1000
 """Characters of a text file, and rows of a parquet file, that are in memory at once."""
-
 Split = Literal["train", "validation", "test"]
 
 
 def is_named(source: str) -> bool:
     """True if the source is the name of a data set; otherwise it is the path of a file."""
     return source in ("wikitext2", "c4") or source.startswith("hub:")
-
-
-def read_text(source: str, *, split: Split, text_column: str = "text") -> str:
-    """Read the text of a source at once; documents are joined by blank lines."""
-    return "".join(read_parts(source, split=split, text_column=text_column))
 
 
 def read_parts(source: str, *, split: Split, text_column: str = "text") -> Iterator[str]:
@@ -53,18 +46,12 @@ def read_parts(source: str, *, split: Split, text_column: str = "text") -> Itera
             text, jsonl or parquet file.
         split: split of a data set. C4 has no test split; its validation split takes its place.
         text_column: column of jsonl and parquet files, and of data sets named by `hub:`.
-
-    Raises:
-        CalibrationError: the source is missing, unreachable, empty or of the wrong form.
     """
-    if not is_named(source):
-        texts = _read_file(Path(source), text_column)
-    elif source == "wikitext2":
-        texts = iter([_wikitext2(split)])
-    elif source == "c4":
-        texts = iter([_c4("train" if split == "train" else "validation")])
-    else:
-        texts = iter([_hub(source, split, text_column)])
+    texts = (
+        iter([_read_named(source, split, text_column)])
+        if is_named(source)
+        else _read_file(Path(source), text_column)
+    )
     empty = True
     for text in texts:
         empty = empty and not text.strip()
@@ -73,12 +60,13 @@ def read_parts(source: str, *, split: Split, text_column: str = "text") -> Itera
         raise CalibrationError(f"'{source}' holds no text")
 
 
-_TABLE = "is a table, not text: save its column of text as .jsonl, .parquet or .txt"
-_PACKED = "is compressed: unpack it first"
-_NO_TEXT = dict.fromkeys((".csv", ".tsv", ".xlsx", ".arrow"), _TABLE) | dict.fromkeys(
-    (".gz", ".zst", ".bz2", ".xz", ".zip"), _PACKED
-)
-"""Reasons why files with these suffixes are refused."""
+_NO_TEXT = {
+    "is a table, not text: save its column of text as .jsonl, .parquet or .txt": (
+        ".csv", ".tsv", ".xlsx", ".arrow",
+    ),
+    "is compressed: unpack it first": (".gz", ".zst", ".bz2", ".xz", ".zip"),
+}  # fmt: skip
+"""Reasons why files are refused, and their suffixes."""
 
 
 def _read_file(path: Path, column: str) -> Iterator[str]:
@@ -87,8 +75,9 @@ def _read_file(path: Path, column: str) -> Iterator[str]:
             f"no text at '{path}': give 'wikitext2', 'c4', 'hub:OWNER/NAME', 'self', or a file "
             "(.txt, .jsonl, .parquet, or token ids as .npy or .safetensors)"
         )
-    if reason := _NO_TEXT.get(path.suffix.lower()):
-        raise CalibrationError(f"'{path}' {reason}")
+    for reason, suffixes in _NO_TEXT.items():
+        if path.suffix.lower() in suffixes:
+            raise CalibrationError(f"'{path}' {reason}")
     try:
         if path.suffix in (".jsonl", ".json"):
             yield from _joined(_jsonl_column(path, column))
@@ -106,16 +95,17 @@ def _read_file(path: Path, column: str) -> Iterator[str]:
 
 def is_file(path: Path) -> bool:
     """True if there is such a file; False for impossible names and circles of links."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
+    return _holds(path.is_file)
 
 
 def is_folder(path: Path) -> bool:
     """True if there is such a folder; False as in `is_file`."""
+    return _holds(path.is_dir)
+
+
+def _holds(test: Callable[[], bool]) -> bool:
     try:
-        return path.is_dir()
+        return test()
     except (OSError, ValueError):
         return False
 
@@ -142,19 +132,15 @@ def _jsonl_column(path: Path, column: str) -> Iterator[str]:
                     f"'{path}', line {number}, has no text in column '{column}' (it has: "
                     f"{columns:.200}); name it with text_column=NAME"
                 )
-            yield _encodable(row[column], f"'{path}', line {number},")
-
-
-def _encodable(text: str, place: str) -> str:
-    """Return the text; raises CalibrationError for half of a surrogate pair, which is no text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise CalibrationError(
-            f"{place} is no text: character {error.start + 1} is half of a surrogate pair "
-            f"({text[error.start]!a}); write the text as UTF-8"
-        ) from error
-    return text
+            text: str = row[column]
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise CalibrationError(
+                    f"'{path}', line {number}, is no text: character {error.start + 1} is half of "
+                    f"a surrogate pair ({text[error.start]!a}); write the text as UTF-8"
+                ) from error
+            yield text
 
 
 def _parquet_column(path: Path, column: str) -> Iterator[str]:
@@ -170,43 +156,30 @@ def _parquet_column(path: Path, column: str) -> Iterator[str]:
                 f"'{path}' has no column '{column}' (it has: {', '.join(names)}); "
                 "name it with text_column=NAME"
             )
-        number = 0
-        for batch in file.iter_batches(_ROWS, columns=[column]):
-            for text in batch.column(0).to_pylist():
-                number += 1
-                if not isinstance(text, str):
-                    raise CalibrationError(
-                        f"'{path}', row {number}, has no text in column '{column}' (it has: "
-                        f"{text!r:.40}); leave such rows out, or name another column with "
-                        "text_column=NAME"
-                    )
-                yield text
+        batches = file.iter_batches(_ROWS, columns=[column])
+        texts = (text for batch in batches for text in batch.column(0).to_pylist())
+        for number, text in enumerate(texts, 1):
+            if not isinstance(text, str):
+                raise CalibrationError(
+                    f"'{path}', row {number}, has no text in column '{column}' (it has: "
+                    f"{text!r:.40}); leave such rows out, or name another column with "
+                    "text_column=NAME"
+                )
+            yield text
     except CalibrationError:
         raise
     except Exception as error:  # pyarrow may raise anything for a damaged file
-        raise CalibrationError(f"'{path}' is not a parquet file: {one_line(error)}") from error
+        raise CalibrationError(f"'{path}' is not a parquet file: {first_line(error)}") from error
 
 
-def one_line(error: BaseException) -> str:
-    """Write a library's error in one line that is never empty."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def _wikitext2(split: Split) -> str:
-    rows = _load("WikiText-2", lambda load: load(*_WIKITEXT2, split=split))
-    return _SEPARATOR.join(rows["text"])
-
-
-def _c4(split: Literal["train", "validation"]) -> str:
-    files = {split: _C4_SHARDS[split]}
-    return _load(
-        "C4",
-        lambda load: _beginning(load(_C4, data_files=files, split=split, streaming=True), "text"),
-    )
-
-
-def _hub(source: str, split: Split, column: str) -> str:
-    """Read the beginning of one split of a data set on the hub."""
+def _read_named(source: str, split: Split, column: str) -> str:
+    if source == "wikitext2":
+        rows = _load("WikiText-2", lambda load: load(*_WIKITEXT2, split=split))
+        return _SEPARATOR.join(rows["text"])
+    if source == "c4":
+        c4_split = "train" if split == "train" else "validation"
+        options = {"data_files": {c4_split: _C4_SHARDS[c4_split]}, "split": c4_split}
+        return _load("C4", lambda load: _beginning(load(_C4, **options, streaming=True), "text"))
     name, _, config = source.removeprefix("hub:").partition(":")
     if name.count("/") != 1 or not all(name.split("/")) or ":" in config:
         raise CalibrationError(
@@ -244,7 +217,7 @@ def _beginning(rows: Iterable[dict[str, Any]], column: str) -> str:
 def _load(name: str, read: Callable[[Callable[..., Any]], Any]) -> Any:
     """Call `read` with `datasets.load_dataset`, and turn any error into one line.
 
-    `read` must consume the rows, since streaming reads the network meanwhile.
+    It must consume the rows, since streaming reads the network meanwhile.
     """
     offline = (
         f"{name} could not be loaded ({{}}). Offline, give a local file instead: "
@@ -261,5 +234,4 @@ def _load(name: str, read: Callable[[Callable[..., Any]], Any]) -> Any:
     except CalibrationError:
         raise
     except Exception as error:  # the hub's client may raise anything
-        reason = first_line(error)
-        raise CalibrationError(offline.format(reason)) from error
+        raise CalibrationError(offline.format(first_line(error))) from error

@@ -1,9 +1,11 @@
-"""Token windows for calibration and evaluation, from text (`sources`) or token files."""
+"""Tokens of a calibration or evaluation text: tokenizers of model folders, and token files."""
 
+import filecmp
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +13,20 @@ import torch
 from jaxtyping import Int
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from coec.calibration.ids import token_ids
-from coec.calibration.sources import Split, is_file, one_line, read_parts
-from coec.calibration.tokenizer import encode, encode_later_piece, special_ends
-from coec.errors import CalibrationError
+from coec.calibration.sources import Split, is_file, read_parts
+from coec.errors import CalibrationError, ModelError, first_line
 from coec.events import Progress
-from coec.models.files import JsonDict
+from coec.models.files import JsonDict, check_fetched
+from coec.models.folder import (
+    CONFIG,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILES,
+    read_config,
+    tokenizer_classes,
+)
+from coec.models.layout import BLOCK_WIDTHS
 
 TOKEN_SUFFIXES = (".npy", ".safetensors")
 LONG_TEXT = 12_000_000
@@ -26,82 +34,26 @@ LONG_TEXT = 12_000_000
 _PIECE = 1_000_000
 """Approximate number of characters of a longer text that are tokenised at once, in 0.2 GB."""
 _CUTS = ("\n\n", "\n", " ")
-CHOICE = 9
-"""A long text is read until it has this many times the tokens of the sampled windows.
-
-`sources.HUB_CHARACTERS` is chosen by the same number, for the default recipe.
-"""
+_PROBE = "The cat sat on 3 mats.\n\nIt isn't far: naïve «数» x == y  # end"
+"""Tokenizers with one vocabulary that encode this text alike count as the same."""
+_ANCHOR = "\n"
+"""Text before a later piece while it is tokenised."""
 
 
 @dataclass(frozen=True, eq=False)
-class Windows:
-    """Windows of equal length, and their origin.
+class Stream:
+    """A long run of token ids, or rows that are windows already, and their origin.
 
     Attributes:
-        ids: token ids, int64.
         source: the source, as the user gave it.
-        available: number of tokens in the source.
         text_sha256: digest of the source text, or of its first `LONG_TEXT` characters; of the token
             ids if there is no text.
         special_tokens: number of special tokens that the tokenizer added to the text.
         characters: number of characters that were tokenised, which for a large data set or file are
             its beginning; 0 if there is no text.
-        in_pieces: whether the source was longer than `LONG_TEXT` characters, and therefore
+        in_pieces: true if the source was longer than `LONG_TEXT` characters, and therefore
             tokenised in pieces, and no further than the windows need.
-        sampled: number of windows, the last ones, that were sampled from the model in addition.
     """
-
-    ids: Int[Tensor, "n length"]
-    source: str
-    available: int
-    text_sha256: str
-    special_tokens: int = 0
-    characters: int = 0
-    in_pieces: bool = False
-    sampled: int = 0
-
-    @property
-    def sha256(self) -> str:
-        """Digest of the token ids."""
-        return digest(self.ids)
-
-    @classmethod
-    def of_record(cls, ids: Int[Tensor, "n length"], record: JsonDict) -> "Windows":
-        """Rebuild the windows of a record."""
-        return cls(
-            ids,
-            source=record["source"],
-            available=record["tokens_available"],
-            text_sha256=record["text_sha256"],
-            special_tokens=record["special_tokens"],
-            characters=record["characters"],
-            in_pieces=record["in_pieces"],
-            sampled=record["sampled"],
-        )
-
-    def and_sampled(self, ids: Int[Tensor, "m length"]) -> "Windows":
-        """Append windows that were sampled from the model."""
-        return replace(self, ids=torch.cat([self.ids, ids]), sampled=self.sampled + len(ids))
-
-    def record(self) -> JsonDict:
-        """Describe the windows for the report."""
-        return {
-            "source": self.source,
-            "windows": self.ids.shape[0],
-            "seq_len": self.ids.shape[1],
-            "tokens_available": self.available,
-            "special_tokens": self.special_tokens,
-            "characters": self.characters,
-            "in_pieces": self.in_pieces,
-            "sampled": self.sampled,
-            "text_sha256": self.text_sha256,
-            "windows_sha256": self.sha256,
-        }
-
-
-@dataclass(frozen=True, eq=False)
-class Stream:
-    """A long run of token ids, or rows that are windows already; fields as in `Windows`."""
 
     ids: Int[Tensor, " n"] | Int[Tensor, "rows length"]
     source: str
@@ -132,15 +84,9 @@ def read_stream(
     memory does not grow with the text.
 
     Args:
-        source: a name or a path.
         tokenizer: called only when there is text.
-        split: split of a named data set.
-        text_column: column of jsonl and parquet files, and of data sets named by `hub:`.
         needed: tokens after which a long text is read no further; None reads all of it.
         progress: called with ("tokenising", done, total) for texts that take time.
-
-    Raises:
-        CalibrationError: the source is missing, empty or of the wrong form.
     """
     if is_token_file(source):
         ids = _read_token_file(Path(source))
@@ -153,12 +99,12 @@ def read_stream(
         text = itertools.chain([beginning], texts)
         ids, special, characters = _encode_pieces(loaded, text, needed, progress)
         return Stream(ids, source, sha256, special, characters, in_pieces=True)
-    advance = progress if len(beginning) > _PIECE else None
-    if advance:
-        advance("tokenising", 0, len(beginning))
+    size = len(beginning)
+    if progress and size > _PIECE:
+        progress("tokenising", 0, size)
     ids = encode(loaded, beginning)
-    if advance:
-        advance("tokenising", len(beginning), len(beginning))
+    if progress and size > _PIECE:
+        progress("tokenising", size, size)
     return Stream(ids, source, sha256, loaded.num_special_tokens_to_add(), len(beginning))
 
 
@@ -169,17 +115,13 @@ def _encode_pieces(
     progress: Progress | None,
 ) -> tuple[Tensor, int, int]:
     """Tokenise a long text in pieces; returns ids, and numbers of special tokens and characters."""
-    start, end = special_ends(tokenizer)
+    start, end = _special_ends(tokenizer)
     special = tokenizer.num_special_tokens_to_add()
     pieces, ending = [start], [end]
     characters, tokens = 0, len(start)
     for piece in _pieces(text):
-        first = characters == 0
-        pieces.append(
-            encode(tokenizer, piece, special=False)
-            if first
-            else encode_later_piece(tokenizer, piece)
-        )
+        ids = _encode_later_piece(tokenizer, piece) if characters else _plain(tokenizer, piece)
+        pieces.append(ids)
         characters, tokens = characters + len(piece), tokens + len(pieces[-1])
         if progress:
             progress("tokenising", min(tokens, needed or tokens), needed or tokens)
@@ -191,14 +133,12 @@ def _encode_pieces(
 
 def _beginning(texts: Iterator[str]) -> str:
     """Read the text, or its beginning of more than `LONG_TEXT` characters."""
-    read: list[str] = []
-    length = 0
+    read = StringIO()
     for chunk in texts:
-        read.append(chunk)
-        length += len(chunk)
-        if length > LONG_TEXT:
+        read.write(chunk)
+        if read.tell() > LONG_TEXT:
             break
-    return "".join(read)
+    return read.getvalue()
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[str]:
@@ -217,100 +157,6 @@ def _pieces(texts: Iterable[str]) -> Iterator[str]:
         yield pending
 
 
-def sample_windows(
-    stream: Stream, *, samples: int, seq_len: int, seed: int, vocabulary: int
-) -> Windows:
-    """Draw `samples` distinct windows of `seq_len` tokens at random, without overlap.
-
-    Raises:
-        CalibrationError: too few tokens, or ids outside the vocabulary.
-    """
-    rows = _cut(stream, seq_len, vocabulary)
-    if len(rows) < samples:
-        available = stream.ids.numel()
-        fewer = f"at most samples={len(rows)}" if len(rows) else "shorter windows"
-        if not len(rows) and available > 1:
-            fewer = f"windows of at most seq_len={available}"
-        raise CalibrationError(
-            f"too little calibration text: '{stream.source}' has {available} tokens, {samples} "
-            f"windows of {seq_len} need {samples * seq_len}; give more text, or {fewer}"
-        )
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
-    return _windows(stream, rows[order[:samples].sort().values])
-
-
-def all_windows(stream: Stream, *, seq_len: int, vocabulary: int) -> Windows:
-    """Cut a text into full windows in order, without the tail: the evaluation of METHODS §7.
-
-    Raises:
-        CalibrationError: less than one window, or ids outside the vocabulary.
-    """
-    rows = _cut(stream, seq_len, vocabulary)
-    if len(rows) == 0:
-        raise CalibrationError(
-            f"'{stream.source}' has {stream.ids.numel()} tokens, less than one window of "
-            f"{seq_len}; give more text, or shorter windows (seq_len=N)"
-        )
-    return _windows(stream, rows)
-
-
-def hold_out(windows: Windows, fraction: float, seed: int) -> tuple[Tensor, Tensor | None]:
-    """Split windows at random into those to fit on and `held_out` others, or None for no others.
-
-    Windows that were sampled from the model are fitted on: the text judges.
-
-    Raises:
-        CalibrationError: no window is left on one of the two sides.
-    """
-    n = len(windows.ids) - windows.sampled
-    count = held_out(n, fraction)
-    if count == 0:
-        return windows.ids, None
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-    fit, judge = order[count:].sort().values, order[:count].sort().values
-    return torch.cat([windows.ids[fit], windows.ids[n:]]), windows.ids[judge]
-
-
-def held_out(n: int, fraction: float) -> int:
-    """Number of held-out windows among n: `round(fraction · n)`, at least 1 unless fraction is 0.
-
-    Raises:
-        CalibrationError: no window is left on one of the two sides.
-    """
-    if not fraction:
-        return 0
-    count = max(1, round(fraction * n))
-    if count >= n:
-        raise CalibrationError(
-            f"holdout={fraction:g} of {n} windows leaves {count} held out and {n - count} to fit "
-            "on: both need at least one; take more windows (samples=N)"
-        )
-    return count
-
-
-def _windows(stream: Stream, rows: Int[Tensor, "n length"]) -> Windows:
-    fields = vars(stream) | {"ids": rows, "available": stream.ids.numel()}
-    return Windows(**fields)
-
-
-def _cut(stream: Stream, seq_len: int, vocabulary: int) -> Int[Tensor, "n length"]:
-    ids = stream.ids
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-        raise CalibrationError(
-            f"'{stream.source}' has token ids {int(ids.min())}..{int(ids.max())}, the model's "
-            f"vocabulary has {vocabulary}: it was made with another tokenizer"
-        )
-    if ids.ndim == 2:
-        if ids.shape[1] != seq_len:
-            raise CalibrationError(
-                f"'{stream.source}' holds rows of {ids.shape[1]} tokens; "
-                f"pass seq_len={ids.shape[1]}, or save one long row"
-            )
-        return ids
-    count = len(ids) // seq_len
-    return ids[: count * seq_len].reshape(count, seq_len)
-
-
 def _read_token_file(path: Path) -> Tensor:
     if not is_file(path):
         raise CalibrationError(f"no token file at '{path}'")
@@ -320,7 +166,7 @@ def _read_token_file(path: Path) -> Tensor:
         return token_ids(load_file(path)["input_ids"])
     except Exception as error:  # numpy and safetensors raise anything for a damaged file
         missing = isinstance(error, KeyError)
-        reason = "it has no 'input_ids'" if missing else one_line(error)
+        reason = "it has no 'input_ids'" if missing else first_line(error)
         raise CalibrationError(
             f"'{path}' holds no token ids (an integer .npy array, or a safetensors file with "
             f"'input_ids'): {reason}"
@@ -330,3 +176,131 @@ def _read_token_file(path: Path) -> Tensor:
 def digest(ids: Tensor) -> str:
     """SHA-256 of token ids as int64."""
     return hashlib.sha256(ids.to(torch.int64).contiguous().numpy().tobytes()).hexdigest()
+
+
+def token_ids(ids: Tensor | np.ndarray) -> Tensor:
+    """Convert whole numbers to int64 on the CPU: one row of ids, or several of one length."""
+    if isinstance(ids, np.ndarray):
+        if ids.dtype.kind not in "iu":
+            raise CalibrationError(f"token ids are whole numbers, got {ids.dtype}")
+        ids = torch.from_numpy(ids.astype(np.int64, casting="same_kind"))
+    elif ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise CalibrationError(f"token ids are whole numbers, got {ids.dtype}")
+    if ids.ndim not in (1, 2) or ids.numel() == 0:
+        raise CalibrationError(
+            f"token ids are integer values of shape (n,) or (rows, length), got {tuple(ids.shape)}"
+        )
+    return ids.long().cpu()
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer.
+
+    Python code that it may bring runs only with `trust_remote_code`; nobody is asked. Raises
+    ModelError if the folder has none, it cannot be read, or it needs its own code.
+    """
+    stock = any(is_file(folder / name) for name in TOKENIZER_FILES)
+    if not stock and not tokenizer_classes(folder):  # only own code reads files of other names
+        raise ModelError(
+            f"'{folder}' has no tokenizer ({', '.join(TOKENIZER_FILES)}): copy the tokenizer "
+            "files there, or give token ids (.npy, .safetensors) instead of text"
+        )
+    for name in (TOKENIZER_CONFIG, *TOKENIZER_FILES):
+        check_fetched(folder / name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, **_non_uniform_config(folder)
+        )
+    except Exception as error:  # tokenizers may raise anything
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise ModelError(
+                f"the tokenizer in '{folder}' runs Python code of its own, with all that it "
+                "imports and with code of other repositories that its files name: read it, and "
+                "pass trust_remote_code=True if you trust it"
+            ) from error
+        raise ModelError(
+            f"the tokenizer in '{folder}' cannot be loaded: {first_line(error)}"
+        ) from error
+    longest = tokenizer.model_max_length
+    if not isinstance(longest, int | float):
+        raise ModelError(
+            f"model_max_length in '{folder / TOKENIZER_CONFIG}' must be a number, got "
+            f"{longest!r:.80}: mend it"
+        )
+    return tokenizer
+
+
+def _non_uniform_config(folder: Path) -> JsonDict:
+    """Configuration of a model whose widths differ by block; empty for any other model.
+
+    If transformers read it from the folder, it would ask for the code beside the weights.
+    """
+    if not is_file(folder / CONFIG) or BLOCK_WIDTHS not in (config := read_config(folder)):
+        return {}
+    return {"config": AutoConfig.for_model(**{k: v for k, v in config.items() if k != "auto_map"})}
+
+
+def check_same_tokenizer(folder: Path, baseline: Path, *, trust_remote_code: bool = False) -> None:
+    """Raise ModelError if two models tokenise one text differently: no divergence has meaning then.
+
+    A folder without a tokenizer, which only takes token ids, passes.
+    """
+    folders = (folder, baseline)
+    before, after = (
+        [path / name for name in TOKENIZER_FILES if is_file(path / name)] for path in folders
+    )
+    if not before or not after:
+        return
+    if [p.name for p in before] == [p.name for p in after] and all(
+        filecmp.cmp(*pair, shallow=False) for pair in zip(before, after, strict=True)
+    ):
+        return
+    tokenizers = [load_tokenizer(path, trust_remote_code=trust_remote_code) for path in folders]
+    if (
+        tokenizers[0].get_vocab() != tokenizers[1].get_vocab()
+        or encode(tokenizers[0], _PROBE).tolist() != encode(tokenizers[1], _PROBE).tolist()
+    ):
+        raise ModelError(
+            f"'{folder}' and its baseline '{baseline}' have different tokenizers: the baseline "
+            "must be the dense model it was pruned from"
+        )
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = True
+) -> Int[Tensor, " n"]:
+    """Tokenise a text, by default with special tokens; raises ModelError if that fails."""
+    try:
+        # verbose=False: the warning about texts longer than the model is meant for other uses.
+        ids = tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
+        return torch.tensor(ids, dtype=torch.int64)
+    except Exception as error:  # a damaged tokenizer_config.json may only fail here
+        raise ModelError(
+            f"the tokenizer of '{tokenizer.name_or_path}' fails on a text ({first_line(error)}): "
+            "mend its files"
+        ) from error
+
+
+def _plain(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[Tensor, " n"]:
+    return encode(tokenizer, text, special=False)
+
+
+def _encode_later_piece(tokenizer: PreTrainedTokenizerBase, piece: str) -> Int[Tensor, " n"]:
+    """Tokenise a piece from the middle of a text.
+
+    Some tokenizers put a space before any text. Here a line end comes first, and its tokens are
+    removed again.
+    """
+    anchor, ids = (_plain(tokenizer, text) for text in (_ANCHOR, _ANCHOR + piece))
+    if torch.equal(ids[: len(anchor)], anchor):
+        return ids[len(anchor) :]
+    return _plain(tokenizer, piece)
+
+
+def _special_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
+    """The special tokens before a text, and those after it."""
+    marked, plain = encode(tokenizer, _PROBE), _plain(tokenizer, _PROBE)
+    for start in range(len(marked) - len(plain) + 1):
+        if torch.equal(marked[start : start + len(plain)], plain):
+            return marked[:start], marked[start + len(plain) :]
+    return marked[:0], marked[:0]

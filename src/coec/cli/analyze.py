@@ -123,9 +123,11 @@ def _measure(
     rates = rows = None
     try:
         if with_speed:
-            rates = speed.measure_speed(pair, workload, device, dtype, advance)
+            rates = speed.speed(
+                None, pair, load=workload, device=device, dtype=dtype, progress=advance
+            )
         if with_geometry:
-            rows = geometry.measure_geometry(pair, ranks, device, advance)
+            rows = geometry.geometry(None, pair, ranks=ranks, device=device, progress=advance)
     except torch.OutOfMemoryError as error:
         raise OptionError(
             "out of memory: lower --prompt-tokens or --batch-size, leave out a part with "

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from coec.cli.common import CommandFlag, Json, argument, quieten, results, switch, with_flags
 from coec.cli.progress import Quiet, showing_progress
-from coec.exporting.dtypes import GGUF_DTYPES
+from coec.exporting import GGUF_DTYPES
 
 if TYPE_CHECKING:
     from coec.exporting.export import Export

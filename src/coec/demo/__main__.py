@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from coec import CoecError
 from coec.allocation.kept import KEPT
-from coec.calibration.tokenizer import load_tokenizer
+from coec.calibration.tokens import load_tokenizer
 from coec.demo.plot import draw
 from coec.evaluation.perplexity import Perplexity, perplexity
 from coec.pipeline.collect import collect

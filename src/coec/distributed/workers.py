@@ -24,8 +24,7 @@ from coec.distributed.cluster import (
 )
 from coec.errors import CoecError
 from coec.events import record
-from coec.models.dense import Dense
-from coec.models.prefetcher import Prefetcher
+from coec.models.dense import Dense, Prefetcher
 from coec.planning.run import Run
 from coec.streaming.dense_stream import DenseStream, Sums
 from coec.streaming.layers import State

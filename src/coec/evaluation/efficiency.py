@@ -3,18 +3,13 @@
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 from coec.devices import DTYPES, stored_dtype
 from coec.errors import OptionError
-from coec.evaluation.network import check_dtype
+from coec.evaluation.pair import check_dtype
 from coec.models.description import Description
 from coec.models.files import JsonDict
-from coec.models.shape import Shape
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
-
-_DEFAULT_SPARSITY = 0.3
 
 
 @dataclass(frozen=True)
@@ -22,8 +17,8 @@ class Cost:
     """The cost of a model.
 
     Attributes:
-        parameters: number of parameters; tied ones count once.
-        dtype: dtype of weights and cache.
+        parameters: tied ones count once.
+        dtype: that of weights and cache.
         weight_bytes: `parameters × bytes of the dtype`. The peak memory of inference, the paper's
             `Mem`, adds activations, cache and the allocator's share; `speed` measures it.
         gflops_per_token: `2 × parameters / 1e9`, the paper's rule (embeddings count too).
@@ -77,7 +72,7 @@ def efficiency(
     check_dtype(dtype)
     before = Description.read(model)
     if pruned is None:
-        recipe = Recipe(sparsity=_DEFAULT_SPARSITY if sparsity is None else sparsity)
+        recipe = Recipe(sparsity=0.3 if sparsity is None else sparsity)
         after = Description.of(Plan.of(before, recipe).output.config)
     else:
         after = Description.read(pruned)
@@ -86,16 +81,12 @@ def efficiency(
 
 def _cost(model: Description, dtype: str | None) -> Cost:
     chosen = DTYPES[dtype] if dtype else stored_dtype(model.config)
-    parameters = model.parameters
+    parameters, shape = model.parameters, model.shape
+    groups = sum(shape.at(block).kv_heads for block in range(shape.layers))
     return Cost(
         parameters=parameters,
         dtype=str(chosen).removeprefix("torch."),
         weight_bytes=parameters * chosen.itemsize,
         gflops_per_token=2 * parameters / 1e9,
-        kv_cache_bytes_per_token=_kv_cache(model.shape, chosen),
+        kv_cache_bytes_per_token=2 * groups * shape.head_dim * chosen.itemsize,
     )
-
-
-def _kv_cache(shape: Shape, dtype: torch.dtype) -> int:
-    groups = sum(shape.at(block).kv_heads for block in range(shape.layers))
-    return 2 * groups * shape.head_dim * dtype.itemsize

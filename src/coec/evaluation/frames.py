@@ -1,7 +1,6 @@
 """Rotation of one weight's frames by pruning and compensation (docs/ANALYSIS.md)."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -25,13 +24,11 @@ class Angles:
 
 @dataclass(frozen=True)
 class Penalties:
-    """The alignment penalty `𝒜` of the slice and of the compensated weight (METHODS §5.6).
+    """The alignment penalty `𝒜 = ‖U_vᵀ (V_r V_rᵀ − Π_anchor) U_v‖_F² / r²` (METHODS §5.6).
 
-    Attributes:
-        pruned, compensated: `‖U_vᵀ (V_r V_rᵀ − Π_anchor) U_v‖_F² / r²`.
-        weighted_pruned, weighted_compensated: the s²-weighted variant,
-            `‖U_vᵀ (V_r D V_rᵀ − V₀ D₀ V₀ᵀ) U_v‖_F²` with `D = diag(s_i² / Σ_{j≤r} s_j²)` of the
-            weight and D₀ of the dense one; the same as `𝒜` where all s are equal.
+    The s²-weighted variant is `‖U_vᵀ (V_r D V_rᵀ − V₀ D₀ V₀ᵀ) U_v‖_F²` with
+    `D = diag(s_i² / Σ_{j≤r} s_j²)` of the weight and D₀ of the dense one; the same as `𝒜` where all
+    s are equal.
     """
 
     pruned: float
@@ -46,8 +43,6 @@ class Frames:
 
     Attributes:
         r: size of the frames: as requested, or the smallest rank of the three weights if less.
-        original_pruned, original_compensated, pruned_compensated: angles between the read frames
-            O, P and C.
         discrepancy: `‖Q_u − Q_v‖_F / ‖Q_u‖_F`, `Q_u = U_Pᵀ U_C`, `Q_v = V_Pᵀ V_C`; None where
             `Q_u` is 0.
         scale_change: median of `|log(s_C / s_P)|` over all modes above rounding.
@@ -65,10 +60,6 @@ class Frames:
     gap_pruned: float | None
     gap_compensated: float | None
     penalty: Penalties | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """List every field by name, JSON-ready."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +102,6 @@ def compare_frames(
     Args:
         W0: the dense consumer; its dtype is the working precision.
         kept: the columns that stay.
-        W_tilde: the compensated weight.
         r: size of the frames, at least 1.
         value_weight: the pruned value projection as the consumer sees it, for the penalties.
 
@@ -131,12 +121,14 @@ def compare_frames(
         )
     modes = min(len(pruned.s), len(compensated.s))
     change = (compensated.s[:modes] / pruned.s[:modes]).log().abs().median()
+    Q_u, Q_v = P.U.T @ C.U, P.V.T @ C.V
+    size = float(Q_u.norm())
     return Frames(
         r=r,
         original_pruned=_angles(basis, P.V),
         original_compensated=_angles(basis, C.V),
         pruned_compensated=_angles(P.V, C.V),
-        discrepancy=_discrepancy(P, C),
+        discrepancy=float((Q_u - Q_v).norm()) / size if size > 0 else None,
         scale_change=float(change),
         gap_dense=dense.gap(r),
         gap_pruned=pruned.gap(r),
@@ -188,12 +180,6 @@ def _angles(A: Float[Tensor, "k p"], B: Float[Tensor, "k q"]) -> Angles:
     return Angles(float(angles.mean()), float(angles.min()), float(angles.max()))
 
 
-def _discrepancy(P: _Modes, C: _Modes) -> float | None:
-    Q_u, Q_v = P.U.T @ C.U, P.V.T @ C.V
-    size = float(Q_u.norm())
-    return float((Q_u - Q_v).norm()) / size if size > 0 else None
-
-
 def _penalties(
     value_weight: Float[Tensor, "k h"],
     V0: Float[Tensor, "k r"],
@@ -201,7 +187,6 @@ def _penalties(
     P: _Modes,
     C: _Modes,
 ) -> Penalties:
-    """Compute plain and weighted penalties of slice and compensated weight."""
     r = len(dense.s)
     U_v = _Modes.of(value_weight).U[:, :r]
     VtU = V0.T @ U_v

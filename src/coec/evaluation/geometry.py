@@ -1,7 +1,9 @@
 """Frames of every pruned module, one tensor at a time, and their summary (docs/ANALYSIS.md)."""
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.models.layout import Site
 from coec.models.surgery import value_rows
+from coec.settings.fields import check_whole
 from coec.types import KeptSet
 
 RANKS = {"attention": 16, "mlp": 64}
@@ -27,7 +30,7 @@ _NARROW_GAP = 1.01
 
 def geometry(
     dense: str | Path | Dense | None,
-    pruned: str | Path | Dense,
+    pruned: str | Path | Dense | ModelPair,
     *,
     ranks: dict[str, int] | None = None,
     device: str = "auto",
@@ -39,10 +42,9 @@ def geometry(
 
     Args:
         dense: the dense model; None for the one that the pruned folder's report names.
-        pruned: a folder that `coec.prune` wrote.
+        pruned: a folder that `coec.prune` wrote; or both models, opened before.
         ranks: sizes of the frames by site; None for 16 (attention) and 64 (mlp).
         device: `auto` (CUDA where there is one), or a torch device.
-        progress: called with ("geometry", done, total).
 
     Returns:
         A JSON-ready dict per module that lost units: `module`, `site`, units before and after, the
@@ -56,9 +58,22 @@ def geometry(
         >>> rows = coec.geometry("llama", "llama-70")
         >>> rows[0]["original_pruned"]["mean"], rows[0]["discrepancy"]
     """
-    check_ranks(ranks or {})
-    choose_device(device)
-    return measure_geometry(ModelPair.open(dense, pruned), ranks, device, progress)
+    ranks = {**RANKS, **(ranks or {})}
+    check_ranks(ranks)
+    chosen = choose_device(device)
+    pair = ModelPair.open(dense, pruned)
+    modules = [
+        (site, units)
+        for site in pair.dense.layout.sites
+        if not (units := pair.units[site.key]).everything
+    ]
+    rows = []
+    for number, (site, units) in enumerate(modules, start=1):
+        rank = ranks["mlp" if site.value is None else "attention"]
+        rows.append(_row(pair, site, units, rank, chosen))
+        if progress:
+            progress("geometry", number, len(modules))
+    return rows
 
 
 def check_ranks(ranks: dict[str, int]) -> None:
@@ -66,62 +81,31 @@ def check_ranks(ranks: dict[str, int]) -> None:
     for site, rank in ranks.items():
         if site not in RANKS:
             raise OptionError(f"unknown site '{site}' in ranks; sites: {', '.join(RANKS)}")
-        if not isinstance(rank, int) or rank < 1:
-            raise OptionError(
-                f"the rank of {site} must be a whole number of at least 1, got {rank!r}"
-            )
+        check_whole(f"the rank of {site}", rank)
 
 
-def measure_geometry(
-    pair: ModelPair,
-    ranks: dict[str, int] | None = None,
-    device: str = "auto",
-    progress: Progress | None = None,
-) -> list[JsonDict]:
-    """Measure like `geometry`, for models that are already open."""
-    ranks = {**RANKS, **(ranks or {})}
-    chosen = choose_device(device)
-    modules = list(_pruned_modules(pair))
-    rows = []
-    for number, (site, units) in enumerate(modules, start=1):
-        name = site.consumer
-        weights = (_wide(model.tensor(site.weight), chosen) for model in (pair.dense, pair.pruned))
-        copied = pair.reads_the_same(site)
-        value = _value(pair, site, units, chosen) if copied else None
-        columns = site.kept_columns(units)
-        kept = KeptSet(columns.indices.to(chosen), columns.size)
-        W0, W_tilde = weights
-        try:
-            with recording() as events:
-                rank = ranks["mlp" if site.value is None else "attention"]
-                frames = compare_frames(W0, kept, W_tilde, rank, value_weight=value)
-        except NumericalError as error:
-            raise NumericalError(f"{name}: {error}") from error
-        rows.append(
-            {
-                "module": name,
-                "site": site.kind,
-                "units_before": units.size,
-                "units_after": len(units.indices),
-                **frames.as_dict(),
-                "reads_fitted": not copied,
-                "events": events,
-            }
-        )
-        if progress:
-            progress("geometry", number, len(modules))
-    return rows
-
-
-def _pruned_modules(pair: ModelPair) -> Iterator[tuple[Site, KeptSet]]:
-    for site in pair.dense.layout.sites:
-        units = pair.kept(site)
-        if not units.everything:
-            yield site, units
-
-
-def _wide(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device, torch.float64)
+def _row(pair: ModelPair, site: Site, units: KeptSet, rank: int, device: torch.device) -> JsonDict:
+    W0, W_tilde = (
+        model.tensor(site.weight).to(device, torch.float64) for model in (pair.dense, pair.pruned)
+    )
+    copied = pair.reads_the_same(site)
+    value = _value(pair, site, units, device) if copied else None
+    columns = site.kept_columns(units)
+    kept = KeptSet(columns.indices.to(device), columns.size)
+    try:
+        with recording() as events:
+            frames = compare_frames(W0, kept, W_tilde, rank, value_weight=value)
+    except NumericalError as error:
+        raise NumericalError(f"{site.consumer}: {error}") from error
+    return {
+        "module": site.consumer,
+        "site": site.kind,
+        "units_before": units.size,
+        "units_after": len(units.indices),
+        **asdict(frames),
+        "reads_fitted": not copied,
+        "events": events,
+    }
 
 
 def _value(pair: ModelPair, site: Site, units: KeptSet, device: torch.device) -> Tensor | None:
@@ -129,7 +113,7 @@ def _value(pair: ModelPair, site: Site, units: KeptSet, device: torch.device) ->
         return None
     name = site.value.tensor
     rows = value_rows({name: pair.dense.tensor(name)}, site, units)
-    return None if rows is None else _wide(rows, device)
+    return None if rows is None else rows.to(device, torch.float64)
 
 
 _Measure = tuple[Callable[[JsonDict], float | None], Callable[..., Any]]
@@ -138,43 +122,35 @@ MEASURES: dict[str, _Measure] = {
     "angle_original_pruned": (lambda row: row["original_pruned"]["mean"], max),
     "angle_original_compensated": (lambda row: row["original_compensated"]["mean"], max),
     "angle_pruned_compensated": (lambda row: row["pruned_compensated"]["mean"], max),
-    "discrepancy": (lambda row: row["discrepancy"], max),
-    "scale_change": (lambda row: row["scale_change"], max),
-    "gap_dense": (lambda row: row["gap_dense"], min),
-    "gap_pruned": (lambda row: row["gap_pruned"], min),
-    "gap_compensated": (lambda row: row["gap_compensated"], min),
-    "penalty_pruned": (lambda row: _penalty(row, "pruned"), max),
-    "penalty_compensated": (lambda row: _penalty(row, "compensated"), max),
-    "penalty_factor": (lambda row: _factor(row, "pruned", "compensated"), min),
-    "weighted_penalty_pruned": (lambda row: _penalty(row, "weighted_pruned"), max),
-    "weighted_penalty_compensated": (lambda row: _penalty(row, "weighted_compensated"), max),
-    "weighted_penalty_factor": (
-        lambda row: _factor(row, "weighted_pruned", "weighted_compensated"),
-        min,
+    "discrepancy": (itemgetter("discrepancy"), max),
+    "scale_change": (itemgetter("scale_change"), max),
+    "gap_dense": (itemgetter("gap_dense"), min),
+    "gap_pruned": (itemgetter("gap_pruned"), min),
+    "gap_compensated": (itemgetter("gap_compensated"), min),
+    "penalty_pruned": (lambda row: (row["penalty"] or {}).get("pruned"), max),
+    "penalty_compensated": (lambda row: (row["penalty"] or {}).get("compensated"), max),
+    "penalty_factor": (lambda row: _factor(row, ""), min),
+    "weighted_penalty_pruned": (lambda row: (row["penalty"] or {}).get("weighted_pruned"), max),
+    "weighted_penalty_compensated": (
+        lambda row: (row["penalty"] or {}).get("weighted_compensated"), max,
     ),
-}
+    "weighted_penalty_factor": (lambda row: _factor(row, "weighted_"), min),
+}  # fmt: skip
 """Function that reads a measure from a module's row, and max or min, which gives the worst."""
 
 
-def _penalty(row: JsonDict, name: str) -> float | None:
-    return None if row["penalty"] is None else row["penalty"][name]
-
-
-def _factor(row: JsonDict, before: str, after: str) -> float | None:
+def _factor(row: JsonDict, variant: str) -> float | None:
     """Factor by which the penalty fell; None if it fell to 0."""
-    old, new = _penalty(row, before), _penalty(row, after)
-    return old / new if old is not None and new else None
+    penalty = row["penalty"]
+    new = penalty and penalty[f"{variant}compensated"]
+    return penalty[f"{variant}pruned"] / new if new else None
 
 
 def summarize(rows: list[JsonDict]) -> dict[str, JsonDict]:
-    """Summarize each measure by site: mean, median, and the best and the worst module.
-
-    Args:
-        rows: from `geometry`.
+    """Summarize each measure of the rows of `geometry` by site, if any of its modules has it.
 
     Returns:
-        `{site: {"modules": count, measure: {"mean", "median", "best", "worst", "worst_module"}}}`;
-        without measures that no module of the site has.
+        `{site: {"modules": count, measure: {"mean", "median", "best", "worst", "worst_module"}}}`.
     """
     summary: dict[str, JsonDict] = {}
     for site in RANKS:
@@ -198,11 +174,7 @@ def summarize(rows: list[JsonDict]) -> dict[str, JsonDict]:
 
 
 def oddities(rows: list[JsonDict]) -> list[str]:
-    """List caveats about the summary, one sentence each.
-
-    Args:
-        rows: from `geometry`.
-    """
+    """List caveats about the rows of `geometry`, one sentence each."""
     notes = []
     cases: dict[str, Callable[[JsonDict], bool]] = {
         f"σ_r/σ_(r+1) is below {_NARROW_GAP}: which directions the frames hold is all but "
@@ -216,7 +188,7 @@ def oddities(rows: list[JsonDict]) -> list[str]:
         "the compensated weight are those of changed inputs, and no alignment penalty is "
         "measured": lambda row: row["reads_fitted"],
         "compensation raised the alignment penalty": lambda row: (
-            (factor := _factor(row, "pruned", "compensated")) is not None and factor < 1
+            (factor := _factor(row, "")) is not None and factor < 1
         ),
     }
     for text, holds in cases.items():

@@ -7,11 +7,12 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,15 +21,12 @@ from coec.errors import CalibrationError, CoecError, OptionError, first_line
 from coec.events import Progress
 
 _SURROUNDINGS = ("get_git_commit_hash", "add_env_info")
-"""Functions of lm-eval's evaluator that describe the machine, for a record not used here."""
+"""Functions of lm-eval's evaluator that describe the machine, for a record not used here. They run
+git in the working folder, and many programs."""
 
 
 def lm_eval_version() -> str:
-    """Version of the installed lm-eval.
-
-    Raises:
-        OptionError: it is not installed, or its dependencies for transformers models are missing.
-    """
+    """Version of the installed lm-eval; raises OptionError if it is not all there."""
     try:
         import accelerate  # noqa: F401
         import lm_eval  # noqa: F401
@@ -62,11 +60,7 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def local_files(names: Sequence[str], folder: Path) -> dict[str, Path]:
-    """Find the file of every task, `<task>.jsonl`.
-
-    Raises:
-        CalibrationError: one is missing.
-    """
+    """Find the file of every task, `<task>.jsonl`; raises CalibrationError if one is missing."""
     files = {name: folder.absolute() / f"{name}.jsonl" for name in names}
     for name, file in files.items():
         if not is_file(file):
@@ -88,9 +82,6 @@ def loaded_tasks(
     reads a definition that includes the official one, under its name, and overrides only the place
     of the data; nothing is written outside a temporary folder. Every item that will be asked must
     have a known answer, since lm-eval counts an unknown one as wrong.
-
-    Raises:
-        CalibrationError: data that cannot be read, or do not fit the task's definition.
     """
     from lm_eval.tasks import TaskManager
 
@@ -139,23 +130,19 @@ def _loaded(
         raise
     except Exception as error:  # from the hub, a file, or a template that misses a column
         reason = first_line(error)
-        if files is None:
-            raise CalibrationError(
-                f"the data of task '{name}' could not be loaded ({reason}). Offline, give local "
-                "files: tasks_data=DIR"
-            ) from error
-        raise CalibrationError(
-            f"'{files[name]}' does not fit lm-eval's task '{name}' ({reason}): rows must have the "
-            "columns of the task's data set on the hub"
-        ) from error
+        advice = (
+            f"the data of task '{name}' could not be loaded ({reason}). Offline, give local "
+            "files: tasks_data=DIR"
+            if files is None
+            else f"'{files[name]}' does not fit lm-eval's task '{name}' ({reason}): rows must have "
+            "the columns of the task's data set on the hub"
+        )
+        raise CalibrationError(advice) from error
     return task
 
 
 def _check_item(task: Any, item: Any, number: int) -> None:
-    """Raise CalibrationError if the right answer is missing or hidden.
-
-    Public test sets hide answers by -1 or an empty text.
-    """
+    """Raise CalibrationError if the right answer is missing, or hidden by -1 or an empty text."""
     # The answer is a whole number or a text; lm-eval takes it from the question if every choice
     # has a context of its own.
     choices = task.doc_to_choice(item) if task.OUTPUT_TYPE == "multiple_choice" else None
@@ -203,29 +190,25 @@ def quiet() -> Iterator[None]:
     import lm_eval.api.task as building
     from lm_eval import evaluator
 
-    loggers = {name: logging.getLogger(name) for name in ("lm_eval", "datasets")}
-    levels = {name: logger.level for name, logger in loggers.items()}
-    bars, tqdm = datasets.are_progress_bars_disabled(), building.tqdm
-    for logger in loggers.values():
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("lm_eval", "datasets"))}
+    for logger in levels:
         logger.setLevel(logging.CRITICAL)  # they also raise the errors that they log
+    bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
-    building.tqdm = functools.partial(tqdm, disable=True)  # it has no switch of its own
-    # They run git in the working folder, and many programs.
-    describing = {
-        name: getattr(evaluator, name) for name in _SURROUNDINGS if hasattr(evaluator, name)
-    }
-    for name in describing:
-        setattr(evaluator, name, lambda *_: None)
-    try:
-        yield
-    finally:
-        for name, logger in loggers.items():
-            logger.setLevel(levels[name])
-        building.tqdm = tqdm
-        for name, function in describing.items():
-            setattr(evaluator, name, function)
-        if not bars:
-            datasets.enable_progress_bars()
+    with ExitStack() as patches:
+        for name in _SURROUNDINGS:
+            if hasattr(evaluator, name):
+                patches.enter_context(patch.object(evaluator, name, lambda *_: None))
+        # lm-eval's bar has no switch of its own.
+        silent = functools.partial(building.tqdm, disable=True)
+        patches.enter_context(patch.object(building, "tqdm", silent))
+        try:
+            yield
+        finally:
+            for logger, level in levels.items():
+                logger.setLevel(level)
+            if not bars:
+                datasets.enable_progress_bars()
 
 
 def language_model(
@@ -243,16 +226,17 @@ def language_model(
         truncated = 0
 
         def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> Any:
-            self.cache_hook.begin(len(requests))
-            return super().loglikelihood(requests, disable_tqdm=True)
+            return self._counted(super().loglikelihood, requests)
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> Any:
-            self.cache_hook.begin(len(requests))
-            return super().loglikelihood_rolling(requests, disable_tqdm=True)
+            return self._counted(super().loglikelihood_rolling, requests)
 
         def generate_until(self, requests: Any, disable_tqdm: bool = True) -> Any:
+            return self._counted(super().generate_until, requests)
+
+        def _counted(self, method: Any, requests: Any) -> Any:
             self.cache_hook.begin(len(requests))
-            return super().generate_until(requests, disable_tqdm=True)
+            return method(requests, disable_tqdm=True)
 
         def _loglikelihood_tokens(self, requests: Any, *args: Any, **options: Any) -> Any:
             answer = max((len(tokens) for _, _, tokens in requests), default=0)

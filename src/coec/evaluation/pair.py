@@ -1,29 +1,40 @@
-"""A pruned model and the dense model that it was made from, checked to belong together."""
+"""Models opened to be evaluated: one in memory, or a pruned one beside its dense one."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from coec.allocation.kept import KEPT
+from coec.devices import DTYPES, choose_forward_dtype
 from coec.errors import ModelError, OptionError
 from coec.models.dense import Dense
-from coec.models.description import Description, find_model, read_config
 from coec.models.files import JsonDict, read_tensors
+from coec.models.folder import find_model, read_config
 from coec.models.layout import Layout, Rows, Site
-from coec.models.shape import Shape
 from coec.pipeline.report import REPORT
 from coec.types import KeptSet
 
 
+def check_dtype(dtype: str | None) -> None:
+    """Raise OptionError unless the dtype is None or a name in `DTYPES`."""
+    if dtype is not None and dtype not in DTYPES:
+        raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+
+
+def load_network(model: Dense, device: torch.device, dtype: str | None) -> PreTrainedModel:
+    """Build the model for forward passes on a device."""
+    return model.network(device, choose_forward_dtype(dtype, model.dtype, device))
+
+
 @dataclass(frozen=True, eq=False)
 class ModelPair:
-    """A dense model, a pruned one, and the kept units.
+    """A dense model and the one pruned from it, checked to belong together.
 
     Attributes:
-        dense, pruned: the models; their weights are finite.
         units: the kept units of every site, by `layers.<i>.<site>`.
-        fitted: whether producers were fitted too (`reconstruct`), and are no copies any more.
+        fitted: true if producers were fitted too (`reconstruct`), and are no copies any more.
     """
 
     dense: Dense
@@ -32,7 +43,9 @@ class ModelPair:
     fitted: bool
 
     @classmethod
-    def open(cls, dense: str | Path | Dense | None, pruned: str | Path | Dense) -> "ModelPair":
+    def open(
+        cls, dense: str | Path | Dense | None, pruned: "str | Path | Dense | ModelPair"
+    ) -> "ModelPair":
         """Open both models; every weight is read once, and nothing is computed.
 
         Args:
@@ -40,45 +53,29 @@ class ModelPair:
             pruned: a folder that `coec.prune` wrote.
 
         Raises:
-            ModelError: a folder is damaged or was not written by coec, or the two do not belong
-                together.
+            ModelError: a folder is damaged, not written by coec, or of another model.
         """
+        if isinstance(pruned, ModelPair):
+            return pruned
         folder = pruned.folder if isinstance(pruned, Dense) else find_model(pruned)
-        report = _read_report(folder)
+        missing = [name for name in (KEPT, REPORT) if not (folder / name).is_file()]
+        if missing:
+            raise ModelError(
+                f"no {missing[0]} in '{folder}': PRUNED must be a folder that `coec prune` wrote"
+            )
+        report = read_config(folder / REPORT)
         before = Dense.open(_dense_model(folder, report) if dense is None else dense)
         after = Dense.open(pruned if isinstance(pruned, Dense) else folder)
         # A mismatch is reported before damaged weights.
-        _check_sizes(folder, _unchanged(before), _unchanged(after))
+        _check_sizes(folder, before, after)
         units = _read_units(folder, before.layout, after.layout)
-        pair = cls(before, after, units, _fitted(report))
+        recipe = report.get("recipe")
+        fitted = isinstance(recipe, dict) and bool(recipe.get("reconstruct"))
+        pair = cls(before, after, units, fitted)
         for model in (before, after):
             model.check_values()
         pair._check_kinship()
         return pair
-
-    @property
-    def before(self) -> Shape:
-        """The dense model's sizes."""
-        return self.dense.shape
-
-    @property
-    def after(self) -> Shape:
-        """The pruned model's sizes."""
-        return self.pruned.shape
-
-    @property
-    def positions(self) -> int:
-        """The largest number of tokens that both can take."""
-        return self.dense.positions
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of token ids of both."""
-        return self.dense.vocabulary
-
-    def kept(self, site: Site) -> KeptSet:
-        """The units that a site keeps."""
-        return self.units[site.key]
 
     def reads_the_same(self, site: Site) -> bool:
         """True if all direct inputs of the consumer are still copied rows of the dense model."""
@@ -93,7 +90,7 @@ class ModelPair:
         names = {producer.tensor for producer in site.producers}
         written = [producer for producer in smaller.producers if producer.tensor in names]
         after = written[site.producers.index(rows)]
-        old = self.dense.tensor(rows.tensor)[rows.of(self.kept(site))]
+        old = self.dense.tensor(rows.tensor)[rows.of(self.units[site.key])]
         new = self.pruned.tensor(after.tensor)[after.start : after.stop]
         return torch.equal(old.to(new.dtype), new)
 
@@ -120,20 +117,6 @@ class ModelPair:
         )
 
 
-def _read_report(folder: Path) -> JsonDict:
-    missing = [name for name in (KEPT, REPORT) if not (folder / name).is_file()]
-    if missing:
-        raise ModelError(
-            f"no {missing[0]} in '{folder}': PRUNED must be a folder that `coec prune` wrote"
-        )
-    return read_config(folder / REPORT)
-
-
-def _fitted(report: JsonDict) -> bool:
-    recipe = report.get("recipe")
-    return isinstance(recipe, dict) and bool(recipe.get("reconstruct"))
-
-
 def _dense_model(folder: Path, report: JsonDict) -> Path:
     """Find the dense model that the report names, here or beside the pruned one."""
     path = Path(str(report.get("model")))
@@ -146,23 +129,19 @@ def _dense_model(folder: Path, report: JsonDict) -> Path:
     )
 
 
-def _unchanged(model: Description) -> dict[str, int]:
-    """The sizes that pruning does not change."""
-    shape = model.shape
-    return {
-        "vocabulary": model.vocabulary,
-        "blocks": shape.layers,
-        "hidden size": shape.hidden,
-        "head size": shape.head_dim,
-        "query heads per KV group": shape.group,
+def _check_sizes(folder: Path, dense: Dense, pruned: Dense) -> None:
+    old, new = dense.shape, pruned.shape
+    sizes = {
+        "vocabulary": (dense.vocabulary, pruned.vocabulary),
+        "blocks": (old.layers, new.layers),
+        "hidden size": (old.hidden, new.hidden),
+        "head size": (old.head_dim, new.head_dim),
+        "query heads per KV group": (old.group, new.group),
     }
-
-
-def _check_sizes(folder: Path, dense: dict[str, int], pruned: dict[str, int]) -> None:
-    for name, size in dense.items():
-        if pruned[name] != size:
+    for name, (before, after) in sizes.items():
+        if before != after:
             raise ModelError(
-                f"the two models do not belong together: {name} {size} in DENSE, {pruned[name]} in "
+                f"the two models do not belong together: {name} {before} in DENSE, {after} in "
                 f"PRUNED; give the dense model that '{folder / REPORT}' names"
             )
 

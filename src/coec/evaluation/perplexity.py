@@ -13,14 +13,18 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from coec.calibration.ids import token_ids
 from coec.calibration.sources import Split
-from coec.calibration.tokenizer import check_same_tokenizer, load_tokenizer
-from coec.calibration.tokens import Stream, Windows, all_windows, read_stream
-from coec.calibration.windows import resolve_seq_len
+from coec.calibration.tokens import (
+    Stream,
+    check_same_tokenizer,
+    load_tokenizer,
+    read_stream,
+    token_ids,
+)
+from coec.calibration.windows import Windows, all_windows, resolve_seq_len
 from coec.devices import choose_device
 from coec.errors import ModelError, NumericalError, OptionError
-from coec.evaluation.network import check_dtype, load_network
+from coec.evaluation.pair import check_dtype, load_network
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
@@ -42,15 +46,11 @@ class Perplexity:
     Attributes:
         perplexity: `exp(mean cross-entropy)` over predicted tokens.
         tokens: predicted tokens (length − 1 per window).
-        windows, seq_len: number and length of the windows.
-        text, text_sha256: the text and its digest.
-        special_tokens: number of special tokens that the tokenizer added.
-        parameters: number of parameters of the model.
         seconds: wall-clock time, of both models if there is a baseline.
         baseline_perplexity, ratio, kl, agreement: with a baseline: its perplexity, the perplexity
             over it, the mean of KL(baseline ‖ model) in nats per token, and the fraction of tokens
             for which both models find the same next token most probable.
-        same_text_as_calibration: whether the model was pruned with this text, by digest; None if
+        same_text_as_calibration: true if the model was pruned with this text, by digest; None if
             the folder holds no record of its pruning.
     """
 
@@ -150,7 +150,6 @@ def perplexity(
 
 
 def _check_baseline(model: Dense, dense: Dense, trust_remote_code: bool) -> None:
-    """Raise ModelError unless both models have the same tokens."""
     if dense.vocabulary != model.vocabulary:
         raise ModelError(
             f"model and baseline have different vocabularies ({model.vocabulary} and "
@@ -202,11 +201,7 @@ def evaluation_windows(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Windows:
-    """Cut the windows on which `perplexity` with these arguments is measured.
-
-    Raises:
-        CoecError: with one line that says what to change.
-    """
+    """Cut the windows on which `perplexity` with these arguments is measured."""
     seq_len = None if seq_len is None else check_whole("seq_len", seq_len, least=2)
     max_windows = None if max_windows is None else check_whole("max_windows", max_windows)
     model = Dense.open(model)
@@ -231,7 +226,6 @@ def _predict(
     windows: Int[Tensor, "n length"],
     progress: Progress | None,
 ) -> Prediction:
-    """Sum over the predicted tokens of all windows."""
     length = windows.shape[1]
     batch = max(1, _LOGITS_PER_BATCH // (length * model.config.vocab_size))
     prediction = Prediction()

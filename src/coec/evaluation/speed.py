@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +12,19 @@ from torch import Tensor
 
 from coec.devices import choose_device, choose_forward_dtype
 from coec.errors import OptionError
-from coec.evaluation.network import check_dtype
-from coec.evaluation.pair import ModelPair
+from coec.evaluation.pair import ModelPair, check_dtype
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
+from coec.settings.fields import check_whole
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a run: prefill a prompt, then decode token by token with a cache.
+    """The work of a run: prefill a prompt, then decode greedily, token by token with a cache.
 
-    Attributes:
-        prompt_tokens: length of the prompt, capped so that new tokens fit the model's positions.
-        new_tokens: number of tokens decoded greedily.
-        batch_size: sequences at once.
-        repeats: timed runs of each model.
-        warmup: untimed runs of each model before.
+    The prompt is capped so that new tokens fit the model's positions. Each model has `repeats`
+    timed runs, after `warmup` untimed ones.
     """
 
     prompt_tokens: int = 512
@@ -39,18 +35,11 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            lowest = 0 if name == "warmup" else 1
-            if not isinstance(value, int) or value < lowest:
-                raise OptionError(
-                    f"{name} must be a whole number of at least {lowest}, got {value!r}"
-                )
+            least = 0 if name == "warmup" else 1
+            object.__setattr__(self, name, check_whole(name, value, least))
 
     def within(self, positions: int) -> "Workload":
-        """Shorten the prompt to leave room for the new tokens.
-
-        Raises:
-            OptionError: no room for a prompt.
-        """
+        """Shorten the prompt to leave room for the new tokens; raises OptionError if none is."""
         room = positions - self.new_tokens
         if positions < 2:
             raise OptionError(f"the model has {positions} positions: speed needs two")
@@ -59,7 +48,7 @@ class Workload:
                 f"new_tokens={self.new_tokens} leaves no room for a prompt in the model's "
                 f"{positions} positions; use {positions - 1} or less"
             )
-        return Workload(**{**asdict(self), "prompt_tokens": min(self.prompt_tokens, room)})
+        return replace(self, prompt_tokens=min(self.prompt_tokens, room))
 
 
 @dataclass(frozen=True)
@@ -78,13 +67,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Rates:
-    """Tokens per second.
-
-    Attributes:
-        dense, pruned: median and extremes over the repeats.
-        ratio: median of pruned over median of dense.
-        paired: pruned over dense within each repeat.
-    """
+    """Tokens per second; `ratio` is that of the medians, `paired` those within each repeat."""
 
     dense: Spread
     pruned: Spread
@@ -104,10 +87,8 @@ class Speed:
     """The result of a measurement; JSON-ready by `as_dict`.
 
     Attributes:
-        prefill, decode: prompt and new tokens per second.
         peak_memory_dense, peak_memory_pruned: bytes of the weights plus the maximum that a run
-            allocates besides; None on a CPU.
-        memory_note: why there is no peak memory, or None.
+            allocates besides; None on a CPU, which `memory_note` explains.
         load: the work of a run, with the capped prompt.
         device, dtype, threads: environment of the runs; threads are torch's on the CPU.
     """
@@ -135,7 +116,7 @@ _NO_PEAK = (
 
 def speed(
     dense: str | Path | None,
-    pruned: str | Path,
+    pruned: str | Path | ModelPair,
     *,
     load: Workload | None = None,
     device: str = "auto",
@@ -149,35 +130,21 @@ def speed(
 
     Args:
         dense: the dense model; None for the one that the pruned folder's report names.
-        pruned: a folder that `coec.prune` wrote.
-        load: the work of a run; None for the defaults.
+        pruned: a folder that `coec.prune` wrote; or both models, opened before.
         device: `auto` (CUDA where there is one), or a torch device.
         dtype: dtype of both forward passes; None as in the setting `forward_dtype`.
-        progress: called with ("timing", done, total).
 
     Raises:
         CoecError: with one line that says what to change.
     """
-    load = load or Workload()
     check_dtype(dtype)
-    choose_device(device)
-    return measure_speed(ModelPair.open(dense, pruned), load, device, dtype, progress)
-
-
-def measure_speed(
-    pair: ModelPair,
-    load: Workload,
-    device: str = "auto",
-    dtype: str | None = None,
-    progress: Progress | None = None,
-) -> Speed:
-    """Measure like `speed`, for models that are already open."""
     chosen = choose_device(device)
-    load = load.within(pair.positions)
+    pair = ModelPair.open(dense, pruned)
+    load = (load or Workload()).within(pair.dense.positions)
     forward = choose_forward_dtype(dtype, pair.dense.dtype, chosen)
     generator = torch.Generator().manual_seed(0)
     shape = (load.batch_size, load.prompt_tokens)
-    prompt = torch.randint(pair.vocabulary, shape, generator=generator).to(chosen)
+    prompt = torch.randint(pair.dense.vocabulary, shape, generator=generator).to(chosen)
     loaded = [_load(model, forward, chosen) for model in (pair.dense, pair.pruned)]
     prefill, decode = _in_turns([model for model, _ in loaded], prompt, load, progress)
     peaks = [_peak(*model, prompt, load.new_tokens) for model in loaded]
@@ -219,7 +186,6 @@ def _allocated(device: torch.device) -> int:
 def _in_turns(
     models: list[Any], prompt: Int[Tensor, "n length"], load: Workload, progress: Progress | None
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Measure prefill and decode rates, per model and repeat."""
     prefill: list[list[float]] = [[] for _ in models]
     decode: list[list[float]] = [[] for _ in models]
     total = load.warmup + load.repeats

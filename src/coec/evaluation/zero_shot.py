@@ -1,6 +1,5 @@
 """Zero-shot accuracy through lm-evaluation-harness (METHODS §7)."""
 
-import hashlib
 import math
 import time
 from collections import Counter
@@ -10,15 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-from coec.calibration.tokenizer import load_tokenizer
+from coec.calibration.tokens import load_tokenizer
 from coec.calibration.windows import resolve_seq_len
 from coec.devices import choose_device
 from coec.errors import OptionError
 from coec.evaluation import harness
-from coec.evaluation.network import check_dtype, load_network
+from coec.evaluation.pair import check_dtype, load_network
 from coec.events import Progress
 from coec.models.dense import Dense
-from coec.models.files import JsonDict
+from coec.models.files import JsonDict, sha256
 from coec.settings.fields import check_whole
 
 PAPER_METRICS = {
@@ -41,8 +40,7 @@ class TaskScore:
     """The result of one task.
 
     Attributes:
-        task, version: lm-eval's name, and the version of its definition.
-        items: number of questions.
+        version: that of lm-eval's definition.
         metric, value, stderr: the paper's metric: for the seven tasks as in `PAPER_METRICS`, for
             others acc_norm if there is one, else acc; None if there is neither.
         acc, acc_norm: accuracy of the answer of highest log-probability, and of highest
@@ -51,7 +49,6 @@ class TaskScore:
         chance: expected score of guessing, the mean of 1 / choices over the items; None unless the
             task is multiple choice.
         majority: score of always giving the commonest answer, if all items have the same choices.
-        other: further metrics of lm-eval, by its names.
         data: SHA-256 of the local file, or "hub".
     """
 
@@ -86,17 +83,11 @@ class ZeroShot:
     """The result of an evaluation on tasks; JSON-ready by `as_dict`.
 
     Attributes:
-        tasks: one entry per task, in the requested order.
         mean, mean_stderr: mean of the paper's metrics over the tasks that have one; √Σse²/n.
-        mean_at_chance: whether the mean is within 2 standard errors of guessing; None if unknown.
+        mean_at_chance: true if the mean is within 2 standard errors of guessing; None if unknown.
         at_chance: the tasks whose score is.
-        truncated: number of requests longer than `seq_len`, cut on the left.
+        truncated: number of requests longer than `seq_len` tokens, cut on the left.
         limit: items per task; None for all.
-        seq_len: the largest number of tokens that the model was given.
-        batch_size: requests per forward pass.
-        parameters: number of parameters of the model.
-        lm_eval: version of lm-evaluation-harness.
-        seconds: wall-clock time.
     """
 
     tasks: tuple[TaskScore, ...]
@@ -174,9 +165,6 @@ def prepared(
 
     A caller that measures something else before it, such as perplexity, learns first of a task that
     cannot be used.
-
-    Raises:
-        CoecError: as `zero_shot`.
     """
     items = None if limit is None else check_whole("limit", limit)
     requests = check_whole("batch_size", batch_size)
@@ -196,9 +184,7 @@ def prepared(
                 network, tokenizer, batch_size=requests, max_length=length, progress=progress
             )
             results = _run(lm, loaded, items)
-            scores = tuple(
-                _score(task, results, items, _source(task.task_name, files)) for task in loaded
-            )
+            scores = tuple(_score(task, results, items, files) for task in loaded)
             mean, mean_stderr = _mean(scores)
             return ZeroShot(
                 tasks=scores,
@@ -221,11 +207,7 @@ def prepared(
 def check_tasks(
     tasks: str | Sequence[str], tasks_data: str | Path | None = None
 ) -> tuple[tuple[str, ...], dict[str, Path] | None]:
-    """Resolve names of tasks, each once, and their local files; None for data of the hub.
-
-    Raises:
-        CoecError: lm-eval is not installed, a task is unknown, or a file is missing.
-    """
+    """Resolve names of tasks, each once, and their local files; None for data of the hub."""
     requested = tasks.split(",") if isinstance(tasks, str) else tasks
     names: list[str] = []
     for name in (name.strip() for name in requested):
@@ -240,22 +222,20 @@ def check_tasks(
 
 
 def _run(lm: Any, tasks: list[Any], limit: int | None) -> JsonDict:
-    """Run lm-eval; standard errors are those of its own command."""
     from lm_eval import simple_evaluate
 
-    # bootstrap_iters stays as it is: 0 leaves out errors of means too, which need no resampling.
+    # Standard errors are those of lm-eval's own command: bootstrap_iters = 0 would leave out those
+    # of means too, which need no resampling.
     results: JsonDict = simple_evaluate(
-        lm,
-        tasks=tasks,
-        num_fewshot=0,
-        limit=limit,
-        log_samples=False,
+        lm, tasks=tasks, num_fewshot=0, limit=limit, log_samples=False,
         task_manager=harness.official_tasks(),  # or it reads its thousands of files again
-    )
+    )  # fmt: skip
     return results
 
 
-def _score(task: Any, results: JsonDict, limit: int | None, data: str) -> TaskScore:
+def _score(
+    task: Any, results: JsonDict, limit: int | None, files: dict[str, Path] | None
+) -> TaskScore:
     name = task.task_name
     numbers = {
         key.removesuffix(",none"): float(value)
@@ -276,7 +256,7 @@ def _score(task: Any, results: JsonDict, limit: int | None, data: str) -> TaskSc
         chance=chance,
         majority=majority,
         other={key: value for key, value in numbers.items() if key not in fields},
-        data=data,
+        data="hub" if files is None else sha256(files[name]),
     )
 
 
@@ -308,8 +288,8 @@ def _mean(scores: Sequence[TaskScore]) -> tuple[float | None, float | None]:
 def _at_chance(scores: Sequence[TaskScore]) -> bool | None:
     """Test whether the mean score is less than `_SIGNIFICANT` standard errors above guessing.
 
-    The standard error is that of guessing: that of the score itself is zero when all of a few
-    answers are right, which guessing achieves too.
+    The error is that of guessing: the score's is 0 when all of a few answers are right, which
+    guessing achieves too.
     """
     gain = variance = 0.0
     counted = [score for score in scores if score.value is not None]
@@ -320,7 +300,3 @@ def _at_chance(scores: Sequence[TaskScore]) -> bool | None:
         gain += score.value - guessing
         variance += guessing * (1 - guessing) / score.items
     return gain <= _SIGNIFICANT * math.sqrt(variance) if counted else None
-
-
-def _source(name: str, files: dict[str, Path] | None) -> str:
-    return "hub" if files is None else hashlib.sha256(files[name].read_bytes()).hexdigest()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from coec.errors import OutputError
 from coec.events import record
-from coec.models.companion_files import foreign_entry
+from coec.models.folder import foreign_entry
 
 LOCK, NEW, OLD, WORK, JOURNAL = "coec.lock", "new", "old", "work", "journal.jsonl"
 """Entries of `OUT.partial/`: the lock, the future OUT, the model that it replaces, other finished

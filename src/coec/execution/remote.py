@@ -17,8 +17,8 @@ from typing import Any
 from coec.errors import OutputError, first_line
 from coec.execution.journal import Journal, unfinished
 from coec.execution.output import check_model_only, is_url, partial_of
-from coec.models.companion_files import JUDGED, foreign_name, incomplete
 from coec.models.files import MAX_JSON, JsonDict, cache_folder
+from coec.models.folder import JUDGED, foreign_name
 
 _CONFIG, _REPORT = "config.json", "coec.json"
 _PROBE = ".coec-writable"
@@ -146,7 +146,7 @@ class Remote:
             report, dense = Path(folder) / _REPORT, self.model / _REPORT
             if report.is_file() and dense.is_file() and report.read_bytes() == dense.read_bytes():
                 return f"holds the model '{self.model}', of which it would be made"
-            return foreign_name(names, Path(folder)) or incomplete(names, Path(folder))
+            return foreign_name(names, Path(folder))
 
     @contextmanager
     def _translated(self, verb: str) -> Iterator[None]:

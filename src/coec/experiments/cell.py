@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from coec.calibration.overlap import Overlap
-from coec.calibration.tokens import Windows
+from coec.calibration.windows import Overlap, Windows
 from coec.devices import choose_device, environment
 from coec.errors import CoecError, NumericalError, UnfinishedError
 from coec.evaluation.efficiency import efficiency

@@ -5,12 +5,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from coec.calibration.tokenizer import load_tokenizer
-from coec.calibration.tokens import Windows
-from coec.calibration.windows import resolve_seq_len, source_digest
+from coec.calibration.tokens import load_tokenizer
+from coec.calibration.windows import Windows, resolve_seq_len, source_digest
 from coec.devices import choose_device
 from coec.errors import OptionError
-from coec.evaluation.network import load_network
+from coec.evaluation.pair import load_network
 from coec.evaluation.perplexity import EVALUATION_SEQ_LEN, evaluation_windows
 from coec.evaluation.zero_shot import check_tasks
 from coec.experiments.grid import Cell, Subject

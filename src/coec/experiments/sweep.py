@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from coec.calibration.overlap import overlap, passage_length
-from coec.calibration.windows import source_digest
+from coec.calibration.windows import overlap, passage_length, source_digest
 from coec.devices import choose_device
 from coec.distributed.cluster import ClusterJobs, joined, shared_folder
 from coec.errors import CalibrationError, CoecError, OptionError, OutputError, UnfinishedError

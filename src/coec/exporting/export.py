@@ -6,17 +6,14 @@ and written one at a time.
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
 from coec.errors import OptionError, OutputError
 from coec.events import Progress, recording
 from coec.execution.output import appearing, check_file, check_space
-from coec.exporting.dtypes import GGUF_DTYPES
+from coec.exporting import GGUF_DTYPES
 from coec.models.dense import Dense
 from coec.settings.fields import check_whole
-
-if TYPE_CHECKING:
-    from coec.exporting.plan import ExportPlan
 
 _MAGIC = b"GGUF"
 """First bytes of the files."""
@@ -28,11 +25,9 @@ class Export:
     """Account of a written file; JSON-ready by `as_dict`.
 
     Attributes:
-        path: of the file.
         arch: llama.cpp's architecture.
         dtype: of matrices.
         parameters: of the model, tied ones once.
-        file_bytes: its size.
         context: tokens that the file says the model takes.
         tokenizer: llama.cpp's names for its kind and for how it cuts text; None where the file has
             none.
@@ -91,9 +86,14 @@ def export(
     path = Path(out)
     if path.suffix != _SUFFIX:
         raise OutputError(f"the output must be a file whose name ends in {_SUFFIX}, got '{out}'")
-    _check_package()
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise OptionError(
+            f"GGUF files are written by the package gguf ({error}): pip install 'coec[gguf]'"
+        ) from None
     check_file(path, _MAGIC, force)
-    # These modules need the package gguf, so they are imported only now.
+    # These modules need the package, so they are imported only now.
     from coec.exporting.plan import ExportPlan
     from coec.exporting.writing import write
 
@@ -102,26 +102,13 @@ def export(
         check_space(path, plan.size)
         with appearing(path, _MAGIC, force) as partial:
             write(plan, partial, progress)
-    return _account(plan, path, tuple(events))
-
-
-def _check_package() -> None:
-    try:
-        import gguf  # noqa: F401
-    except ImportError as error:
-        raise OptionError(
-            f"GGUF files are written by the package gguf ({error}): pip install 'coec[gguf]'"
-        ) from None
-
-
-def _account(plan: "ExportPlan", out: Path, events: tuple[str, ...]) -> Export:
     vocabulary = plan.tokenizer.vocabulary if plan.tokenizer else None
     return Export(
-        path=str(out),
+        path=str(path),
         arch=plan.target.name,
         dtype=plan.dtype,
         parameters=plan.model.parameters,
-        file_bytes=out.stat().st_size,
+        file_bytes=path.stat().st_size,
         context=plan.facts.context,
         tokenizer=None if vocabulary is None else f"{vocabulary.model}, {vocabulary.pre}",
         fallback=tuple(entry.name for entry in plan.fallback),

@@ -1,39 +1,65 @@
-"""Sizes and constants of a model, for a GGUF file."""
+"""Sizes and constants of a model, and its rotary positions, as a GGUF file describes them."""
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coec.errors import ModelError, OptionError
-from coec.exporting.rotary import Rotary, rotary_of
-from coec.models.block_patterns import ATTENTION, MLP
-from coec.models.dense import Dense
+import torch
 
+from coec.errors import ModelError, OptionError
+from coec.models.architectures import ATTENTION, MLP
+from coec.models.dense import Dense
+from coec.models.description import Description, compute_buffers
+
+PLAIN, LINEAR, YARN, FACTORS = "none", "linear", "yarn", "factors"
+"""Kinds of scaling. The first three are llama.cpp's words; the last is a tensor of factors."""
+_YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+"""Constants of yarn in llama.cpp; in transformers too, where a configuration has none."""
+_SCALINGS = {
+    "default": (PLAIN, set()),
+    "linear": (LINEAR, {"factor"}),
+    "yarn": (YARN, {"factor", "original_max_position_embeddings", "attention_factor"}),
+    "llama3": (FACTORS, {
+        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+    }),
+}  # fmt: skip
+"""Kind of scaling by rope_type, and its settings that a GGUF file can hold."""
 _WINDOWED = ("mistral", "qwen2", "qwen3")
 """Model types whose attention may reach back over a limited window."""
 
 
 @dataclass(frozen=True)
-class Hyperparameters:
-    """Sizes and constants of a model.
+class Rotary:
+    """Rotary positions of a model.
 
     Attributes:
-        model_type: in its configuration.
+        base: of the plain frequencies, `base^(−2i/d)`.
+        factor: of linear and yarn scaling.
+        original: the context length before scaling.
+        factors: divisors of all plain frequencies, for `FACTORS`.
+    """
+
+    base: float
+    scaling: str = PLAIN
+    factor: float = 1.0
+    original: int = 0
+    factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Sizes and constants of a model besides those of its `Shape`.
+
+    Attributes:
         name: for people.
-        hidden, head_dim, vocabulary: the same in all blocks.
         heads, kv_heads, ffn: of every block.
         context: largest number of tokens that the file states.
         epsilon: of its norms.
-        rotary: positions.
         multipliers: Granite's, where they are not neutral, by their keys in the configuration.
     """
 
-    model_type: str
     name: str
-    hidden: int
-    head_dim: int
-    vocabulary: int
     heads: tuple[int, ...]
     kv_heads: tuple[int, ...]
     ffn: tuple[int, ...]
@@ -49,11 +75,7 @@ class Hyperparameters:
 
     @classmethod
     def of(cls, model: Dense, context: int | None) -> "Hyperparameters":
-        """Read them from an opened model.
-
-        Args:
-            context: tokens that the file says the model takes; None for those of its
-                configuration.
+        """Read them from an opened model; its context is that of the configuration if None.
 
         Raises:
             ModelError: it computes something that no GGUF file can describe.
@@ -67,11 +89,7 @@ class Hyperparameters:
         blocks = range(len(model.layout.blocks))
         attention = [sites[block, ATTENTION.name] for block in blocks]
         return cls(
-            model_type=model.architecture.model_type,
             name=Path(model.name).resolve().name,
-            hidden=model.shape.hidden,
-            head_dim=model.shape.head_dim,
-            vocabulary=model.vocabulary,
             heads=tuple(site.columns // model.shape.head_dim for site in attention),
             kv_heads=tuple(site.units for site in attention),
             ffn=tuple(sites[block, MLP.name].columns for block in blocks),
@@ -92,7 +110,11 @@ def _check_context(model: Dense, config: Any, context: int | None) -> None:
             f"context must be at most the model's max_position_embeddings, {model.positions}; "
             f"got {context}"
         )
-    window = _window(model, config)
+    window = None
+    if model.architecture.model_type in _WINDOWED:
+        layer_types = getattr(config, "layer_types", None)
+        slides = layer_types is None or "sliding_attention" in layer_types
+        window = config.sliding_window if slides else None
     if window is not None and (context or model.positions) > window:
         raise ModelError(
             f"attention reaches back over a sliding window of {window} tokens, which llama.cpp "
@@ -101,25 +123,73 @@ def _check_context(model: Dense, config: Any, context: int | None) -> None:
         )
 
 
-def _window(model: Dense, config: Any) -> int | None:
-    """Length of the sliding window; None where no block has one."""
-    if model.architecture.model_type not in _WINDOWED:
-        return None
-    layer_types = getattr(config, "layer_types", None)
-    slides = layer_types is None or "sliding_attention" in layer_types
-    return config.sliding_window if slides else None
-
-
 def _multipliers(config: Any, head_dim: int) -> dict[str, float]:
     """Granite's four multipliers; empty where they change nothing, or for another model type."""
-    neutral = {
-        "attention_multiplier": head_dim**-0.5,
-        "embedding_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "logits_scaling": 1.0,
-    }
     if config.model_type != "granite":
         return {}
+    ones = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+    neutral = {"attention_multiplier": head_dim**-0.5} | dict.fromkeys(ones, 1.0)
     values = {key: float(getattr(config, key)) for key in neutral}
     idle = all(math.isclose(values[key], neutral[key], rel_tol=1e-6) for key in neutral)
     return {} if idle else values
+
+
+def rotary_of(model: Description) -> Rotary:
+    """Read a model's rotary positions as transformers does; raises ModelError for unknown ones."""
+    network: Any = model.skeleton()
+    compute_buffers(network, torch.device("cpu"))
+    config = network.config
+    # One dictionary in transformers 5; in 4.57 the base is apart.
+    settings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    settings = dict(settings or {})
+    base = float(settings.pop("rope_theta", None) or config.rope_theta)
+    rope_type = settings.pop("rope_type", None) or settings.get("type") or "default"
+    settings.pop("type", None)
+    if rope_type not in _SCALINGS:
+        raise ModelError(
+            f"rope_type '{rope_type}' in config.json is none that llama.cpp computes in the same "
+            f"way; supported: {', '.join(_SCALINGS)}"
+        )
+    scaling, stored = _SCALINGS[rope_type]
+    _check_stored(settings, stored, rope_type)
+    if scaling in (LINEAR, YARN):
+        if settings.get("factor") is None:
+            raise ModelError(
+                f"rope_type '{rope_type}' in config.json has no factor: write it there"
+            )
+        factor = float(settings["factor"])
+        if scaling == YARN:
+            _check_yarn(float(network.base_model.rotary_emb.attention_scaling), factor)
+        original = settings.get("original_max_position_embeddings") or model.positions
+        return Rotary(base, scaling, factor, original)
+    if scaling == PLAIN:
+        return Rotary(base)
+    return Rotary(base, scaling, factors=_factors(network.base_model.rotary_emb.inv_freq, base))
+
+
+def _check_stored(settings: dict[str, Any], stored: set[str], rope_type: str) -> None:
+    """Raises ModelError for a setting that would be lost, and changes what is computed."""
+    for key, value in settings.items():
+        neutral = {**_YARN_DEFAULTS, "partial_rotary_factor": 1.0}.get(key)
+        if key not in stored and value is not None and value != neutral:
+            raise ModelError(
+                f"{key}={str(value)[:40]} of rope_type '{rope_type}' in config.json has no place "
+                "in a file that llama.cpp computes in the same way"
+            )
+
+
+def _check_yarn(scaling: float, factor: float) -> None:
+    """Raises ModelError unless cosines are scaled as llama.cpp does, by `1 + ln(factor) / 10`."""
+    expected = 1.0 + 0.1 * math.log(factor)
+    if not math.isclose(scaling, expected, rel_tol=1e-6):
+        raise ModelError(
+            f"yarn's attention factor is {scaling:.6g}: llama.cpp computes 1 + 0.1 ln(factor), "
+            f"{expected:.6g} here"
+        )
+
+
+def _factors(frequencies: torch.Tensor, base: float) -> tuple[float, ...]:
+    """Divide plain frequencies by those of transformers: exactly 1 where they are equal."""
+    steps = torch.arange(0, 2 * len(frequencies), 2, dtype=torch.int64).float()
+    plain = 1.0 / base ** (steps / (2 * len(frequencies)))
+    return tuple((plain / frequencies.float()).tolist())

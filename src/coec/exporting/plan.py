@@ -1,11 +1,25 @@
-"""The content of a GGUF file, planned before a byte of it is written."""
+"""The content of a GGUF file, planned before a byte of it is written.
 
+A tensor has another name there than in the model, perhaps another order of rows, and numbers of
+fewer bits.
+"""
+
+import math
 from dataclasses import dataclass
+from typing import Any
 
-from coec.exporting.dtypes import DEFAULT_DTYPES
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, get_tensor_name_map
+from gguf.constants import MODEL_ARCH_NAMES
+from gguf.quants import quantize
+from jaxtyping import Float
+from torch import Tensor
+
+from coec.errors import ModelError
+from coec.exporting import DEFAULT_DTYPES, GGUF_DTYPES
 from coec.exporting.hyperparameters import Hyperparameters
 from coec.exporting.targets import ExportTarget, check_known, choose_target
-from coec.exporting.tensors import GGUF_TYPES, Entry, entries, gguf_names
 from coec.exporting.tokenizer import GgufTokenizer, tokenizer_of
 from coec.models.dense import Dense
 
@@ -13,20 +27,100 @@ _ROTATED = ("attn_q", "attn_k")
 """Matrices whose outputs rotary positions turn."""
 _METADATA = 2**20
 """Bytes set aside for everything in a file besides tensors and tokens."""
+GGUF_TYPES = {name: GGMLQuantizationType[name.upper()] for name in GGUF_DTYPES}
+"""GGUF's types of numbers by the names of dtypes."""
+_HALVES = {torch.float16: GGUF_TYPES["f16"], torch.bfloat16: GGUF_TYPES["bf16"]}
+"""Types of weights that need no conversion."""
+_LARGEST = {"F16": 65504.0, "Q8_0": 65504.0 * 127, "BF16": torch.finfo(torch.bfloat16).max}
+"""Largest numbers that a type can hold."""
+_SUFFIXES = (".weight", ".bias")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Tensor of the file.
+
+    Attributes:
+        name, source: its name in the file, and in the model.
+        shape: rows first, as in the model.
+        heads: number of heads of its rows, where their order changes; else 0.
+    """
+
+    name: str
+    source: str
+    shape: tuple[int, ...]
+    gguf_type: GGMLQuantizationType
+    heads: int = 0
+
+    @property
+    def size(self) -> int:
+        """Size in bytes."""
+        return self.size_as(self.gguf_type)
+
+    def size_as(self, gguf_type: GGMLQuantizationType) -> int:
+        """Size in bytes with numbers of another type."""
+        numbers, size = GGML_QUANT_SIZES[gguf_type]
+        return math.prod(self.shape) * size // numbers
+
+    def read(self, model: Dense) -> np.ndarray:
+        """Read the bytes to write; raises ModelError for numbers that the type cannot hold."""
+        weight = model.tensor(self.source)
+        if self.heads:
+            weight = interleaved(weight, self.heads)
+        return encoded(weight, self.gguf_type, self.source)
+
+
+def entries(
+    model: Dense, arch: str, dtype: str, heads: dict[str, tuple[int, ...]]
+) -> tuple[Entry, ...]:
+    """List the tensors of the file: matrices in the chosen dtype, vectors in f32.
+
+    A matrix whose rows do not divide into blocks of the dtype is f16. `heads` are those of every
+    block, for the tensors whose rows change their order.
+    """
+    number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == arch)
+    names = get_tensor_name_map(number, len(model.layout.blocks))
+    tensors: list[Entry] = []
+    for source, shape in model.shapes.items():
+        name = names.get_name(source, _SUFFIXES)
+        if name is None:
+            raise ModelError(f"{source} has no place in a GGUF file of architecture {arch}")
+        gguf_type = GGUF_TYPES[dtype] if len(shape) > 1 else GGMLQuantizationType.F32
+        if shape[-1] % GGML_QUANT_SIZES[gguf_type][0]:
+            gguf_type = GGMLQuantizationType.F16
+        scope, block, module = (*name.split("."), "", "")[:3]
+        reordered = heads[module][int(block)] if scope == "blk" and module in heads else 0
+        tensors.append(Entry(name, source, tuple(shape), gguf_type, reordered))
+    return tuple(tensors)
+
+
+def interleaved(rows: Float[Tensor, "rows *columns"], heads: int) -> Float[Tensor, "rows *columns"]:
+    """Reorder rows of queries or keys for llama.cpp's rotary positions.
+
+    Transformers turns rows `i` and `i + d/2` of a head together, llama.cpp rows `2i` and `2i + 1`.
+    Products of queries and keys stay the same.
+    """
+    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def encoded(weight: Tensor, gguf_type: GGMLQuantizationType, name: str) -> np.ndarray:
+    """Convert numbers to those of the file; raises ModelError if they would not be finite."""
+    if _HALVES.get(weight.dtype) == gguf_type and torch.isfinite(weight).all():
+        return weight.contiguous().view(torch.uint8).numpy()  # as the weights are stored
+    wide = weight.to(torch.float32)
+    if not torch.isfinite(wide).all():
+        raise ModelError(f"{name} holds NaN or Inf, or numbers beyond float32: it is damaged")
+    # A block of q8_0 has its largest number over 127 in f16.
+    limit = _LARGEST.get(gguf_type.name)
+    if limit is not None and float(wide.abs().max()) > limit:
+        raise ModelError(f"{name} holds numbers beyond {limit:.7g}: pass dtype=bf16 or dtype=f32")
+    numbers: Any = quantize(np.ascontiguousarray(wide.numpy()), gguf_type)
+    return numbers
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Content of one GGUF file.
-
-    Attributes:
-        model: with the weights.
-        facts: its sizes and constants.
-        target: llama.cpp's architecture.
-        entries: its tensors, in their order.
-        tokenizer: None where it is left out.
-        dtype: of matrices.
-    """
+    """Content of one GGUF file; `dtype` is that of matrices."""
 
     model: Dense
     facts: Hyperparameters
@@ -42,12 +136,12 @@ class ExportPlan:
         """Plan a file; raises CoecError where llama.cpp would compute another model."""
         check_known(model.architecture.model_type)
         facts = Hyperparameters.of(model, context)
-        target = choose_target(facts, model.shapes)
+        target = choose_target(model, facts)
         heads = dict(zip(_ROTATED, (facts.heads, facts.kv_heads))) if target.interleaved else {}
         chosen = dtype or DEFAULT_DTYPES[str(model.dtype).removeprefix("torch.")]
-        names = gguf_names(model, target.name)
+        tensors = entries(model, target.name, chosen, heads)
         tokenizer = tokenizer_of(model) if with_tokenizer else None
-        return cls(model, facts, target, entries(model, names, chosen, heads), tokenizer, chosen)
+        return cls(model, facts, target, tensors, tokenizer, chosen)
 
     @property
     def fallback(self) -> tuple[Entry, ...]:

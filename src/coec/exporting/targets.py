@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coec.errors import ModelError
-from coec.exporting.hyperparameters import Hyperparameters
-from coec.exporting.rotary import FACTORS
+from coec.exporting.hyperparameters import FACTORS, Hyperparameters
+from coec.models.description import Description
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,6 @@ class ExportTarget:
     """An architecture of llama.cpp.
 
     Attributes:
-        name: in a GGUF file.
         interleaved: True where it turns neighbouring rows of queries and keys, while transformers
             turns a row and the one half a head further on: the rows are then stored in its order.
         biases: projections that may have one.
@@ -74,15 +73,11 @@ def check_known(model_type: str) -> None:
         )
 
 
-def choose_target(model: Hyperparameters, tensors: Iterable[str]) -> ExportTarget:
-    """Choose the first of llama.cpp's architectures that computes the model.
-
-    Raises:
-        ModelError: none does.
-    """
+def choose_target(model: Description, facts: Hyperparameters) -> ExportTarget:
+    """Choose llama.cpp's first architecture that computes the model, or raise ModelError."""
     refusals: list[str] = []
-    for target in TARGETS[model.model_type]:
-        refusal = target.refusal(model, tensors)
+    for target in TARGETS[model.architecture.model_type]:
+        refusal = target.refusal(facts, model.shapes)
         if refusal is None:
             return target
         refusals.append(f"not {target.name}: {refusal}")

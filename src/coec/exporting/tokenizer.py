@@ -5,18 +5,22 @@ tokenizer.json that no kind computes is refused, since the same text would becom
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from gguf import GGUFWriter, TokenType
 
-from coec.calibration.tokenizer import load_tokenizer
+from coec.calibration.tokens import load_tokenizer
 from coec.errors import ModelError
-from coec.exporting import bytes_bpe, pieces
-from coec.exporting.vocabulary import JsonObject, UnknownTokenizerError, Vocabulary
-from coec.models.companion_files import TOKENIZER_FILES, tokenizer_classes
+from coec.exporting.vocabulary import (
+    JsonObject,
+    UnknownTokenizerError,
+    Vocabulary,
+    read_bytes,
+    read_pieces,
+)
 from coec.models.dense import Dense
+from coec.models.folder import TOKENIZER_FILES, tokenizer_classes
 
 _INSTEAD = "pass no_tokenizer=True for a file that takes and gives token ids alone"
 _UNUSED = "[PAD{}]"
@@ -28,7 +32,6 @@ class GgufTokenizer:
     """Tokenizer, ready to be written.
 
     Attributes:
-        vocabulary: the way in which text becomes ids.
         tokens, types: of every id of the model.
         special: ids by their role: bos, eos, unk, pad.
         added: True, twice, where bos and eos are added to a text.
@@ -67,11 +70,7 @@ class GgufTokenizer:
 
 
 def tokenizer_of(model: Dense) -> GgufTokenizer:
-    """Read the tokenizer in a model's folder.
-
-    Raises:
-        ModelError: there is none, or llama.cpp has none that gives the same ids.
-    """
+    """Read the tokenizer in a model's folder; raises ModelError if llama.cpp has none like it."""
     if tokenizer_classes(model.folder):
         raise _refused(model, "it brings Python code of its own")
     if not any((model.folder / name).is_file() for name in TOKENIZER_FILES):
@@ -100,28 +99,23 @@ def _refused(model: Dense, why: str) -> ModelError:
     )
 
 
-_READERS: tuple[Callable[[JsonObject], Vocabulary | None], ...] = (pieces.read, bytes_bpe.read)
-
-
 def _vocabulary(content: JsonObject) -> Vocabulary:
     if content["model"]["type"] != "BPE":
         raise UnknownTokenizerError(f"its model is {content['model']['type']}")
     for token in content["added_tokens"]:
         if token["lstrip"] or token["rstrip"] or token["single_word"]:
             raise UnknownTokenizerError(f"the token {token['content']!r} takes the text beside it")
-    for read in _READERS:
-        vocabulary = read(content)
-        if vocabulary is not None:
-            return vocabulary
-    raise UnknownTokenizerError(
-        "it is neither byte-level BPE nor BPE over pieces with a token for every byte"
-    )
+    vocabulary = read_pieces(content) or read_bytes(content)
+    if vocabulary is None:
+        raise UnknownTokenizerError(
+            "it is neither byte-level BPE nor BPE over pieces with a token for every byte"
+        )
+    return vocabulary
 
 
 def _tokens(
     content: JsonObject, vocabulary: Vocabulary, size: int
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """List token and type of every id that the model has."""
     tokens = [_UNUSED.format(number) for number in range(size)]
     types: list[int] = [TokenType.UNUSED] * size
     entries: dict[int, tuple[str, int]] = {
@@ -151,11 +145,7 @@ def _added(tokenizer: Any) -> tuple[bool, bool]:
 
 
 def _special(tokenizer: Any, config: JsonObject) -> dict[str, int]:
-    """Find ids by their role, in the tokenizer or else in the configuration.
-
-    Raises:
-        UnknownTokenizerError: no token ends a text; llama.cpp would take another one for that.
-    """
+    """Find ids by their role, in the tokenizer or else in the configuration."""
     ids: dict[str, int] = {}
     for role in ("bos", "eos", "unk", "pad"):
         number = getattr(tokenizer, f"{role}_token_id")
@@ -165,7 +155,7 @@ def _special(tokenizer: Any, config: JsonObject) -> dict[str, int]:
             number = number[0] if number else None
         if number is not None:
             ids[role] = int(number)
-    if "eos" not in ids:
+    if "eos" not in ids:  # llama.cpp would take another one for that
         raise UnknownTokenizerError(
             "neither it nor config.json has an eos_token, which ends a text"
         )

@@ -6,9 +6,8 @@ import numpy as np
 from gguf import GGML_QUANT_VERSION, GGUFWriter, LlamaFileType, RopeScalingType
 
 from coec.events import Progress
-from coec.exporting.hyperparameters import Hyperparameters
+from coec.exporting.hyperparameters import FACTORS, LINEAR, YARN
 from coec.exporting.plan import ExportPlan
-from coec.exporting.rotary import FACTORS, LINEAR, YARN
 
 _FILE_TYPES = {
     "f32": LlamaFileType.ALL_F32,
@@ -16,7 +15,6 @@ _FILE_TYPES = {
     "bf16": LlamaFileType.MOSTLY_BF16,
     "q8_0": LlamaFileType.MOSTLY_Q8_0,
 }
-"""Types of files by the dtype of their matrices."""
 _MULTIPLIERS = {
     "attention_multiplier": GGUFWriter.add_attention_scale,
     "embedding_multiplier": GGUFWriter.add_embedding_scale,
@@ -26,17 +24,10 @@ _MULTIPLIERS = {
 """Writer's methods for Granite's multipliers, by their keys in a configuration."""
 _DIVISORS = "rope_freqs.weight"
 """Tensor of the divisors of rotary frequencies."""
-_NO_TOKENIZER = "none"
-"""llama.cpp's word for a file that takes and gives token ids alone."""
 
 
 def write(plan: ExportPlan, path: Path, progress: Progress | None) -> None:
-    """Write the whole file in one pass over the model's tensors.
-
-    Raises:
-        ModelError: a weight is not finite, or too large for its dtype.
-        OSError: the disk refuses.
-    """
+    """Write the file in one pass over the model's tensors, which its dtype must hold."""
     writer = GGUFWriter(path, plan.target.name)
     factors = np.array(plan.facts.rotary.factors, dtype=np.float32)
     try:
@@ -61,39 +52,33 @@ def write(plan: ExportPlan, path: Path, progress: Progress | None) -> None:
 
 
 def _describe(writer: GGUFWriter, plan: ExportPlan) -> None:
-    """Add everything but the tensors."""
-    facts = plan.facts
+    facts, shape = plan.facts, plan.model.shape
     writer.add_type("model")
     writer.add_name(facts.name)
     writer.add_file_type(_FILE_TYPES[plan.dtype])
     writer.add_quantization_version(GGML_QUANT_VERSION)
-    writer.add_vocab_size(facts.vocabulary)
+    writer.add_vocab_size(plan.model.vocabulary)
     writer.add_context_length(facts.context)
-    writer.add_embedding_length(facts.hidden)
+    writer.add_embedding_length(shape.hidden)
     writer.add_block_count(len(facts.heads))
     # One number where all blocks are alike: most architectures read no list.
     first = 0 if facts.uniform else slice(None)
     writer.add_head_count(facts.heads[first])
     writer.add_head_count_kv(facts.kv_heads[first])
     writer.add_feed_forward_length(facts.ffn[first])
-    writer.add_key_length(facts.head_dim)
-    writer.add_value_length(facts.head_dim)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
     writer.add_layer_norm_rms_eps(facts.epsilon)
-    _describe_rotary(writer, facts)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(facts.rotary.base)
+    if facts.rotary.scaling in (LINEAR, YARN):
+        writer.add_rope_scaling_type(RopeScalingType(facts.rotary.scaling))
+        writer.add_rope_scaling_factor(facts.rotary.factor)
+    if facts.rotary.scaling == YARN:
+        writer.add_rope_scaling_orig_ctx_len(facts.rotary.original)
     for key, value in facts.multipliers.items():
         _MULTIPLIERS[key](writer, value)
     if plan.tokenizer is None:
-        writer.add_tokenizer_model(_NO_TOKENIZER)
+        writer.add_tokenizer_model("none")  # a file that takes and gives token ids alone
     else:
         plan.tokenizer.add_to(writer)
-
-
-def _describe_rotary(writer: GGUFWriter, facts: Hyperparameters) -> None:
-    rotary = facts.rotary
-    writer.add_rope_dimension_count(facts.head_dim)
-    writer.add_rope_freq_base(rotary.base)
-    if rotary.scaling in (LINEAR, YARN):
-        writer.add_rope_scaling_type(RopeScalingType(rotary.scaling))
-        writer.add_rope_scaling_factor(rotary.factor)
-    if rotary.scaling == YARN:
-        writer.add_rope_scaling_orig_ctx_len(rotary.original)

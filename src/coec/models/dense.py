@@ -7,6 +7,7 @@ uses the same tensors, and a model that one part of the package refuses no other
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,19 +17,19 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from coec.errors import ModelError
-from coec.models.checks import HEAD, check_headers, check_layers, has_separate_head
+from coec.errors import ModelError, first_line
 from coec.models.description import (
+    HEAD,
     Description,
+    check_headers,
+    check_layers,
     compute_buffers,
-    described,
-    find_model,
-    read_config,
+    has_separate_head,
 )
-from coec.models.experts import stacked
-from coec.models.files import opened, parse_json
+from coec.models.files import opened, parse_json, read_headers
+from coec.models.folder import find_model, read_config
 from coec.models.layout import BlockLayout
-from coec.models.raw_checkpoint import headers_of
+from coec.models.surgery import stacked
 
 OUTSIDE = ""
 """Stands for the weights outside of all blocks, in place of a block's prefix."""
@@ -46,14 +47,12 @@ class Dense(Description):
 
     Attributes:
         name: the model, as the user gave it.
-        folder: the folder of its files, absolute.
-        files: tensor name → file name.
-        stamps: size and time of every file when it was opened; a file that changes later is
-            refused.
+        files: tensor name → file name in the folder.
+        stamps: size and time of every file when it was opened.
         dtype: dtype of the weights; the narrowest that holds all if they are mixed.
         notes: unusual facts about the model, one sentence each.
         hashes: dtype, shape and SHA-256 of the tensors read so far, by name.
-        expected: digests that weights must have, set by `expect`.
+        expected: prefix and digest that weights must have, and since when; set by `expect`.
     """
 
     name: str
@@ -76,44 +75,36 @@ class Dense(Description):
             return model
         folder = find_model(model)
         config = read_config(folder)
-        headers = headers_of(folder)
+        headers = read_headers(folder)
         check_layers(folder, headers, config)
-        facts = described(config)
+        described = Description.of(config)
         notes: list[str] = []
-        if facts["tied"] and has_separate_head(folder, headers):
-            facts = described({**config, "tie_word_embeddings": False})
+        if described.tied and has_separate_head(folder, headers):
+            described = Description.of({**config, "tie_word_embeddings": False})
             notes.append(
                 f"{HEAD} is kept apart from the embedding: config.json says that they are one, "
                 "the weights differ"
             )
-        dtype = check_headers(folder, headers, facts["shapes"])
-        if {headers[name].dtype for name in facts["shapes"]} == {"F16", "BF16"}:
+        dtype = check_headers(folder, headers, described.shapes)
+        if {headers[name].dtype for name in described.shapes} == {"F16", "BF16"}:
             notes.append(
                 "some weights are float16, others bfloat16: what is written is float32, which "
                 "holds both, unless the setting dtype says another"
             )
         _generation_config(folder)
-        files = {name: headers[name].file for name in facts["shapes"]}
+        files = {name: headers[name].file for name in described.shapes}
         stamps = {file: _stamp(folder / file) for file in sorted(set(files.values()))}
-        return cls(**facts, name=str(model), folder=folder.absolute(), files=files, stamps=stamps,
-                   dtype=dtype, notes=tuple(notes))  # fmt: skip
+        return cls(**vars(described), name=str(model), folder=folder.absolute(), files=files,
+                   stamps=stamps, dtype=dtype, notes=tuple(notes))  # fmt: skip
 
     def tensor(self, name: str) -> Tensor:
-        """Read one tensor, on the CPU in its stored dtype.
-
-        Raises:
-            ModelError: it is not finite.
-        """
+        """Read a finite tensor, on the CPU in its stored dtype; raises ModelError for any other."""
         return self._noted(self.files[name], [name])[name]
 
     def tensors(self, block: BlockLayout) -> dict[str, Tensor]:
-        """Read all tensors of a block; keys are full names.
-
-        Raises:
-            ModelError: one of them is not finite, or differs from the expected digests.
-        """
+        """Read all tensors of a block, compared with what was expected; keys are full names."""
         read: dict[str, Tensor] = {}
-        for file, names in self._names_by_file().items():
+        for file, names in self._names_by_file.items():
             in_block = [name for name in names if name.startswith(block.prefix)]
             read |= self._noted(file, in_block) if in_block else {}
         self._compare(block.prefix)
@@ -124,13 +115,11 @@ class Dense(Description):
         """SHA-256 of the configuration and of a sample of every weight; little is read.
 
         It identifies a model before work; `digest` covers every number. Tensors of up to _SAMPLED
-        bytes enter completely, larger ones by four pieces.
-
-        Raises:
-            ModelError: a sampled number is not finite.
+        bytes enter completely, larger ones by four pieces. Raises ModelError if a sampled number is
+        not finite.
         """
         hashes: dict[str, str] = {}
-        for file, names in self._names_by_file().items():
+        for file, names in self._names_by_file.items():
             for name, tensor in self._read(file, names).items():
                 hashes[name] = _hashed(_finite(_sample(tensor), name, file), tuple(tensor.shape))
         return self._with_config(hashes)
@@ -139,15 +128,10 @@ class Dense(Description):
     def digest(self) -> str:
         """SHA-256 of the configuration and of every weight; file names and shards play no part.
 
-        Reads weights that were not read yet.
-
-        Raises:
-            ModelError: a weight is not finite.
+        Reads weights that were not read yet; raises ModelError if one is not finite.
         """
-        for name in sorted(self.files, key=lambda name: (self.files[name], name)):
-            if name not in self.hashes:
-                self.tensor(name)
-        return self._with_config(self.hashes)
+        by_file = sorted(self.files, key=lambda name: (self.files[name], name))
+        return self._with_config({name: self._hash(name) for name in by_file})
 
     def check_values(self) -> None:
         """Read all weights, and raise ModelError naming the first that is not finite."""
@@ -158,17 +142,13 @@ class Dense(Description):
 
         Reads weights that were not read yet.
         """
-        prefixes = (OUTSIDE, *(block.prefix for block in blocks))
-        return {prefix: self._digest(prefix) for prefix in prefixes}
+        return {p: self._digest(p) for p in (OUTSIDE, *(block.prefix for block in blocks))}
 
     def expect(self, earlier: Iterable[tuple[Mapping[str, str], str]]) -> None:
         """Compare weights, whenever they are read from now on, with earlier digests.
 
         Args:
             earlier: digests as `digests_of` gives them, and the words that follow in the error.
-
-        Raises:
-            ModelError: those outside of all blocks, which are read now, differ.
         """
         self.expected[:] = [
             (prefix, digest, since)
@@ -191,14 +171,12 @@ class Dense(Description):
                 )
 
     def _digest(self, prefix: str) -> str:
-        """SHA-256 of the weights of a block, or of those outside of all blocks."""
-        names = self._names_by_prefix[prefix]
-        for name in names:
-            if name not in self.hashes:
-                self.tensor(name)
-        return hashlib.sha256(
-            "\n".join(f"{n} {self.hashes[n]}" for n in names).encode()
-        ).hexdigest()
+        return _joined(f"{name} {self._hash(name)}" for name in self._names_by_prefix[prefix])
+
+    def _hash(self, name: str) -> str:
+        if name not in self.hashes:
+            self.tensor(name)
+        return self.hashes[name]
 
     @cached_property
     def _names_by_prefix(self) -> dict[str, list[str]]:
@@ -206,17 +184,15 @@ class Dense(Description):
         names: dict[str, list[str]] = {block.prefix: [] for block in self.layout.blocks}
         prefixes = tuple(names)
         for name in sorted(self.files):
-            inside = name.startswith(prefixes)
-            prefix = next((p for p in prefixes if name.startswith(p)), "") if inside else OUTSIDE
+            inside = name.startswith(prefixes)  # at once, since most checkpoints have many blocks
+            prefix = next(p for p in prefixes if name.startswith(p)) if inside else OUTSIDE
             names.setdefault(prefix, []).append(name)
         return names
 
-    def _with_config(self, hashes: dict[str, str]) -> str:
-        """SHA-256 of the configuration and of the hashes of tensors."""
+    def _with_config(self, hashes: Mapping[str, str]) -> str:
         config = json.dumps(self.config, sort_keys=True)
-        lines = [f"{name} {hashes[name]}" for name in sorted(hashes)]
-        content = [hashlib.sha256(config.encode()).hexdigest(), *lines]
-        return hashlib.sha256("\n".join(content).encode()).hexdigest()
+        lines = (f"{name} {hashes[name]}" for name in sorted(hashes))
+        return _joined([hashlib.sha256(config.encode()).hexdigest(), *lines])
 
     def network(
         self, device: torch.device, dtype: torch.dtype, *, noted: bool = False
@@ -227,12 +203,7 @@ class Dense(Description):
         numbers.
 
         Args:
-            device: device of the weights.
-            dtype: dtype of the weights.
             noted: also compute `hashes`, which takes time.
-
-        Raises:
-            ModelError: a weight is not finite, or this release of transformers has others.
         """
         model: Any = self.skeleton(dtype)
         compute_buffers(model, torch.device("cpu"))
@@ -240,7 +211,7 @@ class Dense(Description):
         state = {
             # copied, since a mapped file may go
             name: _finite(tensor, name, file).to(device, dtype, copy=True)
-            for file, names in self._names_by_file().items()
+            for file, names in self._names_by_file.items()
             for name, tensor in read(file, names).items()
         }
         state = stacked(state, self.architecture.blocks.experts)
@@ -253,6 +224,7 @@ class Dense(Description):
         model.generation_config = _generation_config(self.folder) or model.generation_config
         return model.to(device).eval()
 
+    @cached_property
     def _names_by_file(self) -> dict[str, list[str]]:
         by_file: dict[str, list[str]] = {}
         for name, file in sorted(self.files.items()):
@@ -285,8 +257,13 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
     try:
         return GenerationConfig.from_dict(parse_json(path))
     except Exception as error:  # the class may raise anything
-        reason = " ".join(str(error).split())
-        raise ModelError(f"'{path}' cannot be used: {reason}; mend or remove it") from error
+        raise ModelError(
+            f"'{path}' cannot be used: {first_line(error)}; mend or remove it"
+        ) from error
+
+
+def _joined(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -305,7 +282,6 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _hashed(tensor: Tensor, shape: tuple[int, ...]) -> str:
-    """Dtype, shape and SHA-256 of a tensor's bytes."""
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return f"{tensor.dtype} {shape} {hashlib.sha256(raw.data).hexdigest()}"
 
@@ -314,3 +290,32 @@ def _finite(tensor: Tensor, name: str, file: str) -> Tensor:
     if not torch.isfinite(tensor).all():
         raise ModelError(f"{name} in '{file}' holds NaN or Inf: the checkpoint is damaged")
     return tensor
+
+
+class Prefetcher:
+    """Reads the blocks of a model in order, each while the block before it is computed.
+
+    The context manager waits for its thread. At most two blocks are in memory; `last` is the index
+    of the last one to read.
+    """
+
+    def __init__(self, dense: Dense, last: int) -> None:
+        self._dense, self._last = dense, last
+        self._thread = ThreadPoolExecutor(1)
+        self._next: tuple[int, Future[dict[str, Tensor]]] | None = None
+
+    def __enter__(self) -> "Prefetcher":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def tensors(self, block: BlockLayout) -> dict[str, Tensor]:
+        """Read a block like `Dense.tensors`, and begin to read the block after it."""
+        index, future = self._next or (-1, None)
+        read = future.result() if future and index == block.index else self._dense.tensors(block)
+        self._next = None
+        if block.index < self._last:
+            following = self._dense.layout.blocks[block.index + 1]
+            self._next = (following.index, self._thread.submit(self._dense.tensors, following))
+        return read

@@ -4,33 +4,29 @@ import copy
 import functools
 import json
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coec.errors import ModelError
 from coec.models.architectures import ARCHITECTURES, Architecture, architecture_of
-from coec.models.companion_files import DOWNLOADED, NOT_DOWNLOADED
-from coec.models.experts import stored_shapes
-from coec.models.files import JsonDict, check_fetched, parse_json
-from coec.models.layout import Layout
-from coec.models.non_uniform import as_read, class_of
-from coec.models.shape import BLOCK_WIDTHS, LIMITS, Shape, read_size
+from coec.models.files import FLOAT_DTYPES, Header, JsonDict, read_tensor
+from coec.models.folder import CONFIG, find_model, read_config
+from coec.models.layout import BLOCK_WIDTHS, LIMITS, Layout, Shape, read_size
+from coec.models.non_uniform import class_of
+from coec.models.surgery import stored_shapes
 
-CONFIG = "config.json"
-MERGE = (
-    "merge it first (PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(FOLDER)), "
-    "and give that folder"
-)
-_GGUF = (
-    "'{}' is a GGUF file, which no weights can be pruned in: give the folder with config.json and "
-    "safetensors that it was made from"
-)
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+HEAD, _EMBEDDING = Layout.head, Layout.embedding
+_PARAMETER = re.compile(r"(model|lm_head)\..*(weight|bias)")
+"""Names of tensors that would change the function of a model with another configuration."""
+_POSITIONS = "max_position_embeddings"
 _PARTIAL = "partial_rotary_factor"
 """Fraction of a head that is rotated; the old form has it beside `rope_scaling`."""
 
@@ -47,7 +43,7 @@ class Description:
         shapes: shape of every tensor that a checkpoint stores; a tied output head is not stored.
         positions: the largest number of tokens that it can take.
         vocabulary: number of token ids.
-        tied: whether the output head is the embedding.
+        tied: true if the output head is the embedding.
     """
 
     config: JsonDict
@@ -59,25 +55,43 @@ class Description:
     vocabulary: int
     tied: bool
 
-    @classmethod
-    def of(cls, config: JsonDict) -> "Description":
-        """Describe the model of a raw configuration.
+    @staticmethod
+    def of(config: JsonDict) -> "Description":
+        """Describe the model of a raw configuration; raises ModelError if it is unsupported."""
+        architecture, shape = architecture_of(config), Shape.of(config)
+        for key in LIMITS:
+            read_size(config, key, 1)  # the classes below have defaults of these sizes
+        config = {key: value for key, value in config.items() if key != "quantization_config"}
+        config = _with_both_ropes(config, architecture.rope_keys)
+        model = skeleton(config)
+        resolved = model.config
+        experts = architecture.blocks.experts
+        if experts and config.get(experts.count) is None:
+            # transformers 5 saves it under another name
+            config = {**config, experts.count: resolved.num_experts}
+        tied = bool(getattr(resolved, "tie_word_embeddings", False))
+        state = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        if tied:
+            state.pop(HEAD, None)
+        shapes = stored_shapes(state, experts)
+        read = {key: getattr(resolved, key, None) for key in (_POSITIONS, "vocab_size")}
+        return Description(
+            config=config,
+            architecture=architecture,
+            shape=shape,
+            layout=architecture.blocks.layout(shape, shapes),
+            shapes=shapes,
+            positions=read_size(read, _POSITIONS),
+            vocabulary=read_size(read, "vocab_size"),
+            tied=tied,
+        )
 
-        Raises:
-            ModelError: it is of no supported model, or inconsistent.
-        """
-        return cls(**described(config))
-
-    @classmethod
-    def read(cls, model: "str | Path | Description") -> "Description":
-        """Describe the model of a folder, a config.json, or a hub name; no weights are read.
-
-        Raises:
-            ModelError: there is no such model, or its configuration cannot be used.
-        """
+    @staticmethod
+    def read(model: "str | Path | Description") -> "Description":
+        """Describe the model of a folder, a config.json, or a hub name; no weights are read."""
         if isinstance(model, Description):
             return model
-        return cls.of(read_config(find_model(model, weights=False)))
+        return Description.of(read_config(find_model(model, weights=False)))
 
     @property
     def parameters(self) -> int:
@@ -89,124 +103,8 @@ class Description:
         return skeleton(self.config, dtype)
 
 
-def described(config: JsonDict) -> JsonDict:
-    """Compute the fields of a `Description`, by name."""
-    architecture = architecture_of(config)
-    shape = Shape.of(config)
-    for key in LIMITS:
-        read_size(config, key, 1)  # the classes below have defaults of these sizes
-    config = _with_both_ropes(
-        {k: v for k, v in config.items() if k != "quantization_config"}, architecture.rope_keys
-    )
-    model = skeleton(config)
-    resolved = model.config
-    names = architecture.blocks.experts
-    if names and config.get(names.count) is None:
-        config = {
-            **config,
-            names.count: resolved.num_experts,
-        }  # transformers 5 saves it under another name
-    tied = bool(getattr(resolved, "tie_word_embeddings", False))
-    positions = getattr(resolved, "max_position_embeddings", None)
-    state = {
-        name: tensor.shape
-        for name, tensor in model.state_dict().items()
-        if not (tied and name == "lm_head.weight")
-    }
-    shapes = stored_shapes(state, architecture.blocks.experts)
-    return {
-        "config": config,
-        "architecture": architecture,
-        "shape": shape,
-        "layout": architecture.blocks.layout(shape, shapes),
-        "shapes": shapes,
-        "positions": read_size({"max_position_embeddings": positions}, "max_position_embeddings"),
-        "vocabulary": read_size({"vocab_size": resolved.vocab_size}, "vocab_size"),
-        "tied": tied,
-    }
-
-
-def find_model(model: str | Path, *, weights: bool = True) -> Path:
-    """Find the local folder of a model, or download a hub name into the cache.
-
-    Args:
-        weights: False accepts a configuration alone.
-
-    Raises:
-        ModelError: there is no such folder, and no such hub model can be downloaded.
-    """
-    path, name = Path(model), str(model)
-    try:
-        if path.is_dir():
-            return path
-        if path.is_file() and path.suffix == ".json" and not weights:
-            return path
-        exists = path.exists()
-    except (OSError, ValueError, RuntimeError) as error:  # too long a name, a loop of links
-        raise ModelError(f"'{_short(name)}' is no model folder: {_reason(error)}") from error
-    if exists:
-        check_fetched(path)
-        raise ModelError(_no_folder(path, _short(name)))
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ModelError(
-            f"no model at '{_short(name)}': give a folder with config.json and safetensors "
-            "weights, or a hub name such as 'org/model'"
-        )
-    try:
-        patterns = [*DOWNLOADED, *["*.safetensors"] * weights]
-        ignored = [*NOT_DOWNLOADED]
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored))
-    except Exception as error:  # the hub's client may raise anything
-        raise ModelError(
-            f"'{_short(name)}' is no local folder and could not be downloaded: "
-            f"{_short(_reason(error))}"
-        ) from error
-
-
-def _no_folder(path: Path, name: str) -> str:
-    """Explain that a file is no model, and what to give instead."""
-    if path.suffix == ".gguf":
-        return _GGUF.format(name)
-    return f"no model at '{name}', a file: give the folder with config.json and safetensors weights"
-
-
-def check_merged(folder: Path) -> None:
-    """Raise ModelError for a PEFT adapter, which holds only changes of a model."""
-    path = folder / "adapter_config.json"
-    if not path.is_file() or any(folder.glob("model*.safetensors*")):
-        return
-    try:
-        base = parse_json(path).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError):
-        base = "an unknown model"
-    raise ModelError(f"'{folder}' is a PEFT adapter of '{base!s:.200}': {MERGE}")
-
-
-def read_config(model: Path) -> JsonDict:
-    """Read the raw config.json of a model folder (or the file itself)."""
-    try:
-        path = model if model.is_file() else model / CONFIG
-        config = parse_json(path)
-    except FileNotFoundError as error:
-        check_merged(model)
-        if gguf := next(iter(sorted(model.glob("*.gguf"))), None):
-            raise ModelError(_GGUF.format(gguf)) from error
-        raise ModelError(f"no {CONFIG} in '{model}': it is not a model folder") from error
-    except ValueError as error:
-        raise ModelError(f"'{path}' is not valid JSON: {error}") from error
-    except OSError as error:
-        raise ModelError(f"'{path}' cannot be read: {error.strerror}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"'{path}' holds no JSON object")
-    return as_read(config)
-
-
 def skeleton(config: JsonDict, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Build the transformers model of a raw configuration on the meta device.
-
-    Raises:
-        ModelError: the installed transformers does not accept the configuration.
-    """
+    """Build the transformers model of a raw configuration on the meta device."""
     # Without auto_map no remote code is asked for.
     stock = json.dumps({k: v for k, v in config.items() if k != "auto_map"})
     model: Any = copy.deepcopy(_skeleton(stock))
@@ -231,20 +129,18 @@ def _skeleton(config: str) -> PreTrainedModel:
                 stock: Any = AutoModelForCausalLM._model_mapping[type(resolved)]
                 model = class_of(stock)._from_config(resolved, dtype=torch.float32)
     except Exception as error:  # configuration classes may raise anything
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(
-            f"transformers does not accept this {CONFIG}: {_reason(error, last=True)}"
+            f"transformers does not accept this {CONFIG}: {lines[-1].strip()}"
         ) from error
     return model.eval()
 
 
 def compute_buffers(model: Any, device: torch.device) -> None:
-    """Compute a skeleton's buffers outside its layers.
+    """Compute a skeleton's buffers outside its layers; raises ModelError if one has no value.
 
     These are no weights, and are stored nowhere: rotary frequencies, and the factor of embeddings
     in some models. Their classes compute them.
-
-    Raises:
-        ModelError: the installed transformers leaves one without a value.
     """
     base = model.base_model
     base.rotary_emb = type(base.rotary_emb)(config=model.config).to(device)
@@ -266,14 +162,7 @@ def _with_both_ropes(config: JsonDict, keys: tuple[str, ...]) -> JsonDict:
 
     4.57 silently reads a configuration with only `rope_parameters` as one of plain frequencies.
     Existing settings are never changed. An empty old form gets the values that transformers 5
-    computes with.
-
-    Args:
-        config: the raw configuration.
-        keys: the keys that the old form must have, if it accepts no others.
-
-    Raises:
-        ModelError: the two forms name different frequencies, so that releases would disagree.
+    computes with; of its keys those named, if it accepts no others.
     """
     new = config.get("rope_parameters")
     old, theta = config.get("rope_scaling"), config.get("rope_theta")
@@ -313,14 +202,66 @@ def _scaling(rope: JsonDict, keys: tuple[str, ...]) -> JsonDict | None:
     return {"rope_type": rope_type, **{k: v for k, v in rope.items() if k not in separate}}
 
 
-def _reason(error: Exception, *, last: bool = False) -> str:
-    """Summarize a library's error in one line; its type if it has no text."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1 if last else 0].strip()
+def check_layers(folder: Path, headers: Mapping[str, Header], config: JsonDict) -> None:
+    """Raise ModelError unless the files hold as many layers as the configuration; builds none."""
+    architecture_of(config)
+    layers = Shape.of(config).layers
+    first: dict[int, str] = {}
+    for name in headers:
+        if match := LAYER.match(name):
+            first.setdefault(int(match[1]), name)
+    beyond = next((name for number, name in sorted(first.items()) if number >= layers), None)
+    if beyond:
+        raise ModelError(
+            f"'{folder}' holds more layers than the {layers} in config.json "
+            f"(first: {beyond}); mend num_hidden_layers"
+        )
+    if first and (missing := next((n for n in range(layers) if n not in first), None)) is not None:
+        raise ModelError(
+            f"'{folder}' lacks layer {missing} of the {layers} in config.json; download it again, "
+            "or mend num_hidden_layers"
+        )
 
 
-def _short(name: str) -> str:
-    """Shorten a name for printing: impossible names would fill the screen."""
-    return name if len(name) <= 200 else f"{name[:200]}…"
+def has_separate_head(folder: Path, headers: Mapping[str, Header]) -> bool:
+    """Compare the stored head with the embedding; a copy in a narrower dtype is no other head."""
+    if HEAD not in headers or _EMBEDDING not in headers:
+        return False
+    head, embedding = (
+        read_tensor(folder / headers[name].file, name) for name in (HEAD, _EMBEDDING)
+    )
+    if head.shape != embedding.shape:
+        return True
+    narrow = min(head.dtype, embedding.dtype, key=lambda dtype: dtype.itemsize)
+    return not torch.equal(head.to(narrow), embedding.to(narrow))
+
+
+def check_headers(
+    folder: Path, headers: Mapping[str, Header], expected: Mapping[str, torch.Size]
+) -> torch.dtype:
+    """Check every tensor by its header; returns the narrowest dtype that holds all."""
+    missing = [name for name in expected if name not in headers]
+    if missing:
+        raise ModelError(
+            f"'{folder}' lacks {len(missing)} of {len(expected)} tensors "
+            f"(first: {missing[0]}); download it again"
+        )
+    for name, header in headers.items():
+        place = f"{name} in '{header.file}'"
+        if name not in expected:
+            if _PARAMETER.fullmatch(name) and name != HEAD:
+                raise ModelError(
+                    f"{place} has no place in a model of this config.json: it would be dropped; "
+                    "mend the configuration (a bias has a flag there), or the files"
+                )
+            continue
+        if header.dtype not in FLOAT_DTYPES:
+            raise ModelError(
+                f"{place} is {header.dtype}: the weights are quantised; pruning needs float weights"
+            )
+        if header.shape != tuple(expected[name]):
+            raise ModelError(
+                f"{place} has shape {header.shape}, config.json says {tuple(expected[name])}"
+            )
+    dtypes = {FLOAT_DTYPES[headers[name].dtype] for name in expected}
+    return functools.reduce(torch.promote_types, sorted(dtypes, key=str))

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,30 @@ from coec.errors import ModelError
 
 JsonDict = dict[str, Any]
 """An object of JSON, free in form."""
+MAX_JSON = 2**26
+"""Size limit of a configuration, index or report: 64 MiB."""
+FLOAT_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+"""Dtypes that a weight may be stored in, by safetensors' names."""
+INDEX = "model.safetensors.index.json"
+_WEIGHTS = "model.safetensors"
+_LFS = b"version https://git-lfs.github.com/spec/"
+"""Start of a pointer to a file that git-LFS has not fetched."""
+_MERGE = (
+    "merge it first (PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(FOLDER)), "
+    "and give that folder"
+)
+_WRAPPED = "base_model.model."
+"""Prefix of the names in a model that PEFT wraps."""
 
 
 def cache_folder() -> Path:
     """Folder of files that this package can make again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coec"
-
-
-MAX_JSON = 2**26
-"""Size limit of a configuration, index or report: 64 MiB."""
 
 
 def parse_json(path: Path, *, distinct: bool = False) -> Any:
@@ -58,8 +74,21 @@ def parse_json(path: Path, *, distinct: bool = False) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-_LFS = b"version https://git-lfs.github.com/spec/"
-"""Start of a pointer to a file that git-LFS has not fetched."""
+def _distinct(pairs: list[tuple[str, Any]]) -> JsonDict:
+    content: JsonDict = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"it names {key[:80]!r} twice")
+        content[key] = value
+    return content
+
+
+def _finite(number: str) -> float:
+    """Parse a float of JSON text; refuses `1e400`, `NaN` and `Infinity`."""
+    value = float(number)
+    if value - value != 0:
+        raise ValueError(f"the number {number[:20]} is not finite")
+    return value
 
 
 def check_fetched(path: Path) -> None:
@@ -78,21 +107,16 @@ def check_fetched(path: Path) -> None:
         )
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> JsonDict:
-    content: JsonDict = {}
-    for key, value in pairs:
-        if key in content:
-            raise ValueError(f"it names {key[:80]!r} twice")
-        content[key] = value
-    return content
-
-
-def _finite(number: str) -> float:
-    """Parse a float of JSON text; refuses `1e400`, `NaN` and `Infinity`."""
-    value = float(number)
-    if value - value != 0:
-        raise ValueError(f"the number {number[:20]} is not finite")
-    return value
+def check_merged(folder: Path) -> None:
+    """Raise ModelError for a PEFT adapter, which holds only changes of a model."""
+    path = folder / "adapter_config.json"
+    if not path.is_file() or any(folder.glob("model*.safetensors*")):
+        return
+    try:
+        base = parse_json(path).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        base = "an unknown model"
+    raise ModelError(f"'{folder}' is a PEFT adapter of '{base!s:.200}': {_MERGE}")
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -103,11 +127,7 @@ def write_json(path: Path, content: Any) -> None:
 def write_tensors(
     tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file with the mode of any new file (safetensors' default is 0600).
-
-    Raises:
-        OSError: the disk refuses.
-    """
+    """Write a safetensors file with the mode of any new file (safetensors' default is 0600)."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     try:
@@ -125,11 +145,7 @@ def sha256(path: Path) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file for reading tensor by tensor.
-
-    Raises:
-        ModelError: it is missing, unreadable or damaged.
-    """
+    """Open a safetensors file tensor by tensor; raises ModelError if it is damaged."""
     if not path.exists():
         raise ModelError(f"shard '{path.name}' is missing from '{path.parent}'")
     if not path.is_file() or not os.access(path, os.R_OK):
@@ -145,20 +161,86 @@ def opened(path: Path) -> Iterator[Any]:
         ) from error
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read every tensor of a safetensors file.
+def read_tensor(path: Path, name: str) -> Tensor:
+    """Read one tensor of a safetensors file, on the CPU in its stored dtype."""
+    with opened(path) as file:
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
 
-    Raises:
-        ModelError: the file is missing or damaged.
-    """
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read every tensor of a safetensors file; raises ModelError if it is missing or damaged."""
     with opened(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}
 
 
-FLOAT_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
-"""Dtypes that a weight may be stored in, by safetensors' names."""
+@dataclass(frozen=True)
+class Header:
+    """A tensor as its safetensors file declares it; the dtype by its name there."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_headers(folder: Path) -> dict[str, Header]:
+    """Read the header of every tensor, by name; raises ModelError where loaders would differ."""
+    index = _index(folder)
+    headers: dict[str, Header] = {}
+    for file_name in sorted(set(index.values())) or [_WEIGHTS]:
+        with opened(folder / file_name) as file:
+            for name in file.keys():
+                if name in headers:
+                    raise ModelError(
+                        f"{name} is in both '{headers[name].file}' and '{file_name}' of "
+                        f"'{folder}': loaders differ in which they read"
+                    )
+                if name.startswith(_WRAPPED):
+                    raise ModelError(
+                        f"tensors in '{folder / file_name}' are named {_WRAPPED}…, as PEFT saves a "
+                        f"model that it still wraps: {_MERGE}"
+                    )
+                stored = file.get_slice(name)
+                headers[name] = Header(file_name, stored.get_dtype(), tuple(stored.get_shape()))
+    for name, file_name in index.items():
+        if name in headers and headers[name].file != file_name:
+            raise ModelError(
+                f"'{folder / INDEX}' is damaged: {name} is in '{headers[name].file}', "
+                f"not in '{file_name}'"
+            )
+    return headers
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """Read the index: tensor name → file name, in this folder; empty for a single file."""
+    check_merged(folder)
+    path, single = folder / INDEX, (folder / _WEIGHTS).exists()
+    if not path.exists():
+        if single:
+            return {}
+        pickle = next(iter(sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth"))), None)
+        hint = (
+            f"; '{pickle.name}' is a pickle: convert it with "
+            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+            if pickle
+            else ""
+        )
+        raise ModelError(f"no safetensors weights in '{folder}'{hint}")
+    try:
+        weight_map: dict[str, str] = parse_json(path)["weight_map"]
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError("weight_map names no tensor")
+        for name in set(weight_map.values()):
+            if not isinstance(name, str) or Path(name).name != name or not name.strip("."):
+                raise ValueError(f"{str(name)[:80]!r} is no file of this folder")
+            if len(name.encode()) > 255 or "\0" in name:
+                raise ValueError("a file name is longer than file names are")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"'{path}' is damaged: {' '.join(str(error).split())}") from error
+    if single and set(weight_map.values()) != {_WEIGHTS}:
+        raise ModelError(
+            f"'{folder}' holds both {_WEIGHTS} and {INDEX}, which names "
+            f"'{min(weight_map.values())}': loaders differ in which they read; remove the one "
+            "that is out of date"
+        )
+    return weight_map

@@ -3,29 +3,156 @@
 transformers ≥ 5.4 refuses a Llama whose hidden size is not a multiple of its head count, at save
 and at load, whatever `head_dim` says. The same weights under another model type compute the same
 function, so the checkpoint is relabelled. Candidates are tried in order; the first that can
-express the pruned shape and its biases, and whose configuration class accepts it, is used.
+express the pruned shape and its biases, and whose configuration class accepts it, is used. Programs
+that load a checkpoint as it is, and what they cannot do, are data in `loaders.toml`.
 """
 
 import copy
 import itertools
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.resources import files
 
 from transformers import AutoConfig
 
 from coec.errors import OptionError
 from coec.models import non_uniform
-from coec.models.architectures import ARCHITECTURES, Architecture
+from coec.models.architectures import ARCHITECTURES, ATTENTION, MLP, Architecture
 from coec.models.files import JsonDict
-from coec.models.loaders import LOADERS, TARGETS, YES, Traits, loads_in, slides
-from coec.models.shape import BLOCK_WIDTHS, Shape
+from coec.models.layout import BLOCK_WIDTHS, Shape, Site
+
+YES, UNKNOWN = "yes", "not known"
+TARGETS = {"hf": "transformers", "vllm": "vLLM", "llama.cpp": "llama.cpp"}
+"""Loader of every value of the setting `target`."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """The properties of a stored checkpoint that loaders disagree on.
+
+    `biased` names the sites whose consumer has a bias.
+    """
+
+    model_type: str
+    config: JsonDict
+    sizes: Shape
+    biased: frozenset[str]
+
+    @cached_property
+    def conditions(self) -> frozenset[str]:
+        """Names of the conditions that hold, as exceptions name them."""
+        return frozenset(name for name, holds in _CONDITIONS.items() if holds(self))
+
+
+def slides(config: JsonDict) -> bool:
+    """True if any layer of a raw configuration sees less than the longest text."""
+    window, layers = config.get("sliding_window"), config.get("layer_types")
+    if window is None or not config.get("use_sliding_window", True):
+        return False
+    if isinstance(layers, list) and "sliding_attention" not in layers:
+        return False
+    if layers is None and (config.get("max_window_layers") or 0) >= config["num_hidden_layers"]:
+        return False  # Qwen's window begins at this layer
+    positions = config.get("max_position_embeddings")
+    return not isinstance(positions, int) or window < positions
+
+
+_CONDITIONS: Mapping[str, Callable[[Traits], bool]] = {
+    "fewer_heads": lambda traits: traits.sizes.heads * traits.sizes.head_dim != traits.sizes.hidden,
+    "output_bias": lambda traits: ATTENTION.name in traits.biased,
+    "down_bias": lambda traits: MLP.name in traits.biased,
+    "new_biases": lambda traits: bool(traits.biased),
+    "sliding": lambda traits: slides(traits.config),
+    "non_uniform": lambda traits: not traits.sizes.uniform,
+    "non_uniform_heads": lambda traits: (
+        len({traits.sizes.at(index).kv_heads for index in range(traits.sizes.layers)}) > 1
+    ),
+    "llama3_positions": lambda traits: any(
+        isinstance(form := traits.config.get(key), dict) and form.get("rope_type") == "llama3"
+        for key in ("rope_scaling", "rope_parameters")
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Incompatibility:
+    """A case in which a loader does not do as transformers does.
+
+    It holds for some model types (None for all), under a condition (None for always).
+    """
+
+    verdict: str
+    types: tuple[str, ...] | None = None
+    when: str | None = None
+
+
+@dataclass(frozen=True)
+class Loader:
+    """A program that loads checkpoints.
+
+    Attributes:
+        checked: the versions, and how they were checked.
+        types: the model types that were tried; None for all. Of others nothing is known.
+        exceptions: the first that holds gives the verdict.
+    """
+
+    name: str
+    checked: str
+    types: tuple[str, ...] | None = None
+    exceptions: tuple[Incompatibility, ...] = ()
+
+    def verdict(self, traits: Traits) -> str:
+        """`yes`, or what to know before loading the checkpoint."""
+        for case in self.exceptions:
+            of_type = case.types is None or traits.model_type in case.types
+            if of_type and (case.when is None or case.when in traits.conditions):
+                return case.verdict
+        return YES if self.types is None or traits.model_type in self.types else UNKNOWN
+
+
+def _loader(table: JsonDict) -> Loader:
+    cases = [Incompatibility(**_with_types(case)) for case in table.get("exceptions", ())]
+    return Loader(**_with_types(table) | {"exceptions": tuple(cases)})
+
+
+def _with_types(table: JsonDict) -> JsonDict:
+    return table | ({"types": tuple(table["types"])} if "types" in table else {})
+
+
+_DATA = tomllib.loads(files("coec.models").joinpath("loaders.toml").read_text(encoding="utf-8"))
+CONDITIONS: dict[str, str] = _DATA["conditions"]
+"""The conditions in words, by name."""
+LOADERS: dict[str, Loader] = {table["name"]: _loader(table) for table in _DATA["loaders"]}
+
+
+def table() -> str:
+    """Write the findings in Markdown: a row for every loader, with its versions and exceptions."""
+
+    def listed(types: tuple[str, ...] | None) -> str:
+        return "every type" if types is None else ", ".join(types)
+
+    lines = [
+        "| loader | checked | types that were tried | loads them, except |",
+        "|---|---|---|---|",
+    ]
+    for loader in LOADERS.values():
+        exceptions = "; ".join(
+            f"{listed(case.types)}{f' where {CONDITIONS[case.when]}' if case.when else ''}: "
+            f"{case.verdict}"
+            for case in loader.exceptions
+        )
+        types = listed(loader.types)
+        lines.append(f"| {loader.name} | {loader.checked} | {types} | {exceptions} |")
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """The format of the pruned checkpoint.
+    """The format of the pruned checkpoint: its complete config.json, and what to know of it.
 
     Attributes:
-        config: the complete config.json.
         relabelled: why the model type changed; None if it did not.
         loads_in: loader → `yes` or what to know.
         code: the Python code that goes with it, if no stock class builds the model.
@@ -53,7 +180,6 @@ def choose_format(
 
     Args:
         config: the dense model's raw configuration.
-        pruned: the sizes after pruning.
         biased: the sites whose consumer will have a bias, from the dense model or the compensation.
         target: the loader that has to load the checkpoint as it is, by its name in `TARGETS`;
             transformers always does.
@@ -73,11 +199,11 @@ def choose_format(
         if refusal is None and target != "hf" and (verdict := loader.verdict(traits)) != YES:
             refusal = f"{loader.name}: {verdict}"
         if refusal is None:
-            code = None
-            if not pruned.uniform:
-                code = non_uniform.code(model_type, architecture.class_name)
+            name = architecture.class_name
+            code = None if pruned.uniform else non_uniform.code(model_type, name)
             relabelled = "; ".join(refusals) if model_type != config["model_type"] else None
-            return OutputFormat(new, relabelled, loads_in(traits), code)
+            loads_in = {name: loader.verdict(traits) for name, loader in LOADERS.items()}
+            return OutputFormat(new, relabelled, loads_in, code)
         refusals.append(f"not {model_type}: {refusal}")
     raise _no_format(target, "; ".join(refusals))
 
@@ -120,7 +246,6 @@ def _refusal(
 
 
 def _class_refusal(config: JsonDict) -> str | None:
-    """Say why the installed transformers does not accept a configuration; None if it does."""
     try:
         AutoConfig.for_model(**copy.deepcopy(config))  # it changes its arguments
     except Exception as error:  # configuration classes may raise anything
@@ -134,9 +259,8 @@ def _rewritten(
     """The raw configuration with the pruned sizes, under the target's model type."""
     relabelled = target.model_type != config["model_type"]
     dropped = {"_name_or_path", "auto_map", BLOCK_WIDTHS, *(target.foreign if relabelled else ())}
-    by_block: JsonDict = {}
-    if not pruned.uniform:
-        by_block = non_uniform.config_keys(pruned, target.model_type, target.class_name)
+    keys = (pruned, target.model_type, target.class_name)
+    by_block = {} if pruned.uniform else non_uniform.config_keys(*keys)
     return {
         **{key: value for key, value in config.items() if key not in dropped},
         "model_type": target.model_type,
@@ -147,3 +271,46 @@ def _rewritten(
         **{flag: True for site, flag in target.bias_flags.items() if site in biased},
         **(target.added(pruned) if relabelled else {}),
     }
+
+
+_K_BLOCK = 256
+"""Weights of a row that K-quants store together."""
+_BLOCK = 32
+"""The same for Q5_0 and Q8_0, which stand in for K-quants where they divide the row; F16 stands in
+where not even these do."""
+_Q4_K_M = {
+    # Half of the blocks' down_proj are Q6_K instead of Q4_K, and so Q8_0 instead of Q5_0.
+    "mlp": ((4.5 + 6.5625) / 2, (5.5 + 8.5) / 2),
+    "attention": (4.5, 5.5),
+}
+"""Bits per weight that llama.cpp's Q4_K_M takes for the consumer of a kind of site: in K-quants,
+and in the types that stand in for them."""
+
+
+def quantised_cost(site: Site, units: int, outputs: int, blocks: int) -> str | None:
+    """Say how much more a quantised consumer costs than at a full width; None if nothing.
+
+    A dense width that is not full itself is no case: pruning has lost nothing there.
+
+    Args:
+        site: the kind of site, and `units` the number that it keeps.
+        outputs: rows of the consumer.
+        blocks: number of blocks with such a site.
+    """
+    columns = units * site.columns_per_unit
+    if site.kind not in _Q4_K_M or columns % _K_BLOCK == 0 or site.columns % _K_BLOCK:
+        return None
+    quantised, stand_in = _Q4_K_M[site.kind]
+    bits, stored_as = (stand_in, "Q5_0 and Q8_0") if columns % _BLOCK == 0 else (16.0, "F16")
+    extra = blocks * outputs * columns * (bits - quantised) / 8
+    module = site.consumer.rpartition(".")[2]
+    advice = "; multiple_of = 256 rounds up" if site.value is None else ""
+    slow = "" if columns % 8 == 0 else ", and matrix units of GPUs want multiples of 8 at least"
+    return (
+        f"{module} reads {columns:,} columns, no multiple of {_K_BLOCK}: llama.cpp's Q4_K_M stores "
+        f"it as {stored_as}, {extra / 1e6:,.1f} MB more{slow}{advice}"
+    )
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,11 +1,157 @@
-"""Sites where units are removed, as values: complete, comparable, picklable (METHODS §1)."""
+"""Sizes, blocks and sites of a model, as values: comparable, picklable (METHODS §1)."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxtyping import Int
 from torch import Tensor
 
+from coec.errors import ModelError
+from coec.models.files import JsonDict
 from coec.types import KeptSet
+
+LIMITS = {
+    "num_hidden_layers": 512,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "moe_intermediate_size": 2**22,
+    "num_experts": 2**14,
+    "num_local_experts": 2**14,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "vocab_size": 2**26,
+    "max_position_embeddings": 2**40,
+}
+"""Sizes beyond which a configuration is damaged; building such a skeleton would never end."""
+
+
+def read_size(config: JsonDict, key: str, default: int | None = None) -> int:
+    """Read a size within `LIMITS`, or raise ModelError; `default` if it is absent or null."""
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if value is None:
+        raise ModelError(f"config.json lacks '{key}'")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ModelError(f"{key} in config.json is no whole number: {str(value)[:40]!r}")
+    if not 1 <= value <= LIMITS[key]:
+        # Python refuses to print whole numbers of thousands of digits.
+        text = value if abs(value) < 10**20 else "absurd"
+        raise ModelError(
+            f"{key} in config.json is {text}: it must be at least 1 and at most {LIMITS[key]:,}"
+        )
+    return value
+
+
+def _block_widths(tables: Any, layers: int) -> list[JsonDict]:
+    if not isinstance(tables, list) or not all(isinstance(widths, dict) for widths in tables):
+        raise ModelError(f"{BLOCK_WIDTHS} in config.json is no list of tables: {tables!r:.40}")
+    if len(tables) != layers:
+        raise ModelError(f"{BLOCK_WIDTHS} in config.json is of {len(tables)} blocks of {layers}")
+    if unknown := {str(key) for widths in tables for key in widths} - set(_FIELDS):
+        raise ModelError(
+            f"{BLOCK_WIDTHS} in config.json holds {min(unknown)!r:.80}; known are "
+            + ", ".join(_FIELDS)
+        )
+    return tables
+
+
+_FIELDS = {
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "intermediate_size": "ffn",
+}
+"""Configuration keys that pruning changes, and the fields of `Shape` with their values."""
+BLOCK_WIDTHS = "block_widths"
+"""Configuration key of the widths that differ by block: one table of keys for each block."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes that pruning reads and changes.
+
+    Attributes:
+        layers, hidden, head_dim: unchanged by pruning.
+        kv_heads: KV groups of every block, or of the widest block if they differ.
+        group: query heads per KV group (unchanged).
+        ffn: intermediate channels, likewise.
+        expert_ffn: intermediate channels of every expert, if they have a size of their own; else 0.
+        by_block: fields of this class with their values for each block, if widths differ by block;
+            empty if all blocks are alike.
+    """
+
+    layers: int
+    hidden: int
+    head_dim: int
+    kv_heads: int
+    group: int
+    ffn: int
+    expert_ffn: int = 0
+    by_block: tuple[tuple[tuple[str, int], ...], ...] = ()
+
+    @classmethod
+    def of(cls, config: JsonDict) -> "Shape":
+        """Read a raw configuration; raises ModelError naming a missing or inconsistent key."""
+        if config.get(BLOCK_WIDTHS) is None:
+            return cls._uniform(config)
+        common = {key: value for key, value in config.items() if key != BLOCK_WIDTHS}
+        dense = cls._uniform(common)
+        tables = _block_widths(config[BLOCK_WIDTHS], dense.layers)
+        blocks = [cls._uniform(common | widths) for widths in tables]
+        for block in blocks:
+            if (block.group, block.head_dim) != (dense.group, dense.head_dim):
+                raise ModelError(
+                    f"{BLOCK_WIDTHS} in config.json has blocks of {block.group} query heads per KV "
+                    f"group, and others of {dense.group}"
+                )
+        return dense.with_blocks([{"kv_heads": b.kv_heads, "ffn": b.ffn} for b in blocks])
+
+    @classmethod
+    def _uniform(cls, config: JsonDict) -> "Shape":
+        heads, hidden = read_size(config, "num_attention_heads"), read_size(config, "hidden_size")
+        kv_heads = read_size(config, "num_key_value_heads", heads)
+        head_dim = read_size(config, "head_dim", hidden // heads)
+        layers, ffn = read_size(config, "num_hidden_layers"), read_size(config, "intermediate_size")
+        if head_dim < 1:
+            raise ModelError(f"a hidden size of {hidden} does not hold {heads} heads")
+        if heads % kv_heads:
+            raise ModelError(f"{heads} query heads do not divide into {kv_heads} KV groups")
+        has_experts = config.get("moe_intermediate_size") is not None
+        expert_ffn = read_size(config, "moe_intermediate_size") if has_experts else 0
+        return cls(layers, hidden, head_dim, kv_heads, heads // kv_heads, ffn, expert_ffn)
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.kv_heads * self.group
+
+    @property
+    def uniform(self) -> bool:
+        """True if all blocks are alike."""
+        return not self.by_block
+
+    def at(self, block: int) -> "Shape":
+        """The sizes of one block, as if all blocks had its widths."""
+        return replace(self, **dict(self.by_block[block]), by_block=()) if self.by_block else self
+
+    def with_blocks(self, units: Sequence[Mapping[str, int]]) -> "Shape":
+        """Replace the numbers of units: one table per block, by the field that counts them."""
+        widest = {name: max(block[name] for block in units) for name in units[0]}
+        by_block = tuple(tuple(sorted(block.items())) for block in units)
+        alike = len(set(by_block)) == 1
+        return replace(self, **widest, by_block=() if alike else by_block)
+
+    def listed(self) -> "Shape":
+        """List the widths by block even if all blocks are alike."""
+        widths = tuple(sorted((name, getattr(self, name)) for name in ("kv_heads", "ffn")))
+        return replace(self, by_block=self.by_block or (widths,) * self.layers)
+
+    def keys(self) -> dict[str, int]:
+        """The sizes that pruning changes, as configuration keys; of the widest block."""
+        sizes = {key: getattr(self, name) for key, name in _FIELDS.items()}
+        return sizes | ({"moe_intermediate_size": self.expert_ffn} if self.expert_ffn else {})
 
 
 @dataclass(frozen=True)
@@ -13,10 +159,6 @@ class Rows:
     """Rows of a stored tensor that a site's units own, in runs of equal length and in order.
 
     A projection that shares a tensor with others is a range of its rows.
-
-    Attributes:
-        tensor: full name.
-        start, stop: range of rows.
     """
 
     tensor: str
@@ -33,10 +175,8 @@ class Site:
     """A place where units are removed: rows of its producers, columns of its consumer.
 
     Attributes:
-        block: index of the block.
         name: name within the block, such as `mlp`; that of an expert has a number, `expert.3`.
-        unit: a unit, in words.
-        units: number of units.
+        unit: a unit, in words; `units` is their number.
         columns_per_unit: consecutive columns of the consumer that one unit owns.
         producers: the rows that are removed with the units.
         consumer: full name of the module whose columns are removed, and which is compensated.
@@ -70,7 +210,7 @@ class Site:
 
     @property
     def weight(self) -> str:
-        """Full name of the consumer's weight."""
+        """Name of the consumer's weight."""
         return f"{self.consumer}.weight"
 
     @property
@@ -87,8 +227,7 @@ class Site:
     def fitted(self) -> tuple[Rows, ...]:
         """The rows that reconstruction fits besides the consumer: weights of its direct inputs.
 
-        For attention these are the values; queries and keys stay fixed, and so does the attention
-        map.
+        Of attention these are the values: its map stays fixed.
         """
         producers = (self.value,) if self.value else self.producers
         return tuple(rows for rows in producers if rows.tensor.endswith(".weight"))
@@ -105,13 +244,7 @@ class Site:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """A block of a model.
-
-    Attributes:
-        index: position in the model.
-        prefix: prefix of the names of its tensors.
-        sites: the places where units are removed.
-    """
+    """A block of a model: its place, the prefix of its tensors' names, and its sites."""
 
     index: int
     prefix: str
@@ -120,19 +253,15 @@ class BlockLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """The blocks of a model, and the names of the tensors around them.
+    """The blocks of a model in order, and the names of the tensors around them.
 
-    Attributes:
-        blocks: in order.
-        embedding: the tensor that turns token ids into hidden states.
-        norm: the weight of the norm after the last block.
-        head: the tensor that turns hidden states into logits, if it is not the embedding.
+    The norm is that after the last block; a tied model has no head.
     """
 
     blocks: tuple[BlockLayout, ...]
-    embedding: str
-    norm: str
-    head: str
+    embedding: str = "model.embed_tokens.weight"
+    norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
 
     @property
     def sites(self) -> tuple[Site, ...]:

@@ -4,31 +4,89 @@ A unit is identified by all its rows in the producers together. The consumer pla
 for its zero columns: most programs change it, and it is computed anew.
 """
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from coec.errors import ModelError
+from coec.models.architectures import architecture_of
+from coec.models.description import LAYER
+from coec.models.files import FLOAT_DTYPES, Header, read_headers, read_tensor
+from coec.models.folder import find_model, read_config
 from coec.models.layout import Rows, Site
-from coec.models.row_matching import match_rows, nearest_row
 
 _NAMED = 3
 """Number of rows that an error names."""
 _UNKNOWN = "which units were kept cannot be told"
+_ROUTES = (None, torch.bfloat16, torch.float16)
+"""Dtypes through which weights may have gone on the way to the dtype that they are stored in."""
+Matrices = Sequence[Tensor]
+"""Rows of several tensors; row n of each belongs to unit (or row) n."""
+
+
+@dataclass(frozen=True, eq=False)
+class RawCheckpoint:
+    """The tensors of a checkpoint that another program pruned, as they are.
+
+    Their shapes need not agree with the configuration, as long as the model is of a supported type
+    and its tensors have the usual names. Nothing is computed with it.
+    """
+
+    name: str
+    folder: Path
+    headers: dict[str, Header]
+
+    @classmethod
+    def open(cls, model: "str | Path | RawCheckpoint") -> "RawCheckpoint":
+        """Read the configuration, whose type must be supported, and every file's header."""
+        if isinstance(model, RawCheckpoint):
+            return model
+        folder = find_model(model)
+        architecture_of(read_config(folder))
+        headers = read_headers(folder)
+        for name, header in headers.items():
+            if header.dtype not in FLOAT_DTYPES:
+                raise ModelError(
+                    f"{name} in '{header.file}' of '{model}' is {header.dtype}: the weights are "
+                    "quantised; give the pruned model with float weights"
+                )
+        return cls(str(model), folder, headers)
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks with tensors."""
+        return len({match[1] for name in self.headers if (match := LAYER.match(name))})
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.headers
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor, on the CPU in its stored dtype."""
+        return read_tensor(self.folder / self.headers[name].file, name)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of all tensors and their names."""
+        content = hashlib.sha256()
+        for name in sorted(self.headers):
+            tensor = self.tensor(name)
+            content.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+            content.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return content.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
 class SiteTensors:
-    """The tensors that one of the two models has at a site.
+    """The tensors that one of the two models has at a site of the dense model.
 
-    Attributes:
-        name: the model, for messages.
-        site: the site of the dense model.
-        tensors: weights and biases of the site's modules, as far as the model has them.
+    These are weights and biases of the site's modules, as far as the model has them; `name` is the
+    model, for messages.
     """
 
     name: str
@@ -39,16 +97,9 @@ class SiteTensors:
     def of(
         cls, name: str, site: Site, tensors: Mapping[str, Tensor], dense: Mapping[str, torch.Size]
     ) -> "SiteTensors":
-        """Take apart tensors that hold several projections.
+        """Take apart tensors that hold several projections; `dense` has the dense model's shapes.
 
-        Args:
-            name: the model, for messages.
-            site: the site of the dense model.
-            tensors: weights and biases of the site's modules, as far as the model has them.
-            dense: shapes of the dense model's tensors.
-
-        Raises:
-            ModelError: a tensor has no whole number of rows of every projection.
+        Raises ModelError if a tensor has no whole number of rows of every projection.
         """
         fused = [r for r in site.producers if r.stop - r.start < dense[r.tensor][0]]
         names = {rows: f"{_module(rows.tensor)}[{rows.start}:{rows.stop}].weight" for rows in fused}
@@ -70,31 +121,26 @@ class SiteTensors:
         return cls(name, replace(site, producers=producers, value=value), apart)
 
     def rows(self, tensor: str, count: int) -> Tensor:
-        """Reshape a tensor into `count` rows, one for each owner."""
+        """Reshape a tensor into rows, one for each owner."""
         return self.tensors[tensor].reshape(count, -1)
 
     @cached_property
     def count(self) -> int:
-        """Number of units.
-
-        Raises:
-            ModelError: the tensors do not agree, or hold parts of units.
-        """
+        """Number of units; raises ModelError if the tensors disagree, or hold parts of units."""
         counts = {
             rows.tensor: len(self.tensors[rows.tensor]) * self.site.units / (rows.stop - rows.start)
             for rows in self.site.producers
             if rows.tensor in self.tensors
         }
-        counts[self.site.weight] = (
-            self.tensors[self.site.weight].shape[1] / self.site.columns_per_unit
-        )
-        if len(set(counts.values())) > 1 or counts[self.site.weight] % 1:
+        weight = self.site.weight
+        counts[weight] = self.tensors[weight].shape[1] / self.site.columns_per_unit
+        if len(set(counts.values())) > 1 or counts[weight] % 1:
             numbers = ", ".join(f"{_module(name)} {count:g}" for name, count in counts.items())
             raise ModelError(
                 f"the modules of {self.site.key} in '{self.name}' hold different numbers of "
                 f"{self.site.unit}s ({numbers}): whole ones are removed from all of them"
             )
-        return int(counts[self.site.weight])
+        return int(counts[weight])
 
     @cached_property
     def silent(self) -> Bool[Tensor, " units"]:
@@ -124,20 +170,18 @@ class SiteTensors:
 def kept_units(dense: SiteTensors, pruned: SiteTensors) -> Int[Tensor, " k"]:
     """Find the units of a dense site that a pruned one has, sorted.
 
-    Rows may be in another order, in another dtype, and among zeros.
-
-    Raises:
-        ModelError: rows are not the dense model's, belong to parts of units, or occur twice.
+    Rows may be in another order, in another dtype, and among zeros. Raises ModelError if they are
+    not the dense model's, belong to parts of units, or occur twice.
     """
     _check_shapes(dense, pruned)
     _check_heads(dense, pruned)
+    nothing = ModelError(f"'{pruned.name}' keeps no {dense.site.unit} in {dense.site.key}")
     if not pruned.count:
-        raise ModelError(f"'{pruned.name}' keeps no {dense.site.unit} in {dense.site.key}")
+        raise nothing
     names = [r.tensor for r in dense.site.producers if r.tensor in pruned.tensors]
     matches = match_rows(
         [dense.rows(name, dense.count) for name in names],
         [pruned.rows(name, pruned.count) for name in names],
-        ~pruned.silent,
     )
     unmatched = [n for n, units in enumerate(matches) if not units and not pruned.silent[n]]
     if unmatched:
@@ -145,7 +189,7 @@ def kept_units(dense: SiteTensors, pruned: SiteTensors) -> Int[Tensor, " k"]:
     units = _assigned(dense, pruned, matches)
     _check_masks(dense, pruned, units)
     if not units:
-        raise ModelError(f"'{pruned.name}' keeps no {dense.site.unit} in {dense.site.key}")
+        raise nothing
     return torch.tensor(sorted(units))
 
 
@@ -178,7 +222,6 @@ def _assigned(
 
 
 def _check_shapes(dense: SiteTensors, pruned: SiteTensors) -> None:
-    """Raise ModelError if anything but the number of units differs."""
     producers = [rows.tensor for rows in dense.site.producers]
     for name in [*producers, dense.site.weight]:
         before, after = dense.tensors[name], pruned.tensors.get(name)
@@ -222,24 +265,19 @@ def _check_heads(dense: SiteTensors, pruned: SiteTensors) -> None:
     )
     if count % 1 or groups % 1 or count == groups * group:
         return
-    rows = pruned.rows(queries, int(count))
-    matches = match_rows(
-        [dense.rows(queries, dense.site.units * group)],
-        [rows],
-        torch.zeros(len(rows), dtype=torch.bool),
-    )
+    before, after = dense.rows(queries, dense.site.units * group), pruned.rows(queries, int(count))
+    matches = match_rows([before], [after])
     remaining = sorted({head for heads in matches for head in heads})
     raise ModelError(
         f"{_module(queries)} in '{pruned.name}' has {count:g} query heads for {groups:g} KV heads"
         + (f" (of the dense model's {remaining})" if remaining else "")
-        + _removed_alone(group)
+        + _REMOVED_ALONE.format(group)
     )
 
 
-def _removed_alone(group: int) -> str:
-    return (
-        f": query heads were removed alone, and coec removes whole KV groups of {group} query heads"
-    )
+_REMOVED_ALONE = (
+    ": query heads were removed alone, and coec removes whole KV groups of {} query heads"
+)
 
 
 def _check_masks(dense: SiteTensors, pruned: SiteTensors, units: Mapping[int, int]) -> None:
@@ -255,61 +293,62 @@ def _check_masks(dense: SiteTensors, pruned: SiteTensors, units: Mapping[int, in
         if len(masked) and not pruned.silent[number]:
             raise ModelError(
                 f"'{pruned.name}' masks query heads {[unit * group + int(n) for n in masked]} of "
-                f"{dense.site.key}, and not all of KV group {unit}{_removed_alone(group)}"
+                f"{dense.site.key}, and not all of KV group {unit}{_REMOVED_ALONE.format(group)}"
             )
 
 
 def _changed_units(
     dense: SiteTensors, pruned: SiteTensors, names: list[str], unmatched: list[int]
 ) -> ModelError:
-    """Explain why units match none of the dense model's."""
     for name in names:
-        per_unit = len(dense.tensors[name]) // dense.count
         before, after = (side.rows(name, len(side.tensors[name])) for side in (dense, pruned))
-        needed = torch.zeros(len(after), dtype=torch.bool)
-        for unit in unmatched:
-            needed[unit * per_unit : (unit + 1) * per_unit] = True
-        matches = match_rows([before], [after], needed)
-        changed = [n for n, rows in enumerate(matches) if needed[n] and not rows]
+        per_unit = len(before) // dense.count
+        matches = match_rows([before], [after])
+        rows = (unit * per_unit + row for unit in unmatched for row in range(per_unit))
+        changed = [row for row in rows if not matches[row]]
         if changed:
-            nearest, distance = nearest_row(before, after[changed[0]])
+            first = after[changed[0]].float()
+            distances = (before.float() - first).norm(dim=1)
+            nearest = int(distances.argmin())
+            length = before[nearest].float().norm().clamp_min(1e-30)
             unnamed = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
             return ModelError(
                 f"rows {', '.join(map(str, changed[:_NAMED]))}{unnamed} of {_module(name)} in "
                 f"'{pruned.name}' are none of the dense model's (row {changed[0]} is "
-                f"{distance:.2g} of the nearest's length off that, row {nearest}): producers were "
-                f"changed, and {_UNKNOWN}"
+                f"{float(distances[nearest] / length):.2g} of the nearest's length off that, row "
+                f"{nearest}): producers were changed, and {_UNKNOWN}"
             )
-    if error := _reordered_heads(dense, pruned, unmatched[0]):
-        return error
     return ModelError(
         f"{dense.site.unit} {unmatched[0]} of {dense.site.key} in '{pruned.name}' is put together "
-        f"of rows of several {dense.site.unit}s of the dense model ({len(unmatched)} are): "
-        f"{_UNKNOWN}"
-    )
-
-
-def _reordered_heads(dense: SiteTensors, pruned: SiteTensors, unit: int) -> ModelError | None:
-    """Error for a KV group with the dense model's query heads in another order; None if not."""
-    heads = _heads(dense)
-    if heads is None:
-        return None
-    queries, group = heads
-    before = dense.rows(queries, dense.count * group)
-    after = pruned.rows(queries, pruned.count * group)[unit * group : (unit + 1) * group]
-    matches = match_rows([before], [after], torch.ones(group, dtype=torch.bool))
-    order = [heads[0] for heads in matches if heads]
-    groups = {head // group for head in order}
-    if len(order) < group or len(groups) > 1 or order == sorted(order):
-        return None
-    module = _module(queries).rpartition(".")[2]
-    consumer = dense.site.consumer.rpartition(".")[2]
-    return ModelError(
-        f"{dense.site.unit} {unit} of {dense.site.key} in '{pruned.name}' has the dense model's "
-        f"query heads in another order ({', '.join(map(str, order))}): put {module}'s rows and "
-        f"{consumer}'s columns into the dense model's order"
+        f"of rows of several {dense.site.unit}s of the dense model, or of its rows in another "
+        f"order ({len(unmatched)} are): {_UNKNOWN}"
     )
 
 
 def _module(tensor: str) -> str:
     return tensor.rpartition(".")[0]
+
+
+def match_rows(dense: Matrices, pruned: Matrices) -> list[Sequence[int]]:
+    """List, for each pruned row, the numbers of the dense rows that agree but for rounding."""
+    keys = list(_keys(pruned))
+    matches: list[Sequence[int]] = [()] * len(keys)
+    for route in _ROUTES:
+        if all(matches):
+            break
+        index: dict[bytes, list[int]] = {}
+        cast = [(d.to(route or d.dtype)).to(p.dtype) for d, p in zip(dense, pruned, strict=True)]
+        for number, key in enumerate(_keys(cast)):
+            index.setdefault(key, []).append(number)
+        matches = [rows or index.get(key, ()) for rows, key in zip(matches, keys, strict=True)]
+    return matches
+
+
+def _keys(matrices: Matrices) -> Iterator[bytes]:
+    """Digest each row of all matrices together; zeros have one sign."""
+    raw = [(matrix + 0.0).contiguous().view(torch.uint8).numpy() for matrix in matrices]
+    for rows in zip(*raw, strict=True):
+        digest = hashlib.blake2b(digest_size=16)
+        for row in rows:
+            digest.update(row)
+        yield digest.digest()

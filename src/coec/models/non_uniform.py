@@ -13,8 +13,8 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from coec.models import modeling_non_uniform
 from coec.models.files import JsonDict
+from coec.models.layout import BLOCK_WIDTHS, Shape
 from coec.models.modeling_non_uniform import NonUniformBlocks
-from coec.models.shape import BLOCK_WIDTHS, Shape
 
 FILE = "modeling_non_uniform.py"
 """Name of the code in a model folder."""
@@ -30,13 +30,7 @@ def class_of(stock: type) -> Any:
 
 
 def config_keys(shape: Shape, model_type: str, stock: str) -> JsonDict:
-    """Configuration keys for widths that differ by block.
-
-    Args:
-        shape: the sizes.
-        model_type: the model type of the configuration.
-        stock: the class of transformers that computes a uniform model.
-    """
+    """Configuration keys for widths that differ by block, where `stock` computes uniform ones."""
     module = Path(FILE).stem
     return {
         "architectures": [_PREFIX + stock],
@@ -73,13 +67,12 @@ def code(model_type: str, stock: str) -> str:
 
 def as_written(config: JsonDict) -> JsonDict:
     """The configuration as its folder has it."""
-    if BLOCK_WIDTHS not in config:
-        return config
-    return config | {"model_type": _TYPE + config["model_type"]}
+    own = {"model_type": _TYPE + config["model_type"]}
+    return config | own if BLOCK_WIDTHS in config else config
 
 
 def as_read(config: JsonDict) -> JsonDict:
-    """The configuration with the model type of the stock class: the inverse of `as_written`."""
+    """The configuration with the stock class's model type: the inverse of `as_written`."""
     name = config.get("model_type")
     if BLOCK_WIDTHS not in config or not isinstance(name, str):
         return config

@@ -1,15 +1,26 @@
-"""Cut one block: rows of the producers, columns of the consumer (METHODS §1)."""
+"""Tensors of a block: rows and columns cut (METHODS §1), and experts stacked as layers run them.
 
-from collections.abc import Mapping, Sequence
+Checkpoints have one tensor for each expert, the model that runs one parameter for all: transformers
+5 stacks experts as it loads, and splits them as it saves. This package reads, prunes and writes the
+tensors of the files; they are stacked where a layer is to run.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
-from coec.errors import NumericalError
+from coec.errors import ModelError, NumericalError
+from coec.models.architectures import ExpertNames
 from coec.models.layout import Rows, Site
 from coec.types import KeptSet, SiteResult
+
+_STACKED = "gate_up_proj", "down_proj"
+"""Parameters of all experts of a block: experts × (gate rows, up rows) × hidden, and experts ×
+hidden × channels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +38,7 @@ def cut_block(
     """Cut the block's tensors and cast them to `dtype`; keys are full names.
 
     A site that keeps everything and has no new weight keeps its tensors as they are, bit for bit.
-
-    Raises:
-        NumericalError: a compensated weight does not fit `dtype`.
+    Raises NumericalError if a compensated weight does not fit `dtype`.
     """
     out = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     owned: dict[str, list[tuple[Rows, KeptSet]]] = {}
@@ -97,3 +106,81 @@ def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
             f"{float(tensor.abs().max()):.3g}; write with dtype=float32 or dtype=bfloat16"
         )
     return written
+
+
+def stored_shapes(
+    shapes: Mapping[str, torch.Size], names: ExpertNames | None
+) -> dict[str, torch.Size]:
+    """Shapes of the tensors that checkpoints store, from those of the model that runs."""
+    if names is None:
+        return dict(shapes)
+    stored: dict[str, torch.Size] = {}
+    for name, shape in shapes.items():
+        prefix, suffix = _split(name, names.module)
+        parameter = suffix.removeprefix("experts.")
+        if not suffix:
+            stored[name] = shape
+        elif parameter.startswith("0."):
+            raise ModelError(
+                "models of experts need transformers 5: the installed release has a module for "
+                "each, whose inputs come without the router's weights"
+            )
+        elif parameter in _STACKED:
+            matrices = {names.down: shape[1:]}
+            if parameter == _STACKED[0]:
+                half = torch.Size((shape[1] // 2, *shape[2:]))
+                matrices = {names.gate: half, names.up: half}
+            for expert in range(shape[0]):
+                for module, matrix in matrices.items():
+                    stored[f"{prefix}{names.stored}.experts.{expert}.{module}.weight"] = matrix
+        else:
+            stored[f"{prefix}{names.stored}.{suffix}"] = shape
+    return stored
+
+
+def stacked(tensors: Mapping[str, Tensor], names: ExpertNames | None) -> dict[str, Tensor]:
+    """Stack a checkpoint's tensors as the model that runs has them: inverse of `stored_shapes`."""
+    if names is None:
+        return dict(tensors)
+    state: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, dict[str, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        prefix, suffix = _split(name, names.stored)
+        if not suffix:
+            state[name] = tensor
+        elif match := re.fullmatch(r"experts\.(\d+)\.(\w+)\.weight", suffix):
+            number, module = int(match[1]), match[2]
+            experts.setdefault(prefix, {}).setdefault(number, {})[module] = tensor
+        else:
+            state[f"{prefix}{names.module}.{suffix}"] = tensor
+    for prefix, by_number in experts.items():
+        ordered = [by_number[n] for n in sorted(by_number)]
+        gate_up = [torch.cat([expert[names.gate], expert[names.up]]) for expert in ordered]
+        module = f"{prefix}{names.module}.experts."
+        state[f"{module}{_STACKED[0]}"] = torch.stack(gate_up)
+        state[f"{module}{_STACKED[1]}"] = torch.stack([expert[names.down] for expert in ordered])
+    return state
+
+
+def _split(name: str, module: str) -> tuple[str, str]:
+    """Split a tensor's name around that of a module of its block; empty if it is in no such."""
+    match = re.fullmatch(rf"((?:model\.layers\.\d+\.)?){re.escape(module)}\.(.+)", name)
+    return (match[1], match[2]) if match else ("", "")
+
+
+def routed_inputs(experts: nn.Module, args: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Yield each expert's number, and the inputs of its last projection for the tokens it gets.
+
+    Each row is `p h`: the channels h of a token times the router's weight p of this expert. The
+    model applies p after the projection, which is linear, so that the projection of this row is the
+    expert's contribution to the hidden states. One expert's rows are in memory at a time; `args`
+    are those of the module: hidden states, and the experts and weights of every token.
+    """
+    hidden, index, weights = args
+    gate_up: Tensor = experts.gate_up_proj  # type: ignore[assignment]
+    for expert, weight in enumerate(gate_up):
+        token, place = (index == expert).nonzero(as_tuple=True)
+        gate, up = nn.functional.linear(hidden[token], weight).chunk(2, dim=-1)
+        channels: Tensor = experts.act_fn(gate) * up  # type: ignore[operator]
+        wide = torch.promote_types(channels.dtype, torch.float32)
+        yield expert, channels.to(wide) * weights[token, place, None]

@@ -12,8 +12,7 @@ from coec.execution.journal import unfinished
 from coec.execution.output import check_output
 from coec.models.dense import Dense
 from coec.models.layout import Site
-from coec.models.matching import SiteTensors, kept_units
-from coec.models.raw_checkpoint import RawCheckpoint
+from coec.models.matching import RawCheckpoint, SiteTensors, kept_units
 from coec.pipeline.prune import prune
 from coec.pipeline.report import Report
 from coec.planning.recipe import Recipe

@@ -19,10 +19,10 @@ from coec.execution.code import code_digest
 from coec.execution.journal import Journal, journal, unfinished
 from coec.execution.output import check_output, check_space
 from coec.execution.remote import Remote, destination
-from coec.models.companion_files import carried_files
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.files import JsonDict
+from coec.models.folder import carried_files
 from coec.pipeline.allocate import check_leader, measure_importances
 from coec.pipeline.card import origin, write_card
 from coec.pipeline.reconstruct import reconstruct

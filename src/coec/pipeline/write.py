@@ -18,14 +18,12 @@ from coec.allocation.kept import KEPT
 from coec.events import RESUMING, Progress
 from coec.execution.journal import Journal
 from coec.execution.output import partial_of
-from coec.models.companion_files import carry_files
 from coec.models.dense import Dense
-from coec.models.description import CONFIG
-from coec.models.files import JsonDict, opened, read_tensors, write_json, write_tensors
+from coec.models.files import INDEX, JsonDict, opened, read_tensors, write_json, write_tensors
+from coec.models.folder import CONFIG, carry_files
 from coec.models.layout import BlockLayout
 from coec.models.non_uniform import FILE as CODE
 from coec.models.non_uniform import as_written
-from coec.models.raw_checkpoint import INDEX
 from coec.pipeline.solve import SolvedBlock
 from coec.planning import Plan, disk
 from coec.planning.run import Run

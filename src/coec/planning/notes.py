@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from coec.allocation import MOST_ADDED, MULTIPLES, OF_EXPERTS, Widths
 from coec.compensation.shrinkage import enough, few
 from coec.models.description import Description
-from coec.models.fallbacks import fallbacks
+from coec.models.formats import quantised_cost
 from coec.planning.recipe import Recipe
 from coec.selection import kept_count
 
@@ -73,7 +73,7 @@ def _widths(model: Description, recipe: Recipe, widths: Widths) -> Iterator[str]
             widths.of(alike) for alike in model.layout.sites if alike.kind == site.kind
         )
         usual, blocks = counts.most_common(1)[0]
-        if cost := fallbacks(site, usual, model.shapes[site.weight][0], blocks):
+        if cost := quantised_cost(site, usual, model.shapes[site.weight][0], blocks):
             costs.append(cost)
         sparsity = pruning.removed(site.kind)
         if not sparsity or (kept is not None and site.key in kept.units):

@@ -9,9 +9,8 @@ from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len, with_judg
 from coec.errors import OptionError
 from coec.models.description import Description
 from coec.models.formats import OutputFormat, choose_format
-from coec.models.layout import Layout
+from coec.models.layout import Layout, Shape
 from coec.models.non_uniform import FILE as CODE
-from coec.models.shape import Shape
 from coec.planning.notes import notes_of
 from coec.planning.recipe import Recipe
 from coec.settings import Pruning

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coec import selection as selections
 from coec.allocation.kept import KeptUnits, named
-from coec.calibration.ids import token_ids
+from coec.calibration.tokens import token_ids
 from coec.compensation import Method, compensate
 from coec.compensation.methods import called
 from coec.errors import OptionError

@@ -14,10 +14,9 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from coec.events import Progress
-from coec.models.dense import Dense
-from coec.models.experts import routed_inputs
+from coec.models.dense import Dense, Prefetcher
 from coec.models.layout import BlockLayout
-from coec.models.prefetcher import Prefetcher
+from coec.models.surgery import routed_inputs
 from coec.streaming.layers import TOKENS_PER_BATCH, Layers, State
 from coec.types import Gram, GramSum
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from coec.devices import hand_back
 from coec.errors import ModelError
 from coec.models.description import Description, compute_buffers
-from coec.models.experts import stacked
 from coec.models.layout import BlockLayout, Site
+from coec.models.surgery import stacked
 
 TOKENS_PER_BATCH = 8192
 State = Float[Tensor, "_ length hidden"]

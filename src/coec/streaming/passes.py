@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coec.calibration.tokens import Windows, hold_out
 from coec.calibration.windows import (
+    Windows,
+    hold_out,
     source_digest,
     window_length,
     with_judges,
@@ -21,10 +22,10 @@ from coec.devices import DTYPES, choose_device, choose_forward_dtype, choose_sol
 from coec.errors import OptionError
 from coec.events import Progress
 from coec.execution.journal import Journal
-from coec.models.companion_files import tokenizer_digest
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.files import JsonDict, read_tensors, write_tensors
+from coec.models.folder import tokenizer_digest
 from coec.planning.run import Run
 from coec.settings import Calibration, Runtime
 from coec.streaming.dense_stream import DenseStream, Measured

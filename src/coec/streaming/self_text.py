@@ -9,13 +9,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
 
-from coec.calibration.tokenizer import encode
-from coec.calibration.tokens import Windows, digest
+from coec.calibration.tokens import digest, encode
+from coec.calibration.windows import Windows
 from coec.devices import FreeMemory
 from coec.errors import CalibrationError, ModelError
 from coec.events import Progress
 from coec.models.description import Description
-from coec.models.shape import Shape
+from coec.models.layout import Shape
 
 GROUP = 32
 """Windows whose random numbers are drawn together; no more are sampled at once."""

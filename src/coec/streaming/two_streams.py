@@ -15,10 +15,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from coec.models.dense import Dense
+from coec.models.dense import Dense, Prefetcher
 from coec.models.description import Description
 from coec.models.layout import Rows, Site
-from coec.models.prefetcher import Prefetcher
 from coec.models.surgery import with_rows
 from coec.planning.run import Run
 from coec.reconstruction import Batch, Products

@@ -11,13 +11,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from coec.calibration.tokenizer import load_tokenizer
-from coec.calibration.tokens import CHOICE, Windows, held_out, is_token_file, sample_windows
-from coec.calibration.windows import text_stream, window_length
+from coec.calibration.tokens import is_token_file, load_tokenizer
+from coec.calibration.windows import (
+    CHOICE,
+    Windows,
+    held_out,
+    sample_windows,
+    text_stream,
+    window_length,
+)
 from coec.errors import CalibrationError
 from coec.events import Progress
-from coec.models.companion_files import tokenizer_files
 from coec.models.dense import Dense
+from coec.models.folder import tokenizer_files
 from coec.settings import Calibration, Runtime
 from coec.streaming.self_text import sample_from_model, windows_that_fit
 

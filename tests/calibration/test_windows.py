@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from coec.calibration.overlap import Overlap, _hashes, overlap, passage_length
-from coec.calibration.tokens import Stream, all_windows
+from coec.calibration.tokens import Stream
+from coec.calibration.windows import Overlap, _hashes, all_windows, overlap, passage_length
 from coec.errors import OptionError
 
 
