@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coec.calibration.sources import Split
 from coec.calibration.tokens import (
@@ -35,6 +35,7 @@ from coec.streaming.self_text import sample_from_model, windows_that_fit
 
 EVALUATION_SEQ_LEN = 4096
 """Tokens of an evaluation window, if the model has so many positions."""
+_SELF_WINDOWS = 64
 _LOGITS_PER_BATCH = 2**22
 """Upper bound of batch · length · vocabulary, the logits in memory at once."""
 
@@ -83,7 +84,7 @@ def perplexity(
     baseline: str | Path | Dense | None = None,
     split: Split = "test",
     text_column: str = "text",
-    samples: SupportsIndex = 64,
+    samples: SupportsIndex = _SELF_WINDOWS,
     seed: SupportsIndex = 1,
     device: str = "auto",
     dtype: str | None = None,
@@ -140,10 +141,9 @@ def perplexity(
         assert base is not None
         assert dense is not None
         length = resolve_seq_len(seq_len, model.positions, EVALUATION_SEQ_LEN)
-        windows = sample_from_model(
-            base, tokenizer, samples=samples, seq_len=length, seed=seed,
-            at_once=windows_that_fit(dense, base, length), progress=progress,
-        )  # fmt: skip
+        windows = sampled_windows(
+            dense, base, tokenizer, seq_len=length, samples=samples, seed=seed, progress=progress
+        )
     prediction = _predict(network, base, windows.ids, progress)
     result = _result(prediction, windows, network.num_parameters(), calibrated, base is not None)
     return replace(result, seconds=time.perf_counter() - began)
@@ -217,6 +217,23 @@ def evaluation_windows(
         )  # fmt: skip
     windows = all_windows(stream, seq_len=length, vocabulary=model.vocabulary)
     return replace(windows, ids=windows.ids[:max_windows])
+
+
+def sampled_windows(
+    dense: Dense,
+    network: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    seq_len: int,
+    samples: int | None = None,
+    seed: int = 1,
+    progress: Progress | None = None,
+) -> Windows:
+    """Sample the windows of `text = "self"` from the dense model; 64 where nothing else is set."""
+    return sample_from_model(
+        network, tokenizer, samples=samples or _SELF_WINDOWS, seq_len=seq_len, seed=seed,
+        at_once=windows_that_fit(dense, network, seq_len), progress=progress,
+    )  # fmt: skip
 
 
 @torch.no_grad()

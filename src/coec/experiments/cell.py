@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from coec.calibration.windows import Overlap, Windows
-from coec.devices import choose_device, environment
+from coec.devices import choose_device, environment, peak, reset_peak
 from coec.errors import CoecError, NumericalError, UnfinishedError
 from coec.evaluation.efficiency import efficiency
 from coec.evaluation.geometry import geometry
 from coec.evaluation.perplexity import perplexity
 from coec.evaluation.zero_shot import zero_shot
 from coec.experiments.grid import Cell
-from coec.experiments.memory import peak, reset_peak
 from coec.experiments.rows import CONTROL, Row, read
 from coec.models.dense import Dense
 from coec.pipeline.prune import prune

@@ -23,16 +23,17 @@ from coec.execution.output import remove_leftovers
 from coec.execution.workers import Workers
 from coec.experiments.cell import CellJob, DensePassOfGroup, head, reason, run
 from coec.experiments.declarations import write_declarations
+from coec.experiments.files import Store
 from coec.experiments.grid import Cell
 from coec.experiments.rows import NO_REASON
-from coec.experiments.store import Store
 from coec.experiments.subjects import (
     CellIdentity,
     OpenSubject,
     identities,
     open_models,
+    open_statistics,
     open_subjects,
-    with_statistics,
+    resolved,
 )
 from coec.models.dense import Dense
 from coec.pipeline.collect import collect
@@ -107,9 +108,9 @@ def sweep(
         raise OutputError(f"'{out}' is a file: give a folder")
     for cell in cells:
         head(cell)
-    saved = [Statistics.open(source) for source in statistics]
+    saved = open_statistics(statistics)
     models = open_models(cells)
-    cells = [_on(cell, chosen) for cell in with_statistics(cells, models, saved)]
+    cells = resolved(cells, models, saved, chosen)
     subjects = open_subjects(cells, models, saved, chosen)
     identity_of = identities(cells, subjects)
     with _executor(executor, jobs, address, out, chosen) as workers, Store(out).writing() as store:
@@ -123,12 +124,15 @@ def sweep(
         if progress and ran and finished:
             progress(f"{RESUMING} cells", finished, len(cells))
         for group in groups:
-            text = identity_of[group[0].id]["calibration text"]
             subject = subjects[group[0].subject]
+            text = identity_of[group[0].id]["calibration text"]
             shared = _prepare(group, text, subject, out, progress)
-            models_folder = out.absolute() / "models"
-            common = (subject.dense, subject.windows, models_folder, keep_models, chosen, shared)
-            for row in workers.map(run, [CellJob(cell, *common) for cell in group]):
+            jobs_of_group = [
+                CellJob(cell, subject.dense, subject.windows, out.absolute() / "models",
+                        keep_models, chosen, shared)
+                for cell in group
+            ]  # fmt: skip
+            for row in workers.map(run, jobs_of_group):
                 store.append(row.changed(identity=identity_of[row.cell]))
                 finished += 1
                 if progress:
@@ -136,9 +140,14 @@ def sweep(
             if not keep_statistics:
                 shutil.rmtree(_statistics_folder(out, group[0]), ignore_errors=True)
         _clear_leftovers(out, () if keep_statistics else _groups(cells))
-        rows = [store.rows[cell.id] for cell in cells]
-        reasons = {row.cell: row.error or NO_REASON for row in rows if row.status == "failed"}
-        return Summary(out, len(rows) - len(reasons), len(reasons), ran, reasons, store.torn)
+        return _summary(cells, store, ran)
+
+
+def _summary(cells: list[Cell], store: Store, ran: int) -> Summary:
+    rows = [store.rows[cell.id] for cell in cells]
+    reasons = {row.cell: row.error or NO_REASON for row in rows if row.status == "failed"}
+    return Summary(store.path.parent, len(rows) - len(reasons), len(reasons), ran, reasons,
+                   store.torn)  # fmt: skip
 
 
 def check_plan(
@@ -177,14 +186,6 @@ def _executor(
         with shared_folder(out) as look:
             cluster.check_nodes(look, look(), f"the folder '{out}'")
         yield ClusterJobs(cluster, cluster.device(device))
-
-
-def _on(cell: Cell, device: str) -> Cell:
-    """Move the cell to another device, and read the kept units that it names."""
-    if cell.recipe is None:
-        return cell
-    runtime = replace(cell.recipe.runtime, device=device)
-    return replace(cell, recipe=replace(cell.recipe, runtime=runtime).opened())
 
 
 def _check_identities(
