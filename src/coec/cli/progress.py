@@ -4,15 +4,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, TypeAlias
 
-from coec.cli.common import notes, switch
+from coec.cli.common import notes
 from coec.cli.signals import interruptible
 from coec.events import RESUMING, Progress, duration
-
-Quiet: TypeAlias = Annotated[
-    bool, switch("--quiet", "No progress on stderr, neither bars nor lines.")
-]
 
 _HALF_MINUTE = 30.0
 """Seconds between two lines, but for those of finished blocks and cells."""

@@ -2,19 +2,20 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from coec.cli.common import Json, argument, results, setting
+from coec.cli.common import JSON, CommandFlag, argument, results, with_flags
 from coec.cli.signals import interruptible
 
+_COMPARE = CommandFlag(
+    "compare", str, "paper: set the numbers that the paper prints beside ours.", metavar="NAME"
+)
 
+
+@with_flags(_COMPARE, JSON)
 def report_command(
     out: Annotated[Path, argument("Folder that a sweep wrote to.", "OUT")],
-    *,
-    compare: Annotated[
-        str | None, setting("paper: set the numbers that the paper prints beside ours.", "NAME")
-    ] = None,
-    as_json: Json = False,
+    **flags: Any,
 ) -> None:
     """Write the tables and figures of a sweep: report.md, report.tex and report.html in OUT.
 
@@ -23,9 +24,9 @@ def report_command(
     from coec.experiments.reporting.report import write_report
 
     interruptible()
-    written = write_report(out, compare=compare)
+    written = write_report(out, compare=flags["compare"])
     paths = {path.suffix[1:]: str(path) for path in written.files}
-    if as_json:
+    if flags["json"]:
         figures = [str(path) for path in written.figures]
         print(json.dumps({"files": paths, "figures": figures, **written.document.as_dict()}))
         return

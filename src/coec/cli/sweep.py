@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coec.cli.common import (
-    DEVICE_FLAG,
+    DEVICE,
+    JSON,
+    QUIET,
+    TRUST_REMOTE_CODE,
     CommandFlag,
-    Json,
-    TrustRemoteCode,
-    Values,
+    Switch,
     argument,
     given,
     notes,
     quieten,
     results,
     spelled,
-    switch,
     with_flags,
-)
-from coec.cli.progress import Quiet, showing_progress
+)  # fmt: skip
+from coec.cli.progress import showing_progress
 
 if TYPE_CHECKING:
     from coec.experiments.grid import Cell
@@ -33,7 +33,6 @@ READY = (
     "rescale-ridge", "rounds", "seeds",
 )  # fmt: skip
 """Known without reading the folder of grids, which would make the help slow."""
-
 
 _RECIPE = (
     CommandFlag("calibration", str, "As in `coec prune`."),
@@ -62,7 +61,7 @@ _RUNNING = (
         "Where cells are solved: processes, or a ray cluster. Default: processes.",
     ),
     CommandFlag("address", str, "Of a Ray cluster, as in `coec prune`."),
-    DEVICE_FLAG,
+    DEVICE,
     CommandFlag(
         "statistics", list[Path],
         "What `coec collect` made of a model; may be given several times.",
@@ -70,40 +69,37 @@ _RUNNING = (
 )  # fmt: skip
 
 
-@with_flags((_MODEL, *_RECIPE, *_EVALUATION, *_RUNNING))
+_GEOMETRY = Switch("geometry", "Compare frames with the dense model's, as in `coec analyze`.")
+_KEEPING = (
+    Switch("keep_models", "Keep every pruned model in OUT/models."),
+    Switch("keep_statistics", "Keep the dense statistics in OUT/statistics."),
+    Switch("retry_failed", "Run failed cells again."),
+)
+_DRY_RUN = Switch("dry_run", "List the cells and stop.")
+
+
+@with_flags(
+    _MODEL, *_RECIPE, *_EVALUATION, *_RUNNING,
+    _GEOMETRY, *_KEEPING, _DRY_RUN, TRUST_REMOTE_CODE, QUIET, JSON,
+)  # fmt: skip
 def sweep_command(
     grid: Annotated[str, argument(f"A TOML file, or a ready grid: {', '.join(READY)}.", "GRID")],
     out: Annotated[
         Path | None, argument("Folder of the results; --dry-run needs none.", "OUT")
     ] = None,
-    *,
-    geometry: Annotated[
-        bool, switch("--geometry", "Compare frames with the dense model's, as in `coec analyze`.")
-    ] = False,
-    keep_models: Annotated[
-        bool, switch("--keep-models", "Keep every pruned model in OUT/models.")
-    ] = False,
-    keep_statistics: Annotated[
-        bool, switch("--keep-statistics", "Keep the dense statistics in OUT/statistics.")
-    ] = False,
-    retry_failed: Annotated[bool, switch("--retry-failed", "Run failed cells again.")] = False,
-    dry_run: Annotated[bool, switch("--dry-run", "List the cells and stop.")] = False,
-    trust_remote_code: TrustRemoteCode = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
     **flags: Any,
 ) -> None:
     """Run every cell of GRID into OUT, from one dense pass per model and calibration.
 
     Interrupted, the same command goes on with the first missing cell.
     """
-    if out is None and not dry_run:
+    if out is None and not flags["dry_run"]:
         raise typer.BadParameter("OUT is missing (only --dry-run works without)")
-    trust = {"trust_remote_code": True} if trust_remote_code else {}
+    trust = {"trust_remote_code": True} if flags["trust_remote_code"] else {}
     evaluation = given(flags, (*_EVALUATION, "text_column")) | trust
     if "eval_seq_len" in evaluation:
         evaluation["seq_len"] = evaluation.pop("eval_seq_len")
-    if geometry:
+    if flags["geometry"]:
         evaluation["geometry"] = True
     quieten()
     from coec.experiments.grid import expand
@@ -113,23 +109,18 @@ def sweep_command(
     )
     from coec.experiments.sweep import check_plan, sweep
 
-    defaults: Values = {"jobs": None, "executor": "processes", "address": None, "device": "auto"}
-    running = defaults | given(flags, defaults)
-    if out is None or dry_run:
-        check_plan(cells, **running)
-        _show_cells(cells, as_json)
+    running = given(flags, _RUNNING)
+    if out is None or flags["dry_run"]:
+        check_plan(cells, **{k: v for k, v in running.items() if k != "statistics"})
+        _show_cells(cells, flags["json"])
         return
     try:
-        with showing_progress(quiet) as advance:
-            summary = sweep(
-                cells, out, **running, statistics=flags["statistics"] or (),
-                keep_models=keep_models,
-                keep_statistics=keep_statistics, retry_failed=retry_failed, progress=advance,
-            )  # fmt: skip
+        with showing_progress(flags["quiet"]) as advance:
+            summary = sweep(cells, out, **running, **given(flags, _KEEPING), progress=advance)
     except KeyboardInterrupt:
         notes.print(f"finished cells are in {out}; the same command goes on with the rest")
         raise
-    if as_json:
+    if flags["json"]:
         print(json.dumps({**asdict(summary), "folder": str(summary.folder)}))
     else:
         _show_summary(summary, out, kept=len(cells) - summary.ran)

@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,13 +37,9 @@ RowFields = dict[str, Any]
 
 @dataclass(frozen=True)
 class DensePassOfGroup:
-    """Results that the cells of one calibration share.
+    """Results that the cells of one calibration share, or the error by which they fail.
 
-    Attributes:
-        statistics: their folder; None where every cell runs the models itself.
-        overlap: of calibration and evaluation text.
-        seconds: that it took, once for all cells.
-        error: why there are no statistics; the cells then fail with it.
+    There is no folder of statistics where every cell runs the models itself.
     """
 
     statistics: Path | None = None
@@ -55,29 +50,18 @@ class DensePassOfGroup:
 
 @dataclass(frozen=True, eq=False)
 class CellJob:
-    """Inputs of a worker for one cell.
+    """Inputs of a worker for one cell: its open model, and the evaluation text, cut.
 
-    Attributes:
-        cell: the cell to carry out.
-        dense: its model, open.
-        windows: the evaluation text, cut.
-        models: folder of the pruned models, where this one stays if `keep`.
-        device: where to work.
-        shared: results that it shares with other cells.
+    The pruned model is written to `folder`, and stays there if `keep`.
     """
 
     cell: Cell
     dense: Dense
     windows: Windows
-    models: Path
+    folder: Path
     keep: bool
     device: str
     shared: DensePassOfGroup
-
-    @property
-    def folder(self) -> Path:
-        """Folder of the cell's pruned model."""
-        return self.models / self.cell.id
 
 
 def run(job: CellJob) -> Row:
@@ -105,9 +89,10 @@ def run(job: CellJob) -> Row:
 
 def reason(error: Exception) -> str:
     """Describe an error in one line; of errors that are not our own also the class."""
-    name = "" if isinstance(error, CoecError) else type(error).__name__
     words = CONTROL.sub("?", " ".join(str(error).split()))
-    return ": ".join(text for text in (name, words) if text)
+    if isinstance(error, CoecError):
+        return words
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 def _check_finite(value: object, place: str = "") -> None:
@@ -142,7 +127,13 @@ def _measured(job: CellJob) -> RowFields:
     if job.cell.recipe is not None:
         report = _pruned_model(job, job.cell.recipe)
         model = Dense.open(job.folder)
-        row = _pruned(report)
+        row = {
+            "settings": report.recipe,
+            "parameters": report.plan["parameters"],
+            "calibration": report.calibration,
+            "sites": [{n: site[n] for n in _SITE_FIELDS if n in site} for site in report.sites],
+            "reconstruction": report.reconstruction,
+        }
     pruned_at = time.perf_counter()
     row["peak_memory_bytes"] = peak(device)
     reset_peak(device)  # the memory of running the model is measured by itself
@@ -151,8 +142,7 @@ def _measured(job: CellJob) -> RowFields:
     row["perplexity"] = result.as_dict()
     cost = asdict(efficiency(job.dense, model).pruned)
     row["cost"] = cost | {"peak_memory_bytes": peak(device)}
-    overlap = job.shared.overlap
-    if overlap:
+    if overlap := job.shared.overlap:
         row["overlap"] = {**asdict(overlap), "flagged": overlap.flagged}
     if evaluation.tasks:
         row["zero_shot"] = zero_shot(
@@ -186,22 +176,11 @@ def _pruned_model(job: CellJob, recipe: Recipe) -> Report:
         return prune(job.dense, job.folder, recipe, statistics=statistics, restart=True)
 
 
-def _pruned(report: Report) -> RowFields:
-    return {
-        "settings": report.recipe,
-        "parameters": report.plan["parameters"],
-        "calibration": report.calibration,
-        "sites": [{n: site[n] for n in _SITE_FIELDS if n in site} for site in report.sites],
-        "reconstruction": report.reconstruction,
-    }
-
-
 def _add_geometry(sites: list[RowFields], measured: list[RowFields]) -> None:
     """Add mean principal angles in degrees, the frames' discrepancy and the alignment penalty."""
-    by_module: Mapping[str, RowFields] = {module["module"]: module for module in measured}
+    by_module = {module["module"]: module for module in measured}
     for site in sites:
-        module = by_module.get(site["module"])
-        if module:
+        if module := by_module.get(site["module"]):
             site["geometry"] = {
                 "angle_op": module["original_pruned"]["mean"],
                 "angle_oc": module["original_compensated"]["mean"],
