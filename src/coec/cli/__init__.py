@@ -1,26 +1,25 @@
 """The command: flags to settings, results to text or JSON. Nothing is computed here.
 
 Results go to stdout, everything else to stderr. Exit status 0; 1 for an error the user can mend;
-2 for wrong usage; 130 after Ctrl-C. One module per command, each of which imports what it needs
-only when it runs: help is there at once. This module imports nothing but the standard library, so
+2 for wrong usage; 130 after Ctrl-C. Commands import what they need only when they run: help is
+there at once. This module imports nothing but the standard library, so
 that an interrupt during any other import is caught here.
 """
 
 import io
 import os
 import shlex
+import signal
 import sys
+import threading
+from types import FrameType
 
-from coec.cli.signals import (
-    END_SIGNALS,
-    INTERRUPTED,
-    STOPPED,
-    end_at_once,
-    end_tidily,
-    interruptible,
-    status_of_signal,
-)
-
+END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells and typer have it."""
+STOPPED = "interrupted; nothing half-written is left"
+_statuses: list[int] = []
+"""Exit status of the signal that came, once one has."""
 _ENDED = tuple(128 + number for number in END_SIGNALS)
 """Exit statuses after the other signals that end a run."""
 _LOWER = "--samples or --seq-len (of --tasks, --batch-size)"
@@ -137,3 +136,56 @@ def _leave(status: int) -> None:
     if sys.__stdout__ is not None and sys.stdout is sys.__stdout__:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)
+
+
+def end_tidily() -> None:
+    """Let SIGTERM and SIGHUP unwind the program, which removes what it was writing.
+
+    Only the main thread may set handlers; what is ignored, as under nohup, stays ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    _statuses.clear()
+    for number in END_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _unwind)
+
+
+def _unwind(number: int, frame: FrameType | None) -> None:
+    for ignored in END_SIGNALS:
+        signal.signal(ignored, _unheard)
+    _statuses.append(128 + number)
+    raise SystemExit(128 + number)
+
+
+def _unheard(number: int, frame: FrameType | None) -> None:
+    """Keep a second signal from disturbing the tidying up. Ignored, it might be printed about."""
+
+
+def status_of_signal() -> int | None:
+    """Exit status of the signal that ends the program; None where none has come.
+
+    Ray, asked for something meanwhile, raises a SystemExit of its own in the place of ours.
+    """
+    return next(iter(_statuses), None)
+
+
+def end_at_once() -> None:
+    """Let Ctrl-C end the process on the spot until `interruptible`: nothing has been written.
+
+    An exception would go through the libraries' start-up code in C++, which may abort at it.
+    """
+    main_thread = threading.current_thread() is threading.main_thread()
+    if main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _exit)
+
+
+def interruptible() -> None:
+    """Make Ctrl-C an exception from now on, which lets work undo what it has half done."""
+    if signal.getsignal(signal.SIGINT) is _exit:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    os.write(2, f"coec: {STOPPED}\n".encode())
+    os._exit(INTERRUPTED)

@@ -3,22 +3,8 @@
 import json
 from typing import TYPE_CHECKING, Annotated, Any
 
-from coec.cli.common import (
-    DEVICE,
-    JSON,
-    QUIET,
-    CommandFlag,
-    Switch,
-    Values,
-    argument,
-    given,
-    notes,
-    quieten,
-    results,
-    show_table,
-    spelled,
-    with_flags,
-)  # fmt: skip
+from coec.cli import common
+from coec.cli.common import CommandFlag, Switch, argument, given, results, show_table, with_flags
 from coec.cli.progress import showing_progress
 from coec.errors import OptionError
 from coec.settings.parts import DTYPE_NAMES
@@ -29,7 +15,7 @@ if TYPE_CHECKING:
 
 _GENERAL = (
     CommandFlag("sparsity", float, "For --config-only: fraction of units removed. Default: 0.3."),
-    DEVICE,
+    common.DEVICE,
     CommandFlag(
         "dtype", DTYPE_NAMES,
         "Dtype of weights and forward pass: float64, float32, bfloat16 or float16. Default: the "
@@ -63,7 +49,7 @@ _SWITCHES = (
 )
 
 
-@with_flags(*_GENERAL, *_WORKLOAD, *_RANKS, *_SWITCHES, QUIET, JSON)
+@with_flags(*_GENERAL, *_WORKLOAD, *_RANKS, *_SWITCHES, common.QUIET, common.JSON)
 def analyze_command(
     model: Annotated[
         str,
@@ -81,7 +67,7 @@ def analyze_command(
         raise OptionError("--config-only takes one model; leave out PRUNED or --config-only")
     if sparsity is not None and not config_only:
         raise OptionError("--sparsity goes with --config-only: PRUNED has the one it was made with")
-    quieten()
+    common.quieten()
     if config_only:
         from coec.evaluation.efficiency import efficiency
 
@@ -94,7 +80,7 @@ def analyze_command(
 
 
 def _measure(
-    model: str, pruned: str | None, flags: Values, advance: "Progress"
+    model: str, pruned: str | None, flags: common.Values, advance: "Progress"
 ) -> tuple["Efficiency", "Speed | None", list[dict[str, Any]] | None, list[str]]:
     import torch
 
@@ -159,7 +145,7 @@ def _show(
     if summary:
         _show_geometry(summary)
     for note in odd:
-        notes.print(f"note: {spelled(note)}")
+        common.notes.print(f"note: {common.spelled(note)}")
 
 
 def _show_efficiency(cost: "Efficiency", rates: "Speed | None") -> None:

@@ -6,23 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coec.cli.common import (
-    DEVICE,
-    JSON,
-    QUIET,
-    TRUST_REMOTE_CODE,
-    CommandFlag,
-    Switch,
-    Values,
-    argument,
-    flag_of,
-    given,
-    notes,
-    quieten,
-    results,
-    show_table,
-    with_flags,
-)  # fmt: skip
+from coec.cli import common
+from coec.cli.common import CommandFlag, Switch, Values, argument, flag_of, given, results
 from coec.cli.progress import showing_progress
 from coec.errors import CoecError, OptionError
 from coec.settings.parts import DTYPE_NAMES
@@ -72,7 +57,7 @@ _OF_BOTH = (
         "Tokens per window; with --tasks, the most tokens of a request. Default: 4096, or the "
         "model's maximum if less; of tasks, the model's maximum.",
     ),
-    DEVICE,
+    common.DEVICE,
     CommandFlag(
         "dtype", DTYPE_NAMES,
         "Dtype of the forward pass: float64, float32, bfloat16 or float16. Default: the model's "
@@ -88,8 +73,16 @@ _ADD_TO_CARD = Switch(
 )
 
 
-@with_flags(
-    _TEXT, *_OF_TEXT, _TASKS, *_OF_TASKS, *_OF_BOTH, _ADD_TO_CARD, TRUST_REMOTE_CODE, QUIET, JSON
+@common.with_flags(
+    _TEXT,
+    *_OF_TEXT,
+    _TASKS,
+    *_OF_TASKS,
+    *_OF_BOTH,
+    _ADD_TO_CARD,
+    common.TRUST_REMOTE_CODE,
+    common.QUIET,
+    common.JSON,
 )
 def eval_command(
     model: Annotated[str, argument("Model folder or hub name.", "MODEL")], **flags: Any
@@ -100,19 +93,19 @@ def eval_command(
     _refuse_unheard(text, tasks, for_text, for_tasks)
     if flags["add_to_card"]:
         _check_card(model, text, tasks)
-    common = given(flags, (*_OF_BOTH, TRUST_REMOTE_CODE))
+    for_both = given(flags, (*_OF_BOTH, common.TRUST_REMOTE_CODE))
     if tasks is None or text is not None:
         for_text["text"] = text or "wikitext2"
-    quieten()
+    common.quieten()
     with showing_progress(flags["quiet"]) as advance:
-        common["progress"] = advance
-        result, scores, failure = _measure(model, for_text, tasks, for_tasks, common)
+        for_both["progress"] = advance
+        result, scores, failure = _measure(model, for_text, tasks, for_tasks, for_both)
     if flags["add_to_card"] and result is not None:
         from coec.pipeline import card
 
         card.add_to_card(Path(model), result)
     if result is not None and result.same_text_as_calibration:
-        notes.print("note: evaluated on the text it was calibrated on")
+        common.notes.print("note: evaluated on the text it was calibrated on")
     if flags["json"] and (result or scores):
         print(json.dumps(_record(result, scores, with_tasks=tasks is not None)))
     elif result is not None:
@@ -155,7 +148,7 @@ def _check_card(model: str, text: str | None, tasks: str | None) -> None:
 
 
 def _measure(
-    model: str, for_text: Values, tasks: str | None, for_tasks: Values, common: Values
+    model: str, for_text: Values, tasks: str | None, for_tasks: Values, for_both: Values
 ) -> tuple["Perplexity | None", "ZeroShot | None", CoecError | None]:
     """Measure perplexity where there are settings for it, and scores where tasks are named.
 
@@ -168,13 +161,13 @@ def _measure(
     def measure_perplexity() -> None:
         nonlocal result
         if for_text:
-            result = perplexity.perplexity(model, **for_text, **common)
+            result = perplexity.perplexity(model, **for_text, **for_both)
 
     if tasks is None:
         measure_perplexity()
         return result, None, None
     try:
-        options = {**for_tasks, **common, "first": measure_perplexity}
+        options = {**for_tasks, **for_both, "first": measure_perplexity}
         scores = zero_shot.zero_shot(model, tasks, **options)
     except CoecError as error:
         if result is None:
@@ -211,7 +204,7 @@ def _show_tasks(scores: "ZeroShot") -> None:
         if score.metric in cells:
             cells[score.metric] = Text(str(cells[score.metric]), style="bold")
         rows.append((score.task, f"{score.items:,}", *cells.values(), _number(score.guessing)))
-    show_table(("task", "items", "acc", "acc_norm", "guessing"), rows)
+    common.show_table(("task", "items", "acc", "acc_norm", "guessing"), rows)
     lines = [
         f"{s.task}: {name} {value:.4f}" for s in scores.tasks for name, value in s.other.items()
     ]

@@ -4,17 +4,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from coec.cli.common import (
-    JSON,
-    QUIET,
-    CommandFlag,
-    Switch,
-    argument,
-    given,
-    quieten,
-    results,
-    with_flags,
-)
+from coec.cli import common
+from coec.cli.common import CommandFlag, Switch, argument, given, results, with_flags
 from coec.cli.progress import showing_progress
 from coec.exporting import GGUF_DTYPES
 
@@ -38,14 +29,14 @@ _FLAGS = (
 )  # fmt: skip
 
 
-@with_flags(*_FLAGS, QUIET, JSON)
+@with_flags(*_FLAGS, common.QUIET, common.JSON)
 def export_command(
     model: Annotated[str, argument("Model folder or hub name, pruned or not.", "MODEL")],
     out: Annotated[Path, argument("File to make, named ….gguf.", "OUT.gguf")],
     **flags: Any,
 ) -> None:
     """Write MODEL as one GGUF file, for llama.cpp and what is built on it."""
-    quieten()
+    common.quieten()
     from coec.exporting.export import export
 
     chosen = given(flags, _FLAGS)

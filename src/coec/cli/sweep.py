@@ -1,4 +1,4 @@
-"""`coec sweep`."""
+"""`coec sweep` and `coec report`."""
 
 import json
 from dataclasses import asdict
@@ -7,32 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coec.cli.common import (
-    DEVICE,
-    JSON,
-    QUIET,
-    TRUST_REMOTE_CODE,
-    CommandFlag,
-    Switch,
-    argument,
-    given,
-    notes,
-    quieten,
-    results,
-    spelled,
-    with_flags,
-)  # fmt: skip
+from coec.cli import common, interruptible
+from coec.cli.common import CommandFlag, Switch, argument, given, results, with_flags
 from coec.cli.progress import showing_progress
 
 if TYPE_CHECKING:
     from coec.experiments.grid import Cell
     from coec.experiments.sweep import Summary
 
-READY = (
-    "ablation", "alpha", "calibration-size", "delta", "lambda-a", "main", "overfitting",
-    "rescale-ridge", "rounds", "seeds",
-)  # fmt: skip
-"""Known without reading the folder of grids, which would make the help slow."""
+_GRIDS = Path(__file__).parents[1] / "experiments" / "grids"
+READY = tuple(sorted(path.stem for path in _GRIDS.glob("*.toml")))
+
 
 _RECIPE = (
     CommandFlag("calibration", str, "As in `coec prune`."),
@@ -61,7 +46,7 @@ _RUNNING = (
         "Where cells are solved: processes, or a ray cluster. Default: processes.",
     ),
     CommandFlag("address", str, "Of a Ray cluster, as in `coec prune`."),
-    DEVICE,
+    common.DEVICE,
     CommandFlag(
         "statistics", list[Path],
         "What `coec collect` made of a model; may be given several times.",
@@ -80,7 +65,7 @@ _DRY_RUN = Switch("dry_run", "List the cells and stop.")
 
 @with_flags(
     _MODEL, *_RECIPE, *_EVALUATION, *_RUNNING,
-    _GEOMETRY, *_KEEPING, _DRY_RUN, TRUST_REMOTE_CODE, QUIET, JSON,
+    _GEOMETRY, *_KEEPING, _DRY_RUN, common.TRUST_REMOTE_CODE, common.QUIET, common.JSON,
 )  # fmt: skip
 def sweep_command(
     grid: Annotated[str, argument(f"A TOML file, or a ready grid: {', '.join(READY)}.", "GRID")],
@@ -101,7 +86,7 @@ def sweep_command(
         evaluation["seq_len"] = evaluation.pop("eval_seq_len")
     if flags["geometry"]:
         evaluation["geometry"] = True
-    quieten()
+    common.quieten()
     from coec.experiments.grid import expand
 
     cells = expand(
@@ -118,7 +103,7 @@ def sweep_command(
         with showing_progress(flags["quiet"]) as advance:
             summary = sweep(cells, out, **running, **given(flags, _KEEPING), progress=advance)
     except KeyboardInterrupt:
-        notes.print(f"finished cells are in {out}; the same command goes on with the rest")
+        common.notes.print(f"finished cells are in {out}; the same command goes on with the rest")
         raise
     if flags["json"]:
         print(json.dumps({**asdict(summary), "folder": str(summary.folder)}))
@@ -130,14 +115,14 @@ def sweep_command(
 
 def _show_summary(summary: "Summary", out: Path, kept: int) -> None:
     if summary.torn:
-        notes.print("note: an unfinished last line of results.jsonl was dropped")
+        common.notes.print("note: an unfinished last line of results.jsonl was dropped")
     results.print(
         f"{summary.done} cells done, {summary.failed} failed"
         + (f" ({kept} were there already)" if kept else "")
     )
     for reason in dict.fromkeys(summary.reasons.values()):
         count = list(summary.reasons.values()).count(reason)
-        notes.print(f"failed, {count} cells: {spelled(reason)}")
+        common.notes.print(f"failed, {count} cells: {common.spelled(reason)}")
     results.print(f"tables and figures: coec report {out}")
 
 
@@ -176,3 +161,34 @@ def _show_cells(cells: list["Cell"], as_json: bool) -> None:
     for *short, last in lines:  # rich's table takes seconds for thousands of rows
         print("  ".join([*(text.ljust(n) for text, n in zip(short, widths, strict=True)), last]))
     print(f"\n{len(cells)} cells")
+
+
+_COMPARE = CommandFlag(
+    "compare", str, "paper: set the numbers that the paper prints beside ours.", metavar="NAME"
+)
+
+
+@with_flags(_COMPARE, common.JSON)
+def report_command(
+    out: Annotated[Path, argument("Folder that a sweep wrote to.", "OUT")],
+    **flags: Any,
+) -> None:
+    """Write the tables and figures of a sweep: report.md, report.tex and report.html in OUT.
+
+    Figures are in OUT/figures too, as PDF and SVG.
+    """
+    from coec.experiments.reporting.report import write_report
+
+    interruptible()
+    written = write_report(out, compare=flags["compare"])
+    paths = {path.suffix[1:]: str(path) for path in written.files}
+    if flags["json"]:
+        figures = [str(path) for path in written.figures]
+        print(json.dumps({"files": paths, "figures": figures, **written.document.as_dict()}))
+        return
+    for name, value in written.document.facts.items():
+        results.print(f"{name:<20} {value}")
+    for note in written.document.notes:
+        results.print(note)
+    for path in (*paths.values(), *dict.fromkeys(path.parent for path in written.figures)):
+        results.print(f"{'written':<20} {path}")

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from coec.calibration.sources import Split
 from coec.calibration.tokens import (
@@ -123,14 +123,13 @@ def perplexity(
     calibrated = calibration_digest(model.folder)
     if dense is not None:
         _check_baseline(model, dense, trust_remote_code)
-    tokenizer, windows = None, None
+    from_model = isinstance(text, str) and text == "self"
+    if from_model and dense is None:
+        raise OptionError("text=self samples from the baseline: give baseline=DENSE")
+    windows = None
     if isinstance(text, Windows):
         windows = text
-    elif isinstance(text, str) and text == "self":
-        if dense is None:
-            raise OptionError("text=self samples from the baseline: give baseline=DENSE")
-        tokenizer = load_tokenizer(dense.folder, trust_remote_code=trust_remote_code)
-    else:
+    elif not from_model:
         windows = evaluation_windows(
             model, text, seq_len=seq_len, max_windows=max_windows, split=split,
             text_column=text_column, trust_remote_code=trust_remote_code, progress=progress,
@@ -142,8 +141,9 @@ def perplexity(
         assert dense is not None
         length = resolve_seq_len(seq_len, model.positions, EVALUATION_SEQ_LEN)
         windows = sampled_windows(
-            dense, base, tokenizer, seq_len=length, samples=samples, seed=seed, progress=progress
-        )
+            dense, base, seq_len=length, samples=samples, seed=seed, progress=progress,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
     prediction = _predict(network, base, windows.ids, progress)
     result = _result(prediction, windows, network.num_parameters(), calibrated, base is not None)
     return replace(result, seconds=time.perf_counter() - began)
@@ -222,14 +222,15 @@ def evaluation_windows(
 def sampled_windows(
     dense: Dense,
     network: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
     *,
     seq_len: int,
     samples: int | None = None,
     seed: int = 1,
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Windows:
     """Sample the windows of `text = "self"` from the dense model; 64 where nothing else is set."""
+    tokenizer = load_tokenizer(dense.folder, trust_remote_code=trust_remote_code)
     return sample_from_model(
         network, tokenizer, samples=samples or _SELF_WINDOWS, seq_len=seq_len, seed=seed,
         at_once=windows_that_fit(dense, network, seq_len), progress=progress,

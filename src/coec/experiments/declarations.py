@@ -53,12 +53,12 @@ QUANTITIES: Mapping[str, Quantity] = {
 """Quantities of cells, and of modules and their rounds, whose mean a table shows."""
 
 
-def _one_of(names: Mapping[str, Any] | frozenset[str], kind: str) -> AfterValidator:
+def _one_of(names: Mapping[str, Any] | frozenset[str], meaning: str) -> AfterValidator:
     def check(name: str) -> str:
         if name not in names:
             close = get_close_matches(name, list(names), 1)
             hint = f"; did you mean '{close[0]}'?" if close else ""
-            raise ValueError(f"must be {kind}{hint}")
+            raise ValueError(f"must be {meaning}{hint}")
         return name
 
     return AfterValidator(check)

@@ -77,22 +77,22 @@ def read_as(cls: type[_Value], value: Any) -> _Value:
     Raises:
         ResultsError: names the first field that is wrong, what it must be and what it is.
     """
-    kind: Any = cls
+    model: Any = cls
     try:
-        return kind.__pydantic_validator__.validate_python(value)
+        return model.__pydantic_validator__.validate_python(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     names = (str(p).encode("unicode_escape").decode() for p in first["loc"])
     path = re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", ".".join(names))
     if first["type"] == "extra_forbidden":
-        close = get_close_matches(path, list(kind.__pydantic_fields__), 1)
+        close = get_close_matches(path, list(model.__pydantic_fields__), 1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
         raise ResultsError(f"unknown key '{path}'{hint}")
     reason = first["msg"].replace("Input should", "must").replace("Value error, ", "")
     content = first["input"]
     if first["type"] == "missing":
         reason, content = "is missing", list(content)
-    raise ResultsError(f"{path or kind.__name__} {reason}, got {shortened(content)}")
+    raise ResultsError(f"{path or model.__name__} {reason}, got {shortened(content)}")
 
 
 class _Settings(BaseModel):

@@ -127,11 +127,10 @@ def _evaluation_windows(subject: Subject, dense: Dense, device: str) -> Windows:
             dense, evaluation.text, seq_len=seq_len, trust_remote_code=trust,
             max_windows=evaluation.max_windows, text_column=evaluation.text_column,
         )  # fmt: skip
-    tokenizer = load_tokenizer(dense.folder, trust_remote_code=trust)
     network = load_network(dense, choose_device(device), None)
     seq_len = resolve_seq_len(seq_len, dense.positions, EVALUATION_SEQ_LEN)
     return sampled_windows(
-        dense, network, tokenizer, seq_len=seq_len, samples=evaluation.max_windows
+        dense, network, seq_len=seq_len, samples=evaluation.max_windows, trust_remote_code=trust
     )
 
 
