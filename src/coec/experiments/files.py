@@ -80,19 +80,13 @@ def _line(line: bytes, place: str) -> Row:
 
 
 class Store:
-    """Rows of one sweep folder.
+    """Rows of one sweep folder by cell, in the order in which cells were first finished.
 
-    Attributes:
-        rows: by cell, in the order in which cells were first finished.
-        torn: an unfinished last line was dropped.
+    `torn` tells that an unfinished last line was dropped.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read the folder's rows.
-
-        Raises:
-            ResultsError: a line other than an unfinished last one is no row.
-        """
+        """Read the folder's rows; ResultsError as `read_lines`."""
         self.path = folder / RESULTS
         self._read()
 
@@ -110,7 +104,6 @@ class Store:
 
         Raises:
             OutputError: another process writes there, or nobody can.
-            ResultsError: as when the store was made.
         """
         lock = FileLock(self.path.with_name(".lock"))
         try:

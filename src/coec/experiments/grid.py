@@ -3,7 +3,6 @@
 A list is an axis; the cells are the product of all axes, once for every entry of `variants`.
 """
 
-import difflib
 import hashlib
 import itertools
 import json
@@ -18,8 +17,8 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from coec.compensation import Method
 from coec.errors import OptionError, ResultsError
 from coec.experiments.declarations import READY_GRIDS, Declared, items
-from coec.experiments.rows import Count, Plain, Record, Text, plain, read_as
-from coec.planning.recipe import APART, Recipe, by_name, read_toml
+from coec.experiments.rows import Count, Plain, Record, Text, did_you_mean, plain, read_as
+from coec.planning.recipe import Recipe, by_name, read_toml
 from coec.settings import NAMES, OPTIONS, Pruning
 from coec.settings.fields import RENAMED
 
@@ -37,15 +36,10 @@ SettingTable = Mapping[str, Any]
 
 
 class Evaluation(Record):
-    """Evaluation of every cell of a model.
+    """Evaluation of every cell of a model, by arguments of `coec.perplexity` and `coec.zero_shot`.
 
-    Attributes:
-        text, text_column, seq_len, max_windows: of perplexity, as in `coec.perplexity`.
-        tasks, tasks_data, limit: of the zero-shot tasks; none without `tasks`.
-        distance: compare predictions with the dense model's: KL divergence, and the share of tokens
-            with the same most probable next one.
-        geometry: compare read and write frames with the dense model's.
-        trust_remote_code: as in `coec.perplexity`; no grid can set it, a caller can.
+    `distance` and `geometry` compare predictions and frames with the dense model's. No grid can set
+    `trust_remote_code`, a caller can.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -76,10 +70,8 @@ class Cell:
     """A pruning and its measurement.
 
     Attributes:
-        subject: the dense model.
         recipe: settings of the pruning; None measures the dense model itself.
-        grids: the grids that it belongs to.
-        labels: its row's name in a grid, where it has one.
+        labels: its row's name by grid, where it has one.
         declared: declarations of the whole file's grids.
         explicit: names of the settings that were given; None for those that differ from their
             defaults.
@@ -139,8 +131,7 @@ class _Table(Record):
         names = by_name(table, "a table")
         for name, key in names.items():
             if name not in NAMES | cls.model_fields.keys():
-                close = difflib.get_close_matches(name, [*NAMES, *GridTable.model_fields], 1)
-                hint = f"; did you mean '{close[0]}'?" if close else ""
+                hint = did_you_mean(name, [*NAMES, *GridTable.model_fields])
                 raise OptionError(f"unknown key '{key}'{hint}")
         return {name: table[key] for name, key in names.items()}
 
@@ -319,9 +310,8 @@ def expand(
 
 def _subject(table: ModelTable, grid: SettingTable, flags: SettingTable, source: str) -> Subject:
     place = f"grid '{source}', model '{table.path}' [evaluate]"
-    for name in APART:
-        if name in {**grid, **table.evaluate}:
-            raise OptionError(f"{place}: no grid can set {name}")
+    if "trust_remote_code" in {**grid, **table.evaluate}:
+        raise OptionError(f"{place}: no grid can set trust_remote_code")
     try:
         evaluation = read_as(Evaluation, {**grid, **table.evaluate, **flags})
     except ResultsError as error:

@@ -1,6 +1,7 @@
 """Rows of results.jsonl as values, checked when they are read."""
 
 import re
+from collections.abc import Iterable
 from difflib import get_close_matches
 from reprlib import repr as shortened
 from typing import Annotated, Any, Literal, TypeVar
@@ -85,14 +86,19 @@ def read_as(cls: type[_Value], value: Any) -> _Value:
     names = (str(p).encode("unicode_escape").decode() for p in first["loc"])
     path = re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", ".".join(names))
     if first["type"] == "extra_forbidden":
-        close = get_close_matches(path, list(model.__pydantic_fields__), 1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
+        hint = did_you_mean(path, model.__pydantic_fields__)
         raise ResultsError(f"unknown key '{path}'{hint}")
     reason = first["msg"].replace("Input should", "must").replace("Value error, ", "")
     content = first["input"]
     if first["type"] == "missing":
         reason, content = "is missing", list(content)
     raise ResultsError(f"{path or model.__name__} {reason}, got {shortened(content)}")
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return a hint at the nearest of the names, if one is near."""
+    close = get_close_matches(name, list(names), 1)
+    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 class _Settings(BaseModel):

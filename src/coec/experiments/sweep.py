@@ -21,20 +21,24 @@ from coec.evaluation.zero_shot import check_tasks
 from coec.events import RESUMING, Progress
 from coec.execution.output import remove_leftovers
 from coec.execution.workers import Workers
-from coec.experiments.cell import CellJob, DensePassOfGroup, head, reason, run
-from coec.experiments.declarations import write_declarations
-from coec.experiments.files import Store
-from coec.experiments.grid import Cell
-from coec.experiments.rows import NO_REASON
-from coec.experiments.subjects import (
+from coec.experiments.cell import (
     CellIdentity,
+    CellJob,
+    DensePassOfGroup,
     OpenSubject,
+    head,
     identities,
     open_models,
     open_statistics,
     open_subjects,
+    reason,
     resolved,
+    run,
 )
+from coec.experiments.declarations import write_declarations
+from coec.experiments.files import Store
+from coec.experiments.grid import Cell
+from coec.experiments.rows import NO_REASON
 from coec.models.dense import Dense
 from coec.pipeline.collect import collect
 from coec.planning.recipe import Recipe
