@@ -126,7 +126,8 @@ def settings_of(flags: Mapping[str, Any]) -> Values:
     from coec.planning.recipe import read_settings
 
     settings = read_settings(flags["config"]) if flags["config"] else {}
-    return settings | given(flags, NAMES) | {"trust_remote_code": flags["trust_remote_code"]}
+    settings |= given(flags, (name for name in flags if name in NAMES))
+    return settings | {"trust_remote_code": flags["trust_remote_code"]}
 
 
 def show_table(heads: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:

@@ -131,7 +131,7 @@ class _Table(Record):
         names = by_name(table, "a table")
         for name, key in names.items():
             if name not in NAMES | cls.model_fields.keys():
-                hint = did_you_mean(name, [*NAMES, *GridTable.model_fields])
+                hint = did_you_mean(name, [*NAMES, *cls.model_fields])
                 raise OptionError(f"unknown key '{key}'{hint}")
         return {name: table[key] for name, key in names.items()}
 
