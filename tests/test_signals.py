@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from coec.cli import END_SIGNALS, end_tidily
+from coec.cli.signals import END_SIGNALS, end_tidily
 from coec.execution.journal import journal
 
 

@@ -9,26 +9,19 @@ that an interrupt during any other import is caught here.
 import io
 import os
 import shlex
-import signal
 import sys
-import threading
-from types import FrameType
 
-END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells and typer have it."""
-STOPPED = "interrupted; nothing half-written is left"
-_statuses: list[int] = []
-"""Exit status of the signal that came, once one has."""
-_ENDED = tuple(128 + number for number in END_SIGNALS)
+from coec.cli import signals
+
+_ENDED = tuple(128 + number for number in signals.END_SIGNALS)
 """Exit statuses after the other signals that end a run."""
 _LOWER = "--samples or --seq-len (of --tasks, --batch-size)"
 
 
 def main() -> None:
     """Run the command line; errors a user can mend become one line and exit status 1."""
-    end_tidily()
-    end_at_once()
+    signals.end_tidily()
+    signals.end_at_once()
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows ASCII alone
@@ -36,7 +29,7 @@ def main() -> None:
         sys.stdout.flush()
     except KeyboardInterrupt as error:
         _say_ended(error)
-        _leave(INTERRUPTED)
+        _leave(signals.INTERRUPTED)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         _leave(1)
     except OSError as error:
@@ -44,7 +37,7 @@ def main() -> None:
         _say(f"{name} cannot be used: {error.strerror or error}")
         _leave(1)
     finally:
-        interruptible()
+        signals.interruptible()
 
 
 def _run() -> None:
@@ -67,8 +60,8 @@ def _run() -> None:
     except (MemoryError, RuntimeError) as error:
         _fail_without_memory(error)
     except SystemExit as error:
-        error.code = status_of_signal() or error.code
-        if error.code == INTERRUPTED:
+        error.code = signals.status_of_signal() or error.code
+        if error.code == signals.INTERRUPTED:
             raise KeyboardInterrupt from error
         if error.code in _ENDED:
             _say_ended(error)
@@ -98,7 +91,7 @@ def _fail(message: str, error: BaseException) -> None:
 def _say_ended(error: BaseException) -> None:
     """Say what a signal leaves: nothing, or finished work and the line that goes on with it."""
     if not _kept(error):
-        _say(STOPPED)
+        _say(signals.STOPPED)
         return
     _say("interrupted")
     _say_what_is_kept(error)
@@ -136,56 +129,3 @@ def _leave(status: int) -> None:
     if sys.__stdout__ is not None and sys.stdout is sys.__stdout__:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)
-
-
-def end_tidily() -> None:
-    """Let SIGTERM and SIGHUP unwind the program, which removes what it was writing.
-
-    Only the main thread may set handlers; what is ignored, as under nohup, stays ignored.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    _statuses.clear()
-    for number in END_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _unwind)
-
-
-def _unwind(number: int, frame: FrameType | None) -> None:
-    for ignored in END_SIGNALS:
-        signal.signal(ignored, _unheard)
-    _statuses.append(128 + number)
-    raise SystemExit(128 + number)
-
-
-def _unheard(number: int, frame: FrameType | None) -> None:
-    """Keep a second signal from disturbing the tidying up. Ignored, it might be printed about."""
-
-
-def status_of_signal() -> int | None:
-    """Exit status of the signal that ends the program; None where none has come.
-
-    Ray, asked for something meanwhile, raises a SystemExit of its own in the place of ours.
-    """
-    return next(iter(_statuses), None)
-
-
-def end_at_once() -> None:
-    """Let Ctrl-C end the process on the spot until `interruptible`: nothing has been written.
-
-    An exception would go through the libraries' start-up code in C++, which may abort at it.
-    """
-    main_thread = threading.current_thread() is threading.main_thread()
-    if main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _exit)
-
-
-def interruptible() -> None:
-    """Make Ctrl-C an exception from now on, which lets work undo what it has half done."""
-    if signal.getsignal(signal.SIGINT) is _exit:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    os.write(2, f"coec: {STOPPED}\n".encode())
-    os._exit(INTERRUPTED)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _SETTINGS = (*Calibration.table(), *Runtime.table())
 _SWITCHES = (
-    common.CONFIG,
+    common.CONFIG_FILE,
     common.Switch("merge", "Add up the statistics A and B of one model on different text."),
     common.RESTART, common.TRUST_REMOTE_CODE, common.QUIET, common.JSON,
 )  # fmt: skip

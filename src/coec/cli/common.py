@@ -81,7 +81,7 @@ def _keyword(name: str, default: object, annotation: Any) -> inspect.Parameter:
 
 
 DEVICE = CommandFlag("device", str, next(row.text for row in TABLE if row.name == "device"))
-CONFIG = CommandFlag("config", Path, "TOML file with any of the settings here; flags win.")
+CONFIG_FILE = CommandFlag("config", Path, "TOML file with any of the settings here; flags win.")
 RESTART = Switch("restart", "Throw away what an unfinished run into the same folder left.")
 TRUST_REMOTE_CODE = Switch(
     "trust_remote_code",

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
-from coec.cli import interruptible
 from coec.cli.common import notes
+from coec.cli.signals import interruptible
 from coec.events import RESUMING, Progress, duration
 
 _HALF_MINUTE = 30.0

@@ -29,7 +29,7 @@ _WIDTHS = (
 def _running(dry_run: str) -> tuple[CommandFlag | Switch, ...]:
     """Options of both commands besides settings; `dry_run` is the help of that flag."""
     return (
-        common.CONFIG,
+        common.CONFIG_FILE,
         CommandFlag(
             "statistics", Path,
             "What `coec collect` wrote, instead of a dense pass; brings its settings.",

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coec.cli import common, interruptible
+from coec.cli import common
 from coec.cli.common import CommandFlag, Switch, argument, given, results, with_flags
 from coec.cli.progress import showing_progress
+from coec.cli.signals import interruptible
 
 if TYPE_CHECKING:
     from coec.experiments.grid import Cell

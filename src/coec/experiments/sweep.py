@@ -128,10 +128,9 @@ def sweep(
             subject = subjects[group[0].subject]
             text = identity_of[group[0].id]["calibration text"]
             shared = _prepare(group, text, subject, folder, progress)
-            models_folder = out.absolute() / "models"
             jobs_of_group = [
-                CellJob(cell, subject.dense, subject.windows, models_folder / cell.id,
-                        keep_models, chosen, shared)
+                CellJob(cell, subject.dense, subject.windows,
+                        out.absolute() / "models" / cell.id, keep_models, chosen, shared)
                 for cell in group
             ]  # fmt: skip
             for row in workers.map(run, jobs_of_group):
