@@ -36,8 +36,6 @@ _RANKS = (
     CommandFlag("rank_attention", int, "Size of the frames of o_proj. Default: 16.", "Geometry"),
     CommandFlag("rank_mlp", int, "Size of the frames of down_proj. Default: 64.", "Geometry"),
 )
-
-
 _SWITCHES = (
     Switch(
         "config_only",

@@ -64,8 +64,6 @@ _OF_BOTH = (
         "on a GPU, float32 on the CPU.",
     ),
 )  # fmt: skip
-
-
 _ADD_TO_CARD = Switch(
     "add_to_card",
     "Write the perplexity into the model card (README.md) of MODEL, a folder that coec wrote; no "
