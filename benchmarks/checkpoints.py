@@ -24,7 +24,8 @@ from benchmarks import record
 from benchmarks.instances import SHARED
 from coec.calibration.windows import Windows
 from coec.evaluation.perplexity import evaluation_windows
-from coec.experiments.rows import RESULTS, Row, read_lines
+from coec.experiments.files import RESULTS, read_lines
+from coec.experiments.rows import Row
 from coec.models.dense import Dense
 from coec.settings import Calibration, Runtime
 from coec.streaming.passes import Backend

@@ -46,7 +46,7 @@ if alone:
     time.perf_counter = time.process_time
 import coec.cli.commands, coec.pipeline.prune, coec
 began = sum(os.times()[:2]) if alone else float(sys.argv[4])
-from coec.experiments.memory import peak
+from coec.devices import peak
 import torch
 report = coec.prune(sys.argv[1], sys.argv[2], **json.loads(sys.argv[3]))
 sites = {}

@@ -5,10 +5,10 @@ import json
 import random
 from pathlib import Path
 
+from coec.experiments.files import RESULTS
 from coec.experiments.reporting.document import ReportSection, document
 from coec.experiments.reporting.frame import read_results
 from coec.experiments.reporting.tables import Table
-from coec.experiments.rows import RESULTS
 
 MODELS = {"stories260K": 4.6, "babyllama-1M": 21.0, "wt2-llama": 24.0}
 TASKS = {"boolq": 0.5, "rte": 0.5, "hellaswag": 0.25, "winogrande": 0.5, "arc_easy": 0.25,

@@ -526,8 +526,8 @@ def test_completion_can_be_had(run):
 def defaults() -> dict[tuple[str, str], object]:
     """Defaults of the functions that the flags of `eval` and `analyze` are handed to."""
     from coec.evaluation import geometry
+    from coec.evaluation.efficiency import Workload
     from coec.evaluation.perplexity import EVALUATION_SEQ_LEN, perplexity
-    from coec.evaluation.speed import Workload
     from coec.evaluation.zero_shot import zero_shot
 
     found: dict[tuple[str, str], object] = {("eval", "seq_len"): EVALUATION_SEQ_LEN}

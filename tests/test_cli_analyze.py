@@ -9,8 +9,6 @@ import torch
 
 import coec
 import tiny_models as tm
-from coec.cli.analyze import GEOMETRY_ROWS
-from coec.evaluation.geometry import MEASURES
 from paper_models import QWEN_7B
 
 FAST = ("--new-tokens", 2, "--repeats", 2, "--warmup", 0, "--device", "cpu")
@@ -41,7 +39,6 @@ def test_tables_for_readers(folders, run):
         assert len([line for line in lines if line.startswith(start)]) == 1, start
     assert "note: peak memory is measured on CUDA devices only" in err
     assert "note: the frames hold all that the weights read" in err  # 64 of 28 columns
-    assert GEOMETRY_ROWS.keys() == MEASURES.keys()
 
 
 def test_json_is_one_object_on_stdout(folders, run):
@@ -115,7 +112,7 @@ def test_mistakes_are_one_line_before_any_work(
     def worked(*args, **kwargs):
         raise AssertionError("work had begun")
 
-    monkeypatch.setattr("coec.evaluation.speed._load", worked)
+    monkeypatch.setattr("coec.evaluation.efficiency._load", worked)
     monkeypatch.setattr("coec.evaluation.geometry.compare_frames", worked)
     places = {"dense": dense, "pruned": pruned, "orphan": orphan, "lost": tmp_path / "lost"}
     status, out, err = run(*(argument.format(**places) for argument in arguments))
@@ -130,7 +127,7 @@ def test_memory_that_runs_out_says_what_to_change(folders, run, monkeypatch):
     def exhausted(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
-    monkeypatch.setattr("coec.evaluation.speed.speed", exhausted)
+    monkeypatch.setattr("coec.evaluation.efficiency.speed", exhausted)
     status, out, err = run(*folders, *FAST)
     assert status == 1
     assert out == ""

@@ -52,7 +52,7 @@ from coec.experiments.rows import RowOptions, RowSettings
 from coec.planning.recipe import Recipe
 recipe = Recipe(extra_turns=5, extra_text="yes")
 flags = inspect.signature(prune_command).parameters
-grid = Grid.read(sys.argv[1])
+(grid,) = Grid.read(sys.argv[1])
 print(json.dumps({
     "document": document(),
     "torch": before,

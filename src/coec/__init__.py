@@ -14,10 +14,9 @@ from coec.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from coec.compensation import Method, compensate
-    from coec.evaluation.efficiency import efficiency
+    from coec.evaluation.efficiency import efficiency, speed
     from coec.evaluation.geometry import geometry
     from coec.evaluation.perplexity import perplexity
-    from coec.evaluation.speed import speed
     from coec.evaluation.zero_shot import zero_shot
     from coec.exporting.export import Export, export
     from coec.pipeline.collect import collect, merge
@@ -81,7 +80,7 @@ _LAZY = {
     "perplexity": "coec.evaluation.perplexity",
     "plan": "coec.pipeline.prune",
     "prune": "coec.pipeline.prune",
-    "speed": "coec.evaluation.speed",
+    "speed": "coec.evaluation.efficiency",
     "zero_shot": "coec.evaluation.zero_shot",
 }
 

@@ -8,8 +8,8 @@ import torch
 import coec
 import tiny_models as tm
 from coec.errors import OptionError
-from coec.evaluation import speed as module
-from coec.evaluation.speed import _NO_PEAK, Rates, Spread, Workload, oddities, run_once
+from coec.evaluation import efficiency as module
+from coec.evaluation.efficiency import _NO_PEAK, Rates, Spread, Workload, oddities, run_once
 
 SMALL = Workload(prompt_tokens=12, new_tokens=5, batch_size=2, repeats=3, warmup=1)
 

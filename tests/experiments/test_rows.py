@@ -8,10 +8,10 @@ import pytest
 
 import sweep_rows as sr
 from coec.errors import ResultsError
+from coec.experiments.files import RESULTS, Store, read_lines
 from coec.experiments.reporting.frame import read_results
 from coec.experiments.reporting.report import write_report
-from coec.experiments.rows import RESULTS, read, read_lines
-from coec.experiments.store import Store
+from coec.experiments.rows import read
 
 READERS = pytest.mark.parametrize("reader", [Store, read_results])
 

@@ -36,9 +36,9 @@ import tiny_models as tm
 from coec.allocation.kept import KEPT
 from coec.errors import CoecError
 from coec.experiments.declarations import READY_GRIDS, Declared, write_declarations
+from coec.experiments.files import Store
 from coec.experiments.grid import expand
 from coec.experiments.reporting.report import write_report
-from coec.experiments.store import Store
 from coec.planning.recipe import Recipe, read_settings
 
 MEMORY = 12 * 2**30

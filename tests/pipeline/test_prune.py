@@ -111,7 +111,7 @@ def test_a_sparsity_that_removes_nothing_is_refused(sparsity, least, dense):
 
 MEMORY = """
 import sys, coec, coec.planning, torch
-from coec.experiments.memory import peak
+from coec.devices import peak
 settings = {"calibration": sys.argv[2], "samples": 96, "seq_len": 32}
 plan = coec.plan(sys.argv[1], **settings)
 compute = coec.planning.ComputeConfig.of(plan, torch.device("cpu"))

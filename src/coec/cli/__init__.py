@@ -1,8 +1,8 @@
 """The command: flags to settings, results to text or JSON. Nothing is computed here.
 
 Results go to stdout, everything else to stderr. Exit status 0; 1 for an error the user can mend;
-2 for wrong usage; 130 after Ctrl-C. One module per command, each of which imports what it needs
-only when it runs: help is there at once. This module imports nothing but the standard library, so
+2 for wrong usage; 130 after Ctrl-C. Commands import what they need only when they run: help is
+there at once. This module imports nothing but the standard library, so
 that an interrupt during any other import is caught here.
 """
 
@@ -11,25 +11,17 @@ import os
 import shlex
 import sys
 
-from coec.cli.signals import (
-    END_SIGNALS,
-    INTERRUPTED,
-    STOPPED,
-    end_at_once,
-    end_tidily,
-    interruptible,
-    status_of_signal,
-)
+from coec.cli import signals
 
-_ENDED = tuple(128 + number for number in END_SIGNALS)
+_ENDED = tuple(128 + number for number in signals.END_SIGNALS)
 """Exit statuses after the other signals that end a run."""
 _LOWER = "--samples or --seq-len (of --tasks, --batch-size)"
 
 
 def main() -> None:
     """Run the command line; errors a user can mend become one line and exit status 1."""
-    end_tidily()
-    end_at_once()
+    signals.end_tidily()
+    signals.end_at_once()
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows ASCII alone
@@ -37,7 +29,7 @@ def main() -> None:
         sys.stdout.flush()
     except KeyboardInterrupt as error:
         _say_ended(error)
-        _leave(INTERRUPTED)
+        _leave(signals.INTERRUPTED)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         _leave(1)
     except OSError as error:
@@ -45,7 +37,7 @@ def main() -> None:
         _say(f"{name} cannot be used: {error.strerror or error}")
         _leave(1)
     finally:
-        interruptible()
+        signals.interruptible()
 
 
 def _run() -> None:
@@ -68,8 +60,8 @@ def _run() -> None:
     except (MemoryError, RuntimeError) as error:
         _fail_without_memory(error)
     except SystemExit as error:
-        error.code = status_of_signal() or error.code
-        if error.code == INTERRUPTED:
+        error.code = signals.status_of_signal() or error.code
+        if error.code == signals.INTERRUPTED:
             raise KeyboardInterrupt from error
         if error.code in _ENDED:
             _say_ended(error)
@@ -99,7 +91,7 @@ def _fail(message: str, error: BaseException) -> None:
 def _say_ended(error: BaseException) -> None:
     """Say what a signal leaves: nothing, or finished work and the line that goes on with it."""
     if not _kept(error):
-        _say(STOPPED)
+        _say(signals.STOPPED)
         return
     _say("interrupted")
     _say_what_is_kept(error)

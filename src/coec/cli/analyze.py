@@ -3,34 +3,19 @@
 import json
 from typing import TYPE_CHECKING, Annotated, Any
 
-from coec.cli.common import (
-    DEVICE_FLAG,
-    CommandFlag,
-    Json,
-    Values,
-    argument,
-    given,
-    notes,
-    quieten,
-    results,
-    spelled,
-    switch,
-    with_flags,
-)
-from coec.cli.progress import Quiet, showing_progress
+from coec.cli import common
+from coec.cli.common import CommandFlag, Switch, argument, given, results, show_table, with_flags
+from coec.cli.progress import showing_progress
 from coec.errors import OptionError
 from coec.settings.parts import DTYPE_NAMES
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from coec.evaluation.efficiency import Efficiency
-    from coec.evaluation.speed import Speed, Spread
+    from coec.evaluation.efficiency import Efficiency, Speed, Spread
     from coec.events import Progress
 
 _GENERAL = (
     CommandFlag("sparsity", float, "For --config-only: fraction of units removed. Default: 0.3."),
-    DEVICE_FLAG,
+    common.DEVICE,
     CommandFlag(
         "dtype", DTYPE_NAMES,
         "Dtype of weights and forward pass: float64, float32, bfloat16 or float16. Default: the "
@@ -51,9 +36,18 @@ _RANKS = (
     CommandFlag("rank_attention", int, "Size of the frames of o_proj. Default: 16.", "Geometry"),
     CommandFlag("rank_mlp", int, "Size of the frames of down_proj. Default: 64.", "Geometry"),
 )
+_SWITCHES = (
+    Switch(
+        "config_only",
+        "Cost of MODEL (also a config.json) and of what pruning would leave of it; no weights are "
+        "read.",
+    ),
+    Switch("no_speed", "Leave out what takes running both models."),
+    Switch("no_geometry", "Leave out the decompositions."),
+)
 
 
-@with_flags((*_GENERAL, *_WORKLOAD, *_RANKS))
+@with_flags(*_GENERAL, *_WORKLOAD, *_RANKS, *_SWITCHES, common.QUIET, common.JSON)
 def analyze_command(
     model: Annotated[
         str,
@@ -63,77 +57,57 @@ def analyze_command(
         ),
     ],
     pruned: Annotated[str | None, argument("Folder that coec prune wrote.", "PRUNED")] = None,
-    *,
-    config_only: Annotated[
-        bool,
-        switch(
-            "--config-only",
-            "Cost of MODEL (also a config.json) and of what pruning would leave of it; no "
-            "weights are read.",
-        ),
-    ] = False,
-    no_speed: Annotated[
-        bool, switch("--no-speed", "Leave out what takes running both models.")
-    ] = False,
-    no_geometry: Annotated[bool, switch("--no-geometry", "Leave out the decompositions.")] = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
     **flags: Any,
 ) -> None:
     """Compare PRUNED with MODEL: cost, measured speed, and what happened to the weights' frames."""
+    config_only, sparsity = flags["config_only"], flags["sparsity"]
     if config_only and pruned is not None:
         raise OptionError("--config-only takes one model; leave out PRUNED or --config-only")
-    if flags["sparsity"] is not None and not config_only:
+    if sparsity is not None and not config_only:
         raise OptionError("--sparsity goes with --config-only: PRUNED has the one it was made with")
-    quieten()
+    common.quieten()
     if config_only:
         from coec.evaluation.efficiency import efficiency
 
-        cost = efficiency(model, sparsity=flags["sparsity"], dtype=flags["dtype"])
-        _show(cost, None, None, [], as_json)
+        cost = efficiency(model, sparsity=sparsity, dtype=flags["dtype"])
+        _show(cost, None, None, [], flags["json"])
         return
-    with showing_progress(quiet) as advance:
-        measured = _measure(model, pruned, flags, not no_speed, not no_geometry, advance)
-    _show(*measured, as_json)
+    with showing_progress(flags["quiet"]) as advance:
+        measured = _measure(model, pruned, flags, advance)
+    _show(*measured, flags["json"])
 
 
 def _measure(
-    model: str,
-    pruned: str | None,
-    flags: Values,
-    with_speed: bool,
-    with_geometry: bool,
-    advance: "Progress",
+    model: str, pruned: str | None, flags: common.Values, advance: "Progress"
 ) -> tuple["Efficiency", "Speed | None", list[dict[str, Any]] | None, list[str]]:
     import torch
 
     from coec.devices import choose_device
-    from coec.evaluation import geometry, speed
-    from coec.evaluation.efficiency import efficiency
+    from coec.evaluation import efficiency, geometry
     from coec.evaluation.pair import ModelPair
 
     device, dtype = flags["device"] or "auto", flags["dtype"]
-    workload = speed.Workload(**given(flags, _WORKLOAD))
+    workload = efficiency.Workload(**given(flags, _WORKLOAD))
     sizes = given(flags, _RANKS).items()
     ranks = geometry.RANKS | {name.removeprefix("rank_"): size for name, size in sizes}
     geometry.check_ranks(ranks)
     choose_device(device)
     pair = ModelPair.open(None, model) if pruned is None else ModelPair.open(model, pruned)
-    cost = efficiency(pair.dense, pair.pruned, dtype=dtype)
+    cost = efficiency.efficiency(pair.dense, pair.pruned, dtype=dtype)
     rates = rows = None
     try:
-        if with_speed:
-            rates = speed.speed(
+        if not flags["no_speed"]:
+            rates = efficiency.speed(
                 None, pair, load=workload, device=device, dtype=dtype, progress=advance
             )
-        if with_geometry:
+        if not flags["no_geometry"]:
             rows = geometry.geometry(None, pair, ranks=ranks, device=device, progress=advance)
     except torch.OutOfMemoryError as error:
         raise OptionError(
             "out of memory: lower --prompt-tokens or --batch-size, leave out a part with "
             "--no-speed or --no-geometry, or use --device cpu"
         ) from error
-    odd = speed.oddities(rates, workload) if rates else []
+    odd = efficiency.oddities(rates, workload) if rates else []
     return cost, rates, rows, odd + geometry.oddities(rows or [])
 
 
@@ -156,7 +130,7 @@ def _show(
         }
         print(json.dumps(record))
         return
-    results.print(_efficiency_table(cost, rates))
+    _show_efficiency(cost, rates)
     if rates is None:
         results.print("memory is that of the weights; peak memory and speed have to be measured")
     else:
@@ -167,17 +141,13 @@ def _show(
             f"{rates.dtype} on {rates.device}; ratio of medians (range of the paired ratios)"
         )
     if summary:
-        results.print(_geometry_table(summary))
+        _show_geometry(summary)
     for note in odd:
-        notes.print(f"note: {spelled(note)}")
+        common.notes.print(f"note: {common.spelled(note)}")
 
 
-def _efficiency_table(cost: "Efficiency", rates: "Speed | None") -> "Table":
-    from rich.table import Table
-
-    table = Table("", "dense", "pruned", "ratio", box=None, header_style="bold")
+def _show_efficiency(cost: "Efficiency", rates: "Speed | None") -> None:
     models = cost.dense, cost.pruned
-    table.add_row("dtype", cost.dense.dtype, cost.pruned.dtype, "")
     lines: dict[str, list[float]] = {
         "parameters": [model.parameters for model in models],
         "weights, GB": [model.weight_bytes / 1e9 for model in models],
@@ -188,12 +158,13 @@ def _efficiency_table(cost: "Efficiency", rates: "Speed | None") -> "Table":
     if rates and rates.peak_memory_dense and rates.peak_memory_pruned:
         peaks = rates.peak_memory_dense, rates.peak_memory_pruned
         lines["peak memory, GB"] = [peak / 1e9 for peak in peaks]
+    rows = [("dtype", cost.dense.dtype, cost.pruned.dtype, "")]
     for label, (before, after) in lines.items():
-        table.add_row(label, _number(before), _number(after), f"{after / before:.3f}")
+        rows.append((label, _number(before), _number(after), f"{after / before:.3f}"))
     for label, rate in {"prefill": rates.prefill, "decode": rates.decode}.items() if rates else ():
         ratio = f"{rate.ratio:.2f} ({rate.paired.least:.2f}–{rate.paired.greatest:.2f})"
-        table.add_row(f"{label}, tokens/s", _spread(rate.dense), _spread(rate.pruned), ratio)
-    return table
+        rows.append((f"{label}, tokens/s", _spread(rate.dense), _spread(rate.pruned), ratio))
+    show_table(("", "dense", "pruned", "ratio"), rows)
 
 
 def _number(value: float) -> str:
@@ -206,43 +177,26 @@ def _spread(spread: "Spread") -> str:
     return f"{median} ({low}–{high})"
 
 
-GEOMETRY_ROWS = {
-    "angle_original_pruned": ("angle O–P, mean", "{:.1f}°"),
-    "angle_original_compensated": ("angle O–C, mean", "{:.1f}°"),
-    "angle_pruned_compensated": ("angle P–C, mean", "{:.1f}°"),
-    "discrepancy": ("frame discrepancy, mean", "{:.2%}"),
-    "scale_change": ("|log(s_C/s_P)|, median", "{:.3f}"),
-    "gap_dense": ("σ_r/σ_(r+1) dense, median", "{:.4f}"),
-    "gap_pruned": ("… pruned, median", "{:.4f}"),
-    "gap_compensated": ("… compensated, median", "{:.4f}"),
-    "penalty_pruned": ("penalty pruned, median", "{:.1e}"),
-    "penalty_compensated": ("… compensated, median", "{:.1e}"),
-    "penalty_factor": ("… before/after, median", "{:.1f}"),
-    "weighted_penalty_pruned": ("s²-weighted pruned, median", "{:.1e}"),
-    "weighted_penalty_compensated": ("… compensated, median", "{:.1e}"),
-    "weighted_penalty_factor": ("… before/after, median", "{:.1f}"),
-}
-"""Label and format of every measure; the label ends in the name of the average over modules."""
-
-
-def _geometry_table(summary: dict[str, dict[str, Any]]) -> "Table":
-    """Tabulate averages over modules, and the worst module, per site."""
-    from rich.table import Table
+def _show_geometry(summary: dict[str, dict[str, Any]]) -> None:
+    """Print averages over modules, and the worst module, per site."""
+    from coec.evaluation.geometry import MEASURES
 
     heads = [
         head
         for site, measures in summary.items()
         for head in (f"{site}\n{measures['modules']} × r = {measures['r']}", "worst\n(block)")
     ]
-    table = Table("geometry", *heads, box=None, header_style="bold")
-    for name, (label, form) in GEOMETRY_ROWS.items():
+    rows = []
+    for name, measure in MEASURES.items():
         cells = []
         for measures in summary.values():
-            if measure := measures.get(name):
-                average = form.format(measure[label.rpartition(" ")[2]])
-                block = measure["worst_module"].split(".")[2]
-                cells += [average, f"{form.format(measure['worst'])} ({block})"]
+            if values := measures.get(name):
+                block = values["worst_module"].split(".")[2]
+                average, worst = (
+                    measure.form.format(values[n]) for n in (measure.average, "worst")
+                )
+                cells += [average, f"{worst} ({block})"]
             else:
                 cells += ["", ""]
-        table.add_row(label, *cells)
-    return table
+        rows.append((f"{measure.label}, {measure.average}", *cells))
+    show_table(("geometry", *heads), rows)

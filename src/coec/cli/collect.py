@@ -6,68 +6,61 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coec.cli.common import (
-    Config,
-    Json,
-    Restart,
-    TrustRemoteCode,
-    argument,
-    flag_of,
-    given,
-    quieten,
-    results,
-    settings_of,
-    switch,
-    with_flags,
-)
-from coec.cli.progress import Quiet, showing_progress
+from coec.cli import common
+from coec.cli.progress import showing_progress
 from coec.settings import Calibration, Runtime
 
 if TYPE_CHECKING:
     from coec.streaming.statistics import Statistics
 
 
-@with_flags((*Calibration.table(), *Runtime.table()))
+_SETTINGS = (*Calibration.table(), *Runtime.table())
+_SWITCHES = (
+    common.CONFIG_FILE,
+    common.Switch("merge", "Add up the statistics A and B of one model on different text."),
+    common.RESTART, common.TRUST_REMOTE_CODE, common.QUIET, common.JSON,
+)  # fmt: skip
+
+
+@common.with_flags(*_SETTINGS, *_SWITCHES)
 def collect_command(
-    model: Annotated[str, argument("Model folder, or a hub name; with --merge: A.", "MODEL")],
-    out: Annotated[Path, argument("Folder to make; with --merge: B.", "STATS")],
-    merged: Annotated[Path | None, argument("With --merge: the folder to make.", "MERGED")] = None,
-    *,
-    config: Config = None,
-    merge: Annotated[
-        bool, switch("--merge", "Add up the statistics A and B of one model on different text.")
-    ] = False,
-    restart: Restart = False,
-    trust_remote_code: TrustRemoteCode = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    model: Annotated[
+        str, common.argument("Model folder, or a hub name; with --merge: A.", "MODEL")
+    ],
+    out: Annotated[Path, common.argument("Folder to make; with --merge: B.", "STATS")],
+    merged: Annotated[
+        Path | None, common.argument("With --merge: the folder to make.", "MERGED")
+    ] = None,
     **flags: Any,
 ) -> None:
     """Keep the statistics of MODEL's dense pass in STATS, for many prunings (--statistics STATS).
 
     coec collect --merge A B MERGED adds up what was collected on two texts, or on two machines.
     """
-    if merge != (merged is not None):
+    if flags["merge"] != (merged is not None):
         raise typer.BadParameter(
             "give --merge A B MERGED: two folders of statistics, and the folder to make"
         )
-    if merge and (names := [*given(flags), *(["config"] if config else [])]):
-        raise typer.BadParameter(f"{flag_of(names[0])} has no effect with --merge")
-    quieten()
+    unheard = common.given(flags, (*_SETTINGS, "config"))
+    if merged is not None and unheard:
+        raise typer.BadParameter(
+            f"{common.flag_of(next(iter(unheard)))} has no effect with --merge"
+        )
+    common.quieten()
     from coec.pipeline import collect as collecting
     from coec.planning.recipe import Recipe
 
-    with showing_progress(quiet) as advance:
+    restart = flags["restart"]
+    with showing_progress(flags["quiet"]) as advance:
         if merged is not None:
             statistics = collecting.merge(model, out, merged, restart=restart, progress=advance)
         else:
-            chosen = settings_of(config, flags, trust_remote_code=trust_remote_code)
-            recipe = Recipe(**chosen)
+            recipe = Recipe(**common.settings_of(flags))
             statistics = collecting.collect(model, out, recipe, restart=restart, progress=advance)
-    if as_json:
+    if flags["json"]:
         print(json.dumps({"folder": str(statistics.folder), **statistics.record()}))
     else:
-        _show(statistics, "MODEL" if merge else model)
+        _show(statistics, model if merged is None else "MODEL")
 
 
 def _show(statistics: "Statistics", model: str) -> None:
@@ -79,4 +72,4 @@ def _show(statistics: "Statistics", model: str) -> None:
         f"{calibration['source']}",
         f"use it: coec prune {model} OUT --statistics {statistics.folder}",
     ):
-        results.print(line)
+        common.results.print(line)

@@ -12,8 +12,7 @@ from coec.cli.evaluate import eval_command
 from coec.cli.export import export_command
 from coec.cli.methods import methods_command
 from coec.cli.prune import compensate_command, prune_command
-from coec.cli.report import report_command
-from coec.cli.sweep import sweep_command
+from coec.cli.sweep import report_command, sweep_command
 
 
 class _Command(TyperCommand):

@@ -6,7 +6,7 @@ change writes a keyword argument, `seq_len=64`, of which `spelled` makes `--seq-
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
@@ -27,40 +27,9 @@ _METAVARS: dict[object, str] = {
 """What stands for a value in help; NAME for the names that are allowed."""
 
 
-def switch(flag: str, text: str) -> Any:
-    """Declare an option without a value."""
-    return typer.Option(flag, help=text, metavar="")
-
-
-def setting(text: str, metavar: str | None, panel: str | None = None, *names: str) -> Any:
-    """Declare an option whose help text says its default."""
-    return typer.Option(
-        *names, help=text, show_default=False, metavar=metavar, rich_help_panel=panel
-    )
-
-
 def argument(text: str, metavar: str) -> Any:
     """Declare an argument by the name that help texts have for it."""
     return typer.Argument(help=text, show_default=False, metavar=metavar)
-
-
-Json = Annotated[bool, switch("--json", "One JSON object on stdout, nothing else.")]
-TrustRemoteCode = Annotated[
-    bool,
-    switch(
-        "--trust-remote-code",
-        "Run the Python code that a tokenizer's files name, of MODEL and of every model whose "
-        "tokenizer is read (a baseline, those of a grid): all that it imports, a configuration's "
-        "class, and code of other hub repositories that it refers to. Code that builds models is "
-        "never run. Only for models you trust.",
-    ),
-]
-Config = Annotated[
-    Path | None, setting("TOML file with any of the settings here; flags win.", "PATH")
-]
-Restart = Annotated[
-    bool, switch("--restart", "Throw away what an unfinished run into the same folder left.")
-]
 
 
 class CommandFlag(NamedTuple):
@@ -87,55 +56,88 @@ class CommandFlag(NamedTuple):
         metavar = self.metavar or ("NAME" if is_name else _METAVARS.get(self.type))
         flag = flag_of(self.name)
         names = [f"{flag}/--no-{flag[2:]}"] if self.type is bool else []
-        option = setting(self.text, "" if names else metavar, self.panel, *names)
-        annotation = Annotated[value_type | None, option]
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        return inspect.Parameter(self.name, keyword, default=None, annotation=annotation)
+        option = typer.Option(
+            *names, help=self.text, show_default=False, metavar="" if names else metavar,
+            rich_help_panel=self.panel,
+        )  # fmt: skip
+        return _keyword(self.name, None, Annotated[value_type | None, option])
 
 
-DEVICE_FLAG = CommandFlag("device", str, next(row.text for row in TABLE if row.name == "device"))
+class Switch(NamedTuple):
+    """Option without a value: its name as in Python, and its help."""
+
+    name: str
+    text: str
+
+    def parameter(self) -> inspect.Parameter:
+        """Parameter of the command's function."""
+        option = typer.Option(flag_of(self.name), help=self.text, metavar="")
+        return _keyword(self.name, False, Annotated[bool, option])
 
 
-def with_flags(
-    first: Sequence[CommandFlag | Setting], last: Sequence[CommandFlag | Setting] = ()
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace `**flags` in a command's signature by a parameter for every flag.
+def _keyword(name: str, default: object, annotation: Any) -> inspect.Parameter:
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=default, annotation=annotation)
 
-    Help lists the `first` ones before the command's own switches, and the `last` behind them.
-    """
+
+DEVICE = CommandFlag("device", str, next(row.text for row in TABLE if row.name == "device"))
+CONFIG_FILE = CommandFlag("config", Path, "TOML file with any of the settings here; flags win.")
+RESTART = Switch("restart", "Throw away what an unfinished run into the same folder left.")
+TRUST_REMOTE_CODE = Switch(
+    "trust_remote_code",
+    "Run the Python code that a tokenizer's files name, of MODEL and of every model whose "
+    "tokenizer is read (a baseline, those of a grid): all that it imports, a configuration's "
+    "class, and code of other hub repositories that it refers to. Code that builds models is "
+    "never run. Only for models you trust.",
+)
+QUIET = Switch("quiet", "No progress on stderr, neither bars nor lines.")
+JSON = Switch("json", "One JSON object on stdout, nothing else.")
+
+
+Option: TypeAlias = CommandFlag | Switch | Setting
+
+
+def with_flags(*rows: Option) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace `**flags` in a command's signature by a parameter for every flag."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        before, after = (
-            [(CommandFlag.of(row) if isinstance(row, Setting) else row).parameter() for row in rows]
-            for rows in (first, last)
-        )
+        flags = [
+            (CommandFlag.of(row) if isinstance(row, Setting) else row).parameter() for row in rows
+        ]
         signature = inspect.signature(command)
-        parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        places = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
-        switches = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+        places = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         command.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*places, *before, *switches, *after]
+            parameters=[*places, *flags]
         )
-        command.__annotations__ |= {flag.name: flag.annotation for flag in (*before, *after)}
+        command.__annotations__ |= {flag.name: flag.annotation for flag in flags}
         return command
 
     return decorate
 
 
-def given(flags: Mapping[str, Any], table: Iterable[CommandFlag | str] | None = None) -> Values:
-    """Pick the flags that the user gave, or those of one table."""
-    names = [f if isinstance(f, str) else f.name for f in (flags if table is None else table)]
-    return {name: flags[name] for name in names if flags[name] is not None}
+def given(flags: Mapping[str, Any], table: Iterable[Option | str]) -> Values:
+    """Pick the flags of a table that the user gave."""
+    names = [flag if isinstance(flag, str) else flag.name for flag in table]
+    return {name: flags[name] for name in names if flags.get(name) is not None}
 
 
-def settings_of(
-    config: Path | None, flags: Mapping[str, Any], *, trust_remote_code: bool
-) -> Values:
+def settings_of(flags: Mapping[str, Any]) -> Values:
     """Combine the settings of a file and the flags, which win."""
     from coec.planning.recipe import read_settings
 
-    settings = read_settings(config) if config else {}
-    return settings | given(flags) | {"trust_remote_code": trust_remote_code}
+    settings = read_settings(flags["config"]) if flags["config"] else {}
+    settings |= given(flags, (name for name in flags if name in NAMES))
+    return settings | {"trust_remote_code": flags["trust_remote_code"]}
+
+
+def show_table(heads: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    """Print a table without lines."""
+    from rich.table import Table
+
+    table = Table(*heads, box=None, header_style="bold")
+    for row in rows:
+        table.add_row(*row)
+    results.print(table)
 
 
 def quieten() -> None:

@@ -6,22 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coec.cli.common import (
-    DEVICE_FLAG,
-    CommandFlag,
-    Json,
-    TrustRemoteCode,
-    Values,
-    argument,
-    flag_of,
-    given,
-    notes,
-    quieten,
-    results,
-    switch,
-    with_flags,
-)
-from coec.cli.progress import Quiet, showing_progress
+from coec.cli import common
+from coec.cli.common import CommandFlag, Switch, Values, argument, flag_of, given, results
+from coec.cli.progress import showing_progress
 from coec.errors import CoecError, OptionError
 from coec.settings.parts import DTYPE_NAMES
 
@@ -70,56 +57,58 @@ _OF_BOTH = (
         "Tokens per window; with --tasks, the most tokens of a request. Default: 4096, or the "
         "model's maximum if less; of tasks, the model's maximum.",
     ),
-    DEVICE_FLAG,
+    common.DEVICE,
     CommandFlag(
         "dtype", DTYPE_NAMES,
         "Dtype of the forward pass: float64, float32, bfloat16 or float16. Default: the model's "
         "on a GPU, float32 on the CPU.",
     ),
 )  # fmt: skip
+_ADD_TO_CARD = Switch(
+    "add_to_card",
+    "Write the perplexity into the model card (README.md) of MODEL, a folder that coec wrote; no "
+    "other file changes.",
+)
 
 
-@with_flags((_TEXT, *_OF_TEXT, _TASKS, *_OF_TASKS, *_OF_BOTH))
+@common.with_flags(
+    _TEXT,
+    *_OF_TEXT,
+    _TASKS,
+    *_OF_TASKS,
+    *_OF_BOTH,
+    _ADD_TO_CARD,
+    common.TRUST_REMOTE_CODE,
+    common.QUIET,
+    common.JSON,
+)
 def eval_command(
-    model: Annotated[str, argument("Model folder or hub name.", "MODEL")],
-    *,
-    add_to_card: Annotated[
-        bool,
-        switch(
-            "--add-to-card",
-            "Write the perplexity into the model card (README.md) of MODEL, a folder that coec "
-            "wrote; no other file changes.",
-        ),
-    ] = False,
-    trust_remote_code: TrustRemoteCode = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
-    **flags: Any,
+    model: Annotated[str, argument("Model folder or hub name.", "MODEL")], **flags: Any
 ) -> None:
     """Measure token perplexity of MODEL, its distance from a baseline, and zero-shot accuracy."""
     text, tasks = flags["text"], flags["tasks"]
     for_tasks, for_text = given(flags, _OF_TASKS), given(flags, _OF_TEXT)
     _refuse_unheard(text, tasks, for_text, for_tasks)
-    if add_to_card:
+    if flags["add_to_card"]:
         _check_card(model, text, tasks)
-    common = given(flags, _OF_BOTH) | {"trust_remote_code": trust_remote_code}
+    for_both = given(flags, (*_OF_BOTH, common.TRUST_REMOTE_CODE))
     if tasks is None or text is not None:
         for_text["text"] = text or "wikitext2"
-    quieten()
-    with showing_progress(quiet) as advance:
-        common["progress"] = advance
-        result, scores, failure = _measure(model, for_text, tasks, for_tasks, common)
-    if add_to_card and result is not None:
+    common.quieten()
+    with showing_progress(flags["quiet"]) as advance:
+        for_both["progress"] = advance
+        result, scores, failure = _measure(model, for_text, tasks, for_tasks, for_both)
+    if flags["add_to_card"] and result is not None:
         from coec.pipeline import card
 
         card.add_to_card(Path(model), result)
     if result is not None and result.same_text_as_calibration:
-        notes.print("note: evaluated on the text it was calibrated on")
-    if as_json and (result or scores):
+        common.notes.print("note: evaluated on the text it was calibrated on")
+    if flags["json"] and (result or scores):
         print(json.dumps(_record(result, scores, with_tasks=tasks is not None)))
     elif result is not None:
         _show_perplexity(result)
-    if scores is not None and not as_json:
+    if scores is not None and not flags["json"]:
         _show_tasks(scores)
     if failure is not None:
         raise failure
@@ -157,7 +146,7 @@ def _check_card(model: str, text: str | None, tasks: str | None) -> None:
 
 
 def _measure(
-    model: str, for_text: Values, tasks: str | None, for_tasks: Values, common: Values
+    model: str, for_text: Values, tasks: str | None, for_tasks: Values, for_both: Values
 ) -> tuple["Perplexity | None", "ZeroShot | None", CoecError | None]:
     """Measure perplexity where there are settings for it, and scores where tasks are named.
 
@@ -165,15 +154,24 @@ def _measure(
     """
     from coec.evaluation import perplexity, zero_shot
 
+    result: Perplexity | None = None
+
+    def measure_perplexity() -> None:
+        nonlocal result
+        if for_text:
+            result = perplexity.perplexity(model, **for_text, **for_both)
+
     if tasks is None:
-        return perplexity.perplexity(model, **for_text, **common), None, None
-    # The tasks' data are read before the perplexity is measured, which may take its time.
-    with zero_shot.prepared(model, tasks, **for_tasks, **common) as measure:
-        result = perplexity.perplexity(model, **for_text, **common) if for_text else None
-        try:
-            return result, measure(), None
-        except CoecError as error:
-            return result, None, error
+        measure_perplexity()
+        return result, None, None
+    try:
+        options = {**for_tasks, **for_both, "first": measure_perplexity}
+        scores = zero_shot.zero_shot(model, tasks, **options)
+    except CoecError as error:
+        if result is None:
+            raise
+        return result, None, error
+    return result, scores, None
 
 
 def _record(result: "Perplexity | None", scores: "ZeroShot | None", *, with_tasks: bool) -> Values:
@@ -193,10 +191,9 @@ def _show_perplexity(result: "Perplexity") -> None:
 
 def _show_tasks(scores: "ZeroShot") -> None:
     """Print a row per task, the paper's metric in bold, then what the numbers do not say."""
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table("task", "items", "acc", "acc_norm", "guessing", box=None, header_style="bold")
+    rows = []
     for score in scores.tasks:
         cells: dict[str, str | Text] = {
             "acc": _number(score.acc, score.acc_stderr),
@@ -204,8 +201,8 @@ def _show_tasks(scores: "ZeroShot") -> None:
         }
         if score.metric in cells:
             cells[score.metric] = Text(str(cells[score.metric]), style="bold")
-        table.add_row(score.task, f"{score.items:,}", *cells.values(), _number(score.guessing))
-    results.print(table)
+        rows.append((score.task, f"{score.items:,}", *cells.values(), _number(score.guessing)))
+    common.show_table(("task", "items", "acc", "acc_norm", "guessing"), rows)
     lines = [
         f"{s.task}: {name} {value:.4f}" for s in scores.tasks for name, value in s.other.items()
     ]

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from coec.cli.common import CommandFlag, Json, argument, quieten, results, switch, with_flags
-from coec.cli.progress import Quiet, showing_progress
+from coec.cli import common
+from coec.cli.common import CommandFlag, Switch, argument, given, results, with_flags
+from coec.cli.progress import showing_progress
 from coec.exporting import GGUF_DTYPES
 
 if TYPE_CHECKING:
@@ -21,35 +22,27 @@ _FLAGS = (
         "context", int,
         "Tokens that the file says the model takes. Default: max_position_embeddings.",
     ),
+    Switch(
+        "no_tokenizer", "Leave the tokenizer out: the file then takes and gives token ids alone."
+    ),
+    Switch("force", "Replace the GGUF file at OUT.gguf."),
 )  # fmt: skip
 
 
-@with_flags(_FLAGS)
+@with_flags(*_FLAGS, common.QUIET, common.JSON)
 def export_command(
     model: Annotated[str, argument("Model folder or hub name, pruned or not.", "MODEL")],
     out: Annotated[Path, argument("File to make, named ….gguf.", "OUT.gguf")],
-    *,
-    no_tokenizer: Annotated[
-        bool,
-        switch(
-            "--no-tokenizer",
-            "Leave the tokenizer out: the file then takes and gives token ids alone.",
-        ),
-    ] = False,
-    force: Annotated[bool, switch("--force", "Replace the GGUF file at OUT.gguf.")] = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
     **flags: Any,
 ) -> None:
     """Write MODEL as one GGUF file, for llama.cpp and what is built on it."""
-    quieten()
+    common.quieten()
     from coec.exporting.export import export
 
-    with showing_progress(quiet) as advance:
-        written = export(
-            model, out, no_tokenizer=no_tokenizer, force=force, progress=advance, **flags
-        )
-    if as_json:
+    chosen = given(flags, _FLAGS)
+    with showing_progress(flags["quiet"]) as advance:
+        written = export(model, out, progress=advance, **chosen)
+    if flags["json"]:
         print(json.dumps(written.as_dict()))
     else:
         _show(written)

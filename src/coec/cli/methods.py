@@ -3,12 +3,14 @@
 import inspect
 import json
 from collections.abc import Callable
+from typing import Any
 
-from coec.cli.common import Json, results
+from coec.cli.common import JSON, results, with_flags
 from coec.settings import Preset
 
 
-def methods_command(as_json: Json = False) -> None:
+@with_flags(JSON)
+def methods_command(**flags: Any) -> None:
     """List presets, selections, compensations with their options, and architectures."""
     from coec.compensation import COMPENSATIONS
     from coec.models.architectures import ARCHITECTURES
@@ -27,7 +29,7 @@ def methods_command(as_json: Json = False) -> None:
             a.model_type: f"{a.families} [{a.source}]" for a in ARCHITECTURES.values()
         },
     }
-    if as_json:
+    if flags["json"]:
         print(json.dumps({**listing, "options": options}))
         return
     for heading, entries in listing.items():

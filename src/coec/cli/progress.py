@@ -2,17 +2,12 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Annotated, TypeAlias
 
-from coec.cli.common import notes, switch
+from coec.cli.common import notes
 from coec.cli.signals import interruptible
 from coec.events import RESUMING, Progress, duration
-
-Quiet: TypeAlias = Annotated[
-    bool, switch("--quiet", "No progress on stderr, neither bars nor lines.")
-]
 
 _HALF_MINUTE = 30.0
 """Seconds between two lines, but for those of finished blocks and cells."""
@@ -24,29 +19,24 @@ _LONG = ("solving", "reconstructing", "allocating", "trying", "cells")
 def showing_progress(quiet: bool = False) -> Iterator[Progress]:
     """Show on stderr how far each phase is, and how long the rest of it takes.
 
-    A line says from where a run goes on, in any case.
+    A line says from where a run goes on, in any case, apart from the progress of this run.
     """
     interruptible()
+    display: AbstractContextManager[Progress] = _bars()
     if quiet:
-        yield _resuming_or(lambda phase, count, total: None)
-    elif notes.is_terminal:
-        with _bars() as advance:
-            yield _resuming_or(advance)
-    else:
-        yield _resuming_or(ProgressLines().advance)
+        display = nullcontext(lambda phase, count, total: None)
+    elif not notes.is_terminal:
+        display = nullcontext(ProgressLines().advance)
+    with display as show:
 
+        def advance(phase: str, count: int, total: int) -> None:
+            if not phase.startswith(RESUMING):
+                show(phase, count, total)
+                return
+            items = phase.removeprefix(RESUMING).strip()
+            notes.print(f"resuming: {count:,} of {total:,} {items} are done")
 
-def _resuming_or(show: Progress) -> Progress:
-    """Separate the work of an earlier run from the progress of this one."""
-
-    def advance(phase: str, count: int, total: int) -> None:
-        if not phase.startswith(RESUMING):
-            show(phase, count, total)
-            return
-        items = phase.removeprefix(RESUMING).strip()
-        notes.print(f"resuming: {count:,} of {total:,} {items} are done")
-
-    return advance
+        yield advance
 
 
 @contextmanager

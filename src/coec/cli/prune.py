@@ -1,110 +1,97 @@
-"""`coec prune` and `coec compensate`."""
+"""`coec prune` and `coec compensate`: what a pruning would do, for `--dry-run`, and what it did."""
 
+import json
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from coec import settings
-from coec.cli.common import (
-    Config,
-    Json,
-    TrustRemoteCode,
-    argument,
-    quieten,
-    setting,
-    settings_of,
-    switch,
-    with_flags,
-)
-from coec.cli.progress import Quiet, showing_progress
-from coec.cli.pruning_tables import show_plan, show_report
+from coec.cli import common
+from coec.cli.common import CommandFlag, Switch
+from coec.cli.progress import showing_progress
 from coec.settings.parts import CHOOSING
 
-StatisticsFolder = Annotated[
-    Path | None,
-    setting("What `coec collect` wrote, instead of a dense pass; brings its settings.", "PATH"),
-]
-MachineOption = Annotated[
-    str | None,
-    setting(
-        "With --dry-run: plan for a GPU by its data sheet (h100, h200, a100, l40s, rtx4090, "
-        "rtx3090) instead of for this machine.",
-        "NAME",
-    ),
-]
-MeasureOption = Annotated[
-    bool, switch("--measure", "With --dry-run: measure this machine's rates anew.")
-]
-Force = Annotated[bool, switch("--force", "Replace the model that OUT holds.")]
-Restart = Annotated[
-    bool, switch("--restart", "Throw away what an unfinished run into the same folder left.")
-]
+if TYPE_CHECKING:
+    from coec.pipeline.report import Report
+    from coec.planning import Forecast, Plan
+
+_WIDTHS = (
+    ("mlp", "MLP channels", "per block"),
+    ("experts", "expert channels", "per expert"),
+    ("kv_groups", "KV groups", "per block"),
+)
+"""Names of widths in a report, and the words for them."""
 
 
-@with_flags(settings.RECIPE, settings.OPTIONS)
+def _running(dry_run: str) -> tuple[CommandFlag | Switch, ...]:
+    """Options of both commands besides settings; `dry_run` is the help of that flag."""
+    return (
+        common.CONFIG_FILE,
+        CommandFlag(
+            "statistics", Path,
+            "What `coec collect` wrote, instead of a dense pass; brings its settings.",
+        ),
+        Switch("dry_run", dry_run),
+        CommandFlag(
+            "machine", str,
+            "With --dry-run: plan for a GPU by its data sheet (h100, h200, a100, l40s, rtx4090, "
+            "rtx3090) instead of for this machine.", metavar="NAME",
+        ),
+        Switch("measure", "With --dry-run: measure this machine's rates anew."),
+        Switch("force", "Replace the model that OUT holds."),
+        common.RESTART, common.TRUST_REMOTE_CODE, common.QUIET, common.JSON,
+    )  # fmt: skip
+
+
+@common.with_flags(
+    *settings.RECIPE,
+    *_running("Print the plan from the configuration alone."),
+    *settings.OPTIONS,
+)
 def prune_command(
-    model: Annotated[str, argument("Model folder (or its config.json), or a hub name.", "MODEL")],
+    model: Annotated[
+        str, common.argument("Model folder (or its config.json), or a hub name.", "MODEL")
+    ],
     out: Annotated[
-        str | None, argument("Folder to make, or its URL (s3://…); --dry-run needs none.", "OUT")
+        str | None,
+        common.argument("Folder to make, or its URL (s3://…); --dry-run needs none.", "OUT"),
     ] = None,
-    *,
-    config: Config = None,
-    statistics: StatisticsFolder = None,
-    dry_run: Annotated[
-        bool, switch("--dry-run", "Print the plan from the configuration alone.")
-    ] = False,
-    machine: MachineOption = None,
-    measure: MeasureOption = False,
-    force: Force = False,
-    restart: Restart = False,
-    trust_remote_code: TrustRemoteCode = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
     **flags: Any,
 ) -> None:
     """Prune MODEL and write the smaller dense model to OUT.
 
     Interrupted or killed, the same command goes on with the first unfinished block.
     """
-    _check_use(out, dry_run, machine=machine, measure=measure)
-    quieten()
+    _check_use(out, flags)
+    common.quieten()
     from coec.pipeline import prune as pruning
 
-    chosen = settings_of(config, flags, trust_remote_code=trust_remote_code)
-    if out is None or dry_run:
-        plan = pruning.plan(model, statistics=statistics, **chosen)
-        show_plan(
-            plan, model, out, machine=machine, measure=measure, as_json=as_json,
-            collected=statistics is not None, quiet=quiet,
-        )  # fmt: skip
+    chosen = common.settings_of(flags)
+    if out is None or flags["dry_run"]:
+        plan = pruning.plan(model, statistics=flags["statistics"], **chosen)
+        _show_plan(plan, model, out, flags)
         return
-    with showing_progress(quiet) as advance:
-        report = pruning.prune(
-            model, out, statistics=statistics, force=force, restart=restart, progress=advance,
-            **chosen,
-        )  # fmt: skip
-    show_report(report, as_json)
+    with showing_progress(flags["quiet"]) as advance:
+        report = pruning.prune(model, out, progress=advance, **chosen, **_handling(flags))
+    _show_report(report, flags["json"])
 
 
-@with_flags(tuple(row for row in settings.RECIPE if row.name not in CHOOSING), settings.OPTIONS)
+@common.with_flags(
+    *(row for row in settings.RECIPE if row.name not in CHOOSING),
+    *_running("Print the plan; the weights of both are read for it."),
+    *settings.OPTIONS,
+)
 def compensate_command(
-    model: Annotated[str, argument("Model folder before it was pruned, or a hub name.", "DENSE")],
-    pruned: Annotated[str, argument("What another program made of it.", "PRUNED")],
-    out: Annotated[Path | None, argument("Folder to make; --dry-run needs none.", "OUT")] = None,
-    *,
-    config: Config = None,
-    statistics: StatisticsFolder = None,
-    dry_run: Annotated[
-        bool, switch("--dry-run", "Print the plan; the weights of both are read for it.")
-    ] = False,
-    machine: MachineOption = None,
-    measure: MeasureOption = False,
-    force: Force = False,
-    restart: Restart = False,
-    trust_remote_code: TrustRemoteCode = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    model: Annotated[
+        str, common.argument("Model folder before it was pruned, or a hub name.", "DENSE")
+    ],
+    pruned: Annotated[str, common.argument("What another program made of it.", "PRUNED")],
+    out: Annotated[
+        Path | None, common.argument("Folder to make; --dry-run needs none.", "OUT")
+    ] = None,
     **flags: Any,
 ) -> None:
     """Repair what another program pruned: DENSE, with the units that PRUNED keeps, into OUT.
@@ -112,38 +99,230 @@ def compensate_command(
     Which units these are is told from the rows of PRUNED; nothing else of it is used. All else is
     as in coec prune.
     """
-    _check_use(out, dry_run, machine=machine, measure=measure)
-    quieten()
+    _check_use(out, flags)
+    common.quieten()
     from coec.pipeline import compensate as compensating
     from coec.pipeline import prune as pruning
     from coec.planning.recipe import Recipe
 
-    chosen = settings_of(config, flags, trust_remote_code=trust_remote_code)
-    if out is not None and not dry_run:
-        with showing_progress(quiet) as advance:
+    chosen = common.settings_of(flags)
+    if out is not None and not flags["dry_run"]:
+        with showing_progress(flags["quiet"]) as advance:
             report = compensating.compensate_pruned(
-                model, pruned, out, statistics=statistics, force=force, restart=restart,
-                progress=advance, **chosen,
-            )  # fmt: skip
-        show_report(report, as_json)
+                model, pruned, out, progress=advance, **chosen, **_handling(flags)
+            )
+        _show_report(report, flags["json"])
         return
     compensating.check_settings(chosen, pruned)
     Recipe(**chosen)  # before the weights are read
-    with showing_progress(quiet) as advance:
+    with showing_progress(flags["quiet"]) as advance:
         kept = compensating.infer_kept(model, pruned, advance)
-    plan = pruning.plan(model, statistics=statistics, **chosen, kept=kept)
-    show_plan(
-        plan, model, out, machine=machine, measure=measure, as_json=as_json,
-        collected=statistics is not None, quiet=quiet,
-    )  # fmt: skip
+    plan = pruning.plan(model, statistics=flags["statistics"], **chosen, kept=kept)
+    _show_plan(plan, model, out, flags)
 
 
-def _check_use(out: object, dry_run: bool, *, machine: str | None, measure: bool) -> None:
+def _handling(flags: Mapping[str, Any]) -> common.Values:
+    return common.given(flags, ("statistics", "force", "restart"))
+
+
+def _check_use(out: object, flags: Mapping[str, Any]) -> None:
     """Raise BadParameter for a missing OUT, or options that only a plan takes."""
-    if dry_run:
+    if flags["dry_run"]:
         return
     if out is None:
         raise typer.BadParameter("OUT is missing (only --dry-run works without)")
-    for name, value in {"machine": machine, "measure": measure}.items():
-        if value:
+    for name in ("machine", "measure"):
+        if flags[name]:
             raise typer.BadParameter(f"--{name} goes with --dry-run")
+
+
+def _show_plan(plan: "Plan", model: str, out: str | Path | None, flags: Mapping[str, Any]) -> None:
+    """Print what a pruning would do and take; OptionError where it does not fit in the memory.
+
+    Times are of the GPU that `machine` names, or of this machine. Where statistics are given, no
+    text is run.
+    """
+    import torch
+
+    from coec import planning
+    from coec.devices import FreeMemory, choose_device
+
+    if flags["machine"] is not None:
+        rates = elsewhere = planning.machine_named(flags["machine"])
+        device, room = torch.device(rates.device), FreeMemory(rates.device_bytes, None)
+    else:
+        device, elsewhere = choose_device(plan.recipe.runtime.device), None
+        room = FreeMemory.of(device)
+        with showing_progress(flags["quiet"]) as advance:
+            rates = planning.this_machine(device, anew=flags["measure"], progress=advance)
+    compute = planning.ComputeConfig.of(
+        plan, device, measured=flags["statistics"] is not None, machine=elsewhere
+    )
+    compute = planning.within(plan, compute, room)
+    planning.check_room(plan, compute, room)
+    close = planning.close_fits(plan, compute, room)
+    forecast = planning.Forecast.of(plan, compute, rates)
+    record = {"model": model, **plan.record(), **forecast.record()}
+    record |= {"device": str(device), "close": list(close)}
+    if flags["json"]:
+        print(json.dumps(record))
+        return
+    _show_sizes(plan, forecast.alternatives, record)
+    _show_forecast(forecast, str(device))
+    for line in (*close, *_disk(forecast, out)):
+        common.results.print(line)
+
+
+def _show_sizes(plan: "Plan", alternatives: dict[str, "Plan"], record: dict[str, Any]) -> None:
+    from coec.pipeline.card import counted
+
+    rows = [
+        (f"{name.replace('_', ' ')} × {plan.dense.layers} blocks",
+         counted(width["before"]), counted(width["after"]))
+        for name, width in record["widths"].items()
+    ]  # fmt: skip
+    before, after = plan.parameters_before, plan.parameters_after
+    rows.append(("parameters", f"{before:,}", f"{after:,} ({after / before:.1%})"))
+    common.show_table(("", "dense", "pruned"), rows)
+    for rule, candidate in alternatives.items():
+        common.results.print(
+            f"or, if held-out windows say so (kv_groups = {rule}): {candidate.pruned.kv_heads} KV "
+            f"groups, {candidate.pruned.ffn:,} MLP channels, stored as "
+            f"{candidate.output.model_type}"
+        )
+    for note in plan.notes:
+        common.results.print(note)
+    code = f", built by {record['code']} beside the weights" if record["code"] else ""
+    common.results.print(f"\nstored as {plan.output.model_type}{code}")
+    if plan.output.relabelled:
+        common.results.print(f"  ({plan.output.relabelled})")
+    for loader, finding in plan.output.loads_in.items():
+        common.results.print(f"  {loader:<14} {finding}")
+    common.results.print()
+
+
+def _show_forecast(forecast: "Forecast", device: str) -> None:
+    """Print a line for every phase: memory at its fullest moment, operations, time."""
+    from coec.planning.machines import PEAK_SHARE
+
+    alone = device == "cpu"
+    memory = ["memory"] if alone else [device, "host"]
+    rows = []
+    for phase in forecast.phases:
+        sizes = [phase.host] if alone else [phase.device, phase.host]
+        cells = [_gigabytes(sum(size.values())) if phase.host else "" for size in sizes]
+        operations = f"{phase.operations:.1e}" if phase.operations else ""
+        largest = max(sizes[0], key=sizes[0].__getitem__, default="")
+        time = str(forecast.seconds.get(phase.name, ""))
+        rows.append((phase.name, *cells, operations, time, largest))
+    everything = sum(phase.operations for phase in forecast.phases)
+    peak = [sum(forecast.peak)] if alone else forecast.peak
+    rows.append(("all", *map(_gigabytes, peak), f"{everything:.1e}", str(forecast.total), ""))
+    common.show_table(("phase", *memory, "operations", "time", "most of it"), rows)
+    if machine := forecast.machine:
+        source = (
+            f"rates measured on {machine.name}, with nothing else running; reading from the disk "
+            "is left out"
+            if machine.measured
+            else f"the data sheet of {machine.name}, products taken to reach {PEAK_SHARE:.0%} "
+            "of its peak: not measured here, or anywhere"
+        )
+        common.results.print(f"times: by {source}")
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"
+
+
+def _disk(forecast: "Forecast", out: str | Path | None) -> list[str]:
+    from coec.execution.output import free_space, is_url
+
+    output, partial = forecast.output, forecast.partial
+    lines = [
+        f"disk: {output / 1e9:.2f} GB, and {partial / 1e9:.2f} GB of unfinished work meanwhile"
+    ]
+    if out is None or is_url(out):
+        return lines
+    if (free := free_space(Path(out))) < output + partial:
+        lines.append(f"'{out}' has {free / 1e9:.2f} GB free: choose a folder on another disk")
+    return lines
+
+
+def _show_report(report: "Report", as_json: bool) -> None:
+    """Print what a pruning did, in lines or as one JSON object."""
+    from coec.models.architectures import ARCHITECTURES
+
+    if as_json:
+        print(json.dumps({"out": report.out, **report.as_dict()}))
+        return
+    for line in _lines(report):
+        common.results.print(line)
+    for event, modules in report.events.items():
+        place = modules[0] if len(modules) == 1 else f"{modules[0]} and {len(modules) - 1} more"
+        common.notes.print(f"note: {place}: {event}")
+    fits = not ARCHITECTURES[report.plan["model_type"]].adds  # True where blocks can be fitted
+    if report.recipe.get("preset") == "paper" and not report.reconstruction and fits:
+        common.results.print(
+            "beyond the paper: --preset best fits every block to the dense model's hidden states"
+        )
+    common.results.print(f"measure it: coec eval {report.out} --baseline {report.model}")
+
+
+def _lines(report: "Report") -> Iterator[str]:
+    from coec.pipeline.card import counted
+
+    plan, widths = report.plan, report.plan["widths"]
+    before, after = plan["parameters"]["before"], plan["parameters"]["after"]
+    yield f"wrote {report.out}"
+    yield f"parameters       {before:,} → {after:,} ({after / before:.1%})"
+    for name, label, unit in _WIDTHS:
+        if width := widths.get(name):
+            yield f"{label:<16} {counted(width['before'])} → {counted(width['after'])} {unit}"
+    yield from plan["notes"]
+    for site in report.kinds:
+        before, after = report.mean_errors(site)
+        yield (
+            f"{site + ' error':<16} {before:.4f} → {after:.4f} "
+            "(relative output error on the calibration data, mean over blocks)"
+        )
+        if any(row.get("holdout_after") is not None for row in report.sites if row["site"] == site):
+            before, after = report.mean_errors(site, held_out=True)
+            yield f"{'  held out':<16} {before:.4f} → {after:.4f}"
+    yield from _reconstruction(report)
+    if plan["relabelled"]:
+        yield f"stored as        {plan['output_model_type']} ({plan['relabelled']})"
+    if plan.get("code"):
+        yield (
+            f"built by         {plan['code']}, beside the weights: loads with "
+            "trust_remote_code=True"
+        )
+    yield f"seconds          {sum(report.seconds.values()):.1f}"
+
+
+def _reconstruction(report: "Report") -> Iterator[str]:
+    """Yield errors before and after the fit, and how well candidates predict held-out windows."""
+    for site in report.kinds:
+        fits = [row["reconstruction"] for row in report.sites
+                if row["site"] == site and "reconstruction" in row]  # fmt: skip
+        if fits:
+            before = sum(fit["error_before"] for fit in fits) / len(fits)
+            after = sum(fit["error_after"] for fit in fits) / len(fits)
+            yield (
+                f"{site + ' fitted':<16} {before:.4f} → {after:.4f} "
+                "(error of the hidden states, relative to what the part adds)"
+            )
+    facts = report.reconstruction
+    for name, tried in facts.get("candidates", {}).items():
+        chosen = ", chosen" if name == facts["kv_groups"] else ""
+        divergence = tried["kl"] if tried["kl"] is not None else math.inf
+        line = _prediction(f"groups {name}", tried)
+        yield f"{line}, KL {divergence:.3f}, fitted briefly{chosen}"
+    if facts:
+        yield _prediction("predicts", facts)
+
+
+def _prediction(label: str, facts: Mapping[str, Any]) -> str:
+    """Line on how well a model predicts the windows that judge it, beside the dense one."""
+    pruned, dense = (facts[model] or math.inf for model in ("perplexity", "dense"))
+    windows = facts["windows"].replace(" ", "-")
+    return f"{label:<16} perplexity {pruned:.2f} (dense {dense:.2f}) on {windows} windows"

@@ -1,4 +1,4 @@
-"""`coec sweep`."""
+"""`coec sweep` and `coec report`."""
 
 import json
 from dataclasses import asdict
@@ -7,32 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coec.cli.common import (
-    DEVICE_FLAG,
-    CommandFlag,
-    Json,
-    TrustRemoteCode,
-    Values,
-    argument,
-    given,
-    notes,
-    quieten,
-    results,
-    spelled,
-    switch,
-    with_flags,
-)
-from coec.cli.progress import Quiet, showing_progress
+from coec.cli import common
+from coec.cli.common import CommandFlag, Switch, argument, given, results, with_flags
+from coec.cli.progress import showing_progress
+from coec.cli.signals import interruptible
 
 if TYPE_CHECKING:
     from coec.experiments.grid import Cell
     from coec.experiments.sweep import Summary
 
-READY = (
-    "ablation", "alpha", "calibration-size", "delta", "lambda-a", "main", "overfitting",
-    "rescale-ridge", "rounds", "seeds",
-)  # fmt: skip
-"""Known without reading the folder of grids, which would make the help slow."""
+_GRIDS = Path(__file__).parents[1] / "experiments" / "grids"
+READY = tuple(sorted(path.stem for path in _GRIDS.glob("*.toml")))
 
 
 _RECIPE = (
@@ -62,7 +47,7 @@ _RUNNING = (
         "Where cells are solved: processes, or a ray cluster. Default: processes.",
     ),
     CommandFlag("address", str, "Of a Ray cluster, as in `coec prune`."),
-    DEVICE_FLAG,
+    common.DEVICE,
     CommandFlag(
         "statistics", list[Path],
         "What `coec collect` made of a model; may be given several times.",
@@ -70,42 +55,39 @@ _RUNNING = (
 )  # fmt: skip
 
 
-@with_flags((_MODEL, *_RECIPE, *_EVALUATION, *_RUNNING))
+_GEOMETRY = Switch("geometry", "Compare frames with the dense model's, as in `coec analyze`.")
+_KEEPING = (
+    Switch("keep_models", "Keep every pruned model in OUT/models."),
+    Switch("keep_statistics", "Keep the dense statistics in OUT/statistics."),
+    Switch("retry_failed", "Run failed cells again."),
+)
+_DRY_RUN = Switch("dry_run", "List the cells and stop.")
+
+
+@with_flags(
+    _MODEL, *_RECIPE, *_EVALUATION, *_RUNNING,
+    _GEOMETRY, *_KEEPING, _DRY_RUN, common.TRUST_REMOTE_CODE, common.QUIET, common.JSON,
+)  # fmt: skip
 def sweep_command(
     grid: Annotated[str, argument(f"A TOML file, or a ready grid: {', '.join(READY)}.", "GRID")],
     out: Annotated[
         Path | None, argument("Folder of the results; --dry-run needs none.", "OUT")
     ] = None,
-    *,
-    geometry: Annotated[
-        bool, switch("--geometry", "Compare frames with the dense model's, as in `coec analyze`.")
-    ] = False,
-    keep_models: Annotated[
-        bool, switch("--keep-models", "Keep every pruned model in OUT/models.")
-    ] = False,
-    keep_statistics: Annotated[
-        bool, switch("--keep-statistics", "Keep the dense statistics in OUT/statistics.")
-    ] = False,
-    retry_failed: Annotated[bool, switch("--retry-failed", "Run failed cells again.")] = False,
-    dry_run: Annotated[bool, switch("--dry-run", "List the cells and stop.")] = False,
-    trust_remote_code: TrustRemoteCode = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
     **flags: Any,
 ) -> None:
     """Run every cell of GRID into OUT, from one dense pass per model and calibration.
 
     Interrupted, the same command goes on with the first missing cell.
     """
-    if out is None and not dry_run:
+    if out is None and not flags["dry_run"]:
         raise typer.BadParameter("OUT is missing (only --dry-run works without)")
-    trust = {"trust_remote_code": True} if trust_remote_code else {}
+    trust = {"trust_remote_code": True} if flags["trust_remote_code"] else {}
     evaluation = given(flags, (*_EVALUATION, "text_column")) | trust
     if "eval_seq_len" in evaluation:
         evaluation["seq_len"] = evaluation.pop("eval_seq_len")
-    if geometry:
+    if flags["geometry"]:
         evaluation["geometry"] = True
-    quieten()
+    common.quieten()
     from coec.experiments.grid import expand
 
     cells = expand(
@@ -113,23 +95,18 @@ def sweep_command(
     )
     from coec.experiments.sweep import check_plan, sweep
 
-    defaults: Values = {"jobs": None, "executor": "processes", "address": None, "device": "auto"}
-    running = defaults | given(flags, defaults)
-    if out is None or dry_run:
-        check_plan(cells, **running)
-        _show_cells(cells, as_json)
+    running = given(flags, _RUNNING)
+    if out is None or flags["dry_run"]:
+        check_plan(cells, **{k: v for k, v in running.items() if k != "statistics"})
+        _show_cells(cells, flags["json"])
         return
     try:
-        with showing_progress(quiet) as advance:
-            summary = sweep(
-                cells, out, **running, statistics=flags["statistics"] or (),
-                keep_models=keep_models,
-                keep_statistics=keep_statistics, retry_failed=retry_failed, progress=advance,
-            )  # fmt: skip
+        with showing_progress(flags["quiet"]) as advance:
+            summary = sweep(cells, out, **running, **given(flags, _KEEPING), progress=advance)
     except KeyboardInterrupt:
-        notes.print(f"finished cells are in {out}; the same command goes on with the rest")
+        common.notes.print(f"finished cells are in {out}; the same command goes on with the rest")
         raise
-    if as_json:
+    if flags["json"]:
         print(json.dumps({**asdict(summary), "folder": str(summary.folder)}))
     else:
         _show_summary(summary, out, kept=len(cells) - summary.ran)
@@ -139,14 +116,14 @@ def sweep_command(
 
 def _show_summary(summary: "Summary", out: Path, kept: int) -> None:
     if summary.torn:
-        notes.print("note: an unfinished last line of results.jsonl was dropped")
+        common.notes.print("note: an unfinished last line of results.jsonl was dropped")
     results.print(
         f"{summary.done} cells done, {summary.failed} failed"
         + (f" ({kept} were there already)" if kept else "")
     )
     for reason in dict.fromkeys(summary.reasons.values()):
         count = list(summary.reasons.values()).count(reason)
-        notes.print(f"failed, {count} cells: {spelled(reason)}")
+        common.notes.print(f"failed, {count} cells: {common.spelled(reason)}")
     results.print(f"tables and figures: coec report {out}")
 
 
@@ -185,3 +162,34 @@ def _show_cells(cells: list["Cell"], as_json: bool) -> None:
     for *short, last in lines:  # rich's table takes seconds for thousands of rows
         print("  ".join([*(text.ljust(n) for text, n in zip(short, widths, strict=True)), last]))
     print(f"\n{len(cells)} cells")
+
+
+_COMPARE = CommandFlag(
+    "compare", str, "paper: set the numbers that the paper prints beside ours.", metavar="NAME"
+)
+
+
+@with_flags(_COMPARE, common.JSON)
+def report_command(
+    out: Annotated[Path, argument("Folder that a sweep wrote to.", "OUT")],
+    **flags: Any,
+) -> None:
+    """Write the tables and figures of a sweep: report.md, report.tex and report.html in OUT.
+
+    Figures are in OUT/figures too, as PDF and SVG.
+    """
+    from coec.experiments.reporting.report import write_report
+
+    interruptible()
+    written = write_report(out, compare=flags["compare"])
+    paths = {path.suffix[1:]: str(path) for path in written.files}
+    if flags["json"]:
+        figures = [str(path) for path in written.figures]
+        print(json.dumps({"files": paths, "figures": figures, **written.document.as_dict()}))
+        return
+    for name, value in written.document.facts.items():
+        results.print(f"{name:<20} {value}")
+    for note in written.document.notes:
+        results.print(note)
+    for path in (*paths.values(), *dict.fromkeys(path.parent for path in written.figures)):
+        results.print(f"{'written':<20} {path}")

@@ -3,9 +3,8 @@
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict
-from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,34 +115,57 @@ def _value(pair: ModelPair, site: Site, units: KeptSet, device: torch.device) ->
     return None if rows is None else rows.to(device, torch.float64)
 
 
-_Measure = tuple[Callable[[JsonDict], float | None], Callable[..., Any]]
+class Measure(NamedTuple):
+    """Measure of a module: its place in a row, its line in a table, and its worst value.
 
-MEASURES: dict[str, _Measure] = {
-    "angle_original_pruned": (lambda row: row["original_pruned"]["mean"], max),
-    "angle_original_compensated": (lambda row: row["original_compensated"]["mean"], max),
-    "angle_pruned_compensated": (lambda row: row["pruned_compensated"]["mean"], max),
-    "discrepancy": (itemgetter("discrepancy"), max),
-    "scale_change": (itemgetter("scale_change"), max),
-    "gap_dense": (itemgetter("gap_dense"), min),
-    "gap_pruned": (itemgetter("gap_pruned"), min),
-    "gap_compensated": (itemgetter("gap_compensated"), min),
-    "penalty_pruned": (lambda row: (row["penalty"] or {}).get("pruned"), max),
-    "penalty_compensated": (lambda row: (row["penalty"] or {}).get("compensated"), max),
-    "penalty_factor": (lambda row: _factor(row, ""), min),
-    "weighted_penalty_pruned": (lambda row: (row["penalty"] or {}).get("weighted_pruned"), max),
-    "weighted_penalty_compensated": (
-        lambda row: (row["penalty"] or {}).get("weighted_compensated"), max,
-    ),
-    "weighted_penalty_factor": (lambda row: _factor(row, "weighted_"), min),
+    Attributes:
+        label, average, form: what a table calls it, the average over modules that it shows, and
+            the format of numbers.
+        worst: max or min.
+        path: place of the value in a module's row, or of two values whose ratio it is.
+    """
+
+    label: str
+    average: str
+    form: str
+    worst: Callable[..., Any]
+    path: str
+
+    def read(self, row: JsonDict) -> float | None:
+        """Read the measure from a module's row; None where it has none, or a factor of 0."""
+        values = []
+        for path in self.path.split(" / "):
+            value: Any = row
+            for name in path.split("."):
+                value = None if value is None else value[name]
+            values.append(value)
+        if len(values) == 1:
+            return values[0]
+        return values[0] / values[1] if values[1] else None
+
+
+_FALL = "penalty.pruned / penalty.compensated"
+MEASURES = {
+    "angle_original_pruned": Measure("angle O–P", "mean", "{:.1f}°", max, "original_pruned.mean"),
+    "angle_original_compensated": Measure("angle O–C", "mean", "{:.1f}°", max,
+        "original_compensated.mean"),
+    "angle_pruned_compensated": Measure("angle P–C", "mean", "{:.1f}°", max,
+        "pruned_compensated.mean"),
+    "discrepancy": Measure("frame discrepancy", "mean", "{:.2%}", max, "discrepancy"),
+    "scale_change": Measure("|log(s_C/s_P)|", "median", "{:.3f}", max, "scale_change"),
+    "gap_dense": Measure("σ_r/σ_(r+1) dense", "median", "{:.4f}", min, "gap_dense"),
+    "gap_pruned": Measure("… pruned", "median", "{:.4f}", min, "gap_pruned"),
+    "gap_compensated": Measure("… compensated", "median", "{:.4f}", min, "gap_compensated"),
+    "penalty_pruned": Measure("penalty pruned", "median", "{:.1e}", max, "penalty.pruned"),
+    "penalty_compensated": Measure("… compensated", "median", "{:.1e}", max, "penalty.compensated"),
+    "penalty_factor": Measure("… before/after", "median", "{:.1f}", min, _FALL),
+    "weighted_penalty_pruned": Measure("s²-weighted pruned", "median", "{:.1e}", max,
+        "penalty.weighted_pruned"),
+    "weighted_penalty_compensated": Measure("… compensated", "median", "{:.1e}", max,
+        "penalty.weighted_compensated"),
+    "weighted_penalty_factor": Measure("… before/after", "median", "{:.1f}", min,
+        "penalty.weighted_pruned / penalty.weighted_compensated"),
 }  # fmt: skip
-"""Function that reads a measure from a module's row, and max or min, which gives the worst."""
-
-
-def _factor(row: JsonDict, variant: str) -> float | None:
-    """Factor by which the penalty fell; None if it fell to 0."""
-    penalty = row["penalty"]
-    new = penalty and penalty[f"{variant}compensated"]
-    return penalty[f"{variant}pruned"] / new if new else None
 
 
 def summarize(rows: list[JsonDict]) -> dict[str, JsonDict]:
@@ -158,15 +180,15 @@ def summarize(rows: list[JsonDict]) -> dict[str, JsonDict]:
         if not modules:
             continue
         summary[site] = {"modules": len(modules), "r": max(row["r"] for row in modules)}
-        for name, (read, worst_of) in MEASURES.items():
-            values = {row["module"]: v for row in modules if (v := read(row)) is not None}
+        for name, measure in MEASURES.items():
+            values = {row["module"]: v for row in modules if (v := measure.read(row)) is not None}
             if not values:
                 continue
-            module = worst_of(values, key=values.__getitem__)
+            module = measure.worst(values, key=values.__getitem__)
             summary[site][name] = {
                 "mean": statistics.mean(values.values()),
                 "median": statistics.median(values.values()),
-                "best": (min if worst_of is max else max)(values.values()),
+                "best": (min if measure.worst is max else max)(values.values()),
                 "worst": values[module],
                 "worst_module": module,
             }
@@ -188,7 +210,7 @@ def oddities(rows: list[JsonDict]) -> list[str]:
         "the compensated weight are those of changed inputs, and no alignment penalty is "
         "measured": lambda row: row["reads_fitted"],
         "compensation raised the alignment penalty": lambda row: (
-            (factor := _factor(row, "")) is not None and factor < 1
+            (factor := MEASURES["penalty_factor"].read(row)) is not None and factor < 1
         ),
     }
     for text, holds in cases.items():

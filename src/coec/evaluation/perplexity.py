@@ -35,6 +35,7 @@ from coec.streaming.self_text import sample_from_model, windows_that_fit
 
 EVALUATION_SEQ_LEN = 4096
 """Tokens of an evaluation window, if the model has so many positions."""
+_SELF_WINDOWS = 64
 _LOGITS_PER_BATCH = 2**22
 """Upper bound of batch · length · vocabulary, the logits in memory at once."""
 
@@ -83,7 +84,7 @@ def perplexity(
     baseline: str | Path | Dense | None = None,
     split: Split = "test",
     text_column: str = "text",
-    samples: SupportsIndex = 64,
+    samples: SupportsIndex = _SELF_WINDOWS,
     seed: SupportsIndex = 1,
     device: str = "auto",
     dtype: str | None = None,
@@ -122,14 +123,13 @@ def perplexity(
     calibrated = calibration_digest(model.folder)
     if dense is not None:
         _check_baseline(model, dense, trust_remote_code)
-    tokenizer, windows = None, None
+    from_model = isinstance(text, str) and text == "self"
+    if from_model and dense is None:
+        raise OptionError("text=self samples from the baseline: give baseline=DENSE")
+    windows = None
     if isinstance(text, Windows):
         windows = text
-    elif isinstance(text, str) and text == "self":
-        if dense is None:
-            raise OptionError("text=self samples from the baseline: give baseline=DENSE")
-        tokenizer = load_tokenizer(dense.folder, trust_remote_code=trust_remote_code)
-    else:
+    elif not from_model:
         windows = evaluation_windows(
             model, text, seq_len=seq_len, max_windows=max_windows, split=split,
             text_column=text_column, trust_remote_code=trust_remote_code, progress=progress,
@@ -140,9 +140,9 @@ def perplexity(
         assert base is not None
         assert dense is not None
         length = resolve_seq_len(seq_len, model.positions, EVALUATION_SEQ_LEN)
-        windows = sample_from_model(
-            base, tokenizer, samples=samples, seq_len=length, seed=seed,
-            at_once=windows_that_fit(dense, base, length), progress=progress,
+        windows = sampled_windows(
+            dense, base, seq_len=length, samples=samples, seed=seed, progress=progress,
+            trust_remote_code=trust_remote_code,
         )  # fmt: skip
     prediction = _predict(network, base, windows.ids, progress)
     result = _result(prediction, windows, network.num_parameters(), calibrated, base is not None)
@@ -217,6 +217,24 @@ def evaluation_windows(
         )  # fmt: skip
     windows = all_windows(stream, seq_len=length, vocabulary=model.vocabulary)
     return replace(windows, ids=windows.ids[:max_windows])
+
+
+def sampled_windows(
+    dense: Dense,
+    network: PreTrainedModel,
+    *,
+    seq_len: int,
+    samples: int | None = None,
+    seed: int = 1,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Windows:
+    """Sample the windows of `text = "self"` from the dense model; 64 where nothing else is set."""
+    tokenizer = load_tokenizer(dense.folder, trust_remote_code=trust_remote_code)
+    return sample_from_model(
+        network, tokenizer, samples=samples or _SELF_WINDOWS, seq_len=seq_len, seed=seed,
+        at_once=windows_that_fit(dense, network, seq_len), progress=progress,
+    )  # fmt: skip
 
 
 @torch.no_grad()

@@ -3,8 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -121,6 +120,7 @@ def zero_shot(
     dtype: str | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
+    first: Callable[[], object] | None = None,
 ) -> ZeroShot:
     """Measure zero-shot accuracy with the task definitions of the installed lm-evaluation-harness.
 
@@ -136,35 +136,11 @@ def zero_shot(
         dtype: dtype of the forward pass; None as in the setting `forward_dtype`.
         trust_remote_code: let the model's tokenizer run its own Python code.
         progress: called with ("zero-shot", done, total) requests.
+        first: called when everything is read and checked but the weights: so a caller that measures
+            something else first learns at once of a task that cannot be used.
 
     Raises:
         CoecError: with one line that says what to change, before the model is loaded.
-    """
-    with prepared(
-        model, tasks, tasks_data=tasks_data, limit=limit, batch_size=batch_size, seq_len=seq_len,
-        device=device, dtype=dtype, trust_remote_code=trust_remote_code, progress=progress,
-    ) as measure:  # fmt: skip
-        return measure()
-
-
-@contextmanager
-def prepared(
-    model: str | Path | Dense,
-    tasks: str | Sequence[str] = SEVEN,
-    *,
-    tasks_data: str | Path | None = None,
-    limit: SupportsIndex | None = None,
-    batch_size: SupportsIndex = 8,
-    seq_len: SupportsIndex | None = None,
-    device: str = "auto",
-    dtype: str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
-) -> Iterator[Callable[[], ZeroShot]]:
-    """Read and check everything that `zero_shot` needs but the weights; give the measurement.
-
-    A caller that measures something else before it, such as perplexity, learns first of a task that
-    cannot be used.
     """
     items = None if limit is None else check_whole("limit", limit)
     requests = check_whole("batch_size", batch_size)
@@ -176,32 +152,30 @@ def prepared(
     length = resolve_seq_len(seq_len, dense.positions, dense.positions)
     names, files = check_tasks(tasks, tasks_data)
     with harness.quiet(), harness.loaded_tasks(names, files, items) as loaded:
-
-        def measure() -> ZeroShot:
-            began = time.perf_counter()
-            network = load_network(dense, chosen, dtype)
-            lm = harness.language_model(
-                network, tokenizer, batch_size=requests, max_length=length, progress=progress
-            )
-            results = _run(lm, loaded, items)
-            scores = tuple(_score(task, results, items, files) for task in loaded)
-            mean, mean_stderr = _mean(scores)
-            return ZeroShot(
-                tasks=scores,
-                mean=mean,
-                mean_stderr=mean_stderr,
-                mean_at_chance=_at_chance(scores),
-                at_chance=tuple(score.task for score in scores if score.at_chance),
-                truncated=lm.truncated,
-                limit=items,
-                seq_len=length,
-                batch_size=requests,
-                parameters=network.num_parameters(),
-                lm_eval=harness.lm_eval_version(),
-                seconds=time.perf_counter() - began,
-            )
-
-        yield measure
+        if first:
+            first()
+        began = time.perf_counter()
+        network = load_network(dense, chosen, dtype)
+        lm = harness.language_model(
+            network, tokenizer, batch_size=requests, max_length=length, progress=progress
+        )
+        results = _run(lm, loaded, items)
+        scores = tuple(_score(task, results, items, files) for task in loaded)
+        mean, mean_stderr = _mean(scores)
+        return ZeroShot(
+            tasks=scores,
+            mean=mean,
+            mean_stderr=mean_stderr,
+            mean_at_chance=_at_chance(scores),
+            at_chance=tuple(score.task for score in scores if score.at_chance),
+            truncated=lm.truncated,
+            limit=items,
+            seq_len=length,
+            batch_size=requests,
+            parameters=network.num_parameters(),
+            lm_eval=harness.lm_eval_version(),
+            seconds=time.perf_counter() - began,
+        )
 
 
 def check_tasks(

@@ -1,29 +1,40 @@
-"""One cell: prune, measure, and put the account into one row."""
+"""Cells: their models and texts, opened once before any of them runs, and the work of one."""
 
+import hashlib
 import json
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from coec.calibration.windows import Overlap, Windows
-from coec.devices import choose_device, environment
-from coec.errors import CoecError, NumericalError, UnfinishedError
+from coec.calibration.tokens import load_tokenizer
+from coec.calibration.windows import Overlap, Windows, resolve_seq_len, source_digest
+from coec.devices import choose_device, environment, peak, reset_peak
+from coec.errors import CoecError, NumericalError, OptionError, UnfinishedError
 from coec.evaluation.efficiency import efficiency
 from coec.evaluation.geometry import geometry
-from coec.evaluation.perplexity import perplexity
-from coec.evaluation.zero_shot import zero_shot
-from coec.experiments.grid import Cell
-from coec.experiments.memory import peak, reset_peak
+from coec.evaluation.pair import load_network
+from coec.evaluation.perplexity import (
+    EVALUATION_SEQ_LEN,
+    evaluation_windows,
+    perplexity,
+    sampled_windows,
+)
+from coec.evaluation.zero_shot import check_tasks, zero_shot
+from coec.experiments.grid import Cell, Subject
 from coec.experiments.rows import CONTROL, Row, read
 from coec.models.dense import Dense
 from coec.pipeline.prune import prune
 from coec.pipeline.report import Report
+from coec.planning import Plan
 from coec.planning.recipe import Recipe
 from coec.settings import Calibration
+from coec.streaming.passes import adopted
+from coec.streaming.statistics import Statistics
+from coec.streaming.windows import check_calibrations
 from coec.version import __version__
 
 _SITE_FIELDS = (
@@ -35,17 +46,155 @@ _SITE_FIELDS = (
 """Fields of a site's entry in coec.json that a row keeps."""
 RowFields = dict[str, Any]
 """Fields of a row, ready for JSON."""
+CellIdentity = dict[str, str | None]
+"""Digests of the models and texts of a cell, by what they are."""
+
+
+@dataclass(frozen=True)
+class OpenSubject:
+    """A dense model, its evaluation windows, and statistics that were collected of it before."""
+
+    dense: Dense
+    windows: Windows
+    statistics: Statistics | None = None
+
+
+def open_models(cells: list[Cell]) -> dict[str, Dense]:
+    """Open every model, by path, and read each weight once: damage is found before any work."""
+    models: dict[str, Dense] = {}
+    for path in dict.fromkeys(cell.subject.path for cell in cells):
+        models[path] = Dense.open(path)
+        models[path].check_values()
+    return models
+
+
+def open_statistics(sources: Sequence[str | Path | Statistics]) -> dict[str, Statistics]:
+    """Open statistics that were collected before, by the digest of their model."""
+    by_model: dict[str, Statistics] = {}
+    for statistics in map(Statistics.open, sources):
+        first = by_model.setdefault(statistics.made_with["model"], statistics)
+        if first is not statistics:
+            raise OptionError(
+                f"the statistics in '{first.folder}' and '{statistics.folder}' are of one model: "
+                "give one of them, or merge them"
+            )
+    return by_model
+
+
+def resolved(
+    cells: list[Cell], models: Mapping[str, Dense], saved: Mapping[str, Statistics], device: str
+) -> list[Cell]:
+    """Give cells the device, the kept units that they name, and the calibration of statistics.
+
+    Raises:
+        OptionError: a cell asks for another calibration, or statistics are of no model here.
+    """
+    digests = {dense.digest for dense in models.values()} if saved else set()
+    for digest, statistics in saved.items():
+        if digest not in digests:
+            raise OptionError(
+                f"the statistics in '{statistics.folder}' are of none of these models: name the "
+                "model that they were collected from, or leave them out"
+            )
+    changed = []
+    for cell in cells:
+        recipe, dense = cell.recipe, models[cell.subject.path]
+        if recipe is not None and saved and dense.digest in saved:
+            recipe.check_for_statistics()
+            calibration = adopted(saved[dense.digest], recipe.calibration, dense, cell.explicit)
+            recipe = replace(recipe, calibration=calibration)
+        if recipe is not None:
+            recipe = replace(recipe, runtime=replace(recipe.runtime, device=device)).opened()
+        changed.append(replace(cell, recipe=recipe))
+    return changed
+
+
+def open_subjects(
+    cells: list[Cell], models: Mapping[str, Dense], saved: Mapping[str, Statistics], device: str
+) -> dict[Subject, OpenSubject]:
+    """Cut every evaluation text, and check every plan and calibration text.
+
+    Raises:
+        CoecError: a text or a setting cannot be used.
+    """
+    subjects: dict[Subject, OpenSubject] = {}
+    sources: dict[tuple[str, str, str | None], list[Recipe]] = {}
+    for cell in cells:
+        subject, recipe = cell.subject, cell.recipe
+        dense = models[subject.path]
+        if subject not in subjects:
+            if subject.evaluation.tasks:
+                trust = subject.evaluation.trust_remote_code
+                load_tokenizer(dense.folder, trust_remote_code=trust)
+            windows = _evaluation_windows(subject, dense, device)
+            subjects[subject] = OpenSubject(
+                dense, windows, saved.get(dense.digest) if saved else None
+            )
+        if recipe is None:
+            continue
+        Plan.of(dense, recipe)
+        if subjects[subject].statistics is None:
+            calibration = recipe.calibration
+            source = (subject.path, str(calibration.source), calibration.text_column)
+            sources.setdefault(source, []).append(recipe)
+    for (path, *_), recipes in sources.items():
+        calibrations = [recipe.calibration for recipe in recipes]
+        check_calibrations(models[path], calibrations, recipes[0].runtime)
+    return subjects
+
+
+def _evaluation_windows(subject: Subject, dense: Dense, device: str) -> Windows:
+    """Cut the evaluation text; `self` is sampled from the model, as by `coec eval --text self`."""
+    evaluation = subject.evaluation
+    seq_len, trust = evaluation.seq_len, evaluation.trust_remote_code
+    if evaluation.text != "self":
+        return evaluation_windows(
+            dense, evaluation.text, seq_len=seq_len, trust_remote_code=trust,
+            max_windows=evaluation.max_windows, text_column=evaluation.text_column,
+        )  # fmt: skip
+    network = load_network(dense, choose_device(device), None)
+    seq_len = resolve_seq_len(seq_len, dense.positions, EVALUATION_SEQ_LEN)
+    return sampled_windows(
+        dense, network, seq_len=seq_len, samples=evaluation.max_windows, trust_remote_code=trust
+    )
+
+
+def identities(cells: list[Cell], subjects: dict[Subject, OpenSubject]) -> dict[str, CellIdentity]:
+    """Return the identity of every cell, by its id."""
+    digests: dict[str, str] = {}
+    by_cell: dict[str, CellIdentity] = {}
+    for cell in cells:
+        subject, recipe = subjects[cell.subject], cell.recipe
+        calibration = None
+        if recipe is not None and subject.statistics is not None:
+            calibration = str(subject.statistics.made_with["calibration"])
+        elif recipe is not None:
+            source = recipe.calibration.source
+            calibration = digests.setdefault(str(source), source_digest(source))
+        by_cell[cell.id] = {
+            "model": subject.dense.digest,
+            "calibration text": calibration,
+            "evaluation text": subject.windows.sha256,
+            "tasks' data": _tasks_digest(cell.subject),
+            "kept units": None if recipe is None or recipe.kept is None else recipe.kept.digest,
+        }
+    return by_cell
+
+
+def _tasks_digest(subject: Subject) -> str | None:
+    tasks, folder = subject.evaluation.tasks, subject.evaluation.tasks_data
+    files = None if tasks is None else check_tasks(tasks, folder)[1]
+    if files is None:
+        return None
+    content = [(name, source_digest(path)) for name, path in sorted(files.items())]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class DensePassOfGroup:
-    """Results that the cells of one calibration share.
+    """Results that the cells of one calibration share, or the error by which they fail.
 
-    Attributes:
-        statistics: their folder; None where every cell runs the models itself.
-        overlap: of calibration and evaluation text.
-        seconds: that it took, once for all cells.
-        error: why there are no statistics; the cells then fail with it.
+    There is no folder of statistics where every cell runs the models itself.
     """
 
     statistics: Path | None = None
@@ -56,29 +205,18 @@ class DensePassOfGroup:
 
 @dataclass(frozen=True, eq=False)
 class CellJob:
-    """Inputs of a worker for one cell.
+    """Inputs of a worker for one cell: its open model, and the evaluation text, cut.
 
-    Attributes:
-        cell: the cell to carry out.
-        dense: its model, open.
-        windows: the evaluation text, cut.
-        models: folder of the pruned models, where this one stays if `keep`.
-        device: where to work.
-        shared: results that it shares with other cells.
+    The pruned model is written to `folder`, and stays there if `keep`.
     """
 
     cell: Cell
     dense: Dense
     windows: Windows
-    models: Path
+    folder: Path
     keep: bool
     device: str
     shared: DensePassOfGroup
-
-    @property
-    def folder(self) -> Path:
-        """Folder of the cell's pruned model."""
-        return self.models / self.cell.id
 
 
 def run(job: CellJob) -> Row:
@@ -106,9 +244,10 @@ def run(job: CellJob) -> Row:
 
 def reason(error: Exception) -> str:
     """Describe an error in one line; of errors that are not our own also the class."""
-    name = "" if isinstance(error, CoecError) else type(error).__name__
     words = CONTROL.sub("?", " ".join(str(error).split()))
-    return ": ".join(text for text in (name, words) if text)
+    if isinstance(error, CoecError):
+        return words
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 def _check_finite(value: object, place: str = "") -> None:
@@ -143,7 +282,13 @@ def _measured(job: CellJob) -> RowFields:
     if job.cell.recipe is not None:
         report = _pruned_model(job, job.cell.recipe)
         model = Dense.open(job.folder)
-        row = _pruned(report)
+        row = {
+            "settings": report.recipe,
+            "parameters": report.plan["parameters"],
+            "calibration": report.calibration,
+            "sites": [{n: site[n] for n in _SITE_FIELDS if n in site} for site in report.sites],
+            "reconstruction": report.reconstruction,
+        }
     pruned_at = time.perf_counter()
     row["peak_memory_bytes"] = peak(device)
     reset_peak(device)  # the memory of running the model is measured by itself
@@ -152,8 +297,7 @@ def _measured(job: CellJob) -> RowFields:
     row["perplexity"] = result.as_dict()
     cost = asdict(efficiency(job.dense, model).pruned)
     row["cost"] = cost | {"peak_memory_bytes": peak(device)}
-    overlap = job.shared.overlap
-    if overlap:
+    if overlap := job.shared.overlap:
         row["overlap"] = {**asdict(overlap), "flagged": overlap.flagged}
     if evaluation.tasks:
         row["zero_shot"] = zero_shot(
@@ -187,22 +331,11 @@ def _pruned_model(job: CellJob, recipe: Recipe) -> Report:
         return prune(job.dense, job.folder, recipe, statistics=statistics, restart=True)
 
 
-def _pruned(report: Report) -> RowFields:
-    return {
-        "settings": report.recipe,
-        "parameters": report.plan["parameters"],
-        "calibration": report.calibration,
-        "sites": [{n: site[n] for n in _SITE_FIELDS if n in site} for site in report.sites],
-        "reconstruction": report.reconstruction,
-    }
-
-
 def _add_geometry(sites: list[RowFields], measured: list[RowFields]) -> None:
     """Add mean principal angles in degrees, the frames' discrepancy and the alignment penalty."""
-    by_module: Mapping[str, RowFields] = {module["module"]: module for module in measured}
+    by_module = {module["module"]: module for module in measured}
     for site in sites:
-        module = by_module.get(site["module"])
-        if module:
+        if module := by_module.get(site["module"]):
             site["geometry"] = {
                 "angle_op": module["original_pruned"]["mean"],
                 "angle_oc": module["original_compensated"]["mean"],

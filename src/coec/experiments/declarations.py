@@ -6,7 +6,6 @@ A sweep writes the declarations of its grids beside the rows, so that the report
 import json
 import tomllib
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -14,7 +13,7 @@ from pydantic import AfterValidator, ConfigDict, model_validator
 
 from coec.errors import OptionError, ResultsError
 from coec.experiments.files import write_whole
-from coec.experiments.rows import SETTING_NAMES, Plain, Record, Text, read_as
+from coec.experiments.rows import SETTING_NAMES, Plain, Record, Text, did_you_mean, read_as
 
 DECLARATIONS = "grids.json"
 READY_GRIDS = {path.stem: path for path in sorted((Path(__file__).parent / "grids").glob("*.toml"))}
@@ -53,12 +52,10 @@ QUANTITIES: Mapping[str, Quantity] = {
 """Quantities of cells, and of modules and their rounds, whose mean a table shows."""
 
 
-def _one_of(names: Mapping[str, Any] | frozenset[str], kind: str) -> AfterValidator:
+def _one_of(names: Mapping[str, Any] | frozenset[str], meaning: str) -> AfterValidator:
     def check(name: str) -> str:
         if name not in names:
-            close = get_close_matches(name, list(names), 1)
-            hint = f"; did you mean '{close[0]}'?" if close else ""
-            raise ValueError(f"must be {kind}{hint}")
+            raise ValueError(f"must be {meaning}{did_you_mean(name, names)}")
         return name
 
     return AfterValidator(check)

@@ -3,23 +3,22 @@
 A list is an axis; the cells are the product of all axes, once for every entry of `variants`.
 """
 
-import difflib
 import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ConfigDict
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from coec.compensation import Method
 from coec.errors import OptionError, ResultsError
 from coec.experiments.declarations import READY_GRIDS, Declared, items
-from coec.experiments.rows import Count, Record, Text, read_as
-from coec.planning.recipe import APART, Recipe, by_name, read_toml
+from coec.experiments.rows import Count, Plain, Record, Text, did_you_mean, plain, read_as
+from coec.planning.recipe import Recipe, by_name, read_toml
 from coec.settings import NAMES, OPTIONS, Pruning
 from coec.settings.fields import RENAMED
 
@@ -32,23 +31,15 @@ NEWER = {
 }  # fmt: skip
 """Settings that came after rows were published, at the value with which they change nothing;
 `guard` where tokens are plenty, as they are in those rows."""
-_TABLES = {"grids": list, "models": list, "evaluate": dict, "variants": list}
-_TABLE_NAMES = {list: "list", dict: "table"}
-_SPECIAL_KEYS = (*_TABLES, "report")
 SettingTable = Mapping[str, Any]
 """Settings by name, as a file or flags give them."""
 
 
 class Evaluation(Record):
-    """Evaluation of every cell of a model.
+    """Evaluation of every cell of a model, by arguments of `coec.perplexity` and `coec.zero_shot`.
 
-    Attributes:
-        text, text_column, seq_len, max_windows: of perplexity, as in `coec.perplexity`.
-        tasks, tasks_data, limit: of the zero-shot tasks; none without `tasks`.
-        distance: compare predictions with the dense model's: KL divergence, and the share of tokens
-            with the same most probable next one.
-        geometry: compare read and write frames with the dense model's.
-        trust_remote_code: as in `coec.perplexity`; no grid can set it, a caller can.
+    `distance` and `geometry` compare predictions and frames with the dense model's. No grid can set
+    `trust_remote_code`, a caller can.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -63,14 +54,6 @@ class Evaluation(Record):
     distance: bool = False
     geometry: bool = False
     trust_remote_code: bool = False
-
-    @classmethod
-    def of(cls, settings: SettingTable, place: str) -> "Evaluation":
-        """Make an evaluation; OptionError for an unknown key or a value of another type."""
-        try:
-            return read_as(cls, dict(settings))
-        except ResultsError as error:
-            raise OptionError(f"{place} [evaluate]: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -87,10 +70,8 @@ class Cell:
     """A pruning and its measurement.
 
     Attributes:
-        subject: the dense model.
         recipe: settings of the pruning; None measures the dense model itself.
-        grids: the grids that it belongs to.
-        labels: its row's name in a grid, where it has one.
+        labels: its row's name by grid, where it has one.
         declared: declarations of the whole file's grids.
         explicit: names of the settings that were given; None for those that differ from their
             defaults.
@@ -130,37 +111,86 @@ class Cell:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
+def _settable(value: Any) -> Any:
+    if value == [] or not isinstance(value, list):
+        return plain(value)
+    return [plain(element) for element in value]
+
+
+class _Table(Record):
+    """Table of settings, with dashes or underscores in their names; a list is an axis."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(_settable)]] = Field(init=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, table: Any) -> Any:
+        if not isinstance(table, dict):
+            raise ValueError("must be a table of settings")
+        names = by_name(table, "a table")
+        for name, key in names.items():
+            if name not in NAMES | cls.model_fields.keys():
+                hint = did_you_mean(name, [*NAMES, *cls.model_fields])
+                raise OptionError(f"unknown key '{key}'{hint}")
+        return {name: table[key] for name, key in names.items()}
+
+    @property
+    def settings(self) -> SettingTable:
+        """Settings of the table, axes among them."""
+        return self.model_extra or {}
+
+
+class VariantTable(_Table):
+    """Linked settings, and a label for their row: an entry of `[[variants]]`."""
+
+    label: Text | None = None
+
+
+class ModelTable(_Table):
+    """Dense model, its settings and its evaluation: an entry of `[[models]]`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    __pydantic_extra__: dict[str, Plain] = Field(init=False)
+
+    path: Text
+    label: Text | None = None
+    evaluate: dict[str, Any] = Field(default={})
+
+
+class GridTable(_Table):
+    """Content of a grid file: settings for all cells, axes, and tables."""
+
+    model_config = ConfigDict(extra="allow")
+
+    grids: list[Text] = Field(default=[])
+    models: list[ModelTable] = Field(default=[])
+    evaluate: dict[str, Any] = Field(default={})
+    variants: list[VariantTable] = Field(default=[])
+    report: Any = Field(default=[])
+
+
 @dataclass(frozen=True)
 class Grid:
-    """A grid file, its included ones resolved.
-
-    Attributes:
-        name: the file's stem.
-        fixed: settings that hold for all cells.
-        axes: settings that vary, in the file's order.
-        variants: linked settings, each with an optional label.
-        includes: other grids, whose own settings win over `fixed`.
-        models, evaluate, report: the tables as written.
-    """
+    """A grid file: its name, its content, and the settings that hold for all its cells."""
 
     name: str
+    table: GridTable
     fixed: SettingTable
-    axes: Mapping[str, list[Any]]
-    variants: Sequence[SettingTable]
-    includes: list["Grid"]
-    models: Sequence[SettingTable]
-    evaluate: SettingTable
-    report: Sequence[SettingTable]
 
     @classmethod
-    def read(cls, source: str, within: tuple[str, ...] = ()) -> "Grid":
-        """Read a ready grid by name, or a TOML file.
+    def read(
+        cls, source: str, within: tuple[str, ...] = (), fixed: SettingTable | None = None
+    ) -> list["Grid"]:
+        """Read a ready grid by name, or a TOML file; grids that it includes come before it.
 
         Args:
             within: the grids that include this one, outermost first.
+            fixed: their settings, over which this grid's win.
 
         Raises:
-            OptionError: no such grid, or an unknown or misplaced key.
+            OptionError: no such grid, an unknown or misplaced key, or a value of another type.
         """
         place = f"grid '{source}'"
         if source in within:
@@ -168,43 +198,27 @@ class Grid:
         path = READY_GRIDS.get(source, Path(source))
         missing = f"no {place}: give a TOML file, or one of {', '.join(READY_GRIDS)}"
         content = read_toml(path, place, missing)
-        for key in ("models", "evaluate"):
-            if within and key in content:
-                raise OptionError(
-                    f"{place}, included by '{within[-1]}': write its [{key}] in the file that is "
-                    "run"
-                )
-        for key, cls_of_key in _TABLES.items():
-            if not isinstance(content.get(key, cls_of_key()), cls_of_key):
-                raise OptionError(f"{place}: {key} must be a {_TABLE_NAMES[cls_of_key]}")
-        settings = _settings({k: v for k, v in content.items() if k not in _SPECIAL_KEYS}, place)
-        variants = [_settings(table, place, label=True) for table in content.get("variants", [])]
-        for key, value in (entry for table in (settings, *variants) for entry in table.items()):
-            if value == []:
-                raise OptionError(f"{place}: the list {key} is empty")
-        report = content.get("report", [])
-        items(report, place)
-        return cls(
-            path.stem,
-            {k: v for k, v in settings.items() if not isinstance(v, list)},
-            {k: v for k, v in settings.items() if isinstance(v, list)},
-            variants,
-            [cls.read(str(inner), (*within, source)) for inner in content.get("grids", [])],
-            content.get("models", []),
-            content.get("evaluate", {}),
-            report,
-        )
+        try:
+            table = read_as(GridTable, content)
+        except (OptionError, ResultsError) as error:
+            raise OptionError(f"{place}: {error}") from None
+        for key in {"models", "evaluate"} & table.model_fields_set if within else ():
+            raise OptionError(
+                f"{place}, included by '{within[-1]}': write its [{key}] in the file that is run"
+            )
+        items(table.report, place)
+        single = {k: v for k, v in table.settings.items() if not isinstance(v, list)}
+        grid = cls(path.stem, table, {**(fixed or {}), **single})
+        included = (cls.read(name, (*within, source), grid.fixed) for name in table.grids)
+        return [*itertools.chain.from_iterable(included), grid]
 
     @property
-    def declared(self) -> Declared:
-        """Declarations of this grid and those that it includes."""
-        grids: dict[str, object] = {}
-        for inner in self.includes:
-            grids |= inner.declared.grids
-        return Declared(grids={**grids, self.name: self.report} if self.report else grids)
+    def axes(self) -> dict[str, list[Any]]:
+        """Settings that vary, in the file's order."""
+        return {k: v for k, v in self.table.settings.items() if isinstance(v, list)}
 
     def cells(self, subject: Subject, defaults: SettingTable) -> Iterator[Cell]:
-        """Yield every cell of one model: first those of included grids, then its own.
+        """Yield every cell of one model; none for a file that only includes others.
 
         Args:
             defaults: the model's settings, which win over `fixed` and lose to axes and variants.
@@ -212,15 +226,12 @@ class Grid:
         Raises:
             OptionError: a setting is bad, or unknown to a cell's compensation.
         """
-        for inner in self.includes:
-            fixed = {**self.fixed, **inner.fixed}
-            yield from replace(inner, fixed=fixed).cells(subject, defaults)
-        if not self.axes and not self.variants and self.includes:
+        if not self.axes and not self.table.variants and self.table.grids:
             return
-        for variant in self.variants or [{}]:
-            labels = {self.name: variant["label"]} if "label" in variant else {}
-            linked = {k: v for k, v in variant.items() if k != "label" and not isinstance(v, list)}
-            lists = {k: v for k, v in variant.items() if isinstance(v, list)}
+        for variant in self.table.variants or [VariantTable()]:
+            labels = {} if variant.label is None else {self.name: variant.label}
+            linked = {k: v for k, v in variant.settings.items() if not isinstance(v, list)}
+            lists = {k: v for k, v in variant.settings.items() if isinstance(v, list)}
             axes = {k: v for k, v in {**self.axes, **lists}.items() if k not in linked}
             if (count := math.prod(map(len, axes.values()))) > _MOST_CELLS:
                 raise OptionError(
@@ -267,15 +278,16 @@ def expand(
     Raises:
         OptionError: an unknown key, a bad value, no model, or two models of one name.
     """
-    grid = Grid.read(source)
-    tables = [*grid.models, *({"path": path} for path in models or [])]
+    grids = Grid.read(source)
+    grid = grids[-1]
+    tables = [*grid.table.models, *(ModelTable(path=path) for path in models or [])]
     if not tables:
         raise OptionError(f"grid '{source}' names no model: add [[models]], or pass model=PATH")
-    declared = grid.declared
+    declared = Declared(grids={g.name: g.table.report for g in grids if g.table.report})
     dense: dict[str, Cell] = {}
     pruned: dict[str, Cell] = {}
     for table in tables:
-        subject, defaults = _subject(table, grid.evaluate, evaluate or {}, source)
+        subject = _subject(table, grid.table.evaluate, evaluate or {}, source)
         if subject.label in dense:
             raise OptionError(f"two models are called '{subject.label}': give one a label")
         for earlier in (cell.subject for cell in dense.values()):
@@ -284,56 +296,24 @@ def expand(
                     f"'{earlier.label}' and '{subject.label}' are one model measured in one way: "
                     "name it once, and make what differs an axis"
                 )
-        cells = list(grid.cells(subject, {**defaults, **(settings or {})}))
+        defaults = {**table.settings, **(settings or {})}
+        cells = [cell for grid in grids for cell in grid.cells(subject, defaults)]
         names = tuple(dict.fromkeys(name for cell in cells for name in cell.grids))
         dense[subject.label] = Cell(subject, None, names, declared=declared)
         for cell in cells:
             digest = cell.id
             first = pruned.get(digest, replace(cell, declared=declared))
-            grids = tuple(dict.fromkeys((*first.grids, *cell.grids)))
-            pruned[digest] = replace(first, grids=grids, labels=first.labels | cell.labels)
+            names = tuple(dict.fromkeys((*first.grids, *cell.grids)))
+            pruned[digest] = replace(first, grids=names, labels=first.labels | cell.labels)
     return [*dense.values(), *pruned.values()]
 
 
-def _subject(
-    table: Any, grid: SettingTable, flags: SettingTable, source: str
-) -> tuple[Subject, SettingTable]:
-    """Return a model, and the settings that its table brings."""
-    if not isinstance(table, dict) or not isinstance(table.get("path"), str):
-        raise OptionError(f"grid '{source}': every one of [[models]] needs a path")
-    place = f"grid '{source}', model '{table['path']}'"
-    plain = {k: v for k, v in table.items() if k not in ("path", "evaluate")}
-    settings = _settings(plain, place, label=True)
-    label = settings.pop("label", Path(table["path"]).name)
-    if lists := [name for name, value in settings.items() if isinstance(value, list)]:
-        raise OptionError(f"{place}: {lists[0]} cannot be a list here; axes belong to the grid")
-    evaluate = table.get("evaluate", {})
-    if not isinstance(evaluate, dict):
-        raise OptionError(f"{place}: [evaluate] must be a table, got {evaluate!r}")
-    for name in APART:
-        if name in {**grid, **evaluate}:
-            raise OptionError(f"{place} [evaluate]: no grid can set {name}")
-    evaluation = Evaluation.of({**grid, **evaluate, **flags}, place)
-    return Subject(table["path"], label, evaluation), settings
-
-
-def _settings(table: Any, place: str, label: bool = False) -> dict[str, Any]:
-    """Check a table of settings, and a label where one may be there; dashes are underscores."""
-    if not isinstance(table, dict):
-        raise OptionError(f"{place}: expected a table of settings, got {table!r}")
-    settings = {}
-    for name, key in by_name(table, place).items():
-        _check_key(name, NAMES | ({"label"} if label else set()), place, written=key)
-        if isinstance(table[key], dict):
-            raise OptionError(f"{place}: {key} must be a value or a list, got {table[key]!r}")
-        settings[name] = table[key]
-    if not isinstance(settings.get("label", ""), str):
-        raise OptionError(f"{place}: label must be text, got {settings['label']!r}")
-    return settings
-
-
-def _check_key(name: str, names: set[str] | frozenset[str], place: str, written: str = "") -> None:
-    if name not in names:
-        close = difflib.get_close_matches(name, [*names, *_SPECIAL_KEYS], 1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
-        raise OptionError(f"{place}: unknown key '{written or name}'{hint}")
+def _subject(table: ModelTable, grid: SettingTable, flags: SettingTable, source: str) -> Subject:
+    place = f"grid '{source}', model '{table.path}' [evaluate]"
+    if "trust_remote_code" in {**grid, **table.evaluate}:
+        raise OptionError(f"{place}: no grid can set trust_remote_code")
+    try:
+        evaluation = read_as(Evaluation, {**grid, **table.evaluate, **flags})
+    except ResultsError as error:
+        raise OptionError(f"{place}: {error}") from None
+    return Subject(table.path, table.label or Path(table.path).name, evaluation)

@@ -1,10 +1,8 @@
-"""results.jsonl: rows as values, with one reader and one writer, for the sweep and its report."""
+"""Rows of results.jsonl as values, checked when they are read."""
 
-import json
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
 from difflib import get_close_matches
-from pathlib import Path
 from reprlib import repr as shortened
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -24,7 +22,6 @@ from coec.errors import ResultsError
 from coec.settings import OPTIONS, RECIPE
 from coec.settings.fields import RENAMED
 
-RESULTS = "results.jsonl"
 NO_REASON = "no reason recorded"
 """Reason of a cell that failed without one."""
 CONTROL = re.compile("[\x00-\x1f\ud800-\udfff\ufffe\uffff]")
@@ -34,7 +31,8 @@ _RENAMED_FIELDS = {"rebuilding": "reconstruction"}
 _Value = TypeVar("_Value")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a number, text or truth value that JSON and a page can hold; else ValueError."""
     if isinstance(value, str) and CONTROL.search(value):
         raise ValueError("must be text without control characters")
     if isinstance(value, int | float) and not abs(value) <= 1e300:
@@ -44,11 +42,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
-Text = Annotated[str, AfterValidator(_plain)]
-Number = Annotated[float, AfterValidator(_plain)]
+Text = Annotated[str, AfterValidator(plain)]
+Number = Annotated[float, AfterValidator(plain)]
 Count = Annotated[int, Field(ge=0, lt=2**64)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Plain = Annotated[Any, AfterValidator(_plain)]
+Plain = Annotated[Any, AfterValidator(plain)]
 Absent = BeforeValidator(lambda value: _without_nulls(value))
 """Of an object with free names: a null member counts as absent."""
 
@@ -80,22 +78,27 @@ def read_as(cls: type[_Value], value: Any) -> _Value:
     Raises:
         ResultsError: names the first field that is wrong, what it must be and what it is.
     """
-    kind: Any = cls
+    model: Any = cls
     try:
-        return kind.__pydantic_validator__.validate_python(value)
+        return model.__pydantic_validator__.validate_python(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     names = (str(p).encode("unicode_escape").decode() for p in first["loc"])
     path = re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", ".".join(names))
     if first["type"] == "extra_forbidden":
-        close = get_close_matches(path, list(kind.__pydantic_fields__), 1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
+        hint = did_you_mean(path, model.__pydantic_fields__)
         raise ResultsError(f"unknown key '{path}'{hint}")
     reason = first["msg"].replace("Input should", "must").replace("Value error, ", "")
     content = first["input"]
     if first["type"] == "missing":
         reason, content = "is missing", list(content)
-    raise ResultsError(f"{path or kind.__name__} {reason}, got {shortened(content)}")
+    raise ResultsError(f"{path or model.__name__} {reason}, got {shortened(content)}")
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return a hint at the nearest of the names, if one is near."""
+    close = get_close_matches(name, list(names), 1)
+    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 class _Settings(BaseModel):
@@ -298,63 +301,3 @@ def read(record: Any) -> Row:
     row = read_as(Row, record)
     row._record = record
     return row
-
-
-@dataclass(frozen=True)
-class RowFile:
-    """Content of a results.jsonl.
-
-    Attributes:
-        rows: in the file's order.
-        size: bytes of its whole lines.
-        torn: part of a line follows them.
-        unended: the last of them lacks its newline.
-    """
-
-    rows: list[Row]
-    size: int
-    torn: bool
-    unended: bool
-
-
-def read_lines(path: Path) -> RowFile:
-    """Read the rows of a results.jsonl; none where there is no such file.
-
-    A last line without its newline is torn unless it is JSON: a part of an object never is.
-
-    Raises:
-        ResultsError: the file cannot be read, or a line is no row; names the line and the field.
-    """
-    try:
-        content = path.read_bytes() if path.is_file() else b""
-    except OSError as error:
-        raise ResultsError(
-            f"'{path}' cannot be read ({error.strerror or error}): make it readable"
-        ) from None
-    *lines, last = content.split(b"\n")
-    torn = last != b"" and not _is_json(last)
-    lines += [] if torn else [last]
-    return RowFile(
-        rows=[_line(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()],
-        size=len(content) - (len(last) if torn else 0),
-        torn=torn,
-        unended=not torn and last != b"",
-    )
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line.decode())
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _line(line: bytes, place: str) -> Row:
-    try:
-        return read(json.loads(line.decode()))
-    except (ValueError, RecursionError) as error:
-        reason = f" is not JSON ({error})"
-    except ResultsError as error:
-        reason = f": {error}"
-    raise ResultsError(f"{place}{reason}: mend the line, or remove it and run the sweep again")

@@ -5,7 +5,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,19 +21,24 @@ from coec.evaluation.zero_shot import check_tasks
 from coec.events import RESUMING, Progress
 from coec.execution.output import remove_leftovers
 from coec.execution.workers import Workers
-from coec.experiments.cell import CellJob, DensePassOfGroup, head, reason, run
-from coec.experiments.declarations import write_declarations
-from coec.experiments.grid import Cell
-from coec.experiments.rows import NO_REASON
-from coec.experiments.store import Store
-from coec.experiments.subjects import (
+from coec.experiments.cell import (
     CellIdentity,
+    CellJob,
+    DensePassOfGroup,
     OpenSubject,
+    head,
     identities,
     open_models,
+    open_statistics,
     open_subjects,
-    with_statistics,
+    reason,
+    resolved,
+    run,
 )
+from coec.experiments.declarations import write_declarations
+from coec.experiments.files import Store
+from coec.experiments.grid import Cell
+from coec.experiments.rows import NO_REASON
 from coec.models.dense import Dense
 from coec.pipeline.collect import collect
 from coec.planning.recipe import Recipe
@@ -46,14 +51,10 @@ _EXECUTORS = ("processes", "ray")
 
 @dataclass(frozen=True)
 class Summary:
-    """Result of a sweep.
+    """Result of a sweep: cells of the grid with a result and without, and reasons by cell.
 
-    Attributes:
-        folder: of the results.
-        done, failed: cells with a result, and without, of the whole grid.
-        ran: cells that were run now; the others were there already.
-        reasons: of the failures, by cell.
-        torn: an unfinished last line was dropped.
+    The cells that did not run this time had rows already; `torn` tells that an unfinished last line
+    was dropped.
     """
 
     folder: Path
@@ -107,42 +108,55 @@ def sweep(
         raise OutputError(f"'{out}' is a file: give a folder")
     for cell in cells:
         head(cell)
-    saved = [Statistics.open(source) for source in statistics]
+    saved = open_statistics(statistics)
     models = open_models(cells)
-    cells = [_on(cell, chosen) for cell in with_statistics(cells, models, saved)]
+    cells = resolved(cells, models, saved, chosen)
     subjects = open_subjects(cells, models, saved, chosen)
     identity_of = identities(cells, subjects)
     with _executor(executor, jobs, address, out, chosen) as workers, Store(out).writing() as store:
         _check_identities(cells, identity_of, store)
         for declared in {id(cell.declared): cell.declared for cell in cells}.values():
             write_declarations(out, declared)
-        groups = _unfinished(cells, store, retry_failed)
+        groups = _groups(cells, out)
+        unfinished = _unfinished(groups, store, retry_failed)
         _widen(cells, store)
-        ran = sum(map(len, groups))
+        ran = sum(map(len, unfinished.values()))
         finished = len(cells) - ran
         if progress and ran and finished:
             progress(f"{RESUMING} cells", finished, len(cells))
-        for group in groups:
-            text = identity_of[group[0].id]["calibration text"]
+        for folder, group in unfinished.items():
             subject = subjects[group[0].subject]
-            shared = _prepare(group, text, subject, out, progress)
-            models_folder = out.absolute() / "models"
-            common = (subject.dense, subject.windows, models_folder, keep_models, chosen, shared)
-            for row in workers.map(run, [CellJob(cell, *common) for cell in group]):
+            text = identity_of[group[0].id]["calibration text"]
+            shared = _prepare(group, text, subject, folder, progress)
+            jobs_of_group = [
+                CellJob(cell, subject.dense, subject.windows,
+                        out.absolute() / "models" / cell.id, keep_models, chosen, shared)
+                for cell in group
+            ]  # fmt: skip
+            for row in workers.map(run, jobs_of_group):
                 store.append(row.changed(identity=identity_of[row.cell]))
                 finished += 1
                 if progress:
                     progress("cells", finished, len(cells))
             if not keep_statistics:
-                shutil.rmtree(_statistics_folder(out, group[0]), ignore_errors=True)
-        _clear_leftovers(out, () if keep_statistics else _groups(cells))
-        rows = [store.rows[cell.id] for cell in cells]
-        reasons = {row.cell: row.error or NO_REASON for row in rows if row.status == "failed"}
-        return Summary(out, len(rows) - len(reasons), len(reasons), ran, reasons, store.torn)
+                shutil.rmtree(folder, ignore_errors=True)
+        _clear_leftovers(out, () if keep_statistics else groups)
+        return _summary(cells, store, ran)
+
+
+def _summary(cells: list[Cell], store: Store, ran: int) -> Summary:
+    rows = [store.rows[cell.id] for cell in cells]
+    reasons = {row.cell: row.error or NO_REASON for row in rows if row.status == "failed"}
+    return Summary(store.path.parent, len(rows) - len(reasons), len(reasons), ran, reasons,
+                   store.torn)  # fmt: skip
 
 
 def check_plan(
-    cells: list[Cell], jobs: int | None, executor: str, address: str | None, device: str
+    cells: list[Cell],
+    jobs: int | None = None,
+    executor: str = "processes",
+    address: str | None = None,
+    device: str = "auto",
 ) -> torch.device:
     """Check everything that needs no model and no text, and return the device.
 
@@ -179,14 +193,6 @@ def _executor(
         yield ClusterJobs(cluster, cluster.device(device))
 
 
-def _on(cell: Cell, device: str) -> Cell:
-    """Move the cell to another device, and read the kept units that it names."""
-    if cell.recipe is None:
-        return cell
-    runtime = replace(cell.recipe.runtime, device=device)
-    return replace(cell, recipe=replace(cell.recipe, runtime=runtime).opened())
-
-
 def _check_identities(
     cells: list[Cell], identity_of: dict[str, CellIdentity], store: Store
 ) -> None:
@@ -217,37 +223,41 @@ def _widen(cells: list[Cell], store: Store) -> None:
                 store.append(wider)
 
 
-def _unfinished(cells: list[Cell], store: Store, retry_failed: bool) -> list[list[Cell]]:
-    """Return the groups of cells to run; the order of rows does not depend on existing ones."""
+def _unfinished(
+    groups: Mapping[Path, list[Cell]], store: Store, retry_failed: bool
+) -> dict[Path, list[Cell]]:
+    """Return the cells to run; the order of rows does not depend on existing ones."""
     finished = {
         cell for cell, row in store.rows.items() if row.status == "done" or not retry_failed
     }
-    groups = [[cell for cell in group if cell.id not in finished] for group in _groups(cells)]
-    return [group for group in groups if group]
+    remaining = {
+        folder: [cell for cell in group if cell.id not in finished]
+        for folder, group in groups.items()
+    }
+    return {folder: group for folder, group in remaining.items() if group}
 
 
-def _groups(cells: list[Cell]) -> list[list[Cell]]:
-    """Return cells that share a dense pass, in the order of their first one."""
-    groups: dict[str, list[Cell]] = {}
+def _groups(cells: list[Cell], out: Path) -> dict[Path, list[Cell]]:
+    """Return cells by the folder of the statistics that they share, in the grid's order.
+
+    A folder is named by the digest of all that its statistics depend on.
+    """
+    groups: dict[Path, list[Cell]] = {}
     for cell in cells:
-        groups.setdefault(_calibration_key(cell), []).append(cell)
-    return list(groups.values())
-
-
-def _calibration_key(cell: Cell) -> str:
-    """Digest of everything that a cell's statistics depend on."""
-    content: list[Any] = [cell.subject.label]
-    if cell.recipe is not None:
-        calibration = cell.recipe.calibration
-        content.append(calibration.record() | {"calibration": str(calibration.source)})
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+        content: list[Any] = [cell.subject.label]
+        if cell.recipe is not None:
+            calibration = cell.recipe.calibration
+            content.append(calibration.record() | {"calibration": str(calibration.source)})
+        name = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+        groups.setdefault(out / "statistics" / name, []).append(cell)
+    return groups
 
 
 def _prepare(
     group: list[Cell],
     text: str | None,
     subject: OpenSubject,
-    out: Path,
+    folder: Path,
     progress: Progress | None,
 ) -> DensePassOfGroup:
     """Get statistics for the group: saved ones, those of an interrupted sweep, or a dense pass.
@@ -267,7 +277,6 @@ def _prepare(
             windows = Backend().dense_pass(subject.dense, plain, recipe.runtime).draw().ids
             digest = source_digest(plain.source)
         else:
-            folder = _statistics_folder(out, group[0])
             statistics = statistics or _collected(folder, recipe, subject.dense, progress)
             windows, digest = statistics.windows, statistics.made_with["calibration"]
         if digest != text:
@@ -282,10 +291,6 @@ def _prepare(
         return DensePassOfGroup(error=reason(error))
     used = statistics.folder.absolute() if statistics else None
     return DensePassOfGroup(used, repeated, time.perf_counter() - began)
-
-
-def _statistics_folder(out: Path, cell: Cell) -> Path:
-    return out / "statistics" / _calibration_key(cell)
 
 
 def _collected(folder: Path, recipe: Recipe, dense: Dense, progress: Progress | None) -> Statistics:
@@ -304,10 +309,10 @@ def _collected(folder: Path, recipe: Recipe, dense: Dense, progress: Progress | 
         return collect(dense, folder, recipe, restart=True, progress=progress)
 
 
-def _clear_leftovers(out: Path, groups: Sequence[list[Cell]]) -> None:
-    """Remove half-written output of an interrupted run, empty folders, and statistics of groups."""
-    for group in groups:
-        shutil.rmtree(_statistics_folder(out, group[0]), ignore_errors=True)
+def _clear_leftovers(out: Path, statistics: Iterable[Path]) -> None:
+    """Remove half-written output of an interrupted run, empty folders, and statistics."""
+    for folder in statistics:
+        shutil.rmtree(folder, ignore_errors=True)
     for name in ("statistics", "models"):
         remove_leftovers(out / name)
         with contextlib.suppress(OSError):

@@ -6,8 +6,8 @@ import pytest
 
 import sweep_rows as sr
 from coec.errors import ResultsError
+from coec.experiments.files import RESULTS
 from coec.experiments.reporting.frame import read_results
-from coec.experiments.rows import RESULTS
 
 
 def test_a_row_has_what_was_measured(tmp_path):

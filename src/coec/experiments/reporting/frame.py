@@ -15,7 +15,8 @@ from coec.experiments.declarations import (
     Filter,
     read_declarations,
 )
-from coec.experiments.rows import RESULTS, SETTING_NAMES, Module, Row, read_lines
+from coec.experiments.files import RESULTS, read_lines
+from coec.experiments.rows import SETTING_NAMES, Module, Row
 
 ABSENT, DENSE = "–", "dense"
 _ORDER = {
