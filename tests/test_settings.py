@@ -187,8 +187,9 @@ def test_a_record_lists_what_determines_the_result():
         "multiple_of",
         "allocation", "non_uniform", "selection", "kept", "compensation", "options", "propagate",
         "reconstruct", "cg_iterations", "damping", "curvature_share",
-        "token_weights", "final_norm", "kv_groups", "calibration", "text_column", "samples",
-        "self_samples", "seq_len", "seed", "holdout", "guard", "dtype", "target", "forward_dtype",
+        "logit_iterations", "token_weights", "final_norm", "kv_groups", "calibration",
+        "text_column", "samples", "self_samples", "seq_len", "seed", "holdout", "guard", "dtype",
+        "target", "forward_dtype",
         "solve_dtype",
     }  # fmt: skip
 

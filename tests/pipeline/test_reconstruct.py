@@ -16,9 +16,10 @@ from coec.pipeline import reconstruct as reconstruction
 from coec.pipeline import write as writing
 from coec.planning.recipe import Recipe
 from coec.reconstruction import Fitted, Step
+from coec.streaming.head import Head
 
 SETTINGS = {"samples": 24, "seq_len": 32, "forward_dtype": "float64"}
-QUICK = {"reconstruct": 1, "cg_iterations": 3}
+QUICK = {"reconstruct": 1, "cg_iterations": 3, "logit_iterations": 2}
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,16 @@ def hidden(model, ids):
     """The hidden states behind every layer."""
     with torch.no_grad():
         return model(input_ids=ids, output_hidden_states=True).hidden_states
+
+
+def hidden_before_the_norm(model, ids):
+    """What the last layer returns."""
+    caught = []
+    hook = model.model.norm.register_forward_pre_hook(lambda _, args: caught.append(args[0]))
+    with torch.no_grad():
+        model(input_ids=ids)
+    hook.remove()
+    return caught[0]
 
 
 def windows(tokens):
@@ -102,10 +113,13 @@ def test_without_a_step_the_independent_form_is_the_dense_pass(dense, tokens, tm
             torch.testing.assert_close(mine[name], theirs[name], rtol=1e-7, atol=1e-9)
 
 
-def test_held_out_windows_choose_the_number_of_groups(best):
+def test_held_out_windows_choose_the_number_of_groups(best, dense, tokens, tmp_path):
     root, reports = best
-    scores = {kind: reports[kind].reconstruction["kl"] for kind in ("uniform", "all")}
-    nearer = min(scores, key=scores.get)  # so brief a fit is what candidates are tried with
+    scores = {}
+    for kind in ("uniform", "all"):  # candidates are tried without fits
+        settings = {"preset": "best", "kv_groups": kind, "reconstruct": 0}
+        scores[kind] = pruned(dense, tmp_path / kind, tokens, **settings).reconstruction["kl"]
+    nearer = min(scores, key=scores.get)
     chosen = reports["held-out"]
     assert chosen.reconstruction["kv_groups"] == nearer
     for kind, score in scores.items():
@@ -128,6 +142,43 @@ def test_the_nearer_candidate_is_made_though_the_other_likes_the_windows(
     report = pruned(dense, tmp_path / "out", tokens, preset="best", **QUICK)
     assert report.reconstruction["kv_groups"] == "uniform"
     assert report.reconstruction["candidates"]["all"]["perplexity"] == 3.0
+
+
+def test_the_last_half_block_is_fitted_to_the_predictions(dense, tokens, tmp_path):
+    """Only its weights change, the report says by how much, and held-out KL falls."""
+    settings = {"preset": "best", "kv_groups": "uniform", "self_samples": 0.0,
+                "final_norm": False, **QUICK}  # fmt: skip
+    reports = {
+        n: pruned(dense, tmp_path / str(n), tokens, **{**settings, "logit_iterations": n})
+        for n in (0, 8)
+    }
+    plain, fitted = (load_file(tmp_path / str(n) / "model.safetensors") for n in (0, 8))
+    last = f"model.layers.{len(reports[0].sites) // 2 - 1}.mlp"
+    changed = {name for name in plain if not torch.equal(plain[name], fitted[name])}
+    assert changed == {f"{last}.{name}_proj.weight" for name in ("gate", "up", "down")}
+    row = reports[8].sites[-1]["logits"]
+    assert row["kl_after"] < row["kl_before"]
+    assert row["kl_after"] == pytest.approx(reports[8].reconstruction["kl"], rel=0.05)
+    assert "logits" not in reports[8].sites[0]
+    assert "logits" not in reports[0].sites[-1]
+
+
+def test_the_gradient_of_the_divergence_is_that_of_the_whole_model(dense, tokens):
+    """Against autograd through the model of transformers."""
+    model, ids = tm.load(dense), windows(tokens)[:3]
+    states = hidden_before_the_norm(model, ids)
+    other = (states + 0.1 * torch.randn(states.shape, generator=torch.manual_seed(0))).double()
+    opened = Dense.open(dense)
+    head = Head(opened, device=torch.device("cpu"), dtype=torch.float64)
+    value, gradient = head.divergence(other, states.double(), gradient=True)
+    leaf = other.clone().requires_grad_()
+    final, out = model.double().model.norm, model.lm_head
+    log_p, log_q = (out(final(s)).log_softmax(-1) for s in (leaf, states.double()))
+    kl = (log_q.exp() * (log_q - log_p)).sum()
+    kl.backward()
+    assert value == pytest.approx(float(kl), rel=1e-6)
+    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-5, atol=1e-7)
+    assert head.divergence(other, states.double(), gradient=False)[0] == pytest.approx(value)
 
 
 def test_the_final_norm_is_kept_where_it_helps(dense, best):
@@ -185,6 +236,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
         ({"cg_iterations": 5}, "cg_iterations has no effect with reconstruct = 0"),
         ({"token_weights": "residual"}, "token_weights has no effect with neither"),
         ({"kv_groups": "held-out"}, "needs windows that are held out: set holdout"),
+        ({"logit_iterations": 3}, "logit_iterations has no effect with reconstruct = 0"),
         ({"kv_groups": "all", "sparsity": 0.9}, "leaves no intermediate channels"),
         ({"preset": "best", "compensation": "auto"}, "auto' fits what it chose on the held-out"),
         ({"preset": "best", "forward_dtype": "float16"}, "overflow in float16: set forward_dtype"),

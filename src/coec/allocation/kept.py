@@ -1,4 +1,4 @@
-"""Which units stay, where somebody says so instead of a selection (docs/FORMATS.md)."""
+"""Units that stay where the user names them instead of a selection (docs/FORMATS.md)."""
 
 import difflib
 import hashlib

@@ -24,7 +24,7 @@ def uniform(layout: Layout, pruning: Pruning, named_units: KeptUnits | None = No
     Args:
         layout: where units are.
         pruning: the fractions that go, and to what channels are rounded.
-        named_units: the units of sites that somebody names, which keep as many as these.
+        named_units: the units of sites that the user names, which keep as many as these.
 
     Raises:
         OptionError: nothing goes anywhere.
@@ -55,7 +55,7 @@ def shares_for(
         pruning: says which kinds of sites have fractions of their own, and what channels are
             rounded to.
         goal: how many parameters must go.
-        named_units: the units of sites that somebody names.
+        named_units: the units of sites that the user names.
 
     Raises:
         OptionError: so many do not go, however large the fraction.
@@ -131,7 +131,7 @@ def whole_attention(
         layout: where units are.
         shapes: of the dense model's tensors, by name.
         pruning: the fractions that `uniform` removes, and to what channels are rounded.
-        named_units: the units of sites that somebody names.
+        named_units: the units of sites that the user names.
 
     Raises:
         OptionError: the other sites have too few, or what is given says otherwise.

@@ -316,7 +316,7 @@ def _reconstruction(report: "Report") -> Iterator[str]:
         chosen = ", chosen" if name == facts["kv_groups"] else ""
         divergence = tried["kl"] if tried["kl"] is not None else math.inf
         line = _prediction(f"groups {name}", tried)
-        yield f"{line}, KL {divergence:.3f}, fitted briefly{chosen}"
+        yield f"{line}, KL {divergence:.3f}, before any fit{chosen}"
     if facts:
         yield _prediction("predicts", facts)
 

@@ -25,7 +25,7 @@ from coec.linalg.spd import solve_right
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.files import JsonDict, write_json
-from coec.models.layout import BlockLayout, Site
+from coec.models.layout import BlockLayout, Rows, Site
 from coec.models.surgery import cast, cut_block
 from coec.pipeline.solve import (
     SiteStatistics,
@@ -38,7 +38,8 @@ from coec.pipeline.solve import (
 from coec.pipeline.write import Checkpoint
 from coec.planning.run import Run
 from coec.reconstruction import LeastSquares, Products, fit
-from coec.reconstruction.least_squares import Arguments, Value
+from coec.reconstruction.least_squares import Arguments, Theta, Value
+from coec.reconstruction.logits import fit_logits
 from coec.streaming.head import Prediction, rescaled_norm
 from coec.streaming.passes import BlockSource
 from coec.streaming.two_streams import (
@@ -81,7 +82,7 @@ def reconstruct(
     source: BlockSource,
     progress: Progress | None = None,
 ) -> tuple[Checkpoint, JsonDict]:
-    """Try each candidate of a run briefly; reconstruct the one of lowest KL.
+    """Try each candidate of a run without fits; reconstruct the one of lowest KL.
 
     Returns:
         The checkpoint, all of whose blocks are solved; and how well it and every candidate predict.
@@ -235,6 +236,8 @@ class BlockReconstruction:
             if self._settings.reconstruct:
                 began = time.perf_counter()
                 written |= self._fitted(number, site, written, row)
+                if self._settings.logit_iterations and self._is_last(site):
+                    written |= self._fitted_to_logits(number, site, written, row)
                 self._load(block, site, written)
                 row["seconds"] += time.perf_counter() - began
             if site is not block.sites[-1]:  # behind the last the whole layer is run, as written
@@ -306,13 +309,7 @@ class BlockReconstruction:
         self, number: int, site: Site, written: Mapping[str, Tensor], row: JsonDict
     ) -> dict[str, Tensor]:
         """Return the weights of a half that were fitted to the targets; note the fit in `row`."""
-        rows = fitted_rows(self._pruned_sites[site.key], written)
-        self._group.do(TwoStreams.prepare, number)
-        wide = torch.promote_types(self._run.forward, torch.float32)
-        theta = {
-            name: written[r.tensor][r.start : r.stop].to(self._run.device, wide)
-            for name, r in rows.items()
-        }
+        rows, theta = self._prepare(number, site, written)
         settings = self._settings
         steps = settings.reconstruct
         with recording() as events:
@@ -333,6 +330,58 @@ class BlockReconstruction:
         row["reconstruction"] = fitted.record()
         row["events"] = [*row["events"], *events]
         return tensors
+
+    def _prepare(
+        self, number: int, site: Site, written: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Rows], Theta]:
+        """Have the workers prepare a site; return the rows that are fitted, and what they hold."""
+        rows = fitted_rows(self._pruned_sites[site.key], written)
+        self._group.do(TwoStreams.prepare, number)
+        wide = torch.promote_types(self._run.forward, torch.float32)
+        return rows, {
+            name: written[r.tensor][r.start : r.stop].to(self._run.device, wide)
+            for name, r in rows.items()
+        }
+
+    def _fitted_to_logits(
+        self, number: int, site: Site, written: Mapping[str, Tensor], row: JsonDict
+    ) -> dict[str, Tensor]:
+        """Return the last half's weights, fitted to the dense model's predictions."""
+        rows, theta = self._prepare(number, site, written)
+        judge = self._judge if self._held_out else None
+        with recording() as events:
+            try:
+                fitted = fit_logits(
+                    functools.partial(self._divergence, "fit", gradient=True), judge, theta,
+                    iterations=self._settings.logit_iterations,
+                )  # fmt: skip
+                new = {n: cast(p, self._run.written, n) for n, p in fitted.theta.items()}
+                row["logits"] = fitted.record()
+            except NumericalError as error:
+                record(f"the last block is not fitted to predictions: {error}")
+                new = theta
+        row["events"] = [*row["events"], *events]
+        return {} if new is theta else whole(written, rows, new)
+
+    def _is_last(self, site: Site) -> bool:
+        return site.key == self._dense.layout.sites[-1].key
+
+    def _judge(self, theta: Theta) -> float:
+        return self._divergence("held", theta, gradient=False)[0]
+
+    def _divergence(
+        self, windows: WindowKind, theta: Theta, *, gradient: bool
+    ) -> tuple[float, Theta]:
+        """Return the mean divergence from the dense model's predictions, and its gradient."""
+        tokens, total = 0, 0.0
+        sums = {name: torch.zeros_like(p) for name, p in theta.items()}
+        for count, value, by_theta in self._group.each(
+            TwoStreams.divergence, windows, theta, gradient
+        ):
+            tokens, total = tokens + count, total + value
+            for name, g in by_theta.items():
+                sums[name] += g.to(sums[name])
+        return total / tokens, {name: g / tokens for name, g in sums.items()}
 
     def _problem(self, windows: WindowKind) -> LeastSquares:
         """Return the least-squares problem that the workers have prepared, over some windows."""

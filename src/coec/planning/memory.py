@@ -200,7 +200,7 @@ def tried_tokens(plan: Plan) -> int:
 
 def _fit(plan: Plan, compute: ComputeConfig, site: Site) -> int:
     """Estimate bytes of a fit: nine vectors of the fitted size, factors of the preconditioner, and
-    activations of a batch.
+    activations of a batch. L-BFGS holds 17 vectors: five pairs, and what a step moves.
     """
     if not plan.recipe.reconstruction.reconstruct:
         return 0
@@ -216,7 +216,9 @@ def _fit(plan: Plan, compute: ComputeConfig, site: Site) -> int:
         active = (8 * hidden + 6 * site.columns) * itemsize
         if itemsize < wide:  # narrow dtypes allow no difference quotient, so no fused attention
             active += 8 * plan.seq_len * plan.dense.kv_heads * plan.dense.group * itemsize
-    return wide * (9 * weights + factors) + tokens * active
+    fits_logits = plan.recipe.reconstruction.logit_iterations and site.value is None
+    vectors = max(9 * weights + factors, 17 * weights if fits_logits else 0)
+    return wide * vectors + tokens * active
 
 
 def fitted_matrices(plan: Plan, site: Site) -> list[tuple[int, int]]:

@@ -224,6 +224,8 @@ class PlanWork:
             yield f"solving {site_kind}", self.solving(site_kind), _SOLVE
             if settings.reconstruct:
                 yield f"fitting {site_kind}", self._fitting(site_kind, held_out), _FIT
+        if settings.logit_iterations:
+            yield "fitting logits", self._fitting_logits(held_out), (*_FIT, "logits")
         yield "predicting", self._head(held_out or tokens, 2.0 + settings.final_norm), _PREDICT
 
     def _fitting(self, site_kind: str, held_out: int) -> list[Work]:
@@ -254,6 +256,16 @@ class PlanWork:
                 Work("elementwise", 56.0 * m * n, 4.0 * m * n, repeats),
             ]
         return [*fits, Work("call", 60.0 * len(sites), 1.0, iterations)]
+
+    def _fitting_logits(self, held_out: int) -> list[Work]:
+        """Fit the last half-block to predictions: 1.1 evaluations an iteration, two ways back."""
+        settings, tokens = self.recipe.reconstruction, float(self.plan.tokens - held_out)
+        evaluations = 1.0 + 1.1 * settings.logit_iterations
+        last = list(self.kinds)[-1]
+        half = self.forward(
+            (3 * tokens + held_out) / self.layers, evaluations, half=last, pruned=True
+        )
+        return [*half, *self._head(tokens, 3 * evaluations), *self._head(held_out, 2 * evaluations)]
 
     def _head(self, tokens: float, models: float) -> list[Work]:
         """Compare logits of models with the dense one's: 4·hidden·vocabulary·tokens for each."""

@@ -13,14 +13,12 @@ from coec.models.layout import Layout, Shape
 from coec.models.non_uniform import FILE as CODE
 from coec.planning.notes import notes_of
 from coec.planning.recipe import Recipe
-from coec.settings import Pruning
+from coec.settings import Pruning, Reconstruction
 
 _PLURALS = {"expert": "experts"}
 """What records call a kind of site of which a block has several."""
 _HEADS = {"kv_groups": "kv_heads", "query_heads": "heads"}
 """What records call sizes that pruning changes, and the fields of a shape that hold them."""
-_BRIEF_ITERATIONS = 3
-"""Conjugate-gradient iterations of the one step that a candidate is tried with (docs/LOG.md)."""
 
 
 @dataclass(frozen=True)
@@ -162,12 +160,13 @@ class Plan:
         return budget - self.parameters_after
 
     def briefly(self) -> "Plan":
-        """Shorten the reconstruction to what shows which of several candidates is best."""
+        """Leave out the fits: the closed forms alone show which of several candidates is best."""
         full = self.recipe.reconstruction
-        if not full.reconstruct:
-            return self
-        iterations = min(full.cg_iterations, _BRIEF_ITERATIONS)
-        brief = replace(full, reconstruct=1, cg_iterations=iterations)
+        weights = full.token_weights if full.propagate else "equal"
+        brief = Reconstruction(
+            preset=full.preset, propagate=full.propagate, token_weights=weights,
+            final_norm=full.final_norm, kv_groups=full.kv_groups,
+        )  # fmt: skip
         return replace(self, recipe=replace(self.recipe, reconstruction=brief))
 
     @property

@@ -221,6 +221,12 @@ class Reconstruction(Settings):
         "Weights of tokens in statistics and fits: `equal`, or `residual`, one over the mean "
         "square of the hidden state, which is what the next norm divides by.",
     )
+    logit_iterations: int = setting(
+        0,
+        "L-BFGS iterations that fit the last block's MLP to the dense model's predictions, after "
+        "the steps of reconstruct; the point of lowest KL on held-out windows is taken. 0 is off.",
+        least=0,
+    )
     final_norm: bool = setting(
         False, "Rescale the final norm's channels, kept where held-out perplexity falls."
     )
@@ -250,7 +256,8 @@ class Reconstruction(Settings):
         idle: dict[str, str] = {}
         if not self.reconstruct:
             idle |= dict.fromkeys(
-                ("cg_iterations", "damping", "curvature_share"), "reconstruct = 0"
+                ("cg_iterations", "damping", "curvature_share", "logit_iterations"),
+                "reconstruct = 0",
             )
         if not (self.propagate or self.reconstruct):
             idle["token_weights"] = "neither propagate nor reconstruct"

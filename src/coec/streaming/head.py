@@ -162,6 +162,32 @@ class Head:
             sums.update(log_p, ids.to(self._device), self._log_probabilities(dense_run, None))
         return sums
 
+    def divergence(
+        self,
+        state: Float[Tensor, "n length h"],
+        dense: Float[Tensor, "n length h"],
+        *,
+        gradient: bool,
+    ) -> tuple[float, Float[Tensor, "n length h"]]:
+        """Return `Σ_t KL(dense ‖ model)` of a batch, and its gradient by the model's states.
+
+        Without a wanted gradient the states themselves stand in its place.
+        """
+        size = max(1, LOGITS_PER_PASS // self._model.config.vocab_size)
+        runs = [states.flatten(0, 1).split(size) for states in (state, dense)]
+        total, gradients = 0.0, []
+        for run, dense_run in zip(*runs, strict=True):
+            with torch.no_grad():
+                baseline = self._log_probabilities(dense_run, None)
+            with torch.set_grad_enabled(gradient):
+                inputs = run.detach().to(self.norm).requires_grad_(gradient)
+                log_p = self._log_probabilities(inputs, None)
+                kl = F.kl_div(log_p, baseline, log_target=True, reduction="none").sum(dim=-1)
+                total += float(kl.detach().sum(dtype=torch.float64))
+                if gradient:
+                    gradients += torch.autograd.grad(kl.sum(), inputs)
+        return total, torch.cat(gradients).view_as(state) if gradient else state
+
     def norm_sums(
         self, state: Float[Tensor, "n length h"], dense: Float[Tensor, "n length h"]
     ) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]]:

@@ -21,7 +21,7 @@ from coec.models.layout import Rows, Site
 from coec.models.surgery import with_rows
 from coec.planning.run import Run
 from coec.reconstruction import Batch, Products
-from coec.reconstruction.least_squares import Arguments, Value
+from coec.reconstruction.least_squares import Arguments, Theta, Value
 from coec.streaming.dense_stream import LEAST_BATCHES, batch_size, in_parts
 from coec.streaming.head import Head, Prediction
 from coec.streaming.layers import Layers, State, to_host
@@ -122,6 +122,7 @@ class TwoStreams:
         self._weights: dict[int, Tensor] = {}
         self._before_site: dict[int, State] = {}
         self._products: dict[WindowKind, Products] = {}
+        self._half: Callable[[Theta, State], State] | None = None
 
     def rewind(self, limit: int) -> int:
         """Index of the current block; goes back to the first if it is beyond `limit`."""
@@ -226,6 +227,7 @@ class TwoStreams:
             )
             return self._pruned_layers.call(call, index, state)
 
+        self._half = function
         inputs, targets = self._inputs(number), self._behind_sites[number]
         modules = {
             name: half.get_submodule(names[r.tensor].removesuffix(".weight"))
@@ -256,6 +258,31 @@ class TwoStreams:
     ) -> Iterable[Value]:
         """Return what a method of `Products` yields, of the problem that was prepared."""
         return method(self._products[windows_kind], *args, **kwargs)
+
+    def divergence(
+        self, windows_kind: WindowKind, theta: Theta, gradient: bool
+    ) -> Iterator[tuple[int, float, Theta]]:
+        """Yield, for every part, tokens, `Σ_t KL(dense ‖ pruned)` and its gradient by θ.
+
+        θ are the parameters of the prepared site, the model's last.
+        """
+        half = self._half
+        assert half is not None  # `prepare` made it
+        theta = {name: p.to(self._device).requires_grad_(gradient) for name, p in theta.items()}
+        for numbers in self._parts[windows_kind]:
+            tokens, total = 0, 0.0
+            sums = {name: torch.zeros_like(p, requires_grad=False) for name, p in theta.items()}
+            for n in numbers:
+                with torch.set_grad_enabled(gradient):
+                    out = half(theta, self._before_site[n].to(self._device))
+                dense = self._behind_sites[-1][n]
+                value, by_state = self._head.divergence(out.detach(), dense, gradient=gradient)
+                tokens, total = tokens + out.shape[0] * out.shape[1], total + value
+                if gradient:
+                    by_theta = torch.autograd.grad(out, list(theta.values()), by_state.to(out))
+                    for name, g in zip(theta, by_theta, strict=True):
+                        sums[name] += g
+            yield tokens, total, sums
 
     @torch.no_grad()
     def advance_site(self, number: int) -> None:
