@@ -349,6 +349,7 @@ class BlockReconstruction:
         """Return the last half's weights, fitted to the dense model's predictions."""
         rows, theta = self._prepare(number, site, written)
         judge = self._judge if self._held_out else None
+        tensors: dict[str, Tensor] = {}
         with recording() as events:
             try:
                 fitted = fit_logits(
@@ -356,12 +357,12 @@ class BlockReconstruction:
                     iterations=self._settings.logit_iterations,
                 )  # fmt: skip
                 new = {n: cast(p, self._run.written, n) for n, p in fitted.theta.items()}
+                tensors = whole(written, rows, new)
                 row["logits"] = fitted.record()
             except NumericalError as error:
                 record(f"the last block is not fitted to predictions: {error}")
-                new = theta
         row["events"] = [*row["events"], *events]
-        return {} if new is theta else whole(written, rows, new)
+        return tensors
 
     def _is_last(self, site: Site) -> bool:
         return site.key == self._dense.layout.sites[-1].key
@@ -372,9 +373,9 @@ class BlockReconstruction:
     def _divergence(
         self, windows: WindowKind, theta: Theta, *, gradient: bool
     ) -> tuple[float, Theta]:
-        """Return the mean divergence from the dense model's predictions, and its gradient."""
+        """Return the mean divergence from the dense model's predictions, maybe its gradient too."""
         tokens, total = 0, 0.0
-        sums = {name: torch.zeros_like(p) for name, p in theta.items()}
+        sums = {name: torch.zeros_like(p) for name, p in theta.items()} if gradient else {}
         for count, value, by_theta in self._group.each(
             TwoStreams.divergence, windows, theta, gradient
         ):

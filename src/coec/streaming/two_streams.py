@@ -262,16 +262,16 @@ class TwoStreams:
     def divergence(
         self, windows_kind: WindowKind, theta: Theta, gradient: bool
     ) -> Iterator[tuple[int, float, Theta]]:
-        """Yield, for every part, tokens, `Σ_t KL(dense ‖ pruned)` and its gradient by θ.
+        """Yield, for every part, tokens, `Σ_t KL(dense ‖ pruned)` and, if asked for, its gradient.
 
         θ are the parameters of the prepared site, the model's last.
         """
         half = self._half
         assert half is not None  # `prepare` made it
-        theta = {name: p.to(self._device).requires_grad_(gradient) for name, p in theta.items()}
+        theta = {n: p.detach().to(self._device).requires_grad_(gradient) for n, p in theta.items()}
         for numbers in self._parts[windows_kind]:
             tokens, total = 0, 0.0
-            sums = {name: torch.zeros_like(p, requires_grad=False) for name, p in theta.items()}
+            sums = {name: torch.zeros_like(p) for name, p in theta.items()} if gradient else {}
             for n in numbers:
                 with torch.set_grad_enabled(gradient):
                     out = half(theta, self._before_site[n].to(self._device))
