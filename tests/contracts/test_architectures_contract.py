@@ -1,6 +1,7 @@
 """Every architecture keeps the same promises, on random models in float64."""
 
 import dataclasses
+import functools
 import math
 
 import numpy as np
@@ -20,7 +21,7 @@ from coec.models.dense import Dense
 from coec.models.formats import LOADERS, TARGETS
 from coec.models.layout import Rows
 from coec.models.surgery import with_rows
-from coec.reconstruction import Batch, LeastSquares, Products
+from coec.reconstruction import Batch, DifferentiatedProducts, GatedMlp, LeastSquares
 from coec.streaming.dense_stream import DenseStream
 from coec.streaming.layers import Layers
 from coec.types import GramSum, KeptSet
@@ -271,18 +272,23 @@ def test_products_with_the_jacobian_are_those_of_forward_and_reverse_mode(varian
         batch = Batch(states, torch.randn_like(states), weights)
         modules = {n: half.get_submodule(o.removesuffix(".weight")) for n, o in own.items()}
         slices = {n: slice(r.start, r.stop) for n, r in rows.items()}
-        products = Products(
+        products = DifferentiatedProducts(
             function, modules, [[batch]], torch.device("cpu"), rows=slices,
             quadratic=site.value is not None,
         )  # fmt: skip
         made = LeastSquares.of(products)
+        run = functools.partial(layers.call, half, block.index)
+        around = half.get_submodule(site.consumer.removeprefix(block.prefix).rpartition(".")[0])
+        mlp = GatedMlp.of(run, states, modules, slices, around)
+        assert (mlp is None) == (site.value is not None)
         delta = {n: torch.randn_like(p) for n, p in theta.items()}
         with sdpa_kernel(SDPBackend.MATH):
             moved = torch.func.jvp(lambda t, f=function: f(t, states), (theta,), (delta,))[1]
             out, back = torch.func.vjp(lambda t, f=function: f(t, states), theta)
             normal = back(weights[..., None] * moved)[0]
             gradient = back(weights[..., None] * (batch.targets - out))[0]
-        found = [made.normal(theta, delta), made.gradient(theta)]
+        made.linearise(theta)
+        found = [made.normal(delta), made.gradient(theta)]
         for one, expected in zip(found, (normal, gradient), strict=True):
             for name in theta:
                 scale = float(expected[name].norm())

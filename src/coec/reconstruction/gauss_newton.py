@@ -139,6 +139,7 @@ def _direction(
     r = problem.gradient(theta)
     _check_finite(r)
     precondition = Preconditioner(problem.factors(theta, seed), damping)
+    problem.linearise(theta)
     x = {name: torch.zeros_like(v) for name, v in r.items()}
     start = dot(r, r)
     z = precondition(r)
@@ -146,7 +147,7 @@ def _direction(
     for _ in range(iterations):
         if rz <= 0:  # solved to the last bit
             break
-        Hp = problem.normal(theta, p)
+        Hp = problem.normal(p)
         Hp = {name: Hp[name] + precondition.damping[name] * p[name] for name in Hp}
         curvature = dot(p, Hp)
         if not curvature > 0:

@@ -8,6 +8,7 @@ order, so that a sum does not depend on how many places there are.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
 Theta = dict[str, Tensor]
 """θ by name, in float32 or wider; or a direction in its space."""
+Linear = Callable[[Theta], Sequence[Tensor]]
+"""The map from a direction δ to `Jᵀ w J δ` of a batch, in the order of θ."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,12 +120,17 @@ class LeastSquares:
         """`Jᵀ w r`, the direction in which the error falls fastest."""
         return _total(theta, self._ask(Products.gradients, theta))
 
-    def normal(self, theta: Theta, direction: Theta) -> Theta:
-        """`Jᵀ w J δ`.
+    def linearise(self, theta: Theta) -> None:
+        """Set the θ at which `normal` takes derivatives."""
+        for _ in self._ask(Products.linearise, theta, self._sample):
+            pass
+
+    def normal(self, direction: Theta) -> Theta:
+        """`Jᵀ w J δ`, J at the θ of the last `linearise`.
 
         Where a share of the batches stands for all, their sum is scaled up by the number of tokens.
         """
-        total = _total(theta, self._ask(Products.normals, theta, direction, self._sample))
+        total = _total(direction, self._ask(Products.normals, direction))
         if len(self._sample) < len(self._tokens):
             sampled = sum(self._tokens[number] for number in self._sample)
             scale = sum(self._tokens.values()) / sampled
@@ -148,16 +156,125 @@ class LeastSquares:
         }
 
 
-class Products:
+Columns = tuple[Tensor, Tensor]
+"""Of one matrix of θ, what `LeastSquares.factors` sums: rows (out) and columns (inp, inp)."""
+
+
+class Products(ABC):
     """Products over the batches of one process, for a `LeastSquares`.
+
+    Args:
+        parts: batches in their order; every part is one summand of every sum.
+        device: where to compute; batches may wait elsewhere.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Batch]], device: torch.device) -> None:
+        self._parts, self._device = parts, device
+        self._linear: list[list[Linear]] = []
+
+    def tokens(self) -> Iterator[tuple[int, int]]:
+        """The number of every batch, and how many tokens it has."""
+        return ((b.number, b.weights.numel()) for batches in self._parts for b in batches)
+
+    def energies(self) -> Iterator[float]:
+        """`Σ_t w_t ‖T_t − h_t‖²` of every batch."""
+        for b in self._moved():
+            yield _weighted(b, self._wanted(b))
+
+    def errors(self, theta: Theta) -> Iterator[float]:
+        """`Σ_t w_t ‖T_t − F_θ(h_t)‖²` of every batch, summed in float64."""
+        theta = self._here(theta)
+        for b in self._moved():
+            with torch.no_grad():
+                error = _weighted(b, self._residual(theta, b))
+            yield error
+
+    def gradients(self, theta: Theta) -> Iterator[Theta]:
+        """`Jᵀ w r` of every part."""
+        theta = self._here(theta)
+        for batches in self._parts:
+            total = _zeros(theta)
+            for b in self._of(batches):
+                _add(total, self._gradient(theta, b))
+            yield total
+
+    def linearise(self, theta: Theta, sample: Container[int]) -> Iterable[None]:
+        """Set the θ at which `normals` takes derivatives, and the batches that it sums."""
+        theta = self._here(theta)
+        by_part = ([b for b in batches if b.number in sample] for batches in self._parts)
+        self._linear = [[self._linearised(theta, b) for b in batches] for batches in by_part]
+        return ()
+
+    def normals(self, direction: Theta) -> Iterator[Theta]:
+        """`Jᵀ w J δ` of every part that has batches in the sample."""
+        direction = self._here(direction)
+        for linear in filter(None, self._linear):
+            total = _zeros(direction)
+            for normal in linear:
+                _add(total, normal(direction))
+            yield total
+
+    def factors(self, theta: Theta, seed: int) -> Iterator[dict[str, Columns]]:
+        """Yield, for every part, what `LeastSquares.factors` sums, by name.
+
+        The signs of a batch depend on the seed and its number alone, wherever it lies.
+        """
+        theta = self._here(theta)
+        for batches in self._parts:
+            sums: dict[str, Columns] = {}
+            for b in self._of(batches):
+                signs = _signs(b.targets, seed, b.number) * b.weights[..., None].sqrt()
+                for name, (g, x) in self._backward(theta, b, signs).items():
+                    g, x = g.flatten(0, -2).to(theta[name]), x.flatten(0, -2).to(theta[name])
+                    share = g.square().sum(dim=1, keepdim=True) / g.shape[1]
+                    rows, columns = sums.get(name, (0, 0))
+                    with rounded_products(x.device):  # factors only precondition
+                        own_columns = x.T @ (share * x)
+                    sums[name] = (rows + g.square().sum(dim=0), columns + own_columns)
+            yield sums
+
+    @abstractmethod
+    def _wanted(self, b: Batch) -> Tensor:
+        """`T − h` of a batch."""
+
+    @abstractmethod
+    def _residual(self, theta: Theta, b: Batch) -> Tensor:
+        """`T − F_θ(h)` of a batch, in float32 or wider."""
+
+    @abstractmethod
+    def _gradient(self, theta: Theta, b: Batch) -> Sequence[Tensor]:
+        """`Jᵀ w r` of a batch, in the order of θ."""
+
+    @abstractmethod
+    def _linearised(self, theta: Theta, b: Batch) -> Linear:
+        """The map from δ to `Jᵀ w J δ` of a batch, in the order of θ."""
+
+    @abstractmethod
+    def _backward(self, theta: Theta, b: Batch, g: Tensor) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """`Jᵀ g` of a batch at the output of every matrix, and that matrix's input."""
+
+    def _here(self, theta: Theta) -> Theta:
+        return {name: p.to(self._device) for name, p in theta.items()}
+
+    def _moved(self) -> Iterator[Batch]:
+        for batches in self._parts:
+            yield from self._of(batches)
+
+    def _of(self, batches: Sequence[Batch]) -> Iterator[Batch]:
+        for b in batches:
+            yield b.to(self._device)
+
+
+class DifferentiatedProducts(Products):
+    """Products of any part of a model, by automatic differentiation.
+
+    Nothing is kept of a batch: what lies between is computed again for every product.
 
     Args:
         function: `(θ, h) -> F_θ(h)`, differentiable; θ comes in the dtype of h.
         modules: the linear modules that θ are the weights of, by the same names; `function` calls
             each once. θ may be some rows of a weight, and several of them the same module's.
         rows: which rows, where θ are not all of them.
-        parts: batches in their order; every part is one summand of every sum.
-        device: where to compute; batches may wait elsewhere.
         quadratic: F is of second degree in θ, as attention is in its values and its output: then
             `J δ` is a difference of two values of F, without error, and fused attention can be
             used, which has no forward mode.
@@ -173,88 +290,50 @@ class Products:
         rows: Mapping[str, slice] | None = None,
         quadratic: bool = False,
     ) -> None:
+        super().__init__(parts, device)
         self._function, self._modules, self._rows = function, modules, rows or {}
-        self._parts, self._device, self._quadratic = parts, device, quadratic
+        self._quadratic = quadratic
 
-    def tokens(self) -> Iterator[tuple[int, int]]:
-        """The number of every batch, and how many tokens it has."""
-        return ((b.number, b.weights.numel()) for batches in self._parts for b in batches)
+    def _wanted(self, b: Batch) -> Tensor:
+        return _difference(b.targets, b.inputs)
 
-    def energies(self) -> Iterator[float]:
-        """`Σ_t w_t ‖T_t − h_t‖²` of every batch."""
-        for b in self._moved():
-            yield _weighted(b, _difference(b.targets, b.inputs))
+    def _residual(self, theta: Theta, b: Batch) -> Tensor:
+        return _difference(b.targets, self._at(theta, b))
 
-    def errors(self, theta: Theta) -> Iterator[float]:
-        """`Σ_t w_t ‖T_t − F_θ(h_t)‖²` of every batch, summed in float64."""
-        theta = self._here(theta)
-        for b in self._moved():
-            with torch.no_grad():
-                error = _weighted(b, _difference(b.targets, self._at(theta, b)))
-            yield error
+    def _gradient(self, theta: Theta, b: Batch) -> Sequence[Tensor]:
+        leaves = _leaves(theta, b.inputs.dtype)
+        out = self._function(leaves, b.inputs)
+        residual = b.weights[..., None] * _difference(b.targets, out.detach())
+        return torch.autograd.grad(out, list(leaves.values()), residual.to(out))
 
-    def gradients(self, theta: Theta) -> Iterator[Theta]:
-        """`Jᵀ w r` of every part."""
-        theta = self._here(theta)
-        for batches in self._parts:
-            total = _zeros(theta)
-            for b in self._of(batches):
-                leaves = _leaves(theta, b.inputs.dtype)
-                out = self._function(leaves, b.inputs)
-                residual = b.weights[..., None] * _difference(b.targets, out.detach())
-                _add(total, torch.autograd.grad(out, list(leaves.values()), residual.to(out)))
-            yield total
-
-    def normals(self, theta: Theta, direction: Theta, sample: Container[int]) -> Iterator[Theta]:
-        """`Jᵀ w J δ` of every part: forward mode for `J δ`, reverse mode for its adjoint.
+    def _linearised(self, theta: Theta, b: Batch) -> Linear:
+        """Return forward mode for `J δ`, reverse mode for its adjoint.
 
         One pass serves both: what it computes for the derivative forward is there to go back.
-
-        Args:
-            sample: the numbers of the batches that are summed.
         """
-        theta, direction = self._here(theta), self._here(direction)
-        for batches in self._parts:
-            if not any(b.number in sample for b in batches):
-                continue
-            total = _zeros(theta)
-            for b in self._of([b for b in batches if b.number in sample]):
-                leaves = _leaves(theta, b.inputs.dtype)
-                if self._quadratic and b.inputs.dtype.itemsize >= torch.float32.itemsize:
-                    tangent = self._central_difference(theta, direction, b)  # narrower ones cancel
-                    out = self._function(leaves, b.inputs)
-                else:
-                    out, tangent = self._with_tangent(leaves, direction, b)
-                moved = b.weights[..., None].to(tangent) * tangent
-                _add(total, torch.autograd.grad(out, list(leaves.values()), moved))
-            yield total
 
-    def factors(self, theta: Theta, seed: int) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-        """Yield, for every part, what `LeastSquares.factors` sums: rows and columns, by name.
+        def normal(direction: Theta) -> Sequence[Tensor]:
+            here = b.to(self._device)
+            leaves = _leaves(theta, here.inputs.dtype)
+            if self._quadratic and here.inputs.dtype.itemsize >= torch.float32.itemsize:
+                tangent = self._central_difference(theta, direction, here)  # narrower ones cancel
+                out = self._function(leaves, here.inputs)
+            else:
+                out, tangent = self._with_tangent(leaves, direction, here)
+            moved = here.weights[..., None].to(tangent) * tangent
+            return torch.autograd.grad(out, list(leaves.values()), moved)
 
-        The signs of a batch depend on the seed and its number alone, wherever it lies.
-        """
-        theta = self._here(theta)
-        for batches in self._parts:
-            sums: dict[str, tuple[Tensor, Tensor]] = {}
-            for b in self._of(batches):
-                leaves = _leaves(theta, b.inputs.dtype)
-                with _watched(self._modules) as calls:
-                    out = self._function(leaves, b.inputs)
-                signs = _signs(out, seed, b.number)
-                back = torch.autograd.grad(
-                    out, [calls[name][1] for name in theta], signs * b.weights[..., None].sqrt()
-                )
-                for name, gradient in zip(theta, back, strict=True):
-                    rows_of_theta = gradient[..., self._rows.get(name, slice(None))]
-                    g = rows_of_theta.flatten(0, -2).to(theta[name].dtype)
-                    x = calls[name][0].flatten(0, -2).to(g)
-                    share = g.square().sum(dim=1, keepdim=True) / g.shape[1]
-                    rows, columns = sums.get(name, (0, 0))
-                    with rounded_products(x.device):  # factors only precondition
-                        own_columns = x.T @ (share * x)
-                    sums[name] = (rows + g.square().sum(dim=0), columns + own_columns)
-            yield sums
+        return normal
+
+    def _backward(self, theta: Theta, b: Batch, g: Tensor) -> Mapping[str, tuple[Tensor, Tensor]]:
+        leaves = _leaves(theta, b.inputs.dtype)
+        with watched(self._modules) as calls:
+            out = self._function(leaves, b.inputs)
+        back = torch.autograd.grad(out, [calls[name][1] for name in theta], g.to(out))
+        return {
+            name: (g_of[..., self._rows.get(name, slice(None))], calls[name][0])
+            for name, g_of in zip(theta, back, strict=True)
+        }
 
     def _with_tangent(self, leaves: Theta, direction: Theta, b: Batch) -> tuple[Tensor, Tensor]:
         """F of a batch, to go back from, and `J δ`."""
@@ -284,17 +363,6 @@ class Products:
     def _at(self, theta: Theta, b: Batch) -> Tensor:
         return self._function({n: p.to(b.inputs.dtype) for n, p in theta.items()}, b.inputs)
 
-    def _here(self, theta: Theta) -> Theta:
-        return {name: p.to(self._device) for name, p in theta.items()}
-
-    def _moved(self) -> Iterator[Batch]:
-        for batches in self._parts:
-            yield from self._of(batches)
-
-    def _of(self, batches: Sequence[Batch]) -> Iterator[Batch]:
-        for b in batches:
-            yield b.to(self._device)
-
 
 PRIME, SEEDS = 1_000_003, 2**63
 """How seeds of batches are made: `seed · PRIME + number`, below SEEDS."""
@@ -303,7 +371,7 @@ TINY = 1e-30
 
 
 @contextmanager
-def _watched(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+def watched(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     """Inputs and outputs of the modules, by name, as they are called."""
     calls: dict[str, tuple[Tensor, Tensor]] = {}
 

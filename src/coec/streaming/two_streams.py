@@ -5,6 +5,7 @@ made in parts, and parts are added in their order wherever they lie, so the resu
 on how many workers hold the windows (METHODS §8).
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,13 +16,22 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from coec.devices import FreeMemory
 from coec.models.dense import Dense, Prefetcher
 from coec.models.description import Description
 from coec.models.layout import Rows, Site
 from coec.models.surgery import with_rows
 from coec.planning.run import Run
-from coec.reconstruction import Batch, Products
-from coec.reconstruction.least_squares import Arguments, Theta, Value
+from coec.reconstruction import (
+    AttentionProducts,
+    Batch,
+    DifferentiatedProducts,
+    GatedMlp,
+    GatedProducts,
+    HeldAttention,
+    Products,
+)
+from coec.reconstruction.least_squares import Arguments, Theta, Value, watched
 from coec.streaming.dense_stream import LEAST_BATCHES, batch_size, in_parts
 from coec.streaming.head import Head, Prediction
 from coec.streaming.layers import Layers, State, to_host
@@ -29,6 +39,8 @@ from coec.types import GramSum
 
 SUMMANDS = LEAST_BATCHES
 """Summands of every sum over the windows, where there are batches enough."""
+_KEPT_SHARE = 8
+"""Of the free memory, the part that activations of a fit may take to be kept, as one over it."""
 WindowKind = Literal["fit", "held"]
 
 
@@ -233,21 +245,42 @@ class TwoStreams:
             name: half.get_submodule(names[r.tensor].removesuffix(".weight"))
             for name, r in rows.items()
         }
+        ranges = {name: slice(r.start, r.stop) for name, r in rows.items()}
+        run = functools.partial(self._pruned_layers.call, half, index)
+        first = inputs[self._parts["fit"][0][0]].to(self._device)
+        consumer = site.consumer.removeprefix(block.prefix)
+        around = half.get_submodule(consumer.rpartition(".")[0])
+        room = (FreeMemory.of(self._device).computing or 0) // _KEPT_SHARE
 
-        def batch(n: int) -> Batch:
-            return Batch(inputs[n], targets[n], self._weights[n], n)
+        def batches(by_part: Sequence[Sequence[int]]) -> list[list[Batch]]:
+            def batch(n: int) -> Batch:
+                return Batch(inputs[n], targets[n], self._weights[n], n)
 
-        self._products = {
-            windows_kind: Products(
-                function,
-                modules,
-                [[batch(n) for n in numbers] for numbers in by_part],
-                self._device,
-                rows={name: slice(r.start, r.stop) for name, r in rows.items()},
-                quadratic=site.value is not None,
+            return [[batch(n) for n in numbers] for numbers in by_part]
+
+        make: Callable[..., Products] = functools.partial(
+            DifferentiatedProducts, function, modules, rows=ranges, quadratic=site.value is not None
+        )
+        if mlp := GatedMlp.of(run, first, modules, ranges, around):
+            states, wanted, gate = inputs, targets, modules[mlp.gate]
+            inputs = {n: self._inputs_of(gate, run, state) for n, state in states.items()}
+            targets = {n: wanted[n] - state for n, state in states.items()}
+            make = functools.partial(GatedProducts, mlp, kept_bytes=room)
+        elif held := HeldAttention.of(run, first, modules, ranges):
+            make = functools.partial(
+                AttentionProducts, held, function, modules, kept_bytes=room, rows=ranges
             )
+        self._products = {
+            windows_kind: make(batches(by_part), self._device)
             for windows_kind, by_part in self._parts.items()
         }
+
+    @torch.no_grad()
+    def _inputs_of(self, module: nn.Module, run: Callable[[State], State], state: State) -> Tensor:
+        """Return the inputs that a module has where a half runs from a state."""
+        with watched({"": module}) as calls:
+            run(state.to(self._device))
+        return to_host(calls[""][0])
 
     def product(
         self,

@@ -1,0 +1,200 @@
+"""Products of attention by hand, its map applied to all inputs once (METHODS §8)."""
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from coec.reconstruction.gated import close, factor_of, rows_of
+from coec.reconstruction.least_squares import (
+    Batch,
+    DifferentiatedProducts,
+    Linear,
+    Theta,
+    watched,
+)
+
+
+class _Mixing(TorchFunctionMode):
+    """Notes what fused attention would make of the inputs of the value projection, head by head.
+
+    Args:
+        calls: where `watched` leaves these inputs before attention is called.
+        value: their name there.
+    """
+
+    def __init__(self, calls: Mapping[str, tuple[Tensor, Tensor]], value: str) -> None:
+        super().__init__()
+        self._calls, self._value = calls, value
+        self.mixed: Tensor | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention and len(args) > 2 and self._value in self._calls:
+            self.mixed = self._mix(*args[:3], **(kwargs or {}))
+        return out
+
+    def _mix(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Float[Tensor, "n heads length h"]:
+        x = self._calls[self._value][0]
+        values = x[:, None].expand(-1, value.shape[1], -1, -1)
+        mixed = []
+        for n in range(len(x)):  # maps of one window at a time
+            one = slice(n, n + 1)
+            mask = (
+                attn_mask[one] if attn_mask is not None and len(attn_mask) == len(x) else attn_mask
+            )
+            mixed.append(
+                F.scaled_dot_product_attention(
+                    query[one], key[one], values[one], attn_mask=mask, **kwargs
+                )
+            )
+        return torch.cat(mixed)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldAttention:
+    """What attention adds, its map held: `f · D a`, `a_q = A_q x V_gᵀ` of every query head q.
+
+    Attributes:
+        value, out: the names that θ has for V and D.
+        heads, groups: query heads, and KV groups.
+        factor: f.
+    """
+
+    value: str
+    out: str
+    heads: int
+    groups: int
+    factor: float
+
+    @classmethod
+    @torch.no_grad()
+    def of(
+        cls,
+        run: Callable[[Tensor], Tensor],
+        state: Float[Tensor, "n length h"],
+        modules: Mapping[str, nn.Module],
+        rows: Mapping[str, slice],
+    ) -> "HeldAttention | None":
+        """Recognise a half-block by what it computes; None where it is something else.
+
+        Args:
+            run: the half-block, with the weights that its modules have.
+            state: a batch of inputs.
+            modules: of V and D, by the names that θ has for them, in this order.
+            rows: which rows of them θ are.
+        """
+        if len(modules) != 2:
+            return None
+        value, out = modules
+        with watched(modules) as calls, _Mixing(calls, value) as mixing:
+            run(state)
+        factor = factor_of(run, state, modules[out])
+        if mixing.mixed is None or factor is None or len(calls) != 2:
+            return None
+        V, bias = (rows_of(t, rows[value]) for t in (modules[value].weight, modules[value].bias))
+        heads, a = mixing.mixed.shape[1], calls[out][0]
+        if a.shape[-1] % heads or len(V) % (width := a.shape[-1] // heads):
+            return None
+        held = cls(value, out, heads, len(V) // width, factor)
+        if heads % held.groups:
+            return None
+        found = held.inner(held.mixed(mixing.mixed), V)
+        if bias is not None:
+            found = (
+                found
+                + bias.view(held.groups, 1, width)
+                .expand(held.groups, heads // held.groups, width)
+                .flatten()
+            )
+        return held if close(found, a.flatten(0, -2)) else None
+
+    def mixed(self, by_head: Float[Tensor, "n heads length h"]) -> Float[Tensor, "groups rows h"]:
+        """Return `A_q x` of every token and query head, those of one KV group together."""
+        by_group = by_head.unflatten(1, (self.groups, -1)).permute(1, 0, 3, 2, 4)
+        return by_group.flatten(1, 3).contiguous()
+
+    def inner(
+        self, mixed: Float[Tensor, "groups rows h"], V: Float[Tensor, "v h"]
+    ) -> Float[Tensor, "tokens d"]:
+        """Return D's input of values without a bias."""
+        by_group = torch.bmm(mixed, V.unflatten(0, (self.groups, -1)).mT)
+        per_group = self.heads // self.groups
+        return by_group.unflatten(1, (-1, per_group)).permute(1, 0, 2, 3).flatten(1)
+
+    def adjoint(
+        self, mixed: Float[Tensor, "groups rows h"], g: Float[Tensor, "tokens d"]
+    ) -> Float[Tensor, "v h"]:
+        """Return the adjoint of `inner` in V."""
+        by_head = g.unflatten(1, (self.groups, self.heads // self.groups, -1))
+        by_group = by_head.permute(1, 0, 2, 3).flatten(1, 2)
+        return torch.bmm(by_group.mT, mixed).flatten(0, 1)
+
+
+class AttentionProducts(DifferentiatedProducts):
+    """Products of attention, `Jᵀ w J δ` by hand where memory holds its inputs, mixed by its map.
+
+    Args:
+        held: what is added.
+        kept_bytes: of mixed inputs that may stay on the device; batches beyond are differentiated.
+    """
+
+    def __init__(
+        self,
+        held: HeldAttention,
+        function: Callable[[Theta, Tensor], Tensor],
+        modules: Mapping[str, nn.Module],
+        parts: Sequence[Sequence[Batch]],
+        device: torch.device,
+        *,
+        kept_bytes: int,
+        rows: Mapping[str, slice] | None = None,
+    ) -> None:
+        super().__init__(function, modules, parts, device, rows=rows, quadratic=True)
+        self._held, self._room = held, kept_bytes
+        self._kept = 0
+
+    def linearise(self, theta: Theta, sample: Container[int]) -> Iterable[None]:
+        self._linear, self._kept = [], 0  # the last ones make room first
+        return super().linearise(theta, sample)
+
+    def _linearised(self, theta: Theta, b: Batch) -> Linear:
+        held = self._held
+        size = b.inputs.numel() * b.inputs.element_size() * held.heads
+        if self._kept + size > self._room:
+            return super()._linearised(theta, b)
+        self._kept += size
+        here = b.to(self._device)
+        D = theta[held.out].to(here.inputs)
+        weights = (held.factor**2 * here.weights.reshape(-1, 1)).to(here.inputs)
+        with (
+            torch.no_grad(),
+            watched(self._modules) as calls,
+            _Mixing(calls, held.value) as mixing,
+        ):
+            self._at(theta, here)
+        assert mixing.mixed is not None  # `HeldAttention.of` saw it
+        mixed, a = held.mixed(mixing.mixed), calls[held.out][0].flatten(0, -2)
+
+        def normal(direction: Theta) -> Sequence[Tensor]:
+            delta = {name: d.to(D) for name, d in direction.items()}
+            moved = a @ delta[held.out].T + held.inner(mixed, delta[held.value]) @ D.T
+            moved *= weights
+            by_name = {held.value: held.adjoint(mixed, moved @ D), held.out: moved.T @ a}
+            return [by_name[name] for name in direction]
+
+        return normal
