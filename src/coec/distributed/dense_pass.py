@@ -154,7 +154,7 @@ class DistributedPass(DensePass):
     @contextmanager
     def worker_group(self, run: Run) -> Iterator[WorkerGroup]:
         self.end()  # the workers of a pass that came before
-        group = RayGroup(self.cluster, self.windows_of_text(), self._count, self._dense, run)
+        group = RayGroup(self.cluster, self.windows_of(run), self._count, self._dense, run)
         try:
             yield group
             self._note(*group.account())

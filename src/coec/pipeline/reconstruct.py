@@ -38,7 +38,7 @@ from coec.pipeline.solve import (
 from coec.pipeline.write import Checkpoint
 from coec.planning.run import Run
 from coec.reconstruction import LeastSquares, Products, fit
-from coec.reconstruction.least_squares import Arguments, Theta, Value
+from coec.reconstruction.least_squares import TOKENS_PER_COLUMN, Arguments, Theta, Value
 from coec.reconstruction.logits import fit_logits
 from coec.streaming.head import Prediction, rescaled_norm
 from coec.streaming.passes import BlockSource
@@ -314,7 +314,8 @@ class BlockReconstruction:
         steps = settings.reconstruct
         with recording() as events:
             fitted = fit(
-                self._problem("fit"), self._problem("held") if self._held_out else None, theta,
+                self._problem("fit", site), self._problem("held", site) if self._held_out else None,
+                theta,
                 steps=steps if site.value is None else min(steps, _ATTENTION_STEPS),
                 iterations=settings.cg_iterations, damping=settings.damping,
                 seed=block_seed(self._run.recipe.calibration.seed, site.block),
@@ -384,7 +385,7 @@ class BlockReconstruction:
                 sums[name] += g.to(sums[name])
         return total / tokens, {name: g / tokens for name, g in sums.items()}
 
-    def _problem(self, windows: WindowKind) -> LeastSquares:
+    def _problem(self, windows: WindowKind, site: Site) -> LeastSquares:
         """Return the least-squares problem that the workers have prepared, over some windows."""
 
         def ask(
@@ -398,7 +399,9 @@ class BlockReconstruction:
             values: Iterable[Value] = self._group.each(product, windows, method, *args, **kwargs)
             return values
 
-        return LeastSquares(ask, self._settings.curvature_share)
+        tokens = self._settings.curvature_tokens
+        least = TOKENS_PER_COLUMN * self._pruned_sites[site.key].columns
+        return LeastSquares(ask, None if tokens is None else max(tokens, least))
 
 
 def _or_inf(score: float | None) -> float:

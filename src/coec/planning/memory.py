@@ -51,6 +51,7 @@ class ComputeConfig:
         solve: dtype of the compensation's iterations.
         measured: True where statistics are given, and no text is run.
         at_once: number of windows that the model samples together.
+        kept: bytes of activations that a fit may keep.
     """
 
     device: str
@@ -60,6 +61,7 @@ class ComputeConfig:
     solve: torch.dtype
     measured: bool = False
     at_once: int = GROUP
+    kept: int = 0
 
     @classmethod
     def of(

@@ -22,6 +22,7 @@ from coec.planning.memory import (
     tried_tokens,
 )
 from coec.planning.plan import Plan
+from coec.reconstruction.least_squares import TOKENS_PER_COLUMN
 from coec.settings import CoecOptions
 from coec.streaming.dense_stream import batch_size
 
@@ -232,20 +233,37 @@ class PlanWork:
         """Fit the halves of all blocks by Gauss–Newton; a way back counts as a way forward.
 
         A step tries 1.3 lengths over all windows, and takes two gradients (five passes over the
-        fitted windows); an iteration takes 11/3 passes over a share of them, in attention 4. An m×n
-        matrix takes the Gram of its inputs, 2n²·tokens, eigenpairs of that (the last an inverse,
-        n³), and 4mn² per iteration (the last 2mn²). Attention takes one step.
+        fitted windows). An iteration takes 8/3 passes over a sample of them, of experts 11/3. In
+        attention it takes six products with the inputs that the maps mixed for every head, or four
+        passes where memory does not hold these. An m×n matrix takes the Gram of its inputs,
+        2n²·tokens, eigenpairs of that (the last an inverse, n³), and 4mn² per iteration (the last
+        2mn²). Attention takes one step.
         """
         settings, sites = self.recipe.reconstruction, self.kinds[site_kind]
         tokens, attends = float(self.plan.tokens - held_out), sites[0].value is not None
         steps = min(settings.reconstruct, 1) if attends else settings.reconstruct
         iterations = float(steps * settings.cg_iterations)
-        passes = (4 if attends else 11 / 3) * iterations
-        fits = self.forward(tokens + held_out, 1 + 1.3 * steps, half=site_kind, pruned=True)
-        fits += self.forward(tokens, 5.0 * steps, half=site_kind, pruned=True)
-        fits += self.forward(tokens * settings.curvature_share, passes, half=site_kind, pruned=True)
         times, repeats = float(steps * len(sites)), iterations * len(sites)
         *producers, (rows, columns) = fitted_matrices(self.plan, sites[0])
+        sampled = tokens
+        if settings.curvature_tokens is not None:
+            wanted = max(settings.curvature_tokens, TOKENS_PER_COLUMN * columns)
+            sampled = min(tokens, float(wanted))
+        heads = columns // self.plan.dense.head_dim
+        mixed = sampled * heads * self.hidden
+        fits = self.forward(tokens + held_out, 2 + 1.3 * steps, half=site_kind, pruned=True)
+        fits += self.forward(tokens, 5.0 * steps, half=site_kind, pruned=True)
+        if attends and mixed * self.itemsize <= self.compute.kept:
+            edge = (sampled * rows * columns) ** (1 / 3)
+            fits += self.forward(sampled, steps, half=site_kind, pruned=True)
+            fits += [
+                Work("product", 2.0 * mixed * self.plan.seq_len, edge, times, self.dtype),
+                Work("product", 12.0 * sampled * rows * columns, edge, repeats, self.dtype),
+                Work("elementwise", mixed * self.itemsize, mixed, 2 * repeats),
+            ]
+        else:
+            passes = 4 if attends else 11 / 3 if sites[0].routed else 8 / 3
+            fits += self.forward(sampled, passes * iterations, half=site_kind, pruned=True)
         for m, n in producers:
             fits += [eigenpairs(n, times, "float32"), product(m, n, n, times + repeats, "float32")]
         fits += [product(columns, columns, columns / 2, times, "float32")]

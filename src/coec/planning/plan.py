@@ -15,6 +15,8 @@ from coec.planning.notes import notes_of
 from coec.planning.recipe import Recipe
 from coec.settings import Pruning, Reconstruction
 
+TRIED_TOKENS = 16_384
+"""Tokens on which candidates are compared, besides those held out."""
 _PLURALS = {"expert": "experts"}
 """What records call a kind of site of which a block has several."""
 _HEADS = {"kv_groups": "kv_heads", "query_heads": "heads"}
@@ -160,14 +162,17 @@ class Plan:
         return budget - self.parameters_after
 
     def briefly(self) -> "Plan":
-        """Leave out the fits: the closed forms alone show which of several candidates is best."""
+        """Leave out the fits and most text: closed forms show which of several candidates leads."""
         full = self.recipe.reconstruction
         weights = full.token_weights if full.propagate else "equal"
         brief = Reconstruction(
             preset=full.preset, propagate=full.propagate, token_weights=weights,
             final_norm=full.final_norm, kv_groups=full.kv_groups,
         )  # fmt: skip
-        return replace(self, recipe=replace(self.recipe, reconstruction=brief))
+        calibration = self.recipe.calibration
+        samples = min(calibration.samples, max(2, TRIED_TOKENS // self.seq_len))
+        few = replace(calibration, samples=samples, self_samples=0.0)
+        return replace(self, recipe=replace(self.recipe, reconstruction=brief, calibration=few))
 
     @property
     def dense(self) -> Shape:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from coec.allocation import Importances
-from coec.devices import DTYPES, FreeMemory
+from coec.devices import DTYPES, KEPT_SHARE, FreeMemory
 from coec.errors import OptionError
 from coec.models.dense import Dense
 from coec.planning.machines import PEAK_SHARE, Machine
@@ -98,11 +98,13 @@ def _solved_in(plan: Plan, name: SolveDtypeName) -> Plan:
 
 
 def within(plan: Plan, compute: ComputeConfig, room: FreeMemory) -> ComputeConfig:
-    """Limit the windows that are sampled together to what the memory holds beside the model."""
+    """Set what depends on memory: windows that are sampled together, activations that are kept."""
     free = room.computing
+    kept = (free or 0) // KEPT_SHARE
     if free is not None:
         free -= plan.parameters_before * compute.forward.itemsize
-    return replace(compute, at_once=windows_at_once(free, sampled_window(plan, compute)))
+    at_once = windows_at_once(free, sampled_window(plan, compute))
+    return replace(compute, at_once=at_once, kept=kept)
 
 
 def check_room(plan: Plan, compute: ComputeConfig, room: FreeMemory) -> None:

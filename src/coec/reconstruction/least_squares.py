@@ -26,6 +26,8 @@ Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
 Theta = dict[str, Tensor]
 """θ by name, in float32 or wider; or a direction in its space."""
+TOKENS_PER_COLUMN = 4
+"""Tokens for each column of a consumer, below which no sample of them stands for all."""
 Linear = Callable[[Theta], Sequence[Tensor]]
 """The map from a direction δ to `Jᵀ w J δ` of a batch, in the order of θ."""
 
@@ -83,19 +85,21 @@ class LeastSquares:
 
     Args:
         ask: gives what `Products` computes, wherever batches lie.
-        curvature: the share of the batches, evenly spaced, that stand for all in products with
-            `Jᵀ w J`; gradient, errors and factors are of all.
+        curvature: number of tokens, in batches evenly spaced, that stand for all in products with
+            `Jᵀ w J`; None for all. Gradient, errors and factors are of all.
     """
 
-    def __init__(self, ask: Ask, curvature: float = 1.0) -> None:
+    def __init__(self, ask: Ask, curvature: int | None = None) -> None:
         self._ask = ask
         self._tokens = dict(ask(Products.tokens))
-        count = max(1, round(curvature * len(self._tokens)))
+        total, count = sum(self._tokens.values()), len(self._tokens)
+        if curvature is not None and curvature < total:
+            count = max(1, round(curvature / total * count))
         numbers = sorted(self._tokens)
         self._sample = frozenset(numbers[n * len(numbers) // count] for n in range(count))
 
     @classmethod
-    def of(cls, products: "Products", curvature: float = 1.0) -> "LeastSquares":
+    def of(cls, products: "Products", curvature: int | None = None) -> "LeastSquares":
         """Return the problem whose batches all lie in this process."""
 
         def ask(

@@ -21,7 +21,8 @@ DECLARED = "setting"
 
 
 RENAMED = {
-    "align": "multiple_of", "inner": "cg_iterations", "curvature": "curvature_share",
+    "align": "multiple_of", "inner": "cg_iterations", "curvature": "curvature_tokens",
+    "curvature_share": "curvature_tokens",
     "sampled": "self_samples",
 }  # fmt: skip
 """Settings by the names that they had before."""

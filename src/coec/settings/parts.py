@@ -205,13 +205,12 @@ class Reconstruction(Settings):
         least=0,
     )
     cg_iterations: int = setting(10, "Conjugate-gradient iterations of one such step.", least=1)
-    curvature_share: float = setting(
-        1.0,
-        "Share of the windows over which these iterations run; errors and gradients are of all.",
-        check=_must(
-            "curvature_share is a share of the windows, above 0 and at most 1",
-            lambda share: 0 < share <= 1,
-        ),
+    curvature_tokens: int | None = setting(
+        None,
+        "Tokens over which these iterations run, and no fewer than four for each column; errors "
+        "and gradients are of all.",
+        otherwise="all",
+        least=1,
     )
     damping: float = setting(
         0.1, "λ of such a step, relative to the mean curvature of each matrix.", least=0
@@ -256,7 +255,7 @@ class Reconstruction(Settings):
         idle: dict[str, str] = {}
         if not self.reconstruct:
             idle |= dict.fromkeys(
-                ("cg_iterations", "damping", "curvature_share", "logit_iterations"),
+                ("cg_iterations", "damping", "curvature_tokens", "logit_iterations"),
                 "reconstruct = 0",
             )
         if not (self.propagate or self.reconstruct):

@@ -34,13 +34,13 @@ PRESETS: dict[PresetName, Preset] = {
         {
             "selection": "obs", "propagate": True, "final_norm": True,
             "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 3,
-            "curvature_share": 0.5, "logit_iterations": 12, "token_weights": "residual",
+            "curvature_tokens": 16_384, "logit_iterations": 12, "token_weights": "residual",
             "kv_groups": "held-out", "holdout": 0.125, "self_samples": 1.0,
         },
     ),
 }  # fmt: skip
 _NEEDED = {
-    "curvature_share": ("reconstruct",), "logit_iterations": ("reconstruct",),
+    "curvature_tokens": ("reconstruct",), "logit_iterations": ("reconstruct",),
     "token_weights": ("reconstruct", "propagate"), "kv_groups": ("holdout",),
 }  # fmt: skip
 """Defaults of presets that have no effect unless one of these settings is on."""

@@ -158,8 +158,9 @@ class Head:
         runs = [states[:, :-1].flatten(0, 1).split(size) for states in (state, dense)]
         next_tokens = windows[:, 1:].flatten().split(size)
         for run, dense_run, ids in zip(*runs, next_tokens, strict=True):
-            log_p = self._log_probabilities(run, norm)
-            sums.update(log_p, ids.to(self._device), self._log_probabilities(dense_run, None))
+            log_p = self._logits(run, norm).log_softmax(dim=-1)
+            baseline = self._logits(dense_run, None).log_softmax(dim=-1)
+            sums.update(log_p, ids.to(self._device), baseline)
         return sums
 
     def divergence(
@@ -178,14 +179,15 @@ class Head:
         total, gradients = 0.0, []
         for run, dense_run in zip(*runs, strict=True):
             with torch.no_grad():
-                baseline = self._log_probabilities(dense_run, None)
+                baseline = self._logits(dense_run, None).log_softmax(dim=-1)
             with torch.set_grad_enabled(gradient):
                 inputs = run.detach().to(self.norm).requires_grad_(gradient)
-                log_p = self._log_probabilities(inputs, None)
-                kl = F.kl_div(log_p, baseline, log_target=True, reduction="none").sum(dim=-1)
-                total += float(kl.detach().sum(dtype=torch.float64))
-                if gradient:
-                    gradients += torch.autograd.grad(kl.sum(), inputs)
+                logits = self._logits(inputs, None)
+            log_p = logits.detach().log_softmax(dim=-1)
+            q = baseline.exp()
+            total += float((q * (baseline - log_p)).sum(dtype=torch.float64))
+            if gradient:  # by the logits it is p − q
+                gradients += torch.autograd.grad(logits, inputs, log_p.exp_().sub_(q))
         return total, torch.cat(gradients).view_as(state) if gradient else state
 
     def norm_sums(
@@ -196,9 +198,10 @@ class Head:
         product = (n_hat * n).sum(dim=(0, 1), dtype=torch.float64).cpu()
         return product, n_hat.square().sum(dim=(0, 1), dtype=torch.float64).cpu()
 
-    def _log_probabilities(
+    def _logits(
         self, state: Float[Tensor, "tokens h"], norm: Tensor | None
     ) -> Float[Tensor, "tokens v"]:
+        """Return logits in float32 or wider."""
         self._given.state = state[None].to(self._device)
         prefix = self._model.base_model_prefix
         changed = {} if norm is None else {f"{prefix}.norm.weight": norm.to(self.norm)}
@@ -206,8 +209,7 @@ class Head:
             self._model, changed, kwargs={"inputs_embeds": self._given.state, "use_cache": False}
         )
         logits: Tensor = out.logits[0]
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        return F.log_softmax(logits.to(wide), dim=-1)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def rescaled_norm(

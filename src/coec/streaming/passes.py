@@ -105,6 +105,11 @@ class BlockSource(ABC):
             if progress:
                 progress("solving", index + 1, len(self._dense.layout.blocks))
 
+    def windows_of(self, run: Run) -> tuple[Tensor, Tensor | None]:
+        """Return the windows that a run fits, no more than its recipe says; and all held out."""
+        fit, held_windows = self.windows_of_text()
+        return fit[: run.recipe.calibration.windows], held_windows
+
     def windows_of_text(self) -> tuple[Tensor, Tensor | None]:
         """Return the windows to fit on, and those that are held out, where some are."""
         raise OptionError(_NO_TEXT)
@@ -166,6 +171,11 @@ class DensePass(BlockSource):
         hand_back()  # what a text took, or the whole model
         return windows
 
+    def windows_of(self, run: Run) -> tuple[Tensor, Tensor | None]:
+        """Return the windows that a run fits, no more than its recipe says; and all held out."""
+        fit, held_windows = self.windows_of_text()
+        return fit[: run.recipe.calibration.windows], held_windows
+
     def windows_of_text(self) -> tuple[Tensor, Tensor | None]:
         assert self.windows is not None  # `begin` made them
         return hold_out(self.windows, self._calibration.held_out, self._calibration.seed)
@@ -180,7 +190,7 @@ class DensePass(BlockSource):
 
     @contextmanager
     def worker_group(self, run: Run) -> Iterator[WorkerGroup]:
-        [shard] = shards(*self.windows_of_text())
+        [shard] = shards(*self.windows_of(run))
         yield LocalGroup(TwoStreams(self._dense, run, shard, self.device))
 
 

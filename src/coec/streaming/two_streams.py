@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from coec.devices import FreeMemory
+from coec.devices import KEPT_SHARE, FreeMemory
 from coec.models.dense import Dense, Prefetcher
 from coec.models.description import Description
 from coec.models.layout import Rows, Site
@@ -39,8 +39,6 @@ from coec.types import GramSum
 
 SUMMANDS = LEAST_BATCHES
 """Summands of every sum over the windows, where there are batches enough."""
-_KEPT_SHARE = 8
-"""Of the free memory, the part that activations of a fit may take to be kept, as one over it."""
 WindowKind = Literal["fit", "held"]
 
 
@@ -250,7 +248,7 @@ class TwoStreams:
         first = inputs[self._parts["fit"][0][0]].to(self._device)
         consumer = site.consumer.removeprefix(block.prefix)
         around = half.get_submodule(consumer.rpartition(".")[0])
-        room = (FreeMemory.of(self._device).computing or 0) // _KEPT_SHARE
+        room = (FreeMemory.of(self._device).computing or 0) // KEPT_SHARE
 
         def batches(by_part: Sequence[Sequence[int]]) -> list[list[Batch]]:
             def batch(n: int) -> Batch:
