@@ -186,7 +186,7 @@ def test_a_record_lists_what_determines_the_result():
         "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters",
         "multiple_of",
         "allocation", "non_uniform", "selection", "kept", "compensation", "options", "propagate",
-        "reconstruct", "cg_iterations", "damping", "curvature_share",
+        "reconstruct", "cg_iterations", "damping", "curvature_tokens",
         "logit_iterations", "token_weights", "final_norm", "kv_groups", "calibration",
         "text_column", "samples", "self_samples", "seq_len", "seed", "holdout", "guard", "dtype",
         "target", "forward_dtype",
@@ -251,14 +251,14 @@ def test_the_names_of_before_are_answered_with_those_of_now(before, name, run, t
     (tmp_path / "recipe.toml").write_text(f"{before} = 1\n")
     with pytest.raises(OptionError, match=f"no setting: it is '{name}' now"):
         read_settings(tmp_path / "recipe.toml")
-    flag, now = f"--{before}", f"--{name.replace('_', '-')}"
+    flag, now = f"--{before.replace('_', '-')}", f"--{name.replace('_', '-')}"
     status, _, err = run("prune", tmp_path, tmp_path / "out", flag, "1")
     assert (status, err.strip()) == (2, f"coec: {flag} is {now} now")
 
 
 BESIDE = {
     "selection": "rcpu", "propagate": False, "final_norm": False, "compensation": "coec",
-    "ridge": 0.02, "reconstruct": 0, "curvature_share": 0.25, "token_weights": "equal",
+    "ridge": 0.02, "reconstruct": 0, "curvature_tokens": 512, "token_weights": "equal",
     "kv_groups": "all", "holdout": 0.25, "self_samples": 0.0, "sparsity": 0.5, "multiple_of": "8",
 }  # fmt: skip
 

@@ -116,8 +116,8 @@ def test_without_a_step_the_independent_form_is_the_dense_pass(dense, tokens, tm
 def test_held_out_windows_choose_the_number_of_groups(best, dense, tokens, tmp_path):
     root, reports = best
     scores = {}
-    for kind in ("uniform", "all"):  # candidates are tried without fits
-        settings = {"preset": "best", "kv_groups": kind, "reconstruct": 0}
+    for kind in ("uniform", "all"):  # candidates are tried without fits, on the text
+        settings = {"preset": "best", "kv_groups": kind, "reconstruct": 0, "self_samples": 0}
         scores[kind] = pruned(dense, tmp_path / kind, tokens, **settings).reconstruction["kl"]
     nearer = min(scores, key=scores.get)
     chosen = reports["held-out"]
@@ -379,7 +379,7 @@ def test_a_preset_can_be_taken_in_parts(dense, tokens, tmp_path):
     whole = pruned(dense, tmp_path / "whole", tokens, preset="best", **QUICK)
     settings = {k: whole.recipe[k] for k in
                 ("selection", "compensation", "propagate", "token_weights", "final_norm",
-                 "kv_groups", "holdout", "self_samples", "curvature_share")}  # fmt: skip
+                 "kv_groups", "holdout", "self_samples", "curvature_tokens")}  # fmt: skip
     pruned(dense, tmp_path / "parts", tokens, **settings, **whole.recipe["options"], **QUICK)
     one, other = (load_file(tmp_path / n / "model.safetensors") for n in ("whole", "parts"))
     assert all(torch.equal(one[name], other[name]) for name in one)

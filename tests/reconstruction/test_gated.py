@@ -56,7 +56,7 @@ def recognised(half, dtype=torch.float64, rows=ROWS):
     return GatedMlp.of(half, state, modules(half), rows, half.mlp)
 
 
-def problems(half, kept_bytes, curvature=1.0):
+def problems(half, kept_bytes, curvature=None):
     """The same problem by differentiation and by hand, and its θ."""
     generator = torch.Generator().manual_seed(1)
 
@@ -89,7 +89,7 @@ def problems(half, kept_bytes, curvature=1.0):
     ids=str,
 )  # fmt: skip
 def test_products_by_hand_are_those_of_differentiation(half, kept_bytes):
-    plain, gated, theta = problems(Half(**half), kept_bytes, curvature=0.7)
+    plain, gated, theta = problems(Half(**half), kept_bytes, curvature=24)
     direction = {name: torch.randn_like(p) for name, p in theta.items()}
     for at in (theta, {name: 0.9 * p for name, p in theta.items()}):  # what was kept is let go
         for problem in (plain, gated):
@@ -133,7 +133,6 @@ def test_what_is_something_else_is_not_taken_for_a_gated_mlp(dtype):
     assert recognised(Half(after=nn.RMSNorm(H)), dtype) is None
     swapped = {"gate": ROWS["up"], "up": ROWS["gate"], "down": ROWS["down"]}
     assert recognised(Half(), dtype, swapped) is None
-    assert recognised(Half(activation=nn.Sequential(nn.Softmax(dim=-1))), dtype) is not None
     half = Half()
     half.mlp.more = nn.Identity()
     assert recognised(half, dtype) is None

@@ -103,6 +103,8 @@ class Cell:
             newer = [name for name, idle in NEWER.items() if recipe.get(name) == idle]
             before = {name: old for old, name in RENAMED.items()}
             recipe = {before.get(n, n): value for n, value in recipe.items() if n not in newer}
+            tokens = recipe.pop(before["curvature_tokens"])
+            recipe["curvature"] = 1.0 if tokens is None else tokens  # once a share of the windows
             if recipe["solve_dtype"] == "auto":
                 recipe["solve_dtype"] = "float64"  # as on a CPU, and once by default
         evaluation = self.subject.evaluation.model_dump()

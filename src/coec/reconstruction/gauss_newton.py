@@ -16,6 +16,8 @@ from coec.events import record
 from coec.reconstruction.least_squares import SEEDS, LeastSquares, Theta
 from coec.reconstruction.preconditioner import Preconditioner
 
+import os
+LM=float(os.environ.get("LM",0)); LEAST=float(os.environ.get("LEAST",0))
 LENGTHS = (1.0, 0.5, 0.25)
 """The fractions of a step that are tried."""
 _APART = 2**40
@@ -110,6 +112,7 @@ def fit(
             record(f"a step of the reconstruction is not taken: {failure}")
             fitted.steps.append(Step(0.0, error, held_error, None))
             break
+        before = error if held_error is None else held_error
         for length in LENGTHS:
             new = {name: p + length * delta[name] for name, p in theta.items()}
             new_error = problem.error(new) / scale
@@ -119,12 +122,15 @@ def fit(
             ):
                 theta, error, held_error = new, new_error, new_held
                 fitted.steps.append(Step(length, error, held_error, residual))
+                if LM and length < 1: damping *= LM
                 break
         else:
             if not math.isfinite(new_error):
                 record("a step of the reconstruction is not finite: taken back")
             fitted.steps.append(Step(0.0, error, held_error, residual))
             break
+        now = error if held_error is None else held_error
+        if now > (1-LEAST)*before: break
     return Fitted(theta, fitted.error, fitted.held_out, fitted.steps)
 
 

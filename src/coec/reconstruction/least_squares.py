@@ -86,7 +86,7 @@ class LeastSquares:
     Args:
         ask: gives what `Products` computes, wherever batches lie.
         curvature: number of tokens, in batches evenly spaced, that stand for all in products with
-            `Jᵀ w J`; None for all. Gradient, errors and factors are of all.
+            `Jᵀ w J` and in factors; None for all. Gradient and errors are of all.
     """
 
     def __init__(self, ask: Ask, curvature: int | None = None) -> None:
@@ -97,6 +97,7 @@ class LeastSquares:
             count = max(1, round(curvature / total * count))
         numbers = sorted(self._tokens)
         self._sample = frozenset(numbers[n * len(numbers) // count] for n in range(count))
+        self._scale = total / sum(self._tokens[number] for number in self._sample)
 
     @classmethod
     def of(cls, products: "Products", curvature: int | None = None) -> "LeastSquares":
@@ -132,14 +133,10 @@ class LeastSquares:
     def normal(self, direction: Theta) -> Theta:
         """`Jᵀ w J δ`, J at the θ of the last `linearise`.
 
-        Where a share of the batches stands for all, their sum is scaled up by the number of tokens.
+        Where some batches stand for all, their sum is scaled up by the number of tokens.
         """
         total = _total(direction, self._ask(Products.normals, direction))
-        if len(self._sample) < len(self._tokens):
-            sampled = sum(self._tokens[number] for number in self._sample)
-            scale = sum(self._tokens.values()) / sampled
-            total = {name: value * scale for name, value in total.items()}
-        return total
+        return {name: value * self._scale for name, value in total.items()}
 
     def factors(self, theta: Theta, seed: int) -> dict[str, Factor]:
         """Kronecker factors of every matrix's own block of `Jᵀ w J`.
@@ -150,12 +147,12 @@ class LeastSquares:
         """
         rows: dict[str, Tensor] = {}
         columns: dict[str, Tensor] = {}
-        for summand in self._ask(Products.factors, theta, seed):
+        for summand in self._ask(Products.factors, theta, seed, self._sample):
             for name, (own_rows, own_columns) in summand.items():
                 rows[name] = rows.get(name, 0) + own_rows.to(theta[name].device)
                 columns[name] = columns.get(name, 0) + own_columns.to(theta[name].device)
         return {
-            name: Factor(rows[name] / rows[name].mean().clamp_min(TINY), columns[name])
+            name: Factor(rows[name] / rows[name].mean().clamp_min(TINY), columns[name] * self._scale)
             for name in theta
         }
 
@@ -218,15 +215,17 @@ class Products(ABC):
                 _add(total, normal(direction))
             yield total
 
-    def factors(self, theta: Theta, seed: int) -> Iterator[dict[str, Columns]]:
-        """Yield, for every part, what `LeastSquares.factors` sums, by name.
+    def factors(
+        self, theta: Theta, seed: int, sample: Container[int]
+    ) -> Iterator[dict[str, Columns]]:
+        """Yield, for every part that has batches in the sample, what `LeastSquares.factors` sums.
 
         The signs of a batch depend on the seed and its number alone, wherever it lies.
         """
         theta = self._here(theta)
         for batches in self._parts:
             sums: dict[str, Columns] = {}
-            for b in self._of(batches):
+            for b in self._of([b for b in batches if b.number in sample]):
                 signs = _signs(b.targets, seed, b.number) * b.weights[..., None].sqrt()
                 for name, (g, x) in self._backward(theta, b, signs).items():
                     g, x = g.flatten(0, -2).to(theta[name]), x.flatten(0, -2).to(theta[name])
@@ -235,7 +234,8 @@ class Products(ABC):
                     with rounded_products(x.device):  # factors only precondition
                         own_columns = x.T @ (share * x)
                     sums[name] = (rows + g.square().sum(dim=0), columns + own_columns)
-            yield sums
+            if sums:
+                yield sums
 
     @abstractmethod
     def _wanted(self, b: Batch) -> Tensor:

@@ -108,7 +108,8 @@ class BlockSource(ABC):
     def windows_of(self, run: Run) -> tuple[Tensor, Tensor | None]:
         """Return the windows that a run fits, no more than its recipe says; and all held out."""
         fit, held_windows = self.windows_of_text()
-        return fit[: run.recipe.calibration.windows], held_windows
+        held_out = 0 if held_windows is None else len(held_windows)
+        return fit[: run.recipe.calibration.windows - held_out], held_windows
 
     def windows_of_text(self) -> tuple[Tensor, Tensor | None]:
         """Return the windows to fit on, and those that are held out, where some are."""
@@ -174,7 +175,8 @@ class DensePass(BlockSource):
     def windows_of(self, run: Run) -> tuple[Tensor, Tensor | None]:
         """Return the windows that a run fits, no more than its recipe says; and all held out."""
         fit, held_windows = self.windows_of_text()
-        return fit[: run.recipe.calibration.windows], held_windows
+        held_out = 0 if held_windows is None else len(held_windows)
+        return fit[: run.recipe.calibration.windows - held_out], held_windows
 
     def windows_of_text(self) -> tuple[Tensor, Tensor | None]:
         assert self.windows is not None  # `begin` made them
