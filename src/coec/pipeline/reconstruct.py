@@ -58,6 +58,8 @@ _TARGET_RIDGE = 1e-3
 """Ridge of the least-squares map from inputs to targets, relative to the Gram's mean diagonal."""
 _ATTENTION_STEPS = 1
 """Steps that fit attention: more gain nothing (docs/LOG.md)."""
+_LEAST_GAIN = 0.02
+"""Fraction of the error below which a step's gain ends a fit: the next would gain less still."""
 _SMALLEST = 1e-3
 """Lower bound on mean squares of hidden states, as a share of their median."""
 
@@ -319,6 +321,7 @@ class BlockReconstruction:
                 steps=steps if site.value is None else min(steps, _ATTENTION_STEPS),
                 iterations=settings.cg_iterations, damping=settings.damping,
                 seed=block_seed(self._run.recipe.calibration.seed, site.block),
+                least_gain=_LEAST_GAIN,
             )  # fmt: skip
             tensors: dict[str, Tensor] = {}
             try:

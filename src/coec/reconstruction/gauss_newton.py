@@ -16,8 +16,6 @@ from coec.events import record
 from coec.reconstruction.least_squares import SEEDS, LeastSquares, Theta
 from coec.reconstruction.preconditioner import Preconditioner
 
-import os
-LM=float(os.environ.get("LM",0)); LEAST=float(os.environ.get("LEAST",0))
 LENGTHS = (1.0, 0.5, 0.25)
 """The fractions of a step that are tried."""
 _APART = 2**40
@@ -87,6 +85,7 @@ def fit(
     iterations: int,
     damping: float,
     seed: int,
+    least_gain: float = 0.0,
 ) -> Fitted:
     """Lowers the error of a problem by at most so many steps; never raises it.
 
@@ -98,6 +97,8 @@ def fit(
         iterations: of conjugate gradients in each.
         damping: λ, relative to the mean diagonal of every matrix's block.
         seed: of the random signs in the preconditioner.
+        least_gain: a step that lowers the error, the held-out one where there is one, by a smaller
+            fraction is the last.
     """
     scale = problem.energy() or 1.0
     held_scale = (held_out.energy() or 1.0) if held_out else 1.0
@@ -122,15 +123,14 @@ def fit(
             ):
                 theta, error, held_error = new, new_error, new_held
                 fitted.steps.append(Step(length, error, held_error, residual))
-                if LM and length < 1: damping *= LM
                 break
         else:
             if not math.isfinite(new_error):
                 record("a step of the reconstruction is not finite: taken back")
             fitted.steps.append(Step(0.0, error, held_error, residual))
             break
-        now = error if held_error is None else held_error
-        if now > (1-LEAST)*before: break
+        if (error if held_error is None else held_error) > (1 - least_gain) * before:
+            break
     return Fitted(theta, fitted.error, fitted.held_out, fitted.steps)
 
 

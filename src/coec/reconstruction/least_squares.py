@@ -152,7 +152,9 @@ class LeastSquares:
                 rows[name] = rows.get(name, 0) + own_rows.to(theta[name].device)
                 columns[name] = columns.get(name, 0) + own_columns.to(theta[name].device)
         return {
-            name: Factor(rows[name] / rows[name].mean().clamp_min(TINY), columns[name] * self._scale)
+            name: Factor(
+                rows[name] / rows[name].mean().clamp_min(TINY), columns[name] * self._scale
+            )
             for name in theta
         }
 

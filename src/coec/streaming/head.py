@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -94,6 +94,13 @@ class _Given(nn.Module):
         return (self.state,) if self.in_tuple else self.state
 
 
+class Expected(NamedTuple):
+    """Probabilities that a model gives every token next, and the sum of their entropies in nats."""
+
+    probabilities: Float[Tensor, "tokens v"]
+    entropy: float
+
+
 class Head:
     """The end of a dense model; hidden states may wait on another device than it computes on."""
 
@@ -169,26 +176,43 @@ class Head:
         dense: Float[Tensor, "n length h"],
         *,
         gradient: bool,
+        expected: list[Expected] | None = None,
     ) -> tuple[float, Float[Tensor, "n length h"]]:
         """Return `Σ_t KL(dense ‖ model)` of a batch, and its gradient by the model's states.
 
         Without a wanted gradient the states themselves stand in its place.
+
+        Args:
+            state: of the model.
+            dense: of the dense model.
+            gradient: is wanted.
+            expected: what the dense model expects, as a call before left it in this list; a list
+                that is empty is filled.
         """
         size = max(1, LOGITS_PER_PASS // self._model.config.vocab_size)
         runs = [states.flatten(0, 1).split(size) for states in (state, dense)]
         total, gradients = 0.0, []
-        for run, dense_run in zip(*runs, strict=True):
-            with torch.no_grad():
-                baseline = self._logits(dense_run, None).log_softmax(dim=-1)
+        for number, (run, dense_run) in enumerate(zip(*runs, strict=True)):
+            if expected is not None and number < len(expected):
+                q, entropy = expected[number]
+            else:
+                q, entropy = self._expected(dense_run)
+                if expected is not None:
+                    expected.append(Expected(q, entropy))
             with torch.set_grad_enabled(gradient):
                 inputs = run.detach().to(self.norm).requires_grad_(gradient)
                 logits = self._logits(inputs, None)
             log_p = logits.detach().log_softmax(dim=-1)
-            q = baseline.exp()
-            total += float((q * (baseline - log_p)).sum(dtype=torch.float64))
+            total -= entropy + float((q * log_p).sum(dtype=torch.float64))
             if gradient:  # by the logits it is p − q
                 gradients += torch.autograd.grad(logits, inputs, log_p.exp_().sub_(q))
         return total, torch.cat(gradients).view_as(state) if gradient else state
+
+    @torch.no_grad()
+    def _expected(self, state: Float[Tensor, "tokens h"]) -> Expected:
+        log_q = self._logits(state, None).log_softmax(dim=-1)
+        q = log_q.exp()
+        return Expected(q, -float((q * log_q).sum(dtype=torch.float64)))
 
     def norm_sums(
         self, state: Float[Tensor, "n length h"], dense: Float[Tensor, "n length h"]

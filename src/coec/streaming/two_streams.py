@@ -33,7 +33,7 @@ from coec.reconstruction import (
 )
 from coec.reconstruction.least_squares import Arguments, Theta, Value, watched
 from coec.streaming.dense_stream import LEAST_BATCHES, batch_size, in_parts
-from coec.streaming.head import Head, Prediction
+from coec.streaming.head import Expected, Head, Prediction
 from coec.streaming.layers import Layers, State, to_host
 from coec.types import GramSum
 
@@ -133,6 +133,8 @@ class TwoStreams:
         self._before_site: dict[int, State] = {}
         self._products: dict[WindowKind, Products] = {}
         self._half: Callable[[Theta, State], State] | None = None
+        self._expected: dict[int, list[Expected]] = {}
+        self._room = 0  # bytes that the open fit may keep
 
     def rewind(self, limit: int) -> int:
         """Index of the current block; goes back to the first if it is beyond `limit`."""
@@ -248,7 +250,7 @@ class TwoStreams:
         first = inputs[self._parts["fit"][0][0]].to(self._device)
         consumer = site.consumer.removeprefix(block.prefix)
         around = half.get_submodule(consumer.rpartition(".")[0])
-        room = (FreeMemory.of(self._device).computing or 0) // KEPT_SHARE
+        self._room = (FreeMemory.of(self._device).computing or 0) // KEPT_SHARE
 
         def batches(by_part: Sequence[Sequence[int]]) -> list[list[Batch]]:
             def batch(n: int) -> Batch:
@@ -263,10 +265,10 @@ class TwoStreams:
             states, wanted, gate = inputs, targets, modules[mlp.gate]
             inputs = {n: self._inputs_of(gate, run, state) for n, state in states.items()}
             targets = {n: wanted[n] - state for n, state in states.items()}
-            make = functools.partial(GatedProducts, mlp, kept_bytes=room)
+            make = functools.partial(GatedProducts, mlp, kept_bytes=self._room)
         elif held := HeldAttention.of(run, first, modules, ranges):
             make = functools.partial(
-                AttentionProducts, held, function, modules, kept_bytes=room, rows=ranges
+                AttentionProducts, held, function, modules, kept_bytes=self._room, rows=ranges
             )
         self._products = {
             windows_kind: make(batches(by_part), self._device)
@@ -307,13 +309,27 @@ class TwoStreams:
                 with torch.set_grad_enabled(gradient):
                     out = half(theta, self._before_site[n].to(self._device))
                 dense = self._behind_sites[-1][n]
-                value, by_state = self._head.divergence(out.detach(), dense, gradient=gradient)
+                value, by_state = self._head.divergence(
+                    out.detach(), dense, gradient=gradient, expected=self._expected_of(n)
+                )
                 tokens, total = tokens + out.shape[0] * out.shape[1], total + value
                 if gradient:
                     by_theta = torch.autograd.grad(out, list(theta.values()), by_state.to(out))
                     for name, g in zip(theta, by_theta, strict=True):
                         sums[name] += g
             yield tokens, total, sums
+
+    def _expected_of(self, n: int) -> list[Expected] | None:
+        """Return where what the dense model expects of a batch is kept; None without memory."""
+        if n not in self._expected:
+            batch = self._behind_sites[-1][n].shape[:2].numel()
+            wide = torch.promote_types(self._dtype, torch.float32).itemsize
+            size = batch * self._dense.vocabulary * wide
+            if size > self._room:
+                return None
+            self._room -= size
+            self._expected[n] = []
+        return self._expected[n]
 
     @torch.no_grad()
     def advance_site(self, number: int) -> None:
