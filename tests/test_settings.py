@@ -270,12 +270,20 @@ def test_any_setting_stands_beside_a_preset_wherever_it_is_named(name, value, tm
     assert (record["options"] | record)[name] == value
     if name not in ("reconstruct", "compensation"):  # which make others of the preset idle
         others = settings.PRESETS["best"].settings.items()
-        assert {k: v for k, v in others if k != name}.items() <= (
+        assert {k: v for k, v in others if k not in (name, "allocation")}.items() <= (
             record["options"] | {k: v for k, v in record.items() if k != "options"}
         ).items()
     text = str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
     (tmp_path / "recipe.toml").write_text(f'preset = "best"\n{name} = {text}\n')
     assert Recipe(**read_settings(tmp_path / "recipe.toml")) == recipe
+
+
+@pytest.mark.parametrize("preset", ["fast", "best"])
+def test_widths_by_block_follow_the_error_unless_something_else_is_said(preset):
+    assert Recipe(preset=preset).pruning.allocation == "uniform"
+    assert Recipe(preset=preset, non_uniform=True).pruning.allocation == "error"
+    chosen = Recipe(preset=preset, non_uniform=True, allocation="adaptive")
+    assert chosen.pruning.allocation == "adaptive"
 
 
 def test_the_default_preset_is_one_line(monkeypatch):

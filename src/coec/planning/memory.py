@@ -186,9 +186,11 @@ def _waiting_tokens(plan: Plan) -> int:
     """Number of tokens whose hidden states wait at once, counted again for every model.
 
     Where the pruned model runs beside the dense one, there are the dense states before a block and
-    behind each of its halves, and the pruned ones.
+    behind each of its halves, and the pruned ones; a fit of a gated MLP has its inputs and what it
+    is to add as well.
     """
     streams = 2 + len(plan.model.layout.kinds) if plan.recipe.reconstruction.sequential else 1
+    streams += 2 if plan.recipe.reconstruction.reconstruct else 0
     if plan.recipe.pruning.allocation != "error":
         return streams * plan.tokens
     tried = 2 * len(plan.model.layout.sites) * tried_tokens(plan)

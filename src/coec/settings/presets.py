@@ -25,14 +25,14 @@ DEFAULT_PRESET: PresetName = "paper"
 PRESETS: dict[PresetName, Preset] = {
     "paper": Preset("COEC as published: the defaults."),
     "fast": Preset(
-        "Closed forms only, from one dense pass.",
-        {"selection": "obs", "compensation": "ridge-to-slice"},
+        "Closed forms only, from one dense pass; widths by block follow the error.",
+        {"selection": "obs", "compensation": "ridge-to-slice", "allocation": "error"},
     ),
     "best": Preset(
         "Every block fitted to the dense model's hidden states, on inputs that the pruned model "
         "has; how many KV groups stay is chosen on held-out windows.",
         {
-            "selection": "obs", "propagate": True, "final_norm": True,
+            "selection": "obs", "allocation": "error", "propagate": True, "final_norm": True,
             "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 4,
             "curvature_tokens": 16_384, "logit_iterations": 12, "token_weights": "residual",
             "kv_groups": "held-out", "holdout": 0.125, "self_samples": 1.0,
@@ -40,6 +40,7 @@ PRESETS: dict[PresetName, Preset] = {
     ),
 }  # fmt: skip
 _NEEDED = {
+    "allocation": ("non_uniform",),
     "curvature_tokens": ("reconstruct",), "logit_iterations": ("reconstruct",),
     "token_weights": ("reconstruct", "propagate"), "kv_groups": ("holdout",),
 }  # fmt: skip
