@@ -168,7 +168,7 @@ class OutputFormat:
 
     @property
     def model_type(self) -> str:
-        """The model type written; of widths by block the stock type that they go with."""
+        """The model type written; for widths by block in our own format, the stock type."""
         nas = non_uniform.BLOCK_CONFIGS in self.config
         return non_uniform.NAS if nas else str(self.config["model_type"])
 
@@ -195,7 +195,9 @@ def choose_format(
     refusals: list[str] = []
     types = ARCHITECTURES[config["model_type"]].written_as
     all_sizes = _written_sizes(config, pruned)
-    if nas := target == "vllm" and not pruned.uniform:
+    nas = target == "vllm" and not pruned.uniform
+    judged = target != "hf" and not nas  # what the loader makes of Nemotron-NAS is known
+    if nas:
         refusals = [f"not {config['model_type']}: all its blocks have one width"]
         types, all_sizes = (non_uniform.NAS_STOCK,), [pruned]
     for sizes, model_type in itertools.product(all_sizes, types):
@@ -205,8 +207,7 @@ def choose_format(
         new = {} if refusal else _rewritten(config, architecture, sizes, biased, nas=nas)
         refusal = refusal or _class_refusal(new)
         traits = Traits(non_uniform.NAS if nas else model_type, new, sizes, biased)
-        others = target != "hf" and not nas
-        if refusal is None and others and (verdict := loader.verdict(traits)) != YES:
+        if refusal is None and judged and (verdict := loader.verdict(traits)) != YES:
             refusal = f"{loader.name}: {verdict}"
         if refusal is None:
             name = architecture.class_name

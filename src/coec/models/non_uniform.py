@@ -38,7 +38,7 @@ class BlockConfigs:
 
     @property
     def block_configs(self) -> list[SimpleNamespace]:
-        """What every block has; kept as in config.json, which is written from it."""
+        """Return what every block has; config.json is written from the tables behind it."""
         return [
             SimpleNamespace(**{part: SimpleNamespace(**keys) for part, keys in block.items()})
             for block in self.__dict__.get("block_configs", [])
