@@ -13,6 +13,7 @@ from coec.models.description import Description
 from coec.models.folder import read_config
 from coec.models.formats import CONDITIONS, LOADERS, TARGETS, YES, Traits, choose_format, slides
 from coec.models.layout import Shape
+from coec.models.non_uniform import NAS
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
 from paper_models import LLAMA_70B, QWEN_7B
@@ -139,7 +140,7 @@ def test_a_window_is_right_in_llama_cpp_no_further_than_it_reaches():
 def test_every_finding_names_a_loader_and_types_that_there_are():
     for loader in LOADERS.values():
         for tried in (loader, *loader.exceptions):
-            assert set(tried.types or ()) <= set(ARCHITECTURES)
+            assert set(tried.types or ()) <= {*ARCHITECTURES, NAS}
     named = {case.when for loader in LOADERS.values() for case in loader.exceptions}
     assert named - {None} == CONDITIONS.keys() == formats._CONDITIONS.keys()
     assert set(TARGETS.values()) <= set(LOADERS)

@@ -1,5 +1,6 @@
 """Widths that differ by block: shared out, written, loaded, evaluated, pruned again."""
 
+import json
 import sys
 
 import pytest
@@ -258,8 +259,9 @@ def test_the_code_is_replaced_with_the_model(dense, ids, tmp_path):
     assert not (tmp_path / "out/modeling_non_uniform.py").exists()
 
 
-def test_a_killed_run_goes_on_behind_its_allocation(dense, ids, tmp_path, monkeypatch):
-    own = {"allocation": "error", "non_uniform": True}
+@pytest.mark.parametrize("target", ["hf", "vllm"])
+def test_a_killed_run_goes_on_behind_its_allocation(target, dense, ids, tmp_path, monkeypatch):
+    own = {"allocation": "error", "non_uniform": True, "target": target}
     prune(dense, tmp_path / "whole", ids, **own)
     with monkeypatch.context() as patched:
         patched.setattr(
@@ -472,3 +474,97 @@ def test_predictions_that_are_not_finite_are_refused(dense, ids, tmp_path, monke
     monkeypatch.setattr(allocating, "_in_dense_shape", broken)
     with pytest.raises(CoecError, match="cannot be measured.*allocation = adaptive"):
         prune(dense, tmp_path / "out", ids, allocation="error", non_uniform=True)
+
+
+NATIVE = {"non_uniform": True, "target": "vllm"}
+CHANNELS = {"layers.0.mlp": OWN["layers.0.mlp"], "layers.1.mlp": OWN["layers.1.mlp"]}
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama tied", "llama rope", "mistral"])
+def test_what_vllm_builds_by_its_own_code_computes_what_the_package_does(
+    variant, ids, tmp_path, modules
+):
+    """The same weights as in the other format of widths by block."""
+    model = tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense")
+    report = prune(model, tmp_path / "out", ids, kept=CHANNELS, **NATIVE)
+    prune(model, tmp_path / "plain", ids, kept=CHANNELS, non_uniform=True)
+    assert widths(report) == ([4, 20], 3)
+    assert report.plan["output_model_type"] == "nemotron-nas"
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == (
+        "nemotron-nas",
+        ["DeciLMForCausalLM"],
+    )
+    assert [block["ffn"]["intermediate_size"] for block in config["block_configs"]] == [4, 20]
+    assert {block["attention"]["n_heads_in_group"] for block in config["block_configs"]} == {2}
+    native, plain = (
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path / name, trust_remote_code=True, dtype=torch.float64
+        ).eval()
+        for name in ("out", "plain")
+    )
+    assert torch.equal(tm.logits(native), tm.logits(plain))
+    expected = tm.logits(Dense.open(tmp_path / "out").network(CPU, torch.float64))
+    torch.testing.assert_close(tm.logits(native), expected, rtol=0, atol=1e-12)
+    blocks = native.config.block_configs  # as servers read them
+    assert not blocks[1].attention.no_op
+    assert blocks[1].ffn.intermediate_size == 20
+    assert not hasattr(blocks[1].ffn, "ffn_mult")
+    native.save_pretrained(tmp_path / "again")
+    saved = json.loads((tmp_path / "again/config.json").read_text())
+    for key in ("architectures", "block_configs", "model_type"):
+        assert saved[key] == config[key]
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=False)
+
+
+@pytest.mark.parametrize("allocation", ["adaptive", "error"])
+def test_heads_are_alike_in_what_vllm_builds(allocation, dense, ids, tmp_path):
+    report = prune(dense, tmp_path / "out", ids, allocation=allocation, sparsity=0.5, **NATIVE)
+    plain = prune(dense, tmp_path / "plain", ids, sparsity=0.5)
+    mlp, groups = widths(report)
+    assert isinstance(mlp, list)
+    assert groups == 2
+    assert report.plan["parameters"]["after"] == plain.plan["parameters"]["after"]
+    value = coec.perplexity(tmp_path / "out", text=ids, seq_len=32, max_windows=4)
+    assert value.perplexity > 0
+    again = prune(tmp_path / "out", tmp_path / "less", ids, sparsity=0.5, non_uniform=True)
+    assert again.plan["output_model_type"] == "mistral"
+    assert "block_configs" not in json.loads((tmp_path / "less/config.json").read_text())
+
+
+def test_multiples_of_256_are_written_as_the_factor_that_servers_compute(ids, tmp_path):
+    model = tm.tiny("llama", torch.float32, intermediate_size=1024)
+    tm.save(model, tmp_path / "dense")
+    kept = {"layers.0.mlp": list(range(256)), "layers.1.mlp": list(range(768))}
+    report = prune(
+        tmp_path / "dense", tmp_path / "out", ids, kept=kept, attention_sparsity=0, **NATIVE
+    )
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    for block, channels in zip(config["block_configs"], (256, 768), strict=True):
+        assert "intermediate_size" not in block["ffn"]  # MLX-LM takes no keys that it lacks
+        size = int(2 * round(block["ffn"]["ffn_mult"], 6) * config["hidden_size"] / 3)
+        assert -(-size // 256) * 256 == channels
+    assert report.plan["loads_in"]["MLX-LM"] == "yes"
+    assert report.plan["loads_in"]["SGLang"].startswith("with trust_remote_code=True")
+    odd = coec.plan(tmp_path / "dense", kept=CHANNELS, **NATIVE | {"calibration": ids, **SETTINGS})
+    for loader in ("MLX-LM", "SGLang"):
+        assert odd.output.loads_in[loader] == "no (it wants multiple_of = 256)"
+
+
+NOT_NATIVE = {
+    "heads": ("llama", {"kept": OWN}, "not nemotron-nas: it has as many heads in every block"),
+    "window": ("mistral sliding", {"kept": CHANNELS}, "it has no sliding window"),
+    "norms": ("qwen3", {"kept": CHANNELS}, "it computes what a Llama does, and qwen3 something"),
+    "biases": ("llama biases", {"kept": CHANNELS}, "not nemotron-nas: it has no bias on o_proj"),
+    "new biases": ("llama", {"kept": CHANNELS, "compensation": "bias"}, "no bias on"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_NATIVE)
+def test_what_vllm_builds_by_no_code_of_its_own_is_refused_before_any_work(name, ids, tmp_path):
+    variant, settings, match = NOT_NATIVE[name]
+    model = tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense")
+    with pytest.raises(OptionError, match=f"so that vLLM loads it .*{match}.*leave out target"):
+        prune(model, tmp_path / "out", ids, **NATIVE | settings)
+    assert not (tmp_path / "out").exists()

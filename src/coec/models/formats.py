@@ -59,6 +59,10 @@ def slides(config: JsonDict) -> bool:
     return not isinstance(positions, int) or window < positions
 
 
+def _heads_differ(sizes: Shape) -> bool:
+    return len({sizes.at(index).kv_heads for index in range(sizes.layers)}) > 1
+
+
 _CONDITIONS: Mapping[str, Callable[[Traits], bool]] = {
     "fewer_heads": lambda traits: traits.sizes.heads * traits.sizes.head_dim != traits.sizes.hidden,
     "output_bias": lambda traits: ATTENTION.name in traits.biased,
@@ -66,9 +70,8 @@ _CONDITIONS: Mapping[str, Callable[[Traits], bool]] = {
     "new_biases": lambda traits: bool(traits.biased),
     "sliding": lambda traits: slides(traits.config),
     "non_uniform": lambda traits: not traits.sizes.uniform,
-    "non_uniform_heads": lambda traits: (
-        len({traits.sizes.at(index).kv_heads for index in range(traits.sizes.layers)}) > 1
-    ),
+    "non_uniform_heads": lambda traits: _heads_differ(traits.sizes),
+    "odd_channels": lambda traits: not non_uniform.whole_multiples(traits.sizes),
     "llama3_positions": lambda traits: any(
         isinstance(form := traits.config.get(key), dict) and form.get("rope_type") == "llama3"
         for key in ("rope_scaling", "rope_parameters")
@@ -165,8 +168,9 @@ class OutputFormat:
 
     @property
     def model_type(self) -> str:
-        """The model type written."""
-        return str(self.config["model_type"])
+        """The model type written; for widths by block in our own format, the stock type."""
+        nas = non_uniform.BLOCK_CONFIGS in self.config
+        return non_uniform.NAS if nas else str(self.config["model_type"])
 
 
 def choose_format(
@@ -190,21 +194,28 @@ def choose_format(
     loader = LOADERS[TARGETS[target]]
     refusals: list[str] = []
     types = ARCHITECTURES[config["model_type"]].written_as
-    for sizes, model_type in itertools.product(_written_sizes(config, pruned), types):
+    all_sizes = _written_sizes(config, pruned)
+    nas = target == "vllm" and not pruned.uniform
+    judged = target != "hf" and not nas  # what the loader makes of Nemotron-NAS is known
+    if nas:
+        refusals = [f"not {config['model_type']}: all its blocks have one width"]
+        types, all_sizes = (non_uniform.NAS_STOCK,), [pruned]
+    for sizes, model_type in itertools.product(all_sizes, types):
         architecture = ARCHITECTURES[model_type]
-        refusal = _refusal(config, architecture, sizes, biased)
-        new = {} if refusal else _rewritten(config, architecture, sizes, biased)
+        refusal = _nas_refusal(config, sizes) if nas else None
+        refusal = refusal or _refusal(config, architecture, sizes, biased)
+        new = {} if refusal else _rewritten(config, architecture, sizes, biased, nas=nas)
         refusal = refusal or _class_refusal(new)
-        traits = Traits(model_type, new, sizes, biased)
-        if refusal is None and target != "hf" and (verdict := loader.verdict(traits)) != YES:
+        traits = Traits(non_uniform.NAS if nas else model_type, new, sizes, biased)
+        if refusal is None and judged and (verdict := loader.verdict(traits)) != YES:
             refusal = f"{loader.name}: {verdict}"
         if refusal is None:
             name = architecture.class_name
-            code = None if pruned.uniform else non_uniform.code(model_type, name)
-            relabelled = "; ".join(refusals) if model_type != config["model_type"] else None
+            code = None if pruned.uniform else non_uniform.code(model_type, name, nas=nas)
+            relabelled = "; ".join(refusals) if traits.model_type != config["model_type"] else None
             loads_in = {name: loader.verdict(traits) for name, loader in LOADERS.items()}
             return OutputFormat(new, relabelled, loads_in, code)
-        refusals.append(f"not {model_type}: {refusal}")
+        refusals.append(f"not {traits.model_type}: {refusal}")
     raise _no_format(target, "; ".join(refusals))
 
 
@@ -233,6 +244,15 @@ def _written_sizes(config: JsonDict, pruned: Shape) -> list[Shape]:
     return [pruned, replace(pruned, kv_heads=dense.kv_heads, ffn=dense.ffn)]
 
 
+def _nas_refusal(config: JsonDict, pruned: Shape) -> str | None:
+    """Say why Nemotron-NAS cannot express the model."""
+    if non_uniform.NAS_STOCK not in ARCHITECTURES[config["model_type"]].written_as:
+        return f"it computes what a Llama does, and {config['model_type']} something else"
+    if slides(config):
+        return "it has no sliding window"
+    return "it has as many heads in every block" if _heads_differ(pruned) else None
+
+
 def _refusal(
     config: JsonDict, target: Architecture, pruned: Shape, biased: frozenset[str]
 ) -> str | None:
@@ -254,13 +274,14 @@ def _class_refusal(config: JsonDict) -> str | None:
 
 
 def _rewritten(
-    config: JsonDict, target: Architecture, pruned: Shape, biased: frozenset[str]
+    config: JsonDict, target: Architecture, pruned: Shape, biased: frozenset[str], *, nas: bool
 ) -> JsonDict:
     """The raw configuration with the pruned sizes, under the target's model type."""
     relabelled = target.model_type != config["model_type"]
-    dropped = {"_name_or_path", "auto_map", BLOCK_WIDTHS, *(target.foreign if relabelled else ())}
+    own = {"_name_or_path", "auto_map", BLOCK_WIDTHS, non_uniform.BLOCK_CONFIGS}
+    dropped = own.union(target.foreign if relabelled else ())
     keys = (pruned, target.model_type, target.class_name)
-    by_block = {} if pruned.uniform else non_uniform.config_keys(*keys)
+    by_block = {} if pruned.uniform else non_uniform.config_keys(*keys, nas=nas)
     return {
         **{key: value for key, value in config.items() if key not in dropped},
         "model_type": target.model_type,

@@ -6,6 +6,7 @@ folder, and in the folder, for users who load it with `trust_remote_code=True`.
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import AutoConfig
@@ -22,6 +23,30 @@ _PREFIX = "NonUniform"
 _TYPE = "non_uniform_"
 """Prefix of the model type in a folder: transformers silently builds a type that it knows as the
 stock class, whose loading then ends at a tensor of another size."""
+NAS = "nemotron-nas"
+"""Model type of a Llama with channels by block, which servers run by code of their own."""
+NAS_STOCK = "mistral"
+"""The stock type of the same function, which takes any number of heads."""
+BLOCK_CONFIGS = "block_configs"
+"""Configuration key of the widths as those servers read them."""
+_NAS_MULTIPLE = 256
+"""To what most of them round channels up."""
+
+
+class BlockConfigs:
+    """Base class to put before a configuration whose `block_configs` servers read as objects."""
+
+    @property
+    def block_configs(self) -> list[SimpleNamespace]:
+        """Return what every block has; config.json is written from the tables behind it."""
+        return [
+            SimpleNamespace(**{part: SimpleNamespace(**keys) for part, keys in block.items()})
+            for block in self.__dict__.get("block_configs", [])
+        ]
+
+    @block_configs.setter
+    def block_configs(self, blocks: list[dict[str, dict[str, Any]]]) -> None:
+        self.__dict__["block_configs"] = blocks
 
 
 def class_of(stock: type) -> Any:
@@ -29,21 +54,48 @@ def class_of(stock: type) -> Any:
     return type(_PREFIX + stock.__name__, (NonUniformBlocks, stock), {})
 
 
-def config_keys(shape: Shape, model_type: str, stock: str) -> JsonDict:
-    """Configuration keys for widths that differ by block, where `stock` computes uniform ones."""
-    module = Path(FILE).stem
+def config_keys(shape: Shape, model_type: str, stock: str, *, nas: bool = False) -> JsonDict:
+    """Configuration keys for widths that differ by block, where `stock` computes uniform ones.
+
+    Args:
+        nas: writes those that servers of Nemotron-NAS read besides.
+    """
+    module, names = Path(FILE).stem, (_config(model_type), _decoder(model_type), stock)
+    config, decoder, causal = (_own_name(name, nas=nas) for name in names)
     return {
-        "architectures": [_PREFIX + stock],
+        "architectures": [causal],
         "auto_map": {
-            "AutoConfig": f"{module}.{_PREFIX}{_config(model_type)}",
-            "AutoModel": f"{module}.{_PREFIX}{_decoder(model_type)}",
-            "AutoModelForCausalLM": f"{module}.{_PREFIX}{stock}",
+            "AutoConfig": f"{module}.{config}",
+            "AutoModel": f"{module}.{decoder}",
+            "AutoModelForCausalLM": f"{module}.{causal}",
         },
         BLOCK_WIDTHS: [shape.at(index).keys() for index in range(shape.layers)],
+        **({BLOCK_CONFIGS: _block_configs(shape)} if nas else {}),
     }
 
 
-def code(model_type: str, stock: str) -> str:
+def whole_multiples(shape: Shape) -> bool:
+    """Return whether every block's channels are a multiple that all servers of NAS build."""
+    return all(shape.at(index).ffn % _NAS_MULTIPLE == 0 for index in range(shape.layers))
+
+
+def _block_configs(shape: Shape) -> list[JsonDict]:
+    """Say what every block has; a factor in place of channels wherever that can be said."""
+    whole = whole_multiples(shape)
+    present = {"no_op": False, "replace_with_linear": False}
+    tables = []
+    for index in range(shape.layers):
+        channels = shape.at(index).ffn
+        # Servers round 2/3 of this up to the next multiple: the middle is far from both ends.
+        factor = 3 / 2 * (channels - _NAS_MULTIPLE / 2) / shape.hidden
+        size = {"ffn_mult": factor} if whole else {"intermediate_size": channels}
+        tables.append({
+            "attention": {**present, "n_heads_in_group": shape.group}, "ffn": {**present, **size}
+        })  # fmt: skip
+    return tables
+
+
+def code(model_type: str, stock: str, *, nas: bool = False) -> str:
     """Write the Python file that goes with such a configuration."""
     config = _config(model_type)
     names = sorted((stock, _decoder(model_type)))
@@ -51,15 +103,20 @@ def code(model_type: str, stock: str) -> str:
     source = inspect.getsource(modeling_non_uniform)
     imported = ", ".join(sorted((config, *names)))
     source = source.replace(typing, f"{typing}\nfrom transformers import {imported}\n")
+    bases = config
+    if nas:
+        source = source.replace(typing, f"from types import SimpleNamespace\n{typing}")
+        source += f"\n\n{inspect.getsource(BlockConfigs)}"
+        bases = f"{BlockConfigs.__name__}, {config}"
     source += (
-        f"\n\nclass {_PREFIX}{config}({config}):\n"
+        f"\n\nclass {_own_name(config, nas=nas)}({bases}):\n"
         f'    """{config} under a name that no stock model is built from."""\n\n'
-        f'    model_type = "{_TYPE}{model_type}"\n'
+        f'    model_type = "{NAS if nas else _TYPE + model_type}"\n'
     )
     classes = (
-        f"\n\nclass {_PREFIX}{name}(NonUniformBlocks, {name}):\n"
+        f"\n\nclass {_own_name(name, nas=nas)}(NonUniformBlocks, {name}):\n"
         f'    """{name}, its blocks at widths of their own."""\n\n'
-        f"    config_class = {_PREFIX}{config}\n"
+        f"    config_class = {_own_name(config, nas=nas)}\n"
         for name in names
     )
     return source + "".join(classes)
@@ -67,8 +124,8 @@ def code(model_type: str, stock: str) -> str:
 
 def as_written(config: JsonDict) -> JsonDict:
     """The configuration as its folder has it."""
-    own = {"model_type": _TYPE + config["model_type"]}
-    return config | own if BLOCK_WIDTHS in config else config
+    own = NAS if BLOCK_CONFIGS in config else f"{_TYPE}{config['model_type']}"
+    return config | {"model_type": own} if BLOCK_WIDTHS in config else config
 
 
 def as_read(config: JsonDict) -> JsonDict:
@@ -76,7 +133,12 @@ def as_read(config: JsonDict) -> JsonDict:
     name = config.get("model_type")
     if BLOCK_WIDTHS not in config or not isinstance(name, str):
         return config
-    return config | {"model_type": name.removeprefix(_TYPE)}
+    return config | {"model_type": NAS_STOCK if name == NAS else name.removeprefix(_TYPE)}
+
+
+def _own_name(stock: str, *, nas: bool) -> str:
+    """Name a class in the folder; servers know Nemotron-NAS by that of its class."""
+    return stock.replace("Mistral", "DeciLM") if nas else _PREFIX + stock
 
 
 def _config(model_type: str) -> str:

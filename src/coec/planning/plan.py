@@ -136,6 +136,9 @@ class Plan:
         """
         layout, pruning = self.model.layout, self.recipe.pruning
         shared = [site for site in layout.sites if site.key in importances]
+        if pruning.target == "vllm":  # whose blocks have as many heads
+            shared = [site for site in shared if site.value is None]
+            importances = {site.key: importances[site.key] for site in shared}
         cut = {site.kind for site in shared if self.widths.removes_from(site)}
         uncut = {site.kind for site in shared} - cut
         widths = by_importance(

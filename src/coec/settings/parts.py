@@ -140,7 +140,8 @@ class Pruning(Settings):
     target: TargetName = setting(
         "hf",
         "The loader for which the model type is chosen that is written: transformers loads every "
-        "one; under another name only what that program loads as it is.",
+        "one; under another name only what that program loads as it is. `vllm` with non_uniform "
+        "writes nemotron-nas, a Llama whose channels differ by block; heads are alike in all.",
     )
     solve_dtype: SolveDtypeName = setting(
         "auto",
