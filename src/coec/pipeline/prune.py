@@ -220,6 +220,8 @@ def _calibrated(
     recipe: Recipe, statistics: Statistics, model: Description, given_names: Collection[str] | None
 ) -> Recipe:
     """Return the recipe with the calibration that statistics were made with."""
+    if recipe.fits_where_possible:  # the default: statistics hold no text to fit blocks on
+        recipe = recipe.without_fits()
     recipe.check_for_statistics()
     return replace(recipe, calibration=adopted(statistics, recipe.calibration, model, given_names))
 

@@ -16,6 +16,13 @@ def notes_of(
 ) -> Iterator[str]:
     """Yield all notes of a plan, one sentence each."""
     yield from _calibration(model, recipe, seq_len, decided)
+    if recipe.reconstruction.preset == "balanced" and not recipe.reconstruction.sequential:
+        addition = model.architecture.adds
+        yield "blocks are not fitted, and the result is that of preset = fast: " + (
+            f"those of {model.architecture.model_type} add {addition}"
+            if addition
+            else "statistics hold sums only, and no text"
+        )
     for site in model.layout.kinds:
         width = widths.of(site)
         if site.routed and width % OF_EXPERTS:

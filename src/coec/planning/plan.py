@@ -15,7 +15,7 @@ from coec.planning.notes import notes_of
 from coec.planning.recipe import Recipe
 from coec.settings import Pruning, Reconstruction
 
-TRIED_TOKENS = 16_384
+TRIED_TOKENS = 8192
 """Tokens on which candidates are compared, besides those held out."""
 _PLURALS = {"expert": "experts"}
 """What records call a kind of site of which a block has several."""
@@ -68,6 +68,8 @@ class Plan:
             ModelError, OptionError: as in `of`.
         """
         recipe = recipe.opened()
+        if model.architecture.adds and recipe.fits_where_possible:
+            recipe = recipe.without_fits()
         recipe = replace(recipe, calibration=with_judges(recipe.calibration, model))
         if recipe.kept is not None:
             recipe.kept.check(model.layout)

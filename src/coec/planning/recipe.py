@@ -140,6 +140,18 @@ class Recipe:
         """
         return bool(self.calibration.judging) and not self.reconstruction.sequential
 
+    @property
+    def fits_where_possible(self) -> bool:
+        """True for the fits of `balanced`, which are left out where they cannot be."""
+        names = Reconstruction().record().keys()
+        defaults = {k: v for k, v in PRESETS["balanced"].settings.items() if k in names}
+        return self.reconstruction == Reconstruction(preset="balanced", **defaults)
+
+    def without_fits(self) -> "Recipe":
+        """Return the recipe with no pruned model run beside the dense one."""
+        reconstruction = Reconstruction(preset=self.reconstruction.preset)
+        return replace(self, reconstruction=reconstruction)
+
     def check_for_statistics(self) -> None:
         """Raise OptionError where statistics do not do, because the text itself is needed."""
         if name := self.needs_text:

@@ -12,7 +12,7 @@ SelectionName = Literal["rcpu", "wanda-sp", "flap", "obs", "leverage", "magnitud
 CompensationName = Literal[
     "coec", "rcpu", "bias", "least-squares", "ridge-to-slice", "none", "auto"
 ]
-PresetName = Literal["paper", "fast", "best"]
+PresetName = Literal["paper", "fast", "balanced", "best"]
 TargetName = Literal["hf", "vllm", "llama.cpp"]
 Allocation = Literal["uniform", "adaptive", "error"]
 ExecutorName = Literal["here", "ray"]
@@ -191,8 +191,9 @@ class Reconstruction(Settings):
 
     preset: PresetName = setting(
         "paper",
-        "Set of defaults: `paper` (COEC as published), `fast` (closed forms, one dense pass) or "
-        "`best` (block reconstruction); any setting given beside it wins.",
+        "Set of defaults: `paper` (COEC as published), `fast` (closed forms, one dense pass), "
+        "`balanced` (every block fitted, briefly) or `best` (block reconstruction); any setting "
+        "given beside it wins.",
     )
     propagate: bool = setting(
         False,

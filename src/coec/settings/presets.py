@@ -28,6 +28,16 @@ PRESETS: dict[PresetName, Preset] = {
         "Closed forms only, from one dense pass; widths by block follow the error.",
         {"selection": "obs", "compensation": "ridge-to-slice", "allocation": "error"},
     ),
+    "balanced": Preset(
+        "Every block fitted to the dense model's hidden states, on the text alone: about four "
+        "times what `paper` takes, and most of what `best` gives.",
+        {
+            "selection": "obs", "allocation": "error", "propagate": True,
+            "final_norm": True, "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 2,
+            "curvature_tokens": 16_384, "logit_iterations": 6, "token_weights": "residual",
+            "holdout": 0.125,
+        },
+    ),
     "best": Preset(
         "Every block fitted to the dense model's hidden states, on inputs that the pruned model "
         "has; how many KV groups stay is chosen on held-out windows.",
