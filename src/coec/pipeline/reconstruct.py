@@ -58,8 +58,8 @@ _TARGET_RIDGE = 1e-3
 """Ridge of the least-squares map from inputs to targets, relative to the Gram's mean diagonal."""
 _ATTENTION_STEPS = 1
 """Steps that fit attention: more gain nothing (docs/LOG.md)."""
-_LEAST_GAIN = 0.005
-"""Fraction of the error below which a step's gain ends a fit: the next would gain less still."""
+_LEAST_GAIN = 0.02
+"""Fraction of the error below which the gain of a whole step ends a fit."""
 _SMALLEST = 1e-3
 """Lower bound on mean squares of hidden states, as a share of their median."""
 

@@ -232,12 +232,12 @@ class PlanWork:
     def _fitting(self, site_kind: str, held_out: int) -> list[Work]:
         """Fit the halves of all blocks by Gauss–Newton; a way back counts as a way forward.
 
-        A step tries 1.3 lengths over all windows, and takes two gradients (five passes over the
-        fitted windows). An iteration takes 8/3 passes over a sample of them, of experts 11/3. In
-        attention it takes six products with the inputs that the maps mixed for every head, or four
-        passes where memory does not hold these. An m×n matrix takes the Gram of its inputs,
-        2n²·tokens, eigenpairs of that (the last an inverse, n³), and 4mn² per iteration (the last
-        2mn²). Attention takes one step.
+        A step tries 1.3 lengths over all windows, and takes a gradient over the fitted ones (7/3
+        passes, in attention 3) and factors over a sample of them (4/3, or 3). An iteration takes
+        8/3 passes over the sample, of experts 11/3. In attention it takes six products with the
+        inputs that the maps mixed for every head, or four passes where memory does not hold these.
+        An m×n matrix takes the Gram of its sampled inputs, 2n²·tokens, eigenpairs of that (the last
+        an inverse, n³), and 4mn² per iteration (the last 2mn²). Attention takes one step.
         """
         settings, sites = self.recipe.reconstruction, self.kinds[site_kind]
         tokens, attends = float(self.plan.tokens - held_out), sites[0].value is not None
@@ -252,7 +252,10 @@ class PlanWork:
         heads = columns // self.plan.dense.head_dim
         mixed = sampled * heads * self.hidden
         fits = self.forward(tokens + held_out, 2 + 1.3 * steps, half=site_kind, pruned=True)
-        fits += self.forward(tokens, 5.0 * steps, half=site_kind, pruned=True)
+        by_hand = not (attends or sites[0].routed)
+        gradient, factors = (7 / 3, 4 / 3) if by_hand else (3.0, 3.0)
+        fits += self.forward(tokens, gradient * steps, half=site_kind, pruned=True)
+        fits += self.forward(sampled, factors * steps, half=site_kind, pruned=True)
         if attends and mixed * self.itemsize <= self.compute.kept:
             edge = (sampled * rows * columns) ** (1 / 3)
             fits += self.forward(sampled, steps, half=site_kind, pruned=True)
@@ -262,14 +265,14 @@ class PlanWork:
                 Work("elementwise", mixed * self.itemsize, mixed, 2 * repeats),
             ]
         else:
-            passes = 4 if attends else 11 / 3 if sites[0].routed else 8 / 3
+            passes = 4 if attends else 8 / 3 if by_hand else 11 / 3
             fits += self.forward(sampled, passes * iterations, half=site_kind, pruned=True)
         for m, n in producers:
             fits += [eigenpairs(n, times, "float32"), product(m, n, n, times + repeats, "float32")]
         fits += [product(columns, columns, columns / 2, times, "float32")]
         for m, n in (*producers, (rows, columns)):
             fits += [
-                product(n, tokens, n, times, "float32"),
+                product(n, sampled, n, times, "float32"),
                 product(m, n, n, times + repeats, "float32"),
                 Work("elementwise", 56.0 * m * n, 4.0 * m * n, repeats),
             ]

@@ -97,8 +97,8 @@ def fit(
         iterations: of conjugate gradients in each.
         damping: λ, relative to the mean diagonal of every matrix's block.
         seed: of the random signs in the preconditioner.
-        least_gain: a step that lowers the error, the held-out one where there is one, by a smaller
-            fraction is the last.
+        least_gain: a whole step that lowers the error, the held-out one where there is one, by a
+            smaller fraction is the last.
     """
     scale = problem.energy() or 1.0
     held_scale = (held_out.energy() or 1.0) if held_out else 1.0
@@ -129,7 +129,8 @@ def fit(
                 record("a step of the reconstruction is not finite: taken back")
             fitted.steps.append(Step(0.0, error, held_error, residual))
             break
-        if (error if held_error is None else held_error) > (1 - least_gain) * before:
+        gained = 1 - (error if held_error is None else held_error) / before if before > 0 else 0.0
+        if length == LENGTHS[0] and gained < least_gain:
             break
     return Fitted(theta, fitted.error, fitted.held_out, fitted.steps)
 
