@@ -130,8 +130,9 @@ def _eliminated(W: Tensor, G: Tensor, site: Site) -> Tensor:
 
 
 def _product(device: torch.device) -> Theta:
-    _, fit, theta, delta, _ = reconstruction.problem(64, 160, 128, device, torch.float32)
-    return {name: part.cpu() for name, part in fit.normal(theta, delta).items()}
+    _, hand, theta, delta = reconstruction.problem(64, 160, 128, device, torch.float32)
+    hand.linearise(theta)
+    return {name: part.cpu() for name, part in hand.normal(delta).items()}
 
 
 def _apart(one: Theta, other: Theta) -> float:

@@ -21,7 +21,16 @@ from coec.models.dense import Dense
 from coec.models.formats import LOADERS, TARGETS
 from coec.models.layout import Rows
 from coec.models.surgery import with_rows
-from coec.reconstruction import Batch, DifferentiatedProducts, GatedMlp, LeastSquares
+from coec.reconstruction import (
+    AttentionProducts,
+    Batch,
+    DifferentiatedProducts,
+    GatedMlp,
+    GatedProducts,
+    HeldAttention,
+    LeastSquares,
+)
+from coec.reconstruction.least_squares import watched
 from coec.streaming.dense_stream import DenseStream
 from coec.streaming.layers import Layers
 from coec.types import GramSum, KeptSet
@@ -276,23 +285,34 @@ def test_products_with_the_jacobian_are_those_of_forward_and_reverse_mode(varian
             function, modules, [[batch]], torch.device("cpu"), rows=slices,
             quadratic=site.value is not None,
         )  # fmt: skip
-        made = LeastSquares.of(products)
         run = functools.partial(layers.call, half, block.index)
-        around = half.get_submodule(site.consumer.removeprefix(block.prefix).rpartition(".")[0])
-        mlp = GatedMlp.of(run, states, modules, slices, around)
-        assert (mlp is None) == (site.value is not None)
+        if site.value is None:
+            around = half.get_submodule(site.consumer.removeprefix(block.prefix).rpartition(".")[0])
+            mlp = GatedMlp.of(run, states, modules, slices, around)
+            assert HeldAttention.of(run, states, modules, slices) is None
+            with watched({"gate": modules[mlp.gate]}) as calls:
+                run(states)
+            added = Batch(calls["gate"][0], batch.targets - states, weights)
+            by_hand = GatedProducts(mlp, [[added]], torch.device("cpu"), kept_bytes=2**30)
+        else:
+            attention = HeldAttention.of(run, states, modules, slices)
+            by_hand = AttentionProducts(
+                attention, function, modules, [[batch]], torch.device("cpu"), rows=slices,
+                kept_bytes=2**30,
+            )  # fmt: skip
         delta = {n: torch.randn_like(p) for n, p in theta.items()}
         with sdpa_kernel(SDPBackend.MATH):
             moved = torch.func.jvp(lambda t, f=function: f(t, states), (theta,), (delta,))[1]
             out, back = torch.func.vjp(lambda t, f=function: f(t, states), theta)
             normal = back(weights[..., None] * moved)[0]
             gradient = back(weights[..., None] * (batch.targets - out))[0]
-        made.linearise(theta)
-        found = [made.normal(delta), made.gradient(theta)]
-        for one, expected in zip(found, (normal, gradient), strict=True):
-            for name in theta:
-                scale = float(expected[name].norm())
-                assert float((one[name] - expected[name]).norm()) < 1e-6 * scale, name
+        for made in (LeastSquares.of(products), LeastSquares.of(by_hand)):
+            made.linearise(theta)
+            found = [made.normal(delta), made.gradient(theta)]
+            for one, expected in zip(found, (normal, gradient), strict=True):
+                for name in theta:
+                    scale = float(expected[name].norm())
+                    assert float((one[name] - expected[name]).norm()) < 1e-6 * scale, name
 
 
 def embedded(dense, tokens):

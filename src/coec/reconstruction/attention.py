@@ -53,13 +53,15 @@ class _Mixing(TorchFunctionMode):
         values = x[:, None].expand(-1, value.shape[1], -1, -1)
         mixed = []
         for n in range(len(x)):  # maps of one window at a time
-            one = slice(n, n + 1)
+            window = slice(n, n + 1)
             mask = (
-                attn_mask[one] if attn_mask is not None and len(attn_mask) == len(x) else attn_mask
+                attn_mask[window]
+                if attn_mask is not None and len(attn_mask) == len(x)
+                else attn_mask
             )
             mixed.append(
                 F.scaled_dot_product_attention(
-                    query[one], key[one], values[one], attn_mask=mask, **kwargs
+                    query[window], key[window], values[window], attn_mask=mask, **kwargs
                 )
             )
         return torch.cat(mixed)
@@ -67,7 +69,7 @@ class _Mixing(TorchFunctionMode):
 
 @dataclass(frozen=True, eq=False)
 class HeldAttention:
-    """What attention adds, its map held: `f · D a`, `a_q = A_q x V_gᵀ` of every query head q.
+    """Attention whose map is held, which adds `f · D a`, `a_q = A_q x V_gᵀ` of every query head q.
 
     Attributes:
         value, out: the names that θ has for V and D.
@@ -110,18 +112,18 @@ class HeldAttention:
         heads, a = mixing.mixed.shape[1], calls[out][0]
         if a.shape[-1] % heads or len(V) % (width := a.shape[-1] // heads):
             return None
-        held = cls(value, out, heads, len(V) // width, factor)
-        if heads % held.groups:
+        attention = cls(value, out, heads, len(V) // width, factor)
+        if heads % attention.groups:
             return None
-        found = held.inner(held.mixed(mixing.mixed), V)
+        inner = attention.inner(attention.mixed(mixing.mixed), V)
         if bias is not None:
-            found = (
-                found
-                + bias.view(held.groups, 1, width)
-                .expand(held.groups, heads // held.groups, width)
+            inner = (
+                inner
+                + bias.view(attention.groups, 1, width)
+                .expand(attention.groups, heads // attention.groups, width)
                 .flatten()
             )
-        return held if close(found, a.flatten(0, -2)) else None
+        return attention if close(inner, a.flatten(0, -2)) else None
 
     def mixed(self, by_head: Float[Tensor, "n heads length h"]) -> Float[Tensor, "groups rows h"]:
         """Return `A_q x` of every token and query head, those of one KV group together."""
@@ -149,13 +151,13 @@ class AttentionProducts(DifferentiatedProducts):
     """Products of attention, `Jᵀ w J δ` by hand where memory holds its inputs, mixed by its map.
 
     Args:
-        held: what is added.
+        attention: what is added.
         kept_bytes: of mixed inputs that may stay on the device; batches beyond are differentiated.
     """
 
     def __init__(
         self,
-        held: HeldAttention,
+        attention: HeldAttention,
         function: Callable[[Theta, Tensor], Tensor],
         modules: Mapping[str, nn.Module],
         parts: Sequence[Sequence[Batch]],
@@ -165,7 +167,7 @@ class AttentionProducts(DifferentiatedProducts):
         rows: Mapping[str, slice] | None = None,
     ) -> None:
         super().__init__(function, modules, parts, device, rows=rows, quadratic=True)
-        self._held, self._room = held, kept_bytes
+        self._attention, self._room = attention, kept_bytes
         self._kept = 0
 
     def linearise(self, theta: Theta, sample: Container[int]) -> Iterable[None]:
@@ -173,28 +175,33 @@ class AttentionProducts(DifferentiatedProducts):
         return super().linearise(theta, sample)
 
     def _linearised(self, theta: Theta, b: Batch) -> Linear:
-        held = self._held
-        size = b.inputs.numel() * b.inputs.element_size() * held.heads
+        attention = self._attention
+        size = b.inputs.numel() * b.inputs.element_size() * attention.heads
         if self._kept + size > self._room:
             return super()._linearised(theta, b)
         self._kept += size
-        here = b.to(self._device)
-        D = theta[held.out].to(here.inputs)
-        weights = (held.factor**2 * here.weights.reshape(-1, 1)).to(here.inputs)
+        moved_batch = b.to(self._device)
+        D = theta[attention.out].to(moved_batch.inputs)
+        weights = (attention.factor**2 * moved_batch.weights.reshape(-1, 1)).to(moved_batch.inputs)
         with (
             torch.no_grad(),
             watched(self._modules) as calls,
-            _Mixing(calls, held.value) as mixing,
+            _Mixing(calls, attention.value) as mixing,
         ):
-            self._at(theta, here)
+            self._at(theta, moved_batch)
         assert mixing.mixed is not None  # `HeldAttention.of` saw it
-        mixed, a = held.mixed(mixing.mixed), calls[held.out][0].flatten(0, -2)
+        mixed, a = attention.mixed(mixing.mixed), calls[attention.out][0].flatten(0, -2)
 
         def normal(direction: Theta) -> Sequence[Tensor]:
             delta = {name: d.to(D) for name, d in direction.items()}
-            moved = a @ delta[held.out].T + held.inner(mixed, delta[held.value]) @ D.T
+            moved = (
+                a @ delta[attention.out].T + attention.inner(mixed, delta[attention.value]) @ D.T
+            )
             moved *= weights
-            by_name = {held.value: held.adjoint(mixed, moved @ D), held.out: moved.T @ a}
+            by_name = {
+                attention.value: attention.adjoint(mixed, moved @ D),
+                attention.out: moved.T @ a,
+            }
             return [by_name[name] for name in direction]
 
         return normal

@@ -17,7 +17,7 @@ _MATRICES = 3
 
 @dataclass(frozen=True, eq=False)
 class GatedMlp:
-    """What a gated MLP adds to the hidden state: `f · (D (φ(G x + b) ⊙ (U x + c)) + d)`.
+    """A gated MLP, which adds to the hidden state `f · (D (φ(G x + b) ⊙ (U x + c)) + d)`.
 
     Attributes:
         gate, up, down: the names that θ has for G, U and D.
@@ -52,8 +52,8 @@ class GatedMlp:
             rows: which rows of them θ are.
             around: the module that holds them, and the activation.
         """
-        others = [m for m in around.children() if m not in modules.values()]
-        if len(modules) != _MATRICES or len(others) != 1:
+        siblings = [m for m in around.children() if m not in modules.values()]
+        if len(modules) != _MATRICES or len(siblings) != 1:
             return None
         weights = {name: rows_of(module.weight, rows[name]) for name, module in modules.items()}
         biases = [rows_of(module.bias, rows[name]) for name, module in modules.items()]
@@ -63,7 +63,7 @@ class GatedMlp:
         factor = factor_of(run, state, modules[down])
         if factor is None or len(calls) != _MATRICES:
             return None
-        mlp = cls(gate, up, down, others[0], (biases[0], biases[1], biases[2]), factor)
+        mlp = cls(gate, up, down, siblings[0], (biases[0], biases[1], biases[2]), factor)
         return mlp if close(mlp.inner(weights, calls[gate][0]), calls[down][0]) else None
 
     def activations(self, theta: Theta, x: Float[Tensor, "tokens h"]) -> "Activations":
@@ -149,9 +149,9 @@ class GatedProducts(Products):
         theta, f = _cast(theta, b), self._mlp.factor
 
         def activations() -> tuple[Activations, Tensor]:
-            here = b.to(self._device)
-            weights = (f * f * here.weights.reshape(-1, 1)).to(here.inputs)
-            return self._mlp.activations(theta, here.inputs.flatten(0, -2)), weights
+            moved_batch = b.to(self._device)
+            weights = (f * f * moved_batch.weights.reshape(-1, 1)).to(moved_batch.inputs)
+            return self._mlp.activations(theta, moved_batch.inputs.flatten(0, -2)), weights
 
         kept = None
         size = b.inputs.shape[:-1].numel() * b.inputs.element_size()

@@ -319,14 +319,14 @@ class DifferentiatedProducts(Products):
         """
 
         def normal(direction: Theta) -> Sequence[Tensor]:
-            here = b.to(self._device)
-            leaves = _leaves(theta, here.inputs.dtype)
-            if self._quadratic and here.inputs.dtype.itemsize >= torch.float32.itemsize:
-                tangent = self._central_difference(theta, direction, here)  # narrower ones cancel
-                out = self._function(leaves, here.inputs)
+            batch = b.to(self._device)
+            leaves = _leaves(theta, batch.inputs.dtype)
+            if self._quadratic and batch.inputs.dtype.itemsize >= torch.float32.itemsize:
+                tangent = self._central_difference(theta, direction, batch)  # narrower ones cancel
+                out = self._function(leaves, batch.inputs)
             else:
-                out, tangent = self._with_tangent(leaves, direction, here)
-            moved = here.weights[..., None].to(tangent) * tangent
+                out, tangent = self._with_tangent(leaves, direction, batch)
+            moved = batch.weights[..., None].to(tangent) * tangent
             return torch.autograd.grad(out, list(leaves.values()), moved)
 
         return normal

@@ -266,9 +266,9 @@ class TwoStreams:
             inputs = {n: self._inputs_of(gate, run, state) for n, state in states.items()}
             targets = {n: wanted[n] - state for n, state in states.items()}
             make = functools.partial(GatedProducts, mlp, kept_bytes=self._room)
-        elif held := HeldAttention.of(run, first, modules, ranges):
+        elif attention := HeldAttention.of(run, first, modules, ranges):
             make = functools.partial(
-                AttentionProducts, held, function, modules, kept_bytes=self._room, rows=ranges
+                AttentionProducts, attention, function, modules, kept_bytes=self._room, rows=ranges
             )
         self._products = {
             windows_kind: make(batches(by_part), self._device)
