@@ -410,3 +410,25 @@ def test_a_factor_on_what_a_part_adds_is_measured(tokens, tmp_path):
         pruned(folder, out, tokens, compensation="ridge-to-slice", propagate=True)
         logits.append(tm.logits(tm.load(out)))
     torch.testing.assert_close(*logits, rtol=1e-6, atol=1e-8)
+
+
+def test_balanced_leaves_its_fits_out_where_blocks_cannot_be_fitted(dense, tokens, tmp_path):
+    """Blocks that add something else, or statistics in the place of a text: `fast`, and it says so."""
+    fitted = pruned(dense, tmp_path / "fitted", tokens, preset="balanced")
+    assert fitted.recipe["reconstruct"] == 2
+    assert not any("not fitted" in note for note in fitted.plan["notes"])
+    gemma = tm.save(tm.tiny("gemma2"), tmp_path / "gemma")
+    report = pruned(gemma, tmp_path / "out", tokens, preset="balanced")
+    [note] = [note for note in report.plan["notes"] if "not fitted" in note]
+    assert note.endswith("those of gemma2 add what a norm makes of each part")
+    assert report.recipe["reconstruct"] == 0
+    with pytest.raises(OptionError, match="propagate needs blocks"):  # a fit that was asked for
+        pruned(gemma, tmp_path / "more", tokens, preset="balanced", reconstruct=5)
+
+    collected = {name: SETTINGS[name] for name in SETTINGS if name not in ("sparsity", "dtype")}
+    coec.collect(dense, tmp_path / "stats", calibration=tokens, holdout=0.125, **collected)
+    report = coec.prune(
+        dense, tmp_path / "from", statistics=tmp_path / "stats", sparsity=0.5, preset="balanced"
+    )
+    [note] = [note for note in report.plan["notes"] if "not fitted" in note]
+    assert note.endswith("statistics hold sums only, and no text")
