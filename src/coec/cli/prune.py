@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from coec.planning import Forecast, Plan
 
 _BETTER = {
-    "paper": "--preset balanced fits every block to its hidden states, in four to five times the time",
-    "fast": "--preset balanced fits every block to its hidden states; expect ten times the time",
-    "balanced": "--preset best, in about twice the time; it samples text, for which the whole model "
-    "must fit in memory (or --self-samples 0)",
+    "paper": "--preset balanced fits every block to it, in four to five times the time",
+    "fast": "--preset balanced fits every block to it; expect ten times the time",
+    "balanced": "--preset best, in about twice the time; it samples text, for which the "
+    "whole model must fit in memory (or --self-samples 0)",
 }
 """What the last line of a run by a preset says of the next better one."""
 _WIDTHS = (
