@@ -231,7 +231,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"preset": "worst"}, "preset must be one of paper, fast, best, got 'worst'"),
+        ({"preset": "worst"}, "preset must be one of paper, fast, balanced, best, got 'worst'"),
         ({"propagate": "yes"}, "propagate must be true or false, got 'yes'"),
         ({"cg_iterations": 5}, "cg_iterations has no effect with reconstruct = 0"),
         ({"token_weights": "residual"}, "token_weights has no effect with neither"),
