@@ -413,7 +413,7 @@ def test_a_factor_on_what_a_part_adds_is_measured(tokens, tmp_path):
 
 
 def test_balanced_leaves_its_fits_out_where_blocks_cannot_be_fitted(dense, tokens, tmp_path):
-    """Blocks that add something else, or statistics in the place of a text: `fast`, and it says so."""
+    """Blocks that add something else, or statistics and no text: closed forms, and it says so."""
     fitted = pruned(dense, tmp_path / "fitted", tokens, preset="balanced")
     assert fitted.recipe["reconstruct"] == 2
     assert not any("not fitted" in note for note in fitted.plan["notes"])
