@@ -293,26 +293,31 @@ def test_products_with_the_jacobian_are_those_of_forward_and_reverse_mode(varian
             with watched({"gate": modules[mlp.gate]}) as calls:
                 run(states)
             added = Batch(calls["gate"][0], batch.targets - states, weights)
-            by_hand = GatedProducts(mlp, [[added]], torch.device("cpu"), kept_bytes=2**30)
+            make = functools.partial(GatedProducts, mlp, [[added]])
         else:
             attention = HeldAttention.of(run, states, modules, slices)
-            by_hand = AttentionProducts(
-                attention, function, modules, [[batch]], torch.device("cpu"), rows=slices,
-                kept_bytes=2**30,
-            )  # fmt: skip
+            make = functools.partial(
+                AttentionProducts, attention, function, modules, [[batch]], rows=slices
+            )
+        again, kept = (
+            LeastSquares.of(make(device=torch.device("cpu"), kept_bytes=size))
+            for size in (0, 2**30)
+        )
         delta = {n: torch.randn_like(p) for n, p in theta.items()}
         with sdpa_kernel(SDPBackend.MATH):
             moved = torch.func.jvp(lambda t, f=function: f(t, states), (theta,), (delta,))[1]
             out, back = torch.func.vjp(lambda t, f=function: f(t, states), theta)
             normal = back(weights[..., None] * moved)[0]
             gradient = back(weights[..., None] * (batch.targets - out))[0]
-        for made in (LeastSquares.of(products), LeastSquares.of(by_hand)):
+        again.linearise(theta)
+        for made in (LeastSquares.of(products), kept):
             made.linearise(theta)
             found = [made.normal(delta), made.gradient(theta)]
             for one, expected in zip(found, (normal, gradient), strict=True):
                 for name in theta:
                     scale = float(expected[name].norm())
                     assert float((one[name] - expected[name]).norm()) < 1e-6 * scale, name
+        assert all(torch.equal(again.normal(delta)[n], kept.normal(delta)[n]) for n in theta)
 
 
 def embedded(dense, tokens):

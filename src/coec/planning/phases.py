@@ -235,7 +235,7 @@ class PlanWork:
         A step tries 1.3 lengths over all windows, and takes a gradient over the fitted ones (7/3
         passes, in attention 3) and factors over a sample of them (4/3, or 3). An iteration takes
         8/3 passes over the sample, of experts 11/3. In attention it takes six products with the
-        inputs that the maps mixed for every head, or four passes where memory does not hold these.
+        inputs that the maps mixed for every head, once or, where memory does not hold them, again.
         An m×n matrix takes the Gram of its sampled inputs, 2n²·tokens, eigenpairs of that (the last
         an inverse, n³), and 4mn² per iteration (the last 2mn²). Attention takes one step.
         """
@@ -256,16 +256,17 @@ class PlanWork:
         gradient, factors = (7 / 3, 4 / 3) if by_hand else (3.0, 3.0)
         fits += self.forward(tokens, gradient * steps, half=site_kind, pruned=True)
         fits += self.forward(sampled, factors * steps, half=site_kind, pruned=True)
-        if attends and mixed * self.itemsize <= self.compute.kept:
+        if attends:
             edge = (sampled * rows * columns) ** (1 / 3)
-            fits += self.forward(sampled, steps, half=site_kind, pruned=True)
+            mixings = 1.0 if mixed * self.itemsize <= self.compute.kept else settings.cg_iterations
+            fits += self.forward(sampled, steps * mixings, half=site_kind, pruned=True)
             fits += [
-                Work("product", 2.0 * mixed * self.plan.seq_len, edge, times, self.dtype),
+                Work("product", 2.0 * mixed * self.plan.seq_len, edge, times * mixings, self.dtype),
                 Work("product", 12.0 * sampled * rows * columns, edge, repeats, self.dtype),
                 Work("elementwise", mixed * self.itemsize, mixed, 2 * repeats),
             ]
         else:
-            passes = 4 if attends else 8 / 3 if by_hand else 11 / 3
+            passes = 8 / 3 if by_hand else 11 / 3
             fits += self.forward(sampled, passes * iterations, half=site_kind, pruned=True)
         for m, n in producers:
             fits += [eigenpairs(n, times, "float32"), product(m, n, n, times + repeats, "float32")]

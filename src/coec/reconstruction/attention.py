@@ -148,11 +148,11 @@ class HeldAttention:
 
 
 class AttentionProducts(DifferentiatedProducts):
-    """Products of attention, `Jᵀ w J δ` by hand where memory holds its inputs, mixed by its map.
+    """Products of attention, `Jᵀ w J δ` by hand from its inputs, mixed by its map.
 
     Args:
         attention: what is added.
-        kept_bytes: of mixed inputs that may stay on the device; batches beyond are differentiated.
+        kept_bytes: of mixed inputs that may stay on the device; others are mixed again.
     """
 
     def __init__(
@@ -176,23 +176,16 @@ class AttentionProducts(DifferentiatedProducts):
 
     def _linearised(self, theta: Theta, b: Batch) -> Linear:
         attention = self._attention
+        D = theta[attention.out].to(b.inputs.dtype)
+        weights = (attention.factor**2 * b.weights.reshape(-1, 1)).to(D)
         size = b.inputs.numel() * b.inputs.element_size() * attention.heads
-        if self._kept + size > self._room:
-            return super()._linearised(theta, b)
-        self._kept += size
-        moved_batch = b.to(self._device)
-        D = theta[attention.out].to(moved_batch.inputs)
-        weights = (attention.factor**2 * moved_batch.weights.reshape(-1, 1)).to(moved_batch.inputs)
-        with (
-            torch.no_grad(),
-            watched(self._modules) as calls,
-            _Mixing(calls, attention.value) as mixing,
-        ):
-            self._at(theta, moved_batch)
-        assert mixing.mixed is not None  # `HeldAttention.of` saw it
-        mixed, a = attention.mixed(mixing.mixed), calls[attention.out][0].flatten(0, -2)
+        kept = None
+        if self._kept + size <= self._room:
+            self._kept += size
+            kept = self._mixed(theta, b)
 
         def normal(direction: Theta) -> Sequence[Tensor]:
+            mixed, a = kept or self._mixed(theta, b)
             delta = {name: d.to(D) for name, d in direction.items()}
             moved = (
                 a @ delta[attention.out].T + attention.inner(mixed, delta[attention.value]) @ D.T
@@ -205,3 +198,12 @@ class AttentionProducts(DifferentiatedProducts):
             return [by_name[name] for name in direction]
 
         return normal
+
+    @torch.no_grad()
+    def _mixed(self, theta: Theta, b: Batch) -> tuple[Tensor, Tensor]:
+        """Return the mixed inputs of a batch, and D's input."""
+        attention = self._attention
+        with watched(self._modules) as calls, _Mixing(calls, attention.value) as mixing:
+            self._at(theta, b.to(self._device))
+        assert mixing.mixed is not None  # `HeldAttention.of` saw it
+        return attention.mixed(mixing.mixed), calls[attention.out][0].flatten(0, -2)

@@ -203,7 +203,7 @@ def factor_of(
         added = run(torch.zeros_like(state))
     finally:
         hook.remove()
-    factor = float((added * ones).sum() / ones.square().sum())
+    factor = float((added.double() * ones.double()).sum() / ones.double().square().sum())
     return factor if close(added, factor * ones) else None
 
 

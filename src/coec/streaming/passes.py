@@ -172,12 +172,6 @@ class DensePass(BlockSource):
         hand_back()  # what a text took, or the whole model
         return windows
 
-    def windows_of(self, run: Run) -> tuple[Tensor, Tensor | None]:
-        """Return the windows that a run fits, no more than its recipe says; and all held out."""
-        fit, held_windows = self.windows_of_text()
-        held_out = 0 if held_windows is None else len(held_windows)
-        return fit[: run.recipe.calibration.windows - held_out], held_windows
-
     def windows_of_text(self) -> tuple[Tensor, Tensor | None]:
         assert self.windows is not None  # `begin` made them
         return hold_out(self.windows, self._calibration.held_out, self._calibration.seed)
