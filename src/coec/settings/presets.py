@@ -29,7 +29,7 @@ PRESETS: dict[PresetName, Preset] = {
         {"selection": "obs", "compensation": "ridge-to-slice", "allocation": "error"},
     ),
     "balanced": Preset(
-        "Every block fitted to the dense model's hidden states, on the text alone: about four "
+        "Every block fitted to the dense model's hidden states, on the text alone: three to five "
         "times what `paper` takes, and most of what `best` gives.",
         {
             "selection": "obs", "allocation": "error", "propagate": True,
