@@ -18,7 +18,7 @@ def notes_of(
     yield from _calibration(model, recipe, seq_len, decided)
     if recipe.reconstruction.preset == "balanced" and not recipe.reconstruction.sequential:
         addition = model.architecture.adds
-        yield "blocks are not fitted, and the result is that of preset = fast: " + (
+        yield "blocks are not fitted, and closed forms alone repair them: " + (
             f"those of {model.architecture.model_type} add {addition}"
             if addition
             else "statistics hold sums only, and no text"

@@ -1,6 +1,6 @@
 """Products of attention by hand, its map applied to all inputs once (METHODS §8)."""
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,26 +166,20 @@ class AttentionProducts(DifferentiatedProducts):
         kept_bytes: int,
         rows: Mapping[str, slice] | None = None,
     ) -> None:
-        super().__init__(function, modules, parts, device, rows=rows, quadratic=True)
-        self._attention, self._room = attention, kept_bytes
-        self._kept = 0
-
-    def linearise(self, theta: Theta, sample: Container[int]) -> Iterable[None]:
-        self._linear, self._kept = [], 0  # the last ones make room first
-        return super().linearise(theta, sample)
+        super().__init__(
+            function, modules, parts, device, rows=rows, quadratic=True, kept_bytes=kept_bytes
+        )
+        self._attention = attention
 
     def _linearised(self, theta: Theta, b: Batch) -> Linear:
         attention = self._attention
         D = theta[attention.out].to(b.inputs.dtype)
         weights = (attention.factor**2 * b.weights.reshape(-1, 1)).to(D)
         size = b.inputs.numel() * b.inputs.element_size() * attention.heads
-        kept = None
-        if self._kept + size <= self._room:
-            self._kept += size
-            kept = self._mixed(theta, b)
+        kept = self._kept(size, lambda: self._mixed(theta, b))
 
         def normal(direction: Theta) -> Sequence[Tensor]:
-            mixed, a = kept or self._mixed(theta, b)
+            mixed, a = kept()
             delta = {name: d.to(D) for name, d in direction.items()}
             moved = (
                 a @ delta[attention.out].T + attention.inner(mixed, delta[attention.value]) @ D.T

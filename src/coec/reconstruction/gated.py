@@ -1,7 +1,7 @@
 """Products of a gated MLP by hand, its activations kept while θ stays (METHODS §8)."""
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,13 +123,8 @@ class GatedProducts(Products):
         *,
         kept_bytes: int = 0,
     ) -> None:
-        super().__init__(parts, device)
-        self._mlp, self._room = mlp, kept_bytes
-        self._kept = 0
-
-    def linearise(self, theta: Theta, sample: Container[int]) -> Iterable[None]:
-        self._linear, self._kept = [], 0  # the last ones make room first
-        return super().linearise(theta, sample)
+        super().__init__(parts, device, kept_bytes)
+        self._mlp = mlp
 
     def _wanted(self, b: Batch) -> Tensor:
         return _wide(b.targets)
@@ -153,15 +148,12 @@ class GatedProducts(Products):
             weights = (f * f * moved_batch.weights.reshape(-1, 1)).to(moved_batch.inputs)
             return self._mlp.activations(theta, moved_batch.inputs.flatten(0, -2)), weights
 
-        kept = None
         size = b.inputs.shape[:-1].numel() * b.inputs.element_size()
         size *= b.inputs.shape[-1] + 3 * len(theta[self._mlp.up])
-        if self._kept + size <= self._room:
-            self._kept += size
-            kept = activations()
+        kept = self._kept(size, activations)
 
         def normal(direction: Theta) -> Sequence[Tensor]:
-            at, weights = kept or activations()
+            at, weights = kept()
             return self._adjoint(theta, at, weights * self._moved_by(theta, at, direction))
 
         return normal

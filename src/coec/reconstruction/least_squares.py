@@ -169,10 +169,14 @@ class Products(ABC):
     Args:
         parts: batches in their order; every part is one summand of every sum.
         device: where to compute; batches may wait elsewhere.
+        kept_bytes: of what products at one θ share that may stay there; the rest is made again.
     """
 
-    def __init__(self, parts: Sequence[Sequence[Batch]], device: torch.device) -> None:
-        self._parts, self._device = parts, device
+    def __init__(
+        self, parts: Sequence[Sequence[Batch]], device: torch.device, kept_bytes: int = 0
+    ) -> None:
+        self._parts, self._device, self._kept_bytes = parts, device, kept_bytes
+        self._room = kept_bytes
         self._linear: list[list[Linear]] = []
 
     def tokens(self) -> Iterator[tuple[int, int]]:
@@ -203,6 +207,7 @@ class Products(ABC):
 
     def linearise(self, theta: Theta, sample: Container[int]) -> Iterable[None]:
         """Set the θ at which `normals` takes derivatives, and the batches that it sums."""
+        self._linear, self._room = [], self._kept_bytes  # the last ones make room first
         theta = self._here(theta)
         by_part = ([b for b in batches if b.number in sample] for batches in self._parts)
         self._linear = [[self._linearised(theta, b) for b in batches] for batches in by_part]
@@ -259,6 +264,14 @@ class Products(ABC):
     def _backward(self, theta: Theta, b: Batch, g: Tensor) -> Mapping[str, tuple[Tensor, Tensor]]:
         """`Jᵀ g` of a batch at the output of every matrix, and that matrix's input."""
 
+    def _kept(self, size: int, make: Callable[[], Value]) -> Callable[[], Value]:
+        """Return what gives something of so many bytes: made now, if there is room, else anew."""
+        if size > self._room:
+            return make
+        self._room -= size
+        value = make()
+        return lambda: value
+
     def _here(self, theta: Theta) -> Theta:
         return {name: p.to(self._device) for name, p in theta.items()}
 
@@ -295,8 +308,9 @@ class DifferentiatedProducts(Products):
         *,
         rows: Mapping[str, slice] | None = None,
         quadratic: bool = False,
+        kept_bytes: int = 0,
     ) -> None:
-        super().__init__(parts, device)
+        super().__init__(parts, device, kept_bytes)
         self._function, self._modules, self._rows = function, modules, rows or {}
         self._quadratic = quadratic
 
