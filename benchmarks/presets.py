@@ -1,14 +1,20 @@
-"""What the presets cost: CPU seconds and memory of `coec prune` as a process of its own.
+"""The frontier: what every preset gives, and what it costs, as a table and a picture.
 
-    python -m benchmarks.presets [--models wt2-llama] [--presets paper fast best]
+    python -m benchmarks.presets [--models wt2-llama] [--presets paper fast best] [--sparsity 0.3]
+        [--seeds 0] [--draw]
 
-30 % of small trained models, 64 windows of 256 tokens, one thread, with uniform widths and, but for
-`paper`, with widths by block. CPU time, not time on the wall, so that other work on the machine
-counts little; it holds loading, checks, text and writing. Ratios are over `paper` of the same
-model, CPU seconds without those that Python and its imports take to start.
+Small trained models, 64 windows of 256 tokens, one thread, uniform widths and, but for `paper`,
+widths by block. Every pruning is `coec prune` as a process of its own. CPU time, not time on the
+wall, so that other work on the machine counts little; it holds loading, checks, text and writing.
+Ratios are over `paper` of the same model, sparsity and seed, CPU seconds without those that Python
+and its imports take to start. Perplexity and KL are of the first 400 test windows.
+
+Writes benchmarks/results/presets.json and, from it, presets.png; `--draw` only draws. The dotted
+line is the lowest perplexity of the programs in benchmarks/results/peers.json, at 30 %.
 """
 
 import argparse
+import json
 import os
 import resource
 import subprocess
@@ -18,59 +24,85 @@ import time
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+
+import coec
 from benchmarks import record
 from benchmarks.checkpoints import FILES, SAMPLES, SEQ_LEN, SPARSITY, TEXTS
 from benchmarks.instances import SHARED
 from coec.settings import PRESETS
 
 BASELINE = "paper"
+WINDOWS = 400
+COLUMNS = ("CPU s", "wall s", "MiB", "CPU", "memory", "ppl", "KL")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prints a line per model and preset, writes JSON."""
+    """Prints a line per model and preset, writes JSON and a picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--shared", type=Path, default=SHARED)
     parser.add_argument("--models", nargs="+", choices=list(TEXTS), default=list(TEXTS))
     parser.add_argument("--presets", nargs="+", choices=list(PRESETS), default=list(PRESETS))
+    parser.add_argument("--sparsity", nargs="+", type=float, default=[SPARSITY])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--draw", action="store_true")
     chosen = parser.parse_args(arguments)
+    if not chosen.draw:
+        measure_all(chosen, arguments)
+    draw()
+
+
+def measure_all(chosen: argparse.Namespace, arguments: list[str] | None) -> None:
+    """Measure every preset, and save after each."""
     print(f"Presets. {record.header()}\n", flush=True)
     start = spent([sys.executable, "-c", "import coec; coec.prune"])["cpu"]
     print(f"start: {start:.1f} CPU s")
-    print(f"{'model':<14}{'preset':<20}{'CPU s':>8}{'wall s':>8}{'MiB':>7}{'CPU':>8}{'memory':>8}")
+    print(f"{'model':<14}{'%':>3}{'seed':>5} {'preset':<20}" + "".join(f"{c:>8}" for c in COLUMNS))
     rows: list[dict[str, Any]] = []
-    for model in chosen.models:
+    widths = [(p, by_block) for p in chosen.presets for by_block in (False, True)]
+    cases = [(m, p, seed) for m in chosen.models for p in chosen.sparsity for seed in chosen.seeds]
+    for model, sparsity, seed in cases:
         base: dict[str, Any] | None = None
-        widths = [(p, by_block) for p in chosen.presets for by_block in (False, True)]
         for preset, by_block in widths:
             if preset == BASELINE and by_block:
                 continue
-            numbers = measure(model, preset, chosen.shared, by_block=by_block)
-            row = {"model": model, "preset": preset, "by_block": by_block, **numbers}
+            case = {"model": model, "sparsity": sparsity, "seed": seed}
+            numbers = measure(**case, preset=preset, by_block=by_block, shared=chosen.shared)
+            row = {**case, "preset": preset, "by_block": by_block, **numbers}
             base = row if preset == BASELINE else base
             ratios = f"{'–':>8}{'–':>8}"
             if base:
                 cpu, memory = row["cpu"] - start, row["bytes"] / base["bytes"]
                 ratios = f"{cpu / (base['cpu'] - start):>8.2f}{memory:>8.2f}"
             print(
-                f"{model:<14}{preset + ', by block' * by_block:<20}{row['cpu']:>8.1f}"
-                f"{row['wall']:>8.1f}{row['bytes'] / 2**20:>7.0f}{ratios}",
+                f"{model:<14}{100 * sparsity:>3.0f}{seed:>5} {preset + ', by block' * by_block:<20}"
+                f"{row['cpu']:>8.1f}{row['wall']:>8.1f}{row['bytes'] / 2**20:>8.0f}{ratios}"
+                f"{row['perplexity']:>8.3f}{row['kl']:>8.4f}",
                 flush=True,
             )
             rows.append(row)
             record.save("presets", arguments, {"start": start, "rows": rows})
 
 
-def measure(model: str, preset: str, shared: Path, *, by_block: bool) -> dict[str, float]:
-    """Seconds of CPU and on the wall, and the most memory, of one pruning."""
-    calibration = shared / "data" / TEXTS[model] / FILES[TEXTS[model]][0]
+def measure(
+    model: str, sparsity: float, seed: int, preset: str, shared: Path, *, by_block: bool
+) -> dict[str, float]:
+    """Seconds of CPU and on the wall, the most memory, and the quality of one pruning."""
+    calibration, test = (shared / "data" / TEXTS[model] / f for f in FILES[TEXTS[model]])
+    dense = shared / "models" / model
     with tempfile.TemporaryDirectory() as scratch:
         command = [
-            sys.executable, "-m", "coec", "prune", str(shared / "models" / model), f"{scratch}/out",
-            "--preset", preset, "--sparsity", str(SPARSITY), "--calibration", str(calibration),
+            sys.executable, "-m", "coec", "prune", str(dense), f"{scratch}/out",
+            "--preset", preset, "--sparsity", str(sparsity), "--calibration", str(calibration),
             "--samples", str(SAMPLES), "--seq-len", str(SEQ_LEN), "--device", "cpu",
-            *(["--non-uniform"] if by_block else []),
+            "--seed", str(seed), *(["--non-uniform"] if by_block else []),
         ]  # fmt: skip
-        return spent(command)
+        numbers = spent(command)
+        result = coec.perplexity(
+            f"{scratch}/out", text=str(test), baseline=str(dense), seq_len=SEQ_LEN,
+            max_windows=WINDOWS, device="cpu",
+        )  # fmt: skip
+    return {**numbers, "perplexity": result.perplexity, "kl": result.kl}
 
 
 def spent(command: list[str]) -> dict[str, float]:
@@ -92,6 +124,51 @@ def spent(command: list[str]) -> dict[str, float]:
 
 def _bytes(usage: resource.struct_rusage) -> float:
     return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def draw() -> None:
+    """Draw perplexity and KL against CPU seconds, those of seed 0."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    content = json.loads((record.RESULTS / "presets.json").read_text())
+    peers = json.loads((record.RESULTS / "peers.json").read_text())["perplexity"]
+    rows = [row for row in content["rows"] if row["seed"] == 0]
+    figure, axes = plt.subplots(
+        2, len(TEXTS), figsize=(4 * len(TEXTS), 6.4), sharex="col", layout="constrained"
+    )
+    for column, model in enumerate(TEXTS):
+        for ax, value in zip(axes[:, column], ("perplexity", "kl"), strict=True):
+            _draw_model(ax, [row for row in rows if row["model"] == model], value, content["start"])
+        top, bottom = axes[:, column]
+        name, lowest = min(((p, min(by[model])) for p, by in peers.items()), key=lambda x: x[1])
+        top.axhline(lowest, color="gray", linestyle=":", linewidth=1)
+        top.annotate(
+            f"{name}, 30 %", (0.99, lowest), xycoords=("axes fraction", "data"), ha="right",
+            va="bottom", fontsize=7, color="gray",
+        )  # fmt: skip
+        top.set_title(model)
+        bottom.set_xlabel("CPU seconds, without Python's start")
+    axes[0, 0].set_ylabel("perplexity")
+    axes[1, 0].set_ylabel("KL to the dense model, nats per token")
+    axes[0, 0].legend(fontsize=7)
+    figure.savefig(record.RESULTS / "presets.png", dpi=120)
+
+
+def _draw_model(ax: Any, rows: list[dict[str, Any]], value: str, start: float) -> None:
+    """Draw one quantity of one model: a line for each sparsity and kind of widths."""
+    for sparsity in sorted({row["sparsity"] for row in rows}):
+        color = f"C{round(10 * sparsity)}"
+        for by_block, style in ((False, "o-"), (True, "s--")):
+            chosen = [r for r in rows if (r["sparsity"], r["by_block"]) == (sparsity, by_block)]
+            points = [(row["cpu"] - start, row[value]) for row in chosen]
+            label = f"{100 * sparsity:.0f} %, " + ("widths by block" if by_block else "uniform")
+            ax.plot(*zip(*points, strict=True), style, color=color, label=label, markersize=4)
+            for row, point in zip(chosen, points, strict=True):
+                ax.annotate(
+                    row["preset"], point, xytext=(3, 3), textcoords="offset points", fontsize=6
+                )
+    ax.set(xscale="log", yscale="log")
 
 
 if __name__ == "__main__":

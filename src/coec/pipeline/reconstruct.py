@@ -353,12 +353,14 @@ class BlockReconstruction:
         """Return the last half's weights, fitted to the dense model's predictions."""
         rows, theta = self._prepare(number, site, written)
         judge = self._judge if self._held_out else None
+        seed = block_seed(self._run.recipe.calibration.seed, site.block)
         tensors: dict[str, Tensor] = {}
         with recording() as events:
             try:
                 fitted = fit_logits(
                     functools.partial(self._divergence, "fit", gradient=True), judge, theta,
-                    iterations=self._settings.logit_iterations,
+                    self._problem("fit", site).factors(theta, seed),
+                    iterations=self._settings.logit_iterations, damping=self._settings.damping,
                 )  # fmt: skip
                 new = {n: cast(p, self._run.written, n) for n, p in fitted.theta.items()}
                 tensors = whole(written, rows, new)

@@ -282,7 +282,7 @@ class PlanWork:
     def _fitting_logits(self, held_out: int) -> list[Work]:
         """Fit the last half-block to predictions: 1.1 evaluations an iteration, two ways back."""
         settings, tokens = self.recipe.reconstruction, float(self.plan.tokens - held_out)
-        evaluations = 1.0 + 1.1 * settings.logit_iterations
+        evaluations = 1.0 + settings.logit_iterations
         last = list(self.kinds)[-1]
         half = self.forward(
             (3 * tokens + held_out) / self.layers, evaluations, half=last, pruned=True

@@ -44,7 +44,7 @@ PRESETS: dict[PresetName, Preset] = {
         {
             "selection": "obs", "allocation": "error", "propagate": True, "final_norm": True,
             "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 3,
-            "curvature_tokens": 16_384, "logit_iterations": 12, "token_weights": "residual",
+            "curvature_tokens": 16_384, "logit_iterations": 10, "token_weights": "residual",
             "kv_groups": "held-out", "holdout": 0.125, "self_samples": 1.0,
         },
     ),
