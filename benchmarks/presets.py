@@ -86,7 +86,7 @@ def measure_all(chosen: argparse.Namespace, arguments: list[str] | None) -> None
 
 def measure(
     model: str, sparsity: float, seed: int, preset: str, shared: Path, *, by_block: bool
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Seconds of CPU and on the wall, the most memory, and the quality of one pruning."""
     calibration, test = (shared / "data" / TEXTS[model] / f for f in FILES[TEXTS[model]])
     dense = shared / "models" / model
