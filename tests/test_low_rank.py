@@ -55,7 +55,9 @@ def test_a_fit_lowers_the_error_of_the_hidden_states(dense, windows):
     errors = []
     for variant in (Variant(hidden=True), Variant(hidden=True, steps=3)):
         streams = Streams(dense, windows[:16], windows[16:], variant)
-        streams.solve(dense.layout.blocks[0], ranks)  # the last is fitted to predictions instead
+        streams.solve(
+            dense.layout.blocks[0], ranks, replace=True
+        )  # the last is fitted to predictions instead
         pairs = zip(streams._small, streams._dense, strict=True)
         errors.append(sum(float((low - wide).square().sum()) for low, wide in pairs))
         assert all(len(pair[0].weight) == RANK for pair in streams.layers.values())
