@@ -78,12 +78,19 @@ def outputs_of(experts, number, hidden):
     return nn.functional.linear(experts.act_fn(gate) * up, experts.down_proj[number])
 
 
+@pytest.mark.parametrize("windows", [4, 24])
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
-def test_the_experts_that_add_least_to_their_tokens_go(variant, folders, tmp_path):
-    """The score by its formula, from the inputs of plain transformers' blocks."""
-    models, tokens = folders
-    report = coec.prune(models[variant], tmp_path / "out", **TEXT, **WHOLE, calibration=tokens)
+def test_the_experts_that_add_least_to_their_tokens_go(variant, windows, folders, tmp_path):
+    """The score by its formula, from the inputs of plain transformers' blocks.
+
+    Of 4 windows, too few to leave repairs unjudged, those that judge count as well.
+    """
+    models, _ = folders
+    tokens = tm.token_file(tmp_path / "tokens.npy", rows=windows)
+    settings = {**TEXT, **WHOLE, "samples": windows, "calibration": tokens}
+    assert bool(coec.plan(models[variant], **settings).recipe.judges_are_fitted) == (windows == 4)
+    report = coec.prune(models[variant], tmp_path / "out", **settings)
     model, inputs = tm.load(models[variant]), {}
     for index, layer in enumerate(model.model.layers):
         layer.mlp.register_forward_pre_hook(
@@ -106,6 +113,12 @@ def test_the_experts_that_add_least_to_their_tokens_go(variant, folders, tmp_pat
         stays = [number for number in range(4) if number != int(scores.argmin())]
         assert kept[f"layers.{block}.experts"].tolist() == stays
         assert [row["units_after"] > 0 for row in rows] == [n in stays for n in range(4)]
+
+
+def test_windows_that_are_held_out_have_no_say(mixtral, tmp_path):
+    report = mixtral(tmp_path / "out", **WHOLE, holdout=0.25)
+    for rows in experts_of(report).values():
+        assert sum(row["tokens"] for row in rows) == 2 * 18 * 32
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5])
@@ -272,9 +285,9 @@ def test_a_budget_counts_the_experts_that_go(variant, kv_groups):
 
 
 def test_whole_attention_is_paid_for_by_the_experts_that_stay():
-    config = tm.raw_config("mixtral", intermediate_size=256)
+    config = tm.raw_config("mixtral", intermediate_size=256, head_dim=16)
     described = coec.models.description.Description.of(config)
-    settings = {"expert_sparsity": 0.25, "sparsity": 0.3}
+    settings = {"expert_sparsity": 0.25, "sparsity": 0.5}
     all_groups = coec.plan(described, kv_groups="all", **settings)
     assert all_groups.parameters_after <= coec.plan(described, **settings).parameters_after
 
