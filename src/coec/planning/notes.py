@@ -83,6 +83,8 @@ def _widths(model: Description, recipe: Recipe, widths: Widths) -> Iterator[str]
             f"no whole expert is removed: {pruning.expert_sparsity:.4g} of {model.layout.experts} "
             "is less than one"
         )
+    if widths.experts is not None:
+        yield "nothing repairs the loss of whole experts, and the errors of sites leave it out"
     costs: list[str] = []
     for site in model.layout.kinds:
         counts = Counter(

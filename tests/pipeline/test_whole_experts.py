@@ -367,6 +367,7 @@ def test_commands_say_what_became_of_whole_experts(folders, tmp_path, run):
     status, dry, _ = run("prune", models["mixtral"], tmp_path / "out", *flags, "--dry-run")
     assert status == 0
     assert "whole experts × 2 blocks" in dry
+    assert "nothing repairs the loss of whole experts" in dry
     status, made, _ = run("prune", models["mixtral"], tmp_path / "out", *flags)
     assert status == 0
     assert "experts          4 → 3 per block" in made
