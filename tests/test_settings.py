@@ -184,7 +184,7 @@ def test_a_recipe_of_parts_is_the_recipe_of_flat_settings():
 def test_a_record_lists_what_determines_the_result():
     assert Recipe(device="cpu", trust_remote_code=True).record().keys() == {
         "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters",
-        "multiple_of",
+        "expert_sparsity", "multiple_of",
         "allocation", "non_uniform", "selection", "kept", "compensation", "options", "propagate",
         "reconstruct", "cg_iterations", "damping", "curvature_tokens",
         "logit_iterations", "token_weights", "final_norm", "kv_groups", "calibration",

@@ -154,6 +154,8 @@ def test_sums_of_parts_are_those_of_one_run_to_the_bit(weighted):
         part.update(batch, w)
         before = part.xx.clone()
         whole.update(batch, w)
+        for sums in (part, whole):
+            sums.add_outputs(batch.norm(dim=1))
         total.merge(part)
         total.merge(GramSum(5))  # an expert that no token was routed to
         assert torch.equal(part.xx, before)
@@ -161,3 +163,8 @@ def test_sums_of_parts_are_those_of_one_run_to_the_bit(weighted):
     one, other = whole.gram(), total.gram()
     for name in ("xx", "x", "centred"):
         assert torch.equal(getattr(one, name), getattr(other, name))
+    norms = torch.cat(batches).double().norm(dim=1).sum()
+    assert one.output_norms == other.output_norms == pytest.approx(float(norms), rel=1e-6)
+    assert (one + other).output_norms == 2 * one.output_norms
+    unmeasured = Gram(one.xx, one.x, one.tokens)
+    assert (one + unmeasured).output_norms is (unmeasured + one).output_norms is None

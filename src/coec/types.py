@@ -29,6 +29,8 @@ class Gram:
             where a mean is large beside the deviation; None takes it from there all the same.
         precision: how far `xx_ij` may be off, relative to `√(xx_ii xx_jj)`, beyond the rounding of
             its dtype: it decides which eigenvalues are noise. 0 for sums as exact as their dtype.
+        output_norms: `Σ ‖W₀ x‖₂`, where the consumer is an expert's; None in statistics of earlier
+            versions, which did not measure it.
     """
 
     xx: Float[Tensor, "d d"]
@@ -36,6 +38,7 @@ class Gram:
     tokens: int
     centred: Float[Tensor, " d"] | None = None
     precision: float = 0.0
+    output_norms: float | None = None
 
     def __post_init__(self) -> None:
         d = self.x.shape[0] if self.x.ndim == 1 else -1
@@ -54,12 +57,14 @@ class Gram:
         if self.centred is not None and other.centred is not None:
             centred = _pooled(self.centred, self.mean, self.tokens, other.centred, other.mean,
                               other.tokens)  # fmt: skip
+        norms = (self.output_norms, other.output_norms)
         return Gram(
             self.xx + other.xx,
             self.x + other.x,
             self.tokens + other.tokens,
             centred,
             max(self.precision, other.precision),
+            None if norms[0] is None or norms[1] is None else norms[0] + norms[1],
         )
 
     def to(self, dtype: torch.dtype) -> "Gram":
@@ -71,7 +76,8 @@ class Gram:
         if eps > torch.finfo(dtype).eps:
             precision = max(precision, eps)
         centred = None if self.centred is None else self.centred.to(dtype)
-        return Gram(self.xx.to(dtype), self.x.to(dtype), self.tokens, centred, precision)
+        sums = (self.xx.to(dtype), self.x.to(dtype))
+        return Gram(*sums, self.tokens, centred, precision, self.output_norms)
 
     @property
     def mean(self) -> Float[Tensor, " d"]:
@@ -114,6 +120,7 @@ class GramSum:
         self.xx = torch.zeros(d, d, dtype=torch.float64, device=device)
         self.x = torch.zeros(d, dtype=torch.float64, device=device)
         self.centred = torch.zeros(d, dtype=torch.float64, device=device)
+        self.output_norms = torch.zeros((), dtype=torch.float64, device=device)
         self.tokens = 0
         self.weight = 0.0
         self.precision = 0.0
@@ -148,6 +155,10 @@ class GramSum:
         self.weight += n
         self.precision = max(self.precision, 0.0 if exact else torch.finfo(rows.dtype).eps)
 
+    def add_outputs(self, norms: Float[Tensor, "..."]) -> None:
+        """Adds the norms of what the consumer makes of rows."""
+        self.output_norms += norms.sum(dtype=torch.float64)
+
     def merge(self, other: "GramSum") -> None:
         """Adds the sums of another, as if its rows had come after these."""
         if not other.tokens:
@@ -162,6 +173,7 @@ class GramSum:
         else:
             self.centred = other.centred
         self.x += other.x
+        self.output_norms += other.output_norms
         self.tokens += other.tokens
         self.weight += other.weight
         self.precision = max(self.precision, other.precision)
@@ -169,7 +181,7 @@ class GramSum:
     def to(self, device: torch.device | str) -> "GramSum":
         """Return the sums on another device, to go on there."""
         other = copy.copy(self)
-        for name in ("xx", "x", "centred"):
+        for name in ("xx", "x", "centred", "output_norms"):
             setattr(other, name, getattr(self, name).to(device))
         return other
 
@@ -182,7 +194,8 @@ class GramSum:
         if self.weight != self.tokens:
             for sums in (self.xx, self.x, self.centred):
                 sums *= self.tokens / self.weight
-        return Gram(self.xx, self.x, self.tokens, self.centred, self.precision)
+        norms = float(self.output_norms)
+        return Gram(self.xx, self.x, self.tokens, self.centred, self.precision, norms)
 
 
 @functools.cache

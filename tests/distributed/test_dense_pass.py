@@ -47,6 +47,8 @@ def assert_same(found, block):
             for part in ("xx", "x", "centred"):
                 assert torch.equal(getattr(grams[name], part), getattr(gram, part))
             assert grams[name].tokens == gram.tokens
+            assert grams[name].output_norms == gram.output_norms
+            assert (gram.output_norms > 0) == (name.startswith("expert") and gram.tokens > 0)
 
 
 @pytest.fixture(scope="module")

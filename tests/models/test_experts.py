@@ -9,9 +9,10 @@ from coec.errors import ModelError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.models.surgery import routed_inputs, stacked, stored_shapes
+from coec.models.surgery import routed_inputs, stacked, stored_shapes, without_experts
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
+from coec.types import KeptSet
 
 EXPERTS = [name for name, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].blocks.experts]
 
@@ -42,7 +43,9 @@ def test_an_expert_reads_its_own_tokens_times_their_weights():
     experts.act_fn = nn.functional.silu
     hidden, weights = torch.randn(2, 5), torch.tensor([[0.75, 0.25], [1.0, 0.0]])
     index = torch.tensor([[2, 0], [0, 3]])
-    found = dict(routed_inputs(experts, (hidden, index, weights)))
+    experts.down_proj = nn.Parameter(torch.randn(3, 5, 4))
+    routed = list(routed_inputs(experts, (hidden, index, weights)))
+    found = {expert: inputs for expert, inputs, _ in routed}
 
     def channels(expert, token):
         gate, up = (experts.gate_up_proj[expert] @ hidden[token]).chunk(2)
@@ -51,6 +54,29 @@ def test_an_expert_reads_its_own_tokens_times_their_weights():
     torch.testing.assert_close(found[0], torch.stack([0.25 * channels(0, 0), channels(0, 1)]))
     assert found[1].shape == (0, 4)
     torch.testing.assert_close(found[2], 0.75 * channels(2, 0)[None])
+    for expert, inputs, norms in routed:
+        torch.testing.assert_close(norms, (inputs @ experts.down_proj[expert].T).norm(dim=1))
+
+
+@pytest.mark.parametrize("variant", EXPERTS)
+def test_experts_that_stay_are_numbered_anew_with_their_rows_of_the_router(variant, tmp_path):
+    dense = Dense.open(tm.save(tm.tiny(variant), tmp_path / "model", tokenizer=False))
+    block, kept = dense.layout.blocks[1], KeptSet(torch.tensor([1, 3]), 4)
+    tensors = dense.tensors(block)
+    smaller = without_experts(tensors, block, kept)
+    router = block.router.tensor
+    assert router.endswith("gate.weight")
+    assert torch.equal(smaller.pop(router), tensors[router][[1, 3]])
+    names = {0: "experts.1.", 1: "experts.3."}
+    for name, tensor in smaller.items():
+        for new, old in names.items():
+            if f"experts.{new}." in name:
+                name = name.replace(f"experts.{new}.", old)
+                break
+        assert torch.equal(tensor, tensors[name])
+    assert len(smaller) == len(tensors) - 1 - 2 * 3
+    assert [site.expert for site in block.remaining(kept) if site.routed] == [1, 3]
+    assert block.remaining(None) == block.sites
 
 
 def test_how_many_there_are_is_said_as_4_57_reads_it():
@@ -103,6 +129,7 @@ def test_one_share_is_of_mlps_and_experts():
     assert made.record()["widths"] == {
         "mlp": {"before": 40, "after": 30},
         "experts": {"before": 64, "after": 48},
+        "whole_experts": {"before": 4, "after": 4},
         "kv_groups": {"before": 4, "after": 4},
         "query_heads": {"before": 8, "after": 8},
     }

@@ -90,6 +90,12 @@ class KeptUnits:
     def check(self, layout: Layout) -> None:
         """Raises OptionError where they are of another model: sites or units that it lacks."""
         sites = {site.key: site for site in layout.sites}
+        experts = {block.experts_key for block in layout.blocks if block.router is not None}
+        if named_experts := experts & self.units.keys():
+            raise OptionError(
+                f"'{self.source}' names experts that stay ({min(named_experts)}): kept units are "
+                "of sites, give expert_sparsity and leave kept out"
+            )
         for key, indices in self.units.items():
             if key not in sites:
                 close = difflib.get_close_matches(key, sites, 1, cutoff=0)

@@ -19,7 +19,7 @@ _STEPS = 10_000
 
 
 def uniform(layout: Layout, pruning: Pruning, named_units: KeptUnits | None = None) -> Widths:
-    """`⌈(1 − ρ) n⌉` units of every site, channels rounded up to a multiple.
+    """`⌈(1 − ρ) n⌉` units of every site and experts of every block, channels rounded up.
 
     Args:
         layout: where units are.
@@ -34,8 +34,8 @@ def uniform(layout: Layout, pruning: Pruning, named_units: KeptUnits | None = No
         count = aligned(site, _by_rule(site, pruning), pruning.multiple)
         named_count = None if named_units is None else named_units.units.get(site.key)
         kept[site.block, site.name] = count if named_count is None else len(named_count)
-    widths = Widths(kept)
-    if not any(widths.removes_from(site) for site in layout.sites):
+    widths = Widths(kept, _kept_experts(layout, pruning))
+    if widths.experts is None and not any(widths.removes_from(site) for site in layout.sites):
         raise _nothing_goes(layout, pruning, named_units)
     return widths
 
@@ -91,6 +91,8 @@ def _nothing_goes(layout: Layout, pruning: Pruning, named_units: KeptUnits | Non
     counts = " and ".join(f"{site.units:,} {site.unit}s" for site in layout.kinds)
     shares_by_kind = {site.kind: pruning.removed(site.kind) for site in layout.kinds}
     shares = ", ".join(f"{share:g} of {name}" for name, share in shares_by_kind.items())
+    if pruning.expert_sparsity:
+        shares += f", {pruning.expert_sparsity:g} of {layout.experts} experts"
     if named_units is not None:
         elsewhere = (
             "" if named_units.covers(layout) else f", and removing {shares} takes none elsewhere"
@@ -152,8 +154,9 @@ def whole_attention(
                 f"kv_groups = all keeps KV groups at the cost of other units, which "
                 f"'{named_units.source}' names in block {block.index}: leave one of the two out"
             )
+        payers = sum(map(widths.counts, paying))
         for site in paying:
-            less = math.ceil(spared / len(paying) / parameters(site, shapes))
+            less = math.ceil(spared / payers / parameters(site, shapes))
             if less >= widths.of(site):
                 wanted_share = (
                     f"sparsity {pruning.sparsity:g}"
@@ -174,7 +177,15 @@ def whole_attention(
                     "multiple, or keep kv_groups = uniform"
                 )
             kept[site.block, site.name] = count
-    return Widths(kept)
+    return Widths(kept, widths.experts)
+
+
+def _kept_experts(layout: Layout, pruning: Pruning) -> int | None:
+    """Return how many experts stay in a block; None where all do."""
+    if not (layout.experts and pruning.expert_sparsity):
+        return None
+    count = kept_count(layout.experts, pruning.expert_sparsity)
+    return count if count < layout.experts else None
 
 
 def _by_rule(site: Site, pruning: Pruning) -> int:

@@ -23,9 +23,11 @@ class Widths:
 
     Attributes:
         kept: by the index of the block and the name of the site.
+        experts: number of experts that every block with experts keeps; None where all stay.
     """
 
     kept: Mapping[tuple[int, str], int]
+    experts: int | None = None
 
     def of(self, site: Site) -> int:
         """Return how many units a site keeps."""
@@ -35,6 +37,10 @@ class Widths:
         """Return whether anything is removed at a site."""
         return self.of(site) < site.units
 
+    def counts(self, site: Site) -> bool:
+        """Return whether a site stays, as if the last experts went: which ones, scores decide."""
+        return self.experts is None or site.expert is None or site.expert < self.experts
+
     def everywhere(self, name: str) -> tuple[int, ...]:
         """The widths of a kind of site, one for each block."""
         return tuple(
@@ -43,7 +49,15 @@ class Widths:
 
     def removed(self, layout: Layout, shapes: Mapping[str, torch.Size]) -> int:
         """Return how many parameters of the dense model are removed."""
-        return sum((s.units - self.of(s)) * parameters(s, shapes) for s in layout.sites)
+        removed = sum(
+            (site.units - (self.of(site) if self.counts(site) else 0)) * parameters(site, shapes)
+            for site in layout.sites
+        )
+        routers = [block.router for block in layout.blocks if block.router is not None]
+        if self.experts is not None:
+            rows = ((r.stop - self.experts) * shapes[r.tensor][1] for r in routers)
+            removed += sum(rows)
+        return removed
 
 
 def parameters(site: Site, shapes: Mapping[str, torch.Size]) -> int:

@@ -28,6 +28,7 @@ _BETTER = {
 _WIDTHS = (
     ("mlp", "MLP channels", "per block"),
     ("experts", "expert channels", "per expert"),
+    ("whole_experts", "experts", "per block"),
     ("kv_groups", "KV groups", "per block"),
 )
 """Names of widths in a report, and the words for them."""

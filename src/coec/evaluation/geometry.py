@@ -63,7 +63,7 @@ def geometry(
     pair = ModelPair.open(dense, pruned)
     modules = [
         (site, units)
-        for site in pair.dense.layout.sites
+        for site in pair.layout.sites
         if not (units := pair.units[site.key]).everything
     ]
     rows = []
@@ -85,7 +85,8 @@ def check_ranks(ranks: dict[str, int]) -> None:
 
 def _row(pair: ModelPair, site: Site, units: KeptSet, rank: int, device: torch.device) -> JsonDict:
     W0, W_tilde = (
-        model.tensor(site.weight).to(device, torch.float64) for model in (pair.dense, pair.pruned)
+        model.tensor(name).to(device, torch.float64)
+        for model, name in ((pair.dense, site.weight), (pair.pruned, pair.smaller[site.key].weight))
     )
     copied = pair.reads_the_same(site)
     value = _value(pair, site, units, device) if copied else None

@@ -1,9 +1,11 @@
 """Models opened to be evaluated: one in memory, or a pruned one beside its dense one."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from coec.allocation.kept import KEPT
@@ -33,13 +35,17 @@ class ModelPair:
     """A dense model and the one pruned from it, checked to belong together.
 
     Attributes:
-        units: the kept units of every site, by `layers.<i>.<site>`.
+        layout: the dense model's, without the experts that went whole.
+        units: the kept units of every site of it, by `layers.<i>.<site>`.
+        smaller: the pruned model's sites, by the same keys: its experts have new numbers.
         fitted: true if producers were fitted too (`reconstruct`), and are no copies any more.
     """
 
     dense: Dense
     pruned: Dense
+    layout: Layout
     units: dict[str, KeptSet]
+    smaller: dict[str, Site]
     fitted: bool
 
     @classmethod
@@ -68,10 +74,13 @@ class ModelPair:
         after = Dense.open(pruned if isinstance(pruned, Dense) else folder)
         # A mismatch is reported before damaged weights.
         _check_sizes(folder, before, after)
-        units = _read_units(folder, before.layout, after.layout)
+        stored = read_tensors(folder / KEPT)
+        layout = _remaining(folder, before.layout, after.layout, stored)
+        smaller = {a.key: b for a, b in zip(layout.sites, after.layout.sites, strict=True)}
+        units = _units(folder, layout, smaller, stored)
         recipe = report.get("recipe")
         fitted = isinstance(recipe, dict) and bool(recipe.get("reconstruct"))
-        pair = cls(before, after, units, fitted)
+        pair = cls(before, after, layout, units, smaller, fitted)
         for model in (before, after):
             model.check_values()
         pair._check_kinship()
@@ -85,10 +94,10 @@ class ModelPair:
 
     def _copied(self, site: Site, rows: Rows) -> bool:
         """True if the kept rows of a producer are those of the dense model."""
-        smaller = next(s for s in self.pruned.layout.sites if s.key == site.key)
+        smaller = self.smaller[site.key]
         # The pruned model may have further producers: biases that its format demands.
-        names = {producer.tensor for producer in site.producers}
-        written = [producer for producer in smaller.producers if producer.tensor in names]
+        names = {_within(site, producer) for producer in site.producers}
+        written = [p for p in smaller.producers if _within(smaller, p) in names]
         after = written[site.producers.index(rows)]
         old = self.dense.tensor(rows.tensor)[rows.of(self.units[site.key])]
         new = self.pruned.tensor(after.tensor)[after.start : after.stop]
@@ -104,7 +113,7 @@ class ModelPair:
         old, new = self.dense.tensor(name), self.pruned.tensor(name)
         if not torch.equal(old.to(new.dtype), new):
             raise self._stranger(f"the rows of {name} are others")
-        for site in self.dense.layout.kinds:
+        for site in self.layout.kinds:
             for rows in site.producers:
                 fitted = self.fitted and rows in site.fitted
                 if not fitted and not self._copied(site, rows):
@@ -146,23 +155,52 @@ def _check_sizes(folder: Path, dense: Dense, pruned: Dense) -> None:
             )
 
 
-def _read_units(folder: Path, before: Layout, after: Layout) -> dict[str, KeptSet]:
-    """Read the kept set of every site, and check it against both layouts."""
-    stored = read_tensors(folder / KEPT)
+def _within(site: Site, rows: Rows) -> str:
+    """Name of a producer's tensor without the prefix that it shares with the consumer."""
+    return rows.tensor.removeprefix(site.consumer.rpartition(".")[0])
+
+
+def _remaining(folder: Path, before: Layout, after: Layout, stored: Mapping[str, Tensor]) -> Layout:
+    """Return the dense layout without the experts that went; ModelError for another number."""
+    blocks = []
+    for block in before.blocks:
+        experts = stored.get(block.experts_key)
+        if block.router is not None and experts is not None:
+            kept = _kept_set(folder, block.experts_key, experts, block.router.stop)
+            block = replace(block, sites=block.remaining(kept))
+        blocks.append(block)
+    layout = replace(before, blocks=tuple(blocks))
+    if len(layout.sites) != len(after.sites):
+        raise ModelError(
+            f"'{folder / KEPT}' is of a model with another number of experts than the pruned one: "
+            "the files are of different runs"
+        )
+    return layout
+
+
+def _kept_set(folder: Path, key: str, indices: Tensor, size: int) -> KeptSet:
+    """Return a kept set of a file; raises ModelError where it does not fit the dense model."""
+    try:
+        return KeptSet(indices, size)
+    except OptionError as error:
+        raise ModelError(
+            f"{key} in '{folder / KEPT}' does not fit the dense model: {error}"
+        ) from error
+
+
+def _units(
+    folder: Path, layout: Layout, pruned: Mapping[str, Site], stored: Mapping[str, Tensor]
+) -> dict[str, KeptSet]:
+    """Return the kept set of every site, checked against both models."""
     units = {}
-    for site, smaller in zip(before.sites, after.sites, strict=True):
+    for site in layout.sites:
         key = site.key
         if key not in stored:
             raise ModelError(f"'{folder / KEPT}' lacks {key}: it is of another model")
-        try:
-            units[key] = KeptSet(stored[key], site.units)
-        except OptionError as error:
-            raise ModelError(
-                f"{key} in '{folder / KEPT}' does not fit the dense model: {error}"
-            ) from error
-        if len(units[key].indices) != smaller.units:
+        units[key] = _kept_set(folder, key, stored[key], site.units)
+        if len(units[key].indices) != pruned[key].units:
             raise ModelError(
                 f"{key} in '{folder / KEPT}' keeps {len(units[key].indices)} units, the pruned "
-                f"model has {smaller.units}: the files are of different runs"
+                f"model has {pruned[key].units}: the files are of different runs"
             )
     return units

@@ -123,12 +123,14 @@ class ExpertNames:
     Attributes:
         stored: the module that holds them in a checkpoint, relative to the block.
         module: the same module in the model that runs.
+        router: the module in it with a row for each of them.
         gate, up, down: an expert's projections in a checkpoint.
         count: the configuration key with their number that transformers 4.57 reads.
     """
 
     stored: str = "mlp"
     module: str = "mlp"
+    router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -165,11 +167,17 @@ class BlockPattern:
             for pattern in self.sites
             for site in pattern.sites(index, prefix, getattr(shape, pattern.counted_by), shapes)
         )
-        return BlockLayout(index, prefix, tuple(sites))
+        return BlockLayout(index, prefix, tuple(sites), self._router(prefix, shapes))
+
+    def _router(self, prefix: str, shapes: Mapping[str, torch.Size]) -> Rows | None:
+        if self.experts is None:
+            return None
+        name = f"{prefix}{self.experts.stored}.{self.experts.router}.weight"
+        return Rows(name, 0, shapes[name][0]) if name in shapes else None
 
 
 _QKV = "self_attn.qkv_proj"
-_MIXTRAL = ExpertNames("block_sparse_moe", "mlp", "w1", "w3", "w2", "num_local_experts")
+_MIXTRAL = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2", count="num_local_experts")
 _BLOCKS = {
     # The names of Llama, which most families share.
     "llama": BlockPattern(),

@@ -66,9 +66,10 @@ class Description:
         model = skeleton(config)
         resolved = model.config
         experts = architecture.blocks.experts
-        if experts and config.get(experts.count) is None:
-            # transformers 5 saves it under another name
-            config = {**config, experts.count: resolved.num_experts}
+        for key in (experts.count, "num_experts_per_tok") if experts else ():
+            if config.get(key) is None:  # transformers 5 saves the first under another name
+                config = {**config, key: getattr(resolved, key)}
+                shape = Shape.of(config)
         tied = bool(getattr(resolved, "tie_word_embeddings", False))
         state = {name: tensor.shape for name, tensor in model.state_dict().items()}
         if tied:

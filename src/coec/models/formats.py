@@ -21,7 +21,7 @@ from coec.errors import OptionError
 from coec.models import non_uniform
 from coec.models.architectures import ARCHITECTURES, ATTENTION, MLP, Architecture
 from coec.models.files import JsonDict
-from coec.models.layout import BLOCK_WIDTHS, Shape, Site
+from coec.models.layout import BLOCK_WIDTHS, EXPERT_COUNTS, Shape, Site
 
 YES, UNKNOWN = "yes", "not known"
 TARGETS = {"hf": "transformers", "vllm": "vLLM", "llama.cpp": "llama.cpp"}
@@ -288,6 +288,7 @@ def _rewritten(
         "architectures": [target.class_name],
         "head_dim": pruned.head_dim,
         **pruned.keys(),
+        **{key: pruned.experts for key in EXPERT_COUNTS if config.get(key) is not None},
         **by_block,
         **{flag: True for site, flag in target.bias_flags.items() if site in biased},
         **(target.added(pruned) if relabelled else {}),

@@ -66,6 +66,8 @@ _FIELDS = {
 """Configuration keys that pruning changes, and the fields of `Shape` with their values."""
 BLOCK_WIDTHS = "block_widths"
 """Configuration key of the widths that differ by block: one table of keys for each block."""
+EXPERT_COUNTS = ("num_local_experts", "num_experts")
+"""Configuration keys with the number of experts in a block; a configuration may have both."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Shape:
         expert_ffn: intermediate channels of every expert, if they have a size of their own; else 0.
         by_block: fields of this class with their values for each block, if widths differ by block;
             empty if all blocks are alike.
+        experts: number of experts in a block, if there are any; else 0.
     """
 
     layers: int
@@ -90,6 +93,7 @@ class Shape:
     ffn: int
     expert_ffn: int = 0
     by_block: tuple[tuple[tuple[str, int], ...], ...] = ()
+    experts: int = 0
 
     @classmethod
     def of(cls, config: JsonDict) -> "Shape":
@@ -120,7 +124,9 @@ class Shape:
             raise ModelError(f"{heads} query heads do not divide into {kv_heads} KV groups")
         has_experts = config.get("moe_intermediate_size") is not None
         expert_ffn = read_size(config, "moe_intermediate_size") if has_experts else 0
-        return cls(layers, hidden, head_dim, kv_heads, heads // kv_heads, ffn, expert_ffn)
+        counts = [read_size(config, key) for key in EXPERT_COUNTS if config.get(key) is not None]
+        group, experts = heads // kv_heads, counts[0] if counts else 0
+        return cls(layers, hidden, head_dim, kv_heads, group, ffn, expert_ffn, experts=experts)
 
     @property
     def heads(self) -> int:
@@ -204,6 +210,11 @@ class Site:
         return self.kind != self.name
 
     @property
+    def expert(self) -> int | None:
+        """Number of the expert; None for a site that every token passes."""
+        return int(self.name.partition(".")[2]) if self.routed else None
+
+    @property
     def columns(self) -> int:
         """Number of the consumer's columns, d."""
         return self.units * self.columns_per_unit
@@ -244,11 +255,25 @@ class Site:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """A block of a model: its place, the prefix of its tensors' names, and its sites."""
+    """A block of a model: its place, the prefix of its tensors' names, and its sites.
+
+    Where it has experts, `router` has a row for each of them.
+    """
 
     index: int
     prefix: str
     sites: tuple[Site, ...]
+    router: Rows | None = None
+
+    @property
+    def experts_key(self) -> str:
+        """Name of the kept experts in files."""
+        return f"layers.{self.index}.experts"
+
+    def remaining(self, experts: KeptSet | None) -> tuple[Site, ...]:
+        """The sites that stay where experts go whole; None for no expert."""
+        numbers = None if experts is None else {None, *experts.indices.tolist()}
+        return tuple(site for site in self.sites if numbers is None or site.expert in numbers)
 
 
 @dataclass(frozen=True)
@@ -267,6 +292,11 @@ class Layout:
     def sites(self) -> tuple[Site, ...]:
         """The sites of all blocks, in order."""
         return tuple(site for block in self.blocks for site in block.sites)
+
+    @property
+    def experts(self) -> int:
+        """Number of experts in every block that has any; 0 where none has."""
+        return next((block.router.stop for block in self.blocks if block.router), 0)
 
     @property
     def kinds(self) -> tuple[Site, ...]:

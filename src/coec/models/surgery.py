@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from coec.errors import ModelError, NumericalError
 from coec.models.architectures import ExpertNames
-from coec.models.layout import Rows, Site
+from coec.models.layout import BlockLayout, Rows, Site
 from coec.types import KeptSet, SiteResult
 
 _STACKED = "gate_up_proj", "down_proj"
@@ -55,6 +55,26 @@ def cut_block(
         if cut.result.bias is not None:
             bias = with_bias(cut.result.bias, tensors.get(site.bias))
             out[site.bias] = cast(bias, dtype, site.consumer)
+    return out
+
+
+def without_experts(
+    tensors: Mapping[str, Tensor], block: BlockLayout, experts: KeptSet
+) -> dict[str, Tensor]:
+    """Leave out the experts of a block that go whole, and their rows of the router.
+
+    Those that stay are numbered anew, in their order.
+    """
+    assert block.router is not None
+    numbers = {old: new for new, old in enumerate(experts.indices.tolist())}
+    out: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(.+\.experts\.)(\d+)(\..+)", name)
+        if match is None:
+            rows = block.router.of(experts) if name == block.router.tensor else slice(None)
+            out[name] = tensor[rows]
+        elif int(match[2]) in numbers:
+            out[f"{match[1]}{numbers[int(match[2])]}{match[3]}"] = tensor
     return out
 
 
@@ -168,19 +188,24 @@ def _split(name: str, module: str) -> tuple[str, str]:
     return (match[1], match[2]) if match else ("", "")
 
 
-def routed_inputs(experts: nn.Module, args: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Yield each expert's number, and the inputs of its last projection for the tokens it gets.
+def routed_inputs(
+    experts: nn.Module, args: Iterable[Tensor]
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each expert's number, the inputs of its last projection, and the norms of its outputs.
 
-    Each row is `p h`: the channels h of a token times the router's weight p of this expert. The
-    model applies p after the projection, which is linear, so that the projection of this row is the
-    expert's contribution to the hidden states. One expert's rows are in memory at a time; `args`
-    are those of the module: hidden states, and the experts and weights of every token.
+    Each row of inputs is `p h`: the channels h of a token that the expert gets times the router's
+    weight p of this expert. The model applies p after the projection, which is linear, so that the
+    projection of this row is the expert's contribution to the hidden states. One expert's rows are
+    in memory at a time; `args` are those of the module: hidden states, and the experts and weights
+    of every token.
     """
     hidden, index, weights = args
     gate_up: Tensor = experts.gate_up_proj  # type: ignore[assignment]
+    down: Tensor = experts.down_proj  # type: ignore[assignment]
     for expert, weight in enumerate(gate_up):
         token, place = (index == expert).nonzero(as_tuple=True)
         gate, up = nn.functional.linear(hidden[token], weight).chunk(2, dim=-1)
         channels: Tensor = experts.act_fn(gate) * up  # type: ignore[operator]
         wide = torch.promote_types(channels.dtype, torch.float32)
-        yield expert, channels.to(wide) * weights[token, place, None]
+        inputs = channels.to(wide) * weights[token, place, None]
+        yield expert, inputs, nn.functional.linear(inputs, down[expert].to(inputs)).norm(dim=-1)

@@ -310,6 +310,8 @@ def _share(recipe: Mapping[str, Any]) -> str:
     every, budget = recipe["sparsity"], recipe.get("budget_parameters")
     allocation = recipe.get("allocation", "uniform")
     shared = "" if allocation == "uniform" else f", shared among blocks by `{allocation}`"
+    if experts := recipe.get("expert_sparsity"):
+        shared += f", and {experts:.4g} of whole experts"
     if budget is not None:
         share = f"{budget:.4g} of the parameters" if budget < 1 else f"{budget:,.0f} parameters"
         return f"a rest of at most {share}{shared}"

@@ -62,14 +62,16 @@ def _check_rest(dense: Dense, pruned: RawCheckpoint) -> None:
     """Raise ModelError where a matrix of a block has lost something that belongs to no site."""
     sites = {name for site in dense.layout.sites for name in site.tensors}
     prefixes = tuple(block.prefix for block in dense.layout.blocks)
+    routers = {block.router.tensor for block in dense.layout.blocks if block.router is not None}
     for name, shape in dense.shapes.items():
         header = pruned.headers.get(name)
         if not name.startswith(prefixes) or name in sites or len(shape) < 2 or header is None:
             continue
         if header.shape != tuple(shape):
+            why = "infers no experts that went" if name in routers else "removes nothing there"
             raise ModelError(
                 f"{name} is {header.shape} in '{pruned.name}' and {tuple(shape)} in the dense "
-                "model: coec removes nothing there"
+                f"model: coec {why}"
             )
 
 

@@ -223,6 +223,8 @@ def _calibrated(
     if recipe.fits_where_possible:  # the default: statistics hold no text to fit blocks on
         recipe = recipe.without_fits()
     recipe.check_for_statistics()
+    if recipe.pruning.expert_sparsity and model.layout.experts:
+        statistics.check_experts(model.layout)
     return replace(recipe, calibration=adopted(statistics, recipe.calibration, model, given_names))
 
 

@@ -15,11 +15,17 @@ from coec.errors import NumericalError, OptionError
 from coec.events import recording
 from coec.models.files import JsonDict
 from coec.models.layout import BlockLayout, Site
-from coec.models.surgery import Cut, cut_block, value_rows
+from coec.models.surgery import Cut, cut_block, value_rows, without_experts
 from coec.pipeline.guard import Judge
 from coec.planning import Plan
 from coec.planning.run import Run
-from coec.selection import SELECTIONS, column_scores, keep_highest, unit_scores
+from coec.selection import (
+    SELECTIONS,
+    column_scores,
+    expert_scores,
+    keep_highest,
+    unit_scores,
+)
 from coec.settings.fields import SEEDS
 from coec.streaming.dense_stream import Measured
 from coec.types import Gram, KeptSet, SiteResult
@@ -35,7 +41,8 @@ class SolvedBlock:
     Attributes:
         block: its layout.
         tensors: the tensors that the checkpoint stores of it, by full names, in the output dtype.
-        kept: the kept units of every site, by `Site.key`.
+        kept: the kept units of every site that stays, by `Site.key`; where experts go whole, by
+            `BlockLayout.experts_key` those that stay.
         rows: the report's row of every site, JSON-ready.
     """
 
@@ -62,16 +69,43 @@ def solve_block(measured: Measured, run: Run) -> SolvedBlock:
         NumericalError: statistics or weights are not finite, naming the module.
     """
     cuts, rows = [], []
+    experts, scores = _kept_experts(measured, run)
+    staying = measured.block.remaining(experts)
     for site in measured.block.sites:
         statistics = SiteStatistics(
             measured.grams.pop(site.name), measured.holdout.pop(site.name, None)
         )
-        cut, row = solve_site(site, measured.tensors, statistics, run)
-        cuts.append(cut)
-        rows.append(row)
+        if site in staying:
+            cut, row = solve_site(site, measured.tensors, statistics, run)
+            cuts.append(cut)
+        else:
+            row = _row(site, 0, {})
+        rows.append(row | scores.get(site.name, {}))
     tensors = cut_block(measured.tensors, cuts, run.written)
     hand_back()
-    return assemble(measured.block, tensors, cuts, rows, run.plan)
+    return assemble(measured.block, tensors, cuts, rows, run.plan, experts=experts)
+
+
+def _kept_experts(measured: Measured, run: Run) -> tuple[KeptSet | None, dict[str, JsonDict]]:
+    """Return the experts that stay, and what rows say of every expert by its site's name.
+
+    None where no expert goes whole: nothing is said then.
+    """
+    keep = run.plan.widths.experts
+    names = [site.name for site in measured.block.sites if site.routed]
+    if keep is None or not names:
+        return None, {}
+    windows = [measured.grams]
+    if run.recipe.judges_are_fitted and measured.holdout:
+        windows.append(measured.holdout)
+    grams = [[sums[name] for sums in windows] for name in names]
+    scores = expert_scores(grams)
+    facts = {
+        name: {"tokens": sum(gram.tokens for gram in kinds), "score": float(score)}
+        for name, kinds, score in zip(names, grams, scores, strict=True)
+    }
+    with naming(f"the experts of block {measured.index}"):
+        return keep_highest(scores, keep), facts
 
 
 @dataclass(eq=False)
@@ -122,19 +156,24 @@ def solve_site(
     began = time.perf_counter()
     with naming(site.consumer):
         cut, diagnostics = _solve_site(site, tensors, statistics, run, written or run.written)
-    row = {
+    row = _row(site, len(cut.units.indices), diagnostics, time.perf_counter() - began)
+    _check_recordable(row)
+    return cut, row
+
+
+def _row(site: Site, units: int, diagnostics: JsonDict, seconds: float = 0.0) -> JsonDict:
+    """Return a site's row for the report, by the number of units that it keeps."""
+    return {
         "module": site.consumer,
         "block": site.block,
         "site": site.kind,
         "units_before": site.units,
-        "units_after": len(cut.units.indices),
+        "units_after": units,
         **dict.fromkeys(ERRORS),
         "events": [],
         **diagnostics,
-        "seconds": time.perf_counter() - began,
+        "seconds": seconds,
     }
-    _check_recordable(row)
-    return cut, row
 
 
 def assemble(
@@ -143,9 +182,17 @@ def assemble(
     cuts: Sequence[Cut],
     rows: list[JsonDict],
     plan: Plan,
+    *,
+    experts: KeptSet | None = None,
 ) -> SolvedBlock:
-    """Return a solved block of its cut tensors, completed to those of the output format."""
+    """Return a solved block of its cut tensors, completed to those of the output format.
+
+    `experts` are those that stay, unless all do.
+    """
     kept = {cut.site.key: cut.units.indices.cpu() for cut in cuts}
+    if experts is not None:
+        tensors = without_experts(tensors, block, experts)
+        kept[block.experts_key] = experts.indices
     return SolvedBlock(block, _as_planned(tensors, plan, block), kept, rows)
 
 

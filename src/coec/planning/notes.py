@@ -30,7 +30,11 @@ def notes_of(
                 f"experts keep {width:,} {site.unit}s, no multiple of {OF_EXPERTS}: transformers "
                 'runs them in narrow dtypes with experts_implementation="eager" only'
             )
-        elif site.routed and width != kept_count(site.units, recipe.pruning.removed(site.kind)):
+        elif (
+            site.routed
+            and (share := recipe.pruning.removed(site.kind))
+            and width != kept_count(site.units, share)
+        ):
             yield (
                 f"experts keep {width:,} {site.unit}s, a multiple of {OF_EXPERTS}, as "
                 "transformers needs it to run them all at once"
@@ -74,6 +78,13 @@ def _calibration(model: Description, recipe: Recipe, seq_len: int, decided: bool
 def _widths(model: Description, recipe: Recipe, widths: Widths) -> Iterator[str]:
     """Yield where nothing is removed, and where a width fits no block of quantisers or GPUs."""
     pruning, kept = recipe.pruning, recipe.kept
+    if pruning.expert_sparsity and widths.experts is None:
+        yield (
+            f"no whole expert is removed: {pruning.expert_sparsity:.4g} of {model.layout.experts} "
+            "is less than one"
+        )
+    if widths.experts is not None:
+        yield "nothing repairs the loss of whole experts, and the errors of sites leave it out"
     costs: list[str] = []
     for site in model.layout.kinds:
         counts = Counter(

@@ -183,7 +183,7 @@ class PlanWork:
 
     def solving(self, site_kind: str, *, compensate: bool = True) -> list[Work]:
         """Score or eliminate, compensate, and measure errors at all sites of one kind."""
-        recipe, sites = self.recipe, self.kinds[site_kind]
+        recipe, sites = self.recipe, list(filter(self.plan.widths.counts, self.kinds[site_kind]))
         site = sites[0]
         kept = round(sum(map(self.plan.widths.of, sites)) / len(sites)) * site.columns_per_unit
         size = SiteSize(

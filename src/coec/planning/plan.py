@@ -13,6 +13,7 @@ from coec.models.layout import Layout, Shape
 from coec.models.non_uniform import FILE as CODE
 from coec.planning.notes import notes_of
 from coec.planning.recipe import Recipe
+from coec.selection import kept_count
 from coec.settings import Pruning, Reconstruction
 
 TRIED_TOKENS = 8192
@@ -230,7 +231,7 @@ class Plan:
     def _removed(self, site_kind: str) -> float:
         sites = [site for site in self.model.layout.sites if site.kind == site_kind]
         before = sum(site.units for site in sites)
-        return (before - sum(map(self.widths.of, sites))) / before
+        return 1 - sum(map(self.widths.of, filter(self.widths.counts, sites))) / before
 
     def _size_names(self) -> dict[str, str]:
         """Fields of a shape that pruning changes, by the names that records have for them."""
@@ -238,7 +239,9 @@ class Plan:
             pattern.name: pattern.counted_by for pattern in self.model.architecture.blocks.sites
         }
         channels = [site.kind for site in self.model.layout.kinds if site.value is None]
-        return {_PLURALS.get(name, name): fields[name] for name in channels} | _HEADS
+        sizes = {_PLURALS.get(name, name): fields[name] for name in channels}
+        whole_experts = {"whole_experts": "experts"} if self.model.layout.experts else {}
+        return sizes | whole_experts | _HEADS
 
 
 def _rules(layout: Layout, recipe: Recipe) -> tuple[str, ...]:
@@ -305,7 +308,8 @@ def _pruned_sizes(model: Description, widths: Widths) -> Shape:
         name, width = size_names[site_kind], max(counts)
         by_block[block][name] = width
         widest[name] = max(width, widest.get(name, 0))
-    return model.shape.with_blocks([widest | sizes for sizes in by_block])
+    pruned = model.shape.with_blocks([widest | sizes for sizes in by_block])
+    return pruned if widths.experts is None else replace(pruned, experts=widths.experts)
 
 
 def _check_recipe(model: Description, recipe: Recipe) -> None:
@@ -331,4 +335,22 @@ def _check_recipe(model: Description, recipe: Recipe) -> None:
         raise OptionError(
             "compensation = auto judges by held-out tokens, of which a router may send an expert "
             "none: use another compensation, say ridge-to-slice"
+        )
+    if pruning.expert_sparsity:
+        _check_experts(model, pruning.expert_sparsity)
+
+
+def _check_experts(model: Description, sparsity: float) -> None:
+    """Raise OptionError where whole experts cannot go, or too few would stay."""
+    count = model.layout.experts
+    if not count:
+        raise OptionError(
+            f"expert_sparsity removes whole experts, and this {model.architecture.model_type} has "
+            "none: leave it out"
+        )
+    chosen, remaining = int(model.config["num_experts_per_tok"]), kept_count(count, sparsity)
+    if remaining < chosen:
+        raise OptionError(
+            f"expert_sparsity = {sparsity:g} leaves {remaining} of {count} experts, and every "
+            f"token goes to {chosen} (num_experts_per_tok): remove fewer"
         )

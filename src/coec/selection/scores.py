@@ -7,7 +7,7 @@ function and listing it here.
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 import torch
@@ -80,6 +80,21 @@ def random(weight: Float[Tensor, "m d"], gram: Gram, *, seed: int = 0) -> Float[
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(weight.shape[1], generator=generator, dtype=torch.float64)
     return scores.to(weight)
+
+
+def expert_scores(experts: Sequence[Sequence[Gram]]) -> Float[Tensor, " experts"]:
+    """Mean norm of what an expert adds to its tokens: `Σ_t ‖p(t) W h(t)‖₂ / N`; 0 without tokens.
+
+    p is the router's weight, h are the expert's channels and W is its last projection.
+
+    Args:
+        experts: statistics of the inputs `p h`, one or more Grams for each expert.
+
+    Source: REAP (Lasby et al. 2025).
+    """
+    norms = [math.fsum(gram.output_norms or 0.0 for gram in grams) for grams in experts]
+    tokens = [max(sum(gram.tokens for gram in grams), 1) for grams in experts]
+    return torch.tensor(norms, dtype=torch.float64) / torch.tensor(tokens)
 
 
 SELECTIONS: dict[str, Score] = {

@@ -24,8 +24,8 @@ LARGEST_SHARE = 1000
 """Largest ratio of sampled windows to those of a text: more is a slip."""
 LARGEST_MULTIPLE = 2**20
 CHOOSING = (
-    "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters", "multiple_of",
-    "allocation", "selection", "kept",
+    "sparsity", "attention_sparsity", "mlp_sparsity", "expert_sparsity", "budget_parameters",
+    "multiple_of", "allocation", "selection", "kept",
 )  # fmt: skip
 """Settings that say which units stay."""
 DTYPE_NAMES: tuple[str, ...] = get_args(DtypeName)
@@ -93,6 +93,13 @@ class Pruning(Settings):
         None,
         "Fraction of MLP channels removed, those of every expert included; 0 keeps all.",
         otherwise="sparsity",
+        least=0,
+        check=_check_share,
+    )
+    expert_sparsity: float = setting(
+        0.0,
+        "Fraction of whole experts removed, as many in every block: those that add least to the "
+        "tokens they get. The others lose mlp_sparsity of their channels besides.",
         least=0,
         check=_check_share,
     )

@@ -163,8 +163,9 @@ class DenseStream:
         experts = self._layers.experts(block.index)
 
         def add_routed(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            for expert, inputs in routed_inputs(module, args):
+            for expert, inputs, norms in routed_inputs(module, args):
                 sums[routed[expert].name].update(inputs)
+                sums[routed[expert].name].add_outputs(norms)
 
         if experts is not None:
             for site in routed:  # some may get no token

@@ -17,6 +17,7 @@ from coec.errors import CalibrationError, CoecError, OptionError
 from coec.execution.journal import Journal, seal
 from coec.models.dense import Dense
 from coec.models.files import JsonDict, parse_json, sha256, write_json, write_tensors
+from coec.models.layout import Layout
 from coec.settings.fields import RENAMED
 from coec.streaming.dense_stream import Measured
 from coec.types import Gram
@@ -28,7 +29,9 @@ _PARTS = ("calibration", "made_with", "settings", "made_of", "files")
 """What the record holds, besides its own digest."""
 _SEAL = "record_sha256"
 COUNTS = "counts"
-"""The entry in a file's metadata that holds tokens and precision of its Grams."""
+"""The entry in a file's metadata that holds the numbers of its Grams that are no tensors."""
+_Counts = dict[str, list[Any]]
+"""Tokens, precision and, since experts are scored, the sum of norms, by windows and site."""
 Grams = dict[str, dict[str, Gram]]
 """Of one block, by kind of windows and site."""
 
@@ -109,6 +112,21 @@ class Statistics:
                     f"not {value!r}: collect them again, or change the recipe"
                 )
 
+    def check_experts(self, layout: Layout) -> None:
+        """Raises OptionError where they were collected before experts were scored."""
+        site = next(site for site in layout.sites if site.routed)
+        path = self.folder / block_file(site.block)
+        try:
+            with safe_open(path, framework="pt") as file:
+                _, _, *norms = json.loads(file.metadata()[COUNTS])[f"{FIT}.{site.name}"]
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise CalibrationError(f"'{path}' cannot be read ({error}): collect again") from error
+        if norms in ([], [None]):
+            raise OptionError(
+                f"the statistics in '{self.folder}' were collected by a version that did not score "
+                "experts: collect them again, or leave out expert_sparsity"
+            )
+
     def blocks(
         self, dense: Dense, device: torch.device, skip: Container[int] = ()
     ) -> Iterator[Measured]:
@@ -169,13 +187,13 @@ def finish(
 def write_grams(path: Path, grams: Grams) -> None:
     """Write the file of one block: sums as they are, counts beside them."""
     tensors: dict[str, Tensor] = {}
-    counts: dict[str, list[float]] = {}
+    counts: _Counts = {}
     for subset, by_site in grams.items():
         for site, gram in by_site.items():
             assert gram.centred is not None  # a GramSum has it
             sums = {"xx": gram.xx, "x": gram.x, "centred": gram.centred}
             tensors |= {f"{subset}.{site}.{n}": value.cpu() for n, value in sums.items()}
-            counts[f"{subset}.{site}"] = [gram.tokens, gram.precision]
+            counts[f"{subset}.{site}"] = [gram.tokens, gram.precision, gram.output_norms]
     # In one entry: safetensors writes several in any order, and equal sums make equal files.
     write_tensors(tensors, path, {COUNTS: json.dumps(counts)})
 
@@ -185,10 +203,10 @@ def block_file(index: int) -> str:
     return f"block-{index:05}.safetensors"
 
 
-def _read_gram(file: Any, counts: dict[str, list[float]], name: str) -> Gram:
+def _read_gram(file: Any, counts: _Counts, name: str) -> Gram:
     """Return a Gram of an open file; raises ValueError, KeyError or a CoecError if damaged."""
-    tokens, precision = counts[name]
+    tokens, precision, norms = [*counts[name], None][:3]
     if not isinstance(tokens, int) or not 0 <= precision < 1:
         raise ValueError(f"{tokens} tokens, and a precision of {precision}")
     xx, x, centred = (file.get_tensor(f"{name}.{piece}") for piece in ("xx", "x", "centred"))
-    return Gram(xx, x, tokens, centred, precision)
+    return Gram(xx, x, tokens, centred, precision, norms)

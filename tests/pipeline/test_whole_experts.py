@@ -1,0 +1,418 @@
+"""Whole experts that go: against plain transformers, and what every command makes of it."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import coec
+import tiny_models as tm
+from coec.errors import CalibrationError, ModelError, OptionError, UnfinishedError
+from coec.evaluation.pair import ModelPair
+from coec.models.architectures import ARCHITECTURES
+from coec.models.dense import Dense
+from coec.pipeline import prune as pruning
+from coec.pipeline.collect import merge
+
+pytestmark = pytest.mark.unchecked  # whole models
+
+VARIANTS = [n for n, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].blocks.experts]
+TEXT = {"samples": 24, "seq_len": 32, "forward_dtype": "float64", "compensation": "ridge-to-slice"}
+WHOLE = {"expert_sparsity": 0.25, "mlp_sparsity": 0, "attention_sparsity": 0}
+"""One expert of four goes, and nothing else."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Every variant with experts on disk, and token ids."""
+    root = tmp_path_factory.mktemp("dense")
+    tokens = tm.token_file(root / "tokens.npy")
+    return {name: tm.save(tm.tiny(name), root / name) for name in VARIANTS}, tokens
+
+
+@pytest.fixture
+def mixtral(folders):
+    """Prunes the tiny Mixtral of four experts."""
+    models, tokens = folders
+    return functools.partial(coec.prune, models["mixtral"], **TEXT, calibration=tokens)
+
+
+def experts_of(report):
+    """Rows of the experts by block, in their order."""
+    by_block = {}
+    for row in report.sites:
+        if row["site"] == "expert":
+            by_block.setdefault(row["block"], []).append(row)
+    return by_block
+
+
+def weights_of(gate, hidden, gone=()):
+    """What a router says of tokens, as transformers computes it: weight of every expert, 0 or p."""
+    logits = hidden @ gate.weight.T
+    logits[:, list(gone)] = -torch.inf
+    values, chosen = logits.float().softmax(dim=-1).topk(gate.top_k, dim=-1)
+    if getattr(gate, "norm_topk_prob", True):  # Mixtral always does
+        values = values / values.sum(dim=-1, keepdim=True)
+    return logits, values.to(hidden if hasattr(gate, "norm_topk_prob") else values), chosen
+
+
+def silence(model, kept):
+    """Masks the router's logits of experts that went, in every block."""
+    for index, layer in enumerate(model.model.layers):
+        if f"layers.{index}.experts" in kept:
+            gate = layer.mlp.gate
+            stays = set(kept[f"layers.{index}.experts"].tolist())
+            gone = sorted(set(range(gate.num_experts)) - stays)
+            gate.forward = functools.partial(weights_of, gate, gone=gone)
+    return model
+
+
+def outputs_of(experts, number, hidden):
+    """What an expert makes of tokens."""
+    gate, up = nn.functional.linear(hidden, experts.gate_up_proj[number]).chunk(2, dim=-1)
+    return nn.functional.linear(experts.act_fn(gate) * up, experts.down_proj[number])
+
+
+@pytest.mark.parametrize("windows", [4, 24])
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_the_experts_that_add_least_to_their_tokens_go(variant, windows, folders, tmp_path):
+    """The score by its formula, from the inputs of plain transformers' blocks.
+
+    Of 4 windows, too few to leave repairs unjudged, those that judge count as well.
+    """
+    models, _ = folders
+    tokens = tm.token_file(tmp_path / "tokens.npy", rows=windows)
+    settings = {**TEXT, **WHOLE, "samples": windows, "calibration": tokens}
+    assert bool(coec.plan(models[variant], **settings).recipe.judges_are_fitted) == (windows == 4)
+    report = coec.prune(models[variant], tmp_path / "out", **settings)
+    model, inputs = tm.load(models[variant]), {}
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_pre_hook(
+            lambda _, args, index=index: inputs.update({index: args[0].flatten(0, 1)})
+        )
+    tm.logits(model, torch.from_numpy(np.load(tokens)).long())
+    kept = load_file(tmp_path / "out/coec/kept.safetensors")
+    by_block = experts_of(report)
+    assert len(by_block) == (1 if variant == "qwen3_moe mixed" else 2)
+    for block, rows in by_block.items():
+        mlp, hidden = model.model.layers[block].mlp, inputs[block]
+        _, values, chosen = weights_of(mlp.gate, hidden)
+        for number, row in enumerate(rows):
+            token, place = (chosen == number).nonzero(as_tuple=True)
+            norms = outputs_of(mlp.experts, number, hidden[token]).norm(dim=-1)
+            expected = (values[token, place] * norms).mean()
+            assert row["score"] == pytest.approx(float(expected), rel=1e-9)
+            assert row["tokens"] == len(token)
+        scores = torch.tensor([row["score"] for row in rows])
+        stays = [number for number in range(4) if number != int(scores.argmin())]
+        assert kept[f"layers.{block}.experts"].tolist() == stays
+        assert [row["units_after"] > 0 for row in rows] == [n in stays for n in range(4)]
+
+
+def test_windows_that_are_held_out_have_no_say(mixtral, tmp_path):
+    report = mixtral(tmp_path / "out", **WHOLE, holdout=0.25)
+    for rows in experts_of(report).values():
+        assert sum(row["tokens"] for row in rows) == 2 * 18 * 32
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_written_is_the_dense_model_whose_router_never_picks_them(
+    variant, share, folders, tmp_path
+):
+    models, tokens = folders
+    settings = {**WHOLE, "expert_sparsity": share}
+    report = coec.prune(models[variant], tmp_path / "out", **TEXT, **settings, calibration=tokens)
+    loaded, kept = tm.load(tmp_path / "out"), load_file(tmp_path / "out/coec/kept.safetensors")
+    masked = silence(tm.load(models[variant]), kept)
+    torch.testing.assert_close(tm.logits(loaded), tm.logits(masked), rtol=0, atol=1e-10)
+    assert float((tm.logits(tm.load(models[variant])) - tm.logits(loaded)).abs().max()) > 1e-3
+    assert type(loaded) is type(masked)
+    assert loaded.config.num_experts_per_tok == 2
+    remaining = round(4 * (1 - share))
+    assert report.plan["widths"]["whole_experts"] == {"before": 4, "after": remaining}
+    assert sum(p.numel() for p in loaded.parameters()) == report.plan["parameters"]["after"]
+    network = Dense.open(tmp_path / "out").network(torch.device("cpu"), torch.float64)
+    assert torch.equal(tm.logits(network), tm.logits(loaded))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_others_are_narrowed_as_if_none_had_gone(variant, folders, tmp_path):
+    """On the dense model's statistics; the result is again a masked dense model."""
+    models, tokens = folders
+    both = {"sparsity": 0.3, "expert_sparsity": 0.25, "calibration": tokens}
+    report = coec.prune(models[variant], tmp_path / "both", **TEXT, **both)
+    coec.prune(models[variant], tmp_path / "narrow", **TEXT, **{**both, "expert_sparsity": 0})
+    narrow = Dense.open(tmp_path / "narrow")
+    pair = ModelPair.open(models[variant], tmp_path / "both")
+    masked = silence(tm.load(models[variant]), load_file(tmp_path / "both/coec/kept.safetensors"))
+    with torch.no_grad():
+        for site in pair.layout.sites:
+            written = pair.pruned.tensor(pair.smaller[site.key].weight)
+            assert torch.equal(written, narrow.tensor(site.weight))
+            weight = tm.consumer(masked, site)
+            spread = torch.zeros_like(weight)
+            spread[:, site.kept_columns(pair.units[site.key]).indices] = written
+            weight.copy_(spread)
+    logits = tm.logits(tm.load(tmp_path / "both"))
+    torch.testing.assert_close(logits, tm.logits(masked), rtol=0, atol=1e-10)
+    assert report.plan["parameters"]["after"] == pair.pruned.parameters
+
+
+def test_of_less_than_one_expert_none_goes(mixtral, tmp_path):
+    plain = mixtral(tmp_path / "plain")
+    report = mixtral(tmp_path / "out", expert_sparsity=0.2)
+    plain_bytes, bytes_ = (
+        (tmp_path / o / "model.safetensors").read_bytes() for o in ("plain", "out")
+    )
+    assert bytes_ == plain_bytes
+    assert "no whole expert is removed: 0.2 of 4 is less than one" in report.plan["notes"]
+    assert not any("whole expert" in note for note in plain.plan["notes"])
+    assert not any("score" in row for row in report.sites)
+
+
+def test_what_stays_is_the_dense_model_to_the_bit(mixtral, folders, tmp_path):
+    mixtral(tmp_path / "out", **WHOLE)
+    kept = load_file(tmp_path / "out/coec/kept.safetensors")
+    dense, out = Dense.open(folders[0]["mixtral"]), Dense.open(tmp_path / "out")
+    for name in out.files:
+        old, rows = name, slice(None)
+        for block in (0, 1):
+            prefix = f"model.layers.{block}.block_sparse_moe."
+            numbers = kept[f"layers.{block}.experts"]
+            for new, number in enumerate(numbers.tolist()):
+                if name.startswith(f"{prefix}experts.{new}."):
+                    old = name.replace(f"experts.{new}.", f"experts.{number}.")
+            if name == f"{prefix}gate.weight":
+                rows = numbers
+        assert torch.equal(out.tensor(name), dense.tensor(old)[rows]), name
+
+
+def test_an_expert_without_tokens_goes_first(folders, tmp_path):
+    """Few tokens reach few experts; a tie is decided by the number."""
+    models, _ = folders
+    tokens = tm.token_file(tmp_path / "tokens.npy", rows=1, length=2)
+    report = coec.prune(
+        models["mixtral"], tmp_path / "out", **{**TEXT, "samples": 1, "seq_len": 2}, **WHOLE,
+        calibration=tokens,
+    )  # fmt: skip
+    unseen = 0
+    for rows in experts_of(report).values():
+        without = [number for number, row in enumerate(rows) if not row["tokens"]]
+        if without:
+            unseen += 1
+            assert all(rows[number]["score"] == 0 for number in without)
+            assert rows[without[-1]]["units_after"] == 0
+    assert unseen
+
+
+REFUSED = {
+    "too few": (
+        {"expert_sparsity": 0.6},
+        "expert_sparsity = 0.6 leaves 2 of 4 experts, and every token goes to 3 "
+        r"\(num_experts_per_tok\): remove fewer",
+    ),
+    "all": ({"expert_sparsity": 1.0}, "strictly between 0 and 1, got 1"),
+    "percent": ({"expert_sparsity": 25}, r"got 25 \(did you mean 0.25\?\)"),
+    "negative": ({"expert_sparsity": -0.1}, "expert_sparsity must be at least 0 and finite"),
+    "by block": (
+        {"expert_sparsity": 0.25, "non_uniform": True},
+        "non_uniform is not built for models of experts",
+    ),
+    "run beside": (
+        {"expert_sparsity": 0.25, "propagate": True},
+        "propagate needs blocks that add what attention and the MLP return",
+    ),
+    "nothing": (
+        {**WHOLE, "expert_sparsity": 0.2},
+        "removing 0 of attention, 0 of expert, 0.2 of 4 experts takes nothing",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_come_with_the_plan(case):
+    settings, text = REFUSED[case]
+    config = tm.raw_config("mixtral", num_experts_per_tok=3)
+    with pytest.raises(OptionError, match=text):
+        coec.plan(coec.models.description.Description.of(config), **settings)
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"), [("llama", {}), ("qwen3_moe", {"mlp_only_layers": [0, 1]})]
+)
+def test_a_model_without_experts_has_none_to_lose(variant, changes):
+    config = tm.raw_config(variant, **changes)
+    with pytest.raises(OptionError, match=r"and this (llama|qwen3_moe) has none: leave it out"):
+        coec.plan(coec.models.description.Description.of(config), expert_sparsity=0.25)
+
+
+def test_how_many_a_token_goes_to_is_the_class_default_where_the_file_says_nothing():
+    config = tm.raw_config("mixtral")
+    del config["num_experts_per_tok"]  # 2
+    describe = coec.models.description.Description.of
+    assert coec.plan(describe(config), expert_sparsity=0.5).pruned.experts == 2
+    with pytest.raises(OptionError, match="leaves 1 of 4 experts, and every token goes to 2"):
+        coec.plan(describe(config), expert_sparsity=0.75)
+
+
+def test_both_names_of_their_number_are_rewritten():
+    config = tm.raw_config("qwen3_moe")
+    config["num_local_experts"] = config["num_experts"]
+    written = coec.plan(coec.models.description.Description.of(config), expert_sparsity=0.5).output
+    assert (written.config["num_experts"], written.config["num_local_experts"]) == (2, 2)
+
+
+@pytest.mark.parametrize("kv_groups", ["uniform", "all"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_budget_counts_the_experts_that_go(variant, kv_groups):
+    config = tm.raw_config(variant, moe_intermediate_size=256, intermediate_size=256)
+    described = coec.models.description.Description.of(config)
+    settings = {"expert_sparsity": 0.25, "kv_groups": kv_groups}
+    plan = coec.plan(described, **settings, budget_parameters=0.6)
+    assert plan.parameters_after <= 0.6 * plan.parameters_before
+    removed = plan.widths.removed(described.layout, described.shapes)
+    assert removed == plan.parameters_before - plan.parameters_after
+    cut_less = coec.plan(described, kv_groups=kv_groups, budget_parameters=0.6)
+    channels = (p.record()["widths"]["experts"]["after"] for p in (plan, cut_less))
+    assert next(channels) > next(channels)
+
+
+def test_whole_attention_is_paid_for_by_the_experts_that_stay():
+    config = tm.raw_config("mixtral", intermediate_size=256, head_dim=16)
+    described = coec.models.description.Description.of(config)
+    settings = {"expert_sparsity": 0.25, "sparsity": 0.5}
+    all_groups = coec.plan(described, kv_groups="all", **settings)
+    assert all_groups.parameters_after <= coec.plan(described, **settings).parameters_after
+
+
+def test_statistics_serve_as_the_text_does_and_add_up(mixtral, folders, tmp_path):
+    models, tokens = folders
+    apart = {name: value for name, value in TEXT.items() if name != "compensation"}
+    collect = functools.partial(coec.collect, models["mixtral"], calibration=tokens)
+    collect(tmp_path / "s", **apart)
+    text = mixtral(tmp_path / "a", expert_sparsity=0.25)
+    from_sums = functools.partial(
+        coec.prune, models["mixtral"], expert_sparsity=0.25, compensation="ridge-to-slice"
+    )
+    saved = from_sums(tmp_path / "b", statistics=tmp_path / "s")
+    first, second = ((tmp_path / out / "model.safetensors").read_bytes() for out in "ab")
+    assert first == second
+    scores = [[row.get("score") for row in report.sites] for report in (text, saved)]
+    assert scores[0] == scores[1]
+    for half, seed in (("s1", 1), ("s2", 2)):
+        collect(tmp_path / half, **{**apart, "samples": 4, "seed": seed})
+    merge(tmp_path / "s1", tmp_path / "s2", tmp_path / "both")
+    halves = [from_sums(tmp_path / f"p{s}", statistics=tmp_path / s) for s in ("s1", "s2", "both")]
+    *parts, both = (experts_of(report) for report in halves)
+    for block, rows in both.items():
+        for number, row in enumerate(rows):
+            pieces = [part[block][number] for part in parts]
+            assert row["tokens"] == sum(piece["tokens"] for piece in pieces)
+            norms = sum(piece["tokens"] * piece["score"] for piece in pieces)
+            assert row["score"] == pytest.approx(norms / max(row["tokens"], 1), rel=1e-12)
+
+
+def test_statistics_without_scores_are_refused_before_any_work(folders, tmp_path):
+    models, tokens = folders
+    statistics = tmp_path / "s"
+    coec.collect(models["mixtral"], statistics, samples=4, seq_len=32, calibration=tokens)
+    settings = {"statistics": statistics, "expert_sparsity": 0.25}
+    assert coec.plan(models["mixtral"], **settings).pruned.experts == 3
+    path = statistics / "block-00000.safetensors"
+    with safe_open(path, framework="pt") as file:
+        counts = json.loads(file.metadata()["counts"])
+    without = {name: numbers[:2] for name, numbers in counts.items()}
+    save_file(load_file(path), path, {"counts": json.dumps(without)})
+    for call in (coec.plan, functools.partial(coec.prune, out=tmp_path / "out")):
+        with pytest.raises(OptionError, match="by a version that did not score experts: collect"):
+            call(models["mixtral"], **settings)
+    assert not list(tmp_path.glob("out*"))
+    path.write_bytes(b"damaged")
+    with pytest.raises(CalibrationError, match="cannot be read .*collect again"):
+        coec.plan(models["mixtral"], **settings)
+
+
+def test_an_interrupted_run_goes_on_with_the_same_share_only(mixtral, tmp_path, monkeypatch):
+    solve = pruning.solve_block
+
+    def interrupted(measured, **options):
+        if measured.block.index:
+            raise KeyboardInterrupt
+        return solve(measured, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pruning, "solve_block", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            mixtral(tmp_path / "out", expert_sparsity=0.25)
+    with pytest.raises(UnfinishedError, match="expert_sparsity"):
+        mixtral(tmp_path / "out", expert_sparsity=0.5)
+    again = mixtral(tmp_path / "out", expert_sparsity=0.25)
+    straight = mixtral(tmp_path / "straight", expert_sparsity=0.25)
+    for file in ("model.safetensors", "coec/kept.safetensors", "config.json", "README.md"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "straight" / file).read_bytes()
+    assert [row.get("score") for row in again.sites] == [row.get("score") for row in straight.sites]
+
+
+def test_commands_say_what_became_of_whole_experts(folders, tmp_path, run):
+    models, tokens = folders
+    text = ["--samples", "8", "--seq-len", "32", "--calibration", tokens]
+    flags = [*text, "--sparsity", "0.3", "--expert-sparsity", "0.25"]
+    status, dry, _ = run("prune", models["mixtral"], tmp_path / "out", *flags, "--dry-run")
+    assert status == 0
+    assert "whole experts × 2 blocks" in dry
+    assert "nothing repairs the loss of whole experts" in dry
+    status, made, _ = run("prune", models["mixtral"], tmp_path / "out", *flags)
+    assert status == 0
+    assert "experts          4 → 3 per block" in made
+    card = (tmp_path / "out/README.md").read_text()
+    assert "| whole experts per block | 4 | 3 |" in card
+    assert "0.3 of each, and 0.25 of whole experts asked for" in card
+    assert "--expert-sparsity 0.25" in card
+    record = json.loads((tmp_path / "out/coec.json").read_text())
+    assert record["recipe"]["expert_sparsity"] == 0.25
+    assert record["plan"]["removed"]["expert"] == pytest.approx(1 - 3 / 4 * 32 / 40)
+    status, analyzed, _ = run(
+        "analyze", models["mixtral"], tmp_path / "out", "--no-speed", "--json"
+    )
+    assert status == 0
+    rows = json.loads(analyzed)["geometry"]["modules"]
+    assert sum(row["site"] == "expert" for row in rows) == 6
+    flags = ["--baseline", models["mixtral"], "--text", tokens, "--seq-len", "32"]
+    status, evaluated, _ = run("eval", tmp_path / "out", *flags, "--json")
+    assert status == 0
+    assert json.loads(evaluated)["ratio"] > 0
+
+
+def test_what_reads_kept_units_refuses_whole_experts_in_one_line(mixtral, folders, tmp_path):
+    models, tokens = folders
+    mixtral(tmp_path / "out", expert_sparsity=0.25)
+    with pytest.raises(OptionError, match=r"names experts that stay \(layers\.0\.experts\): kept"):
+        mixtral(tmp_path / "again", kept=tmp_path / "out")
+    with pytest.raises(ModelError, match=r"gate\.weight is .*: coec infers no experts that went"):
+        coec.compensate_pruned(models["mixtral"], tmp_path / "out", tmp_path / "mended",
+                               calibration=tokens, samples=4, seq_len=32)  # fmt: skip
+    with pytest.raises(OptionError, match="expert_sparsity has no place where"):
+        coec.compensate_pruned(models["mixtral"], tmp_path / "out", tmp_path / "mended",
+                               expert_sparsity=0.25)  # fmt: skip
+    with pytest.raises(ModelError, match="mixtral"):
+        coec.export(tmp_path / "out", tmp_path / "out.gguf")
+
+
+def test_kept_experts_that_do_not_fit_are_refused(mixtral, folders, tmp_path):
+    mixtral(tmp_path / "out", expert_sparsity=0.25)
+    path = tmp_path / "out/coec/kept.safetensors"
+    kept = load_file(path)
+    for experts, text in (
+        (torch.tensor([0, 1, 7]), r"layers\.0\.experts in .* does not fit the dense model"),
+        (torch.tensor([0, 1]), "of a model with another number of experts"),
+    ):
+        save_file(kept | {"layers.0.experts": experts}, path)
+        with pytest.raises(ModelError, match=text):
+            ModelPair.open(folders[0]["mixtral"], tmp_path / "out")
