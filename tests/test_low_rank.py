@@ -61,7 +61,7 @@ def test_a_fit_lowers_the_error_of_the_hidden_states(dense, windows):
         pairs = zip(streams._small, streams._dense, strict=True)
         errors.append(sum(float((low - wide).square().sum()) for low, wide in pairs))
         assert all(len(pair[0].weight) == RANK for pair in streams.layers.values())
-    assert errors[1] < 0.97 * errors[0]
+    assert errors[1] < 0.99 * errors[0]
 
 
 def test_ranks_cost_least_within_the_budget():

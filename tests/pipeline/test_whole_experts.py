@@ -106,7 +106,7 @@ def test_the_experts_that_add_least_to_their_tokens_go(variant, windows, folders
         for number, row in enumerate(rows):
             token, place = (chosen == number).nonzero(as_tuple=True)
             norms = outputs_of(mlp.experts, number, hidden[token]).norm(dim=-1)
-            expected = (values[token, place] * norms).mean()
+            expected = (values[token, place] * norms).sum()
             assert row["score"] == pytest.approx(float(expected), rel=1e-9)
             assert row["tokens"] == len(token)
         scores = torch.tensor([row["score"] for row in rows])
@@ -315,8 +315,8 @@ def test_statistics_serve_as_the_text_does_and_add_up(mixtral, folders, tmp_path
         for number, row in enumerate(rows):
             pieces = [part[block][number] for part in parts]
             assert row["tokens"] == sum(piece["tokens"] for piece in pieces)
-            norms = sum(piece["tokens"] * piece["score"] for piece in pieces)
-            assert row["score"] == pytest.approx(norms / max(row["tokens"], 1), rel=1e-12)
+            norms = sum(piece["score"] for piece in pieces)
+            assert row["score"] == pytest.approx(norms, rel=1e-12)
 
 
 def test_statistics_without_scores_are_refused_before_any_work(folders, tmp_path):

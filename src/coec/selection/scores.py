@@ -83,18 +83,17 @@ def random(weight: Float[Tensor, "m d"], gram: Gram, *, seed: int = 0) -> Float[
 
 
 def expert_scores(experts: Sequence[Sequence[Gram]]) -> Float[Tensor, " experts"]:
-    """Mean norm of what an expert adds to its tokens: `Σ_t ‖p(t) W h(t)‖₂ / N`; 0 without tokens.
+    """Summed norm of what an expert adds to its tokens: `Σ_t ‖p(t) W h(t)‖₂`; 0 without tokens.
 
     p is the router's weight, h are the expert's channels and W is its last projection.
 
     Args:
         experts: statistics of the inputs `p h`, one or more Grams for each expert.
 
-    Source: REAP (Lasby et al. 2025).
+    Source: REAP (Lasby et al. 2025), which takes the mean over the expert's tokens (METHODS §9).
     """
     norms = [math.fsum(gram.output_norms or 0.0 for gram in grams) for grams in experts]
-    tokens = [max(sum(gram.tokens for gram in grams), 1) for grams in experts]
-    return torch.tensor(norms, dtype=torch.float64) / torch.tensor(tokens)
+    return torch.tensor(norms, dtype=torch.float64)
 
 
 SELECTIONS: dict[str, Score] = {
