@@ -68,9 +68,11 @@ class Plan:
             ModelError, OptionError: as in `of`.
         """
         recipe = recipe.opened()
-        if model.architecture.adds and recipe.fits_where_possible:
-            recipe = recipe.without_fits()
-        recipe = replace(recipe, calibration=with_judges(recipe.calibration, model))
+        if addition := model.architecture.adds:
+            recipe = recipe.without_fits(f"those of {model.architecture.model_type} add {addition}")
+        summed = bool(recipe.reconstruction.reconstruct)
+        calibration = replace(with_judges(recipe.calibration, model), summed=summed)
+        recipe = replace(recipe, calibration=calibration)
         if recipe.kept is not None:
             recipe.kept.check(model.layout)
         _check_recipe(model, recipe)
