@@ -19,7 +19,7 @@ from coec.pipeline import solve as solving
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
 
-SETTINGS = {"samples": 24, "seq_len": 32, "rounds": 1}
+SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32, "rounds": 1}
 BRIEF = {"preset": "best", "reconstruct": 1, "cg_iterations": 2, "self_samples": 0.0}
 UNITS = {"attention": [0, 2, 3], "mlp": [*range(3, 30)]}
 
@@ -101,7 +101,7 @@ def test_and_so_does_best_which_then_tries_no_candidates(sparsity, dense, tokens
 
 def test_statistics_serve_kept_units(dense, tokens, ours, tmp_path):
     statistics = coec.collect(dense, tmp_path / "stats", calibration=tokens, samples=24, seq_len=32)
-    coec.prune(dense, tmp_path / "out", statistics=statistics, kept=ours, rounds=1)
+    coec.prune(dense, tmp_path / "out", statistics=statistics, kept=ours, rounds=1, preset="paper")
     assert written(tmp_path / "out") == written(ours)
 
 
@@ -121,6 +121,7 @@ def test_units_in_any_order_and_any_form_are_the_same(suffix, dense, tokens, tmp
         compensation="none",
         samples=24,
         seq_len=32,
+        preset="paper",
     )
     stored = load_file(tmp_path / "out" / KEPT)
     assert {key: value.tolist() for key, value in stored.items()} == units
@@ -230,7 +231,9 @@ BAD = {
 def test_units_that_cannot_be_are_refused_before_any_work(name, dense, tmp_path):
     kept, match = BAD[name]
     with pytest.raises(OptionError, match=match):
-        coec.prune(dense, tmp_path / "out", kept=kept, calibration=tmp_path / "no text")
+        coec.prune(
+            dense, tmp_path / "out", kept=kept, calibration=tmp_path / "no text", preset="paper"
+        )
     assert not list(tmp_path.iterdir())
 
 

@@ -37,7 +37,13 @@ from coec.types import GramSum, KeptSet
 
 pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("hasty_auto")]  # whole models
 
-SETTINGS = {"sparsity": 0.3, "samples": 24, "seq_len": 32, "forward_dtype": "float64"}
+SETTINGS = {
+    "preset": "paper",
+    "sparsity": 0.3,
+    "samples": 24,
+    "seq_len": 32,
+    "forward_dtype": "float64",
+}
 ADDING = [name for name, v in tm.VARIANTS.items() if not ARCHITECTURES[v["model_type"]].adds]
 """Variants whose blocks add what their parts return, and can be fitted part by part."""
 BIASED = {

@@ -172,13 +172,16 @@ class Recipe:
 
         Raises OptionError where other settings need the text, those in `given_names` among them.
         """
-        recipe = self.without_fits("statistics hold sums only, and no text")
-        if recipe.reconstruction.left_out and recipe.pruning.allocation == "error":
-            if "allocation" not in (given_names or ()):
-                pruning = replace(recipe.pruning, allocation="uniform")
-                why = f"{recipe.reconstruction.left_out}; widths are uniform therefore"
-                reconstruction = replace(recipe.reconstruction, left_out=why)
-                recipe = replace(recipe, pruning=pruning, reconstruction=reconstruction)
+        why = "statistics hold sums only, and no text"
+        recipe = self.without_fits(why)
+        brought = self.reconstruction.preset == "balanced" and "allocation" not in (
+            given_names or ()
+        )
+        if brought and self.pruning.allocation == "error":
+            why = f"{recipe.reconstruction.left_out or why}; widths are uniform therefore"
+            reconstruction = replace(recipe.reconstruction, left_out=why)
+            pruning = replace(recipe.pruning, allocation="uniform")
+            recipe = replace(recipe, pruning=pruning, reconstruction=reconstruction)
         recipe._check_for_statistics()
         return recipe
 

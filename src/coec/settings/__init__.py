@@ -36,7 +36,11 @@ def _by_default(table: Iterable[Setting]) -> tuple[Setting, ...]:
         if item.name == "preset" or item.name not in brought:
             return item
         plain, value = item.otherwise or shown(item.default), shown(brought[item.name])
-        both = f"{plain}; {value} in {DEFAULT_PRESET}" if item.methods else f"{value}; {plain} in paper"
+        both = (
+            f"{plain}; {value} in {DEFAULT_PRESET}"
+            if item.methods
+            else f"{value}; {plain} in paper"
+        )
         return replace(item, otherwise=both)
 
     return tuple(map(described, table))

@@ -118,7 +118,7 @@ class Pruning(Settings):
         "uniform",
         "Rule that shares the kept units among blocks: `uniform`; `adaptive`, by FLAP's "
         "standardised scores; or `error`, where the output error falls most for each parameter. "
-        "The last two take a second dense pass, and need non_uniform, beside which every preset but "
+        "The last two take a second dense pass, and need non_uniform, with which every preset but "
         "`paper` takes `error`.",
     )
     non_uniform: bool = setting(
@@ -322,7 +322,7 @@ class Calibration(Settings):
     forward_dtype: DtypeName | None = setting(
         None,
         "Dtype of the dense forward pass.",
-        otherwise="the model's on a GPU, where float16 becomes bfloat16 for fits; float32 on the CPU",
+        otherwise="the model's on a GPU, where fits take bfloat16 for float16; float32 on the CPU",
     )
     judging: float = 0.0
     summed: bool = False
