@@ -315,7 +315,11 @@ def test_a_failure_leaves_the_replaced_model_as_it_was(model, tmp_path, monkeypa
         ({"alpha": 1.5}, r"alpha must be in \[0, 1\]"),
         ({"alpha": "high"}, "alpha must be a number, got 'high'"),
         ({"rounds": 2.5}, "rounds must be a whole number"),
-        ({"ridge": 0.1}, "'coec' has no option 'ridge'; its options: alpha"),
+        ({"ridge": 0.1}, "ridge is an option of .* preset paper takes coec: add compensation="),
+        (
+            {"compensation": "coec", "ridge": 0.1},
+            "'coec' has no option 'ridge'; its options: alpha",
+        ),
         ({"compensation": "rcpu", "alpha": 0.9}, "'rcpu' has no option 'alpha'.*none"),
         ({"rotation": "bleft"}, "rotation must be one of two-sided, left, right, better"),
         ({"solver": "newton"}, "solver must be one of"),

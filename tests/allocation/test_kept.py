@@ -269,7 +269,7 @@ def test_a_folder_that_is_not_ours(dense):
 def test_a_file_that_was_changed_is_another_run(dense, tokens, tmp_path, monkeypatch):
     """Where it lies does not matter."""
     file, other = save_units(of_all(), tmp_path / "kept.json"), tmp_path / "moved.json"
-    how = {"calibration": tokens, "compensation": "none", "samples": 24, "seq_len": 32}
+    how = {**SETTINGS, "calibration": tokens}
     solve = coec.pipeline.prune.solve_block
 
     def interrupted(measured, **options):

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from coec.settings.fields import Setting, shown
 from coec.settings.options import COMPENSATION_OPTIONS, CoecOptions, RidgeOptions
-from coec.settings.parts import Calibration, Pruning, Reconstruction, Runtime
-from coec.settings.presets import DEFAULT_PRESET, PRESETS, Preset, with_preset
+from coec.settings.parts import DEFAULT_PRESET, Calibration, Pruning, Reconstruction, Runtime
+from coec.settings.presets import PRESETS, Preset, with_preset
 
 __all__ = [
     "NAMES", "OPTIONS", "PARTS", "PRESETS", "RECIPE", "TABLE", "Calibration", "CoecOptions",

@@ -17,9 +17,9 @@ def document() -> str:
     """A table for every part of a recipe, and one for every set of compensations with options."""
     groups: dict[str, tuple[str, tuple[Setting, ...]]] = {}
     for part in PARTS:
-        names = {item.name for item in part.table()}
-        fields = tuple(item for item in RECIPE if item.name in names)
-        groups[part.__name__] = (part.__doc__ or "").splitlines()[0], fields
+        members = {item.name for item in part.table()}
+        described = tuple(item for item in RECIPE if item.name in members)
+        groups[part.__name__] = (part.__doc__ or "").splitlines()[0], described
     for methods in dict.fromkeys(option.methods for option in OPTIONS):
         names = ", ".join(f"`{name}`" for name in methods)
         fields = tuple(option for option in OPTIONS if option.methods == methods)
