@@ -422,7 +422,9 @@ def test_what_collect_returns_brings_its_settings(model, saved, tmp_path):
     assert two.calibration == one.calibration
     first, second = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert all(torch.equal(first[name], second[name]) for name in first)
-    coec.prune(model, tmp_path / "three", coec.Recipe(sparsity=0.4), statistics=saved)
+    coec.prune(
+        model, tmp_path / "three", coec.Recipe(preset="paper", sparsity=0.4), statistics=saved
+    )
     third = weights(tmp_path / "three")
     assert all(torch.equal(first[name], third[name]) for name in first)
 

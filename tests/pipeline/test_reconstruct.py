@@ -271,9 +271,11 @@ def statistics(dense, tokens, tmp_path_factory):
         ({"final_norm": True}, "final_norm"),
         ({"kv_groups": "held-out"}, "kv_groups"),
         ({"preset": "best"}, "preset = best"),
+        ({"preset": "balanced", "reconstruct": 1}, "reconstruct"),
     ],
 )
 def test_statistics_alone_do_not_hold_token_streams(settings, name, dense, statistics, tmp_path):
+    settings = {"preset": "paper", **settings}
     said = f"^{name} runs the pruned model over the text.*leave out the statistics, or {name}$"
     for call in (
         lambda: coec.prune(dense, tmp_path / "out", statistics=statistics, **settings),

@@ -44,7 +44,7 @@ _ARGUMENTS = (
 """Arguments of commands and functions besides settings."""
 _RECONSTRUCTION = Reconstruction().record()
 """Defaults of the reconstruction."""
-_FITS = _RECONSTRUCTION.keys() - {"preset", "kv_groups"}
+_FITS = tuple(name for name in _RECONSTRUCTION if name not in ("preset", "kv_groups"))
 """Settings of the fits to the dense model."""
 _TOML_BYTES = 10_000_000
 """Size of the largest recipe or grid that is read."""
@@ -158,14 +158,19 @@ class Recipe:
 
         `why` says why blocks cannot be fitted.
         """
-        settings, brought = self.reconstruction.record(), PRESETS["balanced"].settings
-        asked = any(settings[n] not in (_RECONSTRUCTION[n], brought.get(n)) for n in _FITS)
-        if settings["preset"] != "balanced" or asked or not self.reconstruction.sequential:
+        settings = self.reconstruction.record()
+        if settings["preset"] != "balanced" or self._asked or not self.reconstruction.sequential:
             return self
         reconstruction = Reconstruction(
             preset="balanced", kv_groups=settings["kv_groups"], left_out=why
         )
         return replace(self, reconstruction=reconstruction)
+
+    @property
+    def _asked(self) -> list[str]:
+        """Names of fits that are neither off nor those of `balanced`."""
+        settings, brought = self.reconstruction.record(), PRESETS["balanced"].settings
+        return [n for n in _FITS if settings[n] not in (_RECONSTRUCTION[n], brought.get(n))]
 
     def for_statistics(self, given_names: Collection[str] | None) -> "Recipe":
         """Return the recipe without what `balanced` does with the text itself.
@@ -189,7 +194,9 @@ class Recipe:
         """Raise OptionError where statistics do not do, because the text itself is needed."""
         if name := self.needs_text:
             brought = PRESETS[self.reconstruction.preset].settings.get(name)
-            if brought is not None and brought == self.record()[name]:
+            if self.reconstruction.preset == "balanced" and self._asked:
+                name = self._asked[0]
+            elif brought is not None and brought == self.record()[name]:
                 name = f"preset = {self.reconstruction.preset}"
             raise OptionError(
                 f"{name} runs the pruned model over the text, of which statistics hold sums only: "

@@ -69,7 +69,7 @@ def with_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return flat settings, completed by the defaults of the preset that they name.
 
     A default that would have no effect beside the settings given is left out, and so are windows
-    held out where there is only one.
+    that the default preset holds out where there is only one.
 
     Raises:
         OptionError: an option of another compensation than the preset's, and none is named.
@@ -86,7 +86,7 @@ def with_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
         _check_options(given_names, name, str(compensation), given="preset" in settings)
     elif settings["compensation"] != compensation:
         defaults.pop("ridge", None)  # an option of the compensation that gives way
-    if settings.get("samples") == 1:
+    if name == DEFAULT_PRESET and settings.get("samples") == 1:
         defaults.pop("holdout", None)
     completed = {"preset": name, **defaults, **settings}
     for key, needed in _NEEDED.items():
