@@ -77,7 +77,7 @@ def test_held_out_statistics_reach_only_methods_that_need_them_and_must_be_there
         coec.compensate(*case(), method=method)
     with pytest.raises(OptionError, match=r"'spy' needs held-out windows: .*holdout=0\.125"):
         Recipe(compensation=method, holdout=0)
-    assert Recipe(compensation=method, holdout=0.1).method is method
+    assert Recipe(preset="paper", compensation=method, holdout=0.1).method is method
     assert len(seen) == 3
 
 
