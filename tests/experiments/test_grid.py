@@ -251,7 +251,8 @@ def test_the_documented_grid_is_one(tmp_path):
 def test_what_a_grid_says_for_all_is_dropped_where_nothing_hears_it(tmp_path):
     path = tmp_path / "g.toml"
     path.write_text(
-        'preset = "paper"\nlambda_a = [0.0, 50.0]\nr_p = 8\nsolver = ["joint", "gradient"]\ndelta = 1e-3'
+        'preset = "paper"\nlambda_a = [0.0, 50.0]\nr_p = 8\n'
+        'solver = ["joint", "gradient"]\ndelta = 1e-3'
     )
     options = [cell.recipe.pruning.options for cell in expand(str(path), models=["m"])[1:]]
     assert [("r_p" in o, "delta" in o) for o in options] == [
