@@ -121,7 +121,10 @@ def begun(dense, solved, tmp_path, monkeypatch):
     """An unfinished run: its arguments, on a model and a text of the test's own."""
     model = shutil.copytree(dense, tmp_path / "model")
     text = tm.text_file(tmp_path / "text.txt")
-    asked = {"calibration": text, "compensation": "none", "samples": 24, "seq_len": 32}
+    asked = {
+        "preset": "paper", "calibration": text, "compensation": "none", "samples": 24,
+        "seq_len": 32,
+    }  # fmt: skip
     interrupt(monkeypatch, model, tmp_path / "out", **asked)
     return asked
 
@@ -225,6 +228,7 @@ def test_a_function_that_does_something_else_is_refused(
     """Also where its source is the same, and its name."""
     shutil.copytree(dense, tmp_path / "model")
     asked = {"calibration": tm.text_file(tmp_path / "text.txt"), "samples": 8, "seq_len": 32}
+    asked |= {"preset": "paper"}
     interrupt(monkeypatch, tmp_path / "model", tmp_path / "out", compensation=first, **asked)
     refused(tmp_path, said, compensation=second, **asked)
 

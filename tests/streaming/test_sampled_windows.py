@@ -118,7 +118,14 @@ def test_no_share_is_refused(share):
 
 def test_plans_count_them(dense, tokens):
     few, many = (
-        coec.plan(dense.folder, calibration=tokens, samples=6, seq_len=32, self_samples=share)
+        coec.plan(
+            dense.folder,
+            preset="paper",
+            calibration=tokens,
+            samples=6,
+            seq_len=32,
+            self_samples=share,
+        )  # fmt: skip
         for share in (0.0, 1.0)
     )
     one, other = (
