@@ -117,17 +117,8 @@ def test_no_share_is_refused(share):
 
 
 def test_plans_count_them(dense, tokens):
-    few, many = (
-        coec.plan(
-            dense.folder,
-            preset="paper",
-            calibration=tokens,
-            samples=6,
-            seq_len=32,
-            self_samples=share,
-        )  # fmt: skip
-        for share in (0.0, 1.0)
-    )
+    settings = {"preset": "paper", "calibration": tokens, "samples": 6, "seq_len": 32}
+    few, many = (coec.plan(dense.folder, **settings, self_samples=n) for n in (0.0, 1.0))
     one, other = (
         Forecast.of(plan, ComputeConfig.of(plan, torch.device("cpu"))) for plan in (few, many)
     )
