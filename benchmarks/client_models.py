@@ -78,7 +78,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "target vllm": {"target": "vllm"},
     "target llama.cpp": {"target": "llama.cpp"},
 }
-"""How a dense model is pruned: by the defaults but for these settings."""
+"""How a dense model is pruned: by `paper` but for these settings."""
 DENSE = "dense"
 
 
@@ -178,7 +178,8 @@ def _pruned(folder: Path, dense: Checkpoint, way: str, settings: dict[str, Any])
     one = Checkpoint(dense.subject, way)
     place = folder / one.name
     try:
-        coec.prune(folder / dense.name, place, sparsity=0.3, samples=32, seq_len=48, **settings)
+        settings = {"preset": "paper", "samples": 32, "seq_len": 48, **settings}
+        coec.prune(folder / dense.name, place, sparsity=0.3, **settings)
     except CoecError as error:
         return Checkpoint(dense.subject, way, refusal=str(error))
     return _described(one, place)

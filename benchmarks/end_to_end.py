@@ -81,8 +81,8 @@ def measure(name: str, folder: Path, calibration: Path, out: Path) -> dict[str, 
     (forward, forward_busy), (body, body_busy) = forward_passes(folder, windows)
     began, busy = time.perf_counter(), record.clock()
     report = coec.prune(
-        folder, out, sparsity=0.3, calibration=str(calibration), samples=SAMPLES, seq_len=SEQ_LEN,
-        forward_dtype="float32",
+        folder, out, preset="paper", sparsity=0.3, calibration=str(calibration), samples=SAMPLES,
+        seq_len=SEQ_LEN, forward_dtype="float32",
     )  # fmt: skip
     total, busy = time.perf_counter() - began, record.clock() - busy
     sites: dict[str, float] = {}

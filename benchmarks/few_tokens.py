@@ -74,7 +74,7 @@ def measure(model: str, tokens: int, way: str, chosen: argparse.Namespace) -> fl
     calibration, test = (
         chosen.shared / "data" / TEXTS[model] / name for name in FILES[TEXTS[model]]
     )
-    settings = dict(WAYS[way])
+    settings = {"preset": "paper", **WAYS[way]}
     if way not in OWN and chosen.unguarded:
         settings["guard"] = False
     with tempfile.TemporaryDirectory() as folder:

@@ -133,7 +133,7 @@ def made(place: Path, removed: list[int], align: list[int]) -> list[Pruned]:
     for percent in removed:
         for multiple in align:
             out = place / f"{percent}-{multiple}"
-            recipe = Recipe(sparsity=percent / 100, align=str(multiple))
+            recipe = Recipe(sparsity=percent / 100, multiple_of=str(multiple))
             plan = Plan.of(Description.read(dense), recipe)
             _random(out, AutoConfig.for_model(**plan.output.config))
             shape = Description.read(out).shape
@@ -243,8 +243,8 @@ def analyzed(place: Path, models: list[Pruned], repeats: int) -> list[Measured]:
     for model in models:
         coec.prune(
             place / "dense", f"{model.folder}-pruned", statistics=statistics,
-            sparsity=model.removed / 100, align=str(model.align), selection="magnitude",
-            compensation="none",
+            sparsity=model.removed / 100, multiple_of=str(model.align), preset="paper",
+            selection="magnitude", compensation="none",
         )  # fmt: skip
         speed = coec.speed(place / "dense", f"{model.folder}-pruned", load=load, device="cpu")
         rows.append(

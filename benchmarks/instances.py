@@ -110,7 +110,7 @@ def sites(shared: Path, model: str = TRAINED, *, sparsity: float = 0.3) -> Itera
 
     folder = shared / "models" / model
     checkpoint = Dense.open(folder)
-    plan = Plan.of(checkpoint, Recipe(sparsity=sparsity))
+    plan = Plan.of(checkpoint, Recipe(preset="paper", sparsity=sparsity))
     text = str(shared / "data" / TEXTS[model])
     stream = read_stream(text, lambda: load_tokenizer(folder), split="train")
     windows = sample_windows(

@@ -4,7 +4,7 @@
 
 PEERS is a folder as `benchmarks.checkpoints` reads it, `PEER/MODEL/SEED` with what a
 `coec-peer.json` there says of versions. Every checkpoint is measured, then the dense model is
-pruned to its units at the defaults (`coec compensate`), for the models in `--best` by the preset
+pruned to its units by the preset `paper` (`coec compensate`), for the models in `--best` by `best`
 too, and that is measured. Where units cannot be told, or no format holds the widths, the line says
 why.
 """
@@ -23,7 +23,7 @@ from coec.calibration.windows import Windows
 from coec.errors import CoecError
 from coec.models.dense import Dense
 
-PRESETS: dict[str, dict[str, Any]] = {"coec": {}, "best": {"preset": "best"}}
+PRESETS: dict[str, dict[str, Any]] = {"coec": {"preset": "paper"}, "best": {"preset": "best"}}
 
 
 @dataclass(frozen=True)

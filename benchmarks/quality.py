@@ -70,9 +70,9 @@ def measure(shared: Path, model: str, selection: str, repairs: list[str], sparsi
     with tempfile.TemporaryDirectory() as folder:
         for pruning in repairs:
             report = coec.prune(
-                dense_folder, Path(folder) / pruning.replace(" ", "-"), sparsity=sparsity,
-                selection=selection, calibration=calibration, samples=SAMPLES, seq_len=SEQ_LEN,
-                **REPAIRS[pruning],
+                dense_folder, Path(folder) / pruning.replace(" ", "-"), preset="paper",
+                sparsity=sparsity, selection=selection, calibration=calibration, samples=SAMPLES,
+                seq_len=SEQ_LEN, **REPAIRS[pruning],
             )  # fmt: skip
             ppl = coec.perplexity(report.out, test, seq_len=SEQ_LEN).perplexity
             rows[pruning] = (ppl, report)

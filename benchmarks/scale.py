@@ -45,7 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Public dimensions."""
 RECIPES: dict[str, dict[str, Any]] = {
-    "paper": {},
+    "paper": {"preset": "paper"},
     "fast": {"preset": "fast"},
 }
 PLACES = (("rtx4090", 1), ("h100", 8), ("h100", 64))

@@ -272,7 +272,7 @@ def enlarge(model: Path, out: Path, size: float) -> Path:
 def _perplexity(dense: Path, out: Path, text: Path, dtype: str) -> float:
     coec.prune(
         dense, out, calibration=str(text / "train.txt"), sparsity=0.3, samples=32, seq_len=256,
-        solve_dtype=dtype,
+        solve_dtype=dtype, preset="paper",
     )  # fmt: skip
     return float(
         coec.perplexity(out, str(text / "test.txt"), seq_len=256, max_windows=100).perplexity

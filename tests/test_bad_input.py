@@ -45,7 +45,7 @@ def refused(model, tmp_path, monkeypatch):
         monkeypatch.setattr(measure, "DenseStream", streamed)
         before = sorted(tmp_path.rglob("*"))
         settings = {"model": model, "out": tmp_path / "out", "calibration": tokens,
-                    "samples": 24, "seq_len": 32, **changes}  # fmt: skip
+                    "preset": "paper", "samples": 24, "seq_len": 32, **changes}  # fmt: skip
         with pytest.raises(error, match=match) as caught:
             coec.prune(settings.pop("model"), settings.pop("out"), **settings)
         assert "\n" not in str(caught.value)
@@ -283,13 +283,16 @@ def test_a_disk_that_fills_up_on_the_way(model, tmp_path, monkeypatch):
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(OutputError, match="No space left on device; make room"):
         coec.prune(model, tmp_path / "new" / "out", calibration=tokens, samples=24, seq_len=32,
-                   compensation="none")  # fmt: skip
+                   compensation="none", preset="paper")  # fmt: skip
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_failure_leaves_the_replaced_model_as_it_was(model, tmp_path, monkeypatch):
     tokens = tm.token_file(tmp_path / "tokens.npy")
-    settings = {"calibration": tokens, "samples": 24, "seq_len": 32, "compensation": "none"}
+    settings = {
+        "preset": "paper", "calibration": tokens, "samples": 24, "seq_len": 32,
+        "compensation": "none",
+    }  # fmt: skip
     coec.prune(model, tmp_path / "out", **settings)
     before = {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
 
@@ -312,7 +315,11 @@ def test_a_failure_leaves_the_replaced_model_as_it_was(model, tmp_path, monkeypa
         ({"alpha": 1.5}, r"alpha must be in \[0, 1\]"),
         ({"alpha": "high"}, "alpha must be a number, got 'high'"),
         ({"rounds": 2.5}, "rounds must be a whole number"),
-        ({"ridge": 0.1}, "'coec' has no option 'ridge'; its options: alpha"),
+        ({"ridge": 0.1}, "ridge is an option of .* preset paper takes coec: add compensation="),
+        (
+            {"compensation": "coec", "ridge": 0.1},
+            "'coec' has no option 'ridge'; its options: alpha",
+        ),
         ({"compensation": "rcpu", "alpha": 0.9}, "'rcpu' has no option 'alpha'.*none"),
         ({"rotation": "bleft"}, "rotation must be one of two-sided, left, right, better"),
         ({"solver": "newton"}, "solver must be one of"),
@@ -398,7 +405,9 @@ def test_a_model_that_overflows_names_the_module_and_the_cure(original, model, t
     tokens = tm.token_file(tmp_path / "tokens.npy")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(CoecError, match=r"layers\.1\.mlp\.down_proj.*NaN or Inf"):
-        coec.prune(model, tmp_path / "out", calibration=tokens, samples=24, seq_len=32)
+        coec.prune(
+            model, tmp_path / "out", calibration=tokens, samples=24, seq_len=32, preset="paper"
+        )
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -410,7 +419,7 @@ def test_a_result_that_does_not_fit_its_dtype_says_which_does(original, tmp_path
 
     with pytest.raises(CoecError, match=r"does not fit torch\.float16.*dtype=float32"):
         coec.prune(original, tmp_path / "out", calibration=tokens, samples=24, seq_len=32,
-                   compensation=huge, dtype="float16")  # fmt: skip
+                   compensation=huge, dtype="float16", preset="paper")  # fmt: skip
     assert not (tmp_path / "out").exists()
 
 

@@ -20,6 +20,8 @@ from coec.models.architectures import ARCHITECTURES
 from coec.selection import SELECTIONS
 from coec.settings import OPTIONS
 
+PAPER = ("--preset", "paper")
+
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
@@ -64,7 +66,7 @@ def test_every_option_of_every_compensation_is_a_flag_with_a_description(run):
 
 def test_prune_then_eval(dense, tokens, run, tmp_path):
     status, out, err = run("prune", dense, tmp_path / "out", "--calibration", tokens,
-                           "--samples", 24, "--seq-len", 32, "--rounds", 1)  # fmt: skip
+                           "--samples", 24, "--seq-len", 32, *PAPER, "--rounds", 1)  # fmt: skip
     assert status == 0, err
     assert "40 → 28 per block" in out
     assert "stored as        mistral" in out
@@ -76,7 +78,7 @@ def test_prune_then_eval(dense, tokens, run, tmp_path):
 
 def test_json_is_one_object_on_stdout(dense, tokens, run, tmp_path):
     status, out, _ = run("prune", dense, tmp_path / "out", "--calibration", tokens, "--samples", 24,
-                         "--seq-len", 32, "--compensation", "none", "--json")  # fmt: skip
+                         "--seq-len", 32, *PAPER, "--compensation", "none", "--json")  # fmt: skip
     assert status == 0
     assert json.loads(out)["out"] == str(tmp_path / "out")
     status, out, _ = run("eval", tmp_path / "out", "--text", tokens, "--seq-len", 32, "--json")
@@ -148,6 +150,7 @@ def test_what_only_a_plan_takes_is_refused_of_a_run(flag, run, dense, tmp_path):
 def test_flags_win_over_the_recipe_file(dense, tokens, run, tmp_path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
+        'preset = "paper"\n'
         f'sparsity = 0.5\nseq-len = 32\nsamples = 24\ncalibration = "{tokens}"\nrounds = 1\n'
         'selection = "flap"\nalpha = 0.8\n'
     )
@@ -207,7 +210,7 @@ def test_flags_win_over_the_recipe_file(dense, tokens, run, tmp_path):
     ],
 )
 def test_every_flag_does_something(flags, dense, tokens, run, tmp_path):
-    first = ["--calibration", tokens, "--samples", "24", "--seq-len", "32"]
+    first = ["--calibration", tokens, "--samples", "24", "--seq-len", "32", *PAPER]
     coec_runs = "--compensation" not in flags
     status, out, err = run("prune", dense, tmp_path / "out", *first,
                            *(["--rounds", "1"] if coec_runs else []), *flags, "--json")  # fmt: skip
@@ -228,7 +231,7 @@ def test_a_text_column_can_be_named(dense, run, tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = ["--calibration", tmp_path / "rows.jsonl", "--samples", 8, "--seq-len", 32]
     status, _, err = run("prune", dense, tmp_path / "out", *settings, "--text-column", "story",
-                         "--compensation", "none")  # fmt: skip
+                         *PAPER, "--compensation", "none")  # fmt: skip
     assert status == 0, err
     status, out, _ = run("eval", tmp_path / "out", "--text", tmp_path / "rows.jsonl",
                          "--text-column", "story", "--seq-len", 32, "--device", "cpu",
@@ -304,7 +307,7 @@ def test_a_hub_name_is_found_in_the_hubs_cache(run, tokens, monkeypatch, tmp_pat
     (repository / "refs" / "main").write_text("0123456789")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     status, out, err = run("prune", "org/tiny", tmp_path / "out", "--calibration", tokens,
-                           "--samples", 24, "--seq-len", 32, "--compensation", "none",
+                           "--samples", 24, "--seq-len", 32, *PAPER, "--compensation", "none",
                            "--json")  # fmt: skip
     assert status == 0, err
     assert json.loads(out)["model"] == "org/tiny"
@@ -337,7 +340,7 @@ def test_an_interrupted_run_says_that_nothing_was_written(
 
     monkeypatch.setattr("coec.pipeline.prune.solve_block", interrupted)
     status, out, err = run("prune", dense, tmp_path / "out", "--calibration", tokens,
-                           "--samples", 24, "--seq-len", 32)  # fmt: skip
+                           "--samples", 24, "--seq-len", 32, *PAPER)  # fmt: skip
     assert status == 130
     assert out == ""
     assert err.rstrip().endswith("coec: interrupted; nothing half-written is left")
@@ -443,7 +446,7 @@ def test_flags_that_would_not_be_heard_are_wrong_usage(flags, dense, run):
 def test_evaluation_on_the_calibration_text_is_noted(dense, tokens, run, tmp_path):
     other = tm.token_file(tmp_path / "other.npy", rows=12)
     run("prune", dense, tmp_path / "out", "--calibration", tokens, "--samples", 24,
-        "--seq-len", 32, "--compensation", "none")  # fmt: skip
+        "--seq-len", 32, *PAPER, "--compensation", "none")  # fmt: skip
     for text, same in ((tokens, True), (other, False)):
         status, out, err = run("eval", tmp_path / "out", "--text", text, "--seq-len", 32, "--json")
         assert status == 0
@@ -459,7 +462,7 @@ def test_evaluation_on_the_calibration_text_is_noted(dense, tokens, run, tmp_pat
 def test_a_record_that_is_none_is_one_line(dense, tokens, run, tmp_path):
     shutil.copytree(dense, tmp_path / "model")
     run("prune", dense, tmp_path / "out", "--calibration", tokens, "--samples", 24,
-        "--seq-len", 32, "--compensation", "none")  # fmt: skip
+        "--seq-len", 32, *PAPER, "--compensation", "none")  # fmt: skip
     whole = json.loads((tmp_path / "out/coec.json").read_text())
     spoiled = [json.dumps(whole | {name: 3.0}) for name in ("calibration", "sites", "recipe")]
     for content in ("{", "[]", '{"calibration": null}', *spoiled):

@@ -19,7 +19,9 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("analyze")
     dense = tm.save(tm.tiny("llama", torch.float32), root / "dense")
     tokens = tm.token_file(root / "tokens.npy")
-    coec.prune(dense, root / "pruned", calibration=tokens, samples=24, seq_len=32, rounds=1)
+    coec.prune(
+        dense, root / "pruned", calibration=tokens, samples=24, seq_len=32, rounds=1, preset="paper"
+    )
     return dense, root / "pruned"
 
 

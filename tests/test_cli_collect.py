@@ -23,7 +23,7 @@ def test_one_collection_serves_many_prunings(dense, run, tmp_path):
     assert f"12 windows of 32 tokens from {tokens}" in out
     assert f"use it: coec prune {dense} OUT --statistics {stats}" in out
     for sparsity in (0.3, 0.5):
-        given = ("--sparsity", sparsity, "--compensation", "rcpu", "--json")
+        given = ("--preset", "paper", "--sparsity", sparsity, "--compensation", "rcpu", "--json")
         direct, saved = tmp_path / f"direct{sparsity}", tmp_path / f"saved{sparsity}"
         assert run("prune", dense, direct, *how, *given)[0] == 0
         status, out, _ = run("prune", dense, saved, "--statistics", stats, *given)
@@ -95,7 +95,7 @@ def test_the_line_that_goes_on_is_printed(dense, run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(pruning, "solve_block", interrupted)
     command = ("prune", dense, tmp_path / "out put", "--calibration", tokens, "--samples", "12",
-               "--seq-len", "32", "--compensation", "none")  # fmt: skip
+               "--seq-len", "32", "--preset", "fast", "--compensation", "none")  # fmt: skip
     status, _, err = run(*command, "--restart")
     assert status == 130
     said = err.splitlines()[-3:]
@@ -103,7 +103,7 @@ def test_the_line_that_goes_on_is_printed(dense, run, tmp_path, monkeypatch):
     assert said[1] == f"coec: what is finished is kept in '{tmp_path / 'out put.partial'}'"
     assert said[2] == (
         f"coec: to go on: coec prune {dense} '{tmp_path / 'out put'}' --calibration {tokens} "
-        "--samples 12 --seq-len 32 --compensation none"
+        "--samples 12 --seq-len 32 --preset fast --compensation none"
     )
     status, _, err = run(*command, "--sparsity", 0.5)
     assert status == 1

@@ -54,6 +54,20 @@ def test_a_device_without_float64_solves_in_float32(monkeypatch):
     assert choose_solve_dtype("auto", CUDA) == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("stored", "device", "summed", "chosen"),
+    [("float16", "cuda", True, "bfloat16"), ("float16", "cuda", False, "float16"),
+     ("bfloat16", "cuda", True, "bfloat16"), ("float16", "cpu", True, "float32")],
+)  # fmt: skip
+def test_sums_of_a_fit_are_not_in_float16_unless_that_is_asked_for(stored, device, summed, chosen):
+    dtypes, device = devices.DTYPES, torch.device(device)
+    got = devices.choose_forward_dtype(None, dtypes[stored], device, summed=summed)
+    assert got == dtypes[chosen]
+    assert devices.choose_forward_dtype("float16", dtypes[stored], device, summed=summed) == (
+        torch.float16
+    )
+
+
 def test_the_rate_is_measured_once(monkeypatch):
     measured = []
     monkeypatch.setattr(devices, "_product_seconds", lambda *given: measured.append(given) or 1.0)

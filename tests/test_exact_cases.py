@@ -36,7 +36,7 @@ def keep_first(weight, gram):
 def pruned(model, tmp_path, **options):
     dense = tm.save(model, tmp_path / "dense", tokenizer=False)
     tokens = tm.token_file(tmp_path / "tokens.npy")
-    coec.prune(dense, tmp_path / "out", calibration=tokens, samples=24, seq_len=32,
+    coec.prune(dense, tmp_path / "out", preset="paper", calibration=tokens, samples=24, seq_len=32,
                selection=keep_first, forward_dtype="float64", **options)  # fmt: skip
     return tm.load(tmp_path / "out")
 

@@ -85,8 +85,8 @@ PRUNE = "prune DENSE out --samples 24 --seq-len 32 --calibration"
         (f"{PRUNE} tokens.npy --device cuda:99", "device 'cuda:99' cannot be used"),
         (f"{PRUNE} tokens.npy --samples 99999999999999999999999", "--samples 24"),
         (f"{PRUNE} tokens.npy --sparsity nan", "strictly between 0 and 1"),
-        (f"{PRUNE} tokens.npy --alpha nan", "alpha must be in"),
-        (f"{PRUNE} tokens.npy --lambda-a inf", "lambda_a must be"),
+        (f"{PRUNE} tokens.npy --compensation coec --alpha nan", "alpha must be in"),
+        (f"{PRUNE} tokens.npy --compensation coec --lambda-a inf", "lambda_a must be"),
         (f"{PRUNE} tokens.npy --holdout nan", "holdout is a fraction"),
         ("prune LONG out", "no model at|cannot be used|File name too long"),
         ("prune loop out", "no model at|cannot be used"),
@@ -181,6 +181,7 @@ def test_a_terminal_that_knows_ascii_alone_shows_what_it_can():
 
 
 NUMBERS = {
+    "preset": "paper",
     "sparsity": np.float32(0.5), "samples": np.int64(24), "seq_len": np.array(32),
     "seed": np.uint8(3), "alpha": torch.tensor(0.5, dtype=torch.float64), "rounds": np.int16(1),
 }  # fmt: skip
@@ -204,7 +205,11 @@ def test_settings_may_be_numbers_of_numpy_and_torch(dense, tmp_path):
     ("settings", "error", "match"),
     [
         ({"samples": np.bool_(True)}, OptionError, "samples must be a whole number"),
-        ({"rounds": np.array(2.5)}, OptionError, "rounds must be a whole number"),
+        (
+            {"compensation": "coec", "rounds": np.array(2.5)},
+            OptionError,
+            "rounds must be a whole number",
+        ),
         ({"calibration": np.ones((2, 2), bool)}, CalibrationError, "whole numbers, got bool"),
         ({"calibration": "a\0b"}, OptionError, "calibration must be text without NUL"),
         ({"text_column": ""}, OptionError, "text_column must be text"),
@@ -217,7 +222,7 @@ def test_what_no_setting_can_be(settings, error, match):
 
 
 def test_the_largest_seed_draws_windows_text_and_scores(dense, tmp_path):
-    settings = {"seq_len": 32, "samples": 8, "compensation": "none", "seed": 2**64 - 1}
+    settings = {"preset": "fast", "seq_len": 32, "samples": 8, "seed": 2**64 - 1}
     for calibration in (tm.token_file(tmp_path / "tokens.npy"), "self"):
         out = tmp_path / calibration[-4:]
         report = coec.prune(dense, out, selection="random", calibration=calibration, **settings)

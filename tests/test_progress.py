@@ -6,7 +6,18 @@ import torch
 import tiny_models as tm
 from coec.cli.progress import ProgressLines
 
-FEW = ("--samples", 4, "--seq-len", 32, "--compensation", "none", "--device", "cpu")
+FEW = (
+    "--preset",
+    "paper",
+    "--samples",
+    4,
+    "--seq-len",
+    32,
+    "--compensation",
+    "none",
+    "--device",
+    "cpu",
+)
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ from coec.cli.prune import prune_command
 from coec.experiments.grid import Grid
 from coec.experiments.rows import RowOptions, RowSettings
 from coec.planning.recipe import Recipe
-recipe = Recipe(extra_turns=5, extra_text="yes")
+recipe = Recipe(preset="paper", extra_turns=5, extra_text="yes")
 flags = inspect.signature(prune_command).parameters
 (grid,) = Grid.read(sys.argv[1])
 print(json.dumps({
@@ -58,7 +58,7 @@ print(json.dumps({
     "torch": before,
     "help": [flags[n].annotation.__metadata__[0].help for n in ("extra_turns", "extra_text")],
     "record": recipe.record(),
-    "default": Recipe().record(),
+    "default": Recipe(preset="paper").record(),
     "rows": ["extra_turns" in RowOptions.model_fields, "extra_text" in RowSettings.model_fields],
     "grid": [grid.axes, grid.fixed],
 }))
@@ -176,7 +176,9 @@ def test_a_recipe_of_parts_is_the_recipe_of_flat_settings():
         pruning=Pruning(sparsity=0.5, options={"alpha": 0.8}),
         runtime=Runtime(device="cpu"),
     )
-    flat = Recipe(calibration="text.txt", seed=3, sparsity=0.5, alpha=0.8, device="cpu")
+    flat = Recipe(
+        preset="paper", calibration="text.txt", seed=3, sparsity=0.5, alpha=0.8, device="cpu"
+    )
     assert parts == flat
     assert parts.record() == flat.record()
 
@@ -200,8 +202,11 @@ def test_a_recipe_checks_the_options_of_its_compensation():
     with pytest.raises(OptionError, match="'rcpu' has no option 'alpha'; its options: none"):
         Recipe(pruning=Pruning(compensation="rcpu", options={"alpha": 0.5}))
     with pytest.raises(OptionError, match=r"slices = \d+ does not go with alignment"):
-        Recipe(slices=2)
-    assert Recipe(slices=2, lambda_a=0.0).pruning.options == {"slices": 2, "lambda_a": 0.0}
+        Recipe(preset="paper", slices=2)
+    assert Recipe(preset="paper", slices=2, lambda_a=0.0).pruning.options == {
+        "slices": 2,
+        "lambda_a": 0.0,
+    }
 
 
 def told(problem, *, what=None):
@@ -290,6 +295,42 @@ def test_the_default_preset_is_one_line(monkeypatch):
     monkeypatch.setattr("coec.settings.presets.DEFAULT_PRESET", "fast")
     assert Recipe().record() == Recipe(preset="fast").record()
     assert Recipe(selection="flap").pruning.compensation == "ridge-to-slice"
+
+
+def test_the_default_is_balanced_and_help_says_both_defaults(run):
+    assert Recipe() == Recipe(preset="balanced")
+    assert Recipe().reconstruction.reconstruct == 2
+    _, out, _ = run("prune", "--help")
+    shown = " ".join(out.replace("│", " ").split())
+    assert "given beside it wins. Default: balanced." in shown
+    assert "Score that picks the units. One of" in shown
+    assert "Default: obs; rcpu in paper." in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"rounds": 5}, "rounds is an option of compensation coec, and preset balanced takes "
+         "ridge-to-slice: add preset=paper or compensation=coec"),
+        ({"preset": "fast", "options": {"rounds": 5}}, "preset fast takes ridge-to-slice: add "
+         "compensation=coec"),
+        ({"preset": "paper", "ridge": 1.0}, "ridge is an option of compensation least-squares and "
+         "ridge-to-slice, and preset paper takes coec: add compensation=ridge-to-slice"),
+    ],
+)  # fmt: skip
+def test_an_option_of_another_compensation_is_answered_with_what_to_add(given, said, run):
+    with pytest.raises(OptionError) as error:
+        Recipe(**given)
+    assert str(error.value).endswith(said)
+    assert Recipe(**given | {"compensation": said.rpartition("compensation=")[2]})
+    if "rounds" in given:
+        _, _, err = run("prune", "model", "--dry-run", "--rounds", 5)
+        assert "add --preset paper or --compensation coec" in err
+
+
+def test_one_window_is_not_held_out_by_default():
+    assert Recipe(samples=1).calibration.holdout == 0
+    assert Recipe(samples=2).calibration.holdout == 0.125
 
 
 def test_parts_leave_nothing_unheard():

@@ -26,7 +26,7 @@ import coec  # noqa: E402
 import tiny_models as tm  # noqa: E402
 
 WIKI, STORIES = "wikitext-2/valid.raw.txt", "tinystories/train.txt"
-SHORT: dict[str, Any] = {"sparsity": 0.3, "samples": 24, "seq_len": 64}
+SHORT: dict[str, Any] = {"preset": "paper", "sparsity": 0.3, "samples": 24, "seq_len": 64}
 BEST: dict[str, Any] = {"preset": "best", "reconstruct": 1, "cg_iterations": 4}
 PRESETS: dict[str, dict[str, Any]] = {"paper": {}, "fast": {"preset": "fast"}, "best": BEST}
 RANDOM: dict[str, Any] = {"sparsity": 0.3, "samples": 16, "seq_len": 32}
@@ -167,17 +167,17 @@ def from_statistics(
 ) -> Path:
     """Prune a model by statistics that were collected before."""
     settings = dict(settings)
-    sparsity = settings.pop("sparsity")
+    chosen = {name: settings.pop(name) for name in ("preset", "sparsity")}
     coec.collect(model, scratch / "statistics", **settings)
     out = scratch / "from statistics"
-    coec.prune(model, out, statistics=scratch / "statistics", sparsity=sparsity, **others)
+    coec.prune(model, out, statistics=scratch / "statistics", **chosen, **others)
     return out
 
 
 def from_merged(scratch: Path, model: Path, settings: dict[str, Any]) -> Path:
     """Prune a model by statistics of two texts."""
     settings = dict(settings)
-    sparsity = settings.pop("sparsity")
+    chosen = {name: settings.pop(name) for name in ("preset", "sparsity")}
     parts = []
     for half, text in enumerate(("train.txt", "test.txt")):
         own = {**settings, "calibration": str(Path(settings["calibration"]).with_name(text))}
@@ -185,13 +185,13 @@ def from_merged(scratch: Path, model: Path, settings: dict[str, Any]) -> Path:
         coec.collect(model, parts[-1], **own)
     coec.merge(parts[0], parts[1], scratch / "merged")
     out = scratch / "from merged"
-    coec.prune(model, out, statistics=scratch / "merged", sparsity=sparsity)
+    coec.prune(model, out, statistics=scratch / "merged", **chosen)
     return out
 
 
 def resumed(scratch: Path, model: Path, settings: dict[str, Any]) -> Path:
     """Prune a model in two runs, of which the first ends after two blocks."""
-    out = scratch / f"resumed {settings.get('preset')}"
+    out = scratch / f"resumed {settings['preset']}"
 
     def stop(phase: str, done: int, total: int) -> None:
         if phase in ("solving", "reconstruction", "reconstructing") and done == 2:

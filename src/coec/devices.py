@@ -62,14 +62,17 @@ def at_hand(device: torch.device) -> torch.device:
 
 
 def choose_forward_dtype(
-    name: str | None, stored: torch.dtype, device: torch.device
+    name: str | None, stored: torch.dtype, device: torch.device, *, summed: bool = False
 ) -> torch.dtype:
-    """Choose the dtype of the dense forward pass; see the setting `forward_dtype`."""
+    """Choose the dtype of the dense forward pass; see the setting `forward_dtype`.
+
+    `summed` tells that a fit sums over tokens in it, which would overflow in float16.
+    """
     if name is not None:
         return DTYPES[name]
     if device.type == "cpu" and stored != torch.float64:
         return torch.float32
-    return stored
+    return torch.bfloat16 if summed and stored == torch.float16 else stored
 
 
 def choose_solve_dtype(name: str, device: torch.device) -> torch.dtype:

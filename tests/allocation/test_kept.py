@@ -19,7 +19,7 @@ from coec.pipeline import solve as solving
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
 
-SETTINGS = {"samples": 24, "seq_len": 32, "rounds": 1}
+SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32, "rounds": 1}
 BRIEF = {"preset": "best", "reconstruct": 1, "cg_iterations": 2, "self_samples": 0.0}
 UNITS = {"attention": [0, 2, 3], "mlp": [*range(3, 30)]}
 
@@ -101,7 +101,7 @@ def test_and_so_does_best_which_then_tries_no_candidates(sparsity, dense, tokens
 
 def test_statistics_serve_kept_units(dense, tokens, ours, tmp_path):
     statistics = coec.collect(dense, tmp_path / "stats", calibration=tokens, samples=24, seq_len=32)
-    coec.prune(dense, tmp_path / "out", statistics=statistics, kept=ours, rounds=1)
+    coec.prune(dense, tmp_path / "out", statistics=statistics, kept=ours, rounds=1, preset="paper")
     assert written(tmp_path / "out") == written(ours)
 
 
@@ -121,6 +121,7 @@ def test_units_in_any_order_and_any_form_are_the_same(suffix, dense, tokens, tmp
         compensation="none",
         samples=24,
         seq_len=32,
+        preset="paper",
     )
     stored = load_file(tmp_path / "out" / KEPT)
     assert {key: value.tolist() for key, value in stored.items()} == units
@@ -230,7 +231,9 @@ BAD = {
 def test_units_that_cannot_be_are_refused_before_any_work(name, dense, tmp_path):
     kept, match = BAD[name]
     with pytest.raises(OptionError, match=match):
-        coec.prune(dense, tmp_path / "out", kept=kept, calibration=tmp_path / "no text")
+        coec.prune(
+            dense, tmp_path / "out", kept=kept, calibration=tmp_path / "no text", preset="paper"
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -266,7 +269,7 @@ def test_a_folder_that_is_not_ours(dense):
 def test_a_file_that_was_changed_is_another_run(dense, tokens, tmp_path, monkeypatch):
     """Where it lies does not matter."""
     file, other = save_units(of_all(), tmp_path / "kept.json"), tmp_path / "moved.json"
-    how = {"calibration": tokens, "compensation": "none", "samples": 24, "seq_len": 32}
+    how = {**SETTINGS, "calibration": tokens}
     solve = coec.pipeline.prune.solve_block
 
     def interrupted(measured, **options):

@@ -106,7 +106,7 @@ def test_a_pruned_model_has_the_planned_widths(tmp_path):
     model = tm.save(tm.tiny(), tmp_path / "model")
     report = coec.prune(
         model, tmp_path / "out", sparsity=0.5, attention_sparsity=0, multiple_of=8, samples=4,
-        seq_len=32, calibration=tm.token_file(tmp_path / "t.npy"),
+        seq_len=32, calibration=tm.token_file(tmp_path / "t.npy"), preset="paper",
     )  # fmt: skip
     loaded = tm.load(tmp_path / "out")
     assert loaded.config.intermediate_size == 24

@@ -29,7 +29,8 @@ TEXT = SHARED / "data/wikitext-2/valid.raw.txt"
 SMALL = SHARED / "models/stories260K"
 STORIES = SHARED / "data/tinystories/train.txt"
 SETTINGS = {
-    "calibration": TEXT, "samples": 72, "seq_len": 512, "holdout": 0.125, "rounds": 1,
+    "preset": "paper", "calibration": TEXT, "samples": 72, "seq_len": 512, "holdout": 0.125,
+    "rounds": 1,
 }  # fmt: skip
 """Four batches to fit on: as many as there are workers at most."""
 

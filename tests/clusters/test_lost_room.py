@@ -15,7 +15,12 @@ pytestmark = [
     pytest.mark.skipif(not SHARED.is_dir(), reason="../shared is not here"),
 ]
 SMALL = SHARED / "models/stories260K"
-SETTINGS = {"calibration": SHARED / "data/tinystories/train.txt", "samples": 160, "seq_len": 256}
+SETTINGS = {
+    "preset": "paper",
+    "calibration": SHARED / "data/tinystories/train.txt",
+    "samples": 160,
+    "seq_len": 256,
+}
 BEST = {"samples": 24, "seq_len": 128, "preset": "best", "cg_iterations": 2, "reconstruct": 1,
         "kv_groups": "uniform"}  # fmt: skip
 STORE = 100 * 2**20

@@ -76,8 +76,8 @@ def test_held_out_statistics_reach_only_methods_that_need_them_and_must_be_there
     with pytest.raises(OptionError, match=r"'spy' needs held-out statistics: give held_out=Gram"):
         coec.compensate(*case(), method=method)
     with pytest.raises(OptionError, match=r"'spy' needs held-out windows: .*holdout=0\.125"):
-        Recipe(compensation=method)
-    assert Recipe(compensation=method, holdout=0.1).method is method
+        Recipe(compensation=method, holdout=0)
+    assert Recipe(preset="paper", compensation=method, holdout=0.1).method is method
     assert len(seen) == 3
 
 
@@ -219,7 +219,9 @@ def test_a_method_goes_by_the_name_it_is_listed_under(name):
     method = pickle.loads(pickle.dumps(COMPENSATIONS[name]))
     assert method == COMPENSATIONS[name]
     assert method.name == name
-    one, two = (Recipe(compensation=choice, holdout=0.125) for choice in (method, name))
+    one, two = (
+        Recipe(preset="paper", compensation=choice, holdout=0.125) for choice in (method, name)
+    )
     assert one.record() == two.record()
 
 

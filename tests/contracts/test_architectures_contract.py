@@ -37,7 +37,13 @@ from coec.types import GramSum, KeptSet
 
 pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("hasty_auto")]  # whole models
 
-SETTINGS = {"sparsity": 0.3, "samples": 24, "seq_len": 32, "forward_dtype": "float64"}
+SETTINGS = {
+    "preset": "paper",
+    "sparsity": 0.3,
+    "samples": 24,
+    "seq_len": 32,
+    "forward_dtype": "float64",
+}
 ADDING = [name for name, v in tm.VARIANTS.items() if not ARCHITECTURES[v["model_type"]].adds]
 """Variants whose blocks add what their parts return, and can be fitted part by part."""
 BIASED = {
@@ -334,7 +340,7 @@ def test_a_reconstructed_checkpoint_is_what_the_streams_ended_with(variant, fold
     tokens = tm.token_file(tmp_path / "tokens.npy", rows=12, length=16)
     settings = {**SETTINGS, "samples": 12, "seq_len": 16}
     report = coec.prune(
-        models[variant], tmp_path / "out", **settings, calibration=tokens, preset="best",
+        models[variant], tmp_path / "out", **settings | {"preset": "best"}, calibration=tokens,
         reconstruct=1, cg_iterations=3, kv_groups="uniform",
     )  # fmt: skip
     held = hold_out(Windows(torch.from_numpy(np.load(tokens)).long(), "", 0, ""), 0.125, 0)[1]
@@ -352,8 +358,9 @@ def test_a_reconstructed_checkpoint_is_what_the_streams_ended_with(variant, fold
 @pytest.mark.parametrize("variant", [name for name in tm.VARIANTS if name not in ADDING])
 def test_blocks_that_add_something_else_are_not_fitted(variant, folders, tmp_path):
     models, tokens = folders
+    settings = {**SETTINGS, "calibration": tokens, "preset": "best"}
     with pytest.raises(OptionError, match=r"propagate needs blocks that .*preset = fast does"):
-        coec.prune(models[variant], tmp_path / "out", **SETTINGS, calibration=tokens, preset="best")
+        coec.prune(models[variant], tmp_path / "out", **settings)
 
 
 @pytest.mark.parametrize("variant", WHOLE)

@@ -14,7 +14,13 @@ from coec.types import GramSum
 
 pytestmark = pytest.mark.unchecked  # whole models
 
-SETTINGS = {"sparsity": 0.3, "samples": 24, "seq_len": 32, "forward_dtype": "float64"}
+SETTINGS = {
+    "preset": "paper",
+    "sparsity": 0.3,
+    "samples": 24,
+    "seq_len": 32,
+    "forward_dtype": "float64",
+}
 WINDOWED = {
     "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1,
     "layer_types": ["full_attention", "sliding_attention"],
@@ -140,7 +146,7 @@ def test_every_sparsity_gives_a_model(sparsity, compensation, folders, tmp_path)
 def test_a_trained_model_computes_its_masked_self(shared, tmp_path):
     dense = tm.readable(shared / "models/stories260K", tmp_path / "dense")
     text = str(shared / "data/tinystories/train.txt")
-    settings = {"calibration": text, "samples": 8, "seq_len": 128}
+    settings = {"preset": "paper", "calibration": text, "samples": 8, "seq_len": 128}
     ids = torch.randint(3, 512, (2, 64))
     for compensation, options in {"coec": {"rounds": 2}, "bias": {}, "rcpu": {}}.items():
         out = tmp_path / compensation

@@ -16,14 +16,15 @@ RUNS = int(os.environ.get("COEC_CRASH_RUNS", "100"))
 """How many runs of each command are killed at random moments."""
 
 HOW = ("--calibration", "text.txt", "--samples", "6", "--seq-len", "48")
+PAPER = ("--preset", "paper")
 URL = "bucket://out"
-PRUNE = ("prune", "model", "out", *HOW, "--compensation", "rcpu", "--holdout", "0.3")
+PRUNE = ("prune", "model", "out", *HOW, *PAPER, "--compensation", "rcpu", "--holdout", "0.3")
 COMMANDS = {
     "prune": PRUNE,
     "prune sampled text": ("prune", "model", "out", "--calibration", "self", *HOW[2:],
-                           "--compensation", "none"),
+                           *PAPER, "--compensation", "none"),
     "prune from statistics": ("prune", "model", "out", "--statistics", "stats",
-                              "--compensation", "rcpu"),
+                              *PAPER, "--compensation", "rcpu"),
     "replace": (*PRUNE, "--force"),
     "upload": ("prune", "model", URL, *PRUNE[3:]),
     "upload anew": ("prune", "model", URL, *PRUNE[3:], "--force"),
@@ -36,7 +37,8 @@ COMMANDS = {
 """Each makes `out`, or what is at the URL."""
 FORCED = ("replace", "upload anew")
 
-GRID = """samples = 6
+GRID = """preset = "paper"
+samples = 6
 seq_len = 48
 calibration = "text.txt"
 evaluate = { text = "other.txt", seq_len = 48, max_windows = 4 }
@@ -76,7 +78,7 @@ class Place:
                 how = ("--calibration", file, *HOW[2:])
                 assert self.send(("collect", "model", stats, *how))["status"] == 0, self.log()
         if name in FORCED:
-            earlier = ("prune", "model", self.argv[2], *HOW, "--compensation", "none")
+            earlier = ("prune", "model", self.argv[2], *HOW, *PAPER, "--compensation", "none")
             assert self.send(earlier)["status"] == 0, self.log()
 
     def run(self, **how):

@@ -174,4 +174,6 @@ def test_what_one_process_does_is_not_handed_out(tmp_path):
     tokens = tm.token_file(tmp_path / "tokens.npy")
     coec.collect(model, tmp_path / "stats", calibration=tokens, samples=4, seq_len=32)
     with pytest.raises(OptionError, match="executor = ray has no effect with statistics"):
-        coec.prune(model, tmp_path / "out", statistics=tmp_path / "stats", executor="ray")
+        coec.prune(
+            model, tmp_path / "out", statistics=tmp_path / "stats", executor="ray", preset="paper"
+        )

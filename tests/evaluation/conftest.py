@@ -16,7 +16,16 @@ def dense_folder(tmp_path_factory):
 def pruned_folder(dense_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair") / "pruned"
     tokens = tm.token_file(tmp_path_factory.mktemp("tokens") / "tokens.npy")
-    coec.prune(dense_folder, folder, calibration=tokens, samples=24, seq_len=32, rounds=2, r_p=4)
+    coec.prune(
+        dense_folder,
+        folder,
+        calibration=tokens,
+        samples=24,
+        seq_len=32,
+        rounds=2,
+        r_p=4,
+        preset="paper",
+    )
     return folder
 
 
@@ -26,5 +35,5 @@ def fitted_folder(dense_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair") / "fitted"
     tokens = tm.token_file(tmp_path_factory.mktemp("tokens") / "tokens.npy")
     coec.prune(dense_folder, folder, calibration=tokens, samples=8, seq_len=32, reconstruct=1,
-               guard=False, compensation="ridge-to-slice")  # fmt: skip
+               guard=False, compensation="ridge-to-slice", preset="paper")  # fmt: skip
     return folder

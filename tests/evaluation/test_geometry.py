@@ -68,7 +68,7 @@ def test_fitted_producers_are_compared_and_said(dense_folder, fitted_folder, row
 def test_nothing_compensated_nothing_turned(dense_folder, tmp_path):
     tokens = tm.token_file(tmp_path / "tokens.npy")
     coec.prune(dense_folder, tmp_path / "out", calibration=tokens, samples=24, seq_len=32,
-               compensation="none")  # fmt: skip
+               compensation="none", preset="paper")  # fmt: skip
     for row in coec.geometry(dense_folder, tmp_path / "out", ranks={"attention": 4, "mlp": 8}):
         assert row["pruned_compensated"]["greatest"] < 1e-6
         assert row["discrepancy"] == pytest.approx(0, abs=1e-12)
@@ -81,7 +81,15 @@ def test_a_site_that_keeps_everything_is_left_out(tmp_path):
         tmp_path / "dense",
     )
     tokens = tm.token_file(tmp_path / "tokens.npy")
-    coec.prune(dense, tmp_path / "out", calibration=tokens, samples=24, seq_len=32, rounds=1)
+    coec.prune(
+        dense,
+        tmp_path / "out",
+        calibration=tokens,
+        samples=24,
+        seq_len=32,
+        rounds=1,
+        preset="paper",
+    )
     rows = coec.geometry(dense, tmp_path / "out", ranks={"mlp": 4})
     assert [row["site"] for row in rows] == ["mlp", "mlp"]
     assert summarize(rows).keys() == {"mlp"}
@@ -182,7 +190,8 @@ def test_a_trained_model(solver, least_factor, shared, tmp_path):
     text = (shared / "data/tinystories/train.txt").read_text(encoding="utf-8")[:50000]
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     coec.prune(folder, tmp_path / "out", selection="wanda-sp", samples=16, seq_len=256,
-               calibration=str(tmp_path / "text.txt"), solver=solver, rounds=2)  # fmt: skip
+               calibration=str(tmp_path / "text.txt"), solver=solver, rounds=2,
+               preset="paper")  # fmt: skip
     rows = coec.geometry(folder, tmp_path / "out", ranks={"mlp": 16})
     summary = summarize(rows)
     assert summary["attention"]["penalty_factor"]["median"] > least_factor

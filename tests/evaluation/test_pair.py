@@ -146,5 +146,5 @@ def test_a_format_with_more_biases_is_no_other_model(variant, tmp_path):
     dense = tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense")
     tokens = tm.token_file(tmp_path / "tokens.npy")
     coec.prune(dense, tmp_path / "out", calibration=tokens, samples=8, seq_len=32,
-               compensation="bias")  # fmt: skip
+               compensation="bias", preset="paper")  # fmt: skip
     assert ModelPair.open(dense, tmp_path / "out").pruned.shape.ffn == 28

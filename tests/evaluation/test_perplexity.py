@@ -170,7 +170,7 @@ def test_windows_cut_beforehand_and_a_limit_on_them(folders):
 
 def test_two_tensors_are_not_the_same_text(folders, tmp_path):
     coec.prune(folders[0], tmp_path / "out", calibration=IDS, samples=4, seq_len=16,
-               compensation="none")  # fmt: skip
+               compensation="none", preset="paper")  # fmt: skip
     assert coec.perplexity(tmp_path / "out", IDS, seq_len=16).same_text_as_calibration is False
 
 

@@ -346,7 +346,7 @@ def test_a_link_out_of_the_model_is_not_followed_to_what_is_not_of_a_model(
         assert not (copy / "LICENSE").is_symlink()
         return
     with pytest.raises(ModelError, match="LICENSE' is a link to '.*', which would be copied"):
-        coec.prune(model, tmp_path / "out", calibration="nobody reads this")
+        coec.prune(model, tmp_path / "out", calibration="nobody reads this", preset="paper")
     assert not (tmp_path / "out.partial").exists()
 
 

@@ -14,7 +14,7 @@ from coec.errors import OutputError
 from coec.execution.output import is_url
 from coec.pipeline import write as writing
 
-SETTINGS = {"samples": 8, "seq_len": 32, "compensation": "ridge-to-slice"}
+SETTINGS = {"preset": "paper", "samples": 8, "seq_len": 32, "compensation": "ridge-to-slice"}
 
 
 @pytest.fixture(autouse=True)

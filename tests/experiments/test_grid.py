@@ -250,7 +250,10 @@ def test_the_documented_grid_is_one(tmp_path):
 
 def test_what_a_grid_says_for_all_is_dropped_where_nothing_hears_it(tmp_path):
     path = tmp_path / "g.toml"
-    path.write_text('lambda_a = [0.0, 50.0]\nr_p = 8\nsolver = ["joint", "gradient"]\ndelta = 1e-3')
+    path.write_text(
+        'preset = "paper"\nlambda_a = [0.0, 50.0]\nr_p = 8\n'
+        'solver = ["joint", "gradient"]\ndelta = 1e-3'
+    )
     options = [cell.recipe.pruning.options for cell in expand(str(path), models=["m"])[1:]]
     assert [("r_p" in o, "delta" in o) for o in options] == [
         (False, False), (False, True), (True, False), (True, True),
@@ -259,7 +262,7 @@ def test_what_a_grid_says_for_all_is_dropped_where_nothing_hears_it(tmp_path):
 
 def test_what_a_variant_says_itself_must_be_heard(tmp_path):
     path = tmp_path / "g.toml"
-    path.write_text("[[variants]]\nlambda_a = 0.0\nr_p = 8")
+    path.write_text('preset = "paper"\n[[variants]]\nlambda_a = 0.0\nr_p = 8')
     with pytest.raises(OptionError, match="r_p has no effect with lambda_a = 0"):
         expand(str(path), models=["m"])
 
@@ -272,4 +275,4 @@ def test_published_rows_are_still_cells_of_their_grid(monkeypatch):
     rows = (root / "benchmarks/results/beyond.jsonl").read_text(encoding="utf-8").splitlines()
     assert {json.loads(row)["cell"] for row in rows} <= cells
     for name, nothing in NEWER.items():
-        assert Recipe().record()[name] == nothing
+        assert Recipe(preset="paper").record()[name] == nothing

@@ -31,6 +31,7 @@ from coec.experiments.sweep import sweep
 from coec.settings import Calibration
 
 GRID = """
+preset = "paper"
 sparsity = 0.4
 samples = 6
 seq_len = 16
@@ -124,7 +125,7 @@ def test_a_cell_is_what_prune_and_eval_give(place, whole, tmp_path):
     )  # fmt: skip
     report = coec.prune(
         place / "tiny", tmp_path / "out", sparsity=0.4, samples=6, seq_len=16, seed=1,
-        calibration=place / "train.npy",
+        calibration=place / "train.npy", preset="paper",
     )  # fmt: skip
     result = coec.perplexity(report.out, place / "test.npy", seq_len=16)
     assert row["perplexity"]["perplexity"] == result.perplexity

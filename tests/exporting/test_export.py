@@ -137,7 +137,7 @@ def test_a_pruned_checkpoint_is_written_like_any_other(tmp_path):
     dense = tm.save(tm.tiny("qwen2", torch.float32), tmp_path / "dense")
     tokens = tm.token_file(tmp_path / "tokens.npy")
     coec.prune(dense, tmp_path / "pruned", sparsity=0.3, samples=24, seq_len=32,
-               calibration=tokens, compensation="bias")  # fmt: skip
+               calibration=tokens, compensation="bias", preset="paper")  # fmt: skip
     result = coec.export(tmp_path / "pruned", tmp_path / "out.gguf", no_tokenizer=True)
     reader = GGUFReader(tmp_path / "out.gguf")
     assert result.arch == "llama"

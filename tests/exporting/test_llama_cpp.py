@@ -21,7 +21,7 @@ TOLERANCE = 2e-4
 """Of logits of magnitude 5 to 20, which llama.cpp computes in float32."""
 LENGTH, STEPS = 60, 20
 WINDOW = 8
-SETTINGS = {"sparsity": 0.3, "samples": 24, "seq_len": 32}
+SETTINGS = {"preset": "paper", "sparsity": 0.3, "samples": 24, "seq_len": 32}
 LLAMA_3 = tm.VARIANTS["llama rope"]["rope_scaling"]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 UNIT = {"attention_multiplier": 0.5, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
@@ -179,7 +179,7 @@ def test_perplexity_of_a_pruned_model(shared, tmp_path):
     text = shared / "data/wikitext-2/test.raw.txt"
     coec.prune(shared / "models/wt2-llama", tmp_path / "pruned", sparsity=0.3, samples=16,
                seq_len=256, calibration=str(shared / "data/wikitext-2/valid.raw.txt"),
-               compensation="ridge-to-slice")  # fmt: skip
+               compensation="ridge-to-slice", preset="paper")  # fmt: skip
     coec.export(tmp_path / "pruned", tmp_path / "out.gguf")
     ours = coec.perplexity(tmp_path / "pruned", text, seq_len=256, max_windows=8)
     windows = evaluation_windows(tmp_path / "pruned", text, seq_len=256, max_windows=8).ids

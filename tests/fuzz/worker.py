@@ -43,7 +43,7 @@ from coec.planning.recipe import Recipe, read_settings
 
 MEMORY = 12 * 2**30
 """Address space of the worker: what asks for absurd sizes fails, and does not drown the machine."""
-SMALL = {"samples": 8, "seq_len": 16, "compensation": "none"}
+SMALL = {"preset": "paper", "samples": 8, "seq_len": 16, "compensation": "none"}
 USES_ALL = {"selection": "flap", "compensation": "least-squares"}
 """Methods that need variances, second moments, means and the precision of the sums."""
 

@@ -186,7 +186,9 @@ def test_what_pruning_refuses_evaluation_refuses(case, door, model, tmp_path):
     edit(model, **changes)
     ids = torch.zeros(64, dtype=torch.int64)
     run = {
-        "prune": lambda: coec.prune(model, tmp_path / "out", calibration=ids, samples=2, seq_len=8),
+        "prune": lambda: coec.prune(
+            model, tmp_path / "out", calibration=ids, samples=2, seq_len=8, preset="paper"
+        ),
         "perplexity": lambda: coec.perplexity(model, ids, seq_len=8),
         "efficiency of nothing": lambda: Dense.open(model),
     }[door]
@@ -259,7 +261,7 @@ def test_a_head_of_its_own_is_kept_although_the_configuration_says_tied(original
     assert "config.json says that they are one" in opened.notes[0]
     ids = torch.randint(2, 300, (400,))
     report = coec.prune(model, tmp_path / "out", calibration=ids, samples=8, seq_len=32,
-                        compensation="none")  # fmt: skip
+                        compensation="none", preset="paper")  # fmt: skip
     assert report.plan["notes"] == list(opened.notes)
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["tie_word_embeddings"] is False

@@ -20,7 +20,13 @@ from coec.pipeline import allocate as allocating
 from coec.planning import ComputeConfig, Forecast
 from coec.streaming.sensitivity import RepairedConsumer, Sensitivity
 
-SETTINGS = {"samples": 12, "seq_len": 32, "selection": "obs", "compensation": "ridge-to-slice"}
+SETTINGS = {
+    "preset": "paper",
+    "samples": 12,
+    "seq_len": 32,
+    "selection": "obs",
+    "compensation": "ridge-to-slice",
+}
 OWN = {
     "layers.0.mlp": [0, 1, 2, 5], "layers.1.mlp": list(range(0, 40, 2)),
     "layers.0.attention": [0, 2, 3], "layers.1.attention": [1],
@@ -439,7 +445,8 @@ def test_costs_are_those_of_models_pruned_at_one_site_and_everywhere_else(dense)
             weight + 0.1 * torch.randn(weight.shape, generator=generator),
             bias if site.block == 0 else None,
         )
-    found = Sensitivity(model, ids, device=CPU, dtype=torch.float64)
+    keys = {site.key for site in model.layout.sites}
+    found = Sensitivity(model, ids, keys, device=CPU, dtype=torch.float64)
     for block in model.layout.blocks:
         found.advance(block, model.tensors(block), repaired)
     costs = found.costs()

@@ -58,7 +58,7 @@ def command_of(folder):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"rounds": 1, "iterations": 3, "alpha": 0.5, "mlp_sparsity": 0.5},
+        {"rounds": 1, "iterations": 3, "alpha": 0.5, "mlp_sparsity": 0.5, "preset": "paper"},
         {"preset": "fast", "ridge": 0.02, "multiple_of": 8},
         {"preset": "best", "reconstruct": 1, "cg_iterations": 2, "dtype": "bfloat16"},
         {
@@ -68,9 +68,14 @@ def command_of(folder):
             "self_samples": 0.0,
             "cg_iterations": 1,
         },
-        {"compensation": "none", "kept": {"layers.1.mlp": list(range(7)), "layers.0.mlp": [1]}},
+        {"reconstruct": 0, "propagate": False, "final_norm": False},
+        {
+            "preset": "fast",
+            "compensation": "none",
+            "kept": {"layers.1.mlp": list(range(7)), "layers.0.mlp": [1]},
+        },
     ],
-    ids=["paper", "fast", "best", "best changed", "kept"],
+    ids=["paper", "fast", "best", "best changed", "fits off", "kept"],
 )
 def test_the_command_on_the_card_makes_the_model_again(settings, here, tmp_path, run):
     if "kept" in settings:
@@ -91,6 +96,7 @@ def test_the_card_says_preset_and_reconstruction(here, tmp_path):
     card = card_of(tmp_path / "out")
     assert "- preset: best" in card
     assert "- beside the dense model: reconstruct = 1, cg_iterations = 2, " in card
+    assert "logit_iterations = 12" in card
     assert "propagate = true" in card
     assert "| held-out windows of the calibration |" in card
 
@@ -99,9 +105,9 @@ def test_no_path_of_this_machine_is_written(here, tmp_path):
     out = tmp_path / "out"
     kept = tmp_path / "first"
     coec.prune(here / "dense", kept, **FEW | {"calibration": here / "text.txt"},
-               compensation="none")  # fmt: skip
+               preset="fast", compensation="none")  # fmt: skip
     coec.prune(str(here / "dense"), out, **FEW | {"calibration": str(here / "text.txt")},
-               kept=kept, compensation="none")  # fmt: skip
+               kept=kept, preset="fast", compensation="none")  # fmt: skip
     for name in ("coec.json", "README.md", "config.json"):
         for folder in (here, tmp_path):
             assert str(folder) not in (out / name).read_text()
@@ -139,7 +145,7 @@ def test_functions_and_tensors_have_no_command(here, tmp_path):
     ids = torch.randint(2, tm.VOCABULARY, (400,))
     coec.prune("dense", tmp_path / "out", calibration=ids, samples=4, seq_len=32,
                selection=lambda weight, gram: weight.norm(dim=0),
-               compensation="none")  # fmt: skip
+               compensation="none", preset="paper")  # fmt: skip
     card = card_of(tmp_path / "out")
     assert "```sh" not in card
     assert "No command makes it again: selection and calibration were given from Python." in card

@@ -24,7 +24,7 @@ from coec.streaming.statistics import Statistics
 from coec.types import Gram
 
 IDS = torch.randint(2, tm.VOCABULARY, (12, 24), generator=torch.Generator().manual_seed(5))
-SETTINGS = {"calibration": IDS, "samples": 10, "seq_len": 24}
+SETTINGS = {"preset": "paper", "calibration": IDS, "samples": 10, "seq_len": 24}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,9 @@ def test_statistics_without_held_out_windows_are_refused_where_they_are_needed(m
     bare = coec.collect(model, tmp_path / "bare", **SETTINGS)
     recipe = Recipe(compensation="auto", holdout=0.2)
     for attempt in (
-        lambda: coec.prune(model, tmp_path / "out", statistics=bare, compensation="auto"),
+        lambda: coec.prune(
+            model, tmp_path / "out", statistics=bare, compensation="auto", preset="paper"
+        ),
         lambda: coec.plan(model, statistics=bare, compensation="auto"),
         lambda: coec.prune(model, tmp_path / "out", compensation="auto", **SETTINGS),
         lambda: coec.prune(model, tmp_path / "out", recipe, statistics=bare),
@@ -415,12 +417,14 @@ def test_statistics_of_other_weights_of_the_same_sizes_are_refused(model, saved,
 def test_what_collect_returns_brings_its_settings(model, saved, tmp_path):
     """Nothing of the calibration need be said again, and what is said must agree."""
     one = coec.prune(model, tmp_path / "one", holdout=0.2, sparsity=0.4, **SETTINGS)
-    two = coec.prune(model, tmp_path / "two", statistics=saved, sparsity=0.4)
+    two = coec.prune(model, tmp_path / "two", statistics=saved, sparsity=0.4, preset="paper")
     assert two.recipe == one.recipe
     assert two.calibration == one.calibration
     first, second = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert all(torch.equal(first[name], second[name]) for name in first)
-    coec.prune(model, tmp_path / "three", coec.Recipe(sparsity=0.4), statistics=saved)
+    coec.prune(
+        model, tmp_path / "three", coec.Recipe(preset="paper", sparsity=0.4), statistics=saved
+    )
     third = weights(tmp_path / "three")
     assert all(torch.equal(first[name], third[name]) for name in first)
 
@@ -475,7 +479,9 @@ def test_merged_statistics_are_the_sums_of_both(model, halves, tmp_path):
         for a, b in everything.values():
             assert (a.xx - b.xx).norm() < 1e-6 * b.xx.norm()
             torch.testing.assert_close(a.variance, b.variance, rtol=1e-4, atol=1e-6)
-    report = coec.prune(model, tmp_path / "out", statistics=made, compensation="rcpu")
+    report = coec.prune(
+        model, tmp_path / "out", statistics=made, compensation="rcpu", preset="paper"
+    )
     assert report.recipe["samples"] == 12
     assert report.recipe["calibration"] == "tensor + tensor"
 
@@ -579,7 +585,10 @@ def test_a_collection_of_something_else_is_not_continued(model, tmp_path, monkey
 
 
 def test_text_sampled_from_the_model_is_sampled_once(model, tmp_path, monkeypatch):
-    settings = {"calibration": "self", "samples": 4, "seq_len": 16, "compensation": "none"}
+    settings = {
+        "preset": "paper", "calibration": "self", "samples": 4, "seq_len": 16,
+        "compensation": "none",
+    }  # fmt: skip
     coec.prune(model, tmp_path / "whole", **settings)
     calls, original = [], windows_module.sample_from_model
 

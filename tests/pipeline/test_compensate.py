@@ -15,7 +15,7 @@ from coec.models.matching import RawCheckpoint
 from coec.pipeline import compensate as compensating
 from coec.planning.recipe import Recipe
 
-SETTINGS = {"samples": 24, "seq_len": 32}
+SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32}
 HOW = {**SETTINGS, "compensation": "ridge-to-slice"}
 
 
@@ -98,7 +98,7 @@ def test_the_result_is_that_of_a_pruning_with_these_units(settings, dense, cut, 
 def test_a_recipe_and_statistics_do_as_well(dense, cut, tokens, tmp_path):
     folder, known = cut
     statistics = coec.collect(dense, tmp_path / "stats", calibration=tokens, **SETTINGS)
-    recipe = Recipe(compensation="ridge-to-slice")
+    recipe = Recipe(preset="paper", compensation="ridge-to-slice")
     coec.compensate_pruned(dense, folder, tmp_path / "one", recipe, statistics=statistics)
     coec.prune(dense, tmp_path / "two", kept=known, calibration=tokens, **HOW)
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
@@ -229,12 +229,13 @@ def test_settings_and_the_folder_are_checked_before_a_weight_is_read(
     with pytest.raises(OutputError, match="out"):
         coec.compensate_pruned(dense, cut[0], tmp_path / "out")
     with pytest.raises(OptionError, match="unknown setting 'alpa'"):
-        coec.compensate_pruned(dense, cut[0], tmp_path / "free", alpa=1)
+        coec.compensate_pruned(dense, cut[0], tmp_path / "free", alpa=1, preset="paper")
 
 
 def test_the_command(dense, cut, tokens, tmp_path, run):
     out = tmp_path / "out"
-    how = ["--calibration", tokens, "--samples", 24, "--seq-len", 32, "--rounds", 1]
+    how = ["--calibration", tokens, "--samples", 24, "--seq-len", 32]
+    how += ["--preset", "paper", "--rounds", 1]
     status, shown, _ = run("compensate", dense, cut[0], "--dry-run", *how, "--json")
     plan = json.loads(shown)
     assert (status, plan["widths"]["mlp"]["after"], plan["kept"]["sites"]) == (0, 28, 4)

@@ -36,8 +36,9 @@ def pruned(dense, tokens, tmp_path):
     """Prunes the tiny model; returns the report and the written tensors."""
 
     def prune(name="out", **settings):
-        settings = {"sparsity": 0.3, "samples": 6, "seed": 1, "forward_dtype": "float64",
-                    "compensation": "least-squares", "dtype": "float64", **settings}  # fmt: skip
+        settings = {"preset": "paper", "sparsity": 0.3, "samples": 6, "seed": 1,
+                    "forward_dtype": "float64", "compensation": "least-squares",
+                    "dtype": "float64", **settings}  # fmt: skip
         if "statistics" not in settings:
             settings |= {"calibration": tokens, "seq_len": LENGTH}
         report = coec.prune(dense, tmp_path / name, **settings)
@@ -180,7 +181,7 @@ def test_few_tokens_do_not_ruin_a_trained_model(shared, tmp_path, method):
         out = tmp_path / compensation
         coec.prune(
             model, out, calibration=str(text / "train.txt"), samples=2, seq_len=64, sparsity=0.3,
-            compensation=compensation,
+            compensation=compensation, preset="paper",
         )  # fmt: skip
         result = coec.perplexity(out, str(text / "test.txt"), seq_len=256, max_windows=30)
         perplexity[compensation] = result.perplexity

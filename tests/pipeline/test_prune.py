@@ -25,7 +25,7 @@ from coec.streaming import passes as measure
 from coec.types import SiteResult
 from oracles import greedy_elimination
 
-SETTINGS = {"samples": 24, "seq_len": 32}
+SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_the_same_run_writes_the_same_bytes(dense, tmp_path):
     text = tm.text_file(tmp_path / "text.txt")
     for out in ("one", "two"):
         coec.prune(dense, tmp_path / out, calibration=text, rounds=2, seed=3, samples=20,
-                   seq_len=32)  # fmt: skip
+                   seq_len=32, preset="paper")  # fmt: skip
     first, second = tmp_path / "one", tmp_path / "two"
     files = [path for path in first.rglob("*") if path.is_file()]
     assert len(files) == sum(path.is_file() for path in second.rglob("*"))
@@ -72,7 +72,7 @@ def test_another_seed_draws_other_windows(dense, tmp_path):
     digests = {
         coec.prune(
             dense, tmp_path / f"s{seed}", calibration=text, samples=20, seq_len=32, seed=seed,
-            compensation="none",
+            compensation="none", preset="paper",
         ).calibration["windows_sha256"]
         for seed in (0, 1)
     }  # fmt: skip
@@ -112,7 +112,7 @@ def test_a_sparsity_that_removes_nothing_is_refused(sparsity, least, dense):
 MEMORY = """
 import sys, coec, coec.planning, torch
 from coec.devices import peak
-settings = {"calibration": sys.argv[2], "samples": 96, "seq_len": 32}
+settings = {"preset": "paper", "calibration": sys.argv[2], "samples": 96, "seq_len": 32}
 plan = coec.plan(sys.argv[1], **settings)
 compute = coec.planning.ComputeConfig.of(plan, torch.device("cpu"))
 planned = coec.planning.Forecast.of(plan, compute).peak
@@ -194,7 +194,14 @@ def test_what_is_not_compensated_keeps_its_values(dense, tokens, tmp_path):
 def test_the_record_holds_everything_needed_to_repeat_the_run(dense, tmp_path):
     text = tm.text_file(tmp_path / "text.txt")
     report = coec.prune(
-        dense, tmp_path / "out", calibration=text, samples=9, seq_len=16, seed=5, kappa=7
+        dense,
+        tmp_path / "out",
+        calibration=text,
+        samples=9,
+        seq_len=16,
+        seed=5,
+        kappa=7,
+        preset="paper",
     )
     assert coec.Report.read(str(tmp_path / "out")).as_dict() == report.as_dict()
     record = json.loads((tmp_path / "out/coec.json").read_text())
@@ -409,7 +416,7 @@ def test_a_tensor_of_ids_is_calibration_text(dense, tokens, tmp_path):
 
 def test_self_calibration_needs_no_text(dense, tmp_path):
     report = coec.prune(dense, tmp_path / "out", calibration="self", samples=20, seq_len=16,
-                        compensation="rcpu", seed=4)  # fmt: skip
+                        compensation="rcpu", seed=4, preset="paper")  # fmt: skip
     assert report.calibration["source"] == "self (seed 4)"
     assert report.calibration["windows"] == 20
     assert tm.load(tmp_path / "out").config.intermediate_size == 28
@@ -431,7 +438,7 @@ def test_a_real_model_on_real_text_reloads_and_writes(shared, tmp_path):
     story_model = tm.readable(shared / "models/stories260K", tmp_path / "dense")
     report = coec.prune(
         story_model, tmp_path / "out", calibration=str(shared / "data/tinystories/train.txt"),
-        samples=16, seq_len=128, rounds=3,
+        samples=16, seq_len=128, rounds=3, preset="paper",
     )  # fmt: skip
     assert report.plan["output_model_type"] == "mistral"
     assert all(site["error_after"] < site["error_before"] for site in report.sites)
@@ -445,7 +452,7 @@ def test_calibration_may_be_named_by_a_path(dense, tmp_path):
     path = tmp_path / "text.txt"
     tm.text_file(path)
     report = coec.prune(dense, tmp_path / "out", calibration=path, samples=20, seq_len=32,
-                        compensation="none")  # fmt: skip
+                        compensation="none", preset="paper")  # fmt: skip
     assert report.recipe["calibration"] == report.calibration["source"] == str(path)
 
 
@@ -560,7 +567,7 @@ def test_a_model_is_opened_once_and_built_once_for_each_of_its_forms(
 
 def test_sampled_text_needs_no_further_opening(dense, tmp_path, opened):
     coec.prune(dense, tmp_path / "out", calibration="self", samples=4, seq_len=16,
-               compensation="none")  # fmt: skip
+               compensation="none", preset="paper")  # fmt: skip
     assert opened == {dense.name: 1, "skeletons": 2}
 
 
@@ -585,7 +592,7 @@ def test_no_bit_is_lost_of_float16_beside_bfloat16(tmp_path):
     save_file(weights, path, {"format": "pt"})
     report = coec.prune(
         dense, tmp_path / "out", calibration=tm.token_file(tmp_path / "tokens.npy"), samples=4,
-        seq_len=32, compensation="none",
+        seq_len=32, compensation="none", preset="paper",
     )  # fmt: skip
     written = load_file(tmp_path / "out/model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):

@@ -18,7 +18,7 @@ from coec.planning.recipe import Recipe
 from coec.reconstruction import Fitted, Step
 from coec.streaming.head import Head
 
-SETTINGS = {"samples": 24, "seq_len": 32, "forward_dtype": "float64"}
+SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32, "forward_dtype": "float64"}
 QUICK = {"reconstruct": 1, "cg_iterations": 3, "logit_iterations": 2}
 
 
@@ -271,9 +271,11 @@ def statistics(dense, tokens, tmp_path_factory):
         ({"final_norm": True}, "final_norm"),
         ({"kv_groups": "held-out"}, "kv_groups"),
         ({"preset": "best"}, "preset = best"),
+        ({"preset": "balanced", "reconstruct": 1}, "reconstruct"),
     ],
 )
 def test_statistics_alone_do_not_hold_token_streams(settings, name, dense, statistics, tmp_path):
+    settings = {"preset": "paper", **settings}
     said = f"^{name} runs the pruned model over the text.*leave out the statistics, or {name}$"
     for call in (
         lambda: coec.prune(dense, tmp_path / "out", statistics=statistics, **settings),
@@ -427,8 +429,52 @@ def test_balanced_leaves_its_fits_out_where_blocks_cannot_be_fitted(dense, token
 
     collected = {name: SETTINGS[name] for name in SETTINGS if name not in ("sparsity", "dtype")}
     coec.collect(dense, tmp_path / "stats", calibration=tokens, holdout=0.125, **collected)
-    report = coec.prune(
-        dense, tmp_path / "from", statistics=tmp_path / "stats", sparsity=0.5, preset="balanced"
-    )
+    report = coec.prune(dense, tmp_path / "from", statistics=tmp_path / "stats", sparsity=0.5)
     [note] = [note for note in report.plan["notes"] if "not fitted" in note]
     assert note.endswith("statistics hold sums only, and no text")
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"compensation": "auto"}, "compensation = auto needs the held-out windows for itself"),
+        ({"forward_dtype": "float16"}, "sums over tokens overflow in forward_dtype = float16"),
+        ({"propagate": False, "reconstruct": 0, "final_norm": False}, None),
+    ],
+)
+def test_the_default_leaves_its_fits_out_and_says_the_true_reason(settings, why, dense, tokens):
+    plan = coec.plan(dense, calibration=tokens, **settings)
+    notes = [note for note in plan.notes if "not fitted" in note]
+    assert [note.rpartition(": ")[2] for note in notes] == ([] if why is None else [why])
+    assert not plan.recipe.reconstruction.sequential
+
+
+def test_the_default_takes_one_window_and_says_what_judges(dense, tokens, tmp_path):
+    report = coec.prune(dense, tmp_path / "out", calibration=tokens, samples=1, seq_len=32)
+    assert report.recipe["reconstruct"] == 2
+    assert report.reconstruction["windows"] == "fitted"
+    assert any(note.startswith("one window holds none out") for note in report.plan["notes"])
+
+
+def test_the_default_takes_statistics_beside_any_setting_but_allocation_by_error(
+    dense, tokens, tmp_path
+):
+    saved = coec.collect(dense, tmp_path / "stats", calibration=tokens, samples=24, seq_len=32)
+    assert saved.settings["holdout"] == 0  # no fit needs windows that judge
+    given = {"statistics": saved, "non_uniform": True}
+    plan = coec.plan(dense, **given, kv_groups="all", propagate=False)
+    assert plan.recipe.pruning.allocation == "uniform"
+    assert plan.recipe.reconstruction.kv_groups == "all"
+    assert any(note.endswith("; widths are uniform therefore") for note in plan.notes)
+    assert coec.plan(dense, Recipe(), statistics=saved).recipe.calibration.holdout == 0
+    with pytest.raises(OptionError, match="allocation = error runs the pruned model over the text"):
+        coec.plan(dense, **given, allocation="error")
+
+
+def test_predictions_are_fitted_in_narrow_dtypes_too(dense, tokens, tmp_path):
+    """As on a GPU, where the forward pass is in the model's dtype."""
+    settings = {"preset": "balanced", "forward_dtype": "bfloat16", **QUICK}
+    report = pruned(dense, tmp_path / "out", tokens, **settings)
+    fit = report.sites[-1]["logits"]
+    assert fit["kl_after"] <= fit["kl_before"]
+    assert fit["evaluations"] > 1

@@ -22,7 +22,7 @@ from coec.pipeline import prune as pruning
 from coec.pipeline import write as writing
 from coec.types import SiteResult
 
-SETTINGS = {"samples": 24, "seq_len": 32, "rounds": 1}
+SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32, "rounds": 1}
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,10 @@ def begun(dense, solved, tmp_path, monkeypatch):
     """An unfinished run: its arguments, on a model and a text of the test's own."""
     model = shutil.copytree(dense, tmp_path / "model")
     text = tm.text_file(tmp_path / "text.txt")
-    asked = {"calibration": text, "compensation": "none", "samples": 24, "seq_len": 32}
+    asked = {
+        "preset": "paper", "calibration": text, "compensation": "none", "samples": 24,
+        "seq_len": 32,
+    }  # fmt: skip
     interrupt(monkeypatch, model, tmp_path / "out", **asked)
     return asked
 
@@ -225,6 +228,7 @@ def test_a_function_that_does_something_else_is_refused(
     """Also where its source is the same, and its name."""
     shutil.copytree(dense, tmp_path / "model")
     asked = {"calibration": tm.text_file(tmp_path / "text.txt"), "samples": 8, "seq_len": 32}
+    asked |= {"preset": "paper"}
     interrupt(monkeypatch, tmp_path / "model", tmp_path / "out", compensation=first, **asked)
     refused(tmp_path, said, compensation=second, **asked)
 
@@ -238,7 +242,7 @@ def test_diagnostics_that_no_report_holds_are_refused(dense, tmp_path):
     text = tm.text_file(tmp_path / "text.txt")
     with pytest.raises(OptionError, match="diagnostics for model.layers.0.mlp.*no report holds"):
         coec.prune(dense, tmp_path / "out", calibration=text, samples=8, seq_len=32,
-                   compensation=late)  # fmt: skip
+                   compensation=late, preset="paper")  # fmt: skip
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
@@ -257,7 +261,7 @@ def test_statistics_instead_of_the_same_text_are_no_other_run(begun, solved, tmp
     how = {name: begun[name] for name in ("calibration", "samples", "seq_len")}
     coec.collect(tmp_path / "model", tmp_path / "statistics", **how)
     coec.prune(tmp_path / "model", tmp_path / "out", compensation="none",
-               statistics=tmp_path / "statistics")  # fmt: skip
+               statistics=tmp_path / "statistics", preset="paper")  # fmt: skip
     assert solved == [0, 1]
 
 
@@ -351,7 +355,7 @@ def test_statistics_of_a_model_that_changed_where_nothing_was_sampled_are_refuse
     made = coec.collect(model, tmp_path / "statistics", calibration=text, samples=8, seq_len=32)
     changed(model, name)
     with pytest.raises(ModelError, match="was changed .* since its statistics were collected"):
-        coec.prune(model, tmp_path / "out", statistics=made, compensation="none")
+        coec.prune(model, tmp_path / "out", statistics=made, compensation="none", preset="paper")
     with pytest.raises(OptionError, match="cannot be merged: the model was changed between"):
         coec.merge(made, coec.collect(model, tmp_path / "b", calibration=text, samples=8,
                                       seq_len=32, seed=1), tmp_path / "merged")  # fmt: skip

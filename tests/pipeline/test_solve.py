@@ -15,7 +15,14 @@ from coec.pipeline.solve import UNSEEN
 from coec.types import KeptSet
 
 FEW = "few tokens: the repair is drawn back towards the slice"
-SETTINGS = {"sparsity": 0.3, "forward_dtype": "float64", "seq_len": 2, "samples": 1, "seed": 1}
+SETTINGS = {
+    "preset": "paper",
+    "sparsity": 0.3,
+    "forward_dtype": "float64",
+    "seq_len": 2,
+    "samples": 1,
+    "seed": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +103,16 @@ def test_statistics_of_experts_serve_as_the_text_does_and_add_up(dense, tokens, 
     for seed in (1, 2):
         coec.collect(dense, tmp_path / f"s{seed}", **{**apart, "seed": seed}, calibration=tokens)
     text = coec.prune(dense, tmp_path / "a", **SETTINGS, calibration=tokens)
-    saved = coec.prune(dense, tmp_path / "b", sparsity=0.3, statistics=tmp_path / "s1")
+    saved = coec.prune(
+        dense, tmp_path / "b", sparsity=0.3, statistics=tmp_path / "s1", preset="paper"
+    )
     first, second = ((tmp_path / out / "model.safetensors").read_bytes() for out in "ab")
     assert first == second
     assert [row.get("tokens") for row in text.sites] == [row.get("tokens") for row in saved.sites]
     merge(tmp_path / "s1", tmp_path / "s2", tmp_path / "both")
-    both = coec.prune(dense, tmp_path / "c", sparsity=0.3, statistics=tmp_path / "both")
+    both = coec.prune(
+        dense, tmp_path / "c", sparsity=0.3, statistics=tmp_path / "both", preset="paper"
+    )
     routed = [row["tokens"] for row in both.sites if row["site"] == "expert"]
     assert sum(routed) == 2 * 2 * 4  # of two blocks: four tokens, each to two experts
 

@@ -32,7 +32,7 @@ from paper_models import LLAMA_8B
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LARGE = MODELS["Llama-3-70B"]
-SMALL = {"samples": 16, "seq_len": 32}
+SMALL = {"preset": "paper", "samples": 16, "seq_len": 32}
 
 
 @pytest.fixture(scope="module")

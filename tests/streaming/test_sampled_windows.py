@@ -71,7 +71,9 @@ def test_none_of_them_is_held_out():
 
 def test_a_run_keeps_them(dense, tokens, tmp_path, monkeypatch):
     """What a model writes is not made twice, also where the rest of the windows is a text."""
-    settings = {"calibration": tokens, "samples": 6, "seq_len": 32, "self_samples": 1.0}
+    settings = {
+        "preset": "paper", "calibration": tokens, "samples": 6, "seq_len": 32, "self_samples": 1.0,
+    }  # fmt: skip
     coec.prune(dense.folder, tmp_path / "whole", **settings)
     with monkeypatch.context() as patch:
         patch.setattr(DensePass, "blocks", lambda *given: 1 / 0)
@@ -115,10 +117,8 @@ def test_no_share_is_refused(share):
 
 
 def test_plans_count_them(dense, tokens):
-    few, many = (
-        coec.plan(dense.folder, calibration=tokens, samples=6, seq_len=32, self_samples=share)
-        for share in (0.0, 1.0)
-    )
+    settings = {"preset": "paper", "calibration": tokens, "samples": 6, "seq_len": 32}
+    few, many = (coec.plan(dense.folder, **settings, self_samples=n) for n in (0.0, 1.0))
     one, other = (
         Forecast.of(plan, ComputeConfig.of(plan, torch.device("cpu"))) for plan in (few, many)
     )

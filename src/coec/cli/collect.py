@@ -48,15 +48,15 @@ def collect_command(
         )
     common.quieten()
     from coec.pipeline import collect as collecting
-    from coec.planning.recipe import Recipe
 
     restart = flags["restart"]
     with showing_progress(flags["quiet"]) as advance:
         if merged is not None:
             statistics = collecting.merge(model, out, merged, restart=restart, progress=advance)
         else:
-            recipe = Recipe(**common.settings_of(flags))
-            statistics = collecting.collect(model, out, recipe, restart=restart, progress=advance)
+            statistics = collecting.collect(
+                model, out, restart=restart, progress=advance, **common.settings_of(flags)
+            )
     if flags["json"]:
         print(json.dumps({"folder": str(statistics.folder), **statistics.record()}))
     else:

@@ -56,8 +56,8 @@ def run(
     reports, scores = {}, {}
     text = _evaluation_text()
     settings: dict[str, Any] = {
-        "sparsity": SPARSITY, "calibration": "self", "samples": WINDOWS, "seq_len": SEQ_LEN,
-        "seed": CALIBRATION_SEED,
+        "preset": "paper", "sparsity": SPARSITY, "calibration": "self", "samples": WINDOWS,
+        "seq_len": SEQ_LEN, "seed": CALIBRATION_SEED,
     }  # fmt: skip
     with _bars() as bars, tempfile.TemporaryDirectory() as scratch:
         overall = bars.add_task("models", total=len(METHODS) + 1)
@@ -69,7 +69,7 @@ def run(
             )  # fmt: skip
             scores[method] = perplexity(out / method, text, baseline=MODEL, seq_len=SEQ_LEN)
             bars.advance(overall)
-        reports["best"] = prune(MODEL, out / "best", force=True, **settings, **BEST)
+        reports["best"] = prune(MODEL, out / "best", force=True, **settings | BEST)
         scores["best"] = perplexity(out / "best", text, baseline=MODEL, seq_len=SEQ_LEN)
         bars.advance(overall)
     _check_same_kept(out)

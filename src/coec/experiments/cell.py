@@ -100,8 +100,8 @@ def resolved(
     for cell in cells:
         recipe, dense = cell.recipe, models[cell.subject.path]
         if recipe is not None and saved and dense.digest in saved:
-            recipe.check_for_statistics()
-            calibration = adopted(saved[dense.digest], recipe.calibration, dense, cell.explicit)
+            recipe = recipe.for_statistics(cell.explicit)
+            calibration = adopted(saved[dense.digest], recipe, dense, cell.explicit)
             recipe = replace(recipe, calibration=calibration)
         if recipe is not None:
             recipe = replace(recipe, runtime=replace(recipe.runtime, device=device)).opened()

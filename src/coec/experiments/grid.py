@@ -21,6 +21,7 @@ from coec.experiments.rows import Count, Plain, Record, Text, did_you_mean, plai
 from coec.planning.recipe import Recipe, by_name, read_toml
 from coec.settings import NAMES, OPTIONS, Pruning
 from coec.settings.fields import RENAMED
+from coec.settings.presets import with_preset
 
 _MOST_CELLS = 100_000
 """Cells of one grid: more would take years."""
@@ -259,7 +260,8 @@ def _without_idle(settings: SettingTable, linked: SettingTable) -> SettingTable:
     """
     names = {option.name for option in OPTIONS}
     options = {name: value for name, value in settings.items() if name in names}
-    idle = Method.of(settings.get("compensation", Pruning.compensation)).idle(options)
+    compensation = with_preset(settings).get("compensation", Pruning.compensation)
+    idle = Method.of(compensation).idle(options)
     return {k: v for k, v in settings.items() if k not in idle or k in linked}
 
 

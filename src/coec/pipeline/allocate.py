@@ -49,15 +49,16 @@ def measure_importances(
     """
     if _PIECE not in journal:
         plan, sensitivity = run.plan, None
+        shared = {site.key for site in plan.shared}
         if run.recipe.pruning.allocation == "error":
             fit, _ = source.windows_of_text()
-            sensitivity = Sensitivity(dense, fit, device=run.device, dtype=run.forward)
+            sensitivity = Sensitivity(dense, fit, shared, device=run.device, dtype=run.forward)
         importances: dict[str, Tensor] = {}
         for measured in source.blocks((), progress):
             importances |= {
                 site.key: _importance(measured, site, run)
                 for site in measured.block.sites
-                if run.recipe.kept is None or site.key not in run.recipe.kept.units
+                if site.key in shared
             }
             if sensitivity is not None:
                 sensitivity.advance(measured.block, measured.tensors, _repaired(measured, run))

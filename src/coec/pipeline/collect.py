@@ -51,13 +51,16 @@ def collect(
     Args:
         model: a folder with config.json and safetensors, or a hub name.
         out: the folder to make: `8 Σ d²` bytes per block, d the columns of each consumer.
-        recipe: or its settings; only those of the calibration matter.
+        recipe: or its settings; only those of the calibration matter. No window is held out where
+            neither `holdout` nor a preset says so.
         restart: begin anew where an unfinished run was asked for something else.
         progress: called with (phase, done, total).
 
     Raises:
         CoecError: with one line that says what to change.
     """
+    if recipe is None:  # the default preset holds windows out for fits, which need the text
+        settings = {"preset": "paper", **settings}
     recipe = Recipe.or_of(recipe, settings)
     out = _free(out)
     dense = Dense.open(model)

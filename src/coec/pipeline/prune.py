@@ -32,8 +32,7 @@ from coec.pipeline.write import Checkpoint, dtype_name, space_needed
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
 from coec.planning.run import Run
-from coec.settings import PRESETS
-from coec.settings.presets import with_preset
+from coec.settings.presets import HELD_OUT
 from coec.streaming.passes import BlockSource, SavedPass, adopted, expect_unchanged
 from coec.streaming.statistics import Statistics
 
@@ -56,12 +55,9 @@ def plan(
         CoecError: the model or a setting cannot be used.
     """
     given_names = settings.keys() if recipe is None else None
-    if statistics is not None:
-        statistics = Statistics.open(statistics)
-    recipe, description = _recipe(recipe, settings, statistics), Description.read(model)
-    if statistics is not None:
-        recipe = _calibrated(recipe, statistics, description, given_names)
-    return Plan.of(description, recipe)
+    recipe, collected = _asked(recipe, settings, statistics)
+    description = Description.read(model)
+    return Plan.of(description, _calibrated(recipe, collected, description, given_names))
 
 
 def prune(
@@ -106,28 +102,25 @@ def prune(
     """
     seconds = _Stopwatch()
     given_names = settings.keys() if recipe is None else None
-    if statistics is not None:
-        statistics = Statistics.open(statistics)
-    recipe = _recipe(recipe, settings, statistics)
+    recipe, collected = _asked(recipe, settings, statistics)
     dense = Dense.open(model)
     carried_files(dense.folder)
     place = destination(out, dense.folder, force=force, restart=restart)
     remote = place if isinstance(place, Remote) else None
     out = place.staged if isinstance(place, Remote) else place
     check_output(out, dense.folder, force=force or unfinished(out))
-    if statistics is not None:
-        recipe = _calibrated(recipe, statistics, dense, given_names)
+    recipe = _calibrated(recipe, collected, dense, given_names)
     candidates = Plan.candidates(dense, recipe)
     recipe = next(iter(candidates.values())).recipe  # its kept units are read
     with open_backend(recipe.runtime) as backend:
         device = backend.device(recipe.runtime.device)
         source: BlockSource = (
-            SavedPass(statistics, dense, device)
-            if statistics is not None
+            SavedPass(collected, dense, device)
+            if collected is not None
             else backend.dense_pass(dense, recipe.calibration, recipe.runtime, progress)
         )
         solve = backend.solve_dtype(recipe.pruning.solve_dtype, device)
-        run = Run.of(dense, candidates, device, solve, collected=statistics is not None)
+        run = Run.of(dense, candidates, device, solve, collected=collected is not None)
         if not run.plan.decided:
             check_leader(device)
         check_space(out, space_needed(out, run.plan, run.written))
@@ -204,28 +197,36 @@ def _pruned(
     )
 
 
-def _recipe(recipe: Recipe | None, settings: JsonDict, statistics: Statistics | None) -> Recipe:
-    """Return the recipe given, or one of settings.
+def _asked(
+    recipe: Recipe | None, settings: JsonDict, statistics: str | Path | Statistics | None
+) -> tuple[Recipe, Statistics | None]:
+    """Return the recipe given, or one of settings, and the statistics, opened.
 
     Settings take the held-out windows of the statistics. Where those have none, `_calibrated` says
     so: whether statistics do at all comes first.
     """
-    if recipe is None and statistics is not None:
-        holdout = statistics.settings["holdout"] or PRESETS["best"].settings["holdout"]
-        settings = {"holdout": holdout, **with_preset(settings)}
-    return Recipe.or_of(recipe, settings)
+    collected = None if statistics is None else Statistics.open(statistics)
+    if recipe is None and collected is not None:
+        settings = {"holdout": collected.settings["holdout"] or HELD_OUT, **settings}
+    return Recipe.or_of(recipe, settings), collected
 
 
 def _calibrated(
-    recipe: Recipe, statistics: Statistics, model: Description, given_names: Collection[str] | None
+    recipe: Recipe,
+    statistics: Statistics | None,
+    model: Description,
+    given_names: Collection[str] | None,
 ) -> Recipe:
-    """Return the recipe with the calibration that statistics were made with."""
-    if recipe.fits_where_possible:  # the default: statistics hold no text to fit blocks on
-        recipe = recipe.without_fits()
-    recipe.check_for_statistics()
+    """Return the recipe with the calibration that statistics were made with, where there are some.
+
+    Settings in `given_names` must agree with it.
+    """
+    if statistics is None:
+        return recipe
+    recipe = recipe.for_statistics(given_names)
     if recipe.pruning.expert_sparsity and model.layout.experts:
         statistics.check_experts(model.layout)
-    return replace(recipe, calibration=adopted(statistics, recipe.calibration, model, given_names))
+    return replace(recipe, calibration=adopted(statistics, recipe, model, given_names))
 
 
 def _identity(run: Run, source: BlockSource) -> JsonDict:

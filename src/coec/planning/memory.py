@@ -80,7 +80,10 @@ class ComputeConfig:
         """
         pruning = plan.recipe.pruning
         stored = stored_dtype(plan.output.config) if stored is None else stored
-        forward = choose_forward_dtype(plan.recipe.calibration.forward_dtype, stored, device)
+        calibration = plan.recipe.calibration
+        forward = choose_forward_dtype(
+            calibration.forward_dtype, stored, device, summed=calibration.summed
+        )
         written = DTYPES[pruning.dtype] if pruning.dtype else stored
         if machine is None:
             solve = choose_solve_dtype(pruning.solve_dtype, device)

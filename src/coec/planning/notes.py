@@ -16,13 +16,8 @@ def notes_of(
 ) -> Iterator[str]:
     """Yield all notes of a plan, one sentence each."""
     yield from _calibration(model, recipe, seq_len, decided)
-    if recipe.reconstruction.preset == "balanced" and not recipe.reconstruction.sequential:
-        addition = model.architecture.adds
-        yield "blocks are not fitted, and closed forms alone repair them: " + (
-            f"those of {model.architecture.model_type} add {addition}"
-            if addition
-            else "statistics hold sums only, and no text"
-        )
+    if why := recipe.reconstruction.left_out:
+        yield f"blocks are not fitted, and {recipe.method.name} alone repairs them: {why}"
     for site in model.layout.kinds:
         width = widths.of(site)
         if site.routed and width % OF_EXPERTS:
@@ -62,6 +57,8 @@ def _calibration(model: Description, recipe: Recipe, seq_len: int, decided: bool
             f"allocation = {pruning.allocation} decides the widths of every block from the "
             "calibration text; these are uniform ones of as many parameters"
         )
+    if calibration.samples == 1 and recipe.reconstruction.sequential:
+        yield "one window holds none out: the fits are judged by the window that they are fitted on"
     widest = max(site.columns for site in model.layout.sites)
     fitted = 1.0 if recipe.judges_are_fitted else 1.0 - calibration.held_out
     tokens = fitted * calibration.windows * seq_len

@@ -9,7 +9,7 @@ from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len, with_judg
 from coec.errors import OptionError
 from coec.models.description import Description
 from coec.models.formats import OutputFormat, choose_format
-from coec.models.layout import Layout, Shape
+from coec.models.layout import Layout, Shape, Site
 from coec.models.non_uniform import FILE as CODE
 from coec.planning.notes import notes_of
 from coec.planning.recipe import Recipe
@@ -69,9 +69,11 @@ class Plan:
             ModelError, OptionError: as in `of`.
         """
         recipe = recipe.opened()
-        if model.architecture.adds and recipe.fits_where_possible:
-            recipe = recipe.without_fits()
-        recipe = replace(recipe, calibration=with_judges(recipe.calibration, model))
+        if addition := model.architecture.adds:
+            recipe = recipe.without_fits(f"those of {model.architecture.model_type} add {addition}")
+        summed = bool(recipe.reconstruction.reconstruct)
+        calibration = replace(with_judges(recipe.calibration, model), summed=summed)
+        recipe = replace(recipe, calibration=calibration)
         if recipe.kept is not None:
             recipe.kept.check(model.layout)
         _check_recipe(model, recipe)
@@ -138,10 +140,8 @@ class Plan:
             importances: one for every unit of every site whose units are not given.
         """
         layout, pruning = self.model.layout, self.recipe.pruning
-        shared = [site for site in layout.sites if site.key in importances]
-        if pruning.target == "vllm":  # whose blocks have as many heads
-            shared = [site for site in shared if site.value is None]
-            importances = {site.key: importances[site.key] for site in shared}
+        shared = [site for site in self.shared if site.key in importances]
+        importances = {site.key: importances[site.key] for site in shared}
         cut = {site.kind for site in shared if self.widths.removes_from(site)}
         uncut = {site.kind for site in shared} - cut
         widths = by_importance(
@@ -158,6 +158,17 @@ class Plan:
         except OptionError:  # the widths came out alike, and no stock format holds just these
             plan = Plan._of(self.model, self.recipe, widths, listed=True)
         return replace(plan, remarks=self.remarks)
+
+    @property
+    def shared(self) -> tuple[Site, ...]:
+        """Sites whose units are distributed over the blocks, where their widths differ."""
+        given = () if self.recipe.kept is None else self.recipe.kept.units
+        alike = self.recipe.pruning.target == "vllm"  # which has as many heads in every block
+        return tuple(
+            site
+            for site in self.model.layout.sites
+            if site.key not in given and not (alike and site.value is not None)
+        )
 
     def _unused_budget(self) -> int:
         """Parameters that the budget leaves unused; 0 where the format adds to the model."""

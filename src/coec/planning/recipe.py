@@ -4,7 +4,7 @@ import difflib
 import json
 import stat
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ _ARGUMENTS = (
 """Arguments of commands and functions besides settings."""
 _RECONSTRUCTION = Reconstruction().record()
 """Defaults of the reconstruction."""
+_FITS = tuple(name for name in _RECONSTRUCTION if name not in ("preset", "kv_groups"))
+"""Settings of the fits to the dense model."""
 _TOML_BYTES = 10_000_000
 """Size of the largest recipe or grid that is read."""
 
@@ -58,7 +60,7 @@ class Recipe:
 
     Args:
         settings: by name, options of the compensation among them; or whole parts by theirs, which
-            take no preset.
+            take no preset: what they leave out is as in `paper`.
 
     Attributes:
         calibration: all that statistics depend on.
@@ -91,6 +93,9 @@ class Recipe:
         for name, part_class in names.items():
             value = given_parts.get(name) or part_class.of(flat)
             object.__setattr__(self, name, value)
+        if why := self._unfitted():
+            fitless = self.without_fits(why).reconstruction
+            object.__setattr__(self, "reconstruction", fitless)
         self._check()
 
     def _check(self) -> None:
@@ -140,23 +145,58 @@ class Recipe:
         """
         return bool(self.calibration.judging) and not self.reconstruction.sequential
 
-    @property
-    def fits_where_possible(self) -> bool:
-        """True for the fits of `balanced`, which are left out where they cannot be."""
-        names = Reconstruction().record().keys()
-        defaults = {k: v for k, v in PRESETS["balanced"].settings.items() if k in names}
-        return self.reconstruction == Reconstruction(preset="balanced", **defaults)
+    def _unfitted(self) -> str | None:
+        """Return why no block can be fitted with these settings; None where blocks can be."""
+        if "held_out" in self.method.needs:
+            return f"compensation = {self.method.name} needs the held-out windows for itself"
+        if self.calibration.forward_dtype == "float16":
+            return "sums over tokens overflow in forward_dtype = float16"
+        return None
 
-    def without_fits(self) -> "Recipe":
-        """Return the recipe with no pruned model run beside the dense one."""
-        reconstruction = Reconstruction(preset=self.reconstruction.preset)
+    def without_fits(self, why: str) -> "Recipe":
+        """Return the recipe without fits if they are those of `balanced`, else the recipe itself.
+
+        `why` says why blocks cannot be fitted.
+        """
+        settings = self.reconstruction.record()
+        if settings["preset"] != "balanced" or self._asked or not self.reconstruction.sequential:
+            return self
+        reconstruction = Reconstruction(
+            preset="balanced", kv_groups=settings["kv_groups"], left_out=why
+        )
         return replace(self, reconstruction=reconstruction)
 
-    def check_for_statistics(self) -> None:
+    @property
+    def _asked(self) -> list[str]:
+        """Names of fits that are neither off nor those of `balanced`."""
+        settings, brought = self.reconstruction.record(), PRESETS["balanced"].settings
+        return [n for n in _FITS if settings[n] not in (_RECONSTRUCTION[n], brought.get(n))]
+
+    def for_statistics(self, given_names: Collection[str] | None) -> "Recipe":
+        """Return the recipe without what `balanced` does with the text itself.
+
+        Raises OptionError where other settings need the text, those in `given_names` among them.
+        """
+        why = "statistics hold sums only, and no text"
+        recipe = self.without_fits(why)
+        brought = self.reconstruction.preset == "balanced" and "allocation" not in (
+            given_names or ()
+        )
+        if brought and self.pruning.allocation == "error":
+            why = f"{recipe.reconstruction.left_out or why}; widths are uniform therefore"
+            reconstruction = replace(recipe.reconstruction, left_out=why)
+            pruning = replace(recipe.pruning, allocation="uniform")
+            recipe = replace(recipe, pruning=pruning, reconstruction=reconstruction)
+        recipe._check_for_statistics()
+        return recipe
+
+    def _check_for_statistics(self) -> None:
         """Raise OptionError where statistics do not do, because the text itself is needed."""
         if name := self.needs_text:
             brought = PRESETS[self.reconstruction.preset].settings.get(name)
-            if brought is not None and brought == self.record()[name]:
+            if self.reconstruction.preset == "balanced" and self._asked:
+                name = self._asked[0]
+            elif brought is not None and brought == self.record()[name]:
                 name = f"preset = {self.reconstruction.preset}"
             raise OptionError(
                 f"{name} runs the pruned model over the text, of which statistics hold sums only: "

@@ -4,12 +4,13 @@ From the fields come the flags of `coec prune` and their help, the keys of recip
 options that rows of results may have, and docs/SETTINGS.md (`python -m coec.settings`).
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from coec.settings.fields import Setting
+from coec.settings.fields import Setting, shown
 from coec.settings.options import COMPENSATION_OPTIONS, CoecOptions, RidgeOptions
-from coec.settings.parts import Calibration, Pruning, Reconstruction, Runtime
-from coec.settings.presets import PRESETS, Preset
+from coec.settings.parts import DEFAULT_PRESET, Calibration, Pruning, Reconstruction, Runtime
+from coec.settings.presets import PRESETS, Preset, with_preset
 
 __all__ = [
     "NAMES", "OPTIONS", "PARTS", "PRESETS", "RECIPE", "TABLE", "Calibration", "CoecOptions",
@@ -27,10 +28,28 @@ def _options() -> tuple[Setting, ...]:
     return tuple(table.values())
 
 
+def _by_default(table: Iterable[Setting]) -> tuple[Setting, ...]:
+    """The settings, each with both defaults in words where the default preset brings another."""
+    brought = with_preset({})
+
+    def described(item: Setting) -> Setting:
+        if item.name == "preset" or item.name not in brought:
+            return item
+        plain, value = item.otherwise or shown(item.default), shown(brought[item.name])
+        both = (
+            f"{plain}; {value} in {DEFAULT_PRESET}"
+            if item.methods
+            else f"{value}; {plain} in paper"
+        )
+        return replace(item, otherwise=both)
+
+    return tuple(map(described, table))
+
+
 PARTS = (Pruning, Reconstruction, Calibration, Runtime)
-RECIPE = tuple(item for part_class in PARTS for item in part_class.table())
+RECIPE = _by_default(item for part_class in PARTS for item in part_class.table())
 """Settings of every recipe."""
-OPTIONS = _options()
+OPTIONS = _by_default(_options())
 """Options of the compensations."""
 TABLE = (*RECIPE, *OPTIONS)
 NAMES = frozenset(item.name for item in TABLE)

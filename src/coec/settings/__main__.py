@@ -1,18 +1,25 @@
 """Print docs/SETTINGS.md: all settings as Markdown tables."""
 
-from coec.settings import OPTIONS, PARTS, Setting
+from coec.settings import OPTIONS, PARTS, RECIPE, Setting
+from coec.settings.fields import shown
 
 _PREFACE = """# Settings
 
 Each is a flag of `coec prune` (`--seq-len`), a key of a recipe or grid (`seq-len` or `seq_len`),
-and an argument of `coec.prune` (`seq_len`). This file is written by `python -m coec.settings`.
+and an argument of `coec.prune` (`seq_len`). Defaults are those of the default preset, and of
+`paper` where they differ; `coec methods` lists what every preset sets. `coec collect` holds nothing
+out by default. This file is written by `python -m coec.settings`.
 """
 _WORDS = {float: "number", int: "whole number", str: "text", bool: "on, off"}
 
 
 def document() -> str:
     """A table for every part of a recipe, and one for every set of compensations with options."""
-    groups = {part.__name__: ((part.__doc__ or "").splitlines()[0], part.table()) for part in PARTS}
+    groups: dict[str, tuple[str, tuple[Setting, ...]]] = {}
+    for part in PARTS:
+        members = {item.name for item in part.table()}
+        described = tuple(item for item in RECIPE if item.name in members)
+        groups[part.__name__] = (part.__doc__ or "").splitlines()[0], described
     for methods in dict.fromkeys(option.methods for option in OPTIONS):
         names = ", ".join(f"`{name}`" for name in methods)
         fields = tuple(option for option in OPTIONS if option.methods == methods)
@@ -30,9 +37,7 @@ def _row(item: Setting) -> str:
         values = ", ".join(f"`{value}`" for value in item.kind)
     else:
         values = _WORDS[item.kind] if item.kind else "anything"
-    default = item.otherwise or f"`{item.default}`"
-    if item.kind is bool:
-        default = "on" if item.default else "off"
+    default = item.otherwise or (shown if item.kind is bool else "`{}`".format)(item.default)
     return f"| `{item.name}` | {values} | {default} | {item.help} |"
 
 

@@ -58,9 +58,7 @@ class Setting:
     @property
     def text(self) -> str:
         """The help text: what it does, what it may be, and its default."""
-        default = self.otherwise or self.default
-        if self.kind is bool:
-            default = "on" if self.default else "off"
+        default = self.otherwise or shown(self.default)
         choices = ""
         if isinstance(self.kind, tuple) and not all(value in self.help for value in self.kind):
             choices = f" One of {', '.join(self.kind)}."
@@ -200,6 +198,13 @@ def plain(value: Any) -> Any:
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         return value.item()
     return value
+
+
+def shown(value: Any) -> str:
+    """A value as help and documents write it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)
 
 
 def without_effect(name: str, why: str) -> OptionError:

@@ -13,6 +13,8 @@ CompensationName = Literal[
     "coec", "rcpu", "bias", "least-squares", "ridge-to-slice", "none", "auto"
 ]
 PresetName = Literal["paper", "fast", "balanced", "best"]
+DEFAULT_PRESET: PresetName = "balanced"
+"""The preset where none is named; a part that is made by itself has the paper's defaults."""
 TargetName = Literal["hf", "vllm", "llama.cpp"]
 Allocation = Literal["uniform", "adaptive", "error"]
 ExecutorName = Literal["here", "ray"]
@@ -123,7 +125,8 @@ class Pruning(Settings):
         "uniform",
         "Rule that shares the kept units among blocks: `uniform`; `adaptive`, by FLAP's "
         "standardised scores; or `error`, where the output error falls most for each parameter. "
-        "The last two take a second dense pass, and need non_uniform.",
+        "The last two take a second dense pass, and need non_uniform, with which every preset but "
+        "`paper` takes `error`.",
     )
     non_uniform: bool = setting(
         False,
@@ -194,13 +197,18 @@ class Pruning(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Reconstruction(Settings):
-    """Settings beyond the paper: the pruned model is run beside the dense one, and fitted to it."""
+    """Settings beyond the paper: the pruned model is run beside the dense one, and fitted to it.
+
+    Attributes:
+        left_out: why the fits of the preset are left out, where they are.
+    """
 
     preset: PresetName = setting(
         "paper",
         "Set of defaults: `paper` (COEC as published), `fast` (closed forms, one dense pass), "
         "`balanced` (every block fitted, briefly) or `best` (block reconstruction); any setting "
         "given beside it wins.",
+        otherwise=DEFAULT_PRESET,
     )
     propagate: bool = setting(
         False,
@@ -244,6 +252,7 @@ class Reconstruction(Settings):
         "cut more for the same parameters; `held-out`, whichever has the lower KL to the dense "
         "model on held-out windows.",
     )
+    left_out: str = ""
 
     @property
     def sequential(self) -> str | None:
@@ -279,6 +288,7 @@ class Calibration(Settings):
     Attributes:
         judging: the fraction of the windows that judge repairs where `holdout` is 0; see
             `coec.calibration.windows.with_judges`.
+        summed: True where fits sum over tokens in the dtype of the forward pass.
     """
 
     source: Source = setting(
@@ -319,9 +329,10 @@ class Calibration(Settings):
     forward_dtype: DtypeName | None = setting(
         None,
         "Dtype of the dense forward pass.",
-        otherwise="the model's on a GPU, float32 on the CPU",
+        otherwise="the model's on a GPU, where fits take bfloat16 for float16; float32 on the CPU",
     )
     judging: float = 0.0
+    summed: bool = False
 
     @property
     def held_out(self) -> float:

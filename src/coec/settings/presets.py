@@ -4,7 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from coec.settings.parts import PresetName
+from coec.errors import OptionError
+from coec.settings.options import COMPENSATION_OPTIONS
+from coec.settings.parts import DEFAULT_PRESET, PresetName, Pruning
+
+HELD_OUT = 0.125
+"""Fraction of the windows that presets with fits hold out."""
 
 
 @dataclass(frozen=True)
@@ -20,22 +25,20 @@ class Preset:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-DEFAULT_PRESET: PresetName = "paper"
-"""The preset where none is named. Documents say what it is."""
 PRESETS: dict[PresetName, Preset] = {
-    "paper": Preset("COEC as published: the defaults."),
+    "paper": Preset("COEC as published."),
     "fast": Preset(
         "Closed forms only, from one dense pass; widths by block follow the error.",
         {"selection": "obs", "compensation": "ridge-to-slice", "allocation": "error"},
     ),
     "balanced": Preset(
-        "Every block fitted to the dense model's hidden states, on the text alone: three to five "
+        "Every block fitted to the dense model's hidden states, on the text alone: about four "
         "times what `paper` takes, and most of what `best` gives.",
         {
             "selection": "obs", "allocation": "error", "propagate": True,
             "final_norm": True, "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 2,
             "curvature_tokens": 16_384, "logit_iterations": 6, "token_weights": "residual",
-            "holdout": 0.125,
+            "holdout": HELD_OUT,
         },
     ),
     "best": Preset(
@@ -45,7 +48,7 @@ PRESETS: dict[PresetName, Preset] = {
             "selection": "obs", "allocation": "error", "propagate": True, "final_norm": True,
             "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 3,
             "curvature_tokens": 16_384, "logit_iterations": 10, "token_weights": "residual",
-            "kv_groups": "held-out", "holdout": 0.125, "self_samples": 1.0,
+            "kv_groups": "held-out", "holdout": HELD_OUT, "self_samples": 1.0,
         },
     ),
 }  # fmt: skip
@@ -55,12 +58,21 @@ _NEEDED = {
     "token_weights": ("reconstruct", "propagate"), "kv_groups": ("holdout",),
 }  # fmt: skip
 """Defaults of presets that have no effect unless one of these settings is on."""
+_OPTIONS = {
+    method: {item.name for item in options.table()}
+    for method, options in COMPENSATION_OPTIONS.items()
+}
+"""Names of the options of every compensation that has some."""
 
 
 def with_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return flat settings, completed by the defaults of the preset that they name.
 
-    A default that would have no effect beside the settings given is left out.
+    A default that would have no effect beside the settings given is left out, and so are windows
+    that the default preset holds out where there is only one.
+
+    Raises:
+        OptionError: an option of another compensation than the preset's, and none is named.
     """
     name = settings.get("preset", DEFAULT_PRESET)
     preset = PRESETS.get(name) if isinstance(name, str) else None  # type: ignore[call-overload]
@@ -69,12 +81,29 @@ def with_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
     options = settings.get("options")
     given_names = {*settings, *(options if isinstance(options, Mapping) else ())}
     defaults = {key: value for key, value in preset.settings.items() if key not in given_names}
-    if settings.get("compensation", preset.settings.get("compensation")) != preset.settings.get(
-        "compensation"
-    ):
+    compensation = preset.settings.get("compensation", Pruning.compensation)
+    if "compensation" not in settings:
+        _check_options(given_names, name, str(compensation), given="preset" in settings)
+    elif settings["compensation"] != compensation:
         defaults.pop("ridge", None)  # an option of the compensation that gives way
+    if name == DEFAULT_PRESET and settings.get("samples") == 1:
+        defaults.pop("holdout", None)
     completed = {"preset": name, **defaults, **settings}
     for key, needed in _NEEDED.items():
         if key in defaults and not any(completed.get(setting) for setting in needed):
             del completed[key]
     return completed
+
+
+def _check_options(names: set[str], preset: str, compensation: str, *, given: bool) -> None:
+    """Raise OptionError for an option that the compensation of a preset does not have.
+
+    `given` tells whether the preset was named.
+    """
+    for option in sorted(names - _OPTIONS.get(compensation, set())):
+        if methods := [method for method, options in _OPTIONS.items() if option in options]:
+            other = "preset=paper or " if "coec" in methods and not given else ""
+            raise OptionError(
+                f"{option} is an option of compensation {' and '.join(methods)}, and preset "
+                f"{preset} takes {compensation}: add {other}compensation={methods[-1]}"
+            )

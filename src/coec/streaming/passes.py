@@ -26,8 +26,9 @@ from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.files import JsonDict, read_tensors, write_tensors
 from coec.models.folder import tokenizer_digest
+from coec.planning.recipe import Recipe
 from coec.planning.run import Run
-from coec.settings import Calibration, Runtime
+from coec.settings import PRESETS, Calibration, Runtime
 from coec.streaming.dense_stream import DenseStream, Measured
 from coec.streaming.statistics import Statistics
 from coec.streaming.two_streams import TwoStreams, shards
@@ -45,7 +46,9 @@ def depends_on(dense: Dense, calibration: Calibration, device: torch.device) -> 
 
     The model stands there by its fingerprint and the text by a digest of its content.
     """
-    dtype = choose_forward_dtype(calibration.forward_dtype, dense.dtype, device)
+    dtype = choose_forward_dtype(
+        calibration.forward_dtype, dense.dtype, device, summed=calibration.summed
+    )
     return calibration.record() | {
         "judging": with_judges(calibration, dense).judging,
         "model": dense.fingerprint,
@@ -256,18 +259,20 @@ def expect_unchanged(journal: Journal, dense: Dense, source: BlockSource) -> Non
 
 def adopted(
     statistics: Statistics,
-    calibration: Calibration,
+    recipe: Recipe,
     model: Description,
     given_names: Collection[str] | None,
 ) -> Calibration:
-    """Return the calibration that statistics were made with, in place of the one asked for.
+    """Return the calibration that statistics were made with, in place of the recipe's.
 
-    Settings in `given_names` must agree; where it is None, those that differ from their defaults.
+    Settings in `given_names` must agree; where it is None, those that differ from the preset's.
 
     Raises:
         OptionError: the statistics were made with others.
     """
-    settings, default = calibration.record(), Calibration().record()
+    calibration = recipe.calibration
+    settings, preset = calibration.record(), PRESETS[recipe.reconstruction.preset]
+    default = Calibration().record() | dict(preset.settings)
     if given_names is None:
         given_names = [name for name, value in settings.items() if not _equal(value, default[name])]
     agreed = {n: value for n, value in settings.items() if n in given_names and value is not None}

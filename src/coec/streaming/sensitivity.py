@@ -38,18 +38,21 @@ class RepairedConsumer:
 class Sensitivity:
     """Models that differ from the dense one, or from the pruned one, at a site.
 
-    They run over the first few windows; hidden states wait on the CPU.
+    They run over the first few windows; hidden states wait on the CPU. The sites whose keys are in
+    `measured` are those.
     """
 
     def __init__(
         self,
         dense: Dense,
         windows: Int[Tensor, "n length"],
+        measured: Collection[str],
         *,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self._model, self._device, self._dtype = dense, device, dtype
+        self._measured = measured
         self._windows = windows[: max(1, TOKENS // windows.shape[1])]
         self._layers = Layers(dense, device=device, dtype=dtype)
         [state] = self._layers.embed([self._windows], dense.tensor(dense.layout.embedding))
@@ -73,13 +76,14 @@ class Sensitivity:
         """
         self._layers.load(block, tensors)
         sites = [site for site in block.sites if site.key in repaired]
-        for site in sites:
+        measured = [site for site in sites if site.key in self._measured]
+        for site in measured:
             with self._pruned_at(block, [site], repaired):
                 alone = self._through(block, self._dense)
             with self._pruned_at(block, [s for s in sites if s is not site], repaired):
                 self._whole[site.key] = self._through(block, self._pruned)
             self._alone[site.key] = alone
-        new_keys = {site.key for site in sites}
+        new_keys = {site.key for site in measured}
         self._dense = self._through(block, self._dense)
         self._run_on(block, self._alone, new_keys)
         with self._pruned_at(block, sites, repaired):
@@ -88,7 +92,7 @@ class Sensitivity:
         self._layers.drop(block.index)
 
     def costs(self) -> dict[str, float]:
-        """Return the cost of pruning every site, by `Site.key`: the mean of both measurements.
+        """Return the cost of pruning every measured site, by `Site.key`: the mean of both ways.
 
         Each is a difference of mean KL divergences from the dense model, in nats per token.
 

@@ -306,8 +306,9 @@ class TwoStreams:
             tokens, total = 0, 0.0
             sums = {name: torch.zeros_like(p) for name, p in theta.items()} if gradient else {}
             for n in numbers:
+                state = self._before_site[n].to(self._device)
                 with torch.set_grad_enabled(gradient):
-                    out = half(theta, self._before_site[n].to(self._device))
+                    out = half({name: p.to(state.dtype) for name, p in theta.items()}, state)
                 dense = self._behind_sites[-1][n]
                 value, by_state = self._head.divergence(
                     out.detach(), dense, gradient=gradient, expected=self._expected_of(n)
