@@ -348,7 +348,8 @@ def test_a_reconstructed_checkpoint_is_what_the_streams_ended_with(variant, fold
     with torch.no_grad():
         model = tm.load(tmp_path / "out")
         loss = float(model(input_ids=held, labels=held).loss)
-    assert report.reconstruction["perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)
+    # The loss is rounded to float32, and its exponential is off by as much as the loss.
+    assert math.log(report.reconstruction["perplexity"]) == pytest.approx(loss, rel=1e-6)
     for row in report.sites:
         steps = row["reconstruction"]
         assert steps["error_after"] <= steps["error_before"]

@@ -96,7 +96,7 @@ def test_the_card_says_preset_and_reconstruction(here, tmp_path):
     card = card_of(tmp_path / "out")
     assert "- preset: best" in card
     assert "- beside the dense model: reconstruct = 1, cg_iterations = 2, " in card
-    assert "logit_iterations = 12" in card
+    assert "logit_iterations = 10" in card
     assert "propagate = true" in card
     assert "| held-out windows of the calibration |" in card
 

@@ -22,7 +22,10 @@ from coec.pipeline.collect import merge
 pytestmark = pytest.mark.unchecked  # whole models
 
 VARIANTS = [n for n, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].blocks.experts]
-TEXT = {"samples": 24, "seq_len": 32, "forward_dtype": "float64", "compensation": "ridge-to-slice"}
+TEXT = {
+    "preset": "paper", "samples": 24, "seq_len": 32, "forward_dtype": "float64",
+    "compensation": "ridge-to-slice",
+}  # fmt: skip
 WHOLE = {"expert_sparsity": 0.25, "mlp_sparsity": 0, "attention_sparsity": 0}
 """One expert of four goes, and nothing else."""
 
@@ -226,7 +229,7 @@ REFUSED = {
         "non_uniform is not built for models of experts",
     ),
     "run beside": (
-        {"expert_sparsity": 0.25, "propagate": True},
+        {"preset": "paper", "expert_sparsity": 0.25, "propagate": True},
         "propagate needs blocks that add what attention and the MLP return",
     ),
     "nothing": (
@@ -294,13 +297,14 @@ def test_whole_attention_is_paid_for_by_the_experts_that_stay():
 
 def test_statistics_serve_as_the_text_does_and_add_up(mixtral, folders, tmp_path):
     models, tokens = folders
-    apart = {name: value for name, value in TEXT.items() if name != "compensation"}
+    apart = {name: value for name, value in TEXT.items() if name not in ("preset", "compensation")}
     collect = functools.partial(coec.collect, models["mixtral"], calibration=tokens)
     collect(tmp_path / "s", **apart)
     text = mixtral(tmp_path / "a", expert_sparsity=0.25)
     from_sums = functools.partial(
-        coec.prune, models["mixtral"], expert_sparsity=0.25, compensation="ridge-to-slice"
-    )
+        coec.prune, models["mixtral"], preset="paper", expert_sparsity=0.25,
+        compensation="ridge-to-slice",
+    )  # fmt: skip
     saved = from_sums(tmp_path / "b", statistics=tmp_path / "s")
     first, second = ((tmp_path / out / "model.safetensors").read_bytes() for out in "ab")
     assert first == second

@@ -101,8 +101,8 @@ def _kept_experts(measured: Measured, run: Run) -> tuple[KeptSet | None, dict[st
     grams = [[sums[name] for sums in windows] for name in names]
     scores = expert_scores(grams)
     facts = {
-        name: {"tokens": sum(gram.tokens for gram in kinds), "score": float(score)}
-        for name, kinds, score in zip(names, grams, scores, strict=True)
+        name: {"tokens": sum(gram.tokens for gram in sums), "score": float(score)}
+        for name, sums, score in zip(names, grams, scores, strict=True)
     }
     with naming(f"the experts of block {measured.index}"):
         return keep_highest(scores, keep), facts

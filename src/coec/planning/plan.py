@@ -242,7 +242,7 @@ class Plan:
     def _removed(self, site_kind: str) -> float:
         sites = [site for site in self.model.layout.sites if site.kind == site_kind]
         before = sum(site.units for site in sites)
-        return 1 - sum(map(self.widths.of, filter(self.widths.counts, sites))) / before
+        return (before - sum(map(self.widths.of, filter(self.widths.counts, sites)))) / before
 
     def _size_names(self) -> dict[str, str]:
         """Fields of a shape that pruning changes, by the names that records have for them."""
