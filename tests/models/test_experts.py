@@ -94,7 +94,7 @@ def test_experts_without_a_size():
 
 def plan(channels, **settings):
     config = tm.raw_config("qwen3_moe", moe_intermediate_size=channels)
-    return Plan.of(Description.of(config), Recipe(preset="paper", **settings))
+    return Plan.of(Description.of(config), Recipe(**{"preset": "paper", **settings}))
 
 
 def test_experts_keep_a_multiple_of_8_as_their_product_of_matrices_wants():
