@@ -162,12 +162,12 @@ class Plan:
     @property
     def shared(self) -> tuple[Site, ...]:
         """Sites whose units are distributed over the blocks, where their widths differ."""
-        given = () if self.recipe.kept is None else self.recipe.kept.units
+        listed = () if self.recipe.kept is None else self.recipe.kept.units
         alike = self.recipe.pruning.target == "vllm"  # which has as many heads in every block
         return tuple(
             site
             for site in self.model.layout.sites
-            if site.key not in given and not (alike and site.value is not None)
+            if site.key not in listed and not (alike and site.value is not None)
         )
 
     def _unused_budget(self) -> int:

@@ -83,7 +83,7 @@ def with_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
     defaults = {key: value for key, value in preset.settings.items() if key not in given_names}
     compensation = preset.settings.get("compensation", Pruning.compensation)
     if "compensation" not in settings:
-        _check_options(given_names, name, str(compensation), given="preset" in settings)
+        _check_options(given_names, name, str(compensation), preset_named="preset" in settings)
     elif settings["compensation"] != compensation:
         defaults.pop("ridge", None)  # an option of the compensation that gives way
     if name == DEFAULT_PRESET and settings.get("samples") == 1:
@@ -95,15 +95,12 @@ def with_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
     return completed
 
 
-def _check_options(names: set[str], preset: str, compensation: str, *, given: bool) -> None:
-    """Raise OptionError for an option that the compensation of a preset does not have.
-
-    `given` tells whether the preset was named.
-    """
+def _check_options(names: set[str], preset: str, compensation: str, *, preset_named: bool) -> None:
+    """Raise OptionError for an option that the compensation of a preset does not have."""
     for option in sorted(names - _OPTIONS.get(compensation, set())):
         if methods := [method for method, options in _OPTIONS.items() if option in options]:
-            other = "preset=paper or " if "coec" in methods and not given else ""
+            or_paper = "preset=paper or " if "coec" in methods and not preset_named else ""
             raise OptionError(
                 f"{option} is an option of compensation {' and '.join(methods)}, and preset "
-                f"{preset} takes {compensation}: add {other}compensation={methods[-1]}"
+                f"{preset} takes {compensation}: add {or_paper}compensation={methods[-1]}"
             )
