@@ -24,7 +24,8 @@ def data(name):
 
 writing.MAX_SHARD = "24MB"  # of 2 GB, as these models are of a terabyte
 model, text, out, room = sys.argv[1:]
-settings = dict(calibration=text, samples=4, seq_len=32, compensation="none", device="cpu")
+settings = dict(preset="paper", calibration=text, samples=4, seq_len=32, compensation="none")
+settings["device"] = "cpu"
 coec.prune(sys.argv[1] + "-1", out + "-1", **settings)  # libraries take what they take once
 limit = data("VmData:") + int(room)
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
