@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from coec.planning import Forecast, Plan
 
 _BETTER = {
-    "paper": "--preset balanced fits every block to it, in about four times the time",
+    "paper": "--preset balanced fits every block to it, in four to five times the time",
     "fast": "--preset balanced fits every block to it; expect ten times the time",
     "balanced": "--preset best, in about twice the time; it samples text, for which the "
     "whole model must fit in memory (or --self-samples 0)",
