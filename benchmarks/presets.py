@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib import ticker
 
 import coec
 from benchmarks import record
@@ -169,6 +170,13 @@ def _draw_model(ax: Any, rows: list[dict[str, Any]], value: str, start: float) -
                     row["preset"], point, xytext=(3, 3), textcoords="offset points", fontsize=6
                 )
     ax.set(xscale="log", yscale="log")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7), numticks=8))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(ticker.NullFormatter())
+    if value == "perplexity":  # less than a decade
+        ax.yaxis.set_major_locator(ticker.MaxNLocator(6))
+    ax.margins(x=0.12)
 
 
 if __name__ == "__main__":
