@@ -91,6 +91,7 @@ def test_a_driver_that_is_killed_goes_on_with_what_was_not_finished(cluster, her
         sys.executable, "-m", "coec", "prune", str(MODEL), str(out), "--executor", "ray",
         "--address", cluster.address, "--workers", "2", "--calibration", str(TEXT),
         "--samples", "72", "--seq-len", "512", "--holdout", "0.125", "--rounds", "1",
+        "--preset", "paper",
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     journal = out.with_name("out.partial") / "journal.jsonl"
@@ -166,7 +167,7 @@ def test_statistics_of_a_cluster_are_those_of_one_process(cluster, tmp_path):
 def test_the_cells_of_a_sweep_are_tasks(cluster, tmp_path):
     grid = tmp_path / "grid.toml"
     grid.write_text(
-        "samples = 8\nseq_len = 128\nrounds = 1\nsparsity = [0.2, 0.3]\n"
+        "preset = 'paper'\nsamples = 8\nseq_len = 128\nrounds = 1\nsparsity = [0.2, 0.3]\n"
         "evaluate = { seq_len = 128, max_windows = 2 }\n"
         f'[[models]]\npath = "{MODEL}"\ncalibration = "{TEXT}"\n'
         f'evaluate = {{ text = "{TEXT}" }}\n'

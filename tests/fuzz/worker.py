@@ -65,7 +65,8 @@ def originals(root: Path) -> None:
     coec.collect(dense, root / "statistics", calibration=tokens, samples=8, seq_len=16)
     unfinished(root, dense, tokens)
     (root / "recipe.toml").write_text(
-        'sparsity = 0.3\nselection = "flap"\nalpha = 0.8\nrounds = 2\nseed = 1\nrotation = "left"\n'
+        'preset = "paper"\nsparsity = 0.3\nselection = "flap"\nalpha = 0.8\nrounds = 2\nseed = 1\n'
+        'rotation = "left"\n'
     )
     (root / "grid.toml").write_text(
         'samples = 8\nseed = [0, 1]\n[evaluate]\ntext = "t.txt"\nseq_len = 16\n[[variants]]\n'
