@@ -280,7 +280,7 @@ class PlanWork:
         return [*fits, Work("call", 60.0 * len(sites), 1.0, iterations)]
 
     def _fitting_logits(self, held_out: int) -> list[Work]:
-        """Fit the last half-block to predictions: 1.1 evaluations an iteration, two ways back."""
+        """Fit the last half-block to predictions: an evaluation an iteration, two ways back."""
         settings, tokens = self.recipe.reconstruction, float(self.plan.tokens - held_out)
         evaluations = 1.0 + settings.logit_iterations
         last = list(self.kinds)[-1]
