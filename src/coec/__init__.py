@@ -1,9 +1,9 @@
 """Training-free structured pruning of large language models.
 
 `prune` works on checkpoints, `compensate` on plain tensors, and `compensate_pruned` on what another
-program pruned; `plan` looks ahead, and `collect` keeps the statistics of a dense pass for many
-prunings; `export` writes what other programs read. `perplexity`, `zero_shot`, `geometry`, `speed`
-and `efficiency` measure.
+program pruned; `recover` trains a pruned model a little. `plan` looks ahead, and `collect` keeps
+the statistics of a dense pass for many prunings; `export` writes what other programs read.
+`perplexity`, `zero_shot`, `geometry`, `speed` and `efficiency` measure.
 """
 
 from importlib import import_module
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from coec.pipeline.report import Report
     from coec.planning import Plan
     from coec.planning.recipe import Recipe
+    from coec.recovery.recover import recover
     from coec.streaming.statistics import Statistics
     from coec.types import Gram, KeptSet, SiteProblem, SiteResult
     from coec.types import SiteResult as Compensation
@@ -53,6 +54,7 @@ __all__ = [
     "perplexity",
     "plan",
     "prune",
+    "recover",
     "speed",
     "zero_shot",
 ]
@@ -80,6 +82,7 @@ _LAZY = {
     "perplexity": "coec.evaluation.perplexity",
     "plan": "coec.pipeline.prune",
     "prune": "coec.pipeline.prune",
+    "recover": "coec.recovery.recover",
     "speed": "coec.evaluation.efficiency",
     "zero_shot": "coec.evaluation.zero_shot",
 }

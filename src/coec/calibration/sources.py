@@ -36,7 +36,9 @@ def is_named(source: str) -> bool:
     return source in ("wikitext2", "c4") or source.startswith("hub:")
 
 
-def read_parts(source: str, *, split: Split, text_column: str = "text") -> Iterator[str]:
+def read_parts(
+    source: str, *, split: Split, text_column: str = "text", characters: int | None = None
+) -> Iterator[str]:
     """Yield the text of a source in consecutive pieces; blank lines separate documents.
 
     A file is read only as far as pieces are consumed.
@@ -46,9 +48,12 @@ def read_parts(source: str, *, split: Split, text_column: str = "text") -> Itera
             text, jsonl or parquet file.
         split: split of a data set. C4 has no test split; its validation split takes its place.
         text_column: column of jsonl and parquet files, and of data sets named by `hub:`.
+        characters: of C4 or a `hub:` data set, those after which no further document is read; None
+            for `HUB_CHARACTERS`.
     """
+    most = HUB_CHARACTERS if characters is None else characters
     texts = (
-        iter([_read_named(source, split, text_column)])
+        iter([_read_named(source, split, text_column, most)])
         if is_named(source)
         else _read_file(Path(source), text_column)
     )
@@ -172,14 +177,16 @@ def _parquet_column(path: Path, column: str) -> Iterator[str]:
         raise CalibrationError(f"'{path}' is not a parquet file: {first_line(error)}") from error
 
 
-def _read_named(source: str, split: Split, column: str) -> str:
+def _read_named(source: str, split: Split, column: str, most: int) -> str:
     if source == "wikitext2":
         rows = _load("WikiText-2", lambda load: load(*_WIKITEXT2, split=split))
         return _SEPARATOR.join(rows["text"])
     if source == "c4":
         c4_split = "train" if split == "train" else "validation"
         options = {"data_files": {c4_split: _C4_SHARDS[c4_split]}, "split": c4_split}
-        return _load("C4", lambda load: _beginning(load(_C4, **options, streaming=True), "text"))
+        return _load(
+            "C4", lambda load: _beginning(load(_C4, **options, streaming=True), "text", most)
+        )
     name, _, config = source.removeprefix("hub:").partition(":")
     if name.count("/") != 1 or not all(name.split("/")) or ":" in config:
         raise CalibrationError(
@@ -193,13 +200,13 @@ def _read_named(source: str, split: Split, column: str) -> str:
                 f"'{source}' has no split '{split}' (it has: {', '.join(splits)}); calibration "
                 "reads train and evaluation test: save the split you mean to a file"
             )
-        return _beginning(splits[split], column)
+        return _beginning(splits[split], column, most)
 
     return _load(f"'{source}'", read)
 
 
-def _beginning(rows: Iterable[dict[str, Any]], column: str) -> str:
-    """Join the first documents, up to the one that reaches `HUB_CHARACTERS`."""
+def _beginning(rows: Iterable[dict[str, Any]], column: str, most: int) -> str:
+    """Join the first documents, up to the one that reaches `most` characters."""
     texts, characters = [], 0
     for number, row in enumerate(rows, 1):
         if not isinstance(row.get(column), str):
@@ -209,7 +216,7 @@ def _beginning(rows: Iterable[dict[str, Any]], column: str) -> str:
             )
         texts.append(row[column])
         characters += len(row[column]) + len(_SEPARATOR)
-        if characters >= HUB_CHARACTERS:
+        if characters >= most:
             break
     return _SEPARATOR.join(texts)
 

@@ -75,6 +75,7 @@ def read_stream(
     split: Split,
     text_column: str = "text",
     needed: int | None = None,
+    characters: int | None = None,
     progress: Progress | None = None,
 ) -> Stream:
     """Read the tokens of a token file, or of any text that `read_parts` accepts.
@@ -86,12 +87,13 @@ def read_stream(
     Args:
         tokenizer: called only when there is text.
         needed: tokens after which a long text is read no further; None reads all of it.
+        characters: as in `read_parts`.
         progress: called with ("tokenising", done, total) for texts that take time.
     """
     if is_token_file(source):
         ids = _read_token_file(Path(source))
         return Stream(ids, source, digest(ids))
-    texts = read_parts(source, split=split, text_column=text_column)
+    texts = read_parts(source, split=split, text_column=text_column, characters=characters)
     beginning = _beginning(texts)
     loaded = tokenizer()
     sha256 = hashlib.sha256(beginning[:LONG_TEXT].encode()).hexdigest()

@@ -12,6 +12,7 @@ from coec.cli.evaluate import eval_command
 from coec.cli.export import export_command
 from coec.cli.methods import methods_command
 from coec.cli.prune import compensate_command, prune_command
+from coec.cli.recover import recover_command
 from coec.cli.sweep import report_command, sweep_command
 
 
@@ -30,8 +31,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _command in (
-    prune_command, compensate_command, collect_command, eval_command, export_command,
-    sweep_command, analyze_command, methods_command, report_command,
+    prune_command, compensate_command, recover_command, collect_command, eval_command,
+    export_command, sweep_command, analyze_command, methods_command, report_command,
 ):  # fmt: skip
     app.command(_command.__name__.removesuffix("_command"), cls=_Command)(_command)
 

@@ -151,9 +151,10 @@ def quieten() -> None:
 
 
 FLAGS = NAMES | {
-    "baseline", "batch_size", "context", "dtype", "force", "jobs", "limit", "max_windows", "model",
-    "new_tokens", "no_tokenizer", "prompt_tokens", "repeats", "restart", "statistics", "tasks",
-    "tasks_data", "text", "trust_remote_code", "warmup",
+    "baseline", "batch_size", "checkpointing", "context", "cross_entropy", "dtype", "force", "jobs",
+    "learning_rate", "limit", "lora", "max_windows", "minutes", "model", "new_tokens",
+    "no_tokenizer", "prompt_tokens", "repeats", "restart", "statistics", "tasks", "tasks_data",
+    "teacher", "text", "tokens", "trust_remote_code", "warmup",
 }  # fmt: skip
 """Arguments that are a flag of some command."""
 _ARGUMENT = re.compile(

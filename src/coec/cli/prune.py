@@ -56,6 +56,13 @@ def _running(dry_run: str) -> tuple[CommandFlag | Switch, ...]:
 
 @common.with_flags(
     *settings.RECIPE,
+    CommandFlag(
+        "recover",
+        str,
+        "Train the result on so many tokens of the calibration text, such as 300k or 20M, before "
+        "it is written to OUT, as `coec recover` does.",
+        metavar="TOKENS",
+    ),
     *_running("Print the plan from the configuration alone."),
     *settings.OPTIONS,
 )
@@ -74,10 +81,15 @@ def prune_command(
     Interrupted or killed, the same command goes on with the first unfinished block.
     """
     _check_use(out, flags)
+    if flags["recover"] is not None:
+        _check_recover(flags)
     common.quieten()
     from coec.pipeline import prune as pruning
 
     chosen = common.settings_of(flags)
+    if flags["recover"] is not None:
+        _prune_and_recover(model, str(out), chosen, flags)
+        return
     if out is None or flags["dry_run"]:
         plan = pruning.plan(model, statistics=flags["statistics"], **chosen)
         _show_plan(plan, model, out, flags)
@@ -127,6 +139,35 @@ def compensate_command(
         kept = compensating.infer_kept(model, pruned, advance)
     plan = pruning.plan(model, statistics=flags["statistics"], **chosen, kept=kept)
     _show_plan(plan, model, out, flags)
+
+
+def _check_recover(flags: Mapping[str, Any]) -> None:
+    """Raise BadParameter for what has no training behind it."""
+    for name, instead in (
+        ("dry_run", "coec recover MODEL PRUNED --dry-run says what training takes"),
+        ("statistics", "they hold no text: run coec recover afterwards"),
+    ):
+        if flags[name]:
+            raise typer.BadParameter(
+                f"--recover does not go with {common.flag_of(name)}: {instead}"
+            )
+
+
+def _prune_and_recover(
+    model: str, out: str, settings: common.Values, flags: Mapping[str, Any]
+) -> None:
+    from coec.cli.recover import show_recovery
+    from coec.recovery.recover import prune_and_recover
+
+    handling = common.given(flags, ("force", "restart"))
+    with showing_progress(flags["quiet"]) as advance:
+        report = prune_and_recover(
+            model, out, flags["recover"], progress=advance, **settings, **handling
+        )
+    if not flags["json"]:
+        for line in _lines(report):
+            common.results.print(line)
+    show_recovery(report, flags["json"])
 
 
 def _handling(flags: Mapping[str, Any]) -> common.Values:

@@ -38,7 +38,8 @@ class ModelPair:
         layout: the dense model's, without the experts that went whole.
         units: the kept units of every site of it, by `layers.<i>.<site>`.
         smaller: the pruned model's sites, by the same keys: its experts have new numbers.
-        fitted: true if producers were fitted too (`reconstruct`), and are no copies any more.
+        fitted: true if producers were fitted too (`reconstruct`), or trained (`recover`), and are
+            no copies any more.
     """
 
     dense: Dense
@@ -78,12 +79,15 @@ class ModelPair:
         layout = _remaining(folder, before.layout, after.layout, stored)
         smaller = {a.key: b for a, b in zip(layout.sites, after.layout.sites, strict=True)}
         units = _units(folder, layout, smaller, stored)
-        recipe = report.get("recipe")
-        fitted = isinstance(recipe, dict) and bool(recipe.get("reconstruct"))
+        recipe, trained = report.get("recipe"), bool(report.get("recoveries"))
+        fitted = trained or (isinstance(recipe, dict) and bool(recipe.get("reconstruct")))
         pair = cls(before, after, layout, units, smaller, fitted)
         for model in (before, after):
             model.check_values()
-        pair._check_kinship()
+        if not trained:
+            pair._check_kinship()
+        elif before.digest != report.get("model_sha256"):  # no weight is a copy any more
+            raise pair._stranger("its weights are others")
         return pair
 
     def reads_the_same(self, site: Site) -> bool:

@@ -21,11 +21,12 @@ from coec.events import record
 from coec.models.folder import foreign_entry
 
 LOCK, NEW, OLD, WORK, JOURNAL = "coec.lock", "new", "old", "work", "journal.jsonl"
+STATES = "states"
 """Entries of `OUT.partial/`: the lock, the future OUT, the model that it replaces, other finished
-pieces, and the journal of both."""
+pieces, the journal of both, and what another program keeps there, which is its own to tidy."""
 _TYPES = {
     LOCK: (stat.S_ISREG,), JOURNAL: (stat.S_ISREG,), NEW: (stat.S_ISDIR, stat.S_ISREG),
-    OLD: (stat.S_ISDIR,), WORK: (stat.S_ISDIR,),
+    OLD: (stat.S_ISDIR,), WORK: (stat.S_ISDIR,), STATES: (stat.S_ISDIR,),
 }  # fmt: skip
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """Answers of file systems without locks, such as those of some networks."""

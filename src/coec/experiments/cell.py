@@ -25,7 +25,7 @@ from coec.evaluation.perplexity import (
 )
 from coec.evaluation.zero_shot import check_tasks, zero_shot
 from coec.experiments.grid import Cell, Subject
-from coec.experiments.rows import CONTROL, Row, read
+from coec.experiments.rows import CONTROL, RECOVER, Row, read
 from coec.models.dense import Dense
 from coec.pipeline.prune import prune
 from coec.pipeline.report import Report
@@ -266,10 +266,11 @@ def head(cell: Cell) -> Row:
         ResultsError: no row can hold them.
     """
     dense: RowFields = {"sparsity": 0.0, "selection": None, "compensation": "dense", "options": {}}
+    trained = {} if cell.recover is None else {RECOVER: cell.recover}
     return read({
         "cell": cell.id, "grids": list(cell.grids), "labels": cell.labels, "status": "done",
         "error": None, "model": cell.subject.label, "path": cell.subject.path,
-        "settings": cell.recipe.record() if cell.recipe else dense,
+        "settings": (cell.recipe.record() if cell.recipe else dense) | trained,
     })  # fmt: skip
 
 
@@ -282,8 +283,10 @@ def _measured(job: CellJob) -> RowFields:
     if job.cell.recipe is not None:
         report = _pruned_model(job, job.cell.recipe)
         model = Dense.open(job.folder)
+        if (tokens := job.cell.recover) is not None:
+            model = _recovered(job, job.cell.recipe, tokens)
         row = {
-            "settings": report.recipe,
+            "settings": report.recipe | ({} if tokens is None else {RECOVER: tokens}),
             "parameters": report.plan["parameters"],
             "calibration": report.calibration,
             "sites": [{n: site[n] for n in _SITE_FIELDS if n in site} for site in report.sites],
@@ -329,6 +332,23 @@ def _pruned_model(job: CellJob, recipe: Recipe) -> Report:
         return prune(job.dense, job.folder, recipe, statistics=statistics)
     except UnfinishedError:
         return prune(job.dense, job.folder, recipe, statistics=statistics, restart=True)
+
+
+def _recovered(job: CellJob, recipe: Recipe, tokens: int) -> Dense:
+    """Train a cell's pruned model on its calibration text; `job.folder` becomes the result."""
+    from coec.recovery.recover import recover
+
+    calibration, trained = recipe.calibration, job.folder.with_name(f"{job.folder.name}.recovered")
+    shutil.rmtree(trained, ignore_errors=True)
+    recover(
+        job.dense, job.folder, trained, text=calibration.source, tokens=tokens,
+        text_column=calibration.text_column, seq_len=calibration.seq_len, seed=calibration.seed,
+        device=job.device, restart=True,
+        trust_remote_code=recipe.runtime.trust_remote_code,
+    )  # fmt: skip
+    shutil.rmtree(job.folder)
+    trained.rename(job.folder)
+    return Dense.open(job.folder)
 
 
 def _add_geometry(sites: list[RowFields], measured: list[RowFields]) -> None:

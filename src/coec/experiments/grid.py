@@ -17,11 +17,21 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from coec.compensation import Method
 from coec.errors import OptionError, ResultsError
 from coec.experiments.declarations import READY_GRIDS, Declared, items
-from coec.experiments.rows import Count, Plain, Record, Text, did_you_mean, plain, read_as
+from coec.experiments.rows import (
+    RECOVER,
+    Count,
+    Plain,
+    Record,
+    Text,
+    did_you_mean,
+    plain,
+    read_as,
+)
 from coec.planning.recipe import Recipe, by_name, read_toml
 from coec.settings import NAMES, OPTIONS, Pruning
 from coec.settings.fields import RENAMED
 from coec.settings.presets import with_preset
+from coec.settings.recovery import token_count
 
 _MOST_CELLS = 100_000
 """Cells of one grid: more would take years."""
@@ -73,6 +83,7 @@ class Cell:
 
     Attributes:
         recipe: settings of the pruning; None measures the dense model itself.
+        recover: tokens that the pruned model is trained on before it is measured; None for none.
         labels: its row's name by grid, where it has one.
         declared: declarations of the whole file's grids.
         explicit: names of the settings that were given; None for those that differ from their
@@ -85,6 +96,7 @@ class Cell:
     labels: dict[str, str] = field(default_factory=dict)
     declared: Declared = field(default_factory=Declared, compare=False, repr=False)
     explicit: frozenset[str] | None = field(default=None, compare=False, repr=False)
+    recover: int | None = None
 
     @property
     def runs_model(self) -> bool:
@@ -111,7 +123,9 @@ class Cell:
                 recipe["solve_dtype"] = "float64"  # as on a CPU, and once by default
         evaluation = self.subject.evaluation.model_dump()
         evaluation["trust_remote_code"] = False  # as in the recipe
-        content = [self.subject.label, evaluation, recipe]
+        content: list[Any] = [self.subject.label, evaluation, recipe]
+        if self.recover is not None:
+            content.append(self.recover)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -134,7 +148,7 @@ class _Table(Record):
             raise ValueError("must be a table of settings")
         names = by_name(table, "a table")
         for name, key in names.items():
-            if name not in NAMES | cls.model_fields.keys():
+            if name not in NAMES | cls.model_fields.keys() | {RECOVER}:
                 hint = did_you_mean(name, [*NAMES, *cls.model_fields])
                 raise OptionError(f"unknown key '{key}'{hint}")
         return {name: table[key] for name, key in names.items()}
@@ -246,10 +260,15 @@ class Grid:
                 place = dict(zip(axes, values, strict=True))
                 settings = {**self.fixed, **defaults, **place, **linked}
                 try:
+                    tokens = settings.pop(RECOVER, 0)
+                    recover = None if tokens in (0, "0") else token_count(tokens)
                     recipe = Recipe(**_without_idle(settings, linked))
                 except OptionError as error:
                     raise OptionError(f"grid '{self.name}': {error}") from error
-                yield Cell(subject, recipe, (self.name,), labels, explicit=frozenset(settings))
+                explicit = frozenset(settings)
+                yield Cell(
+                    subject, recipe, (self.name,), labels, explicit=explicit, recover=recover
+                )
 
 
 def _without_idle(settings: SettingTable, linked: SettingTable) -> SettingTable:

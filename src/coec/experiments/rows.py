@@ -26,7 +26,9 @@ NO_REASON = "no reason recorded"
 """Reason of a cell that failed without one."""
 CONTROL = re.compile("[\x00-\x1f\ud800-\udfff\ufffe\uffff]")
 """Characters that UTF-8, the drawings of a page or a line cannot hold."""
-SETTING_NAMES = tuple(setting.name for setting in (*RECIPE, *OPTIONS))
+RECOVER = "recover"
+"""Key of the tokens that a cell's pruned model is trained on before it is measured."""
+SETTING_NAMES = (*(setting.name for setting in (*RECIPE, *OPTIONS)), RECOVER)
 _RENAMED_FIELDS = {"rebuilding": "reconstruction"}
 _Value = TypeVar("_Value")
 
@@ -120,7 +122,7 @@ RowSettings: Any = create_model(
     "RowSettings", __base__=_Settings, __module__=__name__,
     **_FIELDS["recipe"]
     | {"sparsity": (Fraction, ...), "compensation": (Text, ...)}
-    | {"options": (RowOptions | None, None)},
+    | {"options": (RowOptions | None, None), RECOVER: (Count | None, None)},
 )  # fmt: skip
 """Settings of a cell, defaults included, with the options of its compensation; the dense model's
 own row has sparsity 0 and compensation `dense`."""

@@ -182,6 +182,28 @@ def stacked(tensors: Mapping[str, Tensor], names: ExpertNames | None) -> dict[st
     return state
 
 
+def unstacked(state: Mapping[str, Tensor], names: ExpertNames | None) -> dict[str, Tensor]:
+    """Take a running model's tensors apart as checkpoints have them: inverse of `stacked`."""
+    if names is None:
+        return dict(state)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        prefix, suffix = _split(name, names.module)
+        parameter = suffix.removeprefix("experts.")
+        if not suffix:
+            tensors[name] = tensor
+        elif parameter in _STACKED:
+            halves = parameter == _STACKED[0]
+            for expert, matrix in enumerate(tensor):
+                parts = matrix.chunk(2) if halves else (matrix,)
+                for module, part in zip((names.gate, names.up) if halves else (names.down,), parts):
+                    stored = f"{prefix}{names.stored}.experts.{expert}.{module}.weight"
+                    tensors[stored] = part.contiguous()
+        else:
+            tensors[f"{prefix}{names.stored}.{suffix}"] = tensor
+    return tensors
+
+
 def _split(name: str, module: str) -> tuple[str, str]:
     """Split a tensor's name around that of a module of its block; empty if it is in no such."""
     match = re.fullmatch(rf"((?:model\.layers\.\d+\.)?){re.escape(module)}\.(.+)", name)

@@ -120,7 +120,7 @@ Errors are on the calibration data; they say nothing about other text. Evaluate 
 ## Recipe
 
 {_recipe(report)}
-
+{_recovered(report)}
 ## Loads in
 
 {loaders}
@@ -184,6 +184,31 @@ def _held_out(report: Report) -> str:
     seq_len = report.calibration["seq_len"]
     line = f"| {windows} | × {seq_len:,} | {pruned:.4g} | {dense:.4g} | ×{pruned / dense:.3f} | | |"
     return f"\n{_measured([line])}"
+
+
+def _recovered(report: Report) -> str:
+    """Return what every training of the pruned model was, and what it gave; "" without any."""
+    if not report.recoveries:
+        return ""
+    lines = ["", "## Recovered", "", "The errors above are those before this training.", ""]
+    for record in report.recoveries:
+        judged = record["held_out"]
+        gain = f"KL to the dense model {judged['before']:.4f} → {judged['after']:.4f}"
+        if not record["improved"]:
+            gain = f"KL to the dense model {judged['before']:.4f}, which no state was below"
+        weights = f"additions of rank {record['lora']}" if record["lora"] else "all weights"
+        lines.append(
+            f"- {weights}, {record['tokens']:,} tokens of `{record['text']['source']}` "
+            f"({record['passes']:.2g} passes): {gain} on {judged['windows']} windows of "
+            f"{record['seq_len']:,} tokens that were not trained on"
+        )
+    record = report.recoveries[-1]
+    flags = {name: record[name] for name in ("tokens", "lora", "teacher", "seq_len", "seed")}
+    flags |= {name: record[name] for name in ("learning_rate", "cross_entropy", "batch_size")}
+    given = [_flag(name, value) for name, value in flags.items() if value is not None]
+    text = _flag("text", record["text"]["source"].partition(" ")[0])
+    command = " \\\n    ".join(["coec recover DENSE PRUNED OUT", text, *given])
+    return "\n".join([*lines, "", "```sh", command, "```", ""])
 
 
 def _dense(report: Report) -> str:

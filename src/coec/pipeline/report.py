@@ -32,6 +32,7 @@ class Report:
         seconds: wall-clock time by phase.
         environment: versions and device.
         origin: what the dense model is called, and what its card says of licence and language.
+        recoveries: what every training of the pruned model was, and what it gave.
     """
 
     model: str
@@ -45,6 +46,7 @@ class Report:
     environment: dict[str, str]
     reconstruction: JsonDict = field(default_factory=dict)
     origin: JsonDict = field(default_factory=dict)
+    recoveries: list[JsonDict] = field(default_factory=list)
 
     def as_dict(self) -> JsonDict:
         """Return the report without places: no output folder, and no folders of what was read."""
@@ -81,7 +83,7 @@ class Report:
         """Return the report of a folder that `prune` wrote; raises ModelError where it is none."""
         path = Path(folder) / REPORT
         try:
-            record = {"reconstruction": {}, "origin": {}, **parse_json(path)}
+            record = {"reconstruction": {}, "origin": {}, "recoveries": [], **parse_json(path)}
             hints = get_type_hints(cls)
             del hints["out"]
             for name, hint in hints.items():

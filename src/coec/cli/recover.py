@@ -1,0 +1,142 @@
+"""`coec recover`: what training would take, for `--dry-run`, and what it gave."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coec.cli import common
+from coec.cli.common import CommandFlag, Switch, Values
+from coec.cli.progress import showing_progress
+from coec.settings.recovery import Recovery
+
+if TYPE_CHECKING:
+    from coec.pipeline.report import Report
+
+_TABLE = Recovery.table()
+_FLAGS = [
+    CommandFlag(row.name, str, row.text, metavar="N") if row.name == "tokens" else row
+    for row in _TABLE
+]
+
+
+@common.with_flags(
+    *_FLAGS,
+    Switch("dry_run", "Print memory, speed and disk of every way to train; no weights are read."),
+    CommandFlag(
+        "machine", str,
+        "With --dry-run: plan for a GPU by its data sheet (h100, h200, a100, l40s, rtx4090, "
+        "rtx3090) instead of for this machine.", metavar="NAME",
+    ),
+    Switch("force", "Replace the model that OUT holds."),
+    common.RESTART, common.TRUST_REMOTE_CODE, common.QUIET, common.JSON,
+)  # fmt: skip
+def recover_command(
+    dense: Annotated[str, common.argument("The dense model: folder or hub name.", "DENSE")],
+    pruned: Annotated[str, common.argument("What coec made of it.", "PRUNED")],
+    out: Annotated[
+        Path | None, common.argument("Folder to make; --dry-run needs none.", "OUT")
+    ] = None,
+    **flags: Any,
+) -> None:
+    """Train PRUNED to predict as DENSE does, and write the best state to OUT.
+
+    Windows that are not trained on decide; OUT is never worse than PRUNED on them. Interrupted or
+    killed, the same command goes on. On several GPUs: accelerate launch --module coec recover …
+    """
+    if not flags["dry_run"]:
+        if out is None:
+            raise typer.BadParameter("OUT is missing (only --dry-run works without)")
+        if flags["machine"] is not None:
+            raise typer.BadParameter("--machine goes with --dry-run")
+    common.quieten()
+    chosen = common.given(flags, _TABLE)
+    if out is None or flags["dry_run"]:
+        _show_ways(dense, pruned, chosen, flags)
+        return
+    from coec.recovery import recover
+    from coec.recovery.processes import is_first
+
+    handling = common.given(flags, ("force", "restart", "trust_remote_code"))
+    quiet = flags["quiet"] or not is_first()
+    with showing_progress(quiet) as advance:
+        report = recover(dense, pruned, out, progress=advance, **handling, **chosen)
+    if is_first():
+        show_recovery(report, flags["json"])
+
+
+def show_recovery(report: "Report", as_json: bool) -> None:
+    """Print what a training gave, in lines or as one JSON object."""
+    if as_json:
+        print(json.dumps({"out": report.out, **report.as_dict()}))
+        return
+    record = report.recoveries[-1]
+    text, judged = record["text"], record["held_out"]
+    weights = "all weights" if record["lora"] is None else f"additions of rank {record['lora']}"
+    common.results.print(f"wrote {report.out}")
+    common.results.print(
+        f"trained          {weights} on {record['tokens']:,} tokens of {text['source']} "
+        f"({record['passes']:.2g} passes), learning rate {record['learning_rate']:.2g}"
+    )
+    windows = f"{judged['windows']} windows that were not trained on"
+    if record["improved"]:
+        gain = 1 - judged["after"] / judged["before"]
+        common.results.print(
+            f"KL to dense      {judged['before']:.4f} → {judged['after']:.4f} (−{gain:.0%}) on "
+            f"{windows}"
+        )
+    else:
+        common.results.print(
+            f"KL to dense      {judged['before']:.4f}: no state was better on {windows}, and the "
+            "weights are those of the start; give more text, or a lower --learning-rate"
+        )
+    if record["tokens"] < 0.9 * record["asked"]:
+        common.results.print(
+            f"the text has {text['windows'] * record['seq_len']:,} tokens, which were read "
+            f"{record['passes']:.2g} times, and {record['asked']:,} were asked for: more text "
+            "gives more"
+        )
+    common.results.print(f"seconds          {record['seconds']:.1f}")
+    common.results.print(f"measure it: coec eval {report.out} --baseline {report.model}")
+
+
+def _show_ways(dense: str, pruned: str, settings: Values, flags: Mapping[str, Any]) -> None:
+    """Print every way to train: its memory, speed and disk, and whether it fits."""
+    import torch
+
+    from coec import planning
+    from coec.devices import FreeMemory, choose_device
+    from coec.events import duration
+    from coec.recovery import plan
+
+    recovery = Recovery.of(settings)
+    if flags["machine"] is not None:
+        machine = planning.machine_named(flags["machine"])
+        device, free = torch.device(machine.device), machine.device_bytes
+    else:
+        device = choose_device(recovery.device)
+        free = FreeMemory.of(device).computing
+        with showing_progress(flags["quiet"]) as advance:
+            machine = planning.this_machine(device, progress=advance)
+    ways = plan.footprints(dense, pruned, recovery, device, free)
+    rows, records = [], []
+    for way in ways:
+        speed = way.tokens_per_second(machine)
+        tokens = recovery.tokens or speed * 60 * (recovery.minutes or 0)
+        fits = free is None or way.bytes <= free
+        records.append({
+            "way": way.flags, "fits": fits, "memory": way.memory, "bytes": way.bytes,
+            "disk": way.disk, "tokens_per_second": speed, "seconds": tokens / speed,
+        })  # fmt: skip
+        rows.append((
+            ("→ " if way is ways[0] else "  ") + way.flags, f"{way.bytes / 1e9:.2f} GB",
+            "yes" if fits else "no", f"{speed:,.0f}", duration(tokens / speed),
+            f"{way.disk / 1e9:.2f} GB",
+        ))  # fmt: skip
+    if flags["json"]:
+        print(json.dumps({"device": machine.name, "free": free, "ways": records}))
+        return
+    common.show_table(("", "memory", "fits", "tokens/s", "time", "disk meanwhile"), rows)
+    common.results.print(f"\nof {'' if free is None else f'{free / 1e9:.1f} GB of '}{machine.name}")

@@ -1,0 +1,205 @@
+"""A recovery, checked: its models, its settings, and the networks that are made of them."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from coec.calibration.tokens import check_same_tokenizer
+from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len, source_digest
+from coec.devices import FreeMemory, choose_device, choose_forward_dtype, computed_by
+from coec.errors import ModelError, OptionError
+from coec.execution.output import check_space, partial_of
+from coec.models.dense import Dense
+from coec.models.files import JsonDict
+from coec.models.surgery import cast, stacked, unstacked
+from coec.pipeline.report import REPORT, Report
+from coec.recovery import plan
+from coec.recovery import text as texts
+from coec.settings.recovery import Recovery
+
+RATE, LORA_FACTOR = 0.16, 10
+"""The learning rate in root mean squares of the weights times √(start / width), where `start` is
+the divergence in nats, one at most; and that of low-rank additions in learning rates.
+
+Adam changes every entry of a matrix by about its rate, all together by a matrix of low rank, whose
+size is therefore √width times that; and what is near its end needs shorter steps (docs/RECOVER.md).
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A recovery, checked.
+
+    Attributes:
+        report: of the pruning.
+        recovery: the settings.
+        checkpointing: True where activations are computed again.
+        trust: lets the tokenizer run its own code.
+    """
+
+    dense: Dense
+    pruned: Dense
+    report: Report
+    recovery: Recovery
+    seq_len: int
+    device: torch.device
+    checkpointing: bool
+    out: Path
+    trust: bool
+
+    @property
+    def narrow(self) -> bool:
+        """True where weights are float32 and products bfloat16: on a GPU, for narrow models."""
+        return self.device.type == "cuda" and self.pruned.dtype.itemsize == 2
+
+    def rate(self, start: float) -> float:
+        """Peak of the learning rate, unless it is given by the weights of the first block.
+
+        Args:
+            start: divergence of the pruned model on held-out windows.
+        """
+        if self.recovery.learning_rate is not None:
+            return self.recovery.learning_rate
+        first = self.pruned.tensors(self.pruned.layout.blocks[0]).values()
+        sizes = [float(t.float().square().mean().sqrt()) for t in first if t.ndim == 2]
+        rate = RATE * median(sizes) * math.sqrt(min(start, 1.0) / self.dense.shape.hidden)
+        return rate * (1 if self.recovery.lora is None else LORA_FACTOR)
+
+    @property
+    def at_once(self) -> int:
+        """Largest number of windows whose logits are in memory together."""
+        return plan.windows_at_once(self.dense, self.seq_len)
+
+    @property
+    def partial(self) -> Path:
+        """The folder of unfinished work."""
+        return partial_of(self.out)
+
+    @property
+    def identity(self) -> JsonDict:
+        """All that determines the result; an unfinished run must agree in it."""
+        return {
+            "recovery": identity_of(self.recovery),
+            "dense": self.dense.digest,
+            "pruned": self.pruned.digest,
+            "computed_by": computed_by(self.device),
+        }
+
+    def teacher(self) -> PreTrainedModel:
+        """The dense model, in memory."""
+        dtype = choose_forward_dtype(None, self.dense.dtype, self.device, summed=True)
+        return self.dense.network(self.device, dtype).requires_grad_(requires_grad=False)
+
+    def network(self, tensors: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
+        """The pruned model as it is used, with its own weights or others by their stored names."""
+        dtype = choose_forward_dtype(None, self.pruned.dtype, self.device, summed=True)
+        network = self.pruned.network(self.device, dtype)
+        if tensors is not None:
+            state = stacked(tensors, self.pruned.architecture.blocks.experts)
+            network.load_state_dict(state, strict=not self.pruned.tied)
+        return network
+
+    def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors that a checkpoint stores of a student's state, in the dtypes of the start."""
+        student = self.student(torch.device("cpu"))
+        student.load_state_dict(state, assign=True)
+        if self.recovery.lora is not None:
+            student = student.merge_and_unload()
+        tensors = unstacked(student.state_dict(), self.pruned.architecture.blocks.experts)
+        files = self.pruned.files
+        return {name: cast(tensors[name], self.pruned.tensor(name).dtype, name) for name in files}
+
+    def student(self, device: torch.device | None = None) -> Any:
+        """The pruned model, in memory, ready to be trained: with additions where those are."""
+        device = device or self.device
+        rank = self.recovery.lora
+        if rank is None:
+            return self.pruned.network(device, torch.float32)
+        import peft
+
+        dtype = choose_forward_dtype(None, self.pruned.dtype, self.device, summed=True)
+        network: Any = self.pruned.network(device, dtype)
+        added = peft.LoraConfig(
+            r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+        return peft.get_peft_model(network, added)
+
+
+def settings_of(settings: Mapping[str, Any]) -> Recovery:
+    """Read the settings of a recovery.
+
+    Raises:
+        OptionError: one is unknown or bad, or a package that trains is missing.
+    """
+    known = {item.name for item in Recovery.table()}
+    if unknown := sorted(settings.keys() - known):
+        raise OptionError(f"unknown setting '{unknown[0]}'; known: {', '.join(sorted(known))}")
+    recovery = Recovery.of(settings)
+    try:
+        import accelerate  # noqa: F401
+
+        if recovery.lora is not None:
+            import peft  # noqa: F401
+    except ImportError as error:
+        raise OptionError(
+            f"training needs {error.name}, which is not installed: pip install 'coec[recover]'"
+        ) from error
+    return recovery
+
+
+def checked(dense: Dense, pruned: Dense, target: Path, recovery: Recovery, *, trust: bool) -> Job:
+    """Check all that can be known before work.
+
+    Args:
+        target: the folder to make, without links.
+        trust: let the tokenizer run its own code.
+    """
+    report = check_kinship(dense, pruned, trust=trust)
+    positions = min(dense.positions, pruned.positions)
+    seq_len = resolve_seq_len(recovery.seq_len, positions, DEFAULT_SEQ_LEN)
+    device = choose_device(recovery.device)
+    free = FreeMemory.of(device).computing
+    ways = plan.footprints(dense, pruned, recovery, device, free)
+    plan.check_room(ways, free)
+    checkpointing = bool(ways[0].recovery.checkpointing)
+    check_space(target, ways[0].disk)
+    job = Job(dense, pruned, report, recovery, seq_len, device, checkpointing, target, trust)
+    check_text(dense, recovery, seq_len, trust=trust)
+    return job
+
+
+def check_kinship(dense: Dense, pruned: Dense, *, trust: bool) -> Report:
+    """Return the report of the pruned model; raises ModelError unless it was made from `dense`."""
+    if not (pruned.folder / REPORT).is_file():
+        raise ModelError(
+            f"no {REPORT} in '{pruned.folder}': PRUNED must be a folder that coec made"
+        )
+    report = Report.read(pruned.folder)
+    check_same_tokenizer(pruned.folder, dense.folder, trust_remote_code=trust)
+    if dense.digest != report.model_sha256:
+        raise ModelError(
+            f"'{pruned.folder}' was not made from '{dense.folder}', whose weights are others: give "
+            f"the dense model that its {REPORT} names ('{report.model}')"
+        )
+    pruned.check_values()
+    return report
+
+
+def check_text(dense: Dense, recovery: Recovery, seq_len: int, *, trust: bool) -> None:
+    """Raise CoecError unless the text can be read, and has two windows."""
+    if not recovery.own:
+        texts.read_windows(dense, recovery, seq_len, 2, trust_remote_code=trust)
+
+
+def identity_of(recovery: Recovery) -> JsonDict:
+    """Settings that determine a result; the text by its content."""
+    record = recovery.record()
+    del record["device"]
+    return record | {"text": source_digest(recovery.text)}

@@ -1,0 +1,240 @@
+"""What a recovery takes: memory by purpose, speed and disk, from the two configurations alone."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len
+from coec.devices import (
+    FreeMemory,
+    choose_device,
+    choose_forward_dtype,
+    resident_bytes,
+    stored_dtype,
+)
+from coec.errors import OptionError
+from coec.models.description import Description
+from coec.models.layout import Layout
+from coec.planning.machines import Machine, Work
+from coec.recovery.text import TOP, windows_needed
+from coec.settings.recovery import Recovery
+
+LOGITS_AT_ONCE = 2**24
+"""Logits of each model that are in memory together."""
+USUAL_RANK = 16
+"""Rank of the low-rank additions that a refusal proposes."""
+_TRAINED, _STATE = 16, 12
+"""Bytes of a trained number in memory (itself, its derivative and two moments, in float32), and in
+a saved state."""
+_STATES = 3
+"""Saved states that are on the disk together."""
+_REFUSED = 0.8
+"""Part of an estimate from which a run is refused: less than it needs in any case."""
+_ROOM = 0.9
+"""Part of the free memory that activations may fill before they are computed again instead."""
+_HIDDEN, _QUERIES, _CHANNELS = 8, 4, 4
+"""Activations that a block keeps for its derivatives, for each token, in hidden sizes, in sizes of
+all query heads, and in MLP channels."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Memory, speed and disk of one way to train.
+
+    Attributes:
+        recovery: the settings, `checkpointing` decided.
+        memory: bytes on the device that computes, by purpose.
+        host: bytes on the host, where that is another.
+        disk: bytes of unfinished work.
+        work: of one token.
+    """
+
+    recovery: Recovery
+    memory: dict[str, int]
+    host: int
+    disk: int
+    work: tuple[Work, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Memory at its fullest moment."""
+        return sum(self.memory.values())
+
+    @property
+    def flags(self) -> str:
+        """The settings that make this way, in words."""
+        rank, teacher = self.recovery.lora, self.recovery.teacher
+        weights = "all weights" if rank is None else f"lora={rank}"
+        kept = ", activations computed again" if self.recovery.checkpointing else ""
+        return f"{weights}{', teacher=stored' if teacher == 'stored' else ''}{kept}"
+
+    def tokens_per_second(self, machine: Machine) -> float:
+        """Speed on a machine; held-out windows, reading and writing are left out."""
+        return 1 / machine.seconds(self.work)
+
+
+def windows_at_once(model: Description, seq_len: int) -> int:
+    """Return the largest number of windows whose logits are in memory together."""
+    return max(1, LOGITS_AT_ONCE // (seq_len * model.vocabulary))
+
+
+def footprint(
+    dense: Description,
+    pruned: Description,
+    recovery: Recovery,
+    seq_len: int,
+    device: torch.device,
+    free: int | None,
+) -> Footprint:
+    """Estimate one way to train; activations are computed again where they would not fit.
+
+    Args:
+        free: bytes of the device; None where nobody knows.
+    """
+    kept = replace(recovery, checkpointing=bool(recovery.checkpointing))
+    estimate = _estimate(dense, pruned, kept, seq_len, device)
+    if recovery.checkpointing is None and free is not None and estimate.bytes > _ROOM * free:
+        again = replace(recovery, checkpointing=True)
+        return _estimate(dense, pruned, again, seq_len, device)
+    return estimate
+
+
+def footprints(
+    dense: str | Path | Description,
+    pruned: str | Path | Description,
+    recovery: Recovery,
+    device: torch.device,
+    free: int | None,
+) -> list[Footprint]:
+    """Estimate the way that the settings ask for, and behind it those that take less memory."""
+    before, after = Description.read(dense), Description.read(pruned)
+    seq_len = resolve_seq_len(
+        recovery.seq_len, min(before.positions, after.positions), DEFAULT_SEQ_LEN
+    )
+    rank = recovery.lora or USUAL_RANK
+    settings = [recovery, replace(recovery, lora=rank)]
+    if recovery.minutes is None:
+        settings.append(replace(recovery, lora=rank, teacher="stored"))
+    return [footprint(before, after, way, seq_len, device, free) for way in dict.fromkeys(settings)]
+
+
+def check_plan(dense: Description, pruned: Description, recovery: Recovery) -> Recovery:
+    """Return the settings, `checkpointing` decided; raises OptionError where memory is short."""
+    device = choose_device(recovery.device)
+    free = FreeMemory.of(device).computing
+    ways = footprints(dense, pruned, recovery, device, free)
+    check_room(ways, free)
+    return ways[0].recovery
+
+
+def check_room(ways: list[Footprint], free: int | None) -> None:
+    """Raise OptionError where the first way to train does not fit, and say which other would."""
+    chosen, *others = ways
+    if free is None or _REFUSED * chosen.bytes <= free:
+        return
+    fitting = [way for way in others if way.bytes <= free and way.bytes < chosen.bytes]
+    advice = "shorter windows (seq_len=N), or a GPU with more memory"
+    if fitting:
+        needed = " or ".join(f"{way.flags} ({_gigabytes(way.bytes)})" for way in fitting)
+        advice = f"what fits is {needed}"
+    raise OptionError(
+        f"training {chosen.flags} needs about {_gigabytes(chosen.bytes)}, "
+        f"{_gigabytes(free)} are free: {advice}"
+    )
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.1f} GB"
+
+
+def _estimate(
+    dense: Description, pruned: Description, recovery: Recovery, seq_len: int, device: torch.device
+) -> Footprint:
+    on_host = device.type == "cpu"
+    narrow = not on_host and stored_dtype(pruned.config).itemsize == 2
+    compute = 2 if narrow else 4
+    teacher_dtype = choose_forward_dtype(None, stored_dtype(dense.config), device, summed=True)
+    at_once = min(recovery.batch_size, windows_at_once(dense, seq_len))
+    tokens, vocabulary = at_once * seq_len, dense.vocabulary
+    trained = pruned.parameters if recovery.lora is None else _added(pruned, recovery.lora)
+    weights = _TRAINED * trained
+    if recovery.lora is not None or narrow:
+        weights += pruned.parameters * compute
+    stored = recovery.teacher == "stored"
+    logits = (2 * 4 + compute * narrow + (0 if stored else teacher_dtype.itemsize)) * vocabulary
+    memory = {
+        "program": resident_bytes() if on_host else 0,
+        "student": weights,
+        "teacher": 0 if stored else dense.parameters * teacher_dtype.itemsize,
+        "activations": tokens * _active(pruned, compute, recovery),
+        "logits": tokens * logits + 3 * 4 * min(LOGITS_AT_ONCE, tokens * vocabulary),
+    }
+    count = windows_needed(recovery.tokens or 0, seq_len)
+    predictions = 6 * TOP * count * seq_len if stored else 0
+    state = _STATE * trained * _STATES
+    return Footprint(
+        recovery, memory, 0 if on_host else resident_bytes() + 8 * pruned.parameters,
+        4 * count * seq_len + predictions + state,
+        tuple(_work(dense, pruned, recovery, tokens, seq_len, compute)),
+    )  # fmt: skip
+
+
+def _added(model: Description, rank: int) -> int:
+    """Number of parameters of low-rank additions to every linear layer of the blocks."""
+    return sum(
+        rank * sum(shape) for name, shape in _matrices(model).items() if ".experts." not in name
+    )
+
+
+def _matrices(model: Description) -> Mapping[str, torch.Size]:
+    blocks = tuple(block.prefix for block in model.layout.blocks)
+    return {
+        name: shape for name, shape in model.shapes.items()
+        if len(shape) == 2 and name.startswith(blocks)
+    }  # fmt: skip
+
+
+def _active(model: Description, compute: int, recovery: Recovery) -> int:
+    """Bytes that one token's derivatives need in all blocks; of one block if computed again."""
+    shape, hidden = model.shape, model.shape.hidden
+    sizes: dict[int, int] = dict.fromkeys((block.index for block in model.layout.blocks), 0)
+    for site in model.layout.sites:
+        times = _QUERIES if site.value is not None else _CHANNELS
+        sizes[site.block] += times * site.columns
+    norms = 2 * 4 * hidden if compute < 4 else 0
+    every = [compute * (_HIDDEN * hidden + size) + norms for size in sizes.values()]
+    if recovery.checkpointing:
+        return max(every) + shape.layers * compute * hidden
+    return sum(every)
+
+
+def _work(
+    dense: Description,
+    pruned: Description,
+    recovery: Recovery,
+    tokens: int,
+    seq_len: int,
+    compute: int,
+) -> list[Work]:
+    """Return products and elementwise traffic of one token, by the sizes of a whole batch."""
+    dtype = "bfloat16" if compute == 2 else "float32"
+    passes = 3 if recovery.lora is None else 2
+    passes += bool(recovery.checkpointing)
+    work: list[Work] = []
+    for model, times in ((pruned, passes), (dense, int(recovery.teacher != "stored"))):
+        matrices = [
+            *_matrices(model).values(),
+            model.shapes.get(Layout.head, model.shapes[Layout.embedding]),
+        ]
+        work += [
+            Work("product", 2.0 * shape.numel(), math.cbrt(shape.numel() * tokens), times, dtype)
+            for shape in matrices
+        ]
+        moved = _active(model, compute, replace(recovery, checkpointing=False))
+        work.append(Work("elementwise", 3.0 * moved * times, tokens * moved / 8))
+    per_step = recovery.batch_size * seq_len
+    work.append(Work("elementwise", 28.0 * pruned.parameters / per_step, 4.0 * pruned.parameters))
+    return work

@@ -1,0 +1,48 @@
+"""The processes of one training: this one alone, or all that `accelerate launch` started."""
+
+import os
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Number of processes, and which of them this one is.
+
+    Attributes:
+        rank: 0 is the process that reads texts and writes files.
+    """
+
+    count: int
+    rank: int
+
+    @classmethod
+    def here(cls, device: torch.device) -> "Processes":
+        """Join the others, if there are any."""
+        from accelerate import PartialState
+
+        state = PartialState(cpu=device.type == "cpu")
+        return cls(state.num_processes, state.process_index)
+
+    @property
+    def first(self) -> bool:
+        """True for the process that writes."""
+        return self.rank == 0
+
+    def agree(self, value: _T) -> _T:
+        """Return the value of the first process, in all of them."""
+        if self.count == 1:
+            return value
+        from accelerate.utils import broadcast_object_list
+
+        values: list[Any] = [value]
+        return broadcast_object_list(values)[0]
+
+
+def is_first() -> bool:
+    """True unless this process is another than the first of several; imports nothing."""
+    return os.environ.get("RANK", "0") == "0"

@@ -1,0 +1,216 @@
+"""One training, from its text to the tensors of its result, in one process or in each of several.
+
+Finished pieces are in the journal and the Trainer's states beside it.
+"""
+
+import gc
+import shutil
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from coec.allocation.kept import KEPT
+from coec.devices import environment
+from coec.events import RESUMING, Progress
+from coec.execution.journal import Journal
+from coec.execution.output import STATES, WORK
+from coec.models.files import INDEX, JsonDict, write_tensors
+from coec.models.folder import CONFIG, carry_files
+from coec.models.non_uniform import FILE as CODE
+from coec.recovery import text as texts
+from coec.recovery import training
+from coec.recovery.job import Job
+from coec.recovery.processes import Processes
+from coec.recovery.text import Examples, Text
+from coec.recovery.training import Schedule
+
+
+def train(
+    job: Job, pieces: Journal | None, processes: Processes, progress: Progress | None
+) -> JsonDict:
+    """Train, put everything but the report into the journal, and return the account of it."""
+    began = time.perf_counter()
+    stored = job.recovery.teacher == "stored"
+    dense = job.teacher()
+    text, tokens = Text(job.partial / WORK / "text.npy", job.recovery.seed), 0
+    if pieces is not None:
+        tokens = _budget(job, pieces, dense, processes)
+        _put_text(job, pieces, text, tokens, dense, progress)
+        if stored:
+            _put_predictions(pieces, text, dense, progress)
+    tokens = processes.agree(tokens)
+    teacher = None if stored else dense
+    del dense
+    gc.collect()
+    files = _prediction_files(job.partial, text) if stored else []
+    train, judge = (Examples(text, rows, files) for rows in text.split())
+    schedule = Schedule.of(
+        min(tokens, texts.PASSES * len(train) * job.seq_len), job.seq_len,
+        job.recovery.batch_size, job.at_once, processes.count,
+    )  # fmt: skip
+    if pieces is not None and "start" not in pieces:
+        start = training.divergence(job.network(), teacher, judge)
+        pieces.note("start", kl=start)
+    before = float(processes.agree(0.0 if pieces is None else pieces.facts("start")["kl"]))
+    rate = job.rate(before)
+    trainer = _trainer(job, pieces, schedule, rate, teacher, train, judge, progress)
+    states = job.partial / STATES
+    durable = [] if pieces is None else pieces.every("state")
+    last = processes.agree(training.last_state(states, durable) if processes.first else None)
+    if progress and last is not None:
+        done = int(last.rpartition("-")[2])
+        progress(f"{RESUMING} steps", done, schedule.steps)
+    trainer.train(resume_from_checkpoint=last)
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    curve = training.curve(trainer, schedule.batch * job.seq_len)
+    del trainer
+    gc.collect()
+    if pieces is None:
+        return {}
+    tensors = job.tensors({name: tensor.cpu() for name, tensor in state.items()})
+    del state
+    after = training.divergence(job.network(tensors), teacher, judge)
+    improved = after < before
+    _write(pieces, job, tensors if improved else None)
+    return {
+        **job.recovery.record(),
+        "text": pieces.facts("text")["record"],
+        "tokens": schedule.steps * schedule.batch * job.seq_len,
+        "asked": tokens,
+        "passes": schedule.steps * schedule.batch / len(train),
+        "steps": schedule.steps,
+        "batch_size": schedule.batch,
+        "seq_len": job.seq_len,
+        "learning_rate": rate,
+        "processes": processes.count,
+        "held_out": {"windows": len(judge), "before": before, "after": min(after, before)},
+        "improved": improved,
+        "curve": curve,
+        "start_sha256": job.pruned.digest,
+        "seconds": time.perf_counter() - began,
+        "environment": environment(str(job.device)),
+    }
+
+
+def _budget(job: Job, pieces: Journal, teacher: PreTrainedModel, processes: Processes) -> int:
+    """Return the tokens to train on: as asked, or as many as the minutes are enough for."""
+    if job.recovery.minutes is None:
+        return int(job.recovery.tokens)
+    if "budget" not in pieces:
+        at_once = min(job.at_once, job.recovery.batch_size)
+        speed = processes.count * training.tokens_per_second(
+            job.student(), teacher, at_once, job.seq_len, narrow=job.narrow
+        )
+        pieces.note("budget", tokens=max(1, int(60 * speed * job.recovery.minutes)))
+    return int(pieces.facts("budget")["tokens"])
+
+
+def _put_text(
+    job: Job,
+    pieces: Journal,
+    text: Text,
+    tokens: int,
+    teacher: PreTrainedModel,
+    progress: Progress | None,
+) -> None:
+    """Put the windows of the text into the journal; those of the model's own group by group."""
+    if "text" in pieces:
+        return
+    count = texts.windows_needed(tokens, job.seq_len)
+    if not job.recovery.own:
+        ids, record = texts.read_windows(
+            job.dense, job.recovery, job.seq_len, count, trust_remote_code=job.trust,
+            progress=progress,
+        )  # fmt: skip
+    else:
+        parts = []
+        for number, size in enumerate(texts.group_sizes(count)):
+            name, path = f"text {number}", pieces.work / f"text-{number:05}.npy"
+            if name not in pieces:
+                written = texts.write_group(
+                    job.dense, teacher, number, size, job.seq_len, job.recovery.seed,
+                    trust_remote_code=job.trust,
+                )  # fmt: skip
+                pieces.put(name, path, partial(texts.save_windows, written))
+            parts.append(texts.load_windows(path))
+            if progress:
+                progress("writing text", sum(map(len, parts)), count)
+        ids = torch.cat(parts)
+        record = {"source": "self", "windows": len(ids), "text_sha256": ""}
+    pieces.put("text", text.path, partial(texts.save_windows, ids), record=record)
+
+
+def _prediction_files(folder: Path, text: Text) -> list[Path]:
+    """Return the files that keep the teacher's predictions, one for each group of windows."""
+    count = len(texts.group_sizes(len(text.windows)))
+    return [folder / WORK / f"teacher-{number:05}.safetensors" for number in range(count)]
+
+
+def _put_predictions(
+    pieces: Journal, text: Text, teacher: PreTrainedModel, progress: Progress | None
+) -> None:
+    """Put what is kept of the teacher's predictions into the journal."""
+    windows = torch.from_numpy(text.windows.astype("int64"))
+    done = 0
+    files = _prediction_files(pieces.partial, text)
+    for number, (path, ids) in enumerate(zip(files, windows.split(texts.GROUP), strict=True)):
+        if f"teacher {number}" not in pieces:
+            write = partial(texts.save_predictions, teacher, ids)
+            pieces.put(f"teacher {number}", path, write)
+        done += len(ids)
+        if progress:
+            progress("storing predictions", done, len(windows))
+
+
+def _trainer(
+    job: Job,
+    pieces: Journal | None,
+    schedule: Schedule,
+    rate: float,
+    teacher: PreTrainedModel | None,
+    train: Examples,
+    judge: Examples,
+    progress: Progress | None,
+) -> training.Distillation:
+    """Return the Trainer of a student, which notes in the journal what states it saved."""
+
+    def saved(step: int) -> None:
+        if pieces is not None:
+            pieces.note(f"state {step}", state=step)
+
+    followed = training.Followed(schedule.batch * job.seq_len, saved, progress)
+    arguments = training.arguments(
+        job.partial / STATES, schedule, rate=rate, seed=job.recovery.seed, device=job.device,
+        narrow=job.narrow, checkpointing=job.checkpointing,
+    )  # fmt: skip
+    return training.Distillation(
+        teacher=teacher, cross_entropy=job.recovery.cross_entropy, model=job.student(),
+        args=arguments, train_dataset=train, eval_dataset=judge,
+        callbacks=[followed],
+    )  # fmt: skip
+
+
+def _write(pieces: Journal, job: Job, tensors: dict[str, Tensor] | None) -> None:
+    """Write everything but the report, with the format and the files of the pruned model.
+
+    Its own weights where there are no others.
+    """
+    source, folder = job.pruned.folder, pieces.new
+    for file in sorted(set(job.pruned.files.values())):
+        names = [name for name, place in job.pruned.files.items() if place == file]
+        shard = {
+            name: job.pruned.tensor(name) if tensors is None else tensors[name].contiguous()
+            for name in names
+        }
+        if file not in pieces:
+            write = partial(write_tensors, shard, metadata={"format": "pt"})
+            pieces.put(file, folder / file, write)
+    for name in (CONFIG, KEPT, CODE, INDEX):
+        if (source / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / name, folder / name)
+    carry_files(source, folder)

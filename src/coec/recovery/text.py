@@ -1,0 +1,183 @@
+"""The windows that a recovery is trained on and judged by, and what is kept of the teacher's
+predictions, all in files beside the unfinished output.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel
+
+from coec.calibration.tokens import Stream, is_token_file, load_tokenizer, read_stream, token_ids
+from coec.calibration.windows import all_windows
+from coec.errors import CalibrationError
+from coec.events import Progress
+from coec.models.dense import Dense
+from coec.models.files import JsonDict, opened, write_tensors
+from coec.recovery.distillation import TopTokens
+from coec.settings.fields import SEEDS
+from coec.settings.recovery import Recovery
+from coec.streaming.self_text import sample_from_model, windows_that_fit
+
+PASSES = 4
+"""How often a text is read at most; what more passes over few windows give is lost on others."""
+TOP = 64
+"""Most probable next tokens that are kept of a teacher."""
+_HELD_OUT_SHARE, _MOST_HELD_OUT = 1 / 8, 32
+"""Windows that judge: this fraction of all, and no more than so many."""
+_CHARACTERS = 8
+"""Characters of a data set that are read for each token that is needed; English has about 4."""
+GROUP = 32
+"""Windows that the dense model writes, or predicts, for one file."""
+
+
+def held_out(windows: int) -> int:
+    """Number of windows among so many that judge."""
+    return max(1, min(round(_HELD_OUT_SHARE * windows), _MOST_HELD_OUT))
+
+
+def windows_needed(tokens: int, seq_len: int) -> int:
+    """Number of windows for a budget, those that judge included."""
+    trained = math.ceil(tokens / seq_len)
+    return trained + held_out(round(trained / (1 - _HELD_OUT_SHARE)))
+
+
+@dataclass(frozen=True)
+class Text:
+    """Windows in a file, and those among them that judge.
+
+    Attributes:
+        path: the file, an array of int32, windows × length.
+        seed: chooses those that judge.
+    """
+
+    path: Path
+    seed: int
+
+    @property
+    def windows(self) -> np.ndarray:
+        """All windows, read from the disk as they are used."""
+        return np.load(self.path, mmap_mode="r")
+
+    def split(self) -> tuple[list[int], list[int]]:
+        """Indices of the windows to train on, and of those that judge, both ascending."""
+        count = len(self.windows)
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed))
+        judges = held_out(count)
+        return sorted(order[judges:].tolist()), sorted(order[:judges].tolist())
+
+
+def read_windows(
+    dense: Dense,
+    recovery: Recovery,
+    seq_len: int,
+    count: int,
+    *,
+    trust_remote_code: bool,
+    progress: Progress | None = None,
+) -> tuple[Int[Tensor, "windows length"], JsonDict]:
+    """Cut the first `count` windows of a text, or all that it has; and their origin.
+
+    Raises:
+        CalibrationError: the text has no two windows, or is of another vocabulary.
+    """
+    source = recovery.text
+    if not isinstance(source, str | Path):
+        stream = Stream(token_ids(source), "tensor", "")
+    else:
+        tokenizer = partial(load_tokenizer, dense.folder, trust_remote_code=trust_remote_code)
+        if not is_token_file(str(source)):
+            tokenizer()  # a folder without one is refused before the text is read
+        stream = read_stream(
+            str(source), tokenizer, split="train", text_column=recovery.text_column,
+            needed=count * seq_len, characters=_CHARACTERS * count * seq_len, progress=progress,
+        )  # fmt: skip
+    windows = all_windows(stream, seq_len=seq_len, vocabulary=dense.vocabulary)
+    if len(windows.ids) < 2:
+        raise CalibrationError(
+            f"'{windows.source}' has one window of {seq_len} tokens, and one more must judge the "
+            f"training: give more text, or shorter windows (seq_len={max(2, seq_len // 2)})"
+        )
+    ids = windows.ids[:count]
+    record = windows.record() | {"windows": len(ids)}
+    return ids, {name: record[name] for name in ("source", "windows", "text_sha256")}
+
+
+def group_sizes(windows: int) -> list[int]:
+    """Sizes of the groups that a number of windows is written, or predicted, in."""
+    return [min(GROUP, windows - first) for first in range(0, windows, GROUP)]
+
+
+def write_group(
+    dense: Dense,
+    network: PreTrainedModel,
+    number: int,
+    size: int,
+    seq_len: int,
+    seed: int,
+    *,
+    trust_remote_code: bool,
+) -> Int[Tensor, "windows length"]:
+    """Let the dense model write a group of windows; every group has a seed of its own."""
+    return sample_from_model(
+        network, load_tokenizer(dense.folder, trust_remote_code=trust_remote_code), samples=size,
+        seq_len=seq_len, seed=(seed * 1_000_003 + number + 1) % SEEDS,
+        at_once=windows_that_fit(dense, network, seq_len),
+    ).ids  # fmt: skip
+
+
+def save_windows(ids: Int[Tensor, "windows length"], path: Path) -> None:
+    """Write windows as `Text` reads them."""
+    with path.open("wb") as file:
+        np.save(file, ids.to(torch.int32).numpy())
+
+
+def load_windows(path: Path) -> Int[Tensor, "windows length"]:
+    """Read windows that `save_windows` wrote."""
+    return torch.from_numpy(np.load(path)).long()
+
+
+class Examples(Dataset[dict[str, Tensor]]):
+    """Windows of a text as a Trainer takes them, with the teacher's predictions if those are kept.
+
+    Args:
+        rows: which windows, in this order.
+        stored: files of predictions, each of `GROUP` windows of the text; none where the
+            teacher predicts as it goes.
+    """
+
+    def __init__(self, text: Text, rows: list[int], stored: list[Path]) -> None:
+        self._windows, self._rows, self._stored = text.windows, rows, stored
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        row = self._rows[number]
+        example = {"input_ids": torch.from_numpy(self._windows[row].astype(np.int64))}
+        if self._stored:
+            with opened(self._stored[row // GROUP]) as file:
+                for name in TopTokens._fields:
+                    example[name] = file.get_slice(name)[row % GROUP]
+        return example
+
+
+@torch.no_grad()
+def save_predictions(network: Any, ids: Int[Tensor, "windows length"], path: Path) -> None:
+    """Write a teacher's most probable next tokens of some windows, logarithms in float16."""
+    tops = [TopTokens.of(network(input_ids=row[None].to(network.device), use_cache=False).logits,
+                         TOP) for row in ids]  # fmt: skip
+    write_tensors(
+        {
+            "log_p": torch.cat([top.log_p for top in tops]).half().cpu(),
+            "token": torch.cat([top.token for top in tops]).int().cpu(),
+        },
+        path,
+    )

@@ -1,0 +1,256 @@
+"""Training by transformers' Trainer: ours are the loss, the checkpoints' names and the progress."""
+
+import math
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from coec.events import Progress
+from coec.execution.output import sync
+from coec.models.files import write_tensors
+from coec.recovery.distillation import TopTokens, distillation_loss
+from coec.recovery.text import Examples
+
+EVALUATIONS = 4
+"""How often held-out windows are looked at, and a state saved, during training."""
+_WARM_UP = 0.05
+"""Share of the steps over which the learning rate rises, ten steps at most."""
+_BETAS = 0.9, 0.99
+CHECKPOINTING = (
+    "activation_checkpointing"
+    if "activation_checkpointing" in TrainingArguments.__dataclass_fields__
+    else "gradient_checkpointing"
+)
+"""What the installed Trainer calls the setting."""
+_SAVED = "model.safetensors"
+_TIMED = 3
+"""Batches that are timed, behind one that sets things up."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps of a training, and windows of each.
+
+    Attributes:
+        steps: of the optimiser.
+        batch: windows for each step, over all processes.
+        at_once: windows that a process takes through the model together.
+        accumulated: batches of `at_once` for each step.
+        every: steps between two looks at the held-out windows.
+    """
+
+    steps: int
+    batch: int
+    at_once: int
+    accumulated: int
+    every: int
+
+    @classmethod
+    def of(
+        cls, tokens: int, seq_len: int, batch: int, most_at_once: int, processes: int
+    ) -> "Schedule":
+        """Divide a budget into steps; the batch grows to a multiple of the processes."""
+        share = math.ceil(batch / processes)
+        at_once = next(n for n in range(min(share, most_at_once), 0, -1) if share % n == 0)
+        batch = share * processes
+        steps = max(1, round(tokens / (batch * seq_len)))
+        return cls(steps, batch, at_once, share // at_once, max(1, math.ceil(steps / EVALUATIONS)))
+
+
+class Distillation(Trainer):
+    """A Trainer whose loss is the distance from a teacher, and which saves states under the names
+    of the model that runs: a checkpoint's own names would not be read back.
+
+    Args:
+        teacher: predicts the windows; None where the examples hold its predictions.
+        cross_entropy: as in `distillation_loss`.
+        given: what `Trainer` takes.
+    """
+
+    def __init__(
+        self, *, teacher: PreTrainedModel | None, cross_entropy: float, **given: Any
+    ) -> None:
+        super().__init__(**given)
+        self.remove_callback(PrinterCallback)
+        self._teacher, self._cross_entropy = teacher, cross_entropy
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Mean loss of some windows; on held-out ones the divergence alone."""
+        ids = inputs["input_ids"]
+        if self._teacher is None:
+            target: Any = TopTokens(inputs["log_p"], inputs["token"])
+        else:
+            with torch.no_grad():
+                target = self._teacher(input_ids=ids, use_cache=False).logits
+        outputs = model(input_ids=ids, use_cache=False)
+        share = self._cross_entropy if model.training else 0.0
+        loss = distillation_loss(outputs.logits, target, ids, share)
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: Any = None,
+    ) -> tuple[Tensor, None, None]:
+        """Loss of some held-out windows; their logits go nowhere."""
+        prepared = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            return self.compute_loss(model, prepared), None, None
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if hasattr(self.model, "peft_config") or state_dict is not None:
+            super()._save(output_dir, state_dict)
+        elif self.args.should_save:
+            folder, model = Path(str(output_dir or self.args.output_dir)), cast(Any, self.model)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_tensors(_distinct(model.state_dict()), folder / _SAVED)
+
+
+def _distinct(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy the tensors of a state that stand under a second name too, as files need them."""
+    places: set[int] = set()
+    tensors = {}
+    for name, tensor in state.items():
+        tensors[name] = tensor.clone() if tensor.data_ptr() in places else tensor.contiguous()
+        places.add(tensor.data_ptr())
+    return tensors
+
+
+class Followed(TrainerCallback):
+    """Shows progress, keeps the curve, and says when a saved state is on the disk.
+
+    Args:
+        tokens_per_step: over all processes.
+        saved: called with the step of a state that is durable.
+    """
+
+    def __init__(
+        self, tokens_per_step: int, saved: Callable[[int], None] | None, progress: Progress | None
+    ) -> None:
+        self._tokens, self._saved, self._progress = tokens_per_step, saved, progress
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **unused: Any) -> Any:
+        """Show how many tokens are done; look at the last state and save it in any case."""
+        if state.global_step >= state.max_steps:
+            control.should_evaluate = control.should_save = True
+        if self._progress:
+            done, total = (steps * self._tokens for steps in (state.global_step, state.max_steps))
+            self._progress("training on tokens", done, total)
+        return control
+
+    def on_save(self, args: Any, state: Any, control: Any, **unused: Any) -> None:
+        """Return when the state of this step is on the disk."""
+        if self._saved:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            for path in (*folder.rglob("*"), folder, folder.parent):
+                sync(path)
+            self._saved(state.global_step)
+
+
+def arguments(
+    folder: Path, schedule: Schedule, *, rate: float, seed: int, device: torch.device,
+    narrow: bool, checkpointing: bool,
+) -> TrainingArguments:  # fmt: skip
+    """The Trainer's own settings: AdamW, warm-up, linear decay to zero, states saved and compared.
+
+    Args:
+        narrow: compute in bfloat16, where weights are float32.
+    """
+    settings = TrainingArguments(
+        output_dir=str(folder), max_steps=schedule.steps, learning_rate=rate, seed=seed,
+        per_device_train_batch_size=schedule.at_once,
+        per_device_eval_batch_size=schedule.at_once,
+        gradient_accumulation_steps=schedule.accumulated,
+        adam_beta1=_BETAS[0], adam_beta2=_BETAS[1], max_grad_norm=1.0, weight_decay=0.0,
+        lr_scheduler_type="linear", warmup_steps=min(10, round(_WARM_UP * schedule.steps)),
+        bf16=narrow, use_cpu=device.type == "cpu",
+        eval_strategy="steps", eval_steps=schedule.every, save_strategy="steps",
+        save_steps=schedule.every, save_total_limit=3, load_best_model_at_end=True,
+        metric_for_best_model="eval_loss", greater_is_better=False, prediction_loss_only=True,
+        logging_steps=schedule.every, report_to="none", disable_tqdm=True,
+        remove_unused_columns=False, label_names=[], dataloader_pin_memory=device.type == "cuda",
+        ddp_find_unused_parameters=False,
+    )  # fmt: skip
+    setattr(settings, CHECKPOINTING, checkpointing)
+    return settings
+
+
+def last_state(folder: Path, durable: list[int]) -> str | None:
+    """Folder of the last state that is whole; those that a killed process left in part are removed.
+
+    Args:
+        durable: steps whose states are on the disk, as was noted.
+    """
+    states = {int(path.name.rpartition("-")[2]): path for path in folder.glob("checkpoint-*")}
+    for step in states.keys() - set(durable):
+        shutil.rmtree(states[step])
+    whole = sorted(states.keys() & set(durable))
+    return str(states[whole[-1]]) if whole else None
+
+
+def tokens_per_second(
+    student: PreTrainedModel, teacher: PreTrainedModel, at_once: int, seq_len: int, *, narrow: bool
+) -> float:
+    """Speed of training on this process's device, from batches whose gradients are thrown away."""
+    ids = torch.randint(student.config.vocab_size, (at_once, seq_len), device=student.device)
+    seconds = []
+    for _ in range(_TIMED + 1):
+        began = time.perf_counter()
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=narrow):
+            with torch.no_grad():
+                target = teacher(input_ids=ids, use_cache=False).logits
+            logits = student.train()(input_ids=ids, use_cache=False).logits
+        distillation_loss(logits, target, ids).backward()
+        float(next(p.grad for p in student.parameters() if p.grad is not None).sum())  # waits
+        seconds.append(time.perf_counter() - began)
+        student.zero_grad(set_to_none=True)
+    return at_once * seq_len / min(seconds[1:])
+
+
+@torch.no_grad()
+def divergence(
+    student: PreTrainedModel, teacher: PreTrainedModel | None, examples: Examples
+) -> float:
+    """Mean KL(teacher ‖ student) per token over windows, in nats."""
+    total, device = 0.0, student.device
+    student.eval()
+    for number in range(len(examples)):
+        example = {name: part[None].to(device) for name, part in examples[number].items()}
+        ids = example.pop("input_ids")
+        if teacher is None:
+            target: Any = TopTokens(**example)
+        else:
+            target = teacher(input_ids=ids, use_cache=False).logits
+        logits = student(input_ids=ids, use_cache=False).logits
+        total += float(distillation_loss(logits, target, ids))
+    return total / len(examples)
+
+
+def curve(trainer: Trainer, tokens_per_step: int) -> list[dict[str, float]]:
+    """Held-out divergence against tokens, from the Trainer's own history."""
+    return [
+        {"tokens": entry["step"] * tokens_per_step, "kl": entry["eval_loss"]}
+        for entry in trainer.state.log_history
+        if "eval_loss" in entry and entry["step"]
+    ]

@@ -1,0 +1,113 @@
+"""The settings of `coec recover`."""
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from coec.errors import OptionError
+from coec.settings.fields import Settings, check_seed, check_whole, setting, without_effect
+from coec.settings.parts import Source
+
+TeacherPlace = Literal["beside", "stored"]
+DEFAULT_TOKENS = 10_000_000
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmb]?)", re.IGNORECASE)
+
+
+def token_count(amount: Any) -> int:
+    """Return a number of tokens, written as 20_000_000, "20M", "1.5b" or "300k".
+
+    Raises:
+        OptionError: it is no number of tokens, or less than one.
+    """
+    if isinstance(amount, str):
+        match = _AMOUNT.fullmatch(amount.strip().replace(",", ""))
+        if match is None:
+            raise OptionError(f"tokens is a number such as 300k, 20M or 1B, got {amount!r:.80}")
+        amount = int(float(match[1]) * _UNITS[match[2].lower()])
+    return check_whole("tokens", amount)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery(Settings):
+    """Settings of a recovery: its text, its budget, and how weights are trained.
+
+    Attributes:
+        tokens: as a number; None where `minutes` decides.
+    """
+
+    text: Source = setting(
+        "wikitext2",
+        "What is trained on: wikitext2; c4; hub:OWNER/NAME or hub:OWNER/NAME:CONFIG (their train "
+        "splits); self (text that the dense model writes); or a .txt, .jsonl, .parquet, .npy or "
+        ".safetensors file.",
+    )
+    tokens: Any = setting(
+        None, "Budget in tokens, such as 300k or 20M.", otherwise="10M, or what minutes are for"
+    )
+    minutes: float | None = setting(
+        None,
+        "Budget in minutes of training instead, by the speed of the first steps.",
+        otherwise="none",
+        least=0,
+    )
+    lora: int | None = setting(
+        None,
+        "Train low-rank additions of this rank to every linear layer, and add them in the end, "
+        "instead of all weights.",
+        otherwise="all weights are trained",
+        least=1,
+    )
+    learning_rate: float | None = setting(
+        None,
+        "Peak of the learning rate, which falls to zero.",
+        otherwise="by the size of the weights (docs/RECOVER.md)",
+        least=0,
+    )
+    cross_entropy: float = setting(
+        0.0,
+        "Share of the text's own cross-entropy in the loss; the rest is the divergence from the "
+        "dense model.",
+        least=0,
+        most=1,
+    )
+    batch_size: int = setting(8, "Windows for each step of the optimiser.", least=1)
+    seq_len: int | None = setting(
+        None, "Tokens per window.", otherwise="2048, or the model's maximum if less", least=2
+    )
+    teacher: TeacherPlace = setting(
+        "beside",
+        "The dense model: `beside` the pruned one in memory, or its most probable next tokens "
+        "`stored` on the disk before training.",
+    )
+    checkpointing: bool | None = setting(
+        None,
+        "Compute activations again instead of keeping them: less memory, a third more time.",
+        otherwise="where they would not fit",
+    )
+    seed: int = setting(
+        0, "Chooses the held-out windows and the order of the others.", least=0, check=check_seed
+    )
+    text_column: str = setting("text", "Column of a jsonl or parquet file, or of a hub: data set.")
+    device: str = setting("auto", "auto (a GPU where there is one), cpu, cuda, cuda:1, …")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokens is not None:
+            object.__setattr__(self, "tokens", token_count(self.tokens))
+        if self.minutes is not None:
+            if self.tokens is not None:
+                raise OptionError("tokens and minutes are both a budget: give one of them")
+            if not self.minutes:
+                raise OptionError("minutes=0 is no budget: give more")
+            if self.teacher == "stored":
+                raise without_effect("minutes", "teacher=stored, whose tokens are written first")
+        elif self.tokens is None:
+            object.__setattr__(self, "tokens", DEFAULT_TOKENS)
+        if self.learning_rate == 0:
+            raise OptionError("learning_rate=0 changes nothing: leave it out, or give a rate")
+
+    @property
+    def own(self) -> bool:
+        """True where the text is the dense model's own."""
+        return isinstance(self.text, str) and self.text == "self"

@@ -1,0 +1,64 @@
+"""Every architecture is trained two steps, and its result loads again."""
+
+import pytest
+import torch
+
+import coec
+import tiny_models as tm
+from coec.models.architectures import ARCHITECTURES
+from coec.models.dense import Dense
+
+pytestmark = pytest.mark.unchecked  # whole models
+
+SETTINGS = {"seq_len": 32, "samples": 16, "preset": "fast"}
+TRAINING = {"seq_len": 32, "tokens": 512, "learning_rate": 3e-5}
+UNSTACKED = [n for n, v in tm.VARIANTS.items() if not ARCHITECTURES[v["model_type"]].blocks.experts]
+
+
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory):
+    """Pruned models by variant and settings, made once."""
+    root = tmp_path_factory.mktemp("recovery")
+    tokens = tm.token_file(root / "tokens.npy", rows=96)
+    made = {}
+
+    def make(variant, **settings):
+        key = (variant, *sorted(settings.items()))
+        if key not in made:
+            dense = root / variant
+            if not dense.exists():
+                tm.save(tm.tiny(variant, torch.float32), dense)
+            folder = root / f"pruned-{len(made)}"
+            coec.prune(dense, folder, calibration=tokens, **SETTINGS, **settings)
+            made[key] = dense, folder
+        return (*made[key], tokens)
+
+    return make
+
+
+def check(dense, start, tokens, out, **settings):
+    report = coec.recover(dense, start, out, text=tokens, **{**TRAINING, **settings})
+    assert report.recoveries[-1]["improved"]
+    before, after = Dense.open(start), Dense.open(out)
+    assert (before.config, before.shapes) == (after.config, after.shapes)
+    assert any(not torch.equal(before.tensor(n), after.tensor(n)) for n in before.files)
+    code = bool(report.plan.get("code"))
+    loaded = coec.perplexity(out, tokens, seq_len=32, baseline=dense)
+    assert loaded.kl < coec.perplexity(start, tokens, seq_len=32, baseline=dense).kl
+    if not code:
+        network = after.network(torch.device("cpu"), torch.float32)
+        torch.testing.assert_close(tm.logits(tm.load(out)), tm.logits(network))
+
+
+@pytest.mark.parametrize("variant", tm.VARIANTS)
+def test_every_architecture(variant, pruned, tmp_path):
+    check(*pruned(variant), tmp_path / "out")
+
+
+@pytest.mark.parametrize("variant", ["llama biases", "gemma2", "mixtral"])
+def test_low_rank_additions(variant, pruned, tmp_path):
+    check(*pruned(variant), tmp_path / "out", lora=4, learning_rate=5e-4, tokens=2048)
+
+
+def test_widths_by_block(pruned, tmp_path):
+    check(*pruned("llama tied", non_uniform=True, allocation="adaptive"), tmp_path / "out")

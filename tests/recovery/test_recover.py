@@ -1,0 +1,270 @@
+"""A recovery: what it writes, what decides, how it goes on, what it refuses."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import coec
+import tiny_models as tm
+from coec.errors import CalibrationError, ModelError, OptionError, OutputError, UnfinishedError
+from coec.models.dense import Dense
+from coec.pipeline.report import Report
+from coec.recovery import text, training
+from coec.settings.recovery import Recovery
+
+SETTINGS = {"tokens": 2048, "seq_len": 32, "learning_rate": 3e-3}
+
+
+@pytest.fixture(scope="module")
+def recovered(dense, pruned, tokens, tmp_path_factory):
+    out = tmp_path_factory.mktemp("recovered") / "out"
+    report = coec.recover(dense, pruned, out, text=tokens, **SETTINGS)
+    return out, report
+
+
+def weights(folder):
+    return {name: Dense.open(folder).tensor(name) for name in Dense.open(folder).files}
+
+
+def differing(a, b):
+    return [
+        name for name, tensor in weights(a).items() if not torch.equal(tensor, weights(b)[name])
+    ]
+
+
+def test_the_result_is_nearer_to_the_dense_model_on_other_windows(recovered, dense, pruned):
+    out, report = recovered
+    judged = report.recoveries[-1]["held_out"]
+    assert judged["after"] < 0.95 * judged["before"]
+    ids = torch.from_numpy(np.random.default_rng(5).integers(2, tm.VOCABULARY, (16, 32)))
+    before, after = (coec.perplexity(m, ids, baseline=dense, seq_len=32) for m in (pruned, out))
+    assert after.kl < before.kl
+
+
+def test_the_result_is_the_same_format_with_other_weights(recovered, pruned):
+    out, report = recovered
+    assert {p.relative_to(out) for p in out.rglob("*")} == {
+        p.relative_to(pruned) for p in pruned.rglob("*")
+    }
+    for name in ("config.json", "coec/kept.safetensors", "tokenizer.json"):
+        assert (out / name).read_bytes() == (pruned / name).read_bytes()
+    assert {n: t.dtype for n, t in weights(out).items()} == {
+        n: t.dtype for n, t in weights(pruned).items()
+    }
+    assert len(differing(out, pruned)) == len(weights(out))  # all weights are trained
+    assert Report.read(out).recoveries == json.loads((out / "coec.json").read_text())["recoveries"]
+    assert report.plan == Report.read(pruned).plan
+
+
+def test_transformers_computes_what_was_judged(recovered, dense):
+    out, report = recovered
+    teacher, student = tm.load(dense), tm.load(out)
+    record = report.recoveries[-1]
+    ids = torch.from_numpy(np.random.default_rng(0).integers(2, tm.VOCABULARY, (24, 32)))
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(0))
+    judged = ids[order[: record["held_out"]["windows"]].sort().values]
+    p, q = (tm.logits(model, judged).log_softmax(-1) for model in (teacher, student))
+    kl = (p.exp() * (p - q)).sum(-1).mean()
+    assert float(kl) == pytest.approx(record["held_out"]["after"], rel=1e-4)
+
+
+def test_the_card_and_the_report_say_what_was_done(recovered):
+    out, report = recovered
+    card, record = (out / "README.md").read_text(), report.recoveries[-1]
+    assert "2,048 tokens" in card
+    assert "coec recover" in card
+    assert [point["tokens"] for point in record["curve"]][-1] == record["tokens"] == 2048
+    assert Report.read(out).recoveries[-1]["text"]["source"] == "tokens.npy"
+    assert record["passes"] == pytest.approx(2048 / 21 / 32, rel=0.01)
+
+
+def test_a_harmful_training_leaves_the_start(dense, pruned, tokens, tmp_path):
+    settings = {**SETTINGS, "learning_rate": 1.0}
+    report = coec.recover(dense, pruned, tmp_path / "out", text=tokens, **settings)
+    record = report.recoveries[-1]
+    assert not record["improved"]
+    assert record["held_out"]["after"] == record["held_out"]["before"]
+    assert not differing(tmp_path / "out", pruned)
+
+
+def test_few_windows_are_read_a_few_times_and_no_more(dense, pruned, tokens, tmp_path):
+    report = coec.recover(
+        dense, pruned, tmp_path / "out", text=tokens, **{**SETTINGS, "tokens": "1B"}
+    )
+    record = report.recoveries[-1]
+    assert record["passes"] <= text.PASSES + 0.5
+    assert record["asked"] == 10**9
+
+
+def test_low_rank_additions_become_part_of_the_weights(dense, pruned, tokens, tmp_path):
+    report = coec.recover(dense, pruned, tmp_path / "out", text=tokens, lora=4, **SETTINGS)
+    assert report.recoveries[-1]["improved"]
+    changed = differing(tmp_path / "out", pruned)
+    assert all(".self_attn." in name or ".mlp." in name for name in changed)
+    assert len(changed) == 14
+
+
+def test_predictions_that_were_stored_stand_for_the_teacher(
+    dense, pruned, tokens, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(text, "TOP", tm.VOCABULARY)
+    beside, stored = (
+        coec.recover(dense, pruned, tmp_path / place, text=tokens, teacher=place, **SETTINGS)
+        for place in ("beside", "stored")
+    )
+    one, other = (report.recoveries[-1]["held_out"] for report in (beside, stored))
+    assert other["before"] == pytest.approx(one["before"], rel=1e-3)
+    assert other["after"] == pytest.approx(one["after"], rel=5e-3)
+
+
+def test_text_that_the_dense_model_writes(dense, pruned, tmp_path):
+    settings = {**SETTINGS, "text": "self", "tokens": 2048}
+    one, other = (coec.recover(dense, pruned, tmp_path / n, **settings) for n in "ab")
+    assert one.recoveries[-1]["text"]["windows"] > 64
+    assert not differing(tmp_path / "a", tmp_path / "b")
+    assert other.recoveries[-1]["curve"] == one.recoveries[-1]["curve"]
+
+
+def test_minutes_become_tokens_by_the_speed_of_the_first_steps(
+    dense, pruned, tokens, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(training, "tokens_per_second", lambda *given, **more: 200.0)
+    report = coec.recover(
+        dense, pruned, tmp_path / "out", text=tokens, minutes=0.1, seq_len=32, batch_size=4
+    )
+    assert report.recoveries[-1]["asked"] == 1200
+    assert report.recoveries[-1]["steps"] == 9
+
+
+def test_a_speed_is_measured(dense, pruned):
+    teacher, student = tm.load(dense), tm.load(pruned)
+    assert training.tokens_per_second(student, teacher, 2, 16, narrow=False) > 0
+    assert all(parameter.grad is None for parameter in student.parameters())
+
+
+@pytest.mark.parametrize("ending", ["state", "text", "start"])
+def test_a_run_that_was_ended_goes_on_to_the_same_bits(
+    ending, recovered, dense, pruned, tokens, tmp_path, monkeypatch
+):
+    from coec.execution.journal import Journal
+
+    note, put = Journal.note, Journal.put
+
+    def ended(method):
+        def call(self, name, *given, **facts):
+            method(self, name, *given, **facts)
+            if name.startswith(ending):
+                raise KeyboardInterrupt
+
+        return call
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "note", ended(note))
+        patch.setattr(Journal, "put", ended(put))
+        with pytest.raises(KeyboardInterrupt):
+            coec.recover(dense, pruned, out, text=tokens, **SETTINGS)
+    assert not out.exists()
+    with pytest.raises(UnfinishedError, match="lora was null, now 4"):
+        coec.recover(dense, pruned, out, text=tokens, lora=4, **SETTINGS)
+    seen = []
+    coec.recover(
+        dense, pruned, out, text=tokens, **SETTINGS,
+        progress=lambda phase, done, total: seen.append((phase, done)),
+    )  # fmt: skip
+    assert not differing(out, recovered[0])
+    assert (("resuming steps", 2) in seen) == (ending == "state")
+    assert not out.with_name("out.partial").exists()
+
+
+def test_a_state_that_was_not_finished_is_not_taken_up(tmp_path):
+    for step in (2, 4, 6):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert training.last_state(tmp_path, [2, 4]) == str(tmp_path / "checkpoint-4")
+    assert not (tmp_path / "checkpoint-6").exists()
+    assert training.last_state(tmp_path / "none", []) is None
+
+
+def test_what_was_recovered_can_be_recovered_again(recovered, dense, tokens, tmp_path):
+    report = coec.recover(dense, recovered[0], tmp_path / "out", text=tokens, **SETTINGS)
+    assert len(report.recoveries) == 2
+
+
+def test_a_recovered_model_is_compared_with_its_dense_one_alone(recovered, dense, tmp_path):
+    out, _ = recovered
+    assert len(coec.geometry(dense, out)) == 4
+    other = tm.save(tm.tiny("llama", torch.float32, rms_norm_eps=1e-4), tmp_path / "other")
+    with pytest.raises(ModelError, match="its weights are others"):
+        coec.geometry(other, out)
+
+
+BAD = {
+    "another dense model": ({}, ModelError, "was not made from"),
+    "no report": ({}, ModelError, "no coec.json in"),
+    "two budgets": ({"minutes": 1}, OptionError, "tokens and minutes are both a budget"),
+    "nothing": ({"tokens": 0}, OptionError, "tokens must be a whole number of at least 1"),
+    "words": ({"tokens": "many"}, OptionError, "tokens is a number such as 300k"),
+    "rank": ({"lora": 0}, OptionError, "lora must be a whole number of at least 1"),
+    "rate": ({"learning_rate": 0}, OptionError, "learning_rate=0 changes nothing"),
+    "unknown": ({"epochs": 3}, OptionError, "unknown setting 'epochs'"),
+    "long windows": ({"seq_len": 65}, OptionError, "beyond the model's 64 positions"),
+    "one window": ({"seq_len": 64}, CalibrationError, "holds rows of 32 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_before_work(case, dense, pruned, tokens, tmp_path):
+    changed, error, words = BAD[case]
+    first, second = dense, pruned
+    if case == "another dense model":
+        first = tm.save(tm.tiny("llama", torch.float32, rms_norm_eps=1e-4), tmp_path / "dense")
+    if case == "no report":
+        second = dense
+        first = pruned
+    with pytest.raises(error, match=words):
+        coec.recover(first, second, tmp_path / "out", text=tokens, **{**SETTINGS, **changed})
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_text_of_one_window_is_refused(dense, pruned, tmp_path):
+    path = tm.text_file(tmp_path / "short.txt", 40)
+    with pytest.raises(CalibrationError, match="one more must judge the training"):
+        coec.recover(dense, pruned, tmp_path / "out", text=path, **SETTINGS)
+
+
+def test_an_output_that_is_there_is_not_replaced(dense, pruned, tokens, recovered, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(recovered[0], out)
+    with pytest.raises(OutputError, match="is not empty"):
+        coec.recover(dense, pruned, out, text=tokens, **SETTINGS)
+    coec.recover(dense, pruned, out, text=tokens, force=True, **{**SETTINGS, "tokens": 512})
+    assert Report.read(out).recoveries[-1]["tokens"] == 512
+
+
+def test_budgets_are_written_as_people_write_them():
+    amounts = {"300k": 300_000, "20M": 20_000_000, "1.5b": 1_500_000_000, "7": 7, 5: 5}
+    for amount, tokens in amounts.items():
+        assert Recovery(tokens=amount).tokens == tokens
+    assert Recovery().tokens == 10_000_000
+    assert Recovery(minutes=3).tokens is None
+
+
+def test_windows_for_a_budget_have_those_that_judge_beside_them():
+    assert [text.held_out(n) for n in (2, 8, 64, 256, 10_000)] == [1, 1, 8, 32, 32]
+    for tokens in (100, 10_000, 100_000):
+        windows = text.windows_needed(tokens, 100)
+        assert windows - text.held_out(windows) >= tokens / 100
+
+
+def test_a_schedule_divides_its_batch_among_processes():
+    schedule = training.Schedule.of(10_000, 10, batch=8, most_at_once=3, processes=2)
+    assert (schedule.batch, schedule.at_once, schedule.accumulated) == (8, 2, 2)
+    assert schedule.steps == 125
+    odd = training.Schedule.of(10_000, 10, batch=8, most_at_once=100, processes=3)
+    assert (odd.batch, odd.at_once) == (9, 3)
+    assert replace(odd, steps=1).steps == 1
