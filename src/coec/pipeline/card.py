@@ -15,7 +15,8 @@ from coec.errors import ModelError
 from coec.models.files import JsonDict
 from coec.pipeline.report import Report
 from coec.selection import SELECTIONS
-from coec.settings import PARTS, PRESETS
+from coec.settings import PARTS
+from coec.settings.presets import defaults_of
 from coec.version import __version__
 
 if TYPE_CHECKING:
@@ -269,7 +270,8 @@ def changed(recipe: Mapping[str, Any], preset: Any = None) -> JsonDict:
     Another `preset` may be compared with; an empty one stands for the plain defaults.
     """
     preset = recipe["preset"] if preset is None else preset
-    brought = dict(PRESETS[preset].settings) if preset else {}
+    low_rank = bool(recipe.get("low_rank"))
+    brought = defaults_of(preset, low_rank=low_rank) if preset else {}
     defaults = {
         entry.name: entry.default for settings_part in PARTS for entry in settings_part.table()
     } | brought
