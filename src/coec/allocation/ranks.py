@@ -36,9 +36,7 @@ def uniform_ranks(shapes: Shapes, budget: int) -> Ranks:
     return _filled(shapes, budget, {name: largest_rank(s, share) for name, s in shapes.items()})
 
 
-def ranks_by_cost(
-    shapes: Shapes, budget: int, costs: Mapping[str, Float[Tensor, " r"]]
-) -> Ranks:
+def ranks_by_cost(shapes: Shapes, budget: int, costs: Mapping[str, Float[Tensor, " r"]]) -> Ranks:
     """Return the ranks of least cost in sum within the budget.
 
     Args:

@@ -13,7 +13,7 @@ from coec.events import Progress, recording
 from coec.execution.output import appearing, check_file, check_space
 from coec.exporting import GGUF_DTYPES
 from coec.models.dense import Dense
-from coec.models.low_rank import check_whole
+from coec.models.low_rank import refuse_low_rank
 from coec.settings.fields import check_whole
 
 _MAGIC = b"GGUF"
@@ -100,7 +100,7 @@ def export(
 
     with recording() as events:
         opened = Dense.open(model)
-        check_whole(opened.config, "coec export")
+        refuse_low_rank(opened.config, "coec export")
         plan = ExportPlan.of(opened, dtype, length, with_tokenizer=not no_tokenizer)
         check_space(path, plan.size)
         with appearing(path, _MAGIC, force) as partial:

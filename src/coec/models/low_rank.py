@@ -63,7 +63,7 @@ def stored(weight: str, pivots: Tensor, others: Tensor, order: Tensor) -> dict[s
     return {name + _PIVOTS: pivots, name + _OTHERS: others, name + _ORDER: places}
 
 
-def check_whole(config: JsonDict, purpose: str) -> None:
+def refuse_low_rank(config: JsonDict, purpose: str) -> None:
     """Raise ModelError for a model of low rank, where whole matrices are needed."""
     if config.get(RANKS) is not None:
         raise ModelError(

@@ -12,7 +12,6 @@ from coec.execution.journal import unfinished
 from coec.execution.output import check_output
 from coec.models.dense import Dense
 from coec.models.layout import Site
-from coec.models.low_rank import check_whole
 from coec.models.matching import RawCheckpoint, SiteTensors, kept_units
 from coec.pipeline.prune import prune
 from coec.pipeline.report import Report
@@ -42,7 +41,6 @@ def infer_kept(
         ModelError: a model cannot be read, or units are none of the dense model's.
     """
     dense, pruned = Dense.open(dense), RawCheckpoint.open(pruned)
-    check_whole(dense.config, "matching units")
     layout = dense.layout
     if pruned.layers != len(layout.blocks):
         raise ModelError(

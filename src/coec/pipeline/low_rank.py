@@ -29,15 +29,13 @@ from coec.pipeline.reconstruct import BlockReconstruction
 from coec.pipeline.solve import SolvedBlock, assemble, naming
 from coec.planning.run import Run
 from coec.streaming.passes import BlockSource
-from coec.streaming.sensitivity import Truncations
+from coec.streaming.sensitivity import SHARES, Truncations
 from coec.streaming.two_streams import ConsumerStatistics, TwoStreams
 from coec.types import Gram, GramSum
 
 _PIECE = "costs of ranks"
 _RIDGE = 1e-3
 """Ridge of targets and of the metric, relative to the Gram's mean diagonal."""
-_MEASURED = (0.0, 0.1, 0.25, 0.45, 0.65, 0.85)
-"""Shares of a matrix's parameters at whose ranks the cost is measured; 0 is rank 1."""
 Target = tuple[str, Float[Tensor, "m n"], Gram]
 """Name of a weight, the matrix that it aims at, and the Gram of its inputs."""
 
@@ -146,7 +144,7 @@ def _truncated(
 ) -> Iterator[tuple[str, int, Tensor]]:
     """Yield the names of matrices, ranks, and the matrices truncated to them."""
     for name, (W, found) in spectra.items():
-        for rank in sorted({largest_rank(W.shape, share) for share in _MEASURED}):
+        for rank in sorted({largest_rank(W.shape, share) for share in SHARES}):
             yield name, rank, found.truncated(W, rank)
 
 

@@ -12,7 +12,7 @@ from coec.errors import OptionError
 from coec.models.description import Description
 from coec.models.formats import OutputFormat, choose_format, low_rank_format
 from coec.models.layout import BLOCK_WIDTHS, Layout, Shape, Site
-from coec.models.low_rank import check_whole, parameters, weights
+from coec.models.low_rank import parameters, refuse_low_rank, weights
 from coec.planning.notes import notes_of
 from coec.planning.recipe import Recipe
 from coec.selection import kept_count
@@ -73,7 +73,7 @@ class Plan:
         Raises:
             ModelError, OptionError: as in `of`.
         """
-        check_whole(model.config, "pruning")
+        refuse_low_rank(model.config, "pruning")
         recipe = recipe.opened()
         if addition := model.architecture.adds:
             recipe = recipe.without_fits(f"those of {model.architecture.model_type} add {addition}")
@@ -256,7 +256,9 @@ class Plan:
             "code": self.output.code_file,
             "loads_in": self.output.loads_in,
             "layers": self.dense.layers,
-            "widths": self._ranks_record() if self.ranks else {
+            "widths": self._ranks_record()
+            if self.ranks
+            else {
                 name: {"before": _by_block(self.dense, size), "after": _by_block(self.pruned, size)}
                 for name, size in self._size_names().items()
             },
@@ -328,9 +330,7 @@ def _parameter_budget(model: Description, pruning: Pruning) -> int | None:
 
 
 def _ranks(model: Description, pruning: Pruning, costs: Importances | None) -> dict[str, int]:
-    """Ranks of the matrices that low rank replaces; OptionError where there are none, or too few
-    parameters for them.
-    """
+    """Ranks of the matrices that low rank replaces; OptionError where too few parameters stay."""
     if model.config.get(BLOCK_WIDTHS) is not None:
         raise OptionError("low_rank is not for models whose widths differ by block: leave it out")
     shapes = weights(model.layout, model.shapes)
@@ -345,10 +345,7 @@ def _ranks(model: Description, pruning: Pruning, costs: Importances | None) -> d
             "would be left: remove less"
         )
     ranks = ranks_by_cost(shapes, left, costs) if costs else uniform_ranks(shapes, left)
-    ranks = {name: rank for name, rank in ranks.items() if rank < min(shapes[name])}
-    if not ranks:
-        raise OptionError(f"low_rank at {left:,} of {whole:,} parameters cuts none: remove more")
-    return ranks
+    return {name: rank for name, rank in ranks.items() if rank < min(shapes[name])}
 
 
 def _check_uniform(model: Description, recipe: Recipe, widths: Widths, pruned: Shape) -> None:

@@ -26,7 +26,9 @@ from coec.streaming.layers import Layers, State
 TOKENS = 4096
 """Of the windows that are run: two sets of hidden states for each site wait in memory at once."""
 TRUNCATED_TOKENS = 2048
-"""The same for truncated matrices, of which there are six sets for each."""
+"""The same for truncated matrices: a set for each matrix and share."""
+SHARES = (0.0, 0.1, 0.25, 0.45, 0.65, 0.85)
+"""Shares of a matrix's parameters at whose ranks a truncation is measured; 0 is rank 1."""
 _Key = TypeVar("_Key", bound=Hashable)
 
 
