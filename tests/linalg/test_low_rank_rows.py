@@ -47,7 +47,7 @@ def test_no_factors_come_nearer(shape, rank):
 def test_the_error_has_no_slope_in_either_factor(shape):
     W, G = weight(*shape), gram("power law", shape[1]).xx
     found = spectrum(W, G, RIDGE)
-    left = found.left[:, :3]
+    left = found.basis[:, :3]
     residual, B = W - found.truncated(W, 3), left.T @ W
     scale = W.norm() * metric(G).norm()
     assert (residual @ metric(G) @ B.T).norm() < 1e-10 * scale * B.norm()
@@ -100,13 +100,13 @@ def test_rows_and_coefficients_are_the_whole_matrix(shape, rank):
     W, G = weight(*shape), gram("power law", shape[1]).xx
     found = spectrum(W, G, RIDGE)
     near = found.truncated(W, rank)
-    rows = in_rows(near, found.left[:, :rank])
-    torch.testing.assert_close(rows.whole(), near, rtol=0, atol=1e-12)
+    rows = in_rows(near, found.basis[:, :rank])
+    torch.testing.assert_close(rows.matrix(), near, rtol=0, atol=1e-12)
     assert rows.pivots.shape == (rank, shape[1])
-    assert rows.others.shape == (shape[0] - rank, rank)
+    assert rows.coefficients.shape == (shape[0] - rank, rank)
     assert sorted(rows.order.tolist()) == list(range(shape[0]))
     assert torch.equal(rows.pivots, near[rows.order[:rank]])
-    assert rows.pivots.numel() + rows.others.numel() == rank * (sum(shape) - rank)
+    assert rows.pivots.numel() + rows.coefficients.numel() == rank * (sum(shape) - rank)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -117,6 +117,6 @@ def test_coefficients_stay_small_where_rows_are_nearly_alike(seed):
     found = spectrum(W, torch.eye(24).double(), 1e-9)
     near = found.truncated(W, 12)
     first = near[12:] @ torch.linalg.pinv(near[:12], rtol=1e-15)
-    rows = in_rows(near, found.left[:, :12])
+    rows = in_rows(near, found.basis[:, :12])
     assert first.abs().max() > 1e3
-    assert rows.others.abs().max() < 5
+    assert rows.coefficients.abs().max() < 5

@@ -58,11 +58,13 @@ def whole_matrices(dense, folder):
     network = copy.deepcopy(dense.network(CPU, torch.float64))
     own = dict(network.named_parameters())
     for name in own:
-        parts = [f"{name.removesuffix('.weight')}.{p}" for p in ("pivots.weight", "others.weight")]
+        parts = [
+            f"{name.removesuffix('.weight')}.{p}" for p in ("pivots.weight", "coefficients.weight")
+        ]
         if parts[0] in tensors:
-            pivots, others = (tensors[part] for part in parts)
+            pivots, coefficients = (tensors[part] for part in parts)
             order = tensors[f"{name.removesuffix('.weight')}.order"].long()
-            new = torch.cat([pivots, others @ pivots])[order]
+            new = torch.cat([pivots, coefficients @ pivots])[order]
         elif name in tensors:
             new = tensors[name]
         own[name].data.copy_(new)

@@ -65,9 +65,9 @@ def _total(shapes: Shapes, ranks: Ranks) -> int:
 
 def _filled(shapes: Shapes, budget: int, ranks: Ranks) -> Ranks:
     """Add one to the rank of each matrix, in order, where that still fits into the budget."""
-    left, filled = budget - _total(shapes, ranks), dict(ranks)
+    unused, filled = budget - _total(shapes, ranks), dict(ranks)
     for name, shape in shapes.items():
-        more = stored(shape, ranks[name] + 1) - stored(shape, ranks[name])
-        if ranks[name] < min(shape) and more <= left:
-            filled[name], left = ranks[name] + 1, left - more
+        cost = stored(shape, ranks[name] + 1) - stored(shape, ranks[name])
+        if ranks[name] < min(shape) and cost <= unused:
+            filled[name], unused = ranks[name] + 1, unused - cost
     return filled

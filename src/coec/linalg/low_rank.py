@@ -20,13 +20,13 @@ class Spectrum(NamedTuple):
     of the squares of the values beyond r.
     """
 
-    left: Float[Tensor, "m b"]
+    basis: Float[Tensor, "m b"]
     values: Float[Tensor, " b"]
 
     def truncated(self, W: Float[Tensor, "m n"], rank: int) -> Float[Tensor, "m n"]:
         """The nearest matrix of a rank."""
-        left = self.left[:, :rank]
-        return left @ (left.T @ W)
+        basis = self.basis[:, :rank]
+        return basis @ (basis.T @ W)
 
     @property
     def errors(self) -> Float[Tensor, " b"]:
@@ -53,8 +53,8 @@ def spectrum(W: Float[Tensor, "m n"], G: Float[Tensor, "n n"], ridge: float) -> 
         record("the regularised Gram is not positive definite: factored by its eigenvectors")
         mu, Q = eigh(shifted)
         L = Q * mu.clamp_min(0).sqrt()
-    left, values, _ = svd(W @ L)
-    return Spectrum(left, values)
+    basis, values, _ = svd(W @ L)
+    return Spectrum(basis, values)
 
 
 class Rows(NamedTuple):
@@ -64,28 +64,28 @@ class Rows(NamedTuple):
     """
 
     pivots: Float[Tensor, "r n"]
-    others: Float[Tensor, "_ r"]
+    coefficients: Float[Tensor, "_ r"]
     order: Int[Tensor, " m"]
 
-    def whole(self) -> Float[Tensor, "m n"]:
+    def matrix(self) -> Float[Tensor, "m n"]:
         """The matrix, its rows in their places."""
-        rows = torch.cat([self.pivots, self.others @ self.pivots])
+        rows = torch.cat([self.pivots, self.coefficients @ self.pivots])
         return rows[self.order.argsort()]
 
 
-def in_rows(W: Float[Tensor, "m n"], left: Float[Tensor, "m r"]) -> Rows:
-    """Split a matrix whose columns `left` spans into rows that span it, and coefficients.
+def in_rows(W: Float[Tensor, "m n"], basis: Float[Tensor, "m r"]) -> Rows:
+    """Split a matrix whose columns `basis` spans into rows that span it, and coefficients.
 
-    Gaussian elimination of `left` chooses each pivot as the largest entry that is left, so that the
-    coefficients `U_o U_p⁻¹` stay small (pivoted low rank: Zhao et al., arXiv 2501.19090, §3).
+    Gaussian elimination of `basis` takes the largest remaining entry for each pivot, so that the
+    coefficients `U_o U_p⁻¹` stay small (the form of PIFA: Zhao et al., arXiv 2501.19090).
     """
-    factors, swaps = torch.linalg.lu_factor(left)
-    rows = list(range(len(left)))
-    for row, other in enumerate(swaps.tolist()):
-        rows[row], rows[other - 1] = rows[other - 1], rows[row]
-    rank = left.shape[1]
-    others = torch.linalg.solve_triangular(
+    factors, swaps = torch.linalg.lu_factor(basis)
+    rows = list(range(len(basis)))
+    for row, swapped in enumerate(swaps.tolist()):
+        rows[row], rows[swapped - 1] = rows[swapped - 1], rows[row]
+    rank = basis.shape[1]
+    coefficients = torch.linalg.solve_triangular(
         factors[:rank], factors[rank:], upper=False, left=False, unitriangular=True
     )
     order = torch.tensor(rows, device=W.device)
-    return Rows(W[order[:rank]], others, order)
+    return Rows(W[order[:rank]], coefficients, order)

@@ -76,8 +76,9 @@ class Description:
             state.pop(HEAD, None)
         shapes = stored_shapes(state, experts)
         read = {key: getattr(resolved, key, None) for key in (_POSITIONS, "vocab_size")}
-        whole = config.get(low_rank.RANKS) is None
-        blocks = architecture.blocks if whole else replace(architecture.blocks, sites=())
+        blocks = architecture.blocks
+        if config.get(low_rank.RANKS) is not None:
+            blocks = replace(blocks, sites=())
         return Description(
             config=config,
             architecture=architecture,
@@ -126,12 +127,12 @@ def _skeleton(config: str) -> PreTrainedModel:
         # Eager experts: stacked ones are multiplied in float32 and narrower dtypes only.
         experts = {"experts_implementation": "eager"} if listed and listed.blocks.experts else {}
         with torch.device("meta"):
-            own = _own_class(raw)
-            if own is None:
+            derive = _derivation(raw)
+            if derive is None:
                 model = AutoModelForCausalLM.from_config(resolved, dtype=torch.float32, **experts)
             else:
                 stock: Any = AutoModelForCausalLM._model_mapping[type(resolved)]
-                model = own(stock)._from_config(resolved, dtype=torch.float32)
+                model = derive(stock)._from_config(resolved, dtype=torch.float32)
     except Exception as error:  # configuration classes may raise anything
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(
@@ -140,7 +141,7 @@ def _skeleton(config: str) -> PreTrainedModel:
     return model.eval()
 
 
-def _own_class(config: JsonDict) -> Callable[[type], Any] | None:
+def _derivation(config: JsonDict) -> Callable[[type], Any] | None:
     """Return what derives the class of a model from the stock one; None where that will do."""
     if config.get(low_rank.RANKS) is not None:
         return low_rank.class_of

@@ -237,8 +237,7 @@ def low_rank_format(
     """
     model_type = config["model_type"]
     stock = ARCHITECTURES[model_type].class_name
-    own = {"_name_or_path", "auto_map"}
-    keys = {name: value for name, value in config.items() if name not in own}
+    keys = {key: value for key, value in config.items() if key not in ("_name_or_path", "auto_map")}
     new = keys | low_rank.config_keys(ranks, layout, model_type, stock)
     traits = Traits(model_type, new, sizes, frozenset())
     loads_in = {name: loader.verdict(traits) for name, loader in LOADERS.items()}

@@ -26,7 +26,7 @@ RANKS = "ranks"
 Ranks = Mapping[str, int]
 """Rank of every matrix that is replaced, by the full name of its weight."""
 _PREFIX, _TYPE = "LowRank", "low_rank_"
-_PIVOTS, _OTHERS, _ORDER = ".pivots.weight", ".others.weight", ".order"
+_PIVOTS, _COEFFICIENTS, _ORDER = ".pivots.weight", ".coefficients.weight", ".order"
 
 
 def class_of(stock: type) -> Any:
@@ -57,10 +57,10 @@ def in_dtype(
     return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype, copy=copy)
 
 
-def stored(weight: str, pivots: Tensor, others: Tensor, order: Tensor) -> dict[str, Tensor]:
+def stored(weight: str, pivots: Tensor, coefficients: Tensor, order: Tensor) -> dict[str, Tensor]:
     """The tensors that a checkpoint has in place of a weight; `order` lists pivots, then others."""
     name, places = weight.removesuffix(".weight"), order.argsort().to(torch.int32)
-    return {name + _PIVOTS: pivots, name + _OTHERS: others, name + _ORDER: places}
+    return {name + _PIVOTS: pivots, name + _COEFFICIENTS: coefficients, name + _ORDER: places}
 
 
 def refuse_low_rank(config: JsonDict, purpose: str) -> None:

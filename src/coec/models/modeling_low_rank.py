@@ -16,19 +16,19 @@ class LowRankLinear(nn.Module):
     `order` says where each output stands among the pivots and then the others.
     """
 
-    def __init__(self, whole: nn.Linear, rank: int) -> None:
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
         super().__init__()
-        self.in_features, self.out_features = whole.in_features, whole.out_features
-        self.pivots = nn.Linear(whole.in_features, rank, bias=False)
-        self.others = nn.Linear(rank, whole.out_features - rank, bias=False)
-        self.register_buffer("order", torch.arange(whole.out_features, dtype=torch.int32))
-        self.bias = whole.bias
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.pivots = nn.Linear(linear.in_features, rank, bias=False)
+        self.coefficients = nn.Linear(rank, linear.out_features - rank, bias=False)
+        self.register_buffer("order", torch.arange(linear.out_features, dtype=torch.int32))
+        self.bias = linear.bias
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Multiply by the pivots, and their products by the coefficients of the others."""
         rows = self.pivots(inputs)
         order: Any = self.order
-        out = torch.cat([rows, self.others(rows)], dim=-1).index_select(-1, order)
+        out = torch.cat([rows, self.coefficients(rows)], dim=-1).index_select(-1, order)
         return out if self.bias is None else out + self.bias
 
 

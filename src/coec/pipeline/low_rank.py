@@ -85,8 +85,8 @@ class LowRankReconstruction(BlockReconstruction):
     ) -> Iterator[list[Target]]:
         """Yield targets of a site's producers, and when these are loaded that of its consumer."""
         sums = ConsumerStatistics(GramSum(self._dense.shape.hidden, self._run.device))
-        for part in self._group.each(TwoStreams.measure_producers, number, "fit"):
-            sums.merge(part)
+        for sums_of_part in self._group.each(TwoStreams.measure_producers, number, "fit"):
+            sums.merge(sums_of_part)
         names = dict.fromkeys(rows.tensor for rows in site.producers)
         gram = sums.gram.gram()
         with naming(site.producers[0].tensor.removesuffix(".weight")):
@@ -127,7 +127,7 @@ def measure_costs(
                     spectra = reconstruction.spectra(block, tensors)
                 except LostError as error:
                     raise lost(error) from error
-                errors |= {name: found.errors.cpu() for name, (_, found) in spectra.items()}
+                errors |= {name: values.errors.cpu() for name, (_, values) in spectra.items()}
                 models.advance(block, tensors, _truncated(spectra))
                 if progress:
                     progress("allocating", block.index + 1, len(dense.layout.blocks))
@@ -143,16 +143,16 @@ def _truncated(
     spectra: Mapping[str, tuple[Tensor, Spectrum]],
 ) -> Iterator[tuple[str, int, Tensor]]:
     """Yield the names of matrices, ranks, and the matrices truncated to them."""
-    for name, (W, found) in spectra.items():
+    for name, (W, truncation) in spectra.items():
         for rank in sorted({largest_rank(W.shape, share) for share in SHARES}):
-            yield name, rank, found.truncated(W, rank)
+            yield name, rank, truncation.truncated(W, rank)
 
 
 def _curve(errors: Float[Tensor, " r"], costs: Mapping[int, float]) -> Float[Tensor, " r"]:
     """Return the cost of every rank, by those measured and by squared errors; it never rises."""
-    known = sorted([(0.0, 0.0), *((float(errors[rank - 1]), c) for rank, c in costs.items())])
-    levels = np.maximum.accumulate([cost for _, cost in known])
-    curve = np.interp(errors.numpy(), [error for error, _ in known], levels)
+    points = sorted([(0.0, 0.0), *((float(errors[rank - 1]), c) for rank, c in costs.items())])
+    levels = np.maximum.accumulate([cost for _, cost in points])
+    curve = np.interp(errors.numpy(), [error for error, _ in points], levels)
     curve[-1] = 0.0  # the whole matrix
     return torch.from_numpy(curve)
 
@@ -161,24 +161,24 @@ def _solved(site: Site, target: Target, run: Run) -> tuple[dict[str, Tensor], Js
     """Return the tensors in place of a matrix, and its row for the report."""
     began = time.perf_counter()
     name, W, gram = target
-    module, full = name.removesuffix(".weight"), min(W.shape)
-    rank = run.plan.ranks.get(name, full)
+    module, full_rank = name.removesuffix(".weight"), min(W.shape)
+    rank = run.plan.ranks.get(name, full_rank)
     with naming(module), recording() as events:
-        if rank == full:
+        if rank == full_rank:
             new = {name: cast(W, run.written, module)}
-            whole = new[name].to(W)
+            matrix = new[name].to(W)
         else:
-            found = spectrum(W, gram.xx, _RIDGE)
-            pivots, others, order = in_rows(found.truncated(W, rank), found.left[:, :rank])
-            pivots, others = (cast(part, run.written, module) for part in (pivots, others))
-            new = stored(name, pivots, others, order.cpu())
-            whole = Rows(pivots.to(W), others.to(W), order).whole()
-        error = _energy(W - whole, gram) / (_energy(W, gram) or 1.0)
+            truncation = spectrum(W, gram.xx, _RIDGE)
+            rows = in_rows(truncation.truncated(W, rank), truncation.basis[:, :rank])
+            pivots, coefficients = (cast(factor, run.written, module) for factor in rows[:2])
+            new = stored(name, pivots, coefficients, rows.order.cpu())
+            matrix = Rows(pivots.to(W), coefficients.to(W), rows.order).matrix()
+        error = _energy(W - matrix, gram) / (_energy(W, gram) or 1.0)
     return new, {
         "module": module,
         "block": site.block,
         "site": site.kind,
-        "units_before": full,
+        "units_before": full_rank,
         "units_after": rank,
         "error_before": None,
         "error_after": error,

@@ -120,8 +120,8 @@ class PlanWork:
         `half` is a kind of site, to run only the halves of blocks that hold it.
         """
         plan, hidden, layers = self.plan, self.hidden, self.layers
-        whole = not pruned or plan.ranks  # low rank multiplies by no more than whole matrices
-        shapes = plan.model.shapes if whole else plan.pruned_shapes
+        # Low rank multiplies by no more than whole matrices.
+        shapes = plan.pruned_shapes if pruned and not plan.ranks else plan.model.shapes
         weights = ffn = attention = 0.0
         for site in plan.model.layout.sites:
             if half not in ("", site.kind):

@@ -334,17 +334,17 @@ def _ranks(model: Description, pruning: Pruning, costs: Importances | None) -> d
     if model.config.get(BLOCK_WIDTHS) is not None:
         raise OptionError("low_rank is not for models whose widths differ by block: leave it out")
     shapes = weights(model.layout, model.shapes)
-    whole, budget = parameters(shapes), _parameter_budget(model, pruning)
-    left = int((1 - pruning.sparsity) * whole)
+    numbers, budget = parameters(shapes), _parameter_budget(model, pruning)
+    goal = int((1 - pruning.sparsity) * numbers)
     if budget is not None:
-        left = whole - model.parameters + budget
-    least = sum(stored(shape, 1) for shape in shapes.values())
-    if left < least:
+        goal = numbers - model.parameters + budget
+    lowest = sum(stored(shape, 1) for shape in shapes.values())
+    if goal < lowest:
         raise OptionError(
-            f"low_rank stores {least:,} parameters of the blocks' matrices at least, and {left:,} "
+            f"low_rank stores {lowest:,} parameters of the blocks' matrices at least, and {goal:,} "
             "would be left: remove less"
         )
-    ranks = ranks_by_cost(shapes, left, costs) if costs else uniform_ranks(shapes, left)
+    ranks = ranks_by_cost(shapes, goal, costs) if costs else uniform_ranks(shapes, goal)
     return {name: rank for name, rank in ranks.items() if rank < min(shapes[name])}
 
 

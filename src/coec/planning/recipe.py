@@ -124,12 +124,12 @@ class Recipe:
 
     def _check_low_rank(self) -> None:
         """Raise OptionError for settings that have no effect where matrices become low rank."""
-        own = defaults_of(self.reconstruction.preset, low_rank=True)
+        brought = defaults_of(self.reconstruction.preset, low_rank=True)
         for name in self.pruning.options:
             raise without_effect(name, "low_rank")
-        for part in (self.pruning, self.reconstruction):
-            defaults = type(part)().record() | own
-            for name, value in part.record().items():
+        for settings in (self.pruning, self.reconstruction):
+            defaults = type(settings)().record() | brought
+            for name, value in settings.record().items():
                 if name not in _OF_LOW_RANK and value != defaults[name]:
                     raise without_effect(name, "low_rank")
 

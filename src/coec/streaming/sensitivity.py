@@ -134,8 +134,8 @@ class Truncations(_Variants):
             NumericalError: one of the models predicts nothing finite.
         """
         costs: dict[str, dict[int, float]] = {}
-        found = self._divergences(self._states, "use allocation = uniform")
-        for (name, rank), divergence in found.items():
+        divergences = self._divergences(self._states, "use allocation = uniform")
+        for (name, rank), divergence in divergences.items():
             costs.setdefault(name, {})[rank] = divergence
         return costs
 
@@ -203,9 +203,9 @@ class Sensitivity(_Variants):
         """
         advice = "remove less, or use allocation = adaptive"
         [pruned] = self._divergences({"": self._pruned}, advice).values()
-        alone = self._divergences(self._alone, advice)
-        whole = self._divergences(self._whole, advice)
-        return {key: (alone[key] + pruned - whole[key]) / 2 for key in alone}
+        costs = self._divergences(self._alone, advice)
+        spared = self._divergences(self._whole, advice)
+        return {key: (cost + pruned - spared[key]) / 2 for key, cost in costs.items()}
 
     @contextmanager
     def _pruned_at(
