@@ -11,6 +11,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import coec
 import tiny_models as tm
+from benchmarks.factors import Streams, Variant
 from coec.allocation.ranks import stored
 from coec.calibration.tokens import load_tokenizer
 from coec.errors import CoecError, ModelError, OptionError
@@ -21,7 +22,8 @@ from coec.models.low_rank import weights
 from coec.pipeline import low_rank as module
 from coec.pipeline.card import changed
 from coec.planning import ComputeConfig, Forecast
-from coec.settings import Pruning, Reconstruction
+from coec.settings import Calibration, Pruning, Reconstruction, Runtime
+from coec.streaming.passes import Backend
 from coec.streaming.sensitivity import Truncations
 
 SETTINGS = {"preset": "paper", "samples": 12, "seq_len": 32, "low_rank": True}
@@ -99,6 +101,23 @@ def test_the_code_beside_the_weights_computes_what_the_package_does(
         tmp_path / "again", trust_remote_code=True, dtype=torch.float64
     )
     assert torch.equal(tm.logits(again.eval()), tm.logits(loaded))
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "phi3"])
+def test_every_matrix_is_that_of_the_prototype(variant, ids, tmp_path):
+    """Which measures by hooks on whole models, and keeps products in the dense shapes."""
+    dense = Dense.open(tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense"))
+    prune(dense, tmp_path / "out", ids)
+    settings = Calibration(source=ids, samples=12, seq_len=32)
+    windows = Backend().dense_pass(dense, settings, Runtime(device="cpu")).draw().ids
+    streams = Streams(dense, windows, windows[:1], Variant(hidden=True))
+    ranks = dict(coec.plan(dense, calibration=ids, **SETTINGS).ranks)
+    for block in dense.layout.blocks:
+        streams.solve(block, ranks, replace=True)
+    network = whole_matrices(dense, tmp_path / "out")
+    for name, product in streams.products().items():
+        ours = network.get_parameter(name).float()
+        torch.testing.assert_close(ours, product, rtol=0, atol=2e-3 * float(product.abs().max()))
 
 
 @pytest.mark.parametrize("variant", REFUSED)
