@@ -64,6 +64,10 @@ class LowRankReconstruction(BlockReconstruction):
         solved = assemble(block, written, [], rows, run.plan)
         return solved, {name: self._dense.hashes[name] for name in tensors}
 
+    def begin(self) -> None:
+        """Have every worker stand before the first block."""
+        self._before(0, lambda index: None, lambda: None)
+
     def spectra(
         self, block: BlockLayout, tensors: Mapping[str, Tensor]
     ) -> dict[str, tuple[Tensor, Spectrum]]:
@@ -121,6 +125,7 @@ def measure_costs(
         errors: dict[str, Tensor] = {}
         with source.worker_group(run) as group:
             reconstruction = LowRankReconstruction(dense, run, group)
+            reconstruction.begin()
             for block in dense.layout.blocks:
                 tensors = dense.tensors(block)
                 try:
