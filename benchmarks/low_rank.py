@@ -1,13 +1,15 @@
 """Low rank against narrower blocks, at equal stored parameters: perplexity, KL and CPU seconds.
 
     python -m benchmarks.low_rank [--models wt2-llama] [--sparsity 0.3] [--presets fast best]
+    python -m benchmarks.low_rank --sparsity 0.3 --variants prune "prune, by error" --presets
 
 Every linear layer of a block becomes a product `A B` of rank r, an m×n matrix stored as r of its
 rows and the others as combinations of these: `r (m + n) − r²` parameters. All of them together have
 as many as the same layers after pruning at that sparsity with uniform widths, or a few less. Layers
 are solved on the inputs that the low-rank model has (docs/METHODS.md §8): `W*` is the least-squares
 map to the target, `L Lᵀ` the Gram of the inputs, and `A B L` the truncated SVD of `W* L`. What is
-evaluated are the products, in the dense shapes. Ratios are of the KL, to the last preset.
+evaluated are the products, in the dense shapes; of `prune` and `prune, by error` it is what `coec
+prune --low-rank` writes, with the windows of `best`. Ratios are of the KL, to the last preset.
 """
 
 import argparse
@@ -28,11 +30,13 @@ from torch.nn import functional as F
 import coec
 from benchmarks import record
 from benchmarks.checkpoints import FILES, SAMPLES, SEQ_LEN, TEXTS, evaluated_on
-from benchmarks.factors import CPU, DTYPE, Ranks, Streams, Variant
+from benchmarks.factors import CPU, DTYPE, Streams, Variant
 from benchmarks.instances import SHARED
+from coec.allocation.ranks import largest_rank, ranks_by_cost, stored, uniform_ranks
 from coec.calibration.windows import Windows, hold_out
 from coec.evaluation.perplexity import Perplexity
 from coec.models.dense import Dense
+from coec.models.low_rank import weights as matrices
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
 from coec.settings import Calibration, Runtime
@@ -42,6 +46,8 @@ ABLATED = 8
 """Windows on which the costs of truncations are measured."""
 MEASURED = (0.0, 0.1, 0.25, 0.45, 0.65, 0.85)
 """Shares of a matrix's parameters at which they are measured; 0 is rank 1."""
+WRITTEN = {"prune": "uniform", "prune, by error": "error"}
+"""Ways that `coec prune` has, and their allocations."""
 VARIANTS = {
     "closed form": Variant(),
     "hidden states": Variant(hidden=True),
@@ -70,7 +76,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shared", type=Path, default=SHARED)
     parser.add_argument("--models", nargs="+", choices=TEXTS, default=list(TEXTS))
     parser.add_argument("--sparsity", nargs="+", type=float, default=[0.2, 0.3, 0.5])
-    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
+    ways = [*WRITTEN, *VARIANTS]
+    parser.add_argument("--variants", nargs="*", choices=ways, default=ways)
     parser.add_argument("--presets", nargs="*", default=["fast"])
     parser.add_argument("--windows", type=int, default=400)
     chosen = parser.parse_args(arguments)
@@ -80,11 +87,14 @@ def main(arguments: list[str] | None = None) -> None:
     for model in chosen.models:
         study = Study.of(chosen.shared / "models" / model, chosen.shared, chosen.windows)
         for sparsity in chosen.sparsity:
-            ways = [(p, by_block) for p in chosen.presets for by_block in (False, True)]
-            made = (study.pruned(sparsity, preset, by_block=b) for preset, b in ways)
+            presets = [(p, by_block) for p in chosen.presets for by_block in (False, True)]
+            made = (study.pruned(sparsity, preset, by_block=b) for preset, b in presets)
             rows += _printed(made)
-            kl = rows[-1].kl if ways else float("nan")
-            made = (study.low_rank(sparsity, name) for name in chosen.variants)
+            kl = rows[-1].kl if presets else float("nan")
+            made = (
+                study.written(sparsity, name) if name in WRITTEN else study.low_rank(sparsity, name)
+                for name in chosen.variants
+            )
             rows += _printed(made, kl)
             old = record.load("low_rank").get("rows", [])
             record.save("low_rank", arguments, {"rows": _merged(old, rows)})
@@ -115,19 +125,29 @@ class Study:
 
     def pruned(self, sparsity: float, preset: str, *, by_block: bool) -> Row:
         """What a preset makes of the model."""
+        name = f"{preset}, by block" if by_block else preset
+        return self._made(sparsity, name, preset=preset, sparsity=sparsity, non_uniform=by_block)
+
+    def written(self, sparsity: float, name: str) -> Row:
+        """What `coec prune` writes of low rank, with as many parameters as pruning leaves."""
+        outside = self.dense.parameters - linear_parameters(self.dense)
+        return self._made(
+            sparsity, name, preset="best", low_rank=True, allocation=WRITTEN[name],
+            budget_parameters=outside + budget_at(self.dense, sparsity),
+        )  # fmt: skip
+
+    def _made(self, at: float, name: str, /, **settings: Any) -> Row:
         began = time.process_time()
         with tempfile.TemporaryDirectory() as folder:
             coec.prune(
-                self.dense.folder, f"{folder}/out", preset=preset, sparsity=sparsity,
-                calibration=str(self.text), samples=SAMPLES, seq_len=SEQ_LEN, device="cpu",
-                non_uniform=by_block,
+                self.dense.folder, f"{folder}/out", calibration=str(self.text), samples=SAMPLES,
+                seq_len=SEQ_LEN, device="cpu", **settings,
             )  # fmt: skip
             seconds = time.process_time() - began
             result = coec.perplexity(f"{folder}/out", self.test, baseline=self.dense)
         whole = sum(p.numel() for p in self.dense.network(CPU, DTYPE).parameters())
         kept = linear_parameters(self.dense) - whole + result.parameters
-        name = f"{preset}, by block" if by_block else preset
-        return self._row(sparsity, name, kept, result, seconds)
+        return self._row(at, name, kept, result, seconds)
 
     def low_rank(self, sparsity: float, name: str) -> Row:
         """What a variant makes of the model."""
@@ -136,9 +156,9 @@ class Study:
         before = self._curves.seconds if variant.by_error else 0.0
         began = time.process_time()
         if variant.by_error:
-            ranks = by_error(shapes, budget, self._curves.costs)
+            ranks = ranks_by_cost(shapes, budget, self._curves.costs)
         else:
-            ranks = uniform(shapes, budget)
+            ranks = uniform_ranks(shapes, budget)
         streams = Streams(self.dense, self.fit, self.held, variant)
         for block in self.dense.layout.blocks:
             streams.solve(block, ranks, replace=True)
@@ -186,13 +206,7 @@ class Curves:
 
 def weights(dense: Dense) -> dict[str, torch.Size]:
     """Shapes of the blocks' linear layers, by the weights' names."""
-    names = {name for site in dense.layout.sites for name in site.tensors if name in dense.shapes}
-    return {name: dense.shapes[name] for name in dense.shapes if name in names}
-
-
-def stored(shape: torch.Size, rank: int) -> int:
-    """Parameters of a matrix of a rank, as rows of it and combinations of these."""
-    return rank * (sum(shape) - rank)
+    return matrices(dense.layout, dense.shapes)
 
 
 def budget_at(dense: Dense, sparsity: float) -> int:
@@ -204,42 +218,6 @@ def budget_at(dense: Dense, sparsity: float) -> int:
 def linear_parameters(dense: Dense) -> int:
     """Parameters of the blocks' linear layers."""
     return sum(shape.numel() for shape in weights(dense).values())
-
-
-def uniform(shapes: Mapping[str, torch.Size], budget: int) -> Ranks:
-    """The ranks at which every matrix keeps the same share of its parameters."""
-    share = budget / sum(shape.numel() for shape in shapes.values())
-    ranks = {name: largest_rank(shape, share) for name, shape in shapes.items()}
-    return filled(shapes, budget, ranks)
-
-
-def by_error(shapes: Mapping[str, torch.Size], budget: int, curves: Mapping[str, Tensor]) -> Ranks:
-    """The ranks of least cost in sum within the budget, by bisection of a parameter's price."""
-    sizes = {
-        name: torch.tensor([stored(shapes[name], rank + 1) for rank in range(len(curve))])
-        for name, curve in curves.items()
-    }
-
-    def at(price: float) -> Ranks:
-        return {n: int((c + price * sizes[n]).argmin()) + 1 for n, c in curves.items()}
-
-    low, high = 1e-20, 1e3
-    for _ in range(100):
-        middle = (low * high) ** 0.5
-        fits = sum(stored(shapes[n], r) for n, r in at(middle).items()) <= budget
-        low, high = (low, middle) if fits else (middle, high)
-    return filled(shapes, budget, at(high))
-
-
-def filled(shapes: Mapping[str, torch.Size], budget: int, ranks: Ranks) -> Ranks:
-    """Ranks with one more in each matrix where it still fits into the budget."""
-    left = budget - sum(stored(shapes[name], rank) for name, rank in ranks.items())
-    ranks = dict(ranks)
-    for name, shape in shapes.items():
-        more = stored(shape, ranks[name] + 1) - stored(shape, ranks[name])
-        if ranks[name] < min(shape) and more <= left:
-            ranks[name], left = ranks[name] + 1, left - more
-    return ranks
 
 
 @torch.no_grad()
@@ -273,12 +251,6 @@ def costs(dense: Dense, ids: Tensor, survey: "Streams") -> dict[str, Tensor]:
         levels = np.maximum.accumulate([cost for _, cost in known])
         curves[name] = torch.from_numpy(np.interp(errors, [e for e, _ in known], levels))
     return curves
-
-
-def largest_rank(shape: torch.Size, share: float) -> int:
-    """The largest rank that stores no more than a share of a matrix's parameters, at least 1."""
-    fitting = [r for r in range(1, min(shape) + 1) if stored(shape, r) <= share * shape.numel()]
-    return max(fitting, default=1)
 
 
 def _printed(rows: Iterable[Row], kl: float = float("nan")) -> list[Row]:

@@ -9,6 +9,7 @@ import functools
 import os
 import random
 import signal
+import sys
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -69,6 +70,20 @@ def _deterministic():
     """Every test starts from the same random state."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def modules(monkeypatch, tmp_path):
+    """Where transformers copies the code of models that it is told to trust."""
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("transformers_modules"):
+            del sys.modules[name]
+    sys.path[:] = [path for path in sys.path if path != str(tmp_path / "modules")]
 
 
 @pytest.fixture(scope="session")

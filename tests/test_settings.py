@@ -187,7 +187,8 @@ def test_a_record_lists_what_determines_the_result():
     assert Recipe(device="cpu", trust_remote_code=True).record().keys() == {
         "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters",
         "expert_sparsity", "multiple_of",
-        "allocation", "non_uniform", "selection", "kept", "compensation", "options", "propagate",
+        "allocation", "non_uniform", "low_rank", "selection", "kept", "compensation", "options",
+        "propagate",
         "reconstruct", "cg_iterations", "damping", "curvature_tokens",
         "logit_iterations", "token_weights", "final_norm", "kv_groups", "calibration",
         "text_column", "samples", "self_samples", "seq_len", "seed", "holdout", "guard", "dtype",

@@ -1,7 +1,6 @@
 """Widths that differ by block: shared out, written, loaded, evaluated, pruned again."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -42,20 +41,6 @@ def ids(tmp_path_factory):
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
     return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
-
-
-@pytest.fixture
-def modules(monkeypatch, tmp_path):
-    """Where transformers copies the code of models that it is told to trust."""
-    from transformers import dynamic_module_utils
-
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        if name.startswith("transformers_modules"):
-            del sys.modules[name]
-    sys.path[:] = [path for path in sys.path if path != str(tmp_path / "modules")]
 
 
 def prune(model, out, ids, **settings):

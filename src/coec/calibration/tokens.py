@@ -27,6 +27,7 @@ from coec.models.folder import (
     tokenizer_classes,
 )
 from coec.models.layout import BLOCK_WIDTHS
+from coec.models.low_rank import RANKS
 
 TOKEN_SUFFIXES = (".npy", ".safetensors")
 LONG_TEXT = 12_000_000
@@ -211,7 +212,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
         check_fetched(folder / name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, **_non_uniform_config(folder)
+            folder, trust_remote_code=trust_remote_code, **_config_with_code(folder)
         )
     except Exception as error:  # tokenizers may raise anything
         if not trust_remote_code and "trust_remote_code" in str(error):
@@ -232,12 +233,13 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
     return tokenizer
 
 
-def _non_uniform_config(folder: Path) -> JsonDict:
-    """Configuration of a model whose widths differ by block; empty for any other model.
+def _config_with_code(folder: Path) -> JsonDict:
+    """Configuration of a model with code of coec's own beside its weights; empty for any other.
 
-    If transformers read it from the folder, it would ask for the code beside the weights.
+    If transformers read it from the folder, it would ask for that code.
     """
-    if not is_file(folder / CONFIG) or BLOCK_WIDTHS not in (config := read_config(folder)):
+    config = read_config(folder) if is_file(folder / CONFIG) else {}
+    if not {BLOCK_WIDTHS, RANKS} & config.keys():
         return {}
     return {"config": AutoConfig.for_model(**{k: v for k, v in config.items() if k != "auto_map"})}
 

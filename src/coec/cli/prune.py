@@ -30,6 +30,8 @@ _WIDTHS = (
     ("experts", "expert channels", "per expert"),
     ("whole_experts", "experts", "per block"),
     ("kv_groups", "KV groups", "per block"),
+    ("o_proj_rank", "o_proj", "of rank"),
+    ("down_proj_rank", "down_proj", "of rank"),
 )
 """Names of widths in a report, and the words for them."""
 
@@ -328,8 +330,9 @@ def _lines(report: "Report") -> Iterator[str]:
     yield from plan["notes"]
     for site in report.kinds:
         before, after = report.mean_errors(site)
+        errors = f"{after:.4f}" if report.low_rank else f"{before:.4f} → {after:.4f}"
         yield (
-            f"{site + ' error':<16} {before:.4f} → {after:.4f} "
+            f"{site + ' error':<16} {errors} "
             "(relative output error on the calibration data, mean over blocks)"
         )
         if any(row.get("holdout_after") is not None for row in report.sites if row["site"] == site):

@@ -15,6 +15,7 @@ from coec.models.dense import Dense
 from coec.models.files import JsonDict, read_tensors
 from coec.models.folder import find_model, read_config
 from coec.models.layout import Layout, Rows, Site
+from coec.models.low_rank import refuse_low_rank
 from coec.pipeline.report import REPORT
 from coec.types import KeptSet
 
@@ -73,6 +74,8 @@ class ModelPair:
         report = read_config(folder / REPORT)
         before = Dense.open(_dense_model(folder, report) if dense is None else dense)
         after = Dense.open(pruned if isinstance(pruned, Dense) else folder)
+        for model in (before, after):
+            refuse_low_rank(model.config, "comparing units")
         # A mismatch is reported before damaged weights.
         _check_sizes(folder, before, after)
         stored = read_tensors(folder / KEPT)

@@ -11,9 +11,8 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from coec.errors import ModelError, first_line
+from coec.models import low_rank, non_uniform
 from coec.models.files import JsonDict, check_fetched, check_merged, parse_json, sha256
-from coec.models.non_uniform import FILE as CODE
-from coec.models.non_uniform import as_read
 
 CONFIG = "config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -41,7 +40,10 @@ _NOT_DOWNLOADED = ["*/*", "consolidated*"]
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 _LITTER = (".gitattributes", ".DS_Store", ".README.md.partial")
 """Files that the hub and file managers put in any folder."""
-_OWN = (*_CARRIED, *_WEIGHTS, *_LITTER, CONFIG, "README.md", "coec.json", CODE)
+_OWN = (
+    *_CARRIED, *_WEIGHTS, *_LITTER, CONFIG, "README.md", "coec.json", non_uniform.FILE,
+    low_rank.FILE,
+)  # fmt: skip
 JUDGED = (CONFIG, ".py")
 """Suffixes of the files whose content says which other files a model may hold."""
 _IMPORT = re.compile(r"^\s*(?:from|import)\s+\.(\w+)", re.MULTILINE)
@@ -105,7 +107,7 @@ def read_config(model: Path) -> JsonDict:
         raise ModelError(f"'{path}' cannot be read: {error.strerror}") from error
     if not isinstance(config, dict):
         raise ModelError(f"'{path}' holds no JSON object")
-    return as_read(config)
+    return low_rank.as_read(non_uniform.as_read(config))
 
 
 def _reason(error: Exception) -> str:

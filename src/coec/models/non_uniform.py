@@ -60,7 +60,7 @@ def config_keys(shape: Shape, model_type: str, stock: str, *, nas: bool = False)
     Args:
         nas: writes those that servers of Nemotron-NAS read besides.
     """
-    module, names = Path(FILE).stem, (_config(model_type), _decoder(model_type), stock)
+    module, names = Path(FILE).stem, (config_name(model_type), decoder_name(model_type), stock)
     config, decoder, causal = (_own_name(name, nas=nas) for name in names)
     return {
         "architectures": [causal],
@@ -97,8 +97,8 @@ def _block_configs(shape: Shape) -> list[JsonDict]:
 
 def code(model_type: str, stock: str, *, nas: bool = False) -> str:
     """Write the Python file that goes with such a configuration."""
-    config = _config(model_type)
-    names = sorted((stock, _decoder(model_type)))
+    config = config_name(model_type)
+    names = sorted((stock, decoder_name(model_type)))
     typing = "from typing import Any\n"
     source = inspect.getsource(modeling_non_uniform)
     imported = ", ".join(sorted((config, *names)))
@@ -141,9 +141,11 @@ def _own_name(stock: str, *, nas: bool) -> str:
     return stock.replace("Mistral", "DeciLM") if nas else _PREFIX + stock
 
 
-def _config(model_type: str) -> str:
+def config_name(model_type: str) -> str:
+    """Name of the configuration class of a model type."""
     return type(AutoConfig.for_model(model_type)).__name__
 
 
-def _decoder(model_type: str) -> str:
+def decoder_name(model_type: str) -> str:
+    """Name of the class of a model type without a head."""
     return str(MODEL_MAPPING_NAMES[model_type])

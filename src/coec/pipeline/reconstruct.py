@@ -83,8 +83,17 @@ def reconstruct(
     run: Run,
     source: BlockSource,
     progress: Progress | None = None,
+    method: "type[BlockReconstruction] | None" = None,
 ) -> tuple[Checkpoint, JsonDict]:
     """Try each candidate of a run without fits; reconstruct the one of lowest KL.
+
+    Args:
+        journal: keeps what is finished.
+        dense: the model.
+        run: how it is pruned, with its candidates.
+        source: of the windows.
+        progress: called with (phase, done, total).
+        method: solves blocks in another way than by removing units.
 
     Returns:
         The checkpoint, all of whose blocks are solved; and how well it and every candidate predict.
@@ -114,7 +123,7 @@ def reconstruct(
             return checkpoint.tensors(dense.layout.blocks[index])
 
         with source.worker_group(run) as group:
-            reconstruction = BlockReconstruction(dense, run, group)
+            reconstruction = (method or BlockReconstruction)(dense, run, group)
             solved = checkpoint.solved
             for block in reconstruction.blocks(finished, solved, "reconstructing", progress):
                 checkpoint.keep(block)
@@ -288,11 +297,20 @@ class BlockReconstruction:
         return SiteStatistics(gram, held_out, target, held_out_target)
 
     def _gram_and_target(
-        self, number: int, site: Site, tensors: Mapping[str, Tensor], windows: WindowKind
+        self,
+        number: int,
+        site: Site,
+        tensors: Mapping[str, Tensor],
+        windows: WindowKind,
+        *,
+        loaded: bool = False,
     ) -> tuple[Gram, Tensor | None]:
-        """Return the Gram of the consumer's inputs, and the target where errors propagate."""
+        """Return the Gram of the consumer's inputs, and the target where errors propagate.
+
+        The producers are the dense model's, or those that the pruned one was given.
+        """
         sums = ConsumerStatistics(GramSum(site.columns, self._run.device))
-        for sums_of_part in self._group.each(TwoStreams.measure, number, windows):
+        for sums_of_part in self._group.each(TwoStreams.measure, number, windows, loaded=loaded):
             sums.merge(sums_of_part)
         total_weight = sums.gram.weight
         gram = sums.gram.gram()

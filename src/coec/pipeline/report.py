@@ -72,11 +72,18 @@ class Report:
 
         On the windows fitted on, or on those held out; 0 where no block has any.
         """
-        before, after = (f"{'holdout' if held_out else 'error'}_{w}" for w in ("before", "after"))
-        rows = [row for row in self.sites if row["site"] == site and row.get(before) is not None]
-        if not rows:
-            return 0.0, 0.0
-        return fmean(row[before] for row in rows), fmean(row[after] for row in rows)
+        kind = "holdout" if held_out else "error"
+        rows = [row for row in self.sites if row["site"] == site]
+        before, after = (
+            [row[key] for row in rows if row.get(key) is not None]
+            for key in (f"{kind}_before", f"{kind}_after")
+        )
+        return fmean(before or [0.0]), fmean(after or [0.0])
+
+    @property
+    def low_rank(self) -> bool:
+        """True where matrices became low rank, and no unit went."""
+        return bool(self.recipe.get("low_rank"))
 
     @classmethod
     def read(cls, folder: str | Path) -> "Report":

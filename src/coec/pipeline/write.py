@@ -18,12 +18,11 @@ from coec.allocation.kept import KEPT
 from coec.events import RESUMING, Progress
 from coec.execution.journal import Journal
 from coec.execution.output import partial_of
+from coec.models import low_rank, non_uniform
 from coec.models.dense import Dense
 from coec.models.files import INDEX, JsonDict, opened, read_tensors, write_json, write_tensors
 from coec.models.folder import CONFIG, carry_files
 from coec.models.layout import BlockLayout
-from coec.models.non_uniform import FILE as CODE
-from coec.models.non_uniform import as_written
 from coec.pipeline.solve import SolvedBlock
 from coec.planning import Plan, disk
 from coec.planning.run import Run
@@ -39,10 +38,13 @@ class Checkpoint:
     def __init__(self, journal: Journal, dense: Dense, run: Run) -> None:
         self._journal, self._dense, self.plan, self._dtype = journal, dense, run.plan, run.written
         state = {
-            name: torch.empty(shape, dtype=self._dtype, device="meta")
+            name: torch.empty(shape, dtype=self._dtype_of(name), device="meta")
             for name, shape in self.plan.pruned_shapes.items()
         }
         self._split = split_torch_state_dict_into_shards(state, max_shard_size=MAX_SHARD)
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return torch.int32 if low_rank.is_order(name) else self._dtype
 
     @property
     def solved(self) -> set[int]:
@@ -134,8 +136,8 @@ class Checkpoint:
             kept |= read_tensors(self._journal.path(self._units(block)))
         write_tensors(kept, folder / KEPT, {"format": "pt"})
         write_json(folder / CONFIG, self._config())
-        if self.plan.output.code is not None:
-            (folder / CODE).write_text(self.plan.output.code, encoding="utf-8")
+        if (code := self.plan.output.code) is not None:
+            (folder / str(self.plan.output.code_file)).write_text(code, encoding="utf-8")
         carry_files(self._dense.folder, folder)
 
     def _shard(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -182,7 +184,7 @@ class Checkpoint:
         config = dict(self.plan.output.config)
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
             config[key] = dtype_name(self._dtype)
-        return as_written(config)
+        return low_rank.as_written(non_uniform.as_written(config))
 
 
 def space_needed(out: Path, plan: Plan, dtype: torch.dtype) -> int:

@@ -16,11 +16,13 @@ from coec.devices import (
     stored_dtype,
 )
 from coec.models.layout import Site
+from coec.models.low_rank import weights
 from coec.planning.machines import Machine
 from coec.planning.plan import Plan
 from coec.streaming.dense_stream import batch_size
 from coec.streaming.head import LOGITS_PER_PASS
 from coec.streaming.self_text import GROUP, window_bytes
+from coec.streaming.sensitivity import SHARES, TRUNCATED_TOKENS
 from coec.streaming.sensitivity import TOKENS as TRIED_TOKENS
 
 SHARD_BYTES = 2 * 10**9
@@ -164,6 +166,9 @@ def _solving(plan: Plan, compute: ComputeConfig, site_kind: str) -> dict[str, in
     matrices = 6.0 if iterative else 3.0 if closed else 0.25
     if plan.recipe.pruning.selection == "obs":
         matrices = max(matrices, 2.0)
+    if plan.ranks:  # targets, what is decomposed, its factors, and the Cholesky factor
+        rows = max(shape[0] for shape in weights(plan.model.layout, plan.model.shapes).values())
+        matrices = 3.0 + 5.0 * rows / widest.columns
     if not (plan.recipe.reconstruction.propagate or any(map(plan.widths.removes_from, sites))):
         matrices = 0.0  # all units stay, and nothing is solved
     entries, solve = int(matrices * widest.columns**2), compute.solve.itemsize if iterative else 8
@@ -196,13 +201,17 @@ def _waiting_tokens(plan: Plan) -> int:
     streams += 2 if plan.recipe.reconstruction.reconstruct else 0
     if plan.recipe.pruning.allocation != "error":
         return streams * plan.tokens
-    tried = 2 * len(plan.model.layout.sites) * tried_tokens(plan)
+    models = 2 * len(plan.model.layout.sites)
+    if plan.ranks:
+        models = len(SHARES) * len(weights(plan.model.layout, plan.model.shapes))
+    tried = models * tried_tokens(plan)
     return max(streams * plan.tokens, plan.tokens + tried)
 
 
 def tried_tokens(plan: Plan) -> int:
     """Number of tokens that allocation by error runs models over."""
-    return min(plan.tokens, max(TRIED_TOKENS, plan.seq_len))
+    tokens = TRUNCATED_TOKENS if plan.ranks else TRIED_TOKENS
+    return min(plan.tokens, max(tokens, plan.seq_len))
 
 
 def _fit(plan: Plan, compute: ComputeConfig, site: Site) -> int:

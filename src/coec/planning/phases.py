@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from coec.models.layout import Site
+from coec.models.low_rank import weights
 from coec.planning.machines import Work
 from coec.planning.memory import (
     ComputeConfig,
@@ -25,6 +26,7 @@ from coec.planning.plan import Plan
 from coec.reconstruction.least_squares import TOKENS_PER_COLUMN
 from coec.settings import CoecOptions
 from coec.streaming.dense_stream import batch_size
+from coec.streaming.sensitivity import SHARES
 
 _PROCESS = ("program", "text")
 _STREAM = (*_PROCESS, "block's weights", "hidden states", "forward pass", "statistics")
@@ -118,7 +120,8 @@ class PlanWork:
         `half` is a kind of site, to run only the halves of blocks that hold it.
         """
         plan, hidden, layers = self.plan, self.hidden, self.layers
-        shapes = plan.pruned_shapes if pruned else plan.model.shapes
+        # Low rank multiplies by no more than whole matrices.
+        shapes = plan.pruned_shapes if pruned and not plan.ranks else plan.model.shapes
         weights = ffn = attention = 0.0
         for site in plan.model.layout.sites:
             if half not in ("", site.kind):
@@ -183,6 +186,8 @@ class PlanWork:
 
     def solving(self, site_kind: str, *, compensate: bool = True) -> list[Work]:
         """Score or eliminate, compensate, and measure errors at all sites of one kind."""
+        if self.plan.ranks:
+            return self._truncating(site_kind)
         recipe, sites = self.recipe, list(filter(self.plan.widths.counts, self.kinds[site_kind]))
         site = sites[0]
         kept = round(sum(map(self.plan.widths.of, sites)) / len(sites)) * site.columns_per_unit
@@ -197,10 +202,34 @@ class PlanWork:
             steps += compensation(recipe.method.name, size, self.compute, options)
         return [step._replace(times=step.times * len(sites)) for step in steps]
 
+    def _truncating(self, site_kind: str) -> list[Work]:
+        """Decompose all matrices of one kind of site: of an m×n one a Cholesky factor, targets of
+        4mn² and 2n³, an SVD, and 4mnb for the nearest matrix and its error, b the smaller edge.
+        """
+        steps = []
+        for name, (m, n) in weights(self.plan.model.layout, self.plan.model.shapes).items():
+            if any(name in site.tensors for site in self.kinds[site_kind]):
+                steps += [product(m, n, n, 3.0), product(n, n, n), product(m, n, min(m, n), 2.0)]
+                steps += _decompositions(m, n, self.compute.device, "float64", svds=1)
+                steps += [Work("call", 150.0)]
+        return steps
+
+    def _truncations(self) -> list[Work]:
+        """Solve all matrices in the dense model, and run six models for each side by side."""
+        count = len(SHARES) * len(weights(self.plan.model.layout, self.plan.model.shapes))
+        tokens = tried_tokens(self.plan)
+        steps = [*self.loading(), *self.dense_pass(3.0)]
+        for site_kind in self.kinds:
+            steps += self._truncating(site_kind)
+        steps += self.forward(tokens, count * (self.layers + 1) / self.layers / 2 + 1)
+        return steps + self._head(tokens, 1.0 + count)
+
     def allocating(self) -> list[Work]:
         """Run a dense pass of its own and score units; for errors also eliminate, solve, and run
         models side by side: of each earlier site two through a block, of its own sites three.
         """
+        if self.plan.ranks:
+            return self._truncations()
         by_error = self.recipe.pruning.allocation == "error"
         steps = [*self.loading(), *self.dense_pass()]
         for site_kind in self.kinds:
@@ -219,7 +248,8 @@ class PlanWork:
         settings, calibration = self.recipe.reconstruction, self.recipe.calibration
         share, tokens = calibration.held_out, self.plan.tokens
         held_out = max(1, round(share * calibration.samples)) * self.plan.seq_len if share else 0
-        passes = [*self.loading() * 2, *self.dense_pass(2.0)]
+        # Inputs of producers are measured too, in both models.
+        passes = [*self.loading() * 2, *self.dense_pass(4.0 if self.plan.ranks else 2.0)]
         yield "passes", [*passes, *self.forward(tokens, 2.0, pruned=True)], _STREAM
         for site_kind in self.kinds:
             yield f"solving {site_kind}", self.solving(site_kind), _SOLVE

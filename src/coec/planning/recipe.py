@@ -31,7 +31,7 @@ from coec.settings import (
 )
 from coec.settings.fields import RENAMED, plain, without_effect
 from coec.settings.options import Options
-from coec.settings.presets import with_preset
+from coec.settings.presets import defaults_of, with_preset
 from coec.types import Gram, KeptSet
 
 APART = ("options", "trust_remote_code")
@@ -46,6 +46,11 @@ _RECONSTRUCTION = Reconstruction().record()
 """Defaults of the reconstruction."""
 _FITS = tuple(name for name in _RECONSTRUCTION if name not in ("preset", "kv_groups"))
 """Settings of the fits to the dense model."""
+_OF_LOW_RANK = (
+    "sparsity", "budget_parameters", "allocation", "low_rank", "dtype", "target", "preset",
+    "token_weights", "final_norm", "solve_dtype",
+)  # fmt: skip
+"""Settings besides those of the calibration that mean something with low rank."""
 _TOML_BYTES = 10_000_000
 """Size of the largest recipe or grid that is read."""
 
@@ -102,6 +107,8 @@ class Recipe:
         if isinstance(self.calibration.source, np.ndarray | Tensor):
             ids = token_ids(self.calibration.source)
             object.__setattr__(self, "calibration", replace(self.calibration, source=ids))
+        if self.pruning.low_rank:
+            self._check_low_rank()
         method = self.method
         options = method.chosen(self.pruning.options)
         if isinstance(options, Options):
@@ -114,6 +121,17 @@ class Recipe:
             )
         if callable(self.pruning.compensation) or callable(self.pruning.selection):
             _rehearse(self)
+
+    def _check_low_rank(self) -> None:
+        """Raise OptionError for settings that have no effect where matrices become low rank."""
+        brought = defaults_of(self.reconstruction.preset, low_rank=True)
+        for name in self.pruning.options:
+            raise without_effect(name, "low_rank")
+        for settings in (self.pruning, self.reconstruction):
+            defaults = type(settings)().record() | brought
+            for name, value in settings.record().items():
+                if name not in _OF_LOW_RANK and value != defaults[name]:
+                    raise without_effect(name, "low_rank")
 
     def _check_reconstruction(self) -> None:
         """Raise OptionError where its settings have no effect, or need windows held out."""
@@ -134,6 +152,8 @@ class Recipe:
     @property
     def needs_text(self) -> str | None:
         """Name of the setting that runs pruned models over the text; None where sums will do."""
+        if self.pruning.low_rank:
+            return "low_rank"
         by_error = "allocation = error" if self.pruning.allocation == "error" else None
         return self.reconstruction.sequential or by_error
 
@@ -159,7 +179,8 @@ class Recipe:
         `why` says why blocks cannot be fitted.
         """
         settings = self.reconstruction.record()
-        if settings["preset"] != "balanced" or self._asked or not self.reconstruction.sequential:
+        fitted = self.reconstruction.sequential and not self.pruning.low_rank
+        if settings["preset"] != "balanced" or self._asked or not fitted:
             return self
         reconstruction = Reconstruction(
             preset="balanced", kv_groups=settings["kv_groups"], left_out=why

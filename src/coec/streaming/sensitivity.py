@@ -8,10 +8,10 @@ are the dense one with some consumers replaced, and run side by side, a block at
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -25,6 +25,11 @@ from coec.streaming.layers import Layers, State
 
 TOKENS = 4096
 """Of the windows that are run: two sets of hidden states for each site wait in memory at once."""
+TRUNCATED_TOKENS = 2048
+"""The same for truncated matrices: a set for each matrix and share."""
+SHARES = (0.0, 0.1, 0.25, 0.45, 0.65, 0.85)
+"""Shares of a matrix's parameters at whose ranks a truncation is measured; 0 is rank 1."""
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +40,107 @@ class RepairedConsumer:
     bias: Float[Tensor, " m"] | None
 
 
-class Sensitivity:
+class _Variants:
+    """Models that differ in few weights, run side by side over the first few windows.
+
+    Hidden states wait on the CPU. About so many `tokens` are run.
+    """
+
+    def __init__(
+        self,
+        dense: Dense,
+        windows: Int[Tensor, "n length"],
+        tokens: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._model, self._device, self._dtype = dense, device, dtype
+        self._windows = windows[: max(1, tokens // windows.shape[1])]
+        self._layers = Layers(dense, device=device, dtype=dtype)
+        [self._dense] = self._layers.embed([self._windows], dense.tensor(dense.layout.embedding))
+
+    def _through(self, block: BlockLayout, state: State) -> State:
+        return self._layers.advance(block.index, state)
+
+    def _run_on(self, block: BlockLayout, states: dict[_Key, State], new: Collection[_Key]) -> None:
+        """Run the models that differ at an earlier block."""
+        for key in states:
+            if key not in new:
+                states[key] = self._through(block, states[key])
+
+    def _divergences(self, states: Mapping[_Key, State], advice: str) -> dict[_Key, float]:
+        """Return mean KL divergences from the dense model; NumericalError where one is infinite."""
+        head = Head(self._model, device=self._device, dtype=self._dtype)
+        divergences = {}
+        for key, state in states.items():
+            divergences[key] = head.predicted(state, self._dense, self._windows).kl
+            if not math.isfinite(divergences[key]):
+                raise NumericalError(
+                    "what pruning each site costs cannot be measured: a pruned model predicts "
+                    f"nothing finite; {advice}"
+                )
+        return divergences
+
+    def _parameter(self, tensor: Tensor | None) -> nn.Parameter | None:
+        if tensor is None:
+            return None
+        return nn.Parameter(tensor.to(self._device, self._dtype), requires_grad=False)
+
+
+class Truncations(_Variants):
+    """Models that differ from the dense one in the rank of one matrix."""
+
+    def __init__(
+        self,
+        dense: Dense,
+        windows: Int[Tensor, "n length"],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(dense, windows, TRUNCATED_TOKENS, device=device, dtype=dtype)
+        self._states: dict[tuple[str, int], State] = {}
+
+    @torch.no_grad()
+    def advance(
+        self,
+        block: BlockLayout,
+        tensors: Mapping[str, Tensor],
+        truncated: Iterable[tuple[str, int, Tensor]],
+    ) -> None:
+        """Run all models through the next block.
+
+        Args:
+            block: its layout.
+            tensors: its weights as stored, by full names.
+            truncated: names of its weights, ranks, and the weights of these ranks.
+        """
+        self._layers.load(block, tensors)
+        earlier = set(self._states)
+        for name, rank, weight in truncated:
+            module: Any = self._layers.module(block, name.removesuffix(".weight"))
+            before, module.weight = module.weight, self._parameter(weight)
+            self._states[name, rank] = self._through(block, self._dense)
+            module.weight = before
+        self._run_on(block, self._states, self._states.keys() - earlier)
+        self._dense = self._through(block, self._dense)
+        self._layers.drop(block.index)
+
+    def costs(self) -> dict[str, dict[int, float]]:
+        """Return the mean KL divergence of every model from the dense one, by name and rank.
+
+        Raises:
+            NumericalError: one of the models predicts nothing finite.
+        """
+        costs: dict[str, dict[int, float]] = {}
+        divergences = self._divergences(self._states, "use allocation = uniform")
+        for (name, rank), divergence in divergences.items():
+            costs.setdefault(name, {})[rank] = divergence
+        return costs
+
+
+class Sensitivity(_Variants):
     """Models that differ from the dense one, or from the pruned one, at a site.
 
     They run over the first few windows; hidden states wait on the CPU. The sites whose keys are in
@@ -51,12 +156,9 @@ class Sensitivity:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._model, self._device, self._dtype = dense, device, dtype
+        super().__init__(dense, windows, TOKENS, device=device, dtype=dtype)
         self._measured = measured
-        self._windows = windows[: max(1, TOKENS // windows.shape[1])]
-        self._layers = Layers(dense, device=device, dtype=dtype)
-        [state] = self._layers.embed([self._windows], dense.tensor(dense.layout.embedding))
-        self._dense = self._pruned = state
+        self._pruned = self._dense
         self._alone: dict[str, State] = {}
         self._whole: dict[str, State] = {}
 
@@ -99,31 +201,11 @@ class Sensitivity:
         Raises:
             NumericalError: one of the models predicts nothing finite.
         """
-        head = Head(self._model, device=self._device, dtype=self._dtype)
-
-        def kl(state: State) -> float:
-            divergence = head.predicted(state, self._dense, self._windows).kl
-            if not math.isfinite(divergence):
-                raise NumericalError(
-                    "what pruning each site costs cannot be measured: a pruned model predicts "
-                    "nothing finite; remove less, or use allocation = adaptive"
-                )
-            return divergence
-
-        pruned = kl(self._pruned)
-        return {
-            key: (kl(alone) + pruned - kl(self._whole[key])) / 2
-            for key, alone in self._alone.items()
-        }
-
-    def _through(self, block: BlockLayout, state: State) -> State:
-        return self._layers.advance(block.index, state)
-
-    def _run_on(self, block: BlockLayout, states: dict[str, State], new: Collection[str]) -> None:
-        """Run the models that differ at an earlier block."""
-        for key in states:
-            if key not in new:
-                states[key] = self._through(block, states[key])
+        advice = "remove less, or use allocation = adaptive"
+        [pruned] = self._divergences({"": self._pruned}, advice).values()
+        costs = self._divergences(self._alone, advice)
+        spared = self._divergences(self._whole, advice)
+        return {key: (cost + pruned - spared[key]) / 2 for key, cost in costs.items()}
 
     @contextmanager
     def _pruned_at(
@@ -141,8 +223,3 @@ class Sensitivity:
         finally:
             for module, (weight, bias) in zip(modules, before, strict=True):
                 module.weight, module.bias = weight, bias
-
-    def _parameter(self, tensor: Tensor | None) -> nn.Parameter | None:
-        if tensor is None:
-            return None
-        return nn.Parameter(tensor.to(self._device, self._dtype), requires_grad=False)

@@ -1,12 +1,10 @@
 """The benchmark of low rank: counts, truncations and ranks are what they are said to be."""
 
-import itertools
-
 import pytest
 import torch
 
 from benchmarks.factors import Streams, Variant
-from benchmarks.low_rank import by_error, costs, stored, weights
+from benchmarks.low_rank import costs, stored, weights
 from coec.models.dense import Dense
 from problems import weight
 from tiny_models import VOCABULARY, save, tiny
@@ -62,30 +60,6 @@ def test_a_fit_lowers_the_error_of_the_hidden_states(dense, windows):
         errors.append(sum(float((low - wide).square().sum()) for low, wide in pairs))
         assert all(len(pair[0].weight) == RANK for pair in streams.layers.values())
     assert errors[1] < 0.99 * errors[0]
-
-
-def test_ranks_cost_least_within_the_budget():
-    shapes = {"a": torch.Size((4, 6)), "b": torch.Size((5, 5)), "c": torch.Size((3, 9))}
-    curves = {
-        name: scale * torch.linspace(1, 0, min(shape)) ** 2
-        for (name, shape), scale in zip(shapes.items(), (1.0, 5.0, 0.2), strict=True)
-    }
-
-    def cost(ranks):
-        return sum(float(curve[ranks[name] - 1]) for name, curve in curves.items())
-
-    def size(ranks):
-        return sum(stored(shapes[name], rank) for name, rank in ranks.items())
-
-    every = [
-        dict(zip(shapes, ranks, strict=True))
-        for ranks in itertools.product(*(range(1, min(shape) + 1) for shape in shapes.values()))
-    ]
-    for price in (0.01, 0.03, 0.1, 0.3):
-        least = min(every, key=lambda ranks: cost(ranks) + price * size(ranks))
-        ranks = by_error(shapes, size(least), curves)
-        assert size(ranks) <= size(least)
-        assert cost(ranks) == pytest.approx(cost(least))
 
 
 def test_costs_fall_with_the_rank_and_end_at_nothing(dense, windows):
