@@ -36,15 +36,15 @@ def pruned(tmp_path_factory):
     return make
 
 
-def check(dense, start, tokens, out, **settings):
-    report = coec.recover(dense, start, out, text=tokens, **{**TRAINING, **settings})
+def check(dense, start, text, out, **settings):
+    report = coec.recover(dense, start, out, text=text, **{**TRAINING, **settings})
     assert report.recoveries[-1]["improved"]
     before, after = Dense.open(start), Dense.open(out)
     assert (before.config, before.shapes) == (after.config, after.shapes)
     assert any(not torch.equal(before.tensor(n), after.tensor(n)) for n in before.files)
     code = bool(report.plan.get("code"))
-    loaded = coec.perplexity(out, tokens, seq_len=32, baseline=dense)
-    assert loaded.kl < coec.perplexity(start, tokens, seq_len=32, baseline=dense).kl
+    loaded = coec.perplexity(out, text, seq_len=32, baseline=dense)
+    assert loaded.kl < coec.perplexity(start, text, seq_len=32, baseline=dense).kl
     if not code:
         network = after.network(torch.device("cpu"), torch.float32)
         torch.testing.assert_close(tm.logits(tm.load(out)), tm.logits(network))
@@ -57,7 +57,7 @@ def test_every_architecture(variant, pruned, tmp_path):
 
 @pytest.mark.parametrize("variant", ["llama biases", "gemma2", "mixtral"])
 def test_low_rank_additions(variant, pruned, tmp_path):
-    check(*pruned(variant), tmp_path / "out", lora=4, learning_rate=5e-4, tokens=2048)
+    check(*pruned(variant), tmp_path / "out", lora=4, learning_rate=1e-4, tokens=2048)
 
 
 def test_widths_by_block(pruned, tmp_path):

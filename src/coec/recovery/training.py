@@ -180,7 +180,7 @@ def arguments(
     settings = TrainingArguments(
         output_dir=str(folder), max_steps=schedule.steps, learning_rate=rate, seed=seed,
         per_device_train_batch_size=schedule.at_once,
-        per_device_eval_batch_size=schedule.at_once,
+        per_device_eval_batch_size=1,
         gradient_accumulation_steps=schedule.accumulated,
         adam_beta1=_BETAS[0], adam_beta2=_BETAS[1], max_grad_norm=1.0, weight_decay=0.0,
         lr_scheduler_type="linear", warmup_steps=min(10, round(_WARM_UP * schedule.steps)),
