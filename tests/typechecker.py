@@ -62,7 +62,7 @@ def checked(target: Any) -> Any:
     return call
 
 
-class _Opaque(Exception):
+class _OpaqueError(Exception):
     """A value of which its type does not say what a check would look at."""
 
 
@@ -75,7 +75,7 @@ def described(value: Any) -> Hashable:
     """All that a check of annotations can see of a value.
 
     Raises:
-        _Opaque: it is an iterable of an unknown kind, or a long one.
+        _OpaqueError: it is an iterable of an unknown kind, or a long one.
     """
     kind = type(value)
     if isinstance(value, torch.Tensor):
@@ -88,7 +88,7 @@ def described(value: Any) -> Hashable:
         items = value.items() if kind is dict else value
         return kind, tuple(described(item) for item in items)
     if hasattr(kind, "__iter__"):
-        raise _Opaque
+        raise _OpaqueError
     return kind
 
 
@@ -120,7 +120,7 @@ class _Checks:
         __tracebackhide__ = True
         try:
             given = described(arguments), described(options)
-        except _Opaque:
+        except _OpaqueError:
             return self._checked(target, target, arguments, options)
         if known := given in self.passed:
             result = target(*arguments, **options)
@@ -129,7 +129,7 @@ class _Checks:
             self.passed.add(given)
         try:
             both = given, described(result)
-        except _Opaque:
+        except _OpaqueError:
             both = None
         if known and both not in self.passed:
             self._checked(target, lambda *_, **__: result, arguments, options)
@@ -169,6 +169,10 @@ class _Checks:
         return made
 
 
+_PLAIN = (ast.expr, ast.arguments, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return,
+          ast.Raise, ast.Assert, ast.Import, ast.ImportFrom)  # fmt: skip
+
+
 class _Decorated(ast.NodeTransformer):
     """Puts `checked` on every function, before its other decorators, and on every class, after."""
 
@@ -176,16 +180,22 @@ class _Decorated(ast.NodeTransformer):
         node.decorator_list.append(self._checked(node))
         return self.generic_visit(node)
 
+    def visit(self, node: ast.AST) -> ast.AST:
+        """Leaves what no function is defined in, which is most of a module, as it is."""
+        return node if isinstance(node, _PLAIN) else super().visit(node)
+
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         node.decorator_list.insert(0, self._checked(node))
         return self.generic_visit(node)
 
     def _checked(self, node: ast.FunctionDef | ast.ClassDef) -> ast.expr:
-        (statement,) = ast.parse(f"__import__({__name__!r}).checked").body
-        assert isinstance(statement, ast.Expr)
-        for part in ast.walk(statement.value):
+        """The expression `__import__("typechecker").checked`."""
+        name = ast.Name("__import__", ast.Load())
+        module = ast.Call(name, [ast.Constant(__name__)], [])
+        made = ast.Attribute(module, "checked", ast.Load())
+        for part in ast.walk(made):
             ast.copy_location(part, node)
-        return statement.value
+        return made
 
 
 class _Loader(SourceFileLoader):
