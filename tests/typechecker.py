@@ -98,6 +98,11 @@ class _Called(threading.local):
     def __init__(self) -> None:
         self.functions: list[Callable[..., Any]] = []
 
+    def run(self, arguments: tuple, options: dict[str, Any]) -> Any:
+        """Calls the innermost, from this module: a warning of `coec` would be an error."""
+        __tracebackhide__ = True
+        return self.functions.pop()(*arguments, **options)
+
 
 class _Checks:
     """Checks of the calls of one function, which a local function shares with those made before."""
@@ -158,7 +163,7 @@ class _Checks:
 
         def function(*arguments: Any, **options: Any) -> Any:
             __tracebackhide__ = True
-            return called.functions.pop()(*arguments, **options)
+            return called.run(arguments, options)
 
         made = FunctionType(
             function.__code__, target.__globals__, target.__name__, None, function.__closure__

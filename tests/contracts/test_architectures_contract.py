@@ -411,7 +411,8 @@ def test_a_fused_projection_is_only_another_slice(preset, folders, tmp_path):
     apart.load_state_dict(state)
     split = tm.save(apart, tmp_path / "split")
     assert torch.equal(tm.logits(tm.load(split)), tm.logits(tm.load(models["phi3"])))
-    small = {"reconstruct": 1, "cg_iterations": 3, "self_samples": 0.0, "kv_groups": "uniform"}
+    small = {"reconstruct": 1, "cg_iterations": 3, "logit_iterations": 2, "self_samples": 0.0,
+             "kv_groups": "uniform"}  # fmt: skip
     small = small if preset == "best" else {}
     settings = {**CONTRACT, "calibration": tokens, "preset": preset, **small}
     for model, out in ((models["phi3"], "fused"), (split, "apart")):
