@@ -6,6 +6,7 @@ its own. `COEC_TYPECHECK=1` checks everywhere. What a marker means is in pyproje
 """
 
 import functools
+import gc
 import os
 import random
 import signal
@@ -55,6 +56,7 @@ def pytest_collection_modifyitems(items):
         if "browser" in item.fixturenames:
             item.add_marker(pytest.mark.browser)
     items.sort(key=lambda item: item.path.name not in LONG)
+    gc.freeze()  # what is imported by now stays, and need not be searched for garbage again
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -146,6 +148,17 @@ def hasty_auto(monkeypatch):
     assert candidates.keys() < CANDIDATES.keys()
     for name, candidate in candidates.items():
         monkeypatch.setitem(CANDIDATES, name, candidate)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_power_cut():
+    """Files need not survive one here, which waiting for the disk is for; in `tests/crash` they do.
+
+    A test of what is synced puts a function of its own in this place.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -10,6 +10,8 @@ import coec
 from benchmarks.instances import sites
 from coec.linalg import conjugate as conjugate_module
 
+pytestmark = pytest.mark.slow  # descents to the end on trained matrices
+
 LOSS = 1e-4
 """Of the relative error, and of the objective with alignment."""
 

@@ -34,16 +34,10 @@ from coec.reconstruction.least_squares import watched
 from coec.streaming.dense_stream import DenseStream
 from coec.streaming.layers import Layers
 from coec.types import GramSum, KeptSet
+from prunings import CONTRACT
 
 pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("hasty_auto")]  # whole models
 
-SETTINGS = {
-    "preset": "paper",
-    "sparsity": 0.3,
-    "samples": 24,
-    "seq_len": 32,
-    "forward_dtype": "float64",
-}
 ADDING = [name for name, v in tm.VARIANTS.items() if not ARCHITECTURES[v["model_type"]].adds]
 """Variants whose blocks add what their parts return, and can be fitted part by part."""
 BIASED = {
@@ -86,8 +80,10 @@ def test_a_written_checkpoint_computes_the_masked_dense_model(
     variant, compensation, folders, tmp_path
 ):
     models, tokens = folders
-    options = {"coec": {"rounds": 1}, "auto": {"holdout": 0.125}}.get(compensation, {})
-    settings = {**SETTINGS, "calibration": tokens, "compensation": compensation, **options}
+    options = {"coec": {"rounds": 1, "iterations": 5}, "auto": {"holdout": 0.125}}.get(
+        compensation, {}
+    )
+    settings = {**CONTRACT, "calibration": tokens, "compensation": compensation, **options}
     if compensation == "bias" and variant in BIASED:
         with pytest.raises(OptionError, match=BIASED[variant]):
             coec.prune(models[variant], tmp_path / "out", **settings)
@@ -124,22 +120,38 @@ TARGETED = {
 }
 """The model type written for a loader where it is not the one written for transformers; None where
 no type will do."""
+LOADED = {**CONTRACT, "compensation": "ridge-to-slice"}
+
+
+@pytest.fixture(scope="module")
+def for_transformers(folders, tmp_path_factory):
+    """Every variant as it is written where no loader is named, made when asked for."""
+    models, tokens = folders
+
+    @functools.cache
+    def made(variant):
+        out = tmp_path_factory.mktemp("default") / "out"
+        coec.prune(models[variant], out, **LOADED, calibration=tokens)
+        return out
+
+    return made
 
 
 @pytest.mark.parametrize("target", ["vllm", "llama.cpp"])
 @pytest.mark.parametrize("variant", tm.VARIANTS)
-def test_the_type_written_for_a_loader_computes_the_same(variant, target, folders, tmp_path):
+def test_the_type_written_for_a_loader_computes_the_same(
+    variant, target, folders, for_transformers, tmp_path
+):
     models, tokens = folders
-    settings = {**SETTINGS, "calibration": tokens, "compensation": "ridge-to-slice"}
+    settings = {**LOADED, "calibration": tokens}
     expected = TARGETED.get((variant, target), "as before")
     if expected is None:
         with pytest.raises(OptionError, match=f"so that {TARGETS[target]} loads it .*leave out"):
             coec.prune(models[variant], tmp_path / "out", target=target, **settings)
         return
     report = coec.prune(models[variant], tmp_path / "out", target=target, **settings)
-    coec.prune(models[variant], tmp_path / "default", **settings)
     assert report.plan["loads_in"][TARGETS[target]] == "yes"
-    mine, other = tm.load(tmp_path / "out"), tm.load(tmp_path / "default")
+    mine, other = tm.load(tmp_path / "out"), tm.load(for_transformers(variant))
     assert mine.config.model_type == (
         other.config.model_type if expected == "as before" else expected
     )
@@ -148,7 +160,7 @@ def test_the_type_written_for_a_loader_computes_the_same(variant, target, folder
 
 def check_that_removing_is_masking(model, tokens, out):
     """With no repair: the dense model with the removed units' outputs set to zero."""
-    coec.prune(model, out, **SETTINGS, calibration=tokens, compensation="none",
+    coec.prune(model, out, **CONTRACT, calibration=tokens, compensation="none",
                selection="magnitude")  # fmt: skip
     kept = load_file(out / "coec/kept.safetensors")
     dense = tm.load(model)
@@ -338,10 +350,10 @@ def test_a_reconstructed_checkpoint_is_what_the_streams_ended_with(variant, fold
     """Loaded by stock transformers it predicts the held-out windows as the report says."""
     models, _ = folders
     tokens = tm.token_file(tmp_path / "tokens.npy", rows=12, length=16)
-    settings = {**SETTINGS, "samples": 12, "seq_len": 16}
+    settings = {**CONTRACT, "samples": 12, "seq_len": 16}
     report = coec.prune(
         models[variant], tmp_path / "out", **settings | {"preset": "best"}, calibration=tokens,
-        reconstruct=1, cg_iterations=3, kv_groups="uniform",
+        reconstruct=1, cg_iterations=3, logit_iterations=2, kv_groups="uniform",
     )  # fmt: skip
     held = hold_out(Windows(torch.from_numpy(np.load(tokens)).long(), "", 0, ""), 0.125, 0)[1]
     loss = 0.0
@@ -359,7 +371,7 @@ def test_a_reconstructed_checkpoint_is_what_the_streams_ended_with(variant, fold
 @pytest.mark.parametrize("variant", [name for name in tm.VARIANTS if name not in ADDING])
 def test_blocks_that_add_something_else_are_not_fitted(variant, folders, tmp_path):
     models, tokens = folders
-    settings = {**SETTINGS, "calibration": tokens, "preset": "best"}
+    settings = {**CONTRACT, "calibration": tokens, "preset": "best"}
     with pytest.raises(OptionError, match=r"propagate needs blocks that .*preset = fast does"):
         coec.prune(models[variant], tmp_path / "out", **settings)
 
@@ -367,11 +379,11 @@ def test_blocks_that_add_something_else_are_not_fitted(variant, folders, tmp_pat
 @pytest.mark.parametrize("variant", WHOLE)
 def test_attention_that_cannot_lose_a_unit_is_not_asked_to(variant, folders, tmp_path):
     models, tokens = folders
-    plan = coec.plan(models[variant], **SETTINGS, calibration=tokens, attention_sparsity=0)
+    plan = coec.plan(models[variant], **CONTRACT, calibration=tokens, attention_sparsity=0)
     assert "attention keeps all KV groups: " in plan.notes[0]
     assert plan.record()["widths"]["kv_groups"] == {"before": 4, "after": 4}
     with pytest.raises(OptionError, match=r"attention of .* keeps all KV groups .* leave it out"):
-        coec.plan(models[variant], **SETTINGS, calibration=tokens, attention_sparsity=0.3)
+        coec.plan(models[variant], **CONTRACT, calibration=tokens, attention_sparsity=0.3)
 
 
 @pytest.mark.parametrize("preset", ["fast", "best"])
@@ -399,9 +411,10 @@ def test_a_fused_projection_is_only_another_slice(preset, folders, tmp_path):
     apart.load_state_dict(state)
     split = tm.save(apart, tmp_path / "split")
     assert torch.equal(tm.logits(tm.load(split)), tm.logits(tm.load(models["phi3"])))
-    small = {"reconstruct": 1, "cg_iterations": 3, "self_samples": 0.0, "kv_groups": "uniform"}
+    small = {"reconstruct": 1, "cg_iterations": 3, "logit_iterations": 2, "self_samples": 0.0,
+             "kv_groups": "uniform"}  # fmt: skip
     small = small if preset == "best" else {}
-    settings = {**SETTINGS, "calibration": tokens, "preset": preset, **small}
+    settings = {**CONTRACT, "calibration": tokens, "preset": preset, **small}
     for model, out in ((models["phi3"], "fused"), (split, "apart")):
         coec.prune(model, tmp_path / out, **settings)
     one, other = (tm.load(tmp_path / out) for out in ("fused", "apart"))

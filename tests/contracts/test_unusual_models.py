@@ -11,16 +11,10 @@ import tiny_models as tm
 from coec.models.dense import Dense
 from coec.streaming.dense_stream import DenseStream
 from coec.types import GramSum
+from prunings import CONTRACT
 
 pytestmark = pytest.mark.unchecked  # whole models
 
-SETTINGS = {
-    "preset": "paper",
-    "sparsity": 0.3,
-    "samples": 24,
-    "seq_len": 32,
-    "forward_dtype": "float64",
-}
 WINDOWED = {
     "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1,
     "layer_types": ["full_attention", "sliding_attention"],
@@ -66,7 +60,7 @@ def test_a_written_checkpoint_computes_the_masked_dense_model(
     name, compensation, folders, tmp_path
 ):
     models, tokens = folders
-    settings = {**SETTINGS, "calibration": tokens, "compensation": compensation}
+    settings = {**CONTRACT, "calibration": tokens, "compensation": compensation}
     if compensation == "bias" and (UNUSUAL[name][0] == "qwen3" or UNUSUAL[name][1] == WINDOWED):
         with pytest.raises(coec.CoecError, match="no stock format"):
             coec.prune(models[name], tmp_path / "out", **settings)
@@ -107,7 +101,7 @@ def test_sizes_that_old_configurations_leave_out_are_inferred(folders, tmp_path)
     model = tm.tiny("llama", num_key_value_heads=8)
     dense = tm.save(model, tmp_path / "dense", tokenizer=False)
     edited(dense, drop=("head_dim", "num_key_value_heads"))
-    report = coec.prune(dense, tmp_path / "out", **SETTINGS, calibration=folders[1],
+    report = coec.prune(dense, tmp_path / "out", **CONTRACT, calibration=folders[1],
                         compensation="rcpu")  # fmt: skip
     assert report.plan["widths"]["kv_groups"] == {"before": 8, "after": 6}
     expected = tm.logits(tm.masked(tm.load(dense), tmp_path / "out"))
@@ -117,13 +111,13 @@ def test_sizes_that_old_configurations_leave_out_are_inferred(folders, tmp_path)
 def test_tensors_that_nobody_loads_change_nothing(folders, tmp_path):
     """Rotary frequencies of old Llamas, and a copy of the embedding for a tied head."""
     dense = tm.save(tm.tiny("llama tied"), tmp_path / "dense", tokenizer=False)
-    coec.prune(dense, tmp_path / "a", **SETTINGS, calibration=folders[1], compensation="rcpu")
+    coec.prune(dense, tmp_path / "a", **CONTRACT, calibration=folders[1], compensation="rcpu")
     weights = load_file(dense / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     for index in range(2):
         weights[f"model.layers.{index}.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
     save_file(weights, dense / "model.safetensors", metadata={"format": "pt"})
-    coec.prune(dense, tmp_path / "b", **SETTINGS, calibration=folders[1], compensation="rcpu")
+    coec.prune(dense, tmp_path / "b", **CONTRACT, calibration=folders[1], compensation="rcpu")
     first, second = ((tmp_path / out / "model.safetensors").read_bytes() for out in "ab")
     assert first == second
 
@@ -133,7 +127,7 @@ def test_tensors_that_nobody_loads_change_nothing(folders, tmp_path):
 def test_every_sparsity_gives_a_model(sparsity, compensation, folders, tmp_path):
     dense = tm.save(tm.tiny("llama"), tmp_path / "dense", tokenizer=False)
     options = {"rounds": 1} if compensation == "coec" else {}
-    settings = {**SETTINGS, "sparsity": sparsity}
+    settings = {**CONTRACT, "sparsity": sparsity}
     report = coec.prune(dense, tmp_path / "out", calibration=folders[1],
                         compensation=compensation, **settings, **options)  # fmt: skip
     assert report.plan["widths"]["mlp"]["after"] == max(1, 40 - int(sparsity * 40))

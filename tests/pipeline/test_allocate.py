@@ -215,11 +215,14 @@ def test_no_widths_are_refused_once_work_has_begun(variant, groups, ids, tmp_pat
     Dense.open(tmp_path / "out").network(CPU, torch.float32)
 
 
-@pytest.mark.parametrize("preset", ["fast", "best"])
-def test_presets_take_it(preset, dense, ids, tmp_path):
+@pytest.mark.parametrize(
+    ("preset", "few"),
+    [("fast", {}), ("best", {"reconstruct": 1, "cg_iterations": 2, "logit_iterations": 2})],
+)
+def test_presets_take_it(preset, few, dense, ids, tmp_path):
     report = coec.prune(
         dense, tmp_path / "out", preset=preset, allocation="error", non_uniform=True,
-        calibration=ids, samples=12, seq_len=32,
+        calibration=ids, samples=12, seq_len=32, **few,
     )  # fmt: skip
     assert report.seconds["allocating"] > 0
     assert report.plan["parameters"]["after"] < report.plan["parameters"]["before"]

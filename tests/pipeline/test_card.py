@@ -60,13 +60,20 @@ def command_of(folder):
     [
         {"rounds": 1, "iterations": 3, "alpha": 0.5, "mlp_sparsity": 0.5, "preset": "paper"},
         {"preset": "fast", "ridge": 0.02, "multiple_of": 8},
-        {"preset": "best", "reconstruct": 1, "cg_iterations": 2, "dtype": "bfloat16"},
+        {
+            "preset": "best",
+            "reconstruct": 1,
+            "cg_iterations": 2,
+            "logit_iterations": 2,
+            "dtype": "bfloat16",
+        },
         {
             "preset": "best",
             "compensation": "none",
             "kv_groups": "all",
             "self_samples": 0.0,
             "cg_iterations": 1,
+            "logit_iterations": 2,
         },
         {"reconstruct": 0, "propagate": False, "final_norm": False},
         {

@@ -172,7 +172,7 @@ def test_the_command_says_what_was_done_and_what_would_do(dense, tokens, tmp_pat
     assert "few tokens" in dry
 
 
-@pytest.mark.parametrize("method", ["coec", "least-squares"])
+@pytest.mark.parametrize("method", [pytest.param("coec", marks=pytest.mark.slow), "least-squares"])
 def test_few_tokens_do_not_ruin_a_trained_model(shared, tmp_path, method):
     """128 tokens for 121 columns: 393.6 for coec as it is fitted, 27.8 for none."""
     model, text = shared / "models" / "stories260K", shared / "data" / "tinystories"

@@ -21,6 +21,7 @@ from coec.models import dense as module
 from coec.pipeline import prune as pruning
 from coec.pipeline import write as writing
 from coec.types import SiteResult
+from prunings import interrupt
 
 SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32, "rounds": 1}
 
@@ -32,7 +33,7 @@ def dense(tmp_path_factory):
 
 @pytest.fixture
 def solved(monkeypatch):
-    """The blocks that were solved; `interrupted` ends a run before its second."""
+    """The blocks that were solved."""
     blocks, solve = [], pruning.solve_block
 
     def counted(measured, **options):
@@ -41,21 +42,6 @@ def solved(monkeypatch):
 
     monkeypatch.setattr(pruning, "solve_block", counted)
     return blocks
-
-
-def interrupt(monkeypatch, *arguments, **settings):
-    """Prunes until the first block is finished."""
-    solve = pruning.solve_block
-
-    def interrupted(measured, **options):
-        if measured.block.index:
-            raise KeyboardInterrupt
-        return solve(measured, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pruning, "solve_block", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            coec.prune(*arguments, **settings)
 
 
 def content(folder):
@@ -109,7 +95,7 @@ def test_going_on_gives_the_same_bytes(options, dense, solved, tmp_path, monkeyp
         del settings["rounds"]
     coec.prune(dense, tmp_path / "whole", **settings)
     solved.clear()
-    interrupt(monkeypatch, dense, tmp_path / "out", **settings)
+    interrupt(monkeypatch, coec.prune, dense, tmp_path / "out", **settings)
     coec.prune(dense, tmp_path / "out", **settings)
     assert solved == [0, 1]
     assert content(tmp_path / "out") == content(tmp_path / "whole")
@@ -125,7 +111,7 @@ def begun(dense, solved, tmp_path, monkeypatch):
         "preset": "paper", "calibration": text, "compensation": "none", "samples": 24,
         "seq_len": 32,
     }  # fmt: skip
-    interrupt(monkeypatch, model, tmp_path / "out", **asked)
+    interrupt(monkeypatch, coec.prune, model, tmp_path / "out", **asked)
     return asked
 
 
@@ -198,7 +184,7 @@ def test_another_device_is_refused(begun, tmp_path, monkeypatch):
 def test_a_function_with_other_code_is_refused(begun, tmp_path, dense, monkeypatch):
     asked = {**begun, "selection": magnitude}
     shutil.rmtree(tmp_path / "out.partial")
-    interrupt(monkeypatch, tmp_path / "model", tmp_path / "out", **asked)
+    interrupt(monkeypatch, coec.prune, tmp_path / "model", tmp_path / "out", **asked)
 
     def other(weight, gram):
         return weight.double().abs().sum(0)
@@ -229,7 +215,9 @@ def test_a_function_that_does_something_else_is_refused(
     shutil.copytree(dense, tmp_path / "model")
     asked = {"calibration": tm.text_file(tmp_path / "text.txt"), "samples": 8, "seq_len": 32}
     asked |= {"preset": "paper"}
-    interrupt(monkeypatch, tmp_path / "model", tmp_path / "out", compensation=first, **asked)
+    interrupt(
+        monkeypatch, coec.prune, tmp_path / "model", tmp_path / "out", compensation=first, **asked
+    )
     refused(tmp_path, said, compensation=second, **asked)
 
 
@@ -292,7 +280,14 @@ def test_a_damaged_block_found_late_costs_only_itself(dense, tmp_path, monkeypat
 BEGUN = {
     "prune": ({"compensation": "none"}, 2),
     "best": (
-        {"preset": "best", "reconstruct": 1, "cg_iterations": 1, "samples": 8, "self_samples": 0},
+        {
+            "preset": "best",
+            "reconstruct": 1,
+            "cg_iterations": 1,
+            "logit_iterations": 1,
+            "samples": 8,
+            "self_samples": 0,
+        },
         1,
     ),
     "self": ({"compensation": "none", "calibration": "self", "samples": 4}, 1),

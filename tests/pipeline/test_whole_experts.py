@@ -16,8 +16,8 @@ from coec.errors import CalibrationError, ModelError, OptionError, UnfinishedErr
 from coec.evaluation.pair import ModelPair
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
-from coec.pipeline import prune as pruning
 from coec.pipeline.collect import merge
+from prunings import interrupt
 
 pytestmark = pytest.mark.unchecked  # whole models
 
@@ -344,17 +344,7 @@ def test_statistics_without_scores_are_refused_before_any_work(folders, tmp_path
 
 
 def test_an_interrupted_run_goes_on_with_the_same_share_only(mixtral, tmp_path, monkeypatch):
-    solve = pruning.solve_block
-
-    def interrupted(measured, **options):
-        if measured.block.index:
-            raise KeyboardInterrupt
-        return solve(measured, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pruning, "solve_block", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            mixtral(tmp_path / "out", expert_sparsity=0.25)
+    interrupt(monkeypatch, mixtral, tmp_path / "out", expert_sparsity=0.25)
     with pytest.raises(UnfinishedError, match="expert_sparsity"):
         mixtral(tmp_path / "out", expert_sparsity=0.5)
     again = mixtral(tmp_path / "out", expert_sparsity=0.25)

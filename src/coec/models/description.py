@@ -63,7 +63,7 @@ class Description:
             read_size(config, key, 1)  # the classes below have defaults of these sizes
         config = {key: value for key, value in config.items() if key != "quantization_config"}
         config = _with_both_ropes(config, architecture.rope_keys)
-        model = skeleton(config)
+        model = _skeleton(_stock(config))  # is read, and not changed
         resolved = model.config
         experts = architecture.blocks.experts
         for key in (experts.count, "num_experts_per_tok") if experts else ():
@@ -109,12 +109,15 @@ class Description:
 
 def skeleton(config: JsonDict, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Build the transformers model of a raw configuration on the meta device."""
-    # Without auto_map no remote code is asked for.
-    stock = json.dumps({k: v for k, v in config.items() if k != "auto_map"})
-    model: Any = copy.deepcopy(_skeleton(stock))
+    model: Any = copy.deepcopy(_skeleton(_stock(config)))
     model.config.dtype = dtype
     retyped: PreTrainedModel = model.to(dtype)
     return retyped
+
+
+def _stock(config: JsonDict) -> str:
+    """Return a raw configuration as JSON; without `auto_map` no remote code is asked for."""
+    return json.dumps({k: v for k, v in config.items() if k != "auto_map"})
 
 
 @functools.lru_cache(maxsize=4)

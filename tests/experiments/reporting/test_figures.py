@@ -10,10 +10,9 @@ from coec.experiments.reporting.frame import read_results
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(whole_report):
     """The figures of a whole report, by their titles."""
-    made = document(read_results(sr.write(tmp_path_factory.mktemp("sweep"), sr.sweep())))
-    return {f.title: f for section in made.sections for f in section.figures.values()}
+    return {f.title: f for section in whole_report.sections for f in section.figures.values()}
 
 
 def test_calibration_size_has_a_panel_per_model_and_sparsity(whole):

@@ -105,6 +105,7 @@ def test_every_link_of_the_contents_leads_to_its_section(visit):
         assert page.locator(link.get_attribute("href")).count() == 1
 
 
+@pytest.mark.slow
 def test_ids_are_unique_and_results_are_escaped(page_file):
     text = page_file.read_text(encoding="utf-8")
     ids = re.findall(r'\bid="([^"]*)"', text)

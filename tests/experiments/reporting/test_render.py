@@ -4,17 +4,14 @@ import re
 
 from pandas import DataFrame
 
-import sweep_rows as sr
 from coec.experiments.reporting.document import (
     Document,
     ReportSection,
-    document,
     html,
     latex,
     markdown,
 )
 from coec.experiments.reporting.figures import Figure
-from coec.experiments.reporting.frame import read_results
 from coec.experiments.reporting.tables import Table
 
 NASTY = "100% of a_b & c#1 {x} $5 ~ ^ \\ <y> |z| − ± × α λ"
@@ -75,8 +72,8 @@ def test_latex_is_balanced_and_escaped():
     assert text.count(r"\toprule") == text.count(r"\midrule") == text.count(r"\bottomrule") == 1
 
 
-def test_every_row_of_a_whole_report_has_its_columns(tmp_path):
-    made = document(read_results(sr.write(tmp_path, sr.sweep())), compare="paper")
+def test_every_row_of_a_whole_report_has_its_columns(whole_report):
+    made = whole_report
     text = latex(made)
     balanced(text)
     assert text.isascii(), {c for c in text if not c.isascii()}

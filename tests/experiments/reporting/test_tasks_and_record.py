@@ -65,15 +65,16 @@ def test_the_best_names_its_preset(tmp_path):
     ]  # fmt: skip
 
 
-def test_the_record_holds_digests_seconds_and_memory(tmp_path):
-    found = results(tmp_path, sr.sweep()).rows
+def test_the_record_holds_digests_seconds_and_memory(whole_results):
+    found = whole_results.rows
     first = next(row for row in found if row.model == "babyllama-1M" and row.dense)
-    (cells,) = sr.tables(tmp_path, sr.sweep(), "Record", "Every cell")
+    record = {table.title: table for table in lists.record(whole_results)}
+    (cells,) = (table for title, table in record.items() if "Every cell" in title)
     line = dict(zip(sr.heads(cells), sr.texts(cells)[0]))
     assert line["Cell"] == first.cell
     assert line["Windows sha256"] == sr.DIGEST[:12]
     assert (line["Collecting, s"], line["Peak memory, GiB"]) == ("4.2", "0.88")
-    (settings,) = sr.tables(tmp_path, sr.sweep(), "Record", "Settings that differ")
+    (settings,) = (table for title, table in record.items() if "Settings that differ" in title)
     assert "seq_len = 256" in settings.notes[0]
 
 

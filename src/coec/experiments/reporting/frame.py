@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pandas import Categorical, DataFrame, Series, isna
+from pandas import Categorical, DataFrame, Series, concat, isna
 
 from coec.errors import ResultsError
 from coec.experiments.declarations import (
@@ -142,8 +142,10 @@ def chosen(item: Declaration, cells: DataFrame, results: Results) -> DataFrame:
     if published := [name for name in item.values if QUANTITIES[name].of == "published"]:
         cells = cells.dropna(subset=published, how="all")
     names = [name for name in item.values if name in cells]
-    others = [name for name in cells if name not in names]
-    return cells.melt(others, names, var_name="value", value_name="number")
+    others = cells.drop(columns=names)
+    # As `melt` does, which takes every column by itself, and there are many.
+    lines = [others.assign(value=name, number=cells[name]) for name in names]
+    return concat(lines or [others.iloc[:0].assign(value="", number=0.0)], ignore_index=True)
 
 
 def _rounds(row: Row) -> Iterator[tuple[str, str, int, int, float]]:
@@ -171,6 +173,7 @@ def differing(cells: DataFrame, axes: Sequence[str], but: Sequence[str] = ("seed
     An option that a cell's compensation does not have is no value.
     """
     names = [name for name in SETTING_NAMES if name in cells and name not in {*axes, *but}]
+    names = [name for name in names if cells[name].nunique() > 1]  # the others tell none apart
     places = cells.groupby(["model", *(a for a in axes if a in cells)], dropna=False, sort=False)
     varying = (places[names].nunique() > 1).any() if names else Series(dtype=bool)
     return [name for name in names if varying[name]]
