@@ -109,8 +109,8 @@ def _logarithms(
     """
     if not isinstance(target, TopTokens):
         return target[piece].float().log_softmax(dim=-1)
-    token, known = target.token[piece].long(), target.log_p[piece].float()
-    tiny = torch.finfo(known.dtype).tiny
-    rest = (1 - known.exp().sum(dim=-1, keepdim=True)).clamp(min=tiny)
+    token, log_p = target.token[piece].long(), target.log_p[piece].float()
+    tiny = torch.finfo(log_p.dtype).tiny
+    left_mass = (1 - log_p.exp().sum(dim=-1, keepdim=True)).clamp(min=tiny)
     mass = log_q.exp().scatter_(-1, token, 0.0).sum(dim=-1, keepdim=True).clamp(min=tiny)
-    return (log_q + (rest.log() - mass.log())).scatter_(-1, token, known)
+    return (log_q + (left_mass.log() - mass.log())).scatter_(-1, token, log_p)

@@ -84,7 +84,7 @@ class Job:
 
     @property
     def identity(self) -> JsonDict:
-        """All that determines the result; an unfinished run must agree in it."""
+        """Settings, models and machine; an unfinished run must agree in them."""
         return {
             "recovery": identity_of(self.recovery),
             "dense": self.dense.digest,
@@ -138,9 +138,9 @@ def settings_of(settings: Mapping[str, Any]) -> Recovery:
     Raises:
         OptionError: one is unknown or bad, or a package that trains is missing.
     """
-    known = {item.name for item in Recovery.table()}
-    if unknown := sorted(settings.keys() - known):
-        raise OptionError(f"unknown setting '{unknown[0]}'; known: {', '.join(sorted(known))}")
+    names = {item.name for item in Recovery.table()}
+    if unknown := sorted(settings.keys() - names):
+        raise OptionError(f"unknown setting '{unknown[0]}'; known: {', '.join(sorted(names))}")
     recovery = Recovery.of(settings)
     try:
         import accelerate  # noqa: F401

@@ -94,8 +94,8 @@ def footprint(
     Args:
         free: bytes of the device; None where nobody knows.
     """
-    kept = replace(recovery, checkpointing=bool(recovery.checkpointing))
-    estimate = _estimate(dense, pruned, kept, seq_len, device)
+    keeping = replace(recovery, checkpointing=bool(recovery.checkpointing))
+    estimate = _estimate(dense, pruned, keeping, seq_len, device)
     if recovery.checkpointing is None and free is not None and estimate.bytes > _ROOM * free:
         again = replace(recovery, checkpointing=True)
         return _estimate(dense, pruned, again, seq_len, device)
@@ -132,10 +132,10 @@ def check_plan(dense: Description, pruned: Description, recovery: Recovery) -> R
 
 def check_room(ways: list[Footprint], free: int | None) -> None:
     """Raise OptionError where the first way to train does not fit, and say which other would."""
-    chosen, *others = ways
+    chosen, *smaller = ways
     if free is None or _REFUSED * chosen.bytes <= free:
         return
-    fitting = [way for way in others if way.bytes <= free and way.bytes < chosen.bytes]
+    fitting = [way for way in smaller if way.bytes <= free and way.bytes < chosen.bytes]
     advice = "shorter windows (seq_len=N), or a GPU with more memory"
     if fitting:
         needed = " or ".join(f"{way.flags} ({_gigabytes(way.bytes)})" for way in fitting)
@@ -198,7 +198,7 @@ def _matrices(model: Description) -> Mapping[str, torch.Size]:
 
 
 def _active(model: Description, compute: int, recovery: Recovery) -> int:
-    """Bytes that one token's derivatives need in all blocks; of one block if computed again."""
+    """Sum the activations of one token, in bytes: of all blocks, or of one if computed again."""
     shape, hidden = model.shape, model.shape.hidden
     sizes: dict[int, int] = dict.fromkeys((block.index for block in model.layout.blocks), 0)
     for site in model.layout.sites:

@@ -127,9 +127,9 @@ def prune_and_recover(
     check_text(dense, recovery, planned.seq_len, trust=trust)
     if planned.decided:
         check_plan(dense, Description.of(planned.output.config), recovery)
-    asked = {name: str(value) for name, value in recipe.record().items() if name != "device"}
+    pruning = {name: str(value) for name, value in recipe.record().items() if name != "device"}
     identity: JsonDict = {
-        "pruning": asked, "recovery": identity_of(recovery), "dense": dense.fingerprint
+        "pruning": pruning, "recovery": identity_of(recovery), "dense": dense.fingerprint
     }  # fmt: skip
     with journal(target, identity, force=force, restart=restart) as pieces:
         folder = pieces.partial / STATES / "pruned"

@@ -62,8 +62,7 @@ def train(
     durable = [] if pieces is None else pieces.every("state")
     last = processes.agree(training.last_state(states, durable) if processes.first else None)
     if progress and last is not None:
-        done = int(last.rpartition("-")[2])
-        progress(f"{RESUMING} steps", done, schedule.steps)
+        progress(f"{RESUMING} steps", int(last.rpartition("-")[2]), schedule.steps)
     trainer.train(resume_from_checkpoint=last)
     state = trainer.accelerator.get_state_dict(trainer.model)
     curve = training.curve(trainer, schedule.batch * job.seq_len)
@@ -127,19 +126,19 @@ def _put_text(
             progress=progress,
         )  # fmt: skip
     else:
-        parts = []
+        written = []
         for number, size in enumerate(texts.group_sizes(count)):
             name, path = f"text {number}", pieces.work / f"text-{number:05}.npy"
             if name not in pieces:
-                written = texts.write_group(
+                group = texts.write_group(
                     job.dense, teacher, number, size, job.seq_len, job.recovery.seed,
                     trust_remote_code=job.trust,
                 )  # fmt: skip
-                pieces.put(name, path, partial(texts.save_windows, written))
-            parts.append(texts.load_windows(path))
+                pieces.put(name, path, partial(texts.save_windows, group))
+            written.append(texts.load_windows(path))
             if progress:
-                progress("writing text", sum(map(len, parts)), count)
-        ids = torch.cat(parts)
+                progress("writing text", sum(map(len, written)), count)
+        ids = torch.cat(written)
         record = {"source": "self", "windows": len(ids), "text_sha256": ""}
     pieces.put("text", text.path, partial(texts.save_windows, ids), record=record)
 
@@ -155,15 +154,15 @@ def _put_predictions(
 ) -> None:
     """Put what is kept of the teacher's predictions into the journal."""
     windows = torch.from_numpy(text.windows.astype("int64"))
-    done = 0
+    stored = 0
     files = _prediction_files(pieces.partial, text)
     for number, (path, ids) in enumerate(zip(files, windows.split(texts.GROUP), strict=True)):
         if f"teacher {number}" not in pieces:
             write = partial(texts.save_predictions, teacher, ids)
             pieces.put(f"teacher {number}", path, write)
-        done += len(ids)
+        stored += len(ids)
         if progress:
-            progress("storing predictions", done, len(windows))
+            progress("storing predictions", stored, len(windows))
 
 
 def _trainer(

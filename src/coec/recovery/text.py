@@ -63,7 +63,7 @@ class Text:
 
     @property
     def windows(self) -> np.ndarray:
-        """All windows, read from the disk as they are used."""
+        """Array of all windows, read from the disk as they are used."""
         return np.load(self.path, mmap_mode="r")
 
     def split(self) -> tuple[list[int], list[int]]:

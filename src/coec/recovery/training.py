@@ -77,13 +77,13 @@ class Distillation(Trainer):
     Args:
         teacher: predicts the windows; None where the examples hold its predictions.
         cross_entropy: as in `distillation_loss`.
-        given: what `Trainer` takes.
+        options: what `Trainer` takes.
     """
 
     def __init__(
-        self, *, teacher: PreTrainedModel | None, cross_entropy: float, **given: Any
+        self, *, teacher: PreTrainedModel | None, cross_entropy: float, **options: Any
     ) -> None:
-        super().__init__(**given)
+        super().__init__(**options)
         self.remove_callback(PrinterCallback)
         self._teacher, self._cross_entropy = teacher, cross_entropy
 
@@ -155,8 +155,8 @@ class Followed(TrainerCallback):
         if state.global_step >= state.max_steps:
             control.should_evaluate = control.should_save = True
         if self._progress:
-            done, total = (steps * self._tokens for steps in (state.global_step, state.max_steps))
-            self._progress("training on tokens", done, total)
+            steps = state.global_step, state.max_steps
+            self._progress("training on tokens", *(count * self._tokens for count in steps))
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **unused: Any) -> None:
