@@ -36,7 +36,6 @@ from coec.allocation.ranks import largest_rank, ranks_by_cost, stored, uniform_r
 from coec.calibration.windows import Windows, hold_out
 from coec.evaluation.perplexity import Perplexity
 from coec.models.dense import Dense
-from coec.models.low_rank import weights as matrices
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
 from coec.settings import Calibration, Runtime
@@ -152,7 +151,7 @@ class Study:
     def low_rank(self, sparsity: float, name: str) -> Row:
         """What a variant makes of the model."""
         variant, budget = VARIANTS[name], budget_at(self.dense, sparsity)
-        shapes = weights(self.dense)
+        shapes = self.dense.matrices
         before = self._curves.seconds if variant.by_error else 0.0
         began = time.process_time()
         if variant.by_error:
@@ -172,7 +171,7 @@ class Study:
         """The costs of truncations, which no sparsity changes."""
         began = time.process_time()
         survey = Streams(self.dense, self.fit, self.held, Variant(hidden=True))
-        ranks = {name: min(shape) for name, shape in weights(self.dense).items()}
+        ranks = {name: min(shape) for name, shape in self.dense.matrices.items()}
         for block in self.dense.layout.blocks:
             survey.solve(block, ranks, replace=False)
         curves = costs(self.dense, self.fit[:ABLATED], survey)
@@ -204,11 +203,6 @@ class Curves:
     seconds: float
 
 
-def weights(dense: Dense) -> dict[str, torch.Size]:
-    """Shapes of the blocks' linear layers, by the weights' names."""
-    return matrices(dense.layout, dense.shapes)
-
-
 def budget_at(dense: Dense, sparsity: float) -> int:
     """Parameters that pruning leaves of the blocks' linear layers, with uniform widths."""
     plan = Plan.of(dense, Recipe(sparsity=sparsity))
@@ -217,7 +211,7 @@ def budget_at(dense: Dense, sparsity: float) -> int:
 
 def linear_parameters(dense: Dense) -> int:
     """Parameters of the blocks' linear layers."""
-    return sum(shape.numel() for shape in weights(dense).values())
+    return sum(shape.numel() for shape in dense.matrices.values())
 
 
 @torch.no_grad()

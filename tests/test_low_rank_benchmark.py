@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.factors import Streams, Variant
-from benchmarks.low_rank import costs, stored, weights
+from benchmarks.low_rank import costs, stored
 from coec.models.dense import Dense
 from problems import weight
 from tiny_models import VOCABULARY, save, tiny
@@ -43,13 +43,13 @@ def test_rows_and_combinations_of_them_are_all_that_is_stored(shape):
 
 
 def test_at_full_rank_nothing_changes(dense, windows):
-    ranks = {name: min(shape) for name, shape in weights(dense).items()}
+    ranks = {name: min(shape) for name, shape in dense.matrices.items()}
     for name, product in solved(dense, windows, ranks, Variant(hidden=True)).products().items():
         torch.testing.assert_close(product, dense.tensor(name).float(), rtol=1e-3, atol=1e-4)
 
 
 def test_a_fit_lowers_the_error_of_the_hidden_states(dense, windows):
-    ranks = dict.fromkeys(weights(dense), RANK)
+    ranks = dict.fromkeys(dense.matrices, RANK)
     errors = []
     for variant in (Variant(hidden=True), Variant(hidden=True, steps=3)):
         streams = Streams(dense, windows[:16], windows[16:], variant)
@@ -63,7 +63,7 @@ def test_a_fit_lowers_the_error_of_the_hidden_states(dense, windows):
 
 
 def test_costs_fall_with_the_rank_and_end_at_nothing(dense, windows):
-    ranks = {name: min(shape) for name, shape in weights(dense).items()}
+    ranks = {name: min(shape) for name, shape in dense.matrices.items()}
     survey = solved(dense, windows, ranks, Variant(hidden=True), replace=False)
     for name, curve in costs(dense, windows[:4], survey).items():
         assert len(curve) == ranks[name]

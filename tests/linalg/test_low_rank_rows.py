@@ -5,7 +5,7 @@ import torch
 
 from coec.errors import NumericalError
 from coec.events import recording
-from coec.linalg.low_rank import in_rows, spectrum
+from coec.linalg.low_rank import pivot_rows, spectrum
 from problems import gram, weight
 
 RIDGE = 1e-3
@@ -100,7 +100,7 @@ def test_rows_and_coefficients_are_the_whole_matrix(shape, rank):
     W, G = weight(*shape), gram("power law", shape[1]).xx
     found = spectrum(W, G, RIDGE)
     near = found.truncated(W, rank)
-    rows = in_rows(near, found.basis[:, :rank])
+    rows = pivot_rows(near, found.basis[:, :rank])
     torch.testing.assert_close(rows.matrix(), near, rtol=0, atol=1e-12)
     assert rows.pivots.shape == (rank, shape[1])
     assert rows.coefficients.shape == (shape[0] - rank, rank)
@@ -117,6 +117,6 @@ def test_coefficients_stay_small_where_rows_are_nearly_alike(seed):
     found = spectrum(W, torch.eye(24).double(), 1e-9)
     near = found.truncated(W, 12)
     first = near[12:] @ torch.linalg.pinv(near[:12], rtol=1e-15)
-    rows = in_rows(near, found.basis[:, :12])
+    rows = pivot_rows(near, found.basis[:, :12])
     assert first.abs().max() > 1e3
     assert rows.coefficients.abs().max() < 5

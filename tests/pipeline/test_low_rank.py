@@ -15,10 +15,13 @@ from benchmarks.factors import Streams, Variant
 from coec.allocation.ranks import stored
 from coec.calibration.tokens import load_tokenizer
 from coec.errors import CoecError, ModelError, OptionError
+from coec.evaluation.efficiency import Workload
+from coec.experiments.files import Store
+from coec.experiments.grid import expand
+from coec.experiments.sweep import sweep
 from coec.exporting.export import export
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
-from coec.models.low_rank import weights
 from coec.pipeline import low_rank as module
 from coec.pipeline.card import changed
 from coec.planning import ComputeConfig, Forecast
@@ -139,7 +142,7 @@ def test_without_trust_nothing_is_loaded_by_mistake(made, modules):
 
 def test_so_many_parameters_go_as_the_settings_say(dense, ids, tmp_path):
     opened = Dense.open(dense)
-    shapes = weights(opened.layout, opened.shapes)
+    shapes = opened.matrices
     whole = sum(shape.numel() for shape in shapes.values())
     for settings, left in (
         ({"sparsity": 0.4}, int(0.6 * whole)),
@@ -158,11 +161,10 @@ def test_the_record_says_what_was_done(dense, made):
     assert report.plan["code"] == "modeling_low_rank.py"
     assert report.plan["widths"]["o_proj_rank"] == {"before": 32, "after": [15, 14]}
     modules = {row["module"] for row in report.sites}
-    assert modules == {name.removesuffix(".weight") for name in weights(
-        Dense.open(dense).layout, Dense.open(dense).shapes)}  # fmt: skip
+    assert modules == {name.removesuffix(".weight") for name in Dense.open(dense).matrices}
     assert all(0 < row["error_after"] < 1 and row["error_before"] is None for row in report.sites)
     card = (folder / "README.md").read_text()
-    assert "low rank of the blocks' matrices, 0.3 of each asked for" in card
+    assert "low rank of the blocks' matrices, 0.3 of their parameters asked for" in card
     assert "`modeling_low_rank.py` does" in card
     assert "- transformers: with trust_remote_code=True" in card
     for word in ("selection", "compensat", "kept units", "widths of their own", "slice"):
@@ -194,6 +196,71 @@ def test_the_model_is_evaluated_as_any_other(dense, made, ids):
     assert result.kl > 0
     cost = coec.efficiency(dense, folder)
     assert cost.pruned.parameters == report.plan["parameters"]["after"]
+
+
+def test_speed_is_measured_as_of_any_other_and_frames_are_left_out(dense, made, run):
+    folder, _ = made
+    rates = coec.speed(dense, folder, load=Workload(prompt_tokens=4, new_tokens=2, repeats=1))
+    assert rates.decode.pruned.median > 0
+    command = ("analyze", dense, folder, "--no-speed", "--device", "cpu")
+    assert run(*command, "--no-geometry")[0] == 0
+    status, _, said = run(*command)
+    assert status == 1
+    assert "of low rank: leave it out (--no-geometry)" in said
+
+
+def test_a_sweep_measures_it_without_frames(dense, ids, tmp_path):
+    (tmp_path / "grid.toml").write_text(f"""
+preset = "paper"
+samples = 6
+seq_len = 32
+low_rank = true
+[[models]]
+path = {str(dense)!r}
+calibration = {str(ids)!r}
+evaluate = {{ text = {str(ids)!r}, seq_len = 32, max_windows = 8 }}
+""")
+    cells = expand(str(tmp_path / "grid.toml"), evaluate={"distance": True, "geometry": True})
+    assert sweep(cells, tmp_path / "out").failed == 0
+    [row] = [row for row in Store(tmp_path / "out").rows.values() if not row.dense]
+    assert row.measured("kl") > 0
+    assert all(site.error_after > 0 and site.geometry.angle_oc is None for site in row.sites)
+
+
+@pytest.mark.parametrize(("lora", "rate"), [(None, 3e-4), (2, 3e-3)], ids=["weights", "additions"])
+def test_it_is_trained_as_any_other_and_stays_what_it_was(
+    lora, rate, dense, made, ids, tmp_path, modules
+):
+    folder, _ = made
+    out = tmp_path / "out"
+    report = coec.recover(
+        dense, folder, out, text=ids, tokens=2048, seq_len=32, learning_rate=rate, lora=lora
+    )
+    assert report.recoveries[-1]["improved"]
+    assert {p.relative_to(out) for p in out.rglob("*")} == {
+        p.relative_to(folder) for p in folder.rglob("*")
+    }
+    for name in ("config.json", "modeling_low_rank.py"):
+        assert (out / name).read_bytes() == (folder / name).read_bytes()
+    before, after = (load_file(f / "model.safetensors") for f in (folder, out))
+    for name, tensor in after.items():
+        assert tensor.dtype == before[name].dtype
+        trained = (".pivots.", ".coefficients.") if lora else ("",)
+        trains = "order" not in name and any(part in name for part in trained)
+        assert torch.equal(tensor, before[name]) != trains
+    loaded = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).eval()
+    own = Dense.open(out).network(CPU, torch.float32)
+    torch.testing.assert_close(tm.logits(loaded), tm.logits(own))
+
+
+def test_narrow_weights_run_on_the_cpu(ids, tmp_path, modules):
+    dense = tm.save(tm.tiny("qwen2", torch.bfloat16), tmp_path / "dense")
+    prune(dense, tmp_path / "out", ids, allocation="error")
+    result = coec.perplexity(tmp_path / "out", ids, baseline=dense, seq_len=32, dtype="bfloat16")
+    assert 0 < result.kl < 1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    assert torch.isfinite(tm.logits(loaded.eval())).all()
 
 
 def test_nearly_all_parameters_give_nearly_the_dense_model(dense, ids, tmp_path):
@@ -388,7 +455,8 @@ def test_models_of_low_rank_are_refused_where_whole_matrices_are_needed(dense, m
         (lambda: coec.plan(folder, calibration=ids), "pruning"),
         (lambda: coec.collect(folder, tmp_path / "out", calibration=ids), "collecting statistics"),
         (lambda: export(folder, tmp_path / "out.gguf"), "coec export"),
-        (lambda: coec.geometry(dense, folder), "comparing units"),
+        (lambda: coec.geometry(dense, folder), "geometry"),
+        (lambda: coec.geometry(folder, folder), "comparing units"),
         (lambda: coec.compensate_pruned(dense, folder, tmp_path / "out"), "matching units"),
     ):
         with pytest.raises(ModelError, match=f"^{purpose} needs whole matrices") as error:

@@ -26,8 +26,7 @@ from coec.models.folder import (
     read_config,
     tokenizer_classes,
 )
-from coec.models.layout import BLOCK_WIDTHS
-from coec.models.low_rank import RANKS
+from coec.models.layout import BLOCK_WIDTHS, RANKS
 
 TOKEN_SUFFIXES = (".npy", ".safetensors")
 LONG_TEXT = 12_000_000

@@ -266,9 +266,9 @@ def _show_forecast(forecast: "Forecast", device: str) -> None:
         largest = max(sizes[0], key=sizes[0].__getitem__, default="")
         time = str(forecast.seconds.get(phase.name, ""))
         rows.append((phase.name, *cells, operations, time, largest))
-    everything = sum(phase.operations for phase in forecast.phases)
+    total = sum(phase.operations for phase in forecast.phases)
     peak = [sum(forecast.peak)] if alone else forecast.peak
-    rows.append(("all", *map(_gigabytes, peak), f"{everything:.1e}", str(forecast.total), ""))
+    rows.append(("all", *map(_gigabytes, peak), f"{total:.1e}", str(forecast.total), ""))
     common.show_table(("phase", *memory, "operations", "time", "most of it"), rows)
     if machine := forecast.machine:
         source = (

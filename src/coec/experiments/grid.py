@@ -50,8 +50,8 @@ SettingTable = Mapping[str, Any]
 class Evaluation(Record):
     """Evaluation of every cell of a model, by arguments of `coec.perplexity` and `coec.zero_shot`.
 
-    `distance` and `geometry` compare predictions and frames with the dense model's. No grid can set
-    `trust_remote_code`, a caller can.
+    `distance` and `geometry` compare predictions and frames with the dense model's; models of low
+    rank have no frames. No grid can set `trust_remote_code`, a caller can.
     """
 
     model_config = ConfigDict(extra="forbid")

@@ -31,8 +31,8 @@ class Spectrum(NamedTuple):
     @property
     def errors(self) -> Float[Tensor, " b"]:
         """Squared errors that rank 1, 2, … leave."""
-        squares = self.values.square()
-        return squares.flip(0).cumsum(0).flip(0) - squares
+        sums = self.values.square().flip(0).cumsum(0).flip(0)
+        return torch.cat([sums[1:], sums.new_zeros(1)])
 
 
 def spectrum(W: Float[Tensor, "m n"], G: Float[Tensor, "n n"], ridge: float) -> Spectrum:
@@ -57,7 +57,7 @@ def spectrum(W: Float[Tensor, "m n"], G: Float[Tensor, "n n"], ridge: float) -> 
     return Spectrum(basis, values)
 
 
-class Rows(NamedTuple):
+class PivotRows(NamedTuple):
     """A matrix of rank r as r of its rows, and the others as combinations of these.
 
     `order` lists the pivots' rows, then the others'.
@@ -73,7 +73,7 @@ class Rows(NamedTuple):
         return rows[self.order.argsort()]
 
 
-def in_rows(W: Float[Tensor, "m n"], basis: Float[Tensor, "m r"]) -> Rows:
+def pivot_rows(W: Float[Tensor, "m n"], basis: Float[Tensor, "m r"]) -> PivotRows:
     """Split a matrix whose columns `basis` spans into rows that span it, and coefficients.
 
     Gaussian elimination of `basis` takes the largest remaining entry for each pivot, so that the
@@ -88,4 +88,4 @@ def in_rows(W: Float[Tensor, "m n"], basis: Float[Tensor, "m r"]) -> Rows:
         factors[:rank], factors[rank:], upper=False, left=False, unitriangular=True
     )
     order = torch.tensor(rows, device=W.device)
-    return Rows(W[order[:rank]], coefficients, order)
+    return PivotRows(W[order[:rank]], coefficients, order)

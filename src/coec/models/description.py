@@ -19,7 +19,7 @@ from coec.models import low_rank, non_uniform
 from coec.models.architectures import ARCHITECTURES, Architecture, architecture_of
 from coec.models.files import FLOAT_DTYPES, Header, JsonDict, read_tensor
 from coec.models.folder import CONFIG, find_model, read_config
-from coec.models.layout import BLOCK_WIDTHS, LIMITS, Layout, Shape, read_size
+from coec.models.layout import BLOCK_WIDTHS, LIMITS, RANKS, Layout, Shape, read_size
 from coec.models.surgery import stored_shapes
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -77,7 +77,7 @@ class Description:
         shapes = stored_shapes(state, experts)
         read = {key: getattr(resolved, key, None) for key in (_POSITIONS, "vocab_size")}
         blocks = architecture.blocks
-        if config.get(low_rank.RANKS) is not None:
+        if config.get(RANKS) is not None:
             blocks = replace(blocks, sites=())
         return Description(
             config=config,
@@ -101,6 +101,12 @@ class Description:
     def parameters(self) -> int:
         """Number of parameters; tied ones count once."""
         return low_rank.parameters(self.shapes)
+
+    @functools.cached_property
+    def matrices(self) -> dict[str, torch.Size]:
+        """Shapes of the matrices that low rank replaces: those of all sites, by their names."""
+        names = {name for site in self.layout.sites for name in site.tensors}
+        return {n: s for n, s in self.shapes.items() if n in names and n.endswith(".weight")}
 
     def skeleton(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """Build the transformers model on the meta device: shapes, no memory."""
@@ -146,7 +152,7 @@ def _skeleton(config: str) -> PreTrainedModel:
 
 def _derivation(config: JsonDict) -> Callable[[type], Any] | None:
     """Return what derives the class of a model from the stock one; None where that will do."""
-    if config.get(low_rank.RANKS) is not None:
+    if config.get(RANKS) is not None:
         return low_rank.class_of
     return None if config.get(BLOCK_WIDTHS) is None else non_uniform.class_of
 

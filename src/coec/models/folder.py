@@ -27,8 +27,8 @@ _LICENCES = (
     "THIRD_PARTY*", "THIRD-PARTY*",
 )  # fmt: skip
 """Files that a licence may demand to pass on, in any case and with any suffix."""
-_CARRIED = (*_TOKENIZER, *_LICENCES, "generation_config.json")
-"""Patterns of the files that are copied unchanged from the dense model."""
+_CARRIED = (*_TOKENIZER, *_LICENCES, "generation_config.json", low_rank.FILE)
+"""Patterns of the files that are copied unchanged from one model to what is made of it."""
 _DOWNLOADED = (
     "*.json", "*.jinja", "*.py", "*.tiktoken", "tokenizer.model*", "merges.txt", "README.md",
     *_LICENCES,
@@ -40,10 +40,7 @@ _NOT_DOWNLOADED = ["*/*", "consolidated*"]
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 _LITTER = (".gitattributes", ".DS_Store", ".README.md.partial")
 """Files that the hub and file managers put in any folder."""
-_OWN = (
-    *_CARRIED, *_WEIGHTS, *_LITTER, CONFIG, "README.md", "coec.json", non_uniform.FILE,
-    low_rank.FILE,
-)  # fmt: skip
+_OWN = (*_CARRIED, *_WEIGHTS, *_LITTER, CONFIG, "README.md", "coec.json", non_uniform.FILE)
 JUDGED = (CONFIG, ".py")
 """Suffixes of the files whose content says which other files a model may hold."""
 _IMPORT = re.compile(r"^\s*(?:from|import)\s+\.(\w+)", re.MULTILINE)
@@ -107,7 +104,7 @@ def read_config(model: Path) -> JsonDict:
         raise ModelError(f"'{path}' cannot be read: {error.strerror}") from error
     if not isinstance(config, dict):
         raise ModelError(f"'{path}' holds no JSON object")
-    return low_rank.as_read(non_uniform.as_read(config))
+    return non_uniform.as_read(config)
 
 
 def _reason(error: Exception) -> str:
@@ -213,10 +210,10 @@ def foreign_name(names: Iterable[str], folder: Path) -> str | None:
     with a slash at the end if it is no file; the folder holds the files that JUDGED names.
     """
     names = sorted(names)
-    own = (*_OWN, *_tokenizer_code(folder))
+    patterns = (*_OWN, *_tokenizer_code(folder))
     for name in names:
         parent, _, last = name.rpartition("/")
-        if not last or not _fits(last, _FOLDERS.get(parent, ()) if parent else own):
+        if not last or not _fits(last, _FOLDERS.get(parent, ()) if parent else patterns):
             return f"holds '{name}'"
     if not any(_fits(name, _WEIGHTS) for name in names):
         return "holds no weights"

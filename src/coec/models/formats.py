@@ -21,7 +21,7 @@ from coec.errors import OptionError
 from coec.models import low_rank, non_uniform
 from coec.models.architectures import ARCHITECTURES, ATTENTION, MLP, Architecture
 from coec.models.files import JsonDict
-from coec.models.layout import BLOCK_WIDTHS, EXPERT_COUNTS, Layout, Shape, Site
+from coec.models.layout import BLOCK_WIDTHS, EXPERT_COUNTS, RANKS, Layout, Shape, Site
 
 YES, UNKNOWN = "yes", "not known"
 TARGETS = {"hf": "transformers", "vllm": "vLLM", "llama.cpp": "llama.cpp"}
@@ -64,7 +64,7 @@ def _heads_differ(sizes: Shape) -> bool:
 
 
 _CONDITIONS: Mapping[str, Callable[[Traits], bool]] = {
-    "low_rank": lambda traits: low_rank.RANKS in traits.config,
+    "low_rank": lambda traits: RANKS in traits.config,
     "fewer_heads": lambda traits: traits.sizes.heads * traits.sizes.head_dim != traits.sizes.hidden,
     "output_bias": lambda traits: ATTENTION.name in traits.biased,
     "down_bias": lambda traits: MLP.name in traits.biased,
@@ -178,7 +178,7 @@ class OutputFormat:
         """Name of the file with the code; None if there is none."""
         if self.code is None:
             return None
-        return low_rank.FILE if low_rank.RANKS in self.config else non_uniform.FILE
+        return low_rank.FILE if RANKS in self.config else non_uniform.FILE
 
 
 def choose_format(
@@ -228,7 +228,7 @@ def choose_format(
 
 
 def low_rank_format(
-    config: JsonDict, sizes: Shape, layout: Layout, ranks: low_rank.Ranks, *, target: str = "hf"
+    config: JsonDict, sizes: Shape, layout: Layout, ranks: Mapping[str, int], *, target: str = "hf"
 ) -> OutputFormat:
     """Return the format of a model whose matrices are of low rank: its own type, and code.
 
@@ -306,8 +306,8 @@ def _rewritten(
 ) -> JsonDict:
     """The raw configuration with the pruned sizes, under the target's model type."""
     relabelled = target.model_type != config["model_type"]
-    own = {"_name_or_path", "auto_map", BLOCK_WIDTHS, non_uniform.BLOCK_CONFIGS}
-    dropped = own.union(target.foreign if relabelled else ())
+    removed = {"_name_or_path", "auto_map", BLOCK_WIDTHS, non_uniform.BLOCK_CONFIGS}
+    dropped = removed.union(target.foreign if relabelled else ())
     keys = (pruned, target.model_type, target.class_name)
     by_block = {} if pruned.uniform else non_uniform.config_keys(*keys, nas=nas)
     return {

@@ -212,9 +212,9 @@ def _recovered(report: Report) -> str:
     record = report.recoveries[-1]
     flags = {name: record[name] for name in ("tokens", "lora", "teacher", "seq_len", "seed")}
     flags |= {name: record[name] for name in ("learning_rate", "cross_entropy", "batch_size")}
-    given = [_flag(name, value) for name, value in flags.items() if value is not None]
+    chosen = [_flag(name, value) for name, value in flags.items() if value is not None]
     text = _flag("text", record["text"]["source"].partition(" ")[0])
-    command = " \\\n    ".join(["coec recover DENSE PRUNED OUT", text, *given])
+    command = " \\\n    ".join(["coec recover DENSE PRUNED OUT", text, *chosen])
     return "\n".join([*lines, "", "```sh", command, "```", ""])
 
 
@@ -238,15 +238,14 @@ def _stored_as(plan: Mapping[str, Any]) -> str:
             f"({relabelled}); the function computed is the same.\n"
         )
     if code := plan.get("code"):
-        what = (
+        blocks = (
             "Matrices of the blocks are stored as some of their rows, and the others as "
             "combinations of these"
             if code == LOW_RANK
             else "Blocks have widths of their own"
         )
-        note += (
-            f"\n{what}, which no stock class builds: `{code}` does. Read it before you trust it.\n"
-        )
+        note += f"\n{blocks}, which no stock class builds: `{code}` does. "
+        note += "Read it before you trust it.\n"
     return note
 
 
@@ -365,7 +364,8 @@ def _share(recipe: Mapping[str, Any]) -> str:
     multiple = recipe.get("multiple_of", "1")
     rounded = "" if multiple == "1" else f" (channels rounded up, multiple_of = {multiple})"
     if differing == [None, None]:
-        return f"{every:.4g} of each{rounded}{shared}"
+        of_what = "their parameters" if recipe.get("low_rank") else "each"
+        return f"{every:.4g} of {of_what}{rounded}{shared}"
     return f"{mlp:.4g} of channels{rounded} and {attention:.4g} of groups{shared}"
 
 

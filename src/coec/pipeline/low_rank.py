@@ -18,12 +18,12 @@ from coec.allocation.ranks import largest_rank
 from coec.distributed.cluster import LostError, lost
 from coec.events import Progress, recording
 from coec.execution.journal import Journal
-from coec.linalg.low_rank import Rows, Spectrum, in_rows, spectrum
+from coec.linalg.low_rank import PivotRows, Spectrum, pivot_rows, spectrum
 from coec.linalg.spd import solve_right
 from coec.models.dense import Dense
 from coec.models.files import JsonDict, read_tensors, write_tensors
 from coec.models.layout import BlockLayout, Site
-from coec.models.low_rank import stored, weights
+from coec.models.low_rank import stored_tensors
 from coec.models.surgery import cast
 from coec.pipeline.reconstruct import BlockReconstruction
 from coec.pipeline.solve import SolvedBlock, assemble, naming
@@ -47,7 +47,7 @@ class LowRankReconstruction(BlockReconstruction):
         """Return a block whose matrices are of the planned ranks, and hashes of its weights."""
         run, rows = self._run, []
         tensors = self._dense.tensors(block)
-        replaced = weights(run.plan.model.layout, {n: t.shape for n, t in tensors.items()})
+        replaced = run.plan.model.matrices
         written = {n: t.to(run.written) for n, t in tensors.items() if n not in replaced}
         self._group.do(TwoStreams.open, block.index)
         self._weigh()
@@ -174,10 +174,10 @@ def _solved(site: Site, target: Target, run: Run) -> tuple[dict[str, Tensor], Js
             matrix = new[name].to(W)
         else:
             truncation = spectrum(W, gram.xx, _RIDGE)
-            rows = in_rows(truncation.truncated(W, rank), truncation.basis[:, :rank])
+            rows = pivot_rows(truncation.truncated(W, rank), truncation.basis[:, :rank])
             pivots, coefficients = (cast(factor, run.written, module) for factor in rows[:2])
-            new = stored(name, pivots, coefficients, rows.order.cpu())
-            matrix = Rows(pivots.to(W), coefficients.to(W), rows.order).matrix()
+            new = stored_tensors(name, pivots, coefficients, rows.order.cpu())
+            matrix = PivotRows(pivots.to(W), coefficients.to(W), rows.order).matrix()
         error = _energy(W - matrix, gram) / (_energy(W, gram) or 1.0)
     return new, {
         "module": module,

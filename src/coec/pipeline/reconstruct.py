@@ -423,8 +423,8 @@ class BlockReconstruction:
             return values
 
         tokens = self._settings.curvature_tokens
-        least = TOKENS_PER_COLUMN * self._pruned_sites[site.key].columns
-        return LeastSquares(ask, None if tokens is None else max(tokens, least))
+        fewest = TOKENS_PER_COLUMN * self._pruned_sites[site.key].columns
+        return LeastSquares(ask, None if tokens is None else max(tokens, fewest))
 
 
 def _or_inf(score: float | None) -> float:

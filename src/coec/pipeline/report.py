@@ -72,11 +72,11 @@ class Report:
 
         On the windows fitted on, or on those held out; 0 where no block has any.
         """
-        kind = "holdout" if held_out else "error"
+        measure = "holdout" if held_out else "error"
         rows = [row for row in self.sites if row["site"] == site]
         before, after = (
             [row[key] for row in rows if row.get(key) is not None]
-            for key in (f"{kind}_before", f"{kind}_after")
+            for key in (f"{measure}_before", f"{measure}_after")
         )
         return fmean(before or [0.0]), fmean(after or [0.0])
 

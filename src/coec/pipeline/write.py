@@ -184,7 +184,7 @@ class Checkpoint:
         config = dict(self.plan.output.config)
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
             config[key] = dtype_name(self._dtype)
-        return low_rank.as_written(non_uniform.as_written(config))
+        return non_uniform.as_written(config)
 
 
 def space_needed(out: Path, plan: Plan, dtype: torch.dtype) -> int:

@@ -16,7 +16,6 @@ from coec.devices import (
     stored_dtype,
 )
 from coec.models.layout import Site
-from coec.models.low_rank import weights
 from coec.planning.machines import Machine
 from coec.planning.plan import Plan
 from coec.streaming.dense_stream import batch_size
@@ -167,7 +166,7 @@ def _solving(plan: Plan, compute: ComputeConfig, site_kind: str) -> dict[str, in
     if plan.recipe.pruning.selection == "obs":
         matrices = max(matrices, 2.0)
     if plan.ranks:  # targets, what is decomposed, its factors, and the Cholesky factor
-        rows = max(shape[0] for shape in weights(plan.model.layout, plan.model.shapes).values())
+        rows = max(shape[0] for shape in plan.model.matrices.values())
         matrices = 3.0 + 5.0 * rows / widest.columns
     if not (plan.recipe.reconstruction.propagate or any(map(plan.widths.removes_from, sites))):
         matrices = 0.0  # all units stay, and nothing is solved
@@ -203,7 +202,7 @@ def _waiting_tokens(plan: Plan) -> int:
         return streams * plan.tokens
     models = 2 * len(plan.model.layout.sites)
     if plan.ranks:
-        models = len(SHARES) * len(weights(plan.model.layout, plan.model.shapes))
+        models = len(SHARES) * len(plan.model.matrices)
     tried = models * tried_tokens(plan)
     return max(streams * plan.tokens, plan.tokens + tried)
 

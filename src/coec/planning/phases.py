@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 from coec.models.layout import Site
-from coec.models.low_rank import weights
 from coec.planning.machines import Work
 from coec.planning.memory import (
     ComputeConfig,
@@ -207,7 +206,7 @@ class PlanWork:
         4mn² and 2n³, an SVD, and 4mnb for the nearest matrix and its error, b the smaller edge.
         """
         steps = []
-        for name, (m, n) in weights(self.plan.model.layout, self.plan.model.shapes).items():
+        for name, (m, n) in self.plan.model.matrices.items():
             if any(name in site.tensors for site in self.kinds[site_kind]):
                 steps += [product(m, n, n, 3.0), product(n, n, n), product(m, n, min(m, n), 2.0)]
                 steps += _decompositions(m, n, self.compute.device, "float64", svds=1)
@@ -216,7 +215,7 @@ class PlanWork:
 
     def _truncations(self) -> list[Work]:
         """Solve all matrices in the dense model, and run six models for each side by side."""
-        count = len(SHARES) * len(weights(self.plan.model.layout, self.plan.model.shapes))
+        count = len(SHARES) * len(self.plan.model.matrices)
         tokens = tried_tokens(self.plan)
         steps = [*self.loading(), *self.dense_pass(3.0)]
         for site_kind in self.kinds:
@@ -277,8 +276,8 @@ class PlanWork:
         *producers, (rows, columns) = fitted_matrices(self.plan, sites[0])
         sampled = tokens
         if settings.curvature_tokens is not None:
-            wanted = max(settings.curvature_tokens, TOKENS_PER_COLUMN * columns)
-            sampled = min(tokens, float(wanted))
+            needed = max(settings.curvature_tokens, TOKENS_PER_COLUMN * columns)
+            sampled = min(tokens, float(needed))
         heads = columns // self.plan.dense.head_dim
         mixed = sampled * heads * self.hidden
         fits = self.forward(tokens + held_out, 2 + 1.3 * steps, half=site_kind, pruned=True)

@@ -12,7 +12,7 @@ from coec.errors import OptionError
 from coec.models.description import Description
 from coec.models.formats import OutputFormat, choose_format, low_rank_format
 from coec.models.layout import BLOCK_WIDTHS, Layout, Shape, Site
-from coec.models.low_rank import parameters, refuse_low_rank, weights
+from coec.models.low_rank import parameters, refuse_low_rank
 from coec.planning.notes import notes_of
 from coec.planning.recipe import Recipe
 from coec.selection import kept_count
@@ -277,7 +277,7 @@ class Plan:
     def _ranks_record(self) -> dict[str, object]:
         """Ranks before and after, by the name of a layer: one number where all blocks are alike."""
         record: dict[str, tuple[list[int], list[int]]] = {}
-        for name, shape in weights(self.model.layout, self.model.shapes).items():
+        for name, shape in self.model.matrices.items():
             before, after = record.setdefault(f"{name.split('.')[-2]}_rank", ([], []))
             before.append(min(shape))
             after.append(self.ranks.get(name, min(shape)))
@@ -333,11 +333,11 @@ def _ranks(model: Description, pruning: Pruning, costs: Importances | None) -> d
     """Ranks of the matrices that low rank replaces; OptionError where too few parameters stay."""
     if model.config.get(BLOCK_WIDTHS) is not None:
         raise OptionError("low_rank is not for models whose widths differ by block: leave it out")
-    shapes = weights(model.layout, model.shapes)
-    numbers, budget = parameters(shapes), _parameter_budget(model, pruning)
-    goal = int((1 - pruning.sparsity) * numbers)
+    shapes, budget = model.matrices, _parameter_budget(model, pruning)
+    before = parameters(shapes)
+    goal = int((1 - pruning.sparsity) * before)
     if budget is not None:
-        goal = numbers - model.parameters + budget
+        goal = before - model.parameters + budget
     lowest = sum(stored(shape, 1) for shape in shapes.values())
     if goal < lowest:
         raise OptionError(

@@ -46,7 +46,7 @@ _RECONSTRUCTION = Reconstruction().record()
 """Defaults of the reconstruction."""
 _FITS = tuple(name for name in _RECONSTRUCTION if name not in ("preset", "kv_groups"))
 """Settings of the fits to the dense model."""
-_OF_LOW_RANK = (
+_HEARD_BY_LOW_RANK = (
     "sparsity", "budget_parameters", "allocation", "low_rank", "dtype", "target", "preset",
     "token_weights", "final_norm", "solve_dtype",
 )  # fmt: skip
@@ -130,7 +130,7 @@ class Recipe:
         for settings in (self.pruning, self.reconstruction):
             defaults = type(settings)().record() | brought
             for name, value in settings.record().items():
-                if name not in _OF_LOW_RANK and value != defaults[name]:
+                if name not in _HEARD_BY_LOW_RANK and value != defaults[name]:
                     raise without_effect(name, "low_rank")
 
     def _check_reconstruction(self) -> None:

@@ -60,7 +60,7 @@ _NEEDED = {
 """Defaults of presets that have no effect unless one of these settings is on."""
 _WITH_LOW_RANK = ("allocation", "holdout", "final_norm", "self_samples")
 """Defaults of presets that low rank takes too: it has neither units to select nor fits."""
-_OF_LOW_RANK = {"propagate": True, "token_weights": "residual", "guard": False}
+_LOW_RANK = {"propagate": True, "token_weights": "residual", "guard": False}
 """Defaults of low rank, which is one closed form, whatever the preset."""
 _OPTIONS = {
     method: {item.name for item in options.table()}
@@ -74,7 +74,7 @@ def defaults_of(preset: PresetName, *, low_rank: bool) -> dict[str, Any]:
     brought = dict(PRESETS[preset].settings)
     if not low_rank:
         return brought
-    return {key: brought[key] for key in _WITH_LOW_RANK if key in brought} | _OF_LOW_RANK
+    return {key: brought[key] for key in _WITH_LOW_RANK if key in brought} | _LOW_RANK
 
 
 def with_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
