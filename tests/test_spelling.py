@@ -25,7 +25,7 @@ ELSEWHERE = {"--model-impl", "--head", "--object-store-memory"}
         ('write with dtype="float32"', "write with --dtype float32"),
         ("text=/a/b.txt (text_column=NAME)", "--text /a/b.txt (--text-column NAME)"),
         ("no model at 'dir/force=True'", "no model at 'dir/force=True'"),
-        ("Gram needs tokens=0 and head_dim=4", "Gram needs tokens=0 and head_dim=4"),
+        ("heads need width=0 and head_dim=4", "heads need width=0 and head_dim=4"),
         ("alpha must be in [0, 1], got 2", "alpha must be in [0, 1], got 2"),
     ],
 )  # fmt: skip

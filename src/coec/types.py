@@ -50,7 +50,7 @@ class Gram:
         if self.centred is not None and self.centred.shape != (d,):
             raise OptionError(f"Gram needs centred of shape ({d},), got {self.centred.shape}")
         if self.tokens < 0 or (self.tokens == 0 and self.xx.any()):
-            raise OptionError(f"Gram needs at least one token, got tokens={self.tokens}")
+            raise OptionError(f"Gram needs at least one token, got {self.tokens}")
 
     def __add__(self, other: "Gram") -> "Gram":
         centred = None

@@ -44,7 +44,7 @@ def recover_command(
     """Train PRUNED to predict as DENSE does, and write the best state to OUT.
 
     Windows that are not trained on decide; OUT is never worse than PRUNED on them. Interrupted or
-    killed, the same command goes on. On several GPUs: accelerate launch --module coec recover …
+    killed, the same command goes on. On several GPUs: torchrun -m coec recover …
     """
     if not flags["dry_run"]:
         if out is None:
