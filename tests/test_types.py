@@ -80,7 +80,7 @@ def test_a_gram_is_symmetric_to_the_bit():
 
 def test_a_gram_needs_a_token():
     for tokens in (0, -1):
-        with pytest.raises(OptionError, match=f"at least one token, got tokens={tokens}"):
+        with pytest.raises(OptionError, match=f"at least one token, got {tokens}"):
             Gram(torch.eye(3), torch.zeros(3), tokens)
 
 
