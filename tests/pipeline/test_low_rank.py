@@ -206,7 +206,7 @@ def test_speed_is_measured_as_of_any_other_and_frames_are_left_out(dense, made, 
     assert run(*command, "--no-geometry")[0] == 0
     status, _, said = run(*command)
     assert status == 1
-    assert "of low rank: leave it out (--no-geometry)" in said
+    assert "of low rank: leave it out (coec analyze --no-geometry)" in said
 
 
 def test_a_sweep_measures_it_without_frames(dense, ids, tmp_path):

@@ -79,7 +79,7 @@ def geometry(
 
 def check_frames(pair: ModelPair) -> None:
     """Raise ModelError where the pruned model has no frames on kept units."""
-    refuse_low_rank(pair.pruned.config, "geometry", "leave it out (no_geometry)")
+    refuse_low_rank(pair.pruned.config, "geometry", "leave it out (coec analyze --no-geometry)")
 
 
 def check_ranks(ranks: dict[str, int]) -> None:
