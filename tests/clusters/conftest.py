@@ -1,7 +1,6 @@
 """Ray clusters of this machine: several nodes that are processes."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -25,8 +24,3 @@ def cluster():
     yield made
     ray.shutdown()
     made.shutdown()
-
-
-# Workers unpickle functions of tests, which name modules beside them.
-_TESTS = str(Path(__file__).resolve().parent.parent)
-os.environ["PYTHONPATH"] = os.pathsep.join([_TESTS, os.environ.get("PYTHONPATH", "")])

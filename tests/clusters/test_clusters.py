@@ -130,10 +130,10 @@ def test_the_pruned_model_runs_along_on_a_cluster_as_in_one_process(cluster, tmp
             if died.exists() and not lost.exists():  # the second attempt: its first product fails
                 lost.touch()
 
-                def losing(self, method, *args, each=RayGroup.each):
+                def losing(self, method, *args, each=RayGroup.each, **options):
                     if method.__name__ == "product":
                         ray.kill(worker, no_restart=False)
-                    return each(self, method, *args)
+                    return each(self, method, *args, **options)
 
                 with mock.patch.object(RayGroup, "each", losing):
                     return work()
