@@ -191,6 +191,21 @@ def load(folder: Path, dtype: torch.dtype | None = None):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto").eval()
 
 
+def check_use(loaded, folder: Path) -> None:
+    """A model of code beside its weights generates with a cache, and is saved and loaded again."""
+    start = torch.tensor([[3, 4, 5]])
+    cached, plain = (
+        loaded.generate(start, max_new_tokens=8, do_sample=False, use_cache=cache)
+        for cache in (True, False)
+    )
+    assert torch.equal(cached, plain)
+    loaded.save_pretrained(folder)
+    again = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, dtype=torch.float64
+    )
+    assert torch.equal(logits(again.eval()), logits(loaded))
+
+
 def masked(dense, out):
     """The dense model with the written consumers spread back over all columns, zeros elsewhere."""
     kept, written = load_file(out / "coec/kept.safetensors"), Dense.open(out)

@@ -73,17 +73,7 @@ def test_the_code_beside_the_weights_computes_what_the_package_does(
     assert sum(p.numel() for p in loaded.parameters()) == report.plan["parameters"]["after"]
     expected = tm.logits(Dense.open(out).network(CPU, torch.float64))
     torch.testing.assert_close(tm.logits(loaded), expected, rtol=0, atol=1e-12)
-    start = torch.tensor([[3, 4, 5]])
-    cached, plain = (
-        loaded.generate(start, max_new_tokens=8, do_sample=False, use_cache=cache)
-        for cache in (True, False)
-    )
-    assert torch.equal(cached, plain)
-    loaded.save_pretrained(tmp_path / "again")
-    again = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "again", trust_remote_code=True, dtype=torch.float64
-    )
-    assert torch.equal(tm.logits(again.eval()), tm.logits(loaded))
+    tm.check_use(loaded, tmp_path / "again")
 
 
 @pytest.mark.parametrize("variant", ROUTED)

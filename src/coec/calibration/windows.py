@@ -230,8 +230,13 @@ def text_stream(
     runtime: Runtime,
     needed: int,
     progress: Progress | None,
+    *,
+    characters: int | None = None,
 ) -> Stream:
-    """Read the tokens of the calibration text, or `needed` tokens of a long one."""
+    """Read the tokens of the calibration text, or `needed` tokens of a long one.
+
+    `characters` are as in `read_parts`.
+    """
     if isinstance(calibration.source, Tensor):
         return Stream(calibration.source, "tensor", "")
     tokenizer = partial(load_tokenizer, dense.folder, trust_remote_code=runtime.trust_remote_code)
@@ -240,7 +245,7 @@ def text_stream(
         tokenizer()  # a folder without one is refused before the text is read
     return read_stream(
         source, tokenizer, split="train", text_column=calibration.text_column, needed=needed,
-        progress=progress,
+        characters=characters, progress=progress,
     )  # fmt: skip
 
 

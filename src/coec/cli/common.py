@@ -82,6 +82,12 @@ def _keyword(name: str, default: object, annotation: Any) -> inspect.Parameter:
 
 DEVICE = CommandFlag("device", str, next(row.text for row in TABLE if row.name == "device"))
 CONFIG_FILE = CommandFlag("config", Path, "TOML file with any of the settings here; flags win.")
+FORCE = Switch("force", "Replace the model that OUT holds.")
+MACHINE = CommandFlag(
+    "machine", str,
+    "With --dry-run: plan for a GPU by its data sheet (h100, h200, a100, l40s, rtx4090, rtx3090) "
+    "instead of for this machine.", metavar="NAME",
+)  # fmt: skip
 RESTART = Switch("restart", "Throw away what an unfinished run into the same folder left.")
 TRUST_REMOTE_CODE = Switch(
     "trust_remote_code",

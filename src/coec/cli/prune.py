@@ -15,8 +15,12 @@ from coec.cli.progress import showing_progress
 from coec.settings.parts import CHOOSING
 
 if TYPE_CHECKING:
+    import torch
+
+    from coec.devices import FreeMemory
     from coec.pipeline.report import Report
     from coec.planning import Forecast, Plan
+    from coec.planning.machines import Machine
 
 _BETTER = {
     "paper": "--preset balanced fits every block to it, in four to five times the time",
@@ -45,13 +49,9 @@ def _running(dry_run: str) -> tuple[CommandFlag | Switch, ...]:
             "What `coec collect` wrote, instead of a dense pass; brings its settings.",
         ),
         Switch("dry_run", dry_run),
-        CommandFlag(
-            "machine", str,
-            "With --dry-run: plan for a GPU by its data sheet (h100, h200, a100, l40s, rtx4090, "
-            "rtx3090) instead of for this machine.", metavar="NAME",
-        ),
+        common.MACHINE,
         Switch("measure", "With --dry-run: measure this machine's rates anew."),
-        Switch("force", "Replace the model that OUT holds."),
+        common.FORCE,
         common.RESTART, common.TRUST_REMOTE_CODE, common.QUIET, common.JSON,
     )  # fmt: skip
 
@@ -187,25 +187,35 @@ def _check_use(out: object, flags: Mapping[str, Any]) -> None:
             raise typer.BadParameter(f"--{name} goes with --dry-run")
 
 
-def _show_plan(plan: "Plan", model: str, out: str | Path | None, flags: Mapping[str, Any]) -> None:
-    """Print what a pruning would do and take; OptionError where it does not fit in the memory.
-
-    Times are of the GPU that `machine` names, or of this machine. Where statistics are given, no
-    text is run.
-    """
+def machine_of(
+    device: str, flags: Mapping[str, Any]
+) -> tuple["Machine", "torch.device", "FreeMemory"]:
+    """Return the GPU that `machine` names, or this machine; its device, and the free memory."""
     import torch
 
     from coec import planning
     from coec.devices import FreeMemory, choose_device
 
     if flags["machine"] is not None:
-        rates = elsewhere = planning.machine_named(flags["machine"])
-        device, room = torch.device(rates.device), FreeMemory(rates.device_bytes, None)
-    else:
-        device, elsewhere = choose_device(plan.recipe.runtime.device), None
-        room = FreeMemory.of(device)
-        with showing_progress(flags["quiet"]) as advance:
-            rates = planning.this_machine(device, anew=flags["measure"], progress=advance)
+        rates = planning.machine_named(flags["machine"])
+        return rates, torch.device(rates.device), FreeMemory(rates.device_bytes, None)
+    chosen = choose_device(device)
+    room = FreeMemory.of(chosen)
+    with showing_progress(flags["quiet"]) as advance:
+        anew = bool(flags.get("measure"))
+        return planning.this_machine(chosen, anew=anew, progress=advance), chosen, room
+
+
+def _show_plan(plan: "Plan", model: str, out: str | Path | None, flags: Mapping[str, Any]) -> None:
+    """Print what a pruning would do and take; OptionError where it does not fit in the memory.
+
+    Times are of the GPU that `machine` names, or of this machine. Where statistics are given, no
+    text is run.
+    """
+    from coec import planning
+
+    rates, device, room = machine_of(plan.recipe.runtime.device, flags)
+    elsewhere = None if flags["machine"] is None else rates
     compute = planning.ComputeConfig.of(
         plan, device, measured=flags["statistics"] is not None, machine=elsewhere
     )

@@ -10,6 +10,7 @@ import typer
 from coec.cli import common
 from coec.cli.common import CommandFlag, Switch, Values
 from coec.cli.progress import showing_progress
+from coec.cli.prune import machine_of
 from coec.settings.recovery import Recovery
 
 if TYPE_CHECKING:
@@ -25,13 +26,8 @@ _FLAGS = [
 @common.with_flags(
     *_FLAGS,
     Switch("dry_run", "Print memory, speed and disk of every way to train; no weights are read."),
-    CommandFlag(
-        "machine", str,
-        "With --dry-run: plan for a GPU by its data sheet (h100, h200, a100, l40s, rtx4090, "
-        "rtx3090) instead of for this machine.", metavar="NAME",
-    ),
-    Switch("force", "Replace the model that OUT holds."),
-    common.RESTART, common.TRUST_REMOTE_CODE, common.QUIET, common.JSON,
+    common.MACHINE, common.FORCE, common.RESTART, common.TRUST_REMOTE_CODE, common.QUIET,
+    common.JSON,
 )  # fmt: skip
 def recover_command(
     dense: Annotated[str, common.argument("The dense model: folder or hub name.", "DENSE")],
@@ -104,22 +100,12 @@ def show_recovery(report: "Report", as_json: bool) -> None:
 
 def _show_ways(dense: str, pruned: str, settings: Values, flags: Mapping[str, Any]) -> None:
     """Print every way to train: its memory, speed and disk, and whether it fits."""
-    import torch
-
-    from coec import planning
-    from coec.devices import FreeMemory, choose_device
     from coec.events import duration
     from coec.recovery import plan
 
     recovery = Recovery.of(settings)
-    if flags["machine"] is not None:
-        machine = planning.machine_named(flags["machine"])
-        device, free = torch.device(machine.device), machine.device_bytes
-    else:
-        device = choose_device(recovery.device)
-        free = FreeMemory.of(device).computing
-        with showing_progress(flags["quiet"]) as advance:
-            machine = planning.this_machine(device, progress=advance)
+    machine, device, room = machine_of(recovery.device, flags)
+    free = room.computing
     ways = plan.footprints(dense, pruned, recovery, device, free)
     rows, records = [], []
     for way in ways:

@@ -336,14 +336,12 @@ def _pruned_model(job: CellJob, recipe: Recipe) -> Report:
 
 def _recovered(job: CellJob, recipe: Recipe, tokens: int) -> Dense:
     """Train a cell's pruned model on its calibration text; `job.folder` becomes the result."""
-    from coec.recovery.recover import recover
+    from coec.recovery.recover import recover, settings_like
 
-    calibration, trained = recipe.calibration, job.folder.with_name(f"{job.folder.name}.recovered")
+    trained = job.folder.with_name(f"{job.folder.name}.recovered")
     shutil.rmtree(trained, ignore_errors=True)
     recover(
-        job.dense, job.folder, trained, text=calibration.source, tokens=tokens,
-        text_column=calibration.text_column, seq_len=calibration.seq_len, seed=calibration.seed,
-        device=job.device, restart=True,
+        job.dense, job.folder, trained, **settings_like(recipe, tokens), restart=True,
         trust_remote_code=recipe.runtime.trust_remote_code,
     )  # fmt: skip
     shutil.rmtree(job.folder)

@@ -27,8 +27,8 @@ _LICENCES = (
     "THIRD_PARTY*", "THIRD-PARTY*",
 )  # fmt: skip
 """Files that a licence may demand to pass on, in any case and with any suffix."""
-_CARRIED = (*_TOKENIZER, *_LICENCES, "generation_config.json", low_rank.FILE)
-"""Patterns of the files that are copied unchanged from one model to what is made of it."""
+_CARRIED = (*_TOKENIZER, *_LICENCES, "generation_config.json")
+"""Patterns of the files that are copied unchanged from the dense model."""
 _DOWNLOADED = (
     "*.json", "*.jinja", "*.py", "*.tiktoken", "tokenizer.model*", "merges.txt", "README.md",
     *_LICENCES,
@@ -40,7 +40,16 @@ _NOT_DOWNLOADED = ["*/*", "consolidated*"]
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 _LITTER = (".gitattributes", ".DS_Store", ".README.md.partial")
 """Files that the hub and file managers put in any folder."""
-_OWN = (*_CARRIED, *_WEIGHTS, *_LITTER, CONFIG, "README.md", "coec.json", non_uniform.FILE)
+_OWN = (
+    *_CARRIED,
+    *_WEIGHTS,
+    *_LITTER,
+    CONFIG,
+    "README.md",
+    "coec.json",
+    low_rank.FILE,
+    non_uniform.FILE,
+)
 JUDGED = (CONFIG, ".py")
 """Suffixes of the files whose content says which other files a model may hold."""
 _IMPORT = re.compile(r"^\s*(?:from|import)\s+\.(\w+)", re.MULTILINE)

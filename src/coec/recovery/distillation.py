@@ -15,8 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-_LOGITS_AT_ONCE = 2**24
-"""Logits of which probabilities are held in float32 at once."""
+from coec.streaming.head import LOGITS_PER_PASS
 
 
 class TopTokens(NamedTuple):
@@ -78,7 +77,7 @@ class _Loss(torch.autograd.Function):
         tokens, vocabulary = logits.shape
         counted = max(int((following >= 0).sum()), 1)
         loss = logits.new_zeros((), dtype=torch.float32)
-        for rows in torch.arange(tokens).split(max(1, _LOGITS_AT_ONCE // vocabulary)):
+        for rows in torch.arange(tokens).split(max(1, LOGITS_PER_PASS // vocabulary)):
             piece = slice(int(rows[0]), int(rows[-1]) + 1)
             log_q = logits[piece].float().log_softmax(dim=-1)
             log_p = _logarithms(target, piece, log_q)

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coec.calibration.tokens import check_same_tokenizer
-from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len, source_digest
-from coec.devices import FreeMemory, choose_device, choose_forward_dtype, computed_by
+from coec.calibration.windows import source_digest
+from coec.devices import choose_device, choose_forward_dtype, computed_by
 from coec.errors import ModelError, OptionError
 from coec.execution.output import check_space, partial_of
 from coec.models.dense import Dense
@@ -75,7 +75,7 @@ class Job:
     @property
     def at_once(self) -> int:
         """Largest number of windows whose logits are in memory together."""
-        return plan.windows_at_once(self.dense, self.seq_len)
+        return plan.windows_per_pass(self.dense, self.seq_len)
 
     @property
     def partial(self) -> Path:
@@ -162,14 +162,10 @@ def checked(dense: Dense, pruned: Dense, target: Path, recovery: Recovery, *, tr
         trust: let the tokenizer run its own code.
     """
     report = check_kinship(dense, pruned, trust=trust)
-    positions = min(dense.positions, pruned.positions)
-    seq_len = resolve_seq_len(recovery.seq_len, positions, DEFAULT_SEQ_LEN)
-    device = choose_device(recovery.device)
-    free = FreeMemory.of(device).computing
-    ways = plan.footprints(dense, pruned, recovery, device, free)
-    plan.check_room(ways, free)
-    checkpointing = bool(ways[0].recovery.checkpointing)
-    check_space(target, ways[0].disk)
+    seq_len = plan.window_length(dense, pruned, recovery)
+    way = plan.check_plan(dense, pruned, recovery)
+    check_space(target, way.disk)
+    device, checkpointing = choose_device(recovery.device), bool(way.recovery.checkpointing)
     job = Job(dense, pruned, report, recovery, seq_len, device, checkpointing, target, trust)
     check_text(dense, recovery, seq_len, trust=trust)
     return job

@@ -21,9 +21,8 @@ from coec.models.layout import Layout
 from coec.planning.machines import Machine, Work
 from coec.recovery.text import TOP, windows_needed
 from coec.settings.recovery import Recovery
+from coec.streaming.head import LOGITS_PER_PASS
 
-LOGITS_AT_ONCE = 2**24
-"""Logits of each model that are in memory together."""
 USUAL_RANK = 16
 """Rank of the low-rank additions that a refusal proposes."""
 _TRAINED, _STATE = 16, 12
@@ -76,9 +75,9 @@ class Footprint:
         return 1 / machine.seconds(self.work)
 
 
-def windows_at_once(model: Description, seq_len: int) -> int:
+def windows_per_pass(model: Description, seq_len: int) -> int:
     """Return the largest number of windows whose logits are in memory together."""
-    return max(1, LOGITS_AT_ONCE // (seq_len * model.vocabulary))
+    return max(1, LOGITS_PER_PASS // (seq_len * model.vocabulary))
 
 
 def footprint(
@@ -102,6 +101,12 @@ def footprint(
     return estimate
 
 
+def window_length(dense: Description, pruned: Description, recovery: Recovery) -> int:
+    """Return the tokens of a window; raises OptionError if a model has fewer positions."""
+    positions = min(dense.positions, pruned.positions)
+    return resolve_seq_len(recovery.seq_len, positions, DEFAULT_SEQ_LEN)
+
+
 def footprints(
     dense: str | Path | Description,
     pruned: str | Path | Description,
@@ -111,9 +116,7 @@ def footprints(
 ) -> list[Footprint]:
     """Estimate the way that the settings ask for, and behind it those that take less memory."""
     before, after = Description.read(dense), Description.read(pruned)
-    seq_len = resolve_seq_len(
-        recovery.seq_len, min(before.positions, after.positions), DEFAULT_SEQ_LEN
-    )
+    seq_len = window_length(before, after, recovery)
     rank = recovery.lora or USUAL_RANK
     settings = [recovery, replace(recovery, lora=rank)]
     if recovery.minutes is None:
@@ -121,13 +124,13 @@ def footprints(
     return [footprint(before, after, way, seq_len, device, free) for way in dict.fromkeys(settings)]
 
 
-def check_plan(dense: Description, pruned: Description, recovery: Recovery) -> Recovery:
-    """Return the settings, `checkpointing` decided; raises OptionError where memory is short."""
+def check_plan(dense: Description, pruned: Description, recovery: Recovery) -> Footprint:
+    """Return the estimate of what is asked for; raises OptionError where memory is short."""
     device = choose_device(recovery.device)
     free = FreeMemory.of(device).computing
     ways = footprints(dense, pruned, recovery, device, free)
     check_room(ways, free)
-    return ways[0].recovery
+    return ways[0]
 
 
 def check_room(ways: list[Footprint], free: int | None) -> None:
@@ -157,7 +160,7 @@ def _estimate(
     narrow = not on_host and stored_dtype(pruned.config).itemsize == 2
     compute = 2 if narrow else 4
     teacher_dtype = choose_forward_dtype(None, stored_dtype(dense.config), device, summed=True)
-    at_once = min(recovery.batch_size, windows_at_once(dense, seq_len))
+    at_once = min(recovery.batch_size, windows_per_pass(dense, seq_len))
     tokens, vocabulary = at_once * seq_len, dense.vocabulary
     trained = pruned.parameters if recovery.lora is None else _added(pruned, recovery.lora)
     weights = _TRAINED * trained
@@ -170,7 +173,7 @@ def _estimate(
         "student": weights,
         "teacher": 0 if stored else dense.parameters * teacher_dtype.itemsize,
         "activations": tokens * _active(pruned, compute, recovery),
-        "logits": tokens * logits + 3 * 4 * min(LOGITS_AT_ONCE, tokens * vocabulary),
+        "logits": tokens * logits + 3 * 4 * min(LOGITS_PER_PASS, tokens * vocabulary),
     }
     count = windows_needed(recovery.tokens or 0, seq_len)
     predictions = 6 * TOP * count * seq_len if stored else 0

@@ -25,7 +25,6 @@ from coec.recovery.job import Job, check_text, checked, identity_of, settings_of
 from coec.recovery.plan import check_plan
 from coec.recovery.processes import Processes
 from coec.recovery.session import train
-from coec.settings.recovery import Recovery
 
 
 def recover(
@@ -122,7 +121,7 @@ def prune_and_recover(
     """
     recipe, dense, target = Recipe(**settings), Dense.open(model), resolved(Path(out))
     check_output(target, dense.folder, force=force or unfinished(target))
-    recovery, trust = _like(recipe, tokens), recipe.runtime.trust_remote_code
+    recovery, trust = settings_of(settings_like(recipe, tokens)), recipe.runtime.trust_remote_code
     planned = plan(dense, recipe)
     check_text(dense, recovery, planned.seq_len, trust=trust)
     if planned.decided:
@@ -144,10 +143,10 @@ def prune_and_recover(
         return _recovered(job, pieces, Processes.here(job.device), progress)
 
 
-def _like(recipe: Recipe, tokens: int | str) -> Recovery:
-    """Settings of a training on the text of a calibration."""
+def settings_like(recipe: Recipe, tokens: int | str) -> JsonDict:
+    """Return the settings of a training on the text of a calibration."""
     calibration = recipe.calibration
-    return settings_of({
+    return {
         "text": calibration.source, "text_column": calibration.text_column, "tokens": tokens,
         "seq_len": calibration.seq_len, "seed": calibration.seed, "device": recipe.runtime.device,
-    })  # fmt: skip
+    }  # fmt: skip

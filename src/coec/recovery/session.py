@@ -20,7 +20,6 @@ from coec.execution.journal import Journal
 from coec.execution.output import STATES, WORK
 from coec.models.files import INDEX, JsonDict, write_tensors
 from coec.models.folder import CONFIG, carry_files
-from coec.models.non_uniform import FILE as CODE
 from coec.recovery import text as texts
 from coec.recovery import training
 from coec.recovery.job import Job
@@ -47,17 +46,17 @@ def train(
     del dense
     gc.collect()
     files = _prediction_files(job.partial, text) if stored else []
-    train, judge = (Examples(text, rows, files) for rows in text.split())
+    trained, judges = (Examples(text, rows, files) for rows in text.split())
     schedule = Schedule.of(
-        min(tokens, texts.PASSES * len(train) * job.seq_len), job.seq_len,
+        min(tokens, texts.PASSES * len(trained) * job.seq_len), job.seq_len,
         job.recovery.batch_size, job.at_once, processes.count,
     )  # fmt: skip
     if pieces is not None and "start" not in pieces:
-        start = training.divergence(job.network(), teacher, judge)
+        start = training.divergence(job.network(), teacher, judges)
         pieces.note("start", kl=start)
     before = float(processes.agree(0.0 if pieces is None else pieces.facts("start")["kl"]))
     rate = job.rate(before)
-    trainer = _trainer(job, pieces, schedule, rate, teacher, train, judge, progress)
+    trainer = _trainer(job, pieces, schedule, rate, teacher, trained, judges, progress)
     states = job.partial / STATES
     durable = [] if pieces is None else pieces.every("state")
     last = processes.agree(training.last_state(states, durable) if processes.first else None)
@@ -72,7 +71,7 @@ def train(
         return {}
     tensors = job.tensors({name: tensor.cpu() for name, tensor in state.items()})
     del state
-    after = training.divergence(job.network(tensors), teacher, judge)
+    after = training.divergence(job.network(tensors), teacher, judges)
     improved = after < before
     _write(pieces, job, tensors if improved else None)
     return {
@@ -80,13 +79,13 @@ def train(
         "text": pieces.facts("text")["record"],
         "tokens": schedule.steps * schedule.batch * job.seq_len,
         "asked": tokens,
-        "passes": schedule.steps * schedule.batch / len(train),
+        "passes": schedule.steps * schedule.batch / len(trained),
         "steps": schedule.steps,
         "batch_size": schedule.batch,
         "seq_len": job.seq_len,
         "learning_rate": rate,
         "processes": processes.count,
-        "held_out": {"windows": len(judge), "before": before, "after": min(after, before)},
+        "held_out": {"windows": len(judges), "before": before, "after": min(after, before)},
         "improved": improved,
         "curve": curve,
         "start_sha256": job.pruned.digest,
@@ -171,8 +170,8 @@ def _trainer(
     schedule: Schedule,
     rate: float,
     teacher: PreTrainedModel | None,
-    train: Examples,
-    judge: Examples,
+    trained: Examples,
+    judges: Examples,
     progress: Progress | None,
 ) -> training.Distillation:
     """Return the Trainer of a student, which notes in the journal what states it saved."""
@@ -188,7 +187,7 @@ def _trainer(
     )  # fmt: skip
     return training.Distillation(
         teacher=teacher, cross_entropy=job.recovery.cross_entropy, model=job.student(),
-        args=arguments, train_dataset=train, eval_dataset=judge,
+        args=arguments, train_dataset=trained, eval_dataset=judges,
         callbacks=[followed],
     )  # fmt: skip
 
@@ -208,7 +207,7 @@ def _write(pieces: Journal, job: Job, tensors: dict[str, Tensor] | None) -> None
         if file not in pieces:
             write = partial(write_tensors, shard, metadata={"format": "pt"})
             pieces.put(file, folder / file, write)
-    for name in (CONFIG, KEPT, CODE, INDEX):
+    for name in filter(None, (CONFIG, KEPT, INDEX, job.report.plan.get("code"))):
         if (source / name).is_file():
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, folder / name)

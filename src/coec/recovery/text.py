@@ -4,7 +4,6 @@ predictions, all in files beside the unfinished output.
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
-from coec.calibration.tokens import Stream, is_token_file, load_tokenizer, read_stream, token_ids
-from coec.calibration.windows import all_windows
+from coec.calibration.tokens import load_tokenizer, token_ids
+from coec.calibration.windows import all_windows, text_stream
 from coec.errors import CalibrationError
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict, opened, write_tensors
 from coec.recovery.distillation import TopTokens
+from coec.settings import Calibration, Runtime
 from coec.settings.fields import SEEDS
 from coec.settings.recovery import Recovery
 from coec.streaming.self_text import sample_from_model, windows_that_fit
@@ -88,17 +88,13 @@ def read_windows(
     Raises:
         CalibrationError: the text has no two windows, or is of another vocabulary.
     """
-    source = recovery.text
-    if not isinstance(source, str | Path):
-        stream = Stream(token_ids(source), "tensor", "")
-    else:
-        tokenizer = partial(load_tokenizer, dense.folder, trust_remote_code=trust_remote_code)
-        if not is_token_file(str(source)):
-            tokenizer()  # a folder without one is refused before the text is read
-        stream = read_stream(
-            str(source), tokenizer, split="train", text_column=recovery.text_column,
-            needed=count * seq_len, characters=_CHARACTERS * count * seq_len, progress=progress,
-        )  # fmt: skip
+    source = recovery.text if isinstance(recovery.text, str | Path) else token_ids(recovery.text)
+    calibration = Calibration(source=source, text_column=recovery.text_column)
+    runtime = Runtime(trust_remote_code=trust_remote_code)
+    needed = count * seq_len
+    stream = text_stream(
+        dense, calibration, runtime, needed, progress, characters=_CHARACTERS * needed
+    )
     windows = all_windows(stream, seq_len=seq_len, vocabulary=dense.vocabulary)
     if len(windows.ids) < 2:
         raise CalibrationError(

@@ -3,7 +3,7 @@
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +21,7 @@ from transformers import (
 from coec.events import Progress
 from coec.execution.output import sync
 from coec.models.files import write_tensors
-from coec.recovery.distillation import TopTokens, distillation_loss
+from coec.recovery.distillation import Target, TopTokens, distillation_loss
 from coec.recovery.text import Examples
 
 EVALUATIONS = 4
@@ -70,6 +70,15 @@ class Schedule:
         return cls(steps, batch, at_once, share // at_once, max(1, math.ceil(steps / EVALUATIONS)))
 
 
+@torch.no_grad()
+def _target(teacher: PreTrainedModel | None, inputs: Mapping[str, Tensor]) -> Target:
+    """Predictions of a teacher for some windows, or those that were stored with them."""
+    if teacher is None:
+        return TopTokens(inputs["log_p"], inputs["token"])
+    logits: Tensor = teacher(input_ids=inputs["input_ids"], use_cache=False).logits
+    return logits
+
+
 class Distillation(Trainer):
     """A Trainer whose loss is the distance from a teacher, and which saves states under the names
     of the model that runs: a checkpoint's own names would not be read back.
@@ -96,11 +105,7 @@ class Distillation(Trainer):
     ) -> Any:
         """Mean loss of some windows; on held-out ones the divergence alone."""
         ids = inputs["input_ids"]
-        if self._teacher is None:
-            target: Any = TopTokens(inputs["log_p"], inputs["token"])
-        else:
-            with torch.no_grad():
-                target = self._teacher(input_ids=ids, use_cache=False).logits
+        target = _target(self._teacher, inputs)
         outputs = model(input_ids=ids, use_cache=False)
         share = self._cross_entropy if model.training else 0.0
         loss = distillation_loss(outputs.logits, target, ids, share)
@@ -218,8 +223,7 @@ def tokens_per_second(
     for _ in range(_TIMED + 1):
         began = time.perf_counter()
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=narrow):
-            with torch.no_grad():
-                target = teacher(input_ids=ids, use_cache=False).logits
+            target = _target(teacher, {"input_ids": ids})
             logits = student.train()(input_ids=ids, use_cache=False).logits
         distillation_loss(logits, target, ids).backward()
         float(next(p.grad for p in student.parameters() if p.grad is not None).sum())  # waits
@@ -237,13 +241,9 @@ def divergence(
     student.eval()
     for number in range(len(examples)):
         example = {name: part[None].to(device) for name, part in examples[number].items()}
-        ids = example.pop("input_ids")
-        if teacher is None:
-            target: Any = TopTokens(**example)
-        else:
-            target = teacher(input_ids=ids, use_cache=False).logits
+        ids = example["input_ids"]
         logits = student(input_ids=ids, use_cache=False).logits
-        total += float(distillation_loss(logits, target, ids))
+        total += float(distillation_loss(logits, _target(teacher, example), ids))
     return total / len(examples)
 
 
