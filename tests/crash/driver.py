@@ -32,7 +32,7 @@ PATIENCE = 300.0
 """Seconds after which a child hangs."""
 IMPORTED = (
     "bucket", "coec.cli.commands", "coec.pipeline.collect", "coec.experiments.sweep",
-    "coec.pipeline.prune",
+    "coec.pipeline.prune", "coec.recovery.recover",
     "transformers.models.llama.modeling_llama", "transformers.models.mistral.modeling_mistral",
 )  # fmt: skip
 """What takes seconds, and is not to be repeated in every child."""

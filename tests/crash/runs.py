@@ -33,6 +33,8 @@ COMMANDS = {
     "collect": ("collect", "model", "out", *HOW, "--holdout", "0.3"),
     "merge": ("collect", "--merge", "stats", "more", "out"),
     "sweep": ("sweep", "grid.toml", "out"),
+    "recover": ("recover", "model", "small", "out", "--text", "text.txt", "--seq-len", "48",
+                "--batch-size", "16", "--tokens", "4k"),
 }  # fmt: skip
 """Each makes `out`, or what is at the URL."""
 FORCED = ("replace", "upload anew")
@@ -77,6 +79,9 @@ class Place:
             if stats in self.argv:
                 how = ("--calibration", file, *HOW[2:])
                 assert self.send(("collect", "model", stats, *how))["status"] == 0, self.log()
+        if name == "recover":
+            pruning = ("prune", "model", "small", *HOW, *PAPER, "--compensation", "none")
+            assert self.send(pruning)["status"] == 0, self.log()
         if name in FORCED:
             earlier = ("prune", "model", self.argv[2], *HOW, *PAPER, "--compensation", "none")
             assert self.send(earlier)["status"] == 0, self.log()

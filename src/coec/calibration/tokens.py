@@ -46,12 +46,12 @@ class Stream:
 
     Attributes:
         source: the source, as the user gave it.
-        text_sha256: digest of the source text, or of its first `LONG_TEXT` characters; of the token
-            ids if there is no text.
+        text_sha256: digest of the source text, or of as many of its first characters as are
+            tokenised at once; of the token ids if there is no text.
         special_tokens: number of special tokens that the tokenizer added to the text.
         characters: number of characters that were tokenised, which for a large data set or file are
             its beginning; 0 if there is no text.
-        in_pieces: true if the source was longer than `LONG_TEXT` characters, and therefore
+        in_pieces: true if the source was longer than what is tokenised at once, and therefore
             tokenised in pieces, and no further than the windows need.
     """
 
@@ -76,11 +76,12 @@ def read_stream(
     text_column: str = "text",
     needed: int | None = None,
     characters: int | None = None,
+    at_once: int | None = None,
     progress: Progress | None = None,
 ) -> Stream:
     """Read the tokens of a token file, or of any text that `read_parts` accepts.
 
-    A text of up to `LONG_TEXT` characters is tokenised at once, with special tokens. A longer one
+    A text of up to `at_once` characters is tokenised at once, with special tokens. A longer one
     is tokenised in pieces of about a million characters until there are `needed` tokens, so that
     memory does not grow with the text.
 
@@ -88,16 +89,18 @@ def read_stream(
         tokenizer: called only when there is text.
         needed: tokens after which a long text is read no further; None reads all of it.
         characters: as in `read_parts`.
+        at_once: None for `LONG_TEXT`.
         progress: called with ("tokenising", done, total) for texts that take time.
     """
     if is_token_file(source):
         ids = _read_token_file(Path(source))
         return Stream(ids, source, digest(ids))
     texts = read_parts(source, split=split, text_column=text_column, characters=characters)
-    beginning = _beginning(texts)
+    at_once = LONG_TEXT if at_once is None else at_once
+    beginning = _beginning(texts, at_once)
     loaded = tokenizer()
-    sha256 = hashlib.sha256(beginning[:LONG_TEXT].encode()).hexdigest()
-    if len(beginning) > LONG_TEXT:
+    sha256 = hashlib.sha256(beginning[:at_once].encode()).hexdigest()
+    if len(beginning) > at_once:
         text = itertools.chain([beginning], texts)
         ids, special, characters = _encode_pieces(loaded, text, needed, progress)
         return Stream(ids, source, sha256, special, characters, in_pieces=True)
@@ -133,12 +136,12 @@ def _encode_pieces(
     return torch.cat(pieces + ending), special, characters
 
 
-def _beginning(texts: Iterator[str]) -> str:
-    """Read the text, or its beginning of more than `LONG_TEXT` characters."""
+def _beginning(texts: Iterator[str], at_once: int) -> str:
+    """Read the text, or its beginning of more than `at_once` characters."""
     read = StringIO()
     for chunk in texts:
         read.write(chunk)
-        if read.tell() > LONG_TEXT:
+        if read.tell() > at_once:
             break
     return read.getvalue()
 

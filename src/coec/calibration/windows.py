@@ -232,10 +232,11 @@ def text_stream(
     progress: Progress | None,
     *,
     characters: int | None = None,
+    at_once: int | None = None,
 ) -> Stream:
     """Read the tokens of the calibration text, or `needed` tokens of a long one.
 
-    `characters` are as in `read_parts`.
+    `characters` and `at_once` are as in `read_stream`.
     """
     if isinstance(calibration.source, Tensor):
         return Stream(calibration.source, "tensor", "")
@@ -245,7 +246,7 @@ def text_stream(
         tokenizer()  # a folder without one is refused before the text is read
     return read_stream(
         source, tokenizer, split="train", text_column=calibration.text_column, needed=needed,
-        characters=characters, progress=progress,
+        characters=characters, at_once=at_once, progress=progress,
     )  # fmt: skip
 
 

@@ -30,10 +30,12 @@ PASSES = 4
 """How often a text is read at most; what more passes over few windows give is lost on others."""
 TOP = 64
 """Most probable next tokens that are kept of a teacher."""
-_HELD_OUT_SHARE, _MOST_HELD_OUT = 1 / 8, 32
+_HELD_OUT_SHARE, _MOST_HELD_OUT = 1 / 8, 16
 """Windows that judge: this fraction of all, and no more than so many."""
 _CHARACTERS = 8
 """Characters of a data set that are read for each token that is needed; English has about 4."""
+_PIECE = 1_000_000
+"""Characters of a text that are tokenised at once: one that is long is read as far as needed."""
 GROUP = 32
 """Windows that the dense model writes, or predicts, for one file."""
 
@@ -93,8 +95,9 @@ def read_windows(
     runtime = Runtime(trust_remote_code=trust_remote_code)
     needed = count * seq_len
     stream = text_stream(
-        dense, calibration, runtime, needed, progress, characters=_CHARACTERS * needed
-    )
+        dense, calibration, runtime, needed, progress,
+        characters=_CHARACTERS * needed, at_once=_PIECE,
+    )  # fmt: skip
     windows = all_windows(stream, seq_len=seq_len, vocabulary=dense.vocabulary)
     if len(windows.ids) < 2:
         raise CalibrationError(

@@ -248,9 +248,12 @@ def divergence(
 
 
 def curve(trainer: Trainer, tokens_per_step: int) -> list[dict[str, float]]:
-    """Held-out divergence against tokens, from the Trainer's own history."""
+    """Held-out divergence against tokens, from the Trainer's own history.
+
+    A Trainer that goes on with its last state takes one step more, whose learning rate is zero.
+    """
     return [
         {"tokens": entry["step"] * tokens_per_step, "kl": entry["eval_loss"]}
         for entry in trainer.state.log_history
-        if "eval_loss" in entry and entry["step"]
+        if "eval_loss" in entry and 0 < entry["step"] <= trainer.args.max_steps
     ]

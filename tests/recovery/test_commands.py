@@ -1,0 +1,153 @@
+"""Recovery as users ask for it: the command, after a pruning, in a grid, in several processes."""
+
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import coec
+import tiny_models as tm
+from coec.errors import UnfinishedError
+from coec.experiments.files import Store
+from coec.experiments.grid import expand
+from coec.experiments.sweep import sweep
+from coec.models.dense import Dense
+from coec.pipeline.report import Report
+
+module = importlib.import_module("coec.recovery.recover")
+PRUNING = {"samples": 24, "seq_len": 32, "preset": "fast"}
+FLAGS = ("--tokens", 2048, "--seq-len", 32)
+BUDGETS = "recover = [0, 1000]\nsamples = 24\nseq_len = 32\n"
+
+
+def same_weights(a, b):
+    one, other = Dense.open(a), Dense.open(b)
+    return all(torch.equal(one.tensor(name), other.tensor(name)) for name in one.files)
+
+
+def test_the_command_says_what_was_gained(run, dense, pruned, tokens, tmp_path):
+    more = ("--text", tokens, *FLAGS, "--learning-rate", 3e-3)
+    status, out, err = run("recover", dense, pruned, tmp_path / "out", *more)
+    assert status == 0, err
+    assert "trained          all weights on 2,048 tokens" in out
+    assert "KL to dense" in out
+    assert f"coec eval {tmp_path / 'out'} --baseline {dense}" in out
+    status, out, _ = run("recover", dense, pruned, tmp_path / "other", *more, "--json")
+    told = json.loads(out)
+    assert status == 0
+    assert told["recoveries"][-1]["tokens"] == 2048
+    assert same_weights(tmp_path / "out", tmp_path / "other")
+
+
+def test_the_command_says_when_nothing_was_gained(run, dense, pruned, tokens, tmp_path):
+    more = ("--text", tokens, *FLAGS, "--learning-rate", 1)
+    status, out, _ = run("recover", dense, pruned, tmp_path / "out", *more)
+    assert status == 0
+    assert "no state was better on 3 windows" in out
+
+
+def test_a_dry_run_shows_three_ways_and_writes_nothing(run, dense, pruned, tokens, tmp_path):
+    status, out, _ = run("recover", dense, pruned, "--dry-run", *FLAGS, "--machine", "h100")
+    assert status == 0
+    assert [words in out for words in ("all weights", "lora=16", "teacher=stored")] == [True] * 3
+    _, out, _ = run("recover", dense, pruned, tmp_path / "out", "--dry-run", *FLAGS, "--json")
+    ways = json.loads(out)["ways"]
+    assert [way["fits"] for way in ways] == [True] * 3
+    assert all(way["bytes"] == sum(way["memory"].values()) for way in ways)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("recover", "dense", "pruned"), "OUT is missing"),
+        (("recover", "dense", "pruned", "out", "--machine", "h100"), "--machine goes with"),
+        (("prune", "dense", "out", "--recover", "1k", "--dry-run"), "does not go with --dry-run"),
+        (("prune", "dense", "out", "--recover", "1k", "--statistics", "s"), "with --statistics"),
+        (("prune", "dense", "out", "--recover", "0"), "tokens must be a whole number"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(command, said, run, dense, pruned, tmp_path):
+    places = {"dense": dense, "pruned": pruned, "out": tmp_path / "out"}
+    status, _, err = run(*(places.get(word, word) for word in command))
+    assert status != 0
+    assert said in " ".join(err.replace("│", "").split())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def pruned_and_recovered(dense, tokens, tmp_path_factory):
+    out = tmp_path_factory.mktemp("both") / "out"
+    return out, module.prune_and_recover(dense, out, 1000, calibration=tokens, **PRUNING)
+
+
+def test_pruning_with_recovery_is_both_commands(
+    pruned_and_recovered, dense, pruned, tokens, tmp_path
+):
+    out, report = pruned_and_recovered
+    coec.recover(dense, pruned, tmp_path / "out", text=tokens, tokens=1000, seq_len=32)
+    assert same_weights(out, tmp_path / "out")
+    assert not same_weights(out, pruned)
+    assert Report.read(out).recoveries[-1]["held_out"] == report.recoveries[-1]["held_out"]
+    assert not out.with_name("out.partial").exists()
+
+
+@pytest.mark.parametrize("broken", ["checked", "train"])
+def test_pruning_with_recovery_goes_on(
+    broken, pruned_and_recovered, dense, tokens, tmp_path, monkeypatch
+):
+    def end(*given, **more):
+        raise KeyboardInterrupt
+
+    settings = {**PRUNING, "calibration": tokens}
+    with monkeypatch.context() as patch:
+        patch.setattr(module, broken, end)
+        with pytest.raises(KeyboardInterrupt):
+            module.prune_and_recover(dense, tmp_path / "out", 1000, **settings)
+    with pytest.raises(UnfinishedError):
+        module.prune_and_recover(dense, tmp_path / "out", 2000, **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "prune", end)  # is not done again
+        module.prune_and_recover(dense, tmp_path / "out", 1000, **settings)
+    assert same_weights(tmp_path / "out", pruned_and_recovered[0])
+
+
+def test_the_command_prunes_and_recovers(run, pruned_and_recovered, dense, tokens, tmp_path):
+    status, out, err = run("prune", dense, tmp_path / "out", "--calibration", tokens, "--samples",
+                           24, "--seq-len", 32, "--preset", "fast", "--recover", "1k")  # fmt: skip
+    assert status == 0, err
+    assert "MLP channels" in out
+    assert "KL to dense" in out
+    assert same_weights(tmp_path / "out", pruned_and_recovered[0])
+
+
+def test_a_grid_recovers_its_cells(pruned_and_recovered, dense, tokens, tmp_path):
+    (tmp_path / "grid.toml").write_text(
+        f'preset = "fast"\ncalibration = "{tokens}"\n{BUDGETS}'
+        f'evaluate = {{ text = "{tokens}", seq_len = 32, distance = true }}\n'
+        f'[[models]]\npath = "{dense}"\n'
+    )
+    sweep(expand(str(tmp_path / "grid.toml")), tmp_path / "out")
+    rows = [row.record for row in Store(tmp_path / "out").rows.values()]
+    by_budget = {row["settings"].get("recover"): row["perplexity"]["kl"] for row in rows}
+    assert by_budget.keys() == {None, 1000}
+    told = coec.perplexity(pruned_and_recovered[0], tokens, baseline=dense, seq_len=32)
+    assert by_budget[1000] == pytest.approx(told.kl, rel=1e-5)
+
+
+def test_two_processes_give_the_same_curve(dense, pruned, tokens, tmp_path):
+    launch = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+    shared = ("--text", str(tokens), "--tokens", "512", "--seq-len", "32", "--device", "cpu")
+    command = ("-m", "coec", "recover", str(dense), str(pruned), str(tmp_path / "two"), *shared)
+    ended = subprocess.run((*launch, *command), capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("wrote") == 1
+    one = coec.recover(dense, pruned, tmp_path / "one", text=tokens, tokens=512, seq_len=32,
+                       device="cpu").recoveries[-1]  # fmt: skip
+    two = Report.read(tmp_path / "two").recoveries[-1]
+    assert two["processes"] == 2
+    for first, second in zip(one["curve"], two["curve"], strict=True):
+        assert second == pytest.approx(first, rel=1e-5)
