@@ -28,7 +28,7 @@ from coec.models.non_uniform import (
 FILE = "modeling_low_rank.py"
 """Name of the code in a model folder."""
 _PREFIX = "LowRank"
-_PIVOTS, _COEFFICIENTS, _ORDER = ".pivots.weight", ".coefficients.weight", ".order"
+_PIVOTS, COEFFICIENTS, _ORDER = ".pivots.weight", ".coefficients.weight", ".order"
 
 
 def class_of(stock: type) -> Any:
@@ -58,7 +58,7 @@ def stored_tensors(
 ) -> dict[str, Tensor]:
     """The tensors that a checkpoint has in place of a weight; `order` lists pivots, then others."""
     name, places = weight.removesuffix(".weight"), order.argsort().to(torch.int32)
-    return {name + _PIVOTS: pivots, name + _COEFFICIENTS: coefficients, name + _ORDER: places}
+    return {name + _PIVOTS: pivots, name + COEFFICIENTS: coefficients, name + _ORDER: places}
 
 
 def refuse_low_rank(

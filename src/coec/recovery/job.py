@@ -18,6 +18,7 @@ from coec.errors import ModelError, OptionError
 from coec.execution.output import check_space, partial_of
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
+from coec.models.low_rank import COEFFICIENTS
 from coec.models.surgery import cast, stacked, unstacked
 from coec.pipeline.report import REPORT, Report
 from coec.recovery import plan
@@ -67,8 +68,11 @@ class Job:
         """
         if self.recovery.learning_rate is not None:
             return self.recovery.learning_rate
-        first = self.pruned.tensors(self.pruned.layout.blocks[0]).values()
-        sizes = [float(t.float().square().mean().sqrt()) for t in first if t.ndim == 2]
+        sizes = [
+            float(tensor.float().square().mean().sqrt())
+            for name, tensor in self.pruned.tensors(self.pruned.layout.blocks[0]).items()
+            if tensor.ndim == 2 and not name.endswith(COEFFICIENTS)
+        ]
         rate = RATE * median(sizes) * math.sqrt(min(start, 1.0) / self.dense.shape.hidden)
         return rate * (1 if self.recovery.lora is None else LORA_FACTOR)
 

@@ -160,7 +160,8 @@ def _estimate(
     narrow = not on_host and stored_dtype(pruned.config).itemsize == 2
     compute = 2 if narrow else 4
     teacher_dtype = choose_forward_dtype(None, stored_dtype(dense.config), device, summed=True)
-    at_once = min(recovery.batch_size, windows_per_pass(dense, seq_len))
+    batch = recovery.windows_per_step(seq_len, recovery.tokens)
+    at_once = min(batch, windows_per_pass(dense, seq_len))
     tokens, vocabulary = at_once * seq_len, dense.vocabulary
     trained = pruned.parameters if recovery.lora is None else _added(pruned, recovery.lora)
     weights = _TRAINED * trained
@@ -238,6 +239,6 @@ def _work(
         ]
         moved = _active(model, compute, replace(recovery, checkpointing=False))
         work.append(Work("elementwise", 3.0 * moved * times, tokens * moved / 8))
-    per_step = recovery.batch_size * seq_len
+    per_step = recovery.windows_per_step(seq_len, recovery.tokens) * seq_len
     work.append(Work("elementwise", 28.0 * pruned.parameters / per_step, 4.0 * pruned.parameters))
     return work

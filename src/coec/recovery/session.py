@@ -47,10 +47,9 @@ def train(
     gc.collect()
     files = _prediction_files(job.partial, text) if stored else []
     trained, judges = (Examples(text, rows, files) for rows in text.split())
-    schedule = Schedule.of(
-        min(tokens, texts.PASSES * len(trained) * job.seq_len), job.seq_len,
-        job.recovery.batch_size, job.at_once, processes.count,
-    )  # fmt: skip
+    read = min(tokens, texts.PASSES * len(trained) * job.seq_len)
+    batch = job.recovery.windows_per_step(job.seq_len, read)
+    schedule = Schedule.of(read, job.seq_len, batch, job.at_once, processes.count)
     if pieces is not None and "start" not in pieces:
         start = training.divergence(job.network(), teacher, judges)
         pieces.note("start", kl=start)
@@ -99,7 +98,7 @@ def _budget(job: Job, pieces: Journal, teacher: PreTrainedModel, processes: Proc
     if job.recovery.minutes is None:
         return int(job.recovery.tokens)
     if "budget" not in pieces:
-        at_once = min(job.at_once, job.recovery.batch_size)
+        at_once = min(job.at_once, job.recovery.windows_per_step(job.seq_len, None))
         speed = processes.count * training.tokens_per_second(
             job.student(), teacher, at_once, job.seq_len, narrow=job.narrow
         )

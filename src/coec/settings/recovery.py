@@ -10,6 +10,7 @@ from coec.settings.parts import Source
 
 TeacherPlace = Literal["beside", "stored"]
 DEFAULT_TOKENS = 10_000_000
+_MOST_WINDOWS, _LEAST_STEPS = 8, 200
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmb]?)", re.IGNORECASE)
 
@@ -71,7 +72,12 @@ class Recovery(Settings):
         least=0,
         most=1,
     )
-    batch_size: int = setting(8, "Windows for each step of the optimiser.", least=1)
+    batch_size: int | None = setting(
+        None,
+        "Windows for each step of the optimiser.",
+        otherwise=f"{_MOST_WINDOWS}, or fewer where a budget would not give {_LEAST_STEPS} steps",
+        least=1,
+    )
     seq_len: int | None = setting(
         None, "Tokens per window.", otherwise="2048, or the model's maximum if less", least=2
     )
@@ -106,6 +112,18 @@ class Recovery(Settings):
             object.__setattr__(self, "tokens", DEFAULT_TOKENS)
         if self.learning_rate == 0:
             raise OptionError("learning_rate=0 changes nothing: leave it out, or give a rate")
+
+    def windows_per_step(self, seq_len: int, tokens: int | None) -> int:
+        """Return the windows of a step: as asked, or as many as leave a budget enough steps.
+
+        Args:
+            tokens: the budget; None where it is not known yet.
+        """
+        if self.batch_size is not None:
+            return self.batch_size
+        if tokens is None:
+            return _MOST_WINDOWS
+        return min(_MOST_WINDOWS, max(1, tokens // (_LEAST_STEPS * seq_len)))
 
     @property
     def own(self) -> bool:
