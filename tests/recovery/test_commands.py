@@ -19,7 +19,7 @@ from coec.pipeline.report import Report
 
 module = importlib.import_module("coec.recovery.recover")
 PRUNING = {"samples": 24, "seq_len": 32, "preset": "fast"}
-FLAGS = ("--tokens", 2048, "--seq-len", 32)
+FLAGS = ("--tokens", 2048, "--seq-len", 32, "--batch-size", 8)
 BUDGETS = "recover = [0, 1000]\nsamples = 24\nseq_len = 32\n"
 
 
@@ -140,13 +140,13 @@ def test_a_grid_recovers_its_cells(pruned_and_recovered, dense, tokens, tmp_path
 
 def test_two_processes_give_the_same_curve(dense, pruned, tokens, tmp_path):
     launch = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    shared = ("--text", str(tokens), "--tokens", "512", "--seq-len", "32", "--device", "cpu")
+    shared = ("--text", str(tokens), "--tokens", "512", "--seq-len", "32", "--device", "cpu", "--batch-size", "8")
     command = ("-m", "coec", "recover", str(dense), str(pruned), str(tmp_path / "two"), *shared)
     ended = subprocess.run((*launch, *command), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("wrote") == 1
     one = coec.recover(dense, pruned, tmp_path / "one", text=tokens, tokens=512, seq_len=32,
-                       device="cpu").recoveries[-1]  # fmt: skip
+                       device="cpu", batch_size=8).recoveries[-1]  # fmt: skip
     two = Report.read(tmp_path / "two").recoveries[-1]
     assert two["processes"] == 2
     for first, second in zip(one["curve"], two["curve"], strict=True):

@@ -14,9 +14,12 @@ from coec.errors import CalibrationError, ModelError, OptionError, OutputError, 
 from coec.models.dense import Dense
 from coec.pipeline.report import Report
 from coec.recovery import text, training
+from coec.recovery.job import checked
 from coec.settings.recovery import Recovery
 
-SETTINGS = {"tokens": 2048, "seq_len": 32, "learning_rate": 3e-3}
+SETTINGS = {"tokens": 2048, "seq_len": 32, "learning_rate": 3e-3, "batch_size": 8}
+
+IDS = torch.from_numpy(np.random.default_rng(5).integers(2, tm.VOCABULARY, (16, 32)))
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +43,7 @@ def test_the_result_is_nearer_to_the_dense_model_on_other_windows(recovered, den
     out, report = recovered
     judged = report.recoveries[-1]["held_out"]
     assert judged["after"] < 0.95 * judged["before"]
-    ids = torch.from_numpy(np.random.default_rng(5).integers(2, tm.VOCABULARY, (16, 32)))
-    before, after = (coec.perplexity(m, ids, baseline=dense, seq_len=32) for m in (pruned, out))
+    before, after = (coec.perplexity(m, IDS, baseline=dense, seq_len=32) for m in (pruned, out))
     assert after.kl < before.kl
 
 
@@ -254,8 +256,22 @@ def test_budgets_are_written_as_people_write_them():
     assert Recovery(minutes=3).tokens is None
 
 
+def test_a_small_budget_has_small_steps_and_a_lower_rate_for_each(dense, pruned, tmp_path):
+    steps = {20_000_000: 8, 3_000_000: 2, 1_000_000: 1, 1000: 1, None: 8}
+    for tokens, windows in steps.items():
+        assert Recovery().windows_per_step(2048, tokens) == windows
+        assert Recovery(batch_size=5).windows_per_step(2048, tokens) == 5
+    models = Dense.open(dense), Dense.open(pruned)
+    job = checked(*models, tmp_path / "out", Recovery(text=IDS, seq_len=32), trust=False)
+    assert job.rate(0.4, 4) == pytest.approx(2 * job.rate(0.4, 1))
+    assert job.rate(0.4, 4) == pytest.approx(2 * job.rate(0.1, 4))
+    assert job.rate(4.0, 1) == job.rate(1.0, 1)
+    lora = replace(job, recovery=replace(job.recovery, lora=4))
+    assert lora.rate(0.4, 4) == pytest.approx(10 * job.rate(0.4, 4))
+
+
 def test_windows_for_a_budget_have_those_that_judge_beside_them():
-    assert [text.held_out(n) for n in (2, 8, 64, 256, 10_000)] == [1, 1, 8, 32, 32]
+    assert [text.held_out(n) for n in (2, 8, 64, 256, 10_000)] == [1, 1, 8, 16, 16]
     for tokens in (100, 10_000, 100_000):
         windows = text.windows_needed(tokens, 100)
         assert windows - text.held_out(windows) >= tokens / 100

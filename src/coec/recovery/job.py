@@ -25,12 +25,14 @@ from coec.recovery import plan
 from coec.recovery import text as texts
 from coec.settings.recovery import Recovery
 
-RATE, LORA_FACTOR = 0.16, 10
-"""The learning rate in root mean squares of the weights times √(start / width), where `start` is
-the divergence in nats, one at most; and that of low-rank additions in learning rates.
+RATE, LORA_FACTOR = 0.065, 10
+"""The learning rate in root mean squares of the weights times √(batch · start / width), where
+`batch` is windows for each step and `start` the divergence in nats, one at most; and that of
+low-rank additions in learning rates.
 
 Adam changes every entry of a matrix by about its rate, all together by a matrix of low rank, whose
-size is therefore √width times that; and what is near its end needs shorter steps (docs/RECOVER.md).
+size is therefore √width times that; what is near its end needs shorter steps, and noisy gradients
+of few windows too (docs/RECOVER.md).
 """
 
 
@@ -60,11 +62,12 @@ class Job:
         """True where weights are float32 and products bfloat16: on a GPU, for narrow models."""
         return self.device.type == "cuda" and self.pruned.dtype.itemsize == 2
 
-    def rate(self, start: float) -> float:
+    def rate(self, start: float, batch: int) -> float:
         """Peak of the learning rate, unless it is given by the weights of the first block.
 
         Args:
             start: divergence of the pruned model on held-out windows.
+            batch: windows for each step.
         """
         if self.recovery.learning_rate is not None:
             return self.recovery.learning_rate
@@ -73,7 +76,7 @@ class Job:
             for name, tensor in self.pruned.tensors(self.pruned.layout.blocks[0]).items()
             if tensor.ndim == 2 and not name.endswith(COEFFICIENTS)
         ]
-        rate = RATE * median(sizes) * math.sqrt(min(start, 1.0) / self.dense.shape.hidden)
+        rate = RATE * math.sqrt(batch * min(start, 1.0) / self.dense.shape.hidden) * median(sizes)
         return rate * (1 if self.recovery.lora is None else LORA_FACTOR)
 
     @property

@@ -54,7 +54,7 @@ def train(
         start = training.divergence(job.network(), teacher, judges)
         pieces.note("start", kl=start)
     before = float(processes.agree(0.0 if pieces is None else pieces.facts("start")["kl"]))
-    rate = job.rate(before)
+    rate = job.rate(before, schedule.batch)
     trainer = _trainer(job, pieces, schedule, rate, teacher, trained, judges, progress)
     states = job.partial / STATES
     durable = [] if pieces is None else pieces.every("state")

@@ -10,7 +10,7 @@ from coec.settings.parts import Source
 
 TeacherPlace = Literal["beside", "stored"]
 DEFAULT_TOKENS = 10_000_000
-_MOST_WINDOWS, _LEAST_STEPS = 8, 200
+_MOST_WINDOWS, _LEAST_STEPS = 8, 500
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmb]?)", re.IGNORECASE)
 
