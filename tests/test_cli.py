@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -54,8 +55,33 @@ def test_every_command_has_help(command, run):
     assert "Usage" in out
 
 
+def test_the_first_screen_has_twenty_flags_under_headings_and_another_has_all(run):
+    for command in ("prune", "compensate"):
+        _, first, _ = run(command, "--help")
+        _, whole, _ = run(command, "--help-all")
+        flags = re.findall(r"^│ --([a-z-]+)", first, re.MULTILINE)
+        assert len(flags) <= 22  # with --help and --help-all
+        assert set(flags) < set(re.findall(r"^│ --([a-z-]+)", whole, re.MULTILINE))
+        assert "More: " not in first
+        assert "Options of --compensation coec" in whole
+        for heading in ("How to repair", "Calibration", "Where to run", "Output"):
+            assert f"─ {heading} ─" in first
+
+
+@pytest.mark.parametrize("command", [command.name for command in app.registered_commands])
+def test_every_command_has_two_examples_with_flags_that_it_has(command, run):
+    _, out, _ = run(command, "--help-all" if command in ("prune", "compensate") else "--help")
+    options, examples = out.split("Examples:")
+    lines = [line.strip() for line in examples.splitlines() if line.strip()]
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith(f"coec {command}")
+        for flag in re.findall(r"--[a-z-]+", line):
+            assert f"{flag} " in options
+
+
 def test_every_option_of_every_compensation_is_a_flag_with_a_description(run):
-    _, out, _ = run("prune", "--help")
+    _, out, _ = run("prune", "--help-all")
     options = {option.name for option in OPTIONS}
     for option in options:
         assert f"--{option.replace('_', '-')}" in out
@@ -512,7 +538,7 @@ def test_help_imports_nothing_heavy(arguments):
     ],
 )
 def test_help_fits_80_columns_and_names_arguments_as_its_texts_do(command, usage, run):
-    status, out, _ = run(command, "-h", columns=80)
+    status, out, _ = run(command, "--help-all" if command == "prune" else "-h", columns=80)
     assert status == 0
     assert usage in " ".join(out.split())
     assert max(map(len, out.splitlines())) <= 80

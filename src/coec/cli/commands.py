@@ -6,6 +6,7 @@ import typer
 from typer.core import TyperCommand
 
 import coec
+from coec.cli import common
 from coec.cli.analyze import analyze_command
 from coec.cli.collect import collect_command
 from coec.cli.evaluate import eval_command
@@ -16,6 +17,31 @@ from coec.cli.recover import recover_command
 from coec.cli.sweep import report_command, sweep_command
 
 
+_LONG = ("prune", "compensate")
+_DETAIL = ("More: ", "Options of --compensation")
+"""How headings begin that the first screen of help leaves out."""
+_EXAMPLES = {
+    "prune": ("coec prune MODEL OUT --sparsity 0.3", "coec prune MODEL OUT --preset best --recover 20M"),
+    "compensate": ("coec compensate DENSE PRUNED OUT --preset best",
+                   "coec compensate DENSE PRUNED OUT --calibration my-text.txt"),
+    "recover": ("coec recover DENSE PRUNED OUT --text my-text.txt --tokens 20M",
+                "coec recover DENSE PRUNED --lora 16 --dry-run --machine rtx4090"),
+    "collect": ("coec collect MODEL STATISTICS --samples 128",
+                "coec collect --merge STATISTICS OTHERS BOTH"),
+    "eval": ("coec eval OUT --baseline MODEL", "coec eval OUT --tasks seven --limit 200"),
+    "export": ("coec export OUT model.gguf --dtype q8_0", "coec export OUT model.gguf --context 8192"),
+    "sweep": ("coec sweep main RESULTS --model MODEL --dry-run",
+              "coec sweep grid.toml RESULTS --jobs 2"),
+    "analyze": ("coec analyze DENSE PRUNED", "coec analyze MODEL --config-only"),
+    "methods": ("coec methods", "coec methods --json"),
+    "report": ("coec report RESULTS", "coec report RESULTS --compare paper"),
+}  # fmt: skip
+
+
+def _examples(command: str) -> str:
+    return "Examples:\n\n" + "\n\n".join(_EXAMPLES[command])
+
+
 class _Command(TyperCommand):
     """Command whose usage names arguments as its texts do: `MODEL`, not `{MODEL}`."""
 
@@ -23,9 +49,21 @@ class _Command(TyperCommand):
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
 
+class _LongCommand(_Command):
+    """Command whose `--help` lists the flags that most runs need, and whose `--help-all` lists all."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        for option in self.params:
+            heading = getattr(option, "rich_help_panel", None) or ""
+            option.hidden = heading.startswith(_DETAIL) and not ctx.meta.get(common.HELP_ALL)
+        super().format_help(ctx, formatter)
+
+
 app = typer.Typer(
     name="coec",
     help="Training-free structured pruning of large language models.",
+    epilog="What a pruning would take: coec prune MODEL --sparsity 0.3 --dry-run\n\n"
+    "Then do it: coec prune MODEL OUT --sparsity 0.3",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -34,7 +72,10 @@ for _command in (
     prune_command, compensate_command, recover_command, collect_command, eval_command,
     export_command, sweep_command, analyze_command, methods_command, report_command,
 ):  # fmt: skip
-    app.command(_command.__name__.removesuffix("_command"), cls=_Command)(_command)
+    _name = _command.__name__.removesuffix("_command")
+    app.command(_name, cls=_LongCommand if _name in _LONG else _Command, epilog=_examples(_name))(
+        _command
+    )
 
 
 @app.callback(invoke_without_command=True)

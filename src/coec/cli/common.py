@@ -64,14 +64,43 @@ class CommandFlag(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """Option without a value: its name as in Python, and its help."""
+    """Option without a value: its name as in Python, its help, and its heading there."""
 
     name: str
     text: str
+    panel: str | None = None
 
     def parameter(self) -> inspect.Parameter:
         """Parameter of the command's function."""
-        option = typer.Option(flag_of(self.name), help=self.text, metavar="")
+        option = typer.Option(
+            flag_of(self.name), help=self.text, metavar="", rich_help_panel=self.panel
+        )
+        return _keyword(self.name, False, Annotated[bool, option])
+
+
+HELP_ALL = "help_all"
+"""Flag of commands with many flags, and the key in a context under which it is known."""
+
+
+class HelpAll(NamedTuple):
+    """Option that shows help with every flag, and ends the command."""
+
+    name: str = HELP_ALL
+    panel: str | None = None
+
+    def parameter(self) -> inspect.Parameter:
+        """Parameter of the command's function."""
+
+        def show(ctx: typer.Context, asked: bool) -> None:
+            if asked:
+                ctx.meta[HELP_ALL] = True
+                print(ctx.get_help())
+                raise typer.Exit
+
+        text = "Show every flag, and those of each compensation."
+        option = typer.Option(
+            flag_of(self.name), help=text, metavar="", is_eager=True, callback=show
+        )
         return _keyword(self.name, False, Annotated[bool, option])
 
 
@@ -100,7 +129,23 @@ QUIET = Switch("quiet", "No progress on stderr, neither bars nor lines.")
 JSON = Switch("json", "One JSON object on stdout, nothing else.")
 
 
-Option: TypeAlias = CommandFlag | Switch | Setting
+Option: TypeAlias = CommandFlag | Switch | HelpAll | Setting
+
+
+def under_headings(
+    rows: Iterable[Option], headings: Mapping[str, Iterable[str]]
+) -> list[CommandFlag | Switch | HelpAll]:
+    """Put flags under the headings that list their names, in that order; others stay behind them.
+
+    Args:
+        headings: of help, and names of flags as in Python.
+    """
+    flags = {row.name: CommandFlag.of(row) if isinstance(row, Setting) else row for row in rows}
+    placed: list[CommandFlag | Switch | HelpAll] = [
+        flags.pop(name)._replace(panel=heading)
+        for heading, names in headings.items() for name in names if name in flags
+    ]  # fmt: skip
+    return [*placed, *flags.values()]
 
 
 def with_flags(*rows: Option) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -40,7 +40,7 @@ _WIDTHS = (
 """Names of widths in a report, and the words for them."""
 
 
-def _running(dry_run: str) -> tuple[CommandFlag | Switch, ...]:
+def _running(dry_run: str) -> tuple[CommandFlag | Switch | common.HelpAll, ...]:
     """Options of both commands besides settings; `dry_run` is the help of that flag."""
     return (
         common.CONFIG_FILE,
@@ -52,21 +52,42 @@ def _running(dry_run: str) -> tuple[CommandFlag | Switch, ...]:
         common.MACHINE,
         Switch("measure", "With --dry-run: measure this machine's rates anew."),
         common.FORCE,
-        common.RESTART, common.TRUST_REMOTE_CODE, common.QUIET, common.JSON,
+        common.RESTART, common.TRUST_REMOTE_CODE, common.QUIET, common.JSON, common.HelpAll(),
     )  # fmt: skip
 
 
+_RECOVER = CommandFlag(
+    "recover", str,
+    "Train the result on so many tokens of the calibration text, such as 300k or 20M, before "
+    "it is written to OUT, as `coec recover` does.", metavar="TOKENS",
+)  # fmt: skip
+HEADINGS = {
+    "What to remove": ("sparsity", "budget_parameters", "non_uniform", "multiple_of", "target"),
+    "How to repair": ("preset", "recover"),
+    "Calibration": ("calibration", "samples", "seq_len"),
+    "Where to run": ("dry_run", "machine", "device", "executor"),
+    "Output": ("config", "force", "trust_remote_code", "quiet", "json"),
+}
+"""Headings of the first screen of help, and the flags under each."""
+_MORE = {
+    "More: what to remove": settings.Pruning, "More: how to repair": settings.Reconstruction,
+    "More: calibration": settings.Calibration, "More: where to run": settings.Runtime,
+}  # fmt: skip
+"""Headings that only `--help-all` has, and the settings under each."""
+
+
+def _arranged(*rows: common.Option) -> list[CommandFlag | Switch | common.HelpAll]:
+    """Flags under their headings, those of the first screen first."""
+    more = {heading: [item.name for item in part.table()] for heading, part in _MORE.items()}
+    more["More: where to run"] += ["statistics", "measure", "restart"]
+    return common.under_headings(rows, {**HEADINGS, **more})
+
+
 @common.with_flags(
-    *settings.RECIPE,
-    CommandFlag(
-        "recover",
-        str,
-        "Train the result on so many tokens of the calibration text, such as 300k or 20M, before "
-        "it is written to OUT, as `coec recover` does.",
-        metavar="TOKENS",
-    ),
-    *_running("Print the plan from the configuration alone."),
-    *settings.OPTIONS,
+    *_arranged(
+        *settings.RECIPE, _RECOVER, *_running("Print the plan from the configuration alone."),
+        *settings.OPTIONS,
+    )
 )
 def prune_command(
     model: Annotated[
@@ -102,9 +123,11 @@ def prune_command(
 
 
 @common.with_flags(
-    *(row for row in settings.RECIPE if row.name not in CHOOSING),
-    *_running("Print the plan; the weights of both are read for it."),
-    *settings.OPTIONS,
+    *_arranged(
+        *(row for row in settings.RECIPE if row.name not in CHOOSING),
+        *_running("Print the plan; the weights of both are read for it."),
+        *settings.OPTIONS,
+    )
 )
 def compensate_command(
     model: Annotated[
