@@ -19,7 +19,7 @@ import transformers
 
 import coec
 
-WAYS = {
+WAYS: dict[str, dict[str, object]] = {
     "all weights": {},
     "activations computed again": {"checkpointing": True},
     "additions of rank 8": {"lora": 8},

@@ -16,12 +16,12 @@ from coec.cli.prune import compensate_command, prune_command
 from coec.cli.recover import recover_command
 from coec.cli.sweep import report_command, sweep_command
 
-
 _LONG = ("prune", "compensate")
 _DETAIL = ("More: ", "Options of --compensation")
 """How headings begin that the first screen of help leaves out."""
 _EXAMPLES = {
-    "prune": ("coec prune MODEL OUT --sparsity 0.3", "coec prune MODEL OUT --preset best --recover 20M"),
+    "prune": ("coec prune MODEL OUT --sparsity 0.3",
+              "coec prune MODEL OUT --preset best --recover 20M"),
     "compensate": ("coec compensate DENSE PRUNED OUT --preset best",
                    "coec compensate DENSE PRUNED OUT --calibration my-text.txt"),
     "recover": ("coec recover DENSE PRUNED OUT --text my-text.txt --tokens 20M",
@@ -29,7 +29,8 @@ _EXAMPLES = {
     "collect": ("coec collect MODEL STATISTICS --samples 128",
                 "coec collect --merge STATISTICS OTHERS BOTH"),
     "eval": ("coec eval OUT --baseline MODEL", "coec eval OUT --tasks seven --limit 200"),
-    "export": ("coec export OUT model.gguf --dtype q8_0", "coec export OUT model.gguf --context 8192"),
+    "export": ("coec export OUT model.gguf --dtype q8_0",
+               "coec export OUT model.gguf --context 8192"),
     "sweep": ("coec sweep main RESULTS --model MODEL --dry-run",
               "coec sweep grid.toml RESULTS --jobs 2"),
     "analyze": ("coec analyze DENSE PRUNED", "coec analyze MODEL --config-only"),
@@ -50,10 +51,11 @@ class _Command(TyperCommand):
 
 
 class _LongCommand(_Command):
-    """Command whose `--help` lists the flags that most runs need, and whose `--help-all` lists all."""
+    """Command with many flags: `--help` lists those that most runs need, `--help-all` every one."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        for option in self.params:
+        options: list[Any] = self.params
+        for option in options:
             heading = getattr(option, "rich_help_panel", None) or ""
             option.hidden = heading.startswith(_DETAIL) and not ctx.meta.get(common.HELP_ALL)
         super().format_help(ctx, formatter)

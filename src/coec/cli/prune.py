@@ -12,6 +12,7 @@ from coec import settings
 from coec.cli import common
 from coec.cli.common import CommandFlag, Switch
 from coec.cli.progress import showing_progress
+from coec.settings.fields import Settings
 from coec.settings.parts import CHOOSING
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ HEADINGS = {
     "Output": ("config", "force", "trust_remote_code", "quiet", "json"),
 }
 """Headings of the first screen of help, and the flags under each."""
-_MORE = {
+_MORE: dict[str, type[Settings]] = {
     "More: what to remove": settings.Pruning, "More: how to repair": settings.Reconstruction,
     "More: calibration": settings.Calibration, "More: where to run": settings.Runtime,
 }  # fmt: skip
@@ -85,7 +86,9 @@ def _arranged(*rows: common.Option) -> list[CommandFlag | Switch | common.HelpAl
 
 @common.with_flags(
     *_arranged(
-        *settings.RECIPE, _RECOVER, *_running("Print the plan from the configuration alone."),
+        *settings.RECIPE,
+        _RECOVER,
+        *_running("Print the plan from the configuration alone."),
         *settings.OPTIONS,
     )
 )
