@@ -11,7 +11,7 @@ CODE := src tests tools benchmarks
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow crash fuzz ray gguf lint check format bench quality results results-beyond clean
+.PHONY: help demo test slow crash fuzz ray gguf docs lint check format bench quality results results-beyond clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,15 @@ ray: .venv/ready  ## clusters on this machine, nodes and drivers that are killed
 
 gguf: .venv-gguf/ready  ## what llama.cpp computes from exported files, which test leaves out too
 	@PYTHONPATH=.venv-gguf $(BIN)/python -m pytest -m llama_cpp
+
+.venv-docs/ready: Makefile constraints.txt
+	@$(PYTHON) -m venv --clear .venv-docs
+	@.venv-docs/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		mkdocs-material mkdocstrings-python typer rich
+	@touch $@
+
+docs: .venv-docs/ready  ## the documentation as a site, in site/; a link that leads nowhere fails
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=src .venv-docs/bin/mkdocs build --quiet --strict
 
 lint: .venv/ready  ## format, style, types, import contracts, words
 	@$(BIN)/ruff format --check $(CODE)

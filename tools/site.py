@@ -1,0 +1,90 @@
+"""Pages of the documentation that are made of other files, as hooks of mkdocs.
+
+The README becomes the first page; the architecture, the changes and how to contribute come from the
+root of the repository, and every picture that a page shows. The command reference is made of the
+commands, the page on Python of the package's public names.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import typer
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {"README.md": "index.md"} | {
+    name: name for name in ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
+}
+"""Files at the root, and the pages that they become."""
+_PICTURE = re.compile(r"\]\((?:\.\./)?(benchmarks/results/[\w-]+\.png)\)")
+_ABOVE = re.compile(r"\]\(\.\./([\w./#-]+)\)")
+_BELOW = re.compile(r"\]\(docs/([\w./#-]+)\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that are not in docs/, and the pictures of all pages."""
+    texts = {page: (ROOT / name).read_text(encoding="utf-8") for name, page in PAGES.items()}
+    texts |= {"commands.md": commands(), "python.md": python()}
+    shown = "".join([*texts.values(), *(path.read_text() for path in (ROOT / "docs").glob("*.md"))])
+    for page, text in texts.items():
+        files.append(File.generated(config, page, content=text))
+    for picture in set(_PICTURE.findall(shown)):
+        files.append(File.generated(config, picture, abs_src_path=str(ROOT / picture)))
+    return files
+
+
+def on_page_markdown(markdown: str, **unused: Any) -> str:
+    """Make links to other folders links within the site."""
+    within = _BELOW.sub(r"](\1)", _ABOVE.sub(r"](\1)", markdown))
+    return within.replace("](README.md", "](index.md")
+
+
+def commands() -> str:
+    """Return the command reference: what each command does, its arguments, and its flags by heading."""
+    from coec.cli.commands import app
+
+    group: Any = typer.main.get_command(app)
+    said = "What `coec COMMAND --help` says (`--help-all` for prune and compensate)."
+    parts = [f"# Commands\n\n{said}\n"]
+    for name, command in group.commands.items():
+        parts.append(f"## coec {name}\n\n{_paragraphs(command.help)}\n")
+        arguments = [p for p in command.params if p.param_type_name == "argument"]
+        parts += [f"- `{p.metavar or p.name.upper()}`: {_escaped(p.help or '')}" for p in arguments]
+        headings: dict[str, list[str]] = {}
+        for option in command.params:
+            if option.param_type_name == "option":
+                heading = getattr(option, "rich_help_panel", None) or "Options"
+                flags = ", ".join(f"`{flag}`" for flag in (*option.opts, *option.secondary_opts))
+                row = f"| {flags} | {_escaped(option.help or '')} |"
+                headings.setdefault(heading, []).append(row)
+        for heading, rows in headings.items():
+            parts.append(f"\n**{heading}**\n\n| flag | |\n|---|---|\n" + "\n".join(rows) + "\n")
+        parts.append(f"```sh\n{_examples(command.epilog)}\n```\n")
+    return "\n".join(parts)
+
+
+def python() -> str:
+    """Return the page on the package: its functions and then its types, each with its docstring."""
+    import coec
+
+    names = sorted(coec.__all__, key=lambda name: (not name[0].islower(), name))
+    parts = ["# Python\n\nThe public names of the package `coec`.\n"]
+    for name in names:
+        module, _, other = coec._LAZY.get(name, "coec.errors").partition(":")
+        if not other:  # that is an earlier name of another
+            option = f"    options:\n      heading: coec.{name}\n      toc_label: {name}\n"
+            parts.append(f"::: {module}.{name}\n{option}")
+    return "\n".join(parts)
+
+
+def _paragraphs(text: str) -> str:
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+
+
+def _escaped(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _examples(epilog: str) -> str:
+    return "\n".join(line for line in epilog.splitlines() if line.startswith("coec "))
