@@ -1,0 +1,31 @@
+"""The notebook runs, cell by cell, as it is in the repository."""
+
+import json
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+from coec.models.dense import Dense
+
+NOTEBOOK = Path(__file__).parents[1] / "examples/quickstart.ipynb"
+
+
+@pytest.mark.slow
+def test_the_quickstart_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    matplotlib.use("Agg")
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    assert not any(cell.get("outputs") for cell in cells)  # which say where they were made
+    names = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    said = capsys.readouterr().out
+    assert "3,049,920 → 2,289,600 parameters" in said
+    assert names["held_out"]["after"] < names["held_out"]["before"]
+    assert [line.partition(":")[0] for line in said.splitlines() if ": " in line][-3:] == [
+        "dense", "pruned", "recovered",
+    ]  # fmt: skip
+    assert len(names["axes"].lines) == 4
+    assert Dense.open(tmp_path / "quickstart-output/recovered").parameters == 2_289_600
