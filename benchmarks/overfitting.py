@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
             record.save("overfitting", arguments, {"rows": rows})
 
 
-def measure(model: str, preset: str, shared: Path, windows: int) -> dict[str, Any]:
+def measure(model: str, preset: Any, shared: Path, windows: int) -> dict[str, Any]:
     """Perplexity over the dense model's on every kind of windows."""
     dense = Dense.open(shared / "models" / model)
     own = TEXTS[model]

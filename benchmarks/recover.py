@@ -34,6 +34,7 @@ SPEED = {"stories260K": 6000, "babyllama-1M": 3600, "wt2-llama": 1800}
 """Tokens per CPU second, about, on the machine of docs/RESULTS.md."""
 STARTS = ("none", "paper", "fast", "best", "fast, by block", "best, by block")
 PRESETS = {"none": ("fast", "--compensation", "none")}
+BUDGETS = 15, 300
 CASES = ("minute", "budgets", "text", "lora", "few")
 
 
@@ -78,13 +79,11 @@ def cases(models: list[str], names: list[str]) -> Iterator[Case]:
             if name == "minute":
                 yield from (Case(model, start, 60, "fresh") for start in STARTS)
             elif name == "budgets":
-                for start in ("fast, by block", "best, by block"):
-                    yield from (Case(model, start, seconds, "fresh") for seconds in (15, 300))
+                yield from (Case(model, "best, by block", time, "fresh") for time in BUDGETS)
             elif name == "text":
                 yield Case(model, "fast, by block", 60, "self")
-                yield from (Case(model, start, 10, "same") for start in STARTS[2:])
             elif name == "lora":
-                yield from (Case(model, start, 60, "fresh", 8) for start in STARTS[2:])
+                yield from (Case(model, start, 60, "fresh", 8) for start in ("fast", "best"))
             else:
                 for seed in range(10):
                     starts = STARTS[2:] if seed < 1 else (STARTS[2 + seed % 4],)

@@ -269,7 +269,7 @@ def enlarge(model: Path, out: Path, size: float) -> Path:
     return out
 
 
-def _perplexity(dense: Path, out: Path, text: Path, dtype: str) -> float:
+def _perplexity(dense: Path, out: Path, text: Path, dtype: Any) -> float:
     coec.prune(
         dense, out, calibration=str(text / "train.txt"), sparsity=0.3, samples=32, seq_len=256,
         solve_dtype=dtype, preset="paper",

@@ -1,6 +1,7 @@
 """A setting is one field: everything else that knows of it is made of that."""
 
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 import pytest
@@ -21,9 +23,11 @@ from coec.errors import OptionError
 from coec.planning.recipe import Recipe, read_settings
 from coec.selection import SELECTIONS
 from coec.settings import Calibration, CoecOptions, Pruning, Reconstruction, RidgeOptions, Runtime
-from coec.settings.__main__ import document
+from coec.settings import typed as typed_settings
+from coec.settings.__main__ import document, typed
 from coec.settings.fields import RENAMED
 from coec.settings.options import COMPENSATION_OPTIONS
+from coec.settings.recovery import Recovery
 from coec.types import SiteResult
 
 ROOT = Path(package.__file__).resolve().parents[1]
@@ -122,6 +126,18 @@ def test_an_option_of_two_methods_is_one_flag():
     assert ridge.methods == ("least-squares", "ridge-to-slice")
     names = [one.name for one in settings.TABLE]
     assert len(names) == len(set(names))
+
+
+def test_functions_take_the_settings_by_their_types():
+    written = Path(inspect.getfile(typed_settings)).read_text(encoding="utf-8")
+    assert typed() == written, "write it anew: python -m coec.settings typed > …/settings/typed.py"
+    taken = {"options", "trust_remote_code", *settings.NAMES}
+    assert typed_settings.PruningSettings.__annotations__.keys() == taken
+    names = {item.name for item in Recovery.table()}
+    assert typed_settings.RecoverySettings.__annotations__.keys() == names
+    for function in (package.prune, package.plan, package.collect, package.compensate_pruned):
+        parameter = inspect.signature(function).parameters["settings"]
+        assert parameter.annotation == Unpack[typed_settings.PruningSettings]
 
 
 def test_the_document_lists_every_setting():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files  # type: ignore[import-not-found]
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md"} | {

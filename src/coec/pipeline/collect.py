@@ -4,7 +4,7 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.models.low_rank import refuse_low_rank
 from coec.planning.recipe import Recipe
+from coec.settings.typed import PruningSettings
 from coec.streaming.passes import DensePass, expect_unchanged
 from coec.streaming.statistics import (
     FIT,
@@ -41,7 +42,7 @@ def collect(
     *,
     restart: bool = False,
     progress: Progress | None = None,
-    **settings: Any,
+    **settings: Unpack[PruningSettings],
 ) -> Statistics:
     """Run the dense pass once and keep the statistics of every block in a folder.
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from coec.allocation.kept import KeptUnits
 from coec.errors import ModelError, OptionError
@@ -17,6 +17,7 @@ from coec.pipeline.prune import prune
 from coec.pipeline.report import Report
 from coec.planning.recipe import Recipe
 from coec.settings.parts import CHOOSING
+from coec.settings.typed import PruningSettings
 from coec.streaming.statistics import Statistics
 
 
@@ -85,7 +86,7 @@ def compensate_pruned(
     force: bool = False,
     restart: bool = False,
     progress: Progress | None = None,
-    **settings: Any,
+    **settings: Unpack[PruningSettings],
 ) -> Report:
     """Repair a model that another program pruned: its units, our compensation.
 

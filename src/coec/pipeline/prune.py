@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from coec.compensation import Method
 from coec.devices import computed_by, environment
@@ -34,6 +34,7 @@ from coec.planning import Plan
 from coec.planning.recipe import Recipe
 from coec.planning.run import Run
 from coec.settings.presets import HELD_OUT
+from coec.settings.typed import PruningSettings
 from coec.streaming.passes import BlockSource, SavedPass, adopted, expect_unchanged
 from coec.streaming.statistics import Statistics
 
@@ -43,7 +44,7 @@ def plan(
     recipe: Recipe | None = None,
     *,
     statistics: str | Path | Statistics | None = None,
-    **settings: Any,
+    **settings: Unpack[PruningSettings],
 ) -> Plan:
     """Return what `prune` would do, from the configuration alone: no weights are read.
 
@@ -70,7 +71,7 @@ def prune(
     force: bool = False,
     restart: bool = False,
     progress: Progress | None = None,
-    **settings: Any,
+    **settings: Unpack[PruningSettings],
 ) -> Report:
     """Prune a dense causal language model and write a smaller dense checkpoint.
 
@@ -201,7 +202,7 @@ def _pruned(
 
 
 def _asked(
-    recipe: Recipe | None, settings: JsonDict, statistics: str | Path | Statistics | None
+    recipe: Recipe | None, settings: PruningSettings, statistics: str | Path | Statistics | None
 ) -> tuple[Recipe, Statistics | None]:
     """Return the recipe given, or one of settings, and the statistics, opened.
 
@@ -210,7 +211,7 @@ def _asked(
     """
     collected = None if statistics is None else Statistics.open(statistics)
     if recipe is None and collected is not None:
-        settings = {"holdout": collected.settings["holdout"] or HELD_OUT, **settings}
+        settings.setdefault("holdout", collected.settings["holdout"] or HELD_OUT)
     return Recipe.or_of(recipe, settings), collected
 
 

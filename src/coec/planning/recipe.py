@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from coec.settings import (
 from coec.settings.fields import RENAMED, plain, without_effect
 from coec.settings.options import Options
 from coec.settings.presets import defaults_of, with_preset
+from coec.settings.typed import PruningSettings
 from coec.types import Gram, KeptSet
 
 APART = ("options", "trust_remote_code")
@@ -82,7 +83,7 @@ class Recipe:
     reconstruction: Reconstruction
     runtime: Runtime
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings: Unpack[PruningSettings]) -> None:
         names = {part_class.__name__.lower(): part_class for part_class in PARTS}
         given_parts = {n: v for n, v in settings.items() if n in names and isinstance(v, names[n])}
         flat = {name: plain(value) for name, value in settings.items() if name not in given_parts}
@@ -230,7 +231,7 @@ class Recipe:
             )
 
     @classmethod
-    def or_of(cls, recipe: "Recipe | None", settings: dict[str, Any]) -> "Recipe":
+    def or_of(cls, recipe: "Recipe | None", settings: PruningSettings) -> "Recipe":
         """Return the recipe given, or one of settings; both at once are refused."""
         if recipe is None:
             return cls(**settings)

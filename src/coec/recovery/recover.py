@@ -7,7 +7,7 @@ the start on held-out windows, write. A run that was killed goes on with its las
 import contextlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import torch
 
@@ -25,6 +25,7 @@ from coec.recovery.job import Job, check_text, checked, identity_of, settings_of
 from coec.recovery.plan import check_plan
 from coec.recovery.processes import Processes
 from coec.recovery.session import train
+from coec.settings.typed import PruningSettings, RecoverySettings
 
 
 def recover(
@@ -36,7 +37,7 @@ def recover(
     restart: bool = False,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
-    **settings: Any,
+    **settings: Unpack[RecoverySettings],
 ) -> Report:
     """Train a pruned model to predict as its dense model does, and write what is best.
 
@@ -106,7 +107,7 @@ def prune_and_recover(
     force: bool = False,
     restart: bool = False,
     progress: Progress | None = None,
-    **settings: Any,
+    **settings: Unpack[PruningSettings],
 ) -> Report:
     """Prune a model, and train the result on the text that it was calibrated on: `out` is that.
 

@@ -1,7 +1,10 @@
-"""Print docs/SETTINGS.md: all settings as Markdown tables."""
+"""Print docs/SETTINGS.md: all settings as Markdown tables. With the argument `typed`: typed.py."""
 
-from coec.settings import OPTIONS, PARTS, RECIPE, Setting
+import sys
+
+from coec.settings import OPTIONS, PARTS, RECIPE, TABLE, Setting
 from coec.settings.fields import shown
+from coec.settings.recovery import Recovery
 
 _PREFACE = """# Settings
 
@@ -11,6 +14,8 @@ and an argument of `coec.prune` (`seq_len`). Defaults are those of the default p
 out by default. This file is written by `python -m coec.settings`.
 """
 _WORDS = {float: "number", int: "whole number", str: "text", bool: "on, off"}
+_OBJECTS = ("calibration", "kept", "text", "multiple_of")
+"""Settings that are text in files and flags, and may be other objects in Python."""
 
 
 def document() -> str:
@@ -32,6 +37,38 @@ def document() -> str:
     return "\n".join(sections)
 
 
+def typed() -> str:
+    """Return the source of typed.py: for all settings their types, as keyword arguments."""
+    parts = [
+        '"""Settings as keyword arguments, for editors and type checkers.\n\n'
+        'Written by `python -m coec.settings typed`.\n"""\n\n'
+        "from typing import Any, Literal, TypedDict"
+    ]
+    groups = {"PruningSettings": TABLE, "RecoverySettings": tuple(Recovery.table())}
+    for name, table in groups.items():
+        of = "pruning, of its" if name == "PruningSettings" else "training, of its"
+        parts.append(
+            f"\n\nclass {name}(TypedDict, total=False):\n"
+            f'    """Every setting of a {of} text and of the machine."""'
+        )
+        parts.append("")
+        parts += [f"    {item.name}: {_annotation(item)}" for item in table]
+        if name == "PruningSettings":
+            parts += ["    options: dict[str, Any]", "    trust_remote_code: bool"]
+    return "\n".join(parts) + "\n"
+
+
+def _annotation(item: Setting) -> str:
+    if item.kind is None or item.functions or item.name in _OBJECTS:
+        return "Any"
+    if isinstance(item.kind, tuple):
+        names = ", ".join(f'"{name}"' for name in item.kind)
+        plain = f"Literal[{names}]"
+    else:
+        plain = item.kind.__name__
+    return f"{plain} | None" if item.default is None else plain
+
+
 def _row(item: Setting) -> str:
     if isinstance(item.kind, tuple):
         values = ", ".join(f"`{value}`" for value in item.kind)
@@ -42,4 +79,4 @@ def _row(item: Setting) -> str:
 
 
 if __name__ == "__main__":
-    print(document(), end="")
+    print(typed() if sys.argv[1:] == ["typed"] else document(), end="")

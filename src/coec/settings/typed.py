@@ -1,0 +1,87 @@
+"""Settings as keyword arguments, for editors and type checkers.
+
+Written by `python -m coec.settings typed`.
+"""
+
+from typing import Any, Literal, TypedDict
+
+
+class PruningSettings(TypedDict, total=False):
+    """Every setting of a pruning, of its text and of the machine."""
+
+    sparsity: float
+    attention_sparsity: float | None
+    mlp_sparsity: float | None
+    expert_sparsity: float
+    budget_parameters: float | None
+    multiple_of: Any
+    allocation: Literal["uniform", "adaptive", "error"]
+    non_uniform: bool
+    low_rank: bool
+    selection: Any
+    kept: Any
+    compensation: Any
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] | None
+    target: Literal["hf", "vllm", "llama.cpp"]
+    solve_dtype: Literal["auto", "float64", "float32"]
+    preset: Literal["paper", "fast", "balanced", "best"]
+    propagate: bool
+    reconstruct: int
+    cg_iterations: int
+    curvature_tokens: int | None
+    damping: float
+    token_weights: Literal["equal", "residual"]
+    logit_iterations: int
+    final_norm: bool
+    kv_groups: Literal["uniform", "all", "held-out"]
+    calibration: Any
+    text_column: str
+    samples: int
+    seq_len: int | None
+    seed: int
+    holdout: float
+    guard: bool
+    self_samples: float
+    forward_dtype: Literal["float64", "float32", "bfloat16", "float16"] | None
+    device: str
+    executor: Literal["here", "ray"]
+    address: str | None
+    workers: int | None
+    alpha: float
+    rotation: Literal["two-sided", "left", "right", "better"]
+    parameterization: Literal["stiefel", "full"]
+    start: Literal["identity", "procrustes"]
+    slices: int
+    rescale: Literal["gcv", "fixed", "uniform"]
+    rescale_ridge: float
+    kappa: float
+    solver: Literal["joint", "conjugate", "gradient"]
+    retraction: Literal["auto", "polar"]
+    delta: float
+    precision: float
+    iterations: int
+    rounds: int
+    tol: float
+    lambda_a: float
+    r_p: int
+    ridge: float
+    options: dict[str, Any]
+    trust_remote_code: bool
+
+
+class RecoverySettings(TypedDict, total=False):
+    """Every setting of a training, of its text and of the machine."""
+
+    text: Any
+    tokens: Any
+    minutes: float | None
+    lora: int | None
+    learning_rate: float | None
+    cross_entropy: float
+    batch_size: int | None
+    seq_len: int | None
+    teacher: Literal["beside", "stored"]
+    checkpointing: bool | None
+    seed: int
+    text_column: str
+    device: str
