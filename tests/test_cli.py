@@ -96,6 +96,12 @@ def test_prune_then_eval(dense, tokens, run, tmp_path):
     assert status == 0, err
     assert "40 → 28 per block" in out
     assert "stored as        mistral" in out
+    assert "loads in         transformers, vLLM, SGLang" in out
+    measure, train = out.splitlines()[-2:]
+    assert measure == f"measure it: coec eval {tmp_path}/out --baseline {dense} --text OTHER.txt"
+    assert train.endswith(
+        f"coec recover {dense} {tmp_path}/out {tmp_path}/out-trained --text {tokens}"
+    )
     status, out, _ = run("eval", tmp_path / "out", "--text", tokens, "--seq-len", 32,
                          "--baseline", dense)  # fmt: skip
     assert status == 0

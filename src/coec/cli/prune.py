@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -350,7 +351,24 @@ def _show_report(report: "Report", as_json: bool) -> None:
     fits = not ARCHITECTURES[report.plan["model_type"]].adds  # True where blocks can be fitted
     if better := _BETTER.get(report.recipe.get("preset", "")) if fits else None:
         common.results.print(f"nearer to the dense model: {better}")
-    common.results.print(f"measure it: coec eval {report.out} --baseline {report.model}")
+    for line in _next(report):
+        common.results.print(line)
+
+
+def _next(report: "Report") -> Iterator[str]:
+    """Yield the commands that measure a pruned model and train it, on text like that it saw."""
+    from coec.calibration.sources import is_named
+
+    text = str(report.recipe["calibration"])
+    seen, other = f" --text {shlex.quote(text)}", " --text OTHER.txt"
+    if text == "wikitext2":
+        seen = other = ""
+    elif is_named(text) or text == "self":  # whose test split, or seed, is another
+        other = seen
+    places = report.model, report.out, f"{report.out}-trained"
+    model, out, trained = map(shlex.quote, places)
+    yield f"measure it: coec eval {out} --baseline {model}{other}"
+    yield f"train it a little: coec recover {model} {out} {trained}{seen}"
 
 
 def _lines(report: "Report") -> Iterator[str]:
@@ -382,6 +400,11 @@ def _lines(report: "Report") -> Iterator[str]:
             f"built by         {plan['code']}, beside the weights: loads with "
             "trust_remote_code=True"
         )
+    loaders = [
+        name if finding == "yes" else f"{name} ({finding})"
+        for name, finding in plan["loads_in"].items() if not finding.startswith("no")
+    ]  # fmt: skip
+    yield f"loads in         {', '.join(loaders)}"
     yield f"seconds          {sum(report.seconds.values()):.1f}"
 
 
