@@ -84,6 +84,14 @@ def test_the_card_and_the_report_say_what_was_done(recovered):
     assert record["passes"] == pytest.approx(2048 / 21 / 32, rel=0.01)
 
 
+def test_a_report_is_one_line_and_in_a_notebook_one_table(recovered):
+    out, report = recovered
+    assert repr(report).startswith(f"<Report of {out}: parameters 33,184 → 29,344, ")
+    assert len(repr(report)) < 300
+    assert report._repr_html_().count("<tr>") == 5
+    assert "KL after training" in report._repr_html_()
+
+
 def test_a_harmful_training_leaves_the_start(dense, pruned, tokens, tmp_path):
     settings = {**SETTINGS, "learning_rate": 1.0}
     report = coec.recover(dense, pruned, tmp_path / "out", text=tokens, **settings)

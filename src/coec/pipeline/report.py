@@ -1,5 +1,6 @@
 """Report of a pruning run, written as coec.json."""
 
+import html
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ QUOTED = re.compile(r"(['`])(?:file://)?/[^'`]*/([^'`/]+)\1")
 """An absolute path in a sentence, and its last name."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """The account of one pruning run; JSON-ready.
 
@@ -47,6 +48,31 @@ class Report:
     reconstruction: JsonDict = field(default_factory=dict)
     origin: JsonDict = field(default_factory=dict)
     recoveries: list[JsonDict] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{name} {value}" for name, value in self._summary()[1:])
+        return f"<Report of {self.out}: {facts}>"
+
+    def _repr_html_(self) -> str:
+        """Return the summary as a table, for notebooks."""
+        rows = "".join(
+            f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>"
+            for name, value in self._summary()
+        )
+        return f"<table>{rows}</table>"
+
+    def _summary(self) -> list[tuple[str, str]]:
+        """Return names and values of what matters most."""
+        before, after = (self.plan["parameters"][when] for when in ("before", "after"))
+        rows = [("folder", self.out), ("parameters", f"{before:,} → {after:,}")]
+        for kind in self.kinds:
+            pruned, repaired = self.mean_errors(kind)
+            start = "" if self.low_rank else f"{pruned:.4f} → "
+            rows.append((f"{kind} error", f"{start}{repaired:.4f}"))
+        for recovery in self.recoveries:
+            judged = recovery["held_out"]
+            rows.append(("KL after training", f"{judged['before']:.4f} → {judged['after']:.4f}"))
+        return rows
 
     def as_dict(self) -> JsonDict:
         """Return the report without places: no output folder, and no folders of what was read."""
