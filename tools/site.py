@@ -41,7 +41,7 @@ def on_page_markdown(markdown: str, **unused: Any) -> str:
 
 
 def commands() -> str:
-    """Return the command reference: what each command does, its arguments, and its flags by heading."""
+    """Return the command reference: what a command does, its arguments, its flags by heading."""
     from coec.cli.commands import app
 
     group: Any = typer.main.get_command(app)

@@ -35,6 +35,11 @@ _OF_TEXT = (
         "text_column", str,
         "Column of a jsonl or parquet file, or of a hub: data set. Default: text.",
     ),
+    CommandFlag(
+        "via", ("coec", "transformers"),
+        "Who builds MODEL: coec, for the architectures that it prunes, or transformers, for any "
+        "causal model, quantised or with an adapter too. Default: coec.",
+    ),
 )  # fmt: skip
 _PANEL = "Zero-shot tasks"
 _TASKS = CommandFlag(

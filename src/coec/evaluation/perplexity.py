@@ -4,7 +4,7 @@ import math
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import SupportsIndex
+from typing import Literal, SupportsIndex, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from coec.calibration.tokens import (
 from coec.calibration.windows import Windows, all_windows, resolve_seq_len
 from coec.devices import choose_device
 from coec.errors import ModelError, NumericalError, OptionError
+from coec.evaluation.loaded import Loaded
 from coec.evaluation.pair import check_dtype, load_network
 from coec.events import Progress
 from coec.models.dense import Dense
@@ -33,6 +34,8 @@ from coec.settings.fields import check_seed, check_whole
 from coec.streaming.head import Prediction
 from coec.streaming.self_text import sample_from_model, windows_that_fit
 
+Via: TypeAlias = Literal["coec", "transformers"]
+"""Who builds the model that is measured."""
 EVALUATION_SEQ_LEN = 4096
 """Tokens of an evaluation window, if the model has so many positions."""
 _SELF_WINDOWS = 64
@@ -88,6 +91,7 @@ def perplexity(
     seed: SupportsIndex = 1,
     device: str = "auto",
     dtype: str | None = None,
+    via: Via = "coec",
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Perplexity:
@@ -108,6 +112,8 @@ def perplexity(
         split: split of a data set; C4's validation split takes the place of test.
         text_column: column of a jsonl or parquet file, or of a data set named by `hub:`.
         dtype: dtype of the forward pass; None as in the setting `forward_dtype`.
+        via: `coec` reads what it prunes; `transformers` loads any causal model, quantised or with
+            an adapter too, as it is stored. The baseline is read by `coec`.
         trust_remote_code: let the model's tokenizer run its own Python code.
 
     Raises:
@@ -118,11 +124,11 @@ def perplexity(
     seq_len = None if seq_len is None else check_whole("seq_len", seq_len, least=2)
     chosen = choose_device(device)
     check_dtype(dtype)
-    model = Dense.open(model)
+    opened = _opened(model, via, chosen, dtype, trust_remote_code)
     dense = None if baseline is None else Dense.open(baseline)
-    calibrated = calibration_digest(model.folder)
+    calibrated = calibration_digest(opened.folder)
     if dense is not None:
-        _check_baseline(model, dense, trust_remote_code)
+        _check_baseline(opened, dense, trust_remote_code)
     from_model = isinstance(text, str) and text == "self"
     if from_model and dense is None:
         raise OptionError("text=self samples from the baseline: give baseline=DENSE")
@@ -130,16 +136,18 @@ def perplexity(
     if isinstance(text, Windows):
         windows = text
     elif not from_model:
+        foreign = isinstance(opened, Loaded) and not opened.has_tokenizer
         windows = evaluation_windows(
-            model, text, seq_len=seq_len, max_windows=max_windows, split=split,
-            text_column=text_column, trust_remote_code=trust_remote_code, progress=progress,
+            dense if foreign and dense is not None else opened, text, seq_len=seq_len,
+            max_windows=max_windows, split=split, text_column=text_column,
+            trust_remote_code=trust_remote_code, progress=progress,
         )  # fmt: skip
-    network = load_network(model, chosen, dtype)
+    network = opened.network if isinstance(opened, Loaded) else load_network(opened, chosen, dtype)
     base = None if dense is None else load_network(dense, chosen, dtype)
     if windows is None:
         assert base is not None
         assert dense is not None
-        length = resolve_seq_len(seq_len, model.positions, EVALUATION_SEQ_LEN)
+        length = resolve_seq_len(seq_len, opened.positions, EVALUATION_SEQ_LEN)
         windows = sampled_windows(
             dense, base, seq_len=length, samples=samples, seed=seed, progress=progress,
             trust_remote_code=trust_remote_code,
@@ -149,7 +157,19 @@ def perplexity(
     return replace(result, seconds=time.perf_counter() - began)
 
 
-def _check_baseline(model: Dense, dense: Dense, trust_remote_code: bool) -> None:
+def _opened(
+    model: str | Path | Dense, via: str, device: torch.device, dtype: str | None, trust: bool
+) -> Dense | Loaded:
+    """Open the model that is measured, as `via` says."""
+    if via not in get_args(Via):
+        raise OptionError(f"via must be one of {', '.join(get_args(Via))}, got {via!r:.80}")
+    if via == "coec":
+        return Dense.open(model)
+    folder = model.folder if isinstance(model, Dense) else model
+    return Loaded.open(folder, device, dtype, trust_remote_code=trust)
+
+
+def _check_baseline(model: Dense | Loaded, dense: Dense, trust_remote_code: bool) -> None:
     if dense.vocabulary != model.vocabulary:
         raise ModelError(
             f"model and baseline have different vocabularies ({model.vocabulary} and "
@@ -191,7 +211,7 @@ def _result(
 
 
 def evaluation_windows(
-    model: str | Path | Dense,
+    model: str | Path | Dense | Loaded,
     text: str | Path | Tensor | np.ndarray,
     *,
     seq_len: SupportsIndex | None = None,
@@ -204,7 +224,7 @@ def evaluation_windows(
     """Cut the windows on which `perplexity` with these arguments is measured."""
     seq_len = None if seq_len is None else check_whole("seq_len", seq_len, least=2)
     max_windows = None if max_windows is None else check_whole("max_windows", max_windows)
-    model = Dense.open(model)
+    model = model if isinstance(model, Loaded) else Dense.open(model)
     folder = model.folder
     length = resolve_seq_len(seq_len, model.positions, EVALUATION_SEQ_LEN)
     if isinstance(text, Tensor | np.ndarray):

@@ -1,0 +1,61 @@
+"""Models that transformers loads by itself: quantised, with an adapter, of any architecture."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from coec.devices import choose_forward_dtype
+from coec.errors import ModelError, first_line
+from coec.models.folder import TOKENIZER_FILES, find_model
+
+_UNLIMITED = 2**31
+"""Positions of a model whose configuration names no number of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A causal model in memory, as `AutoModelForCausalLM` builds it.
+
+    Attributes:
+        folder: the model's.
+        positions: tokens that it takes at most.
+    """
+
+    folder: Path
+    network: PreTrainedModel
+    positions: int
+
+    @classmethod
+    def open(
+        cls, model: str | Path, device: torch.device, dtype: str | None, *, trust_remote_code: bool
+    ) -> "Loaded":
+        """Load a model; one that is quantised stays in its own dtypes.
+
+        Raises:
+            ModelError: it is missing, or transformers does not load it.
+        """
+        folder = find_model(model)
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": "auto"}
+        try:
+            network: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+        except Exception as error:  # models and quantisers may raise anything
+            raise ModelError(
+                f"transformers does not load '{folder}': {first_line(error)}"
+            ) from error
+        if getattr(network, "hf_quantizer", None) is None:
+            network = network.to(device, choose_forward_dtype(dtype, network.dtype, device))
+        positions = getattr(network.config, "max_position_embeddings", None) or _UNLIMITED
+        return cls(folder, network.eval(), positions)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens that it predicts."""
+        return int(self.network.config.vocab_size)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """True where its folder says how text becomes tokens; an adapter's may not."""
+        return any((self.folder / name).is_file() for name in TOKENIZER_FILES)
