@@ -80,9 +80,9 @@ _MORE: dict[str, type[Settings]] = {
 
 def _arranged(*rows: common.Option) -> list[CommandFlag | Switch | common.HelpAll]:
     """Flags under their headings, those of the first screen first."""
-    more = {heading: [item.name for item in part.table()] for heading, part in _MORE.items()}
-    more["More: where to run"] += ["statistics", "measure", "restart"]
-    return common.under_headings(rows, {**HEADINGS, **more})
+    details = {heading: [item.name for item in part.table()] for heading, part in _MORE.items()}
+    details["More: where to run"] += ["statistics", "measure", "restart"]
+    return common.under_headings(rows, {**HEADINGS, **details})
 
 
 @common.with_flags(
@@ -356,19 +356,19 @@ def _show_report(report: "Report", as_json: bool) -> None:
 
 
 def _next(report: "Report") -> Iterator[str]:
-    """Yield the commands that measure a pruned model and train it, on text like that it saw."""
+    """Yield the commands that measure a pruned model, and train it on its calibration text."""
     from coec.calibration.sources import is_named
 
     text = str(report.recipe["calibration"])
-    seen, other = f" --text {shlex.quote(text)}", " --text OTHER.txt"
+    training, test = f" --text {shlex.quote(text)}", " --text OTHER.txt"
     if text == "wikitext2":
-        seen = other = ""
+        training = test = ""
     elif is_named(text) or text == "self":  # whose test split, or seed, is another
-        other = seen
+        test = training
     places = report.model, report.out, f"{report.out}-trained"
     model, out, trained = map(shlex.quote, places)
-    yield f"measure it: coec eval {out} --baseline {model}{other}"
-    yield f"train it a little: coec recover {model} {out} {trained}{seen}"
+    yield f"measure it: coec eval {out} --baseline {model}{test}"
+    yield f"train it a little: coec recover {model} {out} {trained}{training}"
 
 
 def _lines(report: "Report") -> Iterator[str]:

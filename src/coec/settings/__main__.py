@@ -49,7 +49,7 @@ def typed() -> str:
         of = "pruning, of its" if name == "PruningSettings" else "training, of its"
         parts.append(
             f"\n\nclass {name}(TypedDict, total=False):\n"
-            f'    """Every setting of a {of} text and of the machine."""'
+            f'    """Settings of a {of} text and of the machine."""'
         )
         parts.append("")
         parts += [f"    {item.name}: {_annotation(item)}" for item in table]

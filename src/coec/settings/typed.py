@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict
 
 
 class PruningSettings(TypedDict, total=False):
-    """Every setting of a pruning, of its text and of the machine."""
+    """Settings of a pruning, of its text and of the machine."""
 
     sparsity: float
     attention_sparsity: float | None
@@ -70,7 +70,7 @@ class PruningSettings(TypedDict, total=False):
 
 
 class RecoverySettings(TypedDict, total=False):
-    """Every setting of a training, of its text and of the machine."""
+    """Settings of a training, of its text and of the machine."""
 
     text: Any
     tokens: Any
