@@ -6,6 +6,7 @@ change writes a keyword argument, `seq_len=64`, of which `spelled` makes `--seq-
 
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
@@ -192,7 +193,11 @@ def show_table(heads: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
 
 
 def quieten() -> None:
-    """Keep transformers and the hub's client from writing beside the results."""
+    """Keep transformers and the hub's client from writing beside the results.
+
+    What a later release will remove is for those who call it, peft or us, and not for users.
+    """
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
