@@ -211,6 +211,7 @@ def _asked(
     """
     collected = None if statistics is None else Statistics.open(statistics)
     if recipe is None and collected is not None:
+        settings = settings.copy()  # whose names the caller looks at
         settings.setdefault("holdout", collected.settings["holdout"] or HELD_OUT)
     return Recipe.or_of(recipe, settings), collected
 
