@@ -27,8 +27,9 @@ WAYS: dict[str, dict[str, object]] = {
 }
 VOCABULARY, LENGTH = 8000, 256
 RUN = """
-import json, resource, sys
+import json, sys
 import torch, coec, coec.recovery.recover, transformers.models.llama.modeling_llama
+from coec.devices import peak
 from coec.recovery import plan
 from coec.settings.recovery import Recovery
 
@@ -37,7 +38,7 @@ settings = {"text": text, "seq_len": 256, "device": "cpu", "tokens": 2048, "batc
 settings |= json.loads(sys.argv[4])
 way = plan.footprints(dense, pruned, Recovery(**settings), torch.device("cpu"), None)[0]
 coec.recover(dense, pruned, f"{pruned}-recovered", force=True, **settings)
-print(json.dumps([way.bytes, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
+print(json.dumps([way.bytes, peak(torch.device("cpu"))]))
 """
 
 

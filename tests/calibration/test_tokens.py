@@ -268,7 +268,7 @@ def test_truth_values_are_no_token_ids_in_safetensors_either(tmp_path):
 def short(monkeypatch):
     """Texts of 1000 characters are long."""
     monkeypatch.setattr(module, "LONG_TEXT", 1000)
-    monkeypatch.setattr(module, "_PIECE", 100)
+    monkeypatch.setattr(module, "PIECE", 100)
 
 
 @pytest.mark.usefixtures("short")
@@ -343,7 +343,7 @@ def test_one_long_text_has_one_digest_however_much_of_it_is_needed(tokenizer, tm
 
 
 def test_pieces_end_where_lines_or_words_do_and_are_the_text(monkeypatch):
-    monkeypatch.setattr(module, "_PIECE", 40)
+    monkeypatch.setattr(module, "PIECE", 40)
     text = "one two three four five six\n\nseven eight nine ten eleven " * 9 + "x" * 100
     pieces = list(module._pieces([text[:70], text[70:75], text[75:]]))
     assert "".join(pieces) == text

@@ -139,18 +139,8 @@ def test_a_grid_recovers_its_cells(pruned_and_recovered, dense, tokens, tmp_path
 
 def test_two_processes_give_the_same_curve(dense, pruned, tokens, tmp_path):
     launch = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    shared = (
-        "--text",
-        str(tokens),
-        "--tokens",
-        "512",
-        "--seq-len",
-        "32",
-        "--device",
-        "cpu",
-        "--batch-size",
-        "8",
-    )
+    settings = ["--tokens", "512", "--seq-len", "32", "--batch-size", "8", "--device", "cpu"]
+    shared = ("--text", str(tokens), *settings)
     command = ("-m", "coec", "recover", str(dense), str(pruned), str(tmp_path / "two"), *shared)
     ended = subprocess.run((*launch, *command), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr

@@ -31,7 +31,7 @@ from coec.models.layout import BLOCK_WIDTHS, RANKS
 TOKEN_SUFFIXES = (".npy", ".safetensors")
 LONG_TEXT = 12_000_000
 """Texts of up to so many characters are tokenised at once, as the train split of WikiText-2 is."""
-_PIECE = 1_000_000
+PIECE = 1_000_000
 """Approximate number of characters of a longer text that are tokenised at once, in 0.2 GB."""
 _CUTS = ("\n\n", "\n", " ")
 _PROBE = "The cat sat on 3 mats.\n\nIt isn't far: naïve «数» x == y  # end"
@@ -105,10 +105,10 @@ def read_stream(
         ids, special, characters = _encode_pieces(loaded, text, needed, progress)
         return Stream(ids, source, sha256, special, characters, in_pieces=True)
     size = len(beginning)
-    if progress and size > _PIECE:
+    if progress and size > PIECE:
         progress("tokenising", 0, size)
     ids = encode(loaded, beginning)
-    if progress and size > _PIECE:
+    if progress and size > PIECE:
         progress("tokenising", size, size)
     return Stream(ids, source, sha256, loaded.num_special_tokens_to_add(), len(beginning))
 
@@ -147,14 +147,14 @@ def _beginning(texts: Iterator[str], at_once: int) -> str:
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[str]:
-    """Cut a text anew, at the last blank line, line end or space before `_PIECE` characters."""
+    """Cut a text anew, at the last blank line, line end or space before `PIECE` characters."""
     pending = ""
     for chunk in texts:
         pending += chunk
         first = 0
-        while len(pending) - first > _PIECE:
-            ends = (pending.rfind(mark, first, first + _PIECE) + len(mark) for mark in _CUTS)
-            end = next((end for end in ends if end > first + _PIECE // 2), first + _PIECE)
+        while len(pending) - first > PIECE:
+            ends = (pending.rfind(mark, first, first + PIECE) + len(mark) for mark in _CUTS)
+            end = next((end for end in ends if end > first + PIECE // 2), first + PIECE)
             yield pending[first:end]
             first = end
         pending = pending[first:]
@@ -198,14 +198,20 @@ def token_ids(ids: Tensor | np.ndarray) -> Tensor:
     return ids.long().cpu()
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """True where a folder has a tokenizer's files under their usual names."""
+    return any(is_file(folder / name) for name in TOKENIZER_FILES)
+
+
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer.
 
     Python code that it may bring runs only with `trust_remote_code`; nobody is asked. Raises
     ModelError if the folder has none, it cannot be read, or it needs its own code.
     """
-    stock = any(is_file(folder / name) for name in TOKENIZER_FILES)
-    if not stock and not tokenizer_classes(folder):  # only own code reads files of other names
+    if not has_tokenizer(folder) and not tokenizer_classes(
+        folder
+    ):  # only own code reads files of other names
         raise ModelError(
             f"'{folder}' has no tokenizer ({', '.join(TOKENIZER_FILES)}): copy the tokenizer "
             "files there, or give token ids (.npy, .safetensors) instead of text"

@@ -16,7 +16,6 @@ from coec.cli.prune import compensate_command, prune_command
 from coec.cli.recover import recover_command
 from coec.cli.sweep import report_command, sweep_command
 
-_LONG = ("prune", "compensate")
 _DETAIL = ("More: ", "Options of --compensation")
 """How headings begin that the first screen of help leaves out."""
 _EXAMPLES = {
@@ -49,15 +48,12 @@ class _Command(TyperCommand):
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
-
-class _LongCommand(_Command):
-    """Command with many flags: `--help` lists those that most runs need, `--help-all` every one."""
-
     def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Leave details out unless `--help-all` asks for them."""
         options: list[Any] = self.params
         for option in options:
             heading = getattr(option, "rich_help_panel", None) or ""
-            option.hidden = heading.startswith(_DETAIL) and not ctx.meta.get(common.HELP_ALL)
+            option.hidden = heading.startswith(_DETAIL) and not ctx.meta.get(common.HELP_ALL.name)
         super().format_help(ctx, formatter)
 
 
@@ -75,9 +71,7 @@ for _command in (
     export_command, sweep_command, analyze_command, methods_command, report_command,
 ):  # fmt: skip
     _name = _command.__name__.removesuffix("_command")
-    app.command(_name, cls=_LongCommand if _name in _LONG else _Command, epilog=_examples(_name))(
-        _command
-    )
+    app.command(_name, cls=_Command, epilog=_examples(_name))(_command)
 
 
 @app.callback(invoke_without_command=True)

@@ -65,43 +65,21 @@ class CommandFlag(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """Option without a value: its name as in Python, its help, and its heading there."""
+    """Option without a value: its name as in Python, its help, its heading there, and what ends the
+    command where it is given, before anything else is read.
+    """
 
     name: str
     text: str
     panel: str | None = None
+    ends: Callable[[typer.Context, bool], None] | None = None
 
     def parameter(self) -> inspect.Parameter:
         """Parameter of the command's function."""
         option = typer.Option(
-            flag_of(self.name), help=self.text, metavar="", rich_help_panel=self.panel
-        )
-        return _keyword(self.name, False, Annotated[bool, option])
-
-
-HELP_ALL = "help_all"
-"""Flag of commands with many flags, and the key in a context under which it is known."""
-
-
-class HelpAll(NamedTuple):
-    """Option that shows help with every flag, and ends the command."""
-
-    name: str = HELP_ALL
-    panel: str | None = None
-
-    def parameter(self) -> inspect.Parameter:
-        """Parameter of the command's function."""
-
-        def show(ctx: typer.Context, asked: bool) -> None:
-            if asked:
-                ctx.meta[HELP_ALL] = True
-                print(ctx.get_help())
-                raise typer.Exit
-
-        text = "Show every flag, and those of each compensation."
-        option = typer.Option(
-            flag_of(self.name), help=text, metavar="", is_eager=True, callback=show
-        )
+            flag_of(self.name), help=self.text, metavar="", rich_help_panel=self.panel,
+            is_eager=self.ends is not None, callback=self.ends,
+        )  # fmt: skip
         return _keyword(self.name, False, Annotated[bool, option])
 
 
@@ -110,6 +88,15 @@ def _keyword(name: str, default: object, annotation: Any) -> inspect.Parameter:
     return inspect.Parameter(name, keyword, default=default, annotation=annotation)
 
 
+def _show_all(ctx: typer.Context, asked: bool) -> None:
+    if asked:
+        ctx.meta[HELP_ALL.name] = True
+        print(ctx.get_help())
+        raise typer.Exit
+
+
+HELP_ALL = Switch("help_all", "Show every flag, and those of each compensation.", ends=_show_all)
+"""The flag of commands with many flags; its name in a context says that it was given."""
 DEVICE = CommandFlag("device", str, next(row.text for row in TABLE if row.name == "device"))
 CONFIG_FILE = CommandFlag("config", Path, "TOML file with any of the settings here; flags win.")
 FORCE = Switch("force", "Replace the model that OUT holds.")
@@ -130,19 +117,19 @@ QUIET = Switch("quiet", "No progress on stderr, neither bars nor lines.")
 JSON = Switch("json", "One JSON object on stdout, nothing else.")
 
 
-Option: TypeAlias = CommandFlag | Switch | HelpAll | Setting
+Option: TypeAlias = CommandFlag | Switch | Setting
 
 
 def under_headings(
     rows: Iterable[Option], headings: Mapping[str, Iterable[str]]
-) -> list[CommandFlag | Switch | HelpAll]:
+) -> list[CommandFlag | Switch]:
     """Put flags under the headings that list their names, in that order; others stay behind them.
 
     Args:
         headings: of help, and names of flags as in Python.
     """
     flags = {row.name: CommandFlag.of(row) if isinstance(row, Setting) else row for row in rows}
-    placed: list[CommandFlag | Switch | HelpAll] = [
+    placed: list[CommandFlag | Switch] = [
         flags.pop(name)._replace(panel=heading)
         for heading, names in headings.items() for name in names if name in flags
     ]  # fmt: skip

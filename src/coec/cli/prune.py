@@ -42,7 +42,7 @@ _WIDTHS = (
 """Names of widths in a report, and the words for them."""
 
 
-def _running(dry_run: str) -> tuple[CommandFlag | Switch | common.HelpAll, ...]:
+def _running(dry_run: str) -> tuple[CommandFlag | Switch, ...]:
     """Options of both commands besides settings; `dry_run` is the help of that flag."""
     return (
         common.CONFIG_FILE,
@@ -54,7 +54,7 @@ def _running(dry_run: str) -> tuple[CommandFlag | Switch | common.HelpAll, ...]:
         common.MACHINE,
         Switch("measure", "With --dry-run: measure this machine's rates anew."),
         common.FORCE,
-        common.RESTART, common.TRUST_REMOTE_CODE, common.QUIET, common.JSON, common.HelpAll(),
+        common.RESTART, common.TRUST_REMOTE_CODE, common.QUIET, common.JSON, common.HELP_ALL,
     )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ _MORE: dict[str, type[Settings]] = {
 """Headings that only `--help-all` has, and the settings under each."""
 
 
-def _arranged(*rows: common.Option) -> list[CommandFlag | Switch | common.HelpAll]:
+def _arranged(*rows: common.Option) -> list[CommandFlag | Switch]:
     """Flags under their headings, those of the first screen first."""
     details = {heading: [item.name for item in part.table()] for heading, part in _MORE.items()}
     details["More: where to run"] += ["statistics", "measure", "restart"]

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from coec.devices import choose_forward_dtype
 from coec.errors import ModelError, first_line
-from coec.models.folder import TOKENIZER_FILES, find_model
+from coec.models.folder import find_model
 
 _UNLIMITED = 2**31
 """Positions of a model whose configuration names no number of them."""
@@ -54,8 +54,3 @@ class Loaded:
     def vocabulary(self) -> int:
         """Number of tokens that it predicts."""
         return int(self.network.config.vocab_size)
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """True where its folder says how text becomes tokens; an adapter's may not."""
-        return any((self.folder / name).is_file() for name in TOKENIZER_FILES)

@@ -17,6 +17,7 @@ from coec.calibration.sources import Split
 from coec.calibration.tokens import (
     Stream,
     check_same_tokenizer,
+    has_tokenizer,
     load_tokenizer,
     read_stream,
     token_ids,
@@ -136,7 +137,7 @@ def perplexity(
     if isinstance(text, Windows):
         windows = text
     elif not from_model:
-        foreign = isinstance(opened, Loaded) and not opened.has_tokenizer
+        foreign = isinstance(opened, Loaded) and not has_tokenizer(opened.folder)
         windows = evaluation_windows(
             dense if foreign and dense is not None else opened, text, seq_len=seq_len,
             max_windows=max_windows, split=split, text_column=text_column,

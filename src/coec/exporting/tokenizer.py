@@ -10,7 +10,7 @@ from typing import Any
 
 from gguf import GGUFWriter, TokenType
 
-from coec.calibration.tokens import load_tokenizer
+from coec.calibration.tokens import has_tokenizer, load_tokenizer
 from coec.errors import ModelError
 from coec.exporting.vocabulary import (
     JsonObject,
@@ -20,7 +20,7 @@ from coec.exporting.vocabulary import (
     read_pieces,
 )
 from coec.models.dense import Dense
-from coec.models.folder import TOKENIZER_FILES, tokenizer_classes
+from coec.models.folder import tokenizer_classes
 
 _INSTEAD = "pass no_tokenizer=True for a file that takes and gives token ids alone"
 _UNUSED = "[PAD{}]"
@@ -73,7 +73,7 @@ def tokenizer_of(model: Dense) -> GgufTokenizer:
     """Read the tokenizer in a model's folder; raises ModelError if llama.cpp has none like it."""
     if tokenizer_classes(model.folder):
         raise _refused(model, "it brings Python code of its own")
-    if not any((model.folder / name).is_file() for name in TOKENIZER_FILES):
+    if not has_tokenizer(model.folder):
         raise ModelError(f"'{model.folder}' has no tokenizer: copy its files there, or {_INSTEAD}")
     try:
         tokenizer: Any = load_tokenizer(model.folder)

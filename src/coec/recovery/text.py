@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
-from coec.calibration.tokens import load_tokenizer, token_ids
+from coec.calibration.tokens import PIECE, load_tokenizer, token_ids
 from coec.calibration.windows import all_windows, text_stream
 from coec.errors import CalibrationError
 from coec.events import Progress
@@ -34,8 +34,6 @@ _HELD_OUT_SHARE, _MOST_HELD_OUT = 1 / 8, 16
 """Windows that judge: this fraction of all, and no more than so many."""
 _CHARACTERS = 8
 """Characters of a data set that are read for each token that is needed; English has about 4."""
-_PIECE = 1_000_000
-"""Characters of a text that are tokenised at once: one that is long is read as far as needed."""
 GROUP = 32
 """Windows that the dense model writes, or predicts, for one file."""
 
@@ -96,7 +94,7 @@ def read_windows(
     needed = count * seq_len
     stream = text_stream(
         dense, calibration, runtime, needed, progress,
-        characters=_CHARACTERS * needed, at_once=_PIECE,
+        characters=_CHARACTERS * needed, at_once=PIECE,  # and a longer text only as far as needed
     )  # fmt: skip
     windows = all_windows(stream, seq_len=seq_len, vocabulary=dense.vocabulary)
     if len(windows.ids) < 2:
