@@ -2,11 +2,9 @@
 
 from coec.allocation.by_importance import Importances, by_importance
 from coec.allocation.uniform import shares_for, uniform, whole_attention
-from coec.allocation.widths import MOST_ADDED, MULTIPLES, OF_EXPERTS, Widths, parameters
+from coec.allocation.widths import OF_EXPERTS, Widths, parameters
 
 __all__ = [
-    "MOST_ADDED",
-    "MULTIPLES",
     "OF_EXPERTS",
     "Importances",
     "Widths",

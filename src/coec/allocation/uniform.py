@@ -70,7 +70,7 @@ def shares_for(
 
     if removed(_STEPS - 1) < goal:
         parameters_left = sum(size.numel() for size in shapes.values()) - removed(_STEPS - 1)
-        rounded = "" if pruning.multiple_of == "1" else f" with multiple_of = {pruning.multiple_of}"
+        rounded = _rounded(pruning)
         raise OptionError(
             f"budget_parameters = {_number(pruning.budget_parameters)}{rounded} cannot be met: "
             f"{parameters_left:,} parameters are left however much is removed; allow more"
@@ -85,6 +85,11 @@ def _number(budget: float | None) -> str:
     """A share as it is, parameters in full."""
     assert budget is not None
     return f"{budget:g}" if budget < 1 else f"{budget:,.0f}"
+
+
+def _rounded(pruning: Pruning) -> str:
+    """Return to what channels are rounded, in words; `auto` adds too little to be said."""
+    return "" if pruning.multiple in (1, None) else f" with multiple_of = {pruning.multiple_of}"
 
 
 def _nothing_goes(layout: Layout, pruning: Pruning, named_units: KeptUnits | None) -> OptionError:
@@ -102,8 +107,8 @@ def _nothing_goes(layout: Layout, pruning: Pruning, named_units: KeptUnits | Non
             "nothing would go"
         )
     own_shares = (pruning.attention_sparsity, pruning.mlp_sparsity) != (None, None)
-    if own_shares or pruning.multiple_of != "1":
-        rounded = "" if pruning.multiple_of == "1" else f" with multiple_of = {pruning.multiple_of}"
+    rounded = _rounded(pruning)
+    if own_shares or rounded:
         return OptionError(
             f"removing {shares}{rounded} takes nothing from {counts}: remove more"
             + (", or take a smaller multiple" if rounded else "")

@@ -348,7 +348,7 @@ def _show_report(report: "Report", as_json: bool) -> None:
     for event, modules in report.events.items():
         place = modules[0] if len(modules) == 1 else f"{modules[0]} and {len(modules) - 1} more"
         common.notes.print(f"note: {place}: {event}")
-    fits = not ARCHITECTURES[report.plan["model_type"]].adds  # True where blocks can be fitted
+    fits = not (report.low_rank or ARCHITECTURES[report.plan["model_type"]].adds)
     if better := _BETTER.get(report.recipe.get("preset", "")) if fits else None:
         common.results.print(f"nearer to the dense model: {better}")
     for line in _next(report):

@@ -337,10 +337,25 @@ _Q4_K_M = {
 and in the types that stand in for them."""
 
 
+def quantised_bytes(site: Site, units: int, outputs: int) -> float | None:
+    """Return the bytes of a consumer in llama.cpp's Q4_K_M, a mean over blocks.
+
+    None where that says nothing of the width: the dense one is not full itself.
+
+    Args:
+        site: the kind of site, and `units` the number that it keeps.
+        outputs: rows of the consumer.
+    """
+    if site.kind not in _Q4_K_M or site.columns % _K_BLOCK:
+        return None
+    columns = units * site.columns_per_unit
+    quantised, stand_in = _Q4_K_M[site.kind]
+    bits = 16.0 if columns % _BLOCK else stand_in if columns % _K_BLOCK else quantised
+    return outputs * columns * bits / 8
+
+
 def quantised_cost(site: Site, units: int, outputs: int, blocks: int) -> str | None:
     """Say how much more a quantised consumer costs than at a full width; None if nothing.
-
-    A dense width that is not full itself is no case: pruning has lost nothing there.
 
     Args:
         site: the kind of site, and `units` the number that it keeps.
@@ -348,11 +363,11 @@ def quantised_cost(site: Site, units: int, outputs: int, blocks: int) -> str | N
         blocks: number of blocks with such a site.
     """
     columns = units * site.columns_per_unit
-    if site.kind not in _Q4_K_M or columns % _K_BLOCK == 0 or site.columns % _K_BLOCK:
+    stored = quantised_bytes(site, units, outputs)
+    if stored is None or columns % _K_BLOCK == 0:
         return None
-    quantised, stand_in = _Q4_K_M[site.kind]
-    bits, stored_as = (stand_in, "Q5_0 and Q8_0") if columns % _BLOCK == 0 else (16.0, "F16")
-    extra = blocks * outputs * columns * (bits - quantised) / 8
+    stored_as = "F16" if columns % _BLOCK else "Q5_0 and Q8_0"
+    extra = blocks * (stored - outputs * columns * _Q4_K_M[site.kind][0] / 8)
     module = site.consumer.rpartition(".")[2]
     advice = "; multiple_of = 256 rounds up" if site.value is None else ""
     slow = "" if columns % 8 == 0 else ", and matrix units of GPUs want multiples of 8 at least"

@@ -3,12 +3,14 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from coec.allocation import MOST_ADDED, MULTIPLES, OF_EXPERTS, Widths
+from coec.allocation import OF_EXPERTS, Widths, parameters
 from coec.compensation.shrinkage import enough, few
 from coec.models.description import Description
-from coec.models.formats import quantised_cost
+from coec.models.formats import quantised_bytes, quantised_cost
+from coec.models.layout import Site
 from coec.planning.recipe import Recipe
 from coec.selection import kept_count
+from coec.settings import Pruning
 
 
 def notes_of(
@@ -106,9 +108,24 @@ def _widths(model: Description, recipe: Recipe, widths: Widths) -> Iterator[str]
                 f"nothing is removed at {site.kind}: multiple_of = {pruning.multiple_of} rounds "
                 f"up to all {site.units:,} {site.unit}s"
             )
-        if pruning.multiple is None and site.value is None and min(counts) % MULTIPLES[-1]:
-            yield (
-                f"multiple_of = auto leaves {site.kind} at {min(counts):,} {site.unit}s: the next "
-                f"multiple of {MULTIPLES[-1]} adds more than {MOST_ADDED:.0%}"
-            )
+        elif site.value is None and not site.routed and len(counts) == 1:
+            yield from _rounding(model, pruning, site, usual, blocks)
     yield from costs
+
+
+def _rounding(
+    model: Description, pruning: Pruning, site: Site, width: int, blocks: int
+) -> Iterator[str]:
+    """Yield what rounding the channels of every block up to `width` costs and saves."""
+    by_fraction = kept_count(site.units, pruning.removed(site.kind))
+    if pruning.multiple == 1 or width <= by_fraction:
+        return
+    more = blocks * (width - by_fraction) * parameters(site, model.shapes)
+    outputs = model.shapes[site.weight][0]
+    without, stored = (quantised_bytes(site, n, outputs) for n in (by_fraction, width))
+    saved = blocks * (without - stored) / 1e6 if without and stored else 0.0
+    yield (
+        f"multiple_of = {pruning.multiple_of} rounds {by_fraction:,} {site.unit}s up to {width:,}: "
+        f"{more / 1e6:,.1f}M parameters more"
+        + (f", {saved:,.1f} MB less of {site.consumer.rpartition('.')[2]} in Q4_K_M" * (saved > 0))
+    )

@@ -29,13 +29,16 @@ PRESETS: dict[PresetName, Preset] = {
     "paper": Preset("COEC as published."),
     "fast": Preset(
         "Closed forms only, from one dense pass; widths by block follow the error.",
-        {"selection": "obs", "compensation": "ridge-to-slice", "allocation": "error"},
+        {
+            "multiple_of": "auto", "selection": "obs", "compensation": "ridge-to-slice",
+            "allocation": "error",
+        },
     ),
     "balanced": Preset(
         "Every block fitted to the dense model's hidden states, on the text alone: about four "
         "times what `paper` takes, and most of what `best` gives.",
         {
-            "selection": "obs", "allocation": "error", "propagate": True,
+            "multiple_of": "auto", "selection": "obs", "allocation": "error", "propagate": True,
             "final_norm": True, "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 2,
             "curvature_tokens": 16_384, "logit_iterations": 6, "token_weights": "residual",
             "holdout": HELD_OUT,
@@ -45,8 +48,8 @@ PRESETS: dict[PresetName, Preset] = {
         "Every block fitted to the dense model's hidden states, on inputs that the pruned model "
         "has; how many KV groups stay is chosen on held-out windows.",
         {
-            "selection": "obs", "allocation": "error", "propagate": True, "final_norm": True,
-            "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 3,
+            "multiple_of": "auto", "selection": "obs", "allocation": "error", "propagate": True,
+            "final_norm": True, "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 3,
             "curvature_tokens": 16_384, "logit_iterations": 10, "token_weights": "residual",
             "kv_groups": "held-out", "holdout": HELD_OUT, "self_samples": 1.0,
         },
