@@ -109,17 +109,20 @@ def measure(
 def spent(command: list[str]) -> dict[str, float]:
     """What a process takes."""
     began = time.perf_counter()
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    wall = time.perf_counter() - began
-    if process.returncode:
-        raise SystemExit(f"{' '.join(command)} failed")
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        wall = time.perf_counter() - began
+        errors.seek(0)
+        if process.returncode:
+            code = process.returncode
+            raise SystemExit(f"{' '.join(command)} ended with {code}: {errors.read()[-2000:]}")
     return {"cpu": usage.ru_utime + usage.ru_stime, "wall": wall, "bytes": _bytes(usage)}
 
 

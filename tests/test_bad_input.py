@@ -347,6 +347,7 @@ def test_wrong_types_and_shapes_without_the_type_checker_of_the_tests():
         lambda: Recipe(compensation=3),
         lambda: Recipe(seed=1.5),
         lambda: Recipe(device=[]),
+        lambda: coec.plan(torch.nn.Linear(2, 2)),
         lambda: Gram(torch.zeros(3, 2), zeros, 1),
         lambda: coec.compensate(eye, Gram(eye, zeros, 1), torch.tensor([1.0, 2.0])),
         lambda: coec.compensate(zeros, Gram(eye, zeros, 1), torch.tensor([1])),
@@ -359,6 +360,8 @@ def test_wrong_types_and_shapes_without_the_type_checker_of_the_tests():
         "compensation must be text, got 3",
         "seed must be a whole number of at least 0, got 1.5",
         "device must be text, got []",
+        "the model is a Linear: give its folder or hub name, from which weights are read a block "
+        "at a time (or save it first: model.save_pretrained(FOLDER))",
         "Gram needs xx of shape (d, d) and x of shape (d,), got (3, 2) and (3,)",
         "a kept set is a non-empty 1-D integer tensor, got torch.float32 of shape (2,)",
         "weight (3,), statistics of 3 channels and a kept set out of 3 do not fit: the weight's "

@@ -157,7 +157,7 @@ def test_the_document_lists_every_setting():
         (CoecOptions, {"solver": "newton"}, "solver must be one of joint, conjugate, gradient"),
         (CoecOptions, {"solver": ["joint"]}, "solver must be one of"),
         (RidgeOptions, {"ridge": -1.0}, "ridge must be at least 0 and finite"),
-        (Calibration, {"source": 3}, "calibration must be text, got 3"),
+        (Calibration, {"source": ""}, "calibration must be text without NUL characters, got ''"),
         (Calibration, {"samples": 0}, "samples must be a whole number of at least 1, got 0"),
         (Calibration, {"seq_len": 1}, "seq_len must be a whole number of at least 2, got 1"),
         (Calibration, {"seed": 2**64}, "seed must be below"),

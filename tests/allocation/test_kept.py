@@ -225,7 +225,7 @@ BAD = {
         of_all() | {"layers.1.mlp": [0, 1]},
         r"the widths of mlp in .mapping. differ by block \(2 to 27\), which no stock format holds",
     ),
-    "number": (7, "kept must be text, got 7"),
+    "number": (7, "kept is a int: give a safetensors or JSON file"),
     "other": ({1, 2}, "kept is a set: give a safetensors or JSON file"),
 }
 

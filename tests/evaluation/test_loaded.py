@@ -59,6 +59,20 @@ def test_another_architecture_is_measured(dense, tmp_path):
         coec.perplexity(tmp_path / "gpt2", IDS)
 
 
+def test_a_model_in_memory_is_measured_as_it_is(dense, tmp_path):
+    network = tm.load(dense)
+    text = tm.text_file(tmp_path / "text.txt", 400)
+    assert measure(network, dense, text).kl == pytest.approx(0.0, abs=1e-6)
+    with torch.no_grad():
+        network.model.norm.weight.mul_(1.1)
+    changed = tm.save(network, tmp_path / "changed")
+    kl = measure(network, dense, text).kl
+    assert kl == pytest.approx(measure(changed, dense, text).kl, rel=1e-5)
+    assert kl > 1e-4
+    network.name_or_path = "nowhere/at/all"  # the baseline's tokenizer is its own
+    assert measure(network, dense, text).kl == kl
+
+
 def test_what_cannot_be_loaded_is_refused(run, dense, tmp_path):
     with pytest.raises(OptionError, match="via must be one of coec, transformers, got 'vllm'"):
         measure(dense, None, via="vllm")

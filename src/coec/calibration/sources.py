@@ -1,11 +1,13 @@
-"""Text for calibration and evaluation: files, WikiText-2, C4, and text data sets of the hub.
+"""Text for calibration and evaluation: files, WikiText-2, C4, text data sets of the hub, and what a
+caller holds.
 
 Data sets are read by `datasets`. Large ones are streamed, and read no further than
 `HUB_CHARACTERS`.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,32 +33,64 @@ _CHUNK, _ROWS = 2**20, 1000
 Split = Literal["train", "validation", "test"]
 
 
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Text that a caller holds, read like a data set of the hub.
+
+    Attributes:
+        rows: strings, or rows with a `column` of text, as `datasets` has them; streamed ones too.
+    """
+
+    rows: Any
+    column: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rows, Iterable) or isinstance(self.rows, Iterator | bytes):
+            raise CalibrationError(
+                "text is a name, a path, token ids, a list of strings or a data set, got a "
+                f"{type(self.rows).__name__}"
+            )
+        if isinstance(self.rows, Mapping):
+            raise CalibrationError(
+                f"text has several splits ({', '.join(map(str, self.rows))!s:.80}): give one"
+            )
+
+    def __str__(self) -> str:
+        return "documents"
+
+
 def is_named(source: str) -> bool:
     """True if the source is the name of a data set; otherwise it is the path of a file."""
     return source in ("wikitext2", "c4") or source.startswith("hub:")
 
 
 def read_parts(
-    source: str, *, split: Split, text_column: str = "text", characters: int | None = None
+    source: str | Documents,
+    *,
+    split: Split,
+    text_column: str = "text",
+    characters: int | None = None,
 ) -> Iterator[str]:
     """Yield the text of a source in consecutive pieces; blank lines separate documents.
 
     A file is read only as far as pieces are consumed.
 
     Args:
-        source: `wikitext2`, `c4`, `hub:OWNER/NAME`, `hub:OWNER/NAME:CONFIG`, or the path of a
-            text, jsonl or parquet file.
+        source: `wikitext2`, `c4`, `hub:OWNER/NAME`, `hub:OWNER/NAME:CONFIG`, the path of a text,
+            jsonl or parquet file, or documents.
         split: split of a data set. C4 has no test split; its validation split takes its place.
         text_column: column of jsonl and parquet files, and of data sets named by `hub:`.
-        characters: of C4 or a `hub:` data set, those after which no further document is read; None
-            for `HUB_CHARACTERS`.
+        characters: of C4, a `hub:` data set or documents, those after which no further document is
+            read; None for `HUB_CHARACTERS`.
     """
     most = HUB_CHARACTERS if characters is None else characters
-    texts = (
-        iter([_read_named(source, split, text_column, most)])
-        if is_named(source)
-        else _read_file(Path(source), text_column)
-    )
+    texts: Iterator[str]
+    if isinstance(source, Documents):
+        texts = iter([_beginning(source.rows, source.column, most)])
+    elif is_named(source):
+        texts = iter([_read_named(source, split, text_column, most)])
+    else:
+        texts = _read_file(Path(source), text_column)
     empty = True
     for text in texts:
         empty = empty and not text.strip()
@@ -205,17 +239,20 @@ def _read_named(source: str, split: Split, column: str, most: int) -> str:
     return _load(f"'{source}'", read)
 
 
-def _beginning(rows: Iterable[dict[str, Any]], column: str, most: int) -> str:
+def _beginning(rows: Iterable[Any], column: str, most: int) -> str:
     """Join the first documents, up to the one that reaches `most` characters."""
     texts, characters = [], 0
     for number, row in enumerate(rows, 1):
-        if not isinstance(row.get(column), str):
+        text = row.get(column) if isinstance(row, Mapping) else row
+        if not isinstance(text, str):
             raise CalibrationError(
                 f"row {number} of the data set has no text in column '{column}' "
                 f"(it has: {', '.join(row)}); name it with text_column=NAME"
+                if isinstance(row, Mapping)
+                else f"document {number} of the text is a {type(row).__name__}, no string"
             )
-        texts.append(row[column])
-        characters += len(row[column]) + len(_SEPARATOR)
+        texts.append(text)
+        characters += len(text) + len(_SEPARATOR)
         if characters >= most:
             break
     return _SEPARATOR.join(texts)

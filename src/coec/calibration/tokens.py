@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from coec.calibration.sources import Split, is_file, read_parts
+from coec.calibration.sources import Documents, Split, is_file, read_parts
 from coec.errors import CalibrationError, ModelError, first_line
 from coec.events import Progress
 from coec.models.files import JsonDict, check_fetched
@@ -63,13 +64,26 @@ class Stream:
     in_pieces: bool = False
 
 
-def is_token_file(source: str) -> bool:
+def source_of(text: Any, column: str) -> str | Path | Tensor | Documents:
+    """Return what a caller gave as text, in the form that is read: arrays are tensors of token ids.
+
+    Raises:
+        CalibrationError: it is no text of any kind.
+    """
+    if isinstance(text, str | Path | Documents):
+        return text
+    if isinstance(text, Tensor | np.ndarray):
+        return token_ids(text)
+    return Documents(text, column)
+
+
+def is_token_file(source: str | Documents) -> bool:
     """True if the source holds token ids, so that no tokenizer is needed."""
-    return source.endswith(TOKEN_SUFFIXES)
+    return isinstance(source, str) and source.endswith(TOKEN_SUFFIXES)
 
 
 def read_stream(
-    source: str,
+    source: str | Documents,
     tokenizer: Callable[[], PreTrainedTokenizerBase],
     *,
     split: Split,
@@ -92,9 +106,10 @@ def read_stream(
         at_once: None for `LONG_TEXT`.
         progress: called with ("tokenising", done, total) for texts that take time.
     """
+    name = str(source)
     if is_token_file(source):
-        ids = _read_token_file(Path(source))
-        return Stream(ids, source, digest(ids))
+        ids = _read_token_file(Path(name))
+        return Stream(ids, name, digest(ids))
     texts = read_parts(source, split=split, text_column=text_column, characters=characters)
     at_once = LONG_TEXT if at_once is None else at_once
     beginning = _beginning(texts, at_once)
@@ -103,14 +118,14 @@ def read_stream(
     if len(beginning) > at_once:
         text = itertools.chain([beginning], texts)
         ids, special, characters = _encode_pieces(loaded, text, needed, progress)
-        return Stream(ids, source, sha256, special, characters, in_pieces=True)
+        return Stream(ids, name, sha256, special, characters, in_pieces=True)
     size = len(beginning)
     if progress and size > PIECE:
         progress("tokenising", 0, size)
     ids = encode(loaded, beginning)
     if progress and size > PIECE:
         progress("tokenising", size, size)
-    return Stream(ids, source, sha256, loaded.num_special_tokens_to_add(), len(beginning))
+    return Stream(ids, name, sha256, loaded.num_special_tokens_to_add(), len(beginning))
 
 
 def _encode_pieces(

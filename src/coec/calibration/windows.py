@@ -1,5 +1,6 @@
 """Windows of tokens: drawn for calibration, cut for evaluation, held out, compared."""
 
+import hashlib
 import math
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +11,7 @@ import torch
 from jaxtyping import Int, UInt64
 from torch import Tensor
 
-from coec.calibration.sources import is_named
+from coec.calibration.sources import Documents, is_named, read_parts
 from coec.calibration.tokens import (
     Stream,
     digest,
@@ -188,11 +189,14 @@ def resolve_seq_len(seq_len: int | None, positions: int, default: int) -> int:
     return seq_len
 
 
-def source_digest(source: str | Path | Tensor | np.ndarray) -> str:
-    """Identify a calibration text by the SHA-256 of the file's or tensor's content.
+def source_digest(source: str | Path | Tensor | np.ndarray | Documents) -> str:
+    """Identify a calibration text by the SHA-256 of the content of a file, tensor or documents.
 
-    A data set of the hub, and text sampled from the model, are identified by name.
+    A data set of the hub, and text sampled from the model, are identified by name. Of documents
+    the first `HUB_CHARACTERS` count.
     """
+    if isinstance(source, Documents):
+        return hashlib.sha256("".join(read_parts(source, split="train")).encode()).hexdigest()
     if not isinstance(source, str | Path):
         return digest(token_ids(source))
     name = str(source)
@@ -241,7 +245,8 @@ def text_stream(
     if isinstance(calibration.source, Tensor):
         return Stream(calibration.source, "tensor", "")
     tokenizer = partial(load_tokenizer, dense.folder, trust_remote_code=runtime.trust_remote_code)
-    source = str(calibration.source)
+    given = calibration.source
+    source = given if isinstance(given, Documents) else str(given)
     if not is_token_file(source):
         tokenizer()  # a folder without one is refused before the text is read
     return read_stream(

@@ -82,7 +82,7 @@ def efficiency(
     check_dtype(dtype)
     before = Description.read(model)
     if pruned is None:
-        recipe = Recipe(sparsity=0.3 if sparsity is None else sparsity)
+        recipe = Recipe(preset="paper", sparsity=0.3 if sparsity is None else sparsity)
         after = Description.of(Plan.of(before, recipe).output.config)
     else:
         after = Description.read(pruned)

@@ -20,13 +20,11 @@ class Loaded:
     """A causal model in memory, as `AutoModelForCausalLM` builds it.
 
     Attributes:
-        folder: the model's.
-        positions: tokens that it takes at most.
+        folder: where it is from, whose tokenizer it has.
     """
 
     folder: Path
     network: PreTrainedModel
-    positions: int
 
     @classmethod
     def open(
@@ -47,8 +45,12 @@ class Loaded:
             ) from error
         if getattr(network, "hf_quantizer", None) is None:
             network = network.to(device, choose_forward_dtype(dtype, network.dtype, device))
-        positions = getattr(network.config, "max_position_embeddings", None) or _UNLIMITED
-        return cls(folder, network.eval(), positions)
+        return cls(folder, network.eval())
+
+    @property
+    def positions(self) -> int:
+        """Tokens that it takes at most."""
+        return getattr(self.network.config, "max_position_embeddings", None) or _UNLIMITED
 
     @property
     def vocabulary(self) -> int:

@@ -2,25 +2,26 @@
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal, SupportsIndex, TypeAlias, get_args
+from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from coec.calibration.sources import Split
+from coec.calibration.sources import Documents, Split
 from coec.calibration.tokens import (
     Stream,
     check_same_tokenizer,
     has_tokenizer,
     load_tokenizer,
     read_stream,
-    token_ids,
+    source_of,
 )
 from coec.calibration.windows import Windows, all_windows, resolve_seq_len
 from coec.devices import choose_device
@@ -80,8 +81,8 @@ class Perplexity:
 
 
 def perplexity(
-    model: str | Path | Dense,
-    text: str | Path | Tensor | np.ndarray | Windows = "wikitext2",
+    model: str | Path | Dense | PreTrainedModel,
+    text: str | Path | Iterable[Any] | Windows = "wikitext2",
     *,
     seq_len: SupportsIndex | None = None,
     max_windows: SupportsIndex | None = None,
@@ -103,10 +104,11 @@ def perplexity(
     lm-evaluation-harness.
 
     Args:
-        model: a model folder or hub name, or a model opened before.
-        text: `wikitext2`, `c4`, `hub:OWNER/NAME[:CONFIG]`, a file as in `coec prune`, a tensor or
-            array of token ids, or `self`: text sampled from the baseline (`samples` windows under
-            `seed`); or windows already cut.
+        model: a model folder or hub name; or a model of transformers in memory, which is measured
+            where and as it is, with the tokenizer of the folder that it is from, or the baseline's.
+        text: `wikitext2`, `c4`, `hub:OWNER/NAME[:CONFIG]`, a file as in `coec prune`, a list of
+            strings, a data set of `datasets`, a tensor or array of token ids, or `self`: text
+            sampled from the baseline (`samples` windows under `seed`); or windows already cut.
         seq_len: None for 4096, or the model's maximum if that is less.
         max_windows: evaluate the first so many windows; None for all.
         baseline: the dense model, for the ratio, the KL divergence and the agreement.
@@ -123,7 +125,7 @@ def perplexity(
     began = time.perf_counter()
     samples, seed = check_whole("samples", samples), check_seed(seed)
     seq_len = None if seq_len is None else check_whole("seq_len", seq_len, least=2)
-    chosen = choose_device(device)
+    chosen = model.device if isinstance(model, PreTrainedModel) else choose_device(device)
     check_dtype(dtype)
     opened = _opened(model, via, chosen, dtype, trust_remote_code)
     dense = None if baseline is None else Dense.open(baseline)
@@ -159,9 +161,15 @@ def perplexity(
 
 
 def _opened(
-    model: str | Path | Dense, via: str, device: torch.device, dtype: str | None, trust: bool
+    model: str | Path | Dense | PreTrainedModel,
+    via: str,
+    device: torch.device,
+    dtype: str | None,
+    trust: bool,
 ) -> Dense | Loaded:
-    """Open the model that is measured, as `via` says."""
+    """Open the model that is measured, as `via` says; one that is loaded stays as it is."""
+    if isinstance(model, PreTrainedModel):
+        return Loaded(Path(model.name_or_path), model.eval())
     if via not in get_args(Via):
         raise OptionError(f"via must be one of {', '.join(get_args(Via))}, got {via!r:.80}")
     if via == "coec":
@@ -213,7 +221,7 @@ def _result(
 
 def evaluation_windows(
     model: str | Path | Dense | Loaded,
-    text: str | Path | Tensor | np.ndarray,
+    text: str | Path | Iterable[Any],
     *,
     seq_len: SupportsIndex | None = None,
     max_windows: SupportsIndex | None = None,
@@ -228,11 +236,13 @@ def evaluation_windows(
     model = model if isinstance(model, Loaded) else Dense.open(model)
     folder = model.folder
     length = resolve_seq_len(seq_len, model.positions, EVALUATION_SEQ_LEN)
-    if isinstance(text, Tensor | np.ndarray):
-        stream = Stream(token_ids(text), "tensor", "")
+    source = source_of(text, text_column)
+    if isinstance(source, Tensor):
+        stream = Stream(source, "tensor", "")
     else:
         stream = read_stream(
-            str(text), lambda: load_tokenizer(folder, trust_remote_code=trust_remote_code),
+            source if isinstance(source, Documents) else str(source),
+            partial(load_tokenizer, folder, trust_remote_code=trust_remote_code),
             split=split, text_column=text_column,
             needed=None if max_windows is None else max_windows * length, progress=progress,
         )  # fmt: skip

@@ -66,6 +66,11 @@ def find_model(model: str | Path, *, weights: bool = True) -> Path:
 
     Without `weights` a configuration alone is accepted. Raises ModelError if there is none.
     """
+    if not isinstance(model, str | Path):
+        raise ModelError(
+            f"the model is a {type(model).__name__}: give its folder or hub name, from which "
+            "weights are read a block at a time (or save it first: model.save_pretrained(FOLDER))"
+        )
     path, name = Path(model), _short(str(model))
     try:
         if path.is_dir() or (path.is_file() and path.suffix == ".json" and not weights):

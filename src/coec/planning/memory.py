@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from coec.calibration.sources import Documents
 from coec.calibration.tokens import LONG_TEXT, TOKEN_SUFFIXES
 from coec.devices import (
     DTYPES,
@@ -255,6 +256,8 @@ def sampled_window(plan: Plan, compute: ComputeConfig) -> int:
 def text_characters(plan: Plan) -> int:
     """Number of characters that are tokenised; 0 for token ids."""
     calibration = plan.recipe.calibration
+    if isinstance(calibration.source, Documents):
+        return LONG_TEXT
     if not isinstance(calibration.source, str | Path) or calibration.own:
         return 0
     path = Path(calibration.source)

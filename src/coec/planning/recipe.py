@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from coec import selection as selections
 from coec.allocation.kept import KeptUnits, named
-from coec.calibration.tokens import token_ids
+from coec.calibration.tokens import source_of
 from coec.compensation import Method, compensate
 from coec.compensation.methods import called
 from coec.errors import OptionError
@@ -105,9 +104,10 @@ class Recipe:
         self._check()
 
     def _check(self) -> None:
-        if isinstance(self.calibration.source, np.ndarray | Tensor):
-            ids = token_ids(self.calibration.source)
-            object.__setattr__(self, "calibration", replace(self.calibration, source=ids))
+        calibration = self.calibration
+        source = source_of(calibration.source, calibration.text_column)
+        if source is not calibration.source:
+            object.__setattr__(self, "calibration", replace(calibration, source=source))
         if self.pruning.low_rank:
             self._check_low_rank()
         method = self.method
@@ -292,6 +292,8 @@ def read_settings(path: Path) -> dict[str, Any]:
             raise OptionError(f"'{path}' holds '{name}', which no file can set")
         if isinstance(content[key], dict):
             raise OptionError(f"'{path}' has a table [{key}]; write its keys at the top level")
+        if isinstance(content[key], list):
+            raise OptionError(f"'{path}' gives '{key}' a list, which no setting of a file is")
         if name not in NAMES:
             hint = ": give it to the command" if name in _ARGUMENTS else _meant(name)
             raise OptionError(f"'{path}' holds '{key}', which is no setting{hint}")

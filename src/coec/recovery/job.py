@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coec.calibration.tokens import check_same_tokenizer
+from coec.calibration.tokens import check_same_tokenizer, source_of
 from coec.calibration.windows import source_digest
 from coec.devices import choose_device, choose_forward_dtype, computed_by
 from coec.errors import ModelError, OptionError
@@ -149,6 +149,7 @@ def settings_of(settings: Mapping[str, Any]) -> Recovery:
     if unknown := sorted(settings.keys() - names):
         raise OptionError(f"unknown setting '{unknown[0]}'; known: {', '.join(sorted(names))}")
     recovery = Recovery.of(settings)
+    recovery = replace(recovery, text=source_of(recovery.text, recovery.text_column))
     try:
         import accelerate  # noqa: F401
 

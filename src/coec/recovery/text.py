@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
-from coec.calibration.tokens import PIECE, load_tokenizer, token_ids
+from coec.calibration.tokens import PIECE, load_tokenizer
 from coec.calibration.windows import all_windows, text_stream
 from coec.errors import CalibrationError
 from coec.events import Progress
@@ -88,8 +88,7 @@ def read_windows(
     Raises:
         CalibrationError: the text has no two windows, or is of another vocabulary.
     """
-    source = recovery.text if isinstance(recovery.text, str | Path) else token_ids(recovery.text)
-    calibration = Calibration(source=source, text_column=recovery.text_column)
+    calibration = Calibration(source=recovery.text, text_column=recovery.text_column)
     runtime = Runtime(trust_remote_code=trust_remote_code)
     needed = count * seq_len
     stream = text_stream(

@@ -14,8 +14,6 @@ and an argument of `coec.prune` (`seq_len`). Defaults are those of the default p
 out by default. This file is written by `python -m coec.settings`.
 """
 _WORDS = {float: "number", int: "whole number", str: "text", bool: "on, off"}
-_OBJECTS = ("calibration", "kept", "text", "multiple_of")
-"""Settings that are text in files and flags, and may be other objects in Python."""
 
 
 def document() -> str:
@@ -59,8 +57,10 @@ def typed() -> str:
 
 
 def _annotation(item: Setting) -> str:
-    if item.kind is None or item.functions or item.name in _OBJECTS:
+    if item.kind is None or item.functions or item.objects:
         return "Any"
+    if item.name == "multiple_of":
+        return "int | str"
     if isinstance(item.kind, tuple):
         names = ", ".join(f'"{name}"' for name in item.kind)
         plain = f"Literal[{names}]"

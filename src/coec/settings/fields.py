@@ -41,6 +41,7 @@ class Setting:
         least, most: the range of a number, both included; None for no limit.
         check: raises OptionError for other values that are not allowed.
         functions: whether a function is allowed where a name is.
+        objects: whether Python takes other objects than text.
         methods: the compensations that have this option; none for a setting of every recipe.
     """
 
@@ -53,6 +54,7 @@ class Setting:
     most: float | None = None
     check: Callable[[Any], object] | None = None
     functions: bool = False
+    objects: bool = False
     methods: tuple[str, ...] = ()
 
     @property
@@ -113,7 +115,7 @@ class Setting:
             raise OptionError(f"{self.name} must be {bound}, got {value!r:.80}")
 
     def _check_text(self, value: Any) -> None:
-        if isinstance(value, int | float | list | bool | None):
+        if not self.objects and isinstance(value, int | float | list | bool | None):
             raise OptionError(f"{self.name} must be text, got {value!r:.80}")
         if isinstance(value, str) and (not value or "\0" in value):
             raise OptionError(f"{self.name} must be text without NUL characters, got {value!r:.80}")

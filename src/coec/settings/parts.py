@@ -33,8 +33,8 @@ CHOOSING = (
 DTYPE_NAMES: tuple[str, ...] = get_args(DtypeName)
 
 Source: TypeAlias = str | Path | Any
-"""`wikitext2`, `c4`, `hub:…`, `self`, a path, or a tensor or array of token ids (n, or windows ×
-length)."""
+"""`wikitext2`, `c4`, `hub:…`, `self`, a path, a list of strings, a data set of `datasets`, or a
+tensor or array of token ids (n, or windows × length)."""
 Kept: TypeAlias = str | Path | Any
 """A file or folder, a mapping of indices by site, or kept units that were read already."""
 
@@ -147,6 +147,7 @@ class Pruning(Settings):
         "Units that stay, by site: a safetensors or JSON file, or a folder that coec pruned. Sites "
         "in it are not selected from.",
         otherwise="none: all are selected",
+        objects=True,
     )
     compensation: CompensationName | Callable[..., Any] = setting(
         "coec", "Method that compensates for removed units; `auto` needs holdout."
@@ -308,6 +309,7 @@ class Calibration(Settings):
         "wikitext2; c4; hub:OWNER/NAME or hub:OWNER/NAME:CONFIG (their train splits); self (text "
         "sampled from the model); or a .txt, .jsonl, .parquet, .npy or .safetensors file.",
         key="calibration",
+        objects=True,
     )
     text_column: str = setting("text", "Column of a jsonl or parquet file, or of a hub: data set.")
     samples: int = setting(128, "Calibration windows.", least=1)

@@ -42,6 +42,7 @@ class Recovery(Settings):
         "What is trained on: wikitext2; c4; hub:OWNER/NAME or hub:OWNER/NAME:CONFIG (their train "
         "splits); self (text that the dense model writes); or a .txt, .jsonl, .parquet, .npy or "
         ".safetensors file.",
+        objects=True,
     )
     tokens: Any = setting(
         None, "Budget in tokens, such as 300k or 20M.", otherwise="10M, or what minutes are for"

@@ -14,7 +14,7 @@ class PruningSettings(TypedDict, total=False):
     mlp_sparsity: float | None
     expert_sparsity: float
     budget_parameters: float | None
-    multiple_of: Any
+    multiple_of: int | str
     allocation: Literal["uniform", "adaptive", "error"]
     non_uniform: bool
     low_rank: bool
