@@ -169,7 +169,7 @@ def _opened(
 ) -> Dense | Loaded:
     """Open the model that is measured, as `via` says; one that is loaded stays as it is."""
     if isinstance(model, PreTrainedModel):
-        return Loaded(Path(model.name_or_path), model.eval())
+        return Loaded(Path(model.name_or_path or type(model).__name__), model.eval())
     if via not in get_args(Via):
         raise OptionError(f"via must be one of {', '.join(get_args(Via))}, got {via!r:.80}")
     if via == "coec":
