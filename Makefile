@@ -11,7 +11,7 @@ CODE := src tests tools benchmarks
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow crash fuzz ray gguf docs lint check format bench quality results results-beyond clean
+.PHONY: help demo test slow crash fuzz ray gguf docs dist lint check format bench quality results results-beyond clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,22 @@ gguf: .venv-gguf/ready  ## what llama.cpp computes from exported files, which te
 docs: .venv-docs/ready  ## the documentation as a site, in site/; a link that leads nowhere fails
 	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=src .venv-docs/bin/mkdocs build --quiet --strict
 
+.venv-dist/ready: Makefile constraints.txt
+	@$(PYTHON) -m venv --clear .venv-dist
+	@.venv-dist/bin/pip install --quiet --disable-pip-version-check -c constraints.txt build twine
+	@touch $@
+
+# The wheel alone, in an environment of its own, prunes the bundled model and measures it.
+dist: .venv-dist/ready  ## wheel and sdist in dist/, checked; the wheel runs where nothing else is installed
+	@rm -rf dist .venv-dist/empty
+	@.venv-dist/bin/python -m build --outdir dist >.venv-dist/build.log || { cat .venv-dist/build.log; exit 1; }
+	@.venv-dist/bin/twine check --strict dist/*
+	@$(PYTHON) -m venv .venv-dist/empty
+	@.venv-dist/empty/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	@cd .venv-dist/empty && model=$$(bin/python -c "import coec.demo; print(*coec.demo.__path__)")/model && \
+		bin/coec prune $$model pruned --calibration ../../README.md --seq-len 64 --samples 8 --force && \
+		bin/coec eval pruned --baseline $$model --text ../../CONTRIBUTING.md --seq-len 64
+
 lint: .venv/ready  ## format, style, types, import contracts, words
 	@$(BIN)/ruff format --check $(CODE)
 	@$(BIN)/ruff check $(CODE)
@@ -99,5 +115,5 @@ results-beyond: .venv/ready  ## the presets beside every repair, docs/RESULTS.md
 	@$(BIN)/coec sweep benchmarks/grids/beyond.toml results-beyond --jobs 2
 	@$(BIN)/coec report results-beyond
 
-clean:  ## remove the environment and what the demo wrote
-	@rm -rf .venv .venv-gguf demo-output
+clean:  ## remove the environments, what the demo wrote, and what docs and dist made
+	@rm -rf .venv .venv-gguf .venv-docs .venv-dist dist site demo-output
