@@ -1,0 +1,93 @@
+"""Commands of the documents run as they stand, on small models under the names that they use.
+
+Left out are those that need a server, a cluster, a second machine or hours; `--flag`s and links of
+all are checked in test_docs.py.
+"""
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_models as tm
+from coec.calibration import sources
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ["README.md", *(f"docs/{name}.md" for name in (
+    "GUIDE", "QUANTISE", "RECOVER", "SERVE", "EVALUATION", "EXPERIMENTS", "SCALE",
+))]  # fmt: skip
+DENSE = ("Llama-3.1-8B", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B", "MODEL", "DENSE",
+         "dense", "a", "b")  # fmt: skip
+PRUNED = ("PRUNED", "pruned", "QUANTISED", "Llama-3.1-8B-70")
+WRITES = {"prune": 1, "compensate": 2, "recover": 2, "collect": 1, "export": 1}
+"""Place of the output among the arguments."""
+SHORTER = {"20M": "2k", "60": "0.01", "2048": "32", "5.6e9": "100e3"}
+"""Budgets of trainings in tokens and minutes, lengths of windows, and parameters."""
+ELSEWHERE = re.compile(
+    r"\.\./shared|--executor ray|s3://|--tasks|--merge|sweep main OUT --model \./a|report OUT"
+)
+"""Run by tests of clusters, of outputs on servers, of tasks and of statistics; a whole grid."""
+
+
+def commands(page):
+    """Commands of `coec` in the shell blocks of a page, as lists of arguments."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"),
+                        flags=re.DOTALL | re.MULTILINE)  # fmt: skip
+    lines = (line for block in blocks for line in block.replace("\\\n", " ").splitlines())
+    here = (line for line in lines if not ELSEWHERE.search(line))
+    found = (shlex.split(line, comments=True) for line in here)
+    return [words[1:] for words in found if words[:1] == ["coec"]]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch, run):
+    """A folder with what the documents name: dense and pruned models, texts, statistics."""
+    monkeypatch.chdir(tmp_path)
+    network = tm.tiny("llama", torch.float32, intermediate_size=512, max_position_embeddings=32)
+    first = tm.save(network, tmp_path / DENSE[0])
+    tokenizer = json.loads((first / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["th"] = len(tokenizer["model"]["vocab"])
+    tokenizer["model"]["merges"] = [["t", "h"]]  # llama.cpp wants one
+    (first / "tokenizer.json").write_text(json.dumps(tokenizer))
+    text = Path(tm.text_file(tmp_path / "my-text.txt", 20_000)).read_text()
+    for name in DENSE[1:]:
+        shutil.copytree(first, tmp_path / name)
+    made = run("prune", first, PRUNED[0], "--calibration", "my-text.txt", "--preset", "fast")
+    assert made[0] == 0, made[2]
+    given = "--calibration", "train.txt", "--samples", 8, "--seq-len", 16
+    for name in PRUNED[1:]:
+        shutil.copytree(tmp_path / PRUNED[0], tmp_path / name)
+    for name in ("train.txt", "test.txt"):
+        (tmp_path / name).write_text(text)
+    assert run("collect", "a", "STATS", *given)[0] == 0
+    np.save("tokens.npy", np.random.default_rng(0).integers(2, tm.VOCABULARY, 20_000))
+    (tmp_path / "units.json").write_text('{"layers.0.mlp": [0, 2, 5], "layers.1.mlp": [1, 3, 4]}')
+    (tmp_path / "my-grid.toml").write_text(
+        'calibration = "train.txt"\nsamples = 8\nseq_len = 16\n[[models]]\npath = "a"\n'
+        '[[variants]]\npreset = "fast"\n[evaluate]\ntext = "test.txt"\n'
+    )
+    monkeypatch.setattr(sources, "_read_named", lambda *arguments: text)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_run(page, place, run):
+    found = commands(page)
+    assert found
+    for number, words in enumerate(found):
+        words = [SHORTER.get(word, word) for word in words]
+        named = [word for word in words[1:] if not word.startswith("-")]
+        if words[0] in WRITES and "--dry-run" not in words and len(named) > WRITES[words[0]]:
+            out = place / named[WRITES[words[0]]]
+            if out.is_dir() and out.name not in DENSE:
+                shutil.rmtree(out)
+        if words[0] == "sweep" and number:
+            shutil.rmtree(place / words[2], ignore_errors=True)
+        status, _, said = run(*words)
+        assert status == 0, f"coec {shlex.join(words)}: {said[-400:]}"
