@@ -177,7 +177,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
         ax.xaxis.set_major_formatter("{x:g}")
         ax.xaxis.set_minor_formatter(ticker.NullFormatter())
     axes[0][0].set_ylabel("KL to the dense model, nats per token")
-    axes[0][0].legend(fontsize=7)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(record.RESULTS / "same_bytes.png", dpi=120)
 
 
