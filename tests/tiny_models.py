@@ -88,6 +88,14 @@ VARIANTS = {
         "pad_token_id": 0,
     },
     "olmo2": {"model_type": "olmo2", "pad_token_id": 0},
+    "ernie4_5": {"model_type": "ernie4_5", "pad_token_id": 0},
+    "exaone4": {
+        "model_type": "exaone4",
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+        "pad_token_id": 0,
+    },
+    "glm4": {"model_type": "glm4", "attention_bias": True, "pad_token_id": 0},
     "phi3": {"model_type": "phi3", "pad_token_id": 0},
     "phi3 partial": {
         "model_type": "phi3",

@@ -190,6 +190,10 @@ _BLOCKS = {
             replace(MLP, producers=("mlp.gate_up_proj",), projections=2),
         )
     ),
+    # Gate and up alone in one matrix.
+    "gate_up": BlockPattern(
+        sites=(ATTENTION, replace(MLP, producers=("mlp.gate_up_proj",), projections=2))
+    ),
     # Experts with `intermediate_size` channels.
     "mixtral": BlockPattern(sites=(ATTENTION, _MIXTRAL.site("ffn")), experts=_MIXTRAL),
     # Experts with a size of their own in some blocks, an MLP in the others.
