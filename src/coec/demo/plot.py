@@ -84,23 +84,22 @@ def _draw_errors(axes: Any, reports: Mapping[str, Report]) -> None:
 
 
 def _draw_reconstruction(axes: Any, report: Report) -> None:
-    """Draw an arrow per half of every block, from its error when repaired to that when fitted."""
-    rows = [row for row in report.sites if "reconstruction" in row]
-    names = [f"{row['site'].replace('mlp', 'MLP')} {row['block']}" for row in rows]
-    series = [("error", "fitted windows", COLOURS[BEST], -0.14)]
-    if any(row["reconstruction"]["holdout_after"] is not None for row in rows):
-        series.append(("holdout", "held-out windows", COLOURS["none"], 0.14))
-    for key, label, colour, offset in series:
-        ends = [[row["reconstruction"][f"{key}_{when}"] for row in rows]
-                for when in ("before", "after")]  # fmt: skip
-        places = [place + offset for place in range(len(rows))]
-        axes.hlines(places, ends[1], ends[0], color=colour, linewidth=2.2)
-        axes.plot(ends[0], places, "o", color=colour, markerfacecolor="white", markersize=6)
-        axes.plot(ends[1], places, "o", color=colour, markersize=6, label=label)
-    axes.set(title="What the fit of best leaves, part by part", ylim=(len(rows) - 0.5, -0.5))
-    axes.set(xlabel="error of the hidden states, ○ repaired, ● fitted")
-    axes.set_yticks(range(len(rows)), names)
-    axes.tick_params(axis="y", length=0)
-    axes.xaxis.grid(True, color="#e4e6e9", linewidth=0.8)
+    """Draw two bars per block: the error behind it when repaired, and when fitted too."""
+    rows = [row["reconstruction"] for row in report.sites if row["site"] == SITE]
+    held_out = all(row["holdout_after"] is not None for row in rows)
+    key = "holdout" if held_out else "error"
+    repaired, fitted = ([row[f"{key}_{when}"] for row in rows] for when in ("before", "after"))
+    for heights, label, colour, offset in (
+        (repaired, "repaired", COLOURS["none"], -0.2), (fitted, "and fitted", COLOURS[BEST], 0.2),
+    ):  # fmt: skip
+        axes.bar([at + offset for at in range(len(rows))], heights, 0.36, label=label, color=colour)
+    for at, (before, after) in enumerate(zip(repaired, fitted, strict=True)):
+        axes.annotate(f"−{1 - after / before:.0%}", (at, max(before, after)), ha="center",
+                      xytext=(0, 4), textcoords="offset points", fontsize=10)  # fmt: skip
+    axes.set(title="What the fit of best wins in every block", xlabel="block")
+    axes.set(xticks=range(len(rows)))
+    axes.set_ylabel(f"error of the hidden states, {'held-out' if held_out else 'fitted'} windows")
+    axes.tick_params(axis="x", length=0)
+    axes.yaxis.grid(True, color="#e4e6e9", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.legend(ncols=2, handletextpad=0.1, **_BELOW)
+    axes.legend(ncols=2, handlelength=1.0, columnspacing=1.2, **_BELOW)
