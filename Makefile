@@ -11,7 +11,7 @@ CODE := src tests tools benchmarks
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow crash fuzz ray gguf docs dist lint check format bench quality results results-beyond clean
+.PHONY: help demo test slow crash fuzz ray gguf chains docs dist lint check format bench quality results results-beyond clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,15 @@ ray: .venv/ready  ## clusters on this machine, nodes and drivers that are killed
 
 gguf: .venv-gguf/ready  ## what llama.cpp computes from exported files, which test leaves out too
 	@PYTHONPATH=.venv-gguf $(BIN)/python -m pytest -m llama_cpp
+
+.venv-chains/ready: Makefile .venv/ready
+	@rm -rf .venv-chains
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv-chains \
+		torchao==0.18.0 bitsandbytes==0.50.0
+	@touch $@
+
+chains: .venv-chains/ready  ## what torchao and bitsandbytes make of pruned models, which test leaves out too
+	@PYTHONPATH=.venv-chains $(BIN)/python -m pytest -m chains
 
 .venv-docs/ready: Makefile constraints.txt
 	@$(PYTHON) -m venv --clear .venv-docs
@@ -116,4 +125,4 @@ results-beyond: .venv/ready  ## the presets beside every repair, docs/RESULTS.md
 	@$(BIN)/coec report results-beyond
 
 clean:  ## remove the environments, what the demo wrote, and what docs and dist made
-	@rm -rf .venv .venv-gguf .venv-docs .venv-dist dist site demo-output
+	@rm -rf .venv .venv-gguf .venv-chains .venv-docs .venv-dist dist site demo-output

@@ -1,7 +1,7 @@
-"""Commands of the documents run as they stand, on small models under the names that they use.
+"""Commands and Python of the documents run as they stand, on small models under their names.
 
 Left out are those that need a server, a cluster, a second machine or hours; `--flag`s and links of
-all are checked in test_docs.py.
+all are checked in test_docs.py. `make chains` runs the Python that needs quantisers.
 """
 
 import json
@@ -21,8 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *(f"docs/{name}.md" for name in (
     "GUIDE", "QUANTISE", "RECOVER", "SERVE", "EVALUATION", "EXPERIMENTS", "SCALE",
 ))]  # fmt: skip
+PYTHON = ["README.md", "docs/GUIDE.md", "docs/EVALUATION.md",
+          pytest.param("docs/QUANTISE.md", marks=pytest.mark.chains)]  # fmt: skip
+"""Pages with Python; that of docs/SERVE.md is for programs that are not installed here."""
 DENSE = ("Llama-3.1-8B", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B", "MODEL", "DENSE",
-         "dense", "a", "b")  # fmt: skip
+         "dense", "model", "a", "b")  # fmt: skip
 PRUNED = ("PRUNED", "pruned", "QUANTISED", "Llama-3.1-8B-70")
 WRITES = {"prune": 1, "compensate": 2, "recover": 2, "collect": 1, "export": 1}
 """Place of the output among the arguments."""
@@ -34,11 +37,17 @@ ELSEWHERE = re.compile(
 """Run by tests of clusters, of outputs on servers, of tasks and of statistics; a whole grid."""
 
 
+def blocks(page, language):
+    """What stands between the fences of a language."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
 def commands(page):
     """Commands of `coec` in the shell blocks of a page, as lists of arguments."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"),
-                        flags=re.DOTALL | re.MULTILINE)  # fmt: skip
-    lines = (line for block in blocks for line in block.replace("\\\n", " ").splitlines())
+    lines = (
+        line for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines()
+    )
     here = (line for line in lines if not ELSEWHERE.search(line))
     found = (shlex.split(line, comments=True) for line in here)
     return [words[1:] for words in found if words[:1] == ["coec"]]
@@ -62,7 +71,7 @@ def place(tmp_path, monkeypatch, run):
     given = "--calibration", "train.txt", "--samples", 8, "--seq-len", 16
     for name in PRUNED[1:]:
         shutil.copytree(tmp_path / PRUNED[0], tmp_path / name)
-    for name in ("train.txt", "test.txt"):
+    for name in ("train.txt", "test.txt", "text.txt"):
         (tmp_path / name).write_text(text)
     assert run("collect", "a", "STATS", *given)[0] == 0
     np.save("tokens.npy", np.random.default_rng(0).integers(2, tm.VOCABULARY, 20_000))
@@ -91,3 +100,17 @@ def test_the_commands_of_a_page_run(page, place, run):
             shutil.rmtree(place / words[2], ignore_errors=True)
         status, _, said = run(*words)
         assert status == 0, f"coec {shlex.join(words)}: {said[-400:]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PYTHON)
+def test_the_python_of_a_page_runs(page, place):
+    ids = torch.randint(2, tm.VOCABULARY, (100, 20))
+    found = blocks(page, "python")
+    assert found
+    for block in found:
+        if "llmcompressor" in block:  # in an environment of its own, by benchmarks/chains.py
+            continue
+        if '"./pruned", sparsity' in block:
+            shutil.rmtree(place / "pruned")
+        exec(compile(block, page, "exec"), {"calibration_ids": ids, "evaluation_ids": ids[:10]})

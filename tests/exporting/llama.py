@@ -10,6 +10,8 @@ FLOAT32, OFF = 0, 0
 """The cache's type and flash attention: what is exact."""
 ERROR = 4
 """The level of errors in llama.cpp's log."""
+_LOGS: list[object] = []
+"""Every function that llama.cpp was given, which it calls after the model is gone."""
 
 
 class Llama:
@@ -21,6 +23,7 @@ class Llama:
         self.api = llama_cpp
         self.said: list[str] = []
         self.log = llama_cpp.llama_log_callback(self._log)
+        _LOGS.append(self.log)
         llama_cpp.llama_log_set(self.log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         settings = llama_cpp.llama_model_default_params()

@@ -3,6 +3,8 @@
 `make gguf` builds llama-cpp-python and runs these.
 """
 
+from pathlib import Path
+
 import bpe_tokenizers as bt
 import pytest
 import torch
@@ -127,6 +129,32 @@ def test_files_of_fewer_bits_are_near(dtype, tmp_path):
     error = (found - expected).norm() / expected.norm()
     assert error < {"f16": 1e-2, "bf16": 5e-2, "q8_0": 0.15}[dtype]
     assert error > 1e-5  # it is not the f32 file
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [{"multiple_of": "256"}, {"allocation": "error", "multiple_of": "256", "non_uniform": True}],
+)
+def test_its_own_program_quantises_what_was_pruned(kept, tokens, tmp_path):
+    from benchmarks.gguf_speed import K_QUANTS, written  # imports llama_cpp
+
+    network = tm.tiny("llama", torch.float32, hidden_size=256, intermediate_size=1024, head_dim=32)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(0.3)
+    tm.save(network, tmp_path / "dense")
+    settings = {**SETTINGS, "preset": "fast", "mlp_sparsity": 0.4, "attention_sparsity": 0, **kept}
+    coec.prune(tmp_path / "dense", tmp_path / "out", calibration=tokens, **settings)
+    quantised = Path(written(str(tmp_path / "out"), K_QUANTS))
+    whole = tmp_path / "out.gguf"
+    coec.export(tmp_path / "out", whole, dtype="f16", no_tokenizer=True)
+    assert quantised.stat().st_size < 0.45 * whole.stat().st_size
+    ids = list(range(2, 50))
+    found = Llama(quantised).logits(ids).double()
+    network = Dense.open(tmp_path / "out").network(torch.device("cpu"), torch.float64)
+    with torch.no_grad():
+        expected = network(input_ids=torch.tensor([ids])).logits[0]
+    assert 1e-3 < (found - expected).norm() / expected.norm() < 0.3
 
 
 @pytest.mark.parametrize("name", [*bt.CUTS, "pieces", "always", "first", "never"])
