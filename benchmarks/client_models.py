@@ -41,6 +41,10 @@ BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 WINDOWED = {"hidden_size": DIVISIBLE, "sliding_window": 16, "tie_word_embeddings": True}
+DEEP = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
+    "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5,
+}  # fmt: skip
 PARTICULARS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "granite": {
@@ -54,6 +58,28 @@ PARTICULARS: dict[str, dict[str, Any]] = {
     "cohere2": {
         "num_hidden_layers": 4, "sliding_window": 16, "tie_word_embeddings": True,
         "rotary_pct": 1.0,  # which published ones have, and nothing but converters reads
+    },
+    "olmo3": {"num_hidden_layers": 4, "sliding_window": 16},
+    "exaone4": {
+        "sliding_window": None, "sliding_window_pattern": None,
+        "layer_types": ["full_attention"] * 2,
+    },
+    "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5},
+    "starcoder2": {"use_bias": True, "tie_word_embeddings": True, "sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+    },
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 8},
+    "glm4_moe": {
+        **DEEP, "n_shared_experts": 1, "use_qk_norm": True, "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+    "deepseek_v3": {
+        **DEEP, "n_shared_experts": 2, "num_key_value_heads": 8, "q_lora_rank": 96,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32,
+        "head_dim": 64, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
     },
 }  # fmt: skip
 """What a model type has besides `BASE`; one that is not here needs nothing. Which layers are
@@ -164,6 +190,9 @@ def _dense(folder: Path, subject: str) -> Checkpoint:
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(std=0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(0.0, 0.5)  # 4.57 takes a score below 0 for one of another group
     place = folder / Checkpoint(subject, DENSE).name
     model.save_pretrained(place)
     _tokenizer().save_pretrained(place)

@@ -18,15 +18,10 @@ from coec.models.architectures import ARCHITECTURES
 
 FORMATS = (Path(__file__).resolve().parents[1] / "docs/FORMATS.md").read_text(encoding="utf-8")
 ROWS = clients.read(clients.ROWS)
-ROUTED = {"mixtral", "qwen3_moe"}
-HERE_ONLY = {"ernie4_5", "exaone4", "glm4"}
 NOT_KEPT = {
-    "transformers-5": {"olmo2", "phi3"} | ROUTED | HERE_ONLY,  # the contract tests run these
-    "vllm": {"olmo2", "phi3"} | ROUTED,
-    "llama.cpp-converter": {"olmo2"},
+    "transformers-5": set(), "vllm": set(), "llama.cpp-converter": set(), "ctranslate2": set(),
     "openvino": {"olmo2", "phi3"},
-    "ctranslate2": set(),
-}
+}  # fmt: skip
 """Types that a client was given by others, or elsewhere: logits equal to 1e-6, of which no row is
 here."""
 SIZES = {"layers": 2, "hidden": 8, "head_dim": 2, "kv_heads": 2, "group": 1, "ffn": 4}

@@ -28,6 +28,16 @@ BASE = {
     "eos_token_id": 1,
     "tie_word_embeddings": False,
 }
+DEEP = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "pad_token_id": 0,
+}
 VARIANTS = {
     "llama": {"model_type": "llama"},
     "llama tied": {"model_type": "llama", "tie_word_embeddings": True},
@@ -88,6 +98,7 @@ VARIANTS = {
         "pad_token_id": 0,
     },
     "olmo2": {"model_type": "olmo2", "pad_token_id": 0},
+    "olmo3": {"model_type": "olmo3", "sliding_window": 8, "pad_token_id": 0},
     "ernie4_5": {"model_type": "ernie4_5", "pad_token_id": 0},
     "exaone4": {
         "model_type": "exaone4",
@@ -96,6 +107,7 @@ VARIANTS = {
         "pad_token_id": 0,
     },
     "glm4": {"model_type": "glm4", "attention_bias": True, "pad_token_id": 0},
+    "starcoder2": {"model_type": "starcoder2", "use_bias": True, "tie_word_embeddings": True},
     "phi3": {"model_type": "phi3", "pad_token_id": 0},
     "phi3 partial": {
         "model_type": "phi3",
@@ -119,6 +131,20 @@ VARIANTS = {
         "moe_intermediate_size": 20,
         "mlp_only_layers": [0],
     },
+    "olmoe": {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
+    # Their first block has no experts.
+    "glm4_moe": {"model_type": "glm4_moe", **DEEP, "use_qk_norm": True, "n_shared_experts": 1},
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **DEEP,
+        "n_shared_experts": 2,
+        "num_key_value_heads": 8,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 12,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    },
 }
 
 
@@ -141,6 +167,9 @@ def tiny(variant: str = "llama", dtype: torch.dtype = torch.float64, **changes):
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(std=0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.3)
     return model.to(dtype)
 
 
@@ -189,7 +218,7 @@ def logits(model, ids: torch.Tensor | None = None) -> torch.Tensor:
     if ids is None:
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(2, VOCABULARY, (3, 24), generator=generator)
-    if hasattr(model.config, "num_experts"):
+    if hasattr(model.config, "num_experts") or hasattr(model.config, "n_routed_experts"):
         model.set_experts_implementation("eager")  # all at once they run in float32 at most
     return model(input_ids=ids, use_cache=False).logits
 

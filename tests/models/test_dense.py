@@ -147,6 +147,24 @@ def test_tensors_that_the_model_does_not_store_are_let_pass(model):
     assert Dense.open(model).dtype == torch.float32
 
 
+@pytest.mark.parametrize("variant", ["glm4_moe", "deepseek_v3"])
+def test_layers_that_draft_tokens_are_left_out(variant, tmp_path):
+    """Releases of these families have them after the last; transformers does not read them."""
+    tm.tiny(variant, torch.float32).save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda w: w.update({"model.layers.2.enorm.weight": torch.ones(32)}))
+    edit(tmp_path, num_nextn_predict_layers=None)
+    with pytest.raises(ModelError, match="more layers than the 2"):
+        Dense.open(tmp_path)
+    edit(tmp_path, num_nextn_predict_layers=1)
+    opened = Dense.open(tmp_path)
+    assert opened.config["num_nextn_predict_layers"] == 0
+    assert "1 tensors that draft" in opened.notes[0]
+    assert not [name for name in opened.files if "layers.2." in name]
+    edit(tmp_path, num_hidden_layers=1)
+    with pytest.raises(ModelError, match=r"more layers than the 1 .*first: model\.layers\.2"):
+        Dense.open(tmp_path)
+
+
 def edit(model, **changes):
     path = model / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

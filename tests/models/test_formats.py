@@ -156,7 +156,7 @@ def test_of_a_type_that_nobody_tried_nothing_is_known():
         assert verdict(name, "llama") == YES
         assert verdict(name, "brand_new") == (YES if name == "transformers" else "not known")
     assert verdict("vLLM", "mixtral") == YES
-    assert verdict("llama.cpp", "mixtral") == "not known"
+    assert verdict("SGLang", "mixtral") == "not known"
     assert verdict("OpenVINO", "qwen3_moe") == "not known"
 
 

@@ -116,12 +116,14 @@ def test_a_layout_is_a_value_also_after_a_journey(variant):
     assert copy == layout
     assert copy is not layout
     architecture = ARCHITECTURES[tm.VARIANTS[variant]["model_type"]]
-    units = {"attention": [] if architecture.attention_kept else [4], "mlp": [40]}
-    expected = 2 * [*units["attention"], *units["mlp"]]
+    attention = [] if architecture.attention_kept else [4]
+    expected = 2 * [*attention, 40]
     if architecture.blocks.experts:
-        channels = 40 if variant == "mixtral" else 20
-        first = units["mlp"] if variant == "qwen3_moe mixed" else 4 * [channels]
-        expected = [4, *first, 4, *(4 * [channels])]
+        own = 20 if "moe_intermediate_size" in tm.VARIANTS[variant] else 40
+        shared = [20] if "n_shared_experts" in tm.VARIANTS[variant] else []
+        routed = [*attention, *shared, *(4 * [own])]
+        dense_first = variant == "qwen3_moe mixed" or shared
+        expected = [*attention, 40, *routed] if dense_first else 2 * routed
     assert [site.units for site in copy.sites] == expected
     assert [site.columns for site in copy.kinds] == [
         site.columns_per_unit * site.units for site in layout.kinds

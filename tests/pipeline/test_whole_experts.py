@@ -21,7 +21,8 @@ from prunings import interrupt
 
 pytestmark = pytest.mark.unchecked  # whole models
 
-VARIANTS = [n for n, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].blocks.experts]
+EXPERTS = [n for n, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].blocks.experts]
+VARIANTS = [n for n in EXPERTS if not ARCHITECTURES[tm.VARIANTS[n]["model_type"]].experts_kept]
 TEXT = {
     "preset": "paper", "samples": 24, "seq_len": 32, "forward_dtype": "float64",
     "compensation": "ridge-to-slice",
@@ -254,6 +255,13 @@ def test_a_model_without_experts_has_none_to_lose(variant, changes):
     config = tm.raw_config(variant, **changes)
     with pytest.raises(OptionError, match=r"and this (llama|qwen3_moe) has none: leave it out"):
         coec.plan(coec.models.description.Description.of(config), expert_sparsity=0.25)
+
+
+@pytest.mark.parametrize("variant", sorted({*EXPERTS} - {*VARIANTS}))
+def test_a_router_that_reads_more_than_its_rows_keeps_all_experts(variant):
+    describe = coec.models.description.Description.of
+    with pytest.raises(OptionError, match=r"keeps all experts \(its router corrects"):
+        coec.plan(describe(tm.raw_config(variant)), expert_sparsity=0.25)
 
 
 def test_how_many_a_token_goes_to_is_the_class_default_where_the_file_says_nothing():

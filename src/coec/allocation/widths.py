@@ -89,7 +89,7 @@ def aligned_down(site: Site, count: int, multiple: int | None) -> int:
 
 
 def _of_site(site: Site, multiple: int) -> int:
-    return math.lcm(multiple, OF_EXPERTS) if site.routed else multiple
+    return math.lcm(multiple, OF_EXPERTS) if site.as_experts else multiple
 
 
 def _up(count: int, multiple: int) -> int:

@@ -178,11 +178,24 @@ class BlockPattern:
 
 _QKV = "self_attn.qkv_proj"
 _MIXTRAL = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2", count="num_local_experts")
+_DEEPSEEK = ExpertNames(count="n_routed_experts")
+# Of n shared experts, a unit is the same channel of each: all keep as many as a routed one.
+_SHARED = replace(
+    MLP,
+    name="shared",
+    counted_by="expert_ffn",
+    producers=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    consumer="mlp.shared_experts.down_proj",
+)
 _BLOCKS = {
     # The names of Llama, which most families share.
     "llama": BlockPattern(),
     # The same for attention that cannot lose units without becoming another function.
     "mlp_only": BlockPattern(sites=(MLP,)),
+    # An MLP of two matrices, whose units no gate multiplies.
+    "ungated": BlockPattern(
+        sites=(ATTENTION, replace(MLP, producers=("mlp.c_fc",), consumer="mlp.c_proj"))
+    ),
     # Query, key and value in one matrix; gate and up in another.
     "fused": BlockPattern(
         sites=(
@@ -196,10 +209,18 @@ _BLOCKS = {
     ),
     # Experts with `intermediate_size` channels.
     "mixtral": BlockPattern(sites=(ATTENTION, _MIXTRAL.site("ffn")), experts=_MIXTRAL),
+    # The same under other names, and attention that cannot lose units.
+    "olmoe": BlockPattern(sites=(ExpertNames().site("ffn"),), experts=ExpertNames()),
     # Experts with a size of their own in some blocks, an MLP in the others.
     "qwen_moe": BlockPattern(
         sites=(ATTENTION, MLP, ExpertNames().site("expert_ffn")), experts=ExpertNames()
     ),
+    # And experts that every token passes, side by side in one module.
+    "glm_moe": BlockPattern(
+        sites=(ATTENTION, MLP, _SHARED, _DEEPSEEK.site("expert_ffn")), experts=_DEEPSEEK
+    ),
+    # The same, and attention whose keys and values are of low rank.
+    "deepseek": BlockPattern(sites=(MLP, _SHARED, _DEEPSEEK.site("expert_ffn")), experts=_DEEPSEEK),
 }
 
 
@@ -219,6 +240,7 @@ class Architecture:
         rope_keys: keys that its `rope_scaling` must have in transformers 4.57, if that accepts no
             others.
         attention_kept: why attention keeps all its units; empty if it may lose some.
+        experts_kept: why no expert may go whole, likewise.
     """
 
     model_type: str
@@ -231,6 +253,7 @@ class Architecture:
     adds: str = ""
     rope_keys: tuple[str, ...] = ()
     attention_kept: str = ""
+    experts_kept: str = ""
     blocks: BlockPattern = _BLOCKS["llama"]
 
     def added(self, shape: Shape) -> JsonDict:

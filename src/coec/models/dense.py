@@ -24,6 +24,7 @@ from coec.models.description import (
     check_headers,
     check_layers,
     compute_buffers,
+    drafts_of,
     has_separate_head,
 )
 from coec.models.files import opened, parse_json, read_headers
@@ -77,9 +78,15 @@ class Dense(Description):
         folder = find_model(model)
         config = read_config(folder)
         headers = read_headers(folder)
+        notes: list[str] = []
+        if drafts := drafts_of(headers, config):
+            headers = {name: header for name, header in headers.items() if name not in drafts}
+            notes.append(
+                f"{len(drafts)} tensors that draft further tokens ({min(drafts)}, …) are left out: "
+                "what is written is for servers without such drafts"
+            )
         check_layers(folder, headers, config)
         described = Description.of(config)
-        notes: list[str] = []
         if described.tied and has_separate_head(folder, headers):
             described = Description.of({**config, "tie_word_embeddings": False})
             notes.append(

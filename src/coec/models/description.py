@@ -26,6 +26,9 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.")
 HEAD, _EMBEDDING = Layout.head, Layout.embedding
 _PARAMETER = re.compile(r"(model|lm_head)\..*(weight|bias)")
 """Names of tensors that would change the function of a model with another configuration."""
+DRAFTS = "num_nextn_predict_layers"
+"""Configuration key of the number of layers after the last: servers draft further tokens with
+them, and transformers does not read them. They are left out."""
 _POSITIONS = "max_position_embeddings"
 _PARTIAL = "partial_rotary_factor"
 """Fraction of a head that is rotated; the old form has it beside `rope_scaling`."""
@@ -63,6 +66,7 @@ class Description:
             read_size(config, key, 1)  # the classes below have defaults of these sizes
         config = {key: value for key, value in config.items() if key != "quantization_config"}
         config = _with_both_ropes(config, architecture.rope_keys)
+        config |= {DRAFTS: 0} if DRAFTS in config else {}
         model = _skeleton(_stock(config))  # is read, and not changed
         resolved = model.config
         experts = architecture.blocks.experts
@@ -221,6 +225,15 @@ def _scaling(rope: JsonDict, keys: tuple[str, ...]) -> JsonDict | None:
         return {key: rope_type if key == "type" else rope.get(key) for key in keys}
     separate = ("rope_theta", "rope_type", "type", _PARTIAL)
     return {"rope_type": rope_type, **{k: v for k, v in rope.items() if k not in separate}}
+
+
+def drafts_of(headers: Mapping[str, Header], config: JsonDict) -> set[str]:
+    """Names of the tensors of the layers that `DRAFTS` counts."""
+    layers, drafts = (config.get(key) for key in ("num_hidden_layers", DRAFTS))
+    if not isinstance(layers, int) or not isinstance(drafts, int):
+        return set()
+    numbers = {name: int(match[1]) for name in headers if (match := LAYER.match(name))}
+    return {name for name, number in numbers.items() if layers <= number < layers + drafts}
 
 
 def check_layers(folder: Path, headers: Mapping[str, Header], config: JsonDict) -> None:

@@ -314,7 +314,7 @@ def _rewritten(
         **{key: value for key, value in config.items() if key not in dropped},
         "model_type": target.model_type,
         "architectures": [target.class_name],
-        "head_dim": pruned.head_dim,
+        **({} if target.attention_kept else {"head_dim": pruned.head_dim}),
         **pruned.keys(),
         **{key: pruned.experts for key in EXPERT_COUNTS if config.get(key) is not None},
         **by_block,

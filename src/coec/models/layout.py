@@ -18,6 +18,7 @@ LIMITS = {
     "moe_intermediate_size": 2**22,
     "num_experts": 2**14,
     "num_local_experts": 2**14,
+    "n_routed_experts": 2**14,
     "num_attention_heads": 2**14,
     "num_key_value_heads": 2**14,
     "head_dim": 2**14,
@@ -68,7 +69,7 @@ BLOCK_WIDTHS = "block_widths"
 """Configuration key of the widths that differ by block: one table of keys for each block."""
 RANKS = "ranks"
 """Configuration key of low rank: for each block the ranks of its layers, by their names in it."""
-EXPERT_COUNTS = ("num_local_experts", "num_experts")
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Configuration keys with the number of experts in a block; a configuration may have both."""
 
 
@@ -210,6 +211,11 @@ class Site:
     def routed(self) -> bool:
         """True for a site of an expert, which may get no token at all."""
         return self.kind != self.name
+
+    @property
+    def as_experts(self) -> bool:
+        """True for a site that keeps as many units as every expert: of one, or of shared ones."""
+        return self.kind in ("expert", "shared")
 
     @property
     def expert(self) -> int | None:

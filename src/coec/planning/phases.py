@@ -105,10 +105,9 @@ class PlanWork:
         sequential = self.recipe.reconstruction.sequential
         windows = self.recipe.calibration.windows if sequential else None
         self.batch = batch_size(plan.seq_len, windows) * plan.seq_len  # tokens run at once
-        names, config = plan.model.architecture.blocks.experts, plan.model.config
-        routed = float(config.get("num_experts_per_tok") or 1)
+        routed = float(plan.model.config.get("num_experts_per_tok") or 1)
         # Fraction of the experts that a token meets.
-        self.active = 1.0 if names is None else routed / float(config.get(names.count) or routed)
+        self.active = routed / float(plan.dense.experts or routed)
 
     def forward(
         self, tokens: float, times: float = 1.0, *, half: str = "", pruned: bool = False

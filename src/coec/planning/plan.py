@@ -368,19 +368,19 @@ def _pruned_sizes(model: Description, widths: Widths) -> Shape:
 
     Raises OptionError where experts of one block keep different numbers of channels.
     """
+    size_names = {pattern.name: pattern.counted_by for pattern in model.architecture.blocks.sites}
     kept: dict[tuple[int, str], set[int]] = {}
     for site in model.layout.sites:
-        kept.setdefault((site.block, site.kind), set()).add(widths.of(site))
-    size_names = {pattern.name: pattern.counted_by for pattern in model.architecture.blocks.sites}
+        kept.setdefault((site.block, size_names[site.kind]), set()).add(widths.of(site))
     widest: dict[str, int] = {}
     by_block: list[dict[str, int]] = [{} for _ in range(model.shape.layers)]
-    for (block, site_kind), counts in kept.items():
+    for (block, name), counts in kept.items():
         if len(counts) > 1:
             raise OptionError(
                 f"experts of one block keep {min(counts):,} to {max(counts):,} channels, which no "
                 "format holds: keep as many in every expert"
             )
-        name, width = size_names[site_kind], max(counts)
+        width = max(counts)
         by_block[block][name] = width
         widest[name] = max(width, widest.get(name, 0))
     pruned = model.shape.with_blocks([widest | sizes for sizes in by_block])
@@ -422,6 +422,11 @@ def _check_experts(model: Description, sparsity: float) -> None:
         raise OptionError(
             f"expert_sparsity removes whole experts, and this {model.architecture.model_type} has "
             "none: leave it out"
+        )
+    if reason := model.architecture.experts_kept:
+        raise OptionError(
+            f"{model.architecture.model_type} keeps all experts ({reason}), got expert_sparsity = "
+            f"{sparsity:g}: leave it out"
         )
     chosen, remaining = int(model.config["num_experts_per_tok"]), kept_count(count, sparsity)
     if remaining < chosen:

@@ -115,7 +115,9 @@ class Head:
         for module, name in (
             (model.base_model.norm, layout.norm), (model.get_output_embeddings(), head)
         ):  # fmt: skip
-            module.weight = nn.Parameter(dense.tensor(name).to(device, dtype), requires_grad=False)
+            for key in dict(module.named_parameters()):
+                tensor = dense.tensor(name.removesuffix("weight") + key).to(device, dtype)
+                setattr(module, key, nn.Parameter(tensor, requires_grad=False))
         self._model = model
         self._given.in_tuple = not self._returns_all()
 
@@ -138,9 +140,12 @@ class Head:
 
     @torch.no_grad()
     def normed(self, state: Float[Tensor, "n length h"]) -> Float[Tensor, "n length h"]:
-        """Return hidden states after the final norm, its weight taken as 1."""
-        ones = {"weight": torch.ones_like(self.norm)}
-        out: Tensor = functional_call(self._model.base_model.norm, ones, state.to(self._device))
+        """Return hidden states after the final norm, its weight taken as 1 and a bias as 0."""
+        norm = self._model.base_model.norm
+        plain = {
+            key: torch.full_like(held, key == "weight") for key, held in norm.named_parameters()
+        }
+        out: Tensor = functional_call(norm, plain, state.to(self._device))
         return out
 
     @torch.no_grad()
