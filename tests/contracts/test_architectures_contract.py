@@ -129,6 +129,11 @@ TARGETED = {
         if values["model_type"] not in LOADERS[TARGETS[target]].types
     },
     **{("cohere2", target): None for target in ("vllm", "llama.cpp")},
+    **{
+        (variant, "llama.cpp"): None
+        for variant in ("exaone4", "starcoder2", "phi3", "phi3 partial")
+    },
+    ("deepseek_v3", "vllm"): None,
 }
 """The model type written for a loader where it is not the one written for transformers; None where
 no type will do."""

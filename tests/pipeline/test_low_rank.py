@@ -32,7 +32,7 @@ from coec.streaming.sensitivity import Truncations
 SETTINGS = {"preset": "paper", "samples": 12, "seq_len": 32, "low_rank": True}
 CPU = torch.device("cpu")
 TYPES = ("llama", "mistral", "qwen2", "qwen3", "granite", "seed_oss", "smollm3", "phi3",
-         "ernie4_5")  # fmt: skip
+         "ernie4_5", "starcoder2")  # fmt: skip
 VARIANTS = [v for v, c in tm.VARIANTS.items() if c["model_type"] in TYPES]
 REFUSED = [v for v in tm.VARIANTS if v not in VARIANTS]
 
