@@ -24,6 +24,7 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
+import tiny_models as tm
 from coec.compensation.auto import CANDIDATES, SOLVERS
 from coec.compensation.coec import coec
 from coec.settings import CoecOptions
@@ -50,11 +51,15 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 def pytest_collection_modifyitems(items):
     """Before any is deselected: what needs a browser says so by its fixture, and is marked.
 
-    Files of long tests come first, so that no core is left waiting for one at the end.
+    Of tests that every kind of model has, those of the less usual kinds are slow ones. Files of
+    long tests come first, so that no core is left waiting for one at the end.
     """
     for item in items:
         if "browser" in item.fixturenames:
             item.add_marker(pytest.mark.browser)
+        variant = item.callspec.params.get("variant") if hasattr(item, "callspec") else None
+        if variant in tm.VARIANTS and variant not in tm.USUAL:
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.path.name not in LONG)
     gc.freeze()  # what is imported by now stays, and need not be searched for garbage again
 

@@ -147,6 +147,9 @@ VARIANTS = {
     },
 }
 
+USUAL = ("llama", "qwen2", "qwen3", "gemma2", "starcoder2", "phi3", "mixtral", "deepseek_v3")
+"""Those that every run of the tests takes; the others take `make slow`."""
+
 
 def raw_config(variant: str = "llama", **changes) -> dict:
     """A configuration as config.json has it."""

@@ -90,6 +90,7 @@ def test_our_own_units_give_our_own_model_and_nothing_is_selected(
     assert "- selection: given;" in card
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sparsity", [0.3, 0.1])
 def test_and_so_does_best_which_then_tries_no_candidates(sparsity, dense, tokens, tmp_path):
     how = {**BRIEF, "calibration": tokens, "samples": 24, "seq_len": 32}
@@ -293,6 +294,7 @@ def test_a_file_that_was_changed_is_another_run(dense, tokens, tmp_path, monkeyp
     assert stored["layers.0.mlp"].tolist() == UNITS["mlp"]
 
 
+@pytest.mark.slow
 def test_a_grid_names_files_and_knows_them_by_their_content(dense, tokens, tmp_path, monkeypatch):
     """A relative path is relative to where the command runs, as those of texts are."""
     monkeypatch.chdir(tmp_path)

@@ -42,6 +42,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_are_the_file_that_says_the_same(kind, dense, texts, tmp_path):
     parts, file = texts
@@ -57,6 +58,7 @@ def test_documents_are_the_file_that_says_the_same(kind, dense, texts, tmp_path)
     assert measured.text_sha256 == coec.perplexity(dense, file, seq_len=16).text_sha256
 
 
+@pytest.mark.slow
 def test_statistics_and_training_take_them_too(dense, texts, tmp_path):
     parts, file = texts
     collected = {key: value for key, value in PRUNING.items() if key in ("samples", "seq_len")}
@@ -72,6 +74,7 @@ def test_statistics_and_training_take_them_too(dense, texts, tmp_path):
     assert given.recoveries[-1]["text"]["source"] == "documents"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_documents_only(dense, texts, tmp_path, monkeypatch):
     parts, _ = texts
     out, settings = tmp_path / "out", PRUNING | {"preset": "paper", "rounds": 1}

@@ -113,6 +113,7 @@ def test_the_aligned_objective_falls_in_every_round(seed):
     assert objectives[-1] <= objectives[0]
 
 
+@pytest.mark.slow
 def test_rounding_of_equal_value_rows_does_not_move_the_weight():
     """Eight equal KV rows, six query heads each: beyond the rank any direction would do."""
     m, d, k = 60, 64, 48
@@ -151,6 +152,7 @@ def test_alignment_hardly_costs_steps():
     assert sum(steps(aligned=True, seed=seed) for seed in range(4)) <= 1.5 * plain
 
 
+@pytest.mark.slow
 def test_an_error_that_alignment_raises_above_rcpu_is_said():
     W, gram, kept, value = attention(seed=1)
     said = "the relative error lies above RCPU's"

@@ -24,6 +24,7 @@ def case(m=6, d=10, k=7, kind="power law", seed=0):
 # fallbacks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_a_descent_that_ends_above_rcpu_is_replaced_by_it(seed):
     """Turning one side alone, and not to the end, need not reach what RCPU gets in one step."""
@@ -187,6 +188,7 @@ def test_a_gram_keeps_what_it_knows_in_another_dtype_and_in_a_sum():
 # extreme sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", COMPENSATIONS)
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 @pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])

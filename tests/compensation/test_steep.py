@@ -24,6 +24,7 @@ def problem(large=1e3, power=0.5, tokens=4, aligned=False, compensated=True):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("large", [1e2, 1e4])
 @pytest.mark.parametrize("compensated", [False, True])
@@ -114,6 +115,7 @@ def test_a_named_method_above_the_slice_gives_way_to_it(monkeypatch):
     assert result.diagnostics["events"] == [said]
 
 
+@pytest.mark.slow
 def test_coec_above_the_slice_gives_way_to_rcpu(monkeypatch):
     """A penalty that outweighs everything else trades the error away."""
     W, gram, kept = problems.weight(20, 20), problems.gram("white", 20), problems.kept(20, 18)

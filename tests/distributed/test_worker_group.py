@@ -93,6 +93,7 @@ def test_any_number_of_places_gives_the_same_bits(count, place, tmp_path, monkey
     assert equal(found, load_file(place / "uniform" / "model.safetensors"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kv_groups"),
     [

@@ -142,6 +142,7 @@ def test_a_row_that_is_written_again_keeps_what_nobody_reads(tmp_path):
         changed.changed(grids=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place",
     [

@@ -282,6 +282,7 @@ def test_a_failed_cell_is_a_row_and_the_rest_goes_on(place, monkeypatch, tmp_pat
     assert len((tmp_path / "out" / RESULTS).read_text().splitlines()) == 13
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), OSError(28, "no space left")])
 def test_a_dense_pass_that_fails_costs_only_its_cells(place, monkeypatch, tmp_path, error):
     original = module.collect
@@ -757,6 +758,7 @@ def test_the_command_takes_statistics(place, tmp_path, monkeypatch, capsys):
     assert {row["settings"].get("samples") for row in rows} == {None, 6}
 
 
+@pytest.mark.slow
 def test_rows_say_what_auto_chose_and_of_what(place, tmp_path):
     text = (place / "grid.toml").read_text().partition("[[variants]]")
     models = "[[models]]" + text[2].partition("[[models]]")[2]
@@ -795,6 +797,7 @@ def test_cells_that_run_both_models_take_the_text_itself(place, tmp_path):
     assert not any("reconstruction" in site for site in paper.record["sites"])
 
 
+@pytest.mark.slow
 def test_a_group_of_such_cells_alone_collects_nothing(place, tmp_path, monkeypatch):
     """Its rows have the distance from the dense model too, and frames, if asked for."""
     text = (place / "grid.toml").read_text().partition("[[variants]]")

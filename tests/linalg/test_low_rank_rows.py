@@ -31,6 +31,7 @@ def by_alternation(W, G, rank, seed):
     return A @ B
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("rank", [1, 3])
 def test_no_factors_come_nearer(shape, rank):

@@ -240,6 +240,7 @@ def test_the_local_problem_touches_from_above(shape):
         assert p.at(other).value <= local.objective(other) + EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", JOINT_SHAPES)
 @pytest.mark.parametrize("aligned", [False, True])
 def test_joint_steps_go_down_and_end_stationary(shape, aligned):

@@ -55,6 +55,7 @@ def command_of(folder):
     return words[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

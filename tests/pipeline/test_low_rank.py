@@ -165,6 +165,7 @@ def test_the_record_says_what_was_done(dense, made):
     assert "--no-guard" not in command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["paper", "fast", "balanced", "best"])
 def test_the_recorded_settings_make_it_again(preset, dense, ids, tmp_path):
     """Every preset brings what low rank takes, and nothing that it refuses."""
@@ -218,6 +219,7 @@ evaluate = {{ text = {str(ids)!r}, seq_len = 32, max_windows = 8 }}
     assert all(site.error_after > 0 and site.geometry.angle_oc is None for site in row.sites)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lora", "rate"), [(None, 3e-4), (2, 3e-3)], ids=["weights", "additions"])
 def test_it_is_trained_as_any_other_and_stays_what_it_was(
     lora, rate, dense, made, ids, tmp_path, modules
@@ -244,6 +246,7 @@ def test_it_is_trained_as_any_other_and_stays_what_it_was(
     torch.testing.assert_close(tm.logits(loaded), tm.logits(own))
 
 
+@pytest.mark.slow
 def test_narrow_weights_run_on_the_cpu(ids, tmp_path, modules):
     dense = tm.save(tm.tiny("qwen2", torch.bfloat16), tmp_path / "dense")
     prune(dense, tmp_path / "out", ids, allocation="error")

@@ -113,6 +113,7 @@ def test_without_a_step_the_independent_form_is_the_dense_pass(dense, tokens, tm
             torch.testing.assert_close(mine[name], theirs[name], rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_held_out_windows_choose_the_number_of_groups(best, dense, tokens, tmp_path):
     root, reports = best
     scores = {}
@@ -144,6 +145,7 @@ def test_the_nearer_candidate_is_made_though_the_other_likes_the_windows(
     assert report.reconstruction["candidates"]["all"]["perplexity"] == 3.0
 
 
+@pytest.mark.slow
 def test_the_last_half_block_is_fitted_to_the_predictions(dense, tokens, tmp_path):
     """Only its weights change, the report says by how much, and held-out KL falls."""
     settings = {"preset": "best", "kv_groups": "uniform", "self_samples": 0.0,
@@ -200,6 +202,7 @@ def test_steps_are_taken_back_where_they_harm_held_out_windows(dense, tokens, tm
     assert all(row["error_after"] <= row["error_before"] for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_an_interrupted_run_goes_on_to_the_same_bytes(
     dense, tokens, best, after, tmp_path, monkeypatch
@@ -293,6 +296,7 @@ def test_a_candidate_that_cannot_be_is_left_out_and_named(dense, tokens, tmp_pat
     assert any("kv_groups = all was not tried: " in note for note in report.plan["notes"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["llama", "mistral", "qwen2", "granite", "seed_oss"])
 @pytest.mark.parametrize("settings", [
     {"preset": "best", "kv_groups": "uniform", "self_samples": 0.0, **QUICK},
@@ -329,6 +333,7 @@ def test_going_on_keeps_no_graph_of_what_is_passed(dense, tokens, tmp_path, monk
     assert not any(flag for flags in seen for flag in flags)
 
 
+@pytest.mark.slow
 def test_a_damaged_piece_of_an_ended_candidate_is_made_again(
     dense, tokens, best, tmp_path, monkeypatch
 ):

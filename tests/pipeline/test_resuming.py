@@ -85,6 +85,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", PAIRS, ids=lambda o: "-".join(map(str, o)))
 def test_going_on_gives_the_same_bytes(options, dense, solved, tmp_path, monkeypatch):
     if PAIRS.index(options) % 2:
@@ -307,6 +308,7 @@ def changed(model, name):
     return lambda: path.write_bytes(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "name"),
     [*((run, OTHER) for run in BEGUN), ("prune", "model.norm.weight"), ("self", "lm_head.weight"),

@@ -137,6 +137,7 @@ def test_a_grid_recovers_its_cells(pruned_and_recovered, dense, tokens, tmp_path
     assert by_budget[1000] == pytest.approx(told.kl, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_same_curve(dense, pruned, tokens, tmp_path):
     launch = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
     settings = ["--tokens", "512", "--seq-len", "32", "--batch-size", "8", "--device", "cpu"]

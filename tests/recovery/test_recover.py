@@ -92,6 +92,7 @@ def test_a_report_is_one_line_and_in_a_notebook_one_table(recovered):
     assert "KL after training" in report._repr_html_()
 
 
+@pytest.mark.slow
 def test_a_harmful_training_leaves_the_start(dense, pruned, tokens, tmp_path):
     settings = {**SETTINGS, "learning_rate": 1.0}
     report = coec.recover(dense, pruned, tmp_path / "out", text=tokens, **settings)
@@ -131,6 +132,7 @@ def test_predictions_that_were_stored_stand_for_the_teacher(
     assert other["after"] == pytest.approx(one["after"], rel=5e-3)
 
 
+@pytest.mark.slow
 def test_text_that_the_dense_model_writes(dense, pruned, tmp_path):
     settings = {**SETTINGS, "text": "self", "tokens": 2048}
     one, other = (coec.recover(dense, pruned, tmp_path / n, **settings) for n in "ab")
@@ -156,6 +158,7 @@ def test_a_speed_is_measured(dense, pruned):
     assert all(parameter.grad is None for parameter in student.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["state", "text", "start"])
 def test_a_run_that_was_ended_goes_on_to_the_same_bits(
     ending, recovered, dense, pruned, tokens, tmp_path, monkeypatch

@@ -15,6 +15,7 @@ def whole(whole_report):
     return {f.title: f for section in whole_report.sections for f in section.figures.values()}
 
 
+@pytest.mark.slow
 def test_calibration_size_has_a_panel_per_model_and_sparsity(whole):
     figure = whole["Perplexity by samples"]
     assert len(figure.panels) == 3 * 3
