@@ -15,7 +15,7 @@ import coec
 import tiny_models as tm
 from coec.cli import main
 from coec.cli.commands import app
-from coec.cli.prune import prune_command
+from coec.cli.prune import measuring, named, prune_command
 from coec.compensation import COMPENSATIONS
 from coec.models.architectures import ARCHITECTURES
 from coec.selection import SELECTIONS
@@ -88,6 +88,22 @@ def test_every_option_of_every_compensation_is_a_flag_with_a_description(run):
     flags = inspect.signature(prune_command).parameters
     assert flags.keys() > options
     assert "Default: 0.9." in out
+
+
+@pytest.mark.parametrize(
+    ("text", "flag"),
+    [("wikitext2", ""), ("hub:a/b", " --text hub:a/b"), ("self", " --text self"),
+     ("my text.txt", " --text OTHER.txt")],
+)  # fmt: skip
+def test_the_command_that_measures_takes_other_text(text, flag):
+    assert measuring("m", "o", text) == f"measure it: coec eval o --baseline m{flag}"
+
+
+def test_what_is_in_the_current_folder_is_named_from_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert named(f"{tmp_path}/a b") == "'a b'"
+    assert named("/elsewhere/out") == "/elsewhere/out"
+    assert named("owner/model") == "owner/model"
 
 
 def test_prune_then_eval(dense, tokens, run, tmp_path):

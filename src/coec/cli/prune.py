@@ -357,18 +357,27 @@ def _show_report(report: "Report", as_json: bool) -> None:
 
 def _next(report: "Report") -> Iterator[str]:
     """Yield the commands that measure a pruned model, and train it on its calibration text."""
+    text = str(report.recipe["calibration"])
+    training = "" if text == "wikitext2" else f" --text {shlex.quote(text)}"
+    model, out, trained = map(named, (report.model, report.out, f"{report.out}-trained"))
+    yield measuring(model, out, text)
+    yield f"train it a little: coec recover {model} {out} {trained}{training}"
+
+
+def measuring(model: str, out: str, text: str) -> str:
+    """Return a line with the command that measures `out`, on other text than it was made from."""
     from coec.calibration.sources import is_named
 
-    text = str(report.recipe["calibration"])
-    training, test = f" --text {shlex.quote(text)}", " --text OTHER.txt"
-    if text == "wikitext2":
-        training = test = ""
-    elif is_named(text) or text == "self":  # whose test split, or seed, is another
-        test = training
-    places = report.model, report.out, f"{report.out}-trained"
-    model, out, trained = map(shlex.quote, places)
-    yield f"measure it: coec eval {out} --baseline {model}{test}"
-    yield f"train it a little: coec recover {model} {out} {trained}{training}"
+    other = text if is_named(text) or text == "self" else "OTHER.txt"  # test split, or seed
+    test = "" if text == "wikitext2" else f" --text {shlex.quote(other)}"
+    return f"measure it: coec eval {out} --baseline {model}{test}"
+
+
+def named(path: str) -> str:
+    """Return a path as a command line in the current folder names it."""
+    here = Path.cwd()
+    inside = Path(path).is_relative_to(here)
+    return shlex.quote(str(Path(path).relative_to(here)) if inside else path)
 
 
 def _lines(report: "Report") -> Iterator[str]:
@@ -376,7 +385,7 @@ def _lines(report: "Report") -> Iterator[str]:
 
     plan, widths = report.plan, report.plan["widths"]
     before, after = plan["parameters"]["before"], plan["parameters"]["after"]
-    yield f"wrote {report.out}"
+    yield f"wrote {named(report.out)}"
     yield f"parameters       {before:,} → {after:,} ({after / before:.1%})"
     for name, label, unit in _WIDTHS:
         if width := widths.get(name):

@@ -10,7 +10,7 @@ import typer
 from coec.cli import common
 from coec.cli.common import CommandFlag, Switch, Values
 from coec.cli.progress import showing_progress
-from coec.cli.prune import machine_of
+from coec.cli.prune import machine_of, measuring, named
 from coec.settings.recovery import Recovery
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def show_recovery(report: "Report", as_json: bool) -> None:
     record = report.recoveries[-1]
     text, judged = record["text"], record["held_out"]
     weights = "all weights" if record["lora"] is None else f"additions of rank {record['lora']}"
-    common.results.print(f"wrote {report.out}")
+    common.results.print(f"wrote {named(report.out)}")
     common.results.print(
         f"trained          {weights} on {record['tokens']:,} tokens of {text['source']} "
         f"({record['passes']:.2g} passes), learning rate {record['learning_rate']:.2g}"
@@ -95,7 +95,8 @@ def show_recovery(report: "Report", as_json: bool) -> None:
             "gives more"
         )
     common.results.print(f"seconds          {record['seconds']:.1f}")
-    common.results.print(f"measure it: coec eval {report.out} --baseline {report.model}")
+    model, out = named(report.model), named(report.out)
+    common.results.print(measuring(model, out, text["source"]))
 
 
 def _show_ways(dense: str, pruned: str, settings: Values, flags: Mapping[str, Any]) -> None:
