@@ -32,7 +32,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; n = min(os.cpu_count() or 1, 4); pri
 test: .venv/ready  ## the test suite
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-slow: .venv/ready  ## what test leaves out: long runs, many cases, a browser, a GPU, lm-eval's command
+slow: .venv/ready  ## what test leaves out: long runs, less usual models, many cases, a browser, a GPU, lm-eval's command
 	@$(BIN)/python -m pytest -m "(many or browser or gpu or slow) and not (crash or fuzz or llama_cpp or chains or ray)" -n $(WORKERS) --dist worksteal
 
 crash: .venv/ready  ## runs that are killed and go on, which test leaves out too (COEC_CRASH_RUNS each)

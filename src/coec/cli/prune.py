@@ -358,10 +358,9 @@ def _show_report(report: "Report", as_json: bool) -> None:
 def _next(report: "Report") -> Iterator[str]:
     """Yield the commands that measure a pruned model, and train it on its calibration text."""
     text = str(report.recipe["calibration"])
-    training = "" if text == "wikitext2" else f" --text {shlex.quote(text)}"
     model, out, trained = map(named, (report.model, report.out, f"{report.out}-trained"))
-    yield measuring(model, out, text)
-    yield f"train it a little: coec recover {model} {out} {trained}{training}"
+    yield measuring(report.model, report.out, text)
+    yield f"train it a little: coec recover {model} {out} {trained}{_text_flag(text)}"
 
 
 def measuring(model: str, out: str, text: str) -> str:
@@ -369,8 +368,12 @@ def measuring(model: str, out: str, text: str) -> str:
     from coec.calibration.sources import is_named
 
     other = text if is_named(text) or text == "self" else "OTHER.txt"  # test split, or seed
-    test = "" if text == "wikitext2" else f" --text {shlex.quote(other)}"
-    return f"measure it: coec eval {out} --baseline {model}{test}"
+    return f"measure it: coec eval {named(out)} --baseline {named(model)}{_text_flag(other)}"
+
+
+def _text_flag(text: str) -> str:
+    """Return the flag that names a text; "" for the text that commands take without one."""
+    return "" if text == "wikitext2" else f" --text {shlex.quote(text)}"
 
 
 def named(path: str) -> str:

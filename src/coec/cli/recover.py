@@ -95,8 +95,7 @@ def show_recovery(report: "Report", as_json: bool) -> None:
             "gives more"
         )
     common.results.print(f"seconds          {record['seconds']:.1f}")
-    model, out = named(report.model), named(report.out)
-    common.results.print(measuring(model, out, text["source"]))
+    common.results.print(measuring(report.model, report.out, text["source"]))
 
 
 def _show_ways(dense: str, pruned: str, settings: Values, flags: Mapping[str, Any]) -> None:
