@@ -1,7 +1,7 @@
 """The frontier: what every preset gives, and what it costs, as a table and a picture.
 
     python -m benchmarks.presets [--models wt2-llama] [--presets paper fast best] [--sparsity 0.3]
-        [--seeds 0] [--draw]
+        [--seeds 0] [--missing] [--draw]
 
 Small trained models, 64 windows of 256 tokens, one thread, uniform widths and, but for `paper`,
 widths by block. Every pruning is `coec prune` as a process of its own. CPU time, not time on the
@@ -9,8 +9,9 @@ wall, so that other work on the machine counts little; it holds loading, checks,
 Ratios are over `paper` of the same model, sparsity and seed, CPU seconds without those that Python
 and its imports take to start. Perplexity and KL are of the first 400 test windows.
 
-Writes benchmarks/results/presets.json and, from it, presets.png; `--draw` only draws. The dotted
-line is the lowest perplexity of the programs in benchmarks/results/peers.json, at 30 %.
+Writes every row into benchmarks/results/presets.json, in the place of the one before, and makes
+tables and presets.png of all that are there; `--missing` leaves out those that are, `--draw` all.
+The dotted line is the lowest perplexity of the programs in benchmarks/results/peers.json, at 30 %.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,6 @@ from coec.settings import PRESETS
 
 BASELINE = "paper"
 WINDOWS = 400
-COLUMNS = ("CPU s", "wall s", "MiB", "CPU", "memory", "ppl", "KL")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -46,11 +47,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--presets", nargs="+", choices=list(PRESETS), default=list(PRESETS))
     parser.add_argument("--sparsity", nargs="+", type=float, default=[SPARSITY])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--missing", action="store_true")
     parser.add_argument("--draw", action="store_true")
     chosen = parser.parse_args(arguments)
     if not chosen.draw:
         measure_all(chosen, arguments)
-    draw()
+    rows = record.load("presets")["rows"]
+    print(tables(rows))
+    draw(rows)
 
 
 def measure_all(chosen: argparse.Namespace, arguments: list[str] | None) -> None:
@@ -58,36 +62,72 @@ def measure_all(chosen: argparse.Namespace, arguments: list[str] | None) -> None
     print(f"Presets. {record.header()}\n", flush=True)
     start = spent([sys.executable, "-c", "import coec; coec.prune"])["cpu"]
     print(f"start: {start:.1f} CPU s")
-    print(f"{'model':<14}{'%':>3}{'seed':>5} {'preset':<20}" + "".join(f"{c:>8}" for c in COLUMNS))
-    rows: list[dict[str, Any]] = []
     widths = [(p, by_block) for p in chosen.presets for by_block in (False, True)]
-    cases = [(m, p, seed) for m in chosen.models for p in chosen.sparsity for seed in chosen.seeds]
-    for model, sparsity, seed in cases:
-        base: dict[str, Any] | None = None
+    for model, sparsity, seed in product(chosen.models, chosen.sparsity, chosen.seeds):
         for preset, by_block in widths:
             if preset == BASELINE and by_block:
                 continue
             case = {"model": model, "sparsity": sparsity, "seed": seed}
+            key = "|".join(map(str, (*case.values(), preset, by_block)))
+            done = {row["key"] for row in record.load("presets").get("rows", ())}
+            if chosen.missing and key in done:
+                continue
             numbers = measure(**case, preset=preset, by_block=by_block, shared=chosen.shared)
-            row = {**case, "preset": preset, "by_block": by_block, **numbers}
-            base = row if preset == BASELINE else base
-            ratios = f"{'–':>8}{'–':>8}"
-            if base:
-                cpu, memory = row["cpu"] - start, row["bytes"] / base["bytes"]
-                ratios = f"{cpu / (base['cpu'] - start):>8.2f}{memory:>8.2f}"
+            numbers["cpu"] -= start
+            name = preset + ", by block" * by_block
+            row = {"key": key, **case, "preset": preset, "by_block": by_block, **numbers}
+            rows = record.merged(record.load("presets").get("rows", []), [row], "key")
+            record.save("presets", arguments, {"rows": sorted(rows, key=_order)})
             print(
-                f"{model:<14}{100 * sparsity:>3.0f}{seed:>5} {preset + ', by block' * by_block:<20}"
-                f"{row['cpu']:>8.1f}{row['wall']:>8.1f}{row['bytes'] / 2**20:>8.0f}{ratios}"
+                f"{model:<14}{100 * sparsity:>3.0f} %{seed:>3} {name:<20}"
+                f"{row['cpu']:>8.1f} CPU s{row['bytes'] / 2**20:>8.0f} MiB"
                 f"{row['perplexity']:>8.3f}{row['kl']:>8.4f}",
                 flush=True,
             )
-            rows.append(row)
-            record.save("presets", arguments, {"start": start, "rows": rows})
+
+
+def tables(rows: list[dict[str, Any]]) -> str:
+    """Return a table for every sparsity, in Markdown; numbers are means where seeds are several.
+
+    Seconds, and how many times those of `paper` with the same seed they are, are of seed 0.
+    """
+    parts = []
+    for sparsity in sorted({row["sparsity"] for row in rows}):
+        lines = []
+        for preset, by_block in product(PRESETS, (False, True)):
+            cells = [f"`{preset}`" + ", by block" * by_block]
+            for model in TEXTS:
+                of_model = [r for r in rows if (r["model"], r["sparsity"]) == (model, sparsity)]
+                own = [r for r in of_model if (r["preset"], r["by_block"]) == (preset, by_block)]
+                cells.append(_cell(own, of_model))
+            if any(cells[1:]):
+                lines.append(cells)
+        parts += [f"{100 * sparsity:.0f} %:", "", record.table(["", *TEXTS], lines), ""]
+    return "\n".join(parts)
+
+
+def _cell(own: list[dict[str, Any]], of_model: list[dict[str, Any]]) -> str:
+    if not own:
+        return ""
+    perplexity, kl = (sum(row[v] for row in own) / len(own) for v in ("perplexity", "kl"))
+    cell = f"{perplexity:.2f} / {kl:.3g}"
+    if len(own) > 1:
+        spread = max(r["perplexity"] for r in own) - min(r["perplexity"] for r in own)
+        cell += f" (±{spread / 2:.2g})"
+    seconds = {row["preset"]: row["cpu"] for row in of_model if row["seed"] == 0}
+    at_0 = [row["cpu"] for row in own if row["seed"] == 0]
+    return cell + "".join(f" / {s:.0f} s, {s / seconds[BASELINE]:.1f}" for s in at_0)
+
+
+def _order(row: dict[str, Any]) -> tuple[Any, ...]:
+    presets = list(PRESETS)
+    place = list(TEXTS).index(row["model"]), row["sparsity"], row["seed"]
+    return (*place, presets.index(row["preset"]), row["by_block"])
 
 
 def measure(
     model: str, sparsity: float, seed: int, preset: str, shared: Path, *, by_block: bool
-) -> dict[str, float | None]:
+) -> dict[str, Any]:
     """Seconds of CPU and on the wall, the most memory, and the quality of one pruning."""
     calibration, test = (shared / "data" / TEXTS[model] / f for f in FILES[TEXTS[model]])
     dense = shared / "models" / model
@@ -130,20 +170,19 @@ def _bytes(usage: resource.struct_rusage) -> float:
     return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def draw() -> None:
+def draw(rows: list[dict[str, Any]]) -> None:
     """Draw perplexity and KL against CPU seconds, those of seed 0."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    content = json.loads((record.RESULTS / "presets.json").read_text())
     peers = json.loads((record.RESULTS / "peers.json").read_text())["perplexity"]
-    rows = [row for row in content["rows"] if row["seed"] == 0]
+    rows = [row for row in rows if row["seed"] == 0]
     figure, axes = plt.subplots(
         2, len(TEXTS), figsize=(4 * len(TEXTS), 6.4), sharex="col", layout="constrained"
     )
     for column, model in enumerate(TEXTS):
         for ax, value in zip(axes[:, column], ("perplexity", "kl"), strict=True):
-            _draw_model(ax, [row for row in rows if row["model"] == model], value, content["start"])
+            _draw_model(ax, [row for row in rows if row["model"] == model], value)
         top, bottom = axes[:, column]
         name, lowest = min(((p, min(by[model])) for p, by in peers.items()), key=lambda x: x[1])
         top.axhline(lowest, color="gray", linestyle=":", linewidth=1)
@@ -159,13 +198,13 @@ def draw() -> None:
     figure.savefig(record.RESULTS / "presets.png", dpi=120)
 
 
-def _draw_model(ax: Any, rows: list[dict[str, Any]], value: str, start: float) -> None:
+def _draw_model(ax: Any, rows: list[dict[str, Any]], value: str) -> None:
     """Draw one quantity of one model: a line for each sparsity and kind of widths."""
     for sparsity in sorted({row["sparsity"] for row in rows}):
         color = f"C{round(10 * sparsity)}"
         for by_block, style in ((False, "o-"), (True, "s--")):
             chosen = [r for r in rows if (r["sparsity"], r["by_block"]) == (sparsity, by_block)]
-            points = [(row["cpu"] - start, row[value]) for row in chosen]
+            points = [(row["cpu"], row[value]) for row in chosen]
             label = f"{100 * sparsity:.0f} %, " + ("widths by block" if by_block else "uniform")
             ax.plot(*zip(*points, strict=True), style, color=color, label=label, markersize=4)
             for row, point in zip(chosen, points, strict=True):

@@ -427,7 +427,7 @@ def test_balanced_leaves_its_fits_out_where_blocks_cannot_be_fitted(dense, token
     gemma = tm.save(tm.tiny("gemma2"), tmp_path / "gemma")
     report = pruned(gemma, tmp_path / "out", tokens, preset="balanced")
     [note] = [note for note in report.plan["notes"] if "not fitted" in note]
-    assert note.endswith("those of gemma2 add what a norm makes of each part")
+    assert note.endswith("blocks of gemma2 add what a norm makes of each part")
     assert report.recipe["reconstruct"] == 0
     with pytest.raises(OptionError, match="propagate needs blocks"):  # a fit that was asked for
         pruned(gemma, tmp_path / "more", tokens, preset="balanced", reconstruct=5)

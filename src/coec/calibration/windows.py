@@ -218,9 +218,13 @@ def with_judges(calibration: Calibration, model: Description) -> Calibration:
     """
     if not calibration.guard or calibration.held_out or calibration.samples < 2:
         return calibration
+    return replace(calibration, judging=_JUDGING if few_tokens(calibration, model) else 0.0)
+
+
+def few_tokens(calibration: Calibration, model: Description) -> bool:
+    """True where tokens do not suffice for the columns of the model's widest consumer."""
     tokens = calibration.windows * window_length(calibration, model)
-    widest = max((site.columns for site in model.layout.sites), default=0)
-    return replace(calibration, judging=_JUDGING if few(tokens, widest) else 0.0)
+    return few(tokens, max((site.columns for site in model.layout.sites), default=0))
 
 
 def window_length(calibration: Calibration, model: Description) -> int:

@@ -10,7 +10,7 @@ from coec.models.formats import quantised_bytes, quantised_cost
 from coec.models.layout import Site
 from coec.planning.recipe import Recipe
 from coec.selection import kept_count
-from coec.settings import Pruning
+from coec.settings import PRESETS, Pruning
 
 
 def notes_of(
@@ -21,7 +21,12 @@ def notes_of(
     if recipe.pruning.low_rank:
         return
     if why := recipe.reconstruction.left_out:
-        yield f"blocks are not fitted, and {recipe.method.name} alone repairs them: {why}"
+        fits = "reconstruct" in PRESETS[recipe.reconstruction.preset].settings
+        yield (
+            f"blocks are not fitted, and {recipe.method.name} alone repairs them: {why}"
+            if fits
+            else f"repairs are for the inputs that the dense model has: {why}"
+        )
     for site in model.layout.kinds:
         width = widths.of(site)
         if site.routed and width % OF_EXPERTS:

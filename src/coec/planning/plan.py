@@ -7,7 +7,7 @@ import torch
 
 from coec.allocation import Importances, Widths, by_importance, shares_for, uniform, whole_attention
 from coec.allocation.ranks import ranks_by_cost, stored, uniform_ranks
-from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len, with_judges
+from coec.calibration.windows import DEFAULT_SEQ_LEN, few_tokens, resolve_seq_len, with_judges
 from coec.errors import OptionError
 from coec.models.description import Description
 from coec.models.formats import OutputFormat, choose_format, low_rank_format
@@ -76,7 +76,9 @@ class Plan:
         refuse_low_rank(model.config, "pruning")
         recipe = recipe.opened()
         if addition := model.architecture.adds:
-            recipe = recipe.without_fits(f"those of {model.architecture.model_type} add {addition}")
+            recipe = recipe.without_fits(f"blocks of {model.architecture.model_type} add {addition}")
+        if recipe.reconstruction.preset == "fast" and few_tokens(recipe.calibration, model):
+            recipe = recipe.without_fits("tokens are few")
         summed = bool(recipe.reconstruction.reconstruct)
         calibration = replace(with_judges(recipe.calibration, model), summed=summed)
         recipe = replace(recipe, calibration=calibration)
@@ -303,7 +305,11 @@ def _rules(layout: Layout, recipe: Recipe) -> tuple[str, ...]:
     groups_given = kept is not None and any(s.key in kept.units for s in layout.sites if s.value)
     if groups_given and rule != "all":
         return ("kept",)  # the user gave the groups: there is nothing to choose
-    return ("uniform", "all") if rule == "held-out" else (rule,)
+    if rule != "held-out":
+        return (rule,)
+    # Where blocks share groups by what these cost, `uniform` is where that starts (docs/LOG.md).
+    by_cost = recipe.pruning.allocation == "error" and recipe.pruning.target != "vllm"
+    return ("uniform",) if by_cost else ("uniform", "all")
 
 
 def _by_block(shape: Shape, size: str) -> int | list[int]:

@@ -30,7 +30,7 @@ from coec.settings import (
 )
 from coec.settings.fields import RENAMED, plain, without_effect
 from coec.settings.options import Options
-from coec.settings.presets import defaults_of, with_preset
+from coec.settings.presets import YIELDING, defaults_of, with_preset
 from coec.settings.typed import PruningSettings
 from coec.types import Gram, KeptSet
 
@@ -170,41 +170,38 @@ class Recipe:
         """Return why no block can be fitted with these settings; None where blocks can be."""
         if "held_out" in self.method.needs:
             return f"compensation = {self.method.name} needs the held-out windows for itself"
-        if self.calibration.forward_dtype == "float16":
+        if self.calibration.forward_dtype == "float16" and self.reconstruction.reconstruct:
             return "sums over tokens overflow in forward_dtype = float16"
         return None
 
     def without_fits(self, why: str) -> "Recipe":
-        """Return the recipe without fits if they are those of `balanced`, else the recipe itself.
+        """Return the recipe without fits if a preset that yields brought them, else the recipe.
 
-        `why` says why blocks cannot be fitted.
+        `why` says why the pruned model cannot be run beside the dense one.
         """
-        settings = self.reconstruction.record()
+        preset, kv_groups = self.reconstruction.preset, self.reconstruction.kv_groups
         fitted = self.reconstruction.sequential and not self.pruning.low_rank
-        if settings["preset"] != "balanced" or self._asked or not fitted:
+        if preset not in YIELDING or self._asked or not fitted:
             return self
-        reconstruction = Reconstruction(
-            preset="balanced", kv_groups=settings["kv_groups"], left_out=why
-        )
+        reconstruction = Reconstruction(preset=preset, kv_groups=kv_groups, left_out=why)
         return replace(self, reconstruction=reconstruction)
 
     @property
     def _asked(self) -> list[str]:
-        """Names of fits that are neither off nor those of `balanced`."""
-        settings, brought = self.reconstruction.record(), PRESETS["balanced"].settings
+        """Names of fits that are neither off nor those of the preset."""
+        settings = self.reconstruction.record()
+        brought = PRESETS[self.reconstruction.preset].settings
         return [n for n in _FITS if settings[n] not in (_RECONSTRUCTION[n], brought.get(n))]
 
     def for_statistics(self, given_names: Collection[str] | None) -> "Recipe":
-        """Return the recipe without what `balanced` does with the text itself.
+        """Return the recipe without what a preset that yields does with the text itself.
 
         Raises OptionError where other settings need the text, those in `given_names` among them.
         """
         why = "statistics hold sums only, and no text"
         recipe = self.without_fits(why)
-        brought = self.reconstruction.preset == "balanced" and "allocation" not in (
-            given_names or ()
-        )
-        if brought and self.pruning.allocation == "error":
+        yields = self.reconstruction.preset in YIELDING and "allocation" not in (given_names or ())
+        if yields and self.pruning.allocation == "error":
             why = f"{recipe.reconstruction.left_out or why}; widths are uniform therefore"
             reconstruction = replace(recipe.reconstruction, left_out=why)
             pruning = replace(recipe.pruning, allocation="uniform")
@@ -216,7 +213,7 @@ class Recipe:
         """Raise OptionError where statistics do not do, because the text itself is needed."""
         if name := self.needs_text:
             brought = PRESETS[self.reconstruction.preset].settings.get(name)
-            if self.reconstruction.preset == "balanced" and self._asked:
+            if self.reconstruction.preset in YIELDING and self._asked:
                 name = self._asked[0]
             elif brought is not None and brought == self.record()[name]:
                 name = f"preset = {self.reconstruction.preset}"

@@ -213,12 +213,12 @@ class Reconstruction(Settings):
     """Settings beyond the paper: the pruned model is run beside the dense one, and fitted to it.
 
     Attributes:
-        left_out: why the fits of the preset are left out, where they are.
+        left_out: why the pruned model is not run beside the dense one though the preset says so.
     """
 
     preset: PresetName = setting(
         "paper",
-        "Set of defaults: `paper` (COEC as published), `fast` (closed forms, one dense pass), "
+        "Set of defaults: `paper` (COEC as published), `fast` (closed forms, block after block), "
         "`balanced` (every block fitted, briefly) or `best` (block reconstruction); any setting "
         "given beside it wins.",
         otherwise=DEFAULT_PRESET,
@@ -263,7 +263,7 @@ class Reconstruction(Settings):
         "uniform",
         "Number that is kept: `uniform`, by the fraction of everything else; `all`, with the MLP "
         "cut more for the same parameters; `held-out`, whichever has the lower KL to the dense "
-        "model on held-out windows.",
+        "model on held-out windows, or what allocation = error gives every block.",
     )
     left_out: str = ""
 

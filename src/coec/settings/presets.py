@@ -28,10 +28,10 @@ class Preset:
 PRESETS: dict[PresetName, Preset] = {
     "paper": Preset("COEC as published."),
     "fast": Preset(
-        "Closed forms only, from one dense pass; widths by block follow the error.",
+        "Closed forms only, on inputs that the pruned model has; widths by block follow the error.",
         {
             "multiple_of": "auto", "selection": "obs", "compensation": "ridge-to-slice",
-            "allocation": "error",
+            "allocation": "error", "propagate": True, "token_weights": "residual",
         },
     ),
     "balanced": Preset(
@@ -55,6 +55,9 @@ PRESETS: dict[PresetName, Preset] = {
         },
     ),
 }  # fmt: skip
+YIELDING: tuple[PresetName, ...] = ("fast", "balanced")
+"""Presets that leave out what needs the text, or blocks that add their parts, where it is not to be
+had; `best` says what is missing."""
 _NEEDED = {
     "allocation": ("non_uniform", "low_rank"),
     "curvature_tokens": ("reconstruct",), "logit_iterations": ("reconstruct",),

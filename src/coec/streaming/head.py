@@ -208,7 +208,7 @@ class Head:
                 inputs = run.detach().to(self.norm).requires_grad_(gradient)
                 logits = self._logits(inputs, None)
             log_p = logits.detach().log_softmax(dim=-1)
-            total -= entropy + float((q * log_p).sum(dtype=torch.float64))
+            total -= entropy + _summed(q * log_p)
             if gradient:  # by the logits it is p − q
                 gradients += torch.autograd.grad(logits, inputs, log_p.exp_().sub_(q))
         return total, torch.cat(gradients).view_as(state) if gradient else state
@@ -217,7 +217,7 @@ class Head:
     def _expected(self, state: Float[Tensor, "tokens h"]) -> Expected:
         log_q = self._logits(state, None).log_softmax(dim=-1)
         q = log_q.exp()
-        return Expected(q, -float((q * log_q).sum(dtype=torch.float64)))
+        return Expected(q, -_summed(q * log_q))
 
     def norm_sums(
         self, state: Float[Tensor, "n length h"], dense: Float[Tensor, "n length h"]
@@ -255,6 +255,11 @@ def rescaled_norm(
         product, square = product + batch_product, square + batch_square
     factor = torch.where(square > 0, product / square, torch.ones_like(square))
     return norm.detach().cpu().double() * factor
+
+
+def _summed(summands: Float[Tensor, "tokens v"]) -> float:
+    """Sum a token in its own dtype, and tokens in float64: three times faster than all in it."""
+    return float(summands.sum(dim=-1).sum(dtype=torch.float64))
 
 
 def _picked(log_p: Tensor, next_tokens: Tensor) -> float:
