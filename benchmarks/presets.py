@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
 def measure_all(chosen: argparse.Namespace, arguments: list[str] | None) -> None:
     """Measure every preset, and save after each."""
     print(f"Presets. {record.header()}\n", flush=True)
-    start = spent([sys.executable, "-c", "import coec; coec.prune"])["cpu"]
+    start = min(spent([sys.executable, "-c", "import coec; coec.prune"])["cpu"] for _ in range(3))
     print(f"start: {start:.1f} CPU s")
     widths = [(p, by_block) for p in chosen.presets for by_block in (False, True)]
     for model, sparsity, seed in product(chosen.models, chosen.sparsity, chosen.seeds):
