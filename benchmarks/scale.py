@@ -46,7 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
 """Public dimensions."""
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"preset": "paper"},
-    "fast": {"preset": "fast"},
+    "fast --no-propagate": {"preset": "fast", "propagate": False},
 }
 PLACES = (("rtx4090", 1), ("h100", 8), ("h100", 64))
 """GPUs, and how many of them."""

@@ -95,7 +95,7 @@ def test_the_line_that_goes_on_is_printed(dense, run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(pruning, "solve_block", interrupted)
     command = ("prune", dense, tmp_path / "out put", "--calibration", tokens, "--samples", "12",
-               "--seq-len", "32", "--preset", "fast", "--compensation", "none")  # fmt: skip
+               "--seq-len", "32", "--preset", "paper", "--compensation", "none")  # fmt: skip
     status, _, err = run(*command, "--restart")
     assert status == 130
     said = err.splitlines()[-3:]
@@ -103,7 +103,7 @@ def test_the_line_that_goes_on_is_printed(dense, run, tmp_path, monkeypatch):
     assert said[1] == f"coec: what is finished is kept in '{tmp_path / 'out put.partial'}'"
     assert said[2] == (
         f"coec: to go on: coec prune {dense} '{tmp_path / 'out put'}' --calibration {tokens} "
-        "--samples 12 --seq-len 32 --preset fast --compensation none"
+        "--samples 12 --seq-len 32 --preset paper --compensation none"
     )
     status, _, err = run(*command, "--sparsity", 0.5)
     assert status == 1

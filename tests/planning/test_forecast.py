@@ -258,7 +258,7 @@ def test_a_real_run_is_refused_before_any_work(tmp_path, monkeypatch):
     ("free", "at_once", "said"),
     [
         (24e9, 16, None),  # a card's
-        (48e9, 32, None),
+        (48e9, 64, None),
         (12e9, 1, "^sampling text needs 16.* GB .*: set self_samples = 0, or device = cpu$"),
     ],
 )

@@ -20,5 +20,7 @@ def dense(tmp_path_factory):
 @pytest.fixture(scope="session")
 def pruned(dense, tokens, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pruned") / "pruned"
-    coec.prune(dense, folder, calibration=tokens, samples=24, seq_len=32, preset="fast")
+    coec.prune(
+        dense, folder, calibration=tokens, samples=24, seq_len=32, preset="fast", propagate=False
+    )
     return folder

@@ -17,7 +17,7 @@ from coec.models.dense import Dense
 from coec.pipeline.report import Report
 
 module = importlib.import_module("coec.recovery.recover")
-PRUNING = {"samples": 24, "seq_len": 32, "preset": "fast"}
+PRUNING = {"samples": 24, "seq_len": 32, "preset": "fast", "propagate": False}
 FLAGS = ("--tokens", 2048, "--seq-len", 32, "--batch-size", 8)
 BUDGETS = "recover = [0, 1000]\nsamples = 24\nseq_len = 32\n"
 
@@ -116,7 +116,8 @@ def test_pruning_with_recovery_goes_on(
 
 def test_the_command_prunes_and_recovers(run, pruned_and_recovered, dense, tokens, tmp_path):
     status, out, err = run("prune", dense, tmp_path / "out", "--calibration", tokens, "--samples",
-                           24, "--seq-len", 32, "--preset", "fast", "--recover", "1k")  # fmt: skip
+                           24, "--seq-len", 32, "--preset", "fast", "--no-propagate",
+                           "--recover", "1k")  # fmt: skip
     assert status == 0, err
     assert "MLP channels" in out
     assert "KL to dense" in out
@@ -125,7 +126,7 @@ def test_the_command_prunes_and_recovers(run, pruned_and_recovered, dense, token
 
 def test_a_grid_recovers_its_cells(pruned_and_recovered, dense, tokens, tmp_path):
     (tmp_path / "grid.toml").write_text(
-        f'preset = "fast"\ncalibration = "{tokens}"\n{BUDGETS}'
+        f'preset = "fast"\npropagate = false\ncalibration = "{tokens}"\n{BUDGETS}'
         f'evaluate = {{ text = "{tokens}", seq_len = 32, distance = true }}\n'
         f'[[models]]\npath = "{dense}"\n'
     )

@@ -27,23 +27,27 @@ def test_the_seed_decides_the_text(model):
 
 @pytest.mark.parametrize("at_once", [1, 8, 16])
 def test_windows_do_not_depend_on_how_many_are_sampled_at_once(model, at_once):
-    """Also those of the second group, of 8, that follows the first 32."""
     some = sample_from_model(model, None, samples=40, seq_len=12, seed=0, at_once=at_once)
     assert torch.equal(some.ids, draw(model).ids)
 
 
 def test_tokens_are_those_that_multinomial_draws(model):
-    """As transformers samples a batch of 32; twice as many take the random numbers further."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        expected = [
-            model.generate(
-                prompt := torch.randint(tm.VOCABULARY, (32, 1)), do_sample=True, top_k=0,
-                attention_mask=torch.ones_like(prompt), max_new_tokens=11, suppress_tokens=[1],
-            )
-            for _ in range(2)
-        ]  # fmt: skip
-    assert torch.equal(draw(model, samples=64).ids, torch.cat(expected))
+    windows = draw(model).ids
+    for number in (0, 39):
+        generator = torch.Generator().manual_seed(number)
+        ids = torch.randint(tm.VOCABULARY, (1, 1), generator=generator)
+        while ids.shape[1] < 12:
+            with torch.no_grad():
+                logits = model(ids).logits[0, -1]
+            logits[model.config.eos_token_id] = -torch.inf
+            new = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
+            ids = torch.cat([ids, new[None]], dim=1)
+        assert torch.equal(windows[number], ids[0])
+
+
+def test_no_two_windows_are_alike_nor_two_texts(model):
+    windows = torch.cat([draw(model, seed=seed).ids for seed in range(5)])
+    assert len(windows.unique(dim=0)) == len(windows)
 
 
 def test_so_many_are_sampled_at_once_as_fit():
@@ -51,7 +55,7 @@ def test_so_many_are_sampled_at_once_as_fit():
     assert 2**28 < size < 1.3 * 2**28  # keys and values of 131 kB for a token
     free = 24 * 10**9 - 2 * 8_030_261_248
     counts = [windows_at_once(one, size) for one in (None, 2**36, free, 10**9, 0)]
-    assert counts == [32, 32, 16, 2, 1]
+    assert counts == [128, 128, 16, 2, 1]
 
 
 def test_logits_that_are_not_finite_are_one_line():

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _BETTER = {
     "paper": "--preset balanced fits every block to it, in four to five times the time",
-    "fast": "--preset balanced fits every block to it; expect ten times the time",
+    "fast": "--preset balanced fits every block to it, in three to five times the time",
     "balanced": "--preset best, in about twice the time; it samples text, for which the "
     "whole model must fit in memory (or --self-samples 0)",
 }

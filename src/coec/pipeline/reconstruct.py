@@ -36,6 +36,7 @@ from coec.pipeline.solve import (
     solve_site,
 )
 from coec.pipeline.write import Checkpoint
+from coec.planning.plan import tried_blocks
 from coec.planning.run import Run
 from coec.reconstruction import LeastSquares, Products, fit
 from coec.reconstruction.least_squares import TOKENS_PER_COLUMN, Arguments, Theta, Value
@@ -133,10 +134,10 @@ def reconstruct(
 
 
 def _trial(trial: "BlockReconstruction", phase: str, progress: Progress | None) -> JsonDict:
-    """Return how well a pruned model predicts; nothing of it is kept."""
+    """Return how well a model predicts of which a few blocks are pruned; nothing of it is kept."""
     for _ in range(RETRIES + 1):
         with contextlib.suppress(NothingKeptError):
-            for _ in trial.blocks(lambda index: None, (), phase, progress):
+            for _ in trial.blocks(lambda index: None, (), phase, progress, few=True):
                 pass
             return trial.end(lambda index: None).facts
     raise lost(LostError(phase))
@@ -161,15 +162,20 @@ class BlockReconstruction:
         solved: Container[int],
         phase: str,
         progress: Progress | None = None,
+        *,
+        few: bool = False,
     ) -> Iterator[SolvedBlock]:
-        """Yield the blocks that are not in `solved` yet, in order.
+        """Yield the blocks that are not in `solved` yet, in order; or `few` of them, evenly spaced.
 
         Work that was lost with a worker is done again from the block that was open; `finished`
         returns the written tensors of those before. Raises CoecError where it is lost too often.
         """
         blocks = self._dense.layout.blocks
+        tried = tried_blocks(len(blocks)) if few else range(len(blocks))
         for block in blocks:
-            if block.index not in solved:
+            if block.index not in tried:
+                self._group.do(TwoStreams.advance, block.index, None)
+            elif block.index not in solved:
                 work = functools.partial(self.solve, block)
                 (result, hashes), host = self._before(
                     block.index, finished, functools.partial(self._group.solve, work)

@@ -21,7 +21,7 @@ from coec.planning.machines import Machine
 from coec.planning.plan import Plan
 from coec.streaming.dense_stream import batch_size
 from coec.streaming.head import LOGITS_PER_PASS
-from coec.streaming.self_text import GROUP, window_bytes
+from coec.streaming.self_text import MOST, window_bytes
 from coec.streaming.sensitivity import SHARES, TRUNCATED_TOKENS
 from coec.streaming.sensitivity import TOKENS as TRIED_TOKENS
 
@@ -62,7 +62,7 @@ class ComputeConfig:
     written: torch.dtype
     solve: torch.dtype
     measured: bool = False
-    at_once: int = GROUP
+    at_once: int = MOST
     kept: int = 0
 
     @classmethod

@@ -21,7 +21,7 @@ from coec.planning.memory import (
     text_characters,
     tried_tokens,
 )
-from coec.planning.plan import Plan
+from coec.planning.plan import Plan, tried_blocks
 from coec.reconstruction.least_squares import TOKENS_PER_COLUMN
 from coec.settings import CoecOptions
 from coec.streaming.dense_stream import batch_size
@@ -54,7 +54,7 @@ class Phase:
 
 
 def phases_of(plan: Plan, compute: ComputeConfig, candidates: Sequence[Plan] = ()) -> list[Phase]:
-    """List the phases of a run, in order; `candidates` are reconstructed before, to choose one."""
+    """List the phases of a run, in order; `candidates` are tried before, to choose one."""
     run, layers, phases = PlanWork(plan, compute), plan.dense.layers, []
 
     def add(name: str, steps: Iterable[Work], purposes: tuple[str, ...] = ()) -> None:
@@ -75,8 +75,7 @@ def phases_of(plan: Plan, compute: ComputeConfig, candidates: Sequence[Plan] = (
     stored = float(plan.parameters_before * compute.stored.itemsize)
     add("reading weights", [Work("read", stored)])
     if plan.recipe.reconstruction.sequential:
-        brief = [PlanWork(candidate, compute).reconstruction() for candidate in candidates]
-        if tried := [w for phase in brief for _, steps, _ in phase for w in steps]:
+        if tried := [step for plan in candidates for step in PlanWork(plan, compute).trial()]:
             add("trying candidates", tried)
         for name, steps, purposes in run.reconstruction():
             add(name, steps, purposes)
@@ -256,6 +255,13 @@ class PlanWork:
         if settings.logit_iterations:
             yield "fitting logits", self._fitting_logits(held_out), (*_FIT, "logits")
         yield "predicting", self._head(held_out or tokens, 2.0 + settings.final_norm), _PREDICT
+
+    def trial(self) -> Iterator[Work]:
+        """Yield the steps of running both models with few blocks pruned, to compare candidates."""
+        share = len(tried_blocks(self.layers)) / self.layers
+        for name, steps, _ in self.reconstruction():
+            pruned = share if name.startswith("solving") else 1.0
+            yield from (step._replace(times=pruned * step.times) for step in steps)
 
     def _fitting(self, site_kind: str, held_out: int) -> list[Work]:
         """Fit the halves of all blocks by Gauss–Newton; a way back counts as a way forward.

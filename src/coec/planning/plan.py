@@ -1,5 +1,6 @@
 """The plan: how many units stay and in which format, decided from the configuration alone."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +21,8 @@ from coec.settings import Pruning, Reconstruction
 
 TRIED_TOKENS = 8192
 """Tokens on which candidates are compared, besides those held out."""
+TRIED_SHARE, TRIED_BLOCKS = 0.25, 4
+"""Share of the blocks that are pruned where candidates are compared, and the fewest of them."""
 _PLURALS = {"expert": "experts"}
 """What records call a kind of site of which a block has several."""
 _HEADS = {"kv_groups": "kv_heads", "query_heads": "heads"}
@@ -76,7 +79,9 @@ class Plan:
         refuse_low_rank(model.config, "pruning")
         recipe = recipe.opened()
         if addition := model.architecture.adds:
-            recipe = recipe.without_fits(f"blocks of {model.architecture.model_type} add {addition}")
+            recipe = recipe.without_fits(
+                f"blocks of {model.architecture.model_type} add {addition}"
+            )
         if recipe.reconstruction.preset == "fast" and few_tokens(recipe.calibration, model):
             recipe = recipe.without_fits("tokens are few")
         summed = bool(recipe.reconstruction.reconstruct)
@@ -297,6 +302,12 @@ class Plan:
         sizes = {_PLURALS.get(name, name): fields[name] for name in channels}
         whole_experts = {"whole_experts": "experts"} if self.model.layout.experts else {}
         return sizes | whole_experts | _HEADS
+
+
+def tried_blocks(layers: int) -> list[int]:
+    """Return the indices of the blocks that are pruned to compare candidates, evenly spaced."""
+    count = min(layers, max(TRIED_BLOCKS, math.ceil(TRIED_SHARE * layers)))
+    return [number * layers // count for number in range(count)]
 
 
 def _rules(layout: Layout, recipe: Recipe) -> tuple[str, ...]:

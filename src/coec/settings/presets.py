@@ -46,7 +46,7 @@ PRESETS: dict[PresetName, Preset] = {
     ),
     "best": Preset(
         "Every block fitted to the dense model's hidden states, on inputs that the pruned model "
-        "has; how many KV groups stay is chosen on held-out windows.",
+        "has; uniform widths keep the number of KV groups that held-out windows choose.",
         {
             "multiple_of": "auto", "selection": "obs", "allocation": "error", "propagate": True,
             "final_norm": True, "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 3,

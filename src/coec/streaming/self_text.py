@@ -16,12 +16,15 @@ from coec.errors import CalibrationError, ModelError
 from coec.events import Progress
 from coec.models.description import Description
 from coec.models.layout import Shape
+from coec.settings.fields import SEEDS
 
-GROUP = 32
-"""Windows whose random numbers are drawn together; no more are sampled at once."""
+MOST = 128
+"""Windows that are sampled at once, at most."""
 _SHARE = 0.8
 """Of free memory, what the windows that are sampled at once may take."""
 LOGIT_COPIES = 6
+_APART = 1_000_003
+"""Between the seeds of one text's windows and the next's."""
 
 
 def window_bytes(shape: Shape, vocabulary: int, seq_len: int, itemsize: int) -> int:
@@ -35,11 +38,11 @@ def window_bytes(shape: Shape, vocabulary: int, seq_len: int, itemsize: int) -> 
 
 
 def windows_at_once(free: int | None, size: int) -> int:
-    """Return how many windows of `size` bytes are sampled at once: as many of GROUP as fit.
+    """Return how many windows of `size` bytes are sampled at once: as many of MOST as fit.
 
     `free` are the bytes beside the model; None where nobody says.
     """
-    count = GROUP
+    count = MOST
     while count > 1 and free is not None and count * size > _SHARE * free:
         count //= 2
     return count
@@ -58,7 +61,7 @@ def sample_from_model(
     samples: int,
     seq_len: int,
     seed: int,
-    at_once: int = GROUP,
+    at_once: int = MOST,
     progress: Progress | None = None,
 ) -> Windows:
     """Draw `samples` windows of `seq_len` tokens from the model at temperature 1.
@@ -73,8 +76,8 @@ def sample_from_model(
         tokenizer: for the start token; None for a uniform one.
         seed: the same seed gives the same windows on one machine; use different ones for
             calibration and evaluation.
-        at_once: so many windows are sampled together, at most GROUP. It decides no random number,
-            so that another one gives another text only where rounding tips a draw.
+        at_once: so many windows are sampled together. Each has random numbers of its own, so that
+            another number gives another text only where rounding tips a draw.
         progress: called with ("sampling text", done, samples).
 
     Raises:
@@ -83,17 +86,16 @@ def sample_from_model(
     """
     start = _start(model, tokenizer, seq_len)
     rows: list[Tensor] = []
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), _plain_generation(model) as ends:
-        torch.manual_seed(seed)
-        for first in range(0, samples, GROUP):
-            count = min(GROUP, samples - first)
-            for rows_of_group in torch.arange(count).split(at_once):
-                last = int(rows_of_group[-1]) == count - 1  # whose random numbers move on
-                with contextlib.nullcontext() if last else torch.random.fork_rng(devices=devices):
-                    rows.append(_drawn(model, start, seq_len, ends, _Draw(rows_of_group, count)))
-                if progress:
-                    progress("sampling text", first + int(rows_of_group[-1]) + 1, samples)
+    with torch.no_grad(), _plain_generation(model) as ends:
+        for first in range(0, samples, at_once):
+            numbers = range(first, min(first + at_once, samples))
+            generators = [
+                torch.Generator(model.device).manual_seed((seed * _APART + n) % SEEDS)
+                for n in numbers
+            ]
+            rows.append(_drawn(model, start, seq_len, ends, generators))
+            if progress:
+                progress("sampling text", numbers.stop, samples)
     ids = torch.cat(rows)
     return Windows(ids, f"self (seed {seed})", ids.numel(), digest(ids), len(start))
 
@@ -132,13 +134,12 @@ def _plain_generation(model: Any) -> Iterator[list[int]]:
 class _Draw(LogitsProcessor):
     """Turns logits into numbers the largest of which is a token drawn at temperature 1.
 
-    Probabilities over exponential numbers, as `torch.multinomial` draws. Each step draws those of
-    all `count` windows of a group and takes those of `rows`, so that they do not depend on how many
-    are sampled at once.
+    Probabilities over exponential numbers, as `torch.multinomial` draws, from one generator for
+    each window.
     """
 
-    def __init__(self, rows: Int[Tensor, " n"], count: int) -> None:
-        self.rows, self.count = rows, count
+    def __init__(self, generators: list[torch.Generator]) -> None:
+        self.generators = generators
 
     def __call__(
         self, input_ids: Int[Tensor, "n length"], scores: Float[Tensor, "n v"]
@@ -149,24 +150,30 @@ class _Draw(LogitsProcessor):
                 "text cannot be sampled from the model: its logits are not finite; run it in "
                 "float32 or bfloat16 (forward_dtype=NAME)"
             )
-        drawn = scores.new_empty(self.count, scores.shape[-1]).exponential_()
-        return probabilities / drawn[self.rows.to(drawn.device)]
+        for row, generator in zip(probabilities, self.generators, strict=True):
+            row /= torch.empty_like(row).exponential_(generator=generator)
+        return probabilities
 
 
 def _drawn(
-    model: Any, start: list[int], seq_len: int, ends: list[int], draw: _Draw
+    model: Any,
+    start: list[int],
+    seq_len: int,
+    ends: list[int],
+    generators: list[torch.Generator],
 ) -> Int[Tensor, "n length"]:
-    """Return some windows of a group, sampled together."""
+    """Return some windows, sampled together."""
+    device, vocabulary = model.device, int(model.config.vocab_size)
     if start:
-        prompt = torch.tensor([start]).expand(len(draw.rows), -1)
+        prompt = torch.tensor([start], device=device).expand(len(generators), -1)
     else:
-        prompt = torch.randint(int(model.config.vocab_size), (draw.count, 1))[draw.rows]
-    prompt = prompt.to(model.device)
+        first = [torch.randint(vocabulary, (1, 1), generator=g, device=device) for g in generators]
+        prompt = torch.cat(first)
     ids: Tensor = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         do_sample=False,
-        logits_processor=[draw],
+        logits_processor=[_Draw(generators)],
         max_new_tokens=seq_len - prompt.shape[1],
         suppress_tokens=ends or None,
         pad_token_id=ends[0] if ends else 0,

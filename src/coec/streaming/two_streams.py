@@ -400,8 +400,11 @@ class TwoStreams:
         }
 
     @torch.no_grad()
-    def advance(self, index: int, written: Mapping[str, Tensor]) -> None:
-        """Run both models through a solved block, the pruned one with the written tensors."""
+    def advance(self, index: int, written: Mapping[str, Tensor] | None) -> None:
+        """Run both models through a solved block, the pruned one with the written tensors.
+
+        Without them it has the dense block.
+        """
         block = self._dense.layout.blocks[index]
         if self._behind_sites:
             self._dense_states = self._behind_sites[-1]
@@ -410,10 +413,11 @@ class TwoStreams:
             self._dense_states = {
                 n: self._dense_layers.advance(index, s) for n, s in self._dense_states.items()
             }
-        self._pruned_layers.load(block, written)
-        self._pruned_states = {
-            n: self._pruned_layers.advance(index, s) for n, s in self._pruned_states.items()
-        }
+        layers = self._dense_layers
+        if written is not None:
+            layers = self._pruned_layers
+            layers.load(block, written)
+        self._pruned_states = {n: layers.advance(index, s) for n, s in self._pruned_states.items()}
         self._drop(index)
         self._index = index + 1
         self._close()
