@@ -14,6 +14,7 @@ from coec.errors import CalibrationError, OptionError, UnfinishedError
 from coec.models.dense import Dense
 from coec.pipeline import reconstruct as reconstruction
 from coec.pipeline import write as writing
+from coec.planning.plan import Plan, tried_blocks
 from coec.planning.recipe import Recipe
 from coec.reconstruction import Fitted, Step
 from coec.streaming.head import Head
@@ -143,6 +144,34 @@ def test_the_nearer_candidate_is_made_though_the_other_likes_the_windows(
     report = pruned(dense, tmp_path / "out", tokens, preset="best", **QUICK)
     assert report.reconstruction["kv_groups"] == "uniform"
     assert report.reconstruction["candidates"]["all"]["perplexity"] == 3.0
+
+
+def test_a_trial_prunes_a_quarter_of_the_blocks_and_four_at_least(
+    dense, tokens, tmp_path, monkeypatch
+):
+    assert [tried_blocks(n) for n in (2, 5, 8)] == [[0, 1], [0, 1, 2, 3], [0, 2, 4, 6]]
+    assert tried_blocks(32) == list(range(0, 32, 4))
+
+    def kl(name, tried):
+        monkeypatch.setattr(reconstruction, "tried_blocks", lambda layers: tried)
+        report = pruned(dense, tmp_path / name, tokens, preset="best", **QUICK)
+        return {n: facts["kl"] for n, facts in report.reconstruction["candidates"].items()}
+
+    assert kl("none", []) == pytest.approx({"uniform": 0, "all": 0}, abs=1e-9)
+    one, all_blocks = kl("one", [1]), kl("all", [0, 1, 2, 3])
+    assert all(0 < one[name] < all_blocks[name] for name in one)
+
+
+def test_measured_costs_decide_the_groups_of_blocks_without_a_trial(dense, tokens):
+    def candidates(**settings):
+        recipe = Recipe(preset="best", calibration=str(tokens), samples=24, seq_len=32,
+                        sparsity=0.5, **settings)  # fmt: skip
+        return set(Plan.candidates(Dense.open(dense), recipe))
+
+    assert candidates() == candidates(non_uniform=True, allocation="uniform")
+    assert candidates() == {"uniform", "all"}
+    assert candidates(non_uniform=True) == {"uniform"}
+    assert candidates(non_uniform=True, target="vllm") == {"uniform", "all"}
 
 
 @pytest.mark.slow
@@ -452,6 +481,40 @@ def test_the_default_leaves_its_fits_out_and_says_the_true_reason(settings, why,
     notes = [note for note in plan.notes if "not fitted" in note]
     assert [note.rpartition(": ")[2] for note in notes] == ([] if why is None else [why])
     assert not plan.recipe.reconstruction.sequential
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings", "why"),
+    [
+        ("llama", {}, None),
+        ("llama", {"samples": 4}, "tokens are few"),
+        ("gemma2", {}, "blocks of gemma2 add what a norm makes of each part"),
+        ("llama", {"forward_dtype": "float16"}, None),
+        ("llama", {"propagate": False}, None),
+        ("llama", {"compensation": "auto", "holdout": 0.5},
+         "compensation = auto needs the held-out windows for itself"),
+    ],
+)  # fmt: skip
+def test_fast_takes_the_inputs_of_the_dense_model_where_it_must(
+    variant, settings, why, tokens, tmp_path
+):
+    """And says why, unless it was asked to."""
+    model = tm.save(tm.tiny(variant), tmp_path / "model")
+    given = {"calibration": tokens, "samples": 24, "seq_len": 32, "preset": "fast", **settings}
+    plan = coec.plan(model, **given)
+    assert plan.recipe.reconstruction.propagate == (why is None and "propagate" not in settings)
+    assert [n.rpartition(": ")[2] for n in plan.notes if "inputs that the dense" in n] == (
+        [why] if why else []
+    )
+
+
+def test_fast_takes_statistics_with_uniform_widths(dense, tokens, tmp_path):
+    saved = coec.collect(dense, tmp_path / "stats", calibration=tokens, samples=24, seq_len=32)
+    plan = coec.plan(dense, statistics=saved, preset="fast", non_uniform=True)
+    [note] = [note for note in plan.notes if "inputs that the dense" in note]
+    assert note.endswith("statistics hold sums only, and no text; widths are uniform therefore")
+    with pytest.raises(OptionError, match="allocation = error runs the pruned model over the text"):
+        coec.plan(dense, statistics=saved, preset="fast", non_uniform=True, allocation="error")
 
 
 def test_the_default_takes_one_window_and_says_what_judges(dense, tokens, tmp_path):
