@@ -62,9 +62,9 @@ def prune(folder: Path) -> None:
     for model in WIDTHS:
         for way, settings in ways(model).items():
             coec.prune(
-                folder / model, _place(folder, model, way), preset="fast", sparsity=0.3,
-                attention_sparsity=0, calibration=str(TEXT / "valid.raw.txt"), samples=SAMPLES,
-                seq_len=SEQ_LEN, **settings,
+                folder / model, _place(folder, model, way), preset="fast", propagate=False,
+                sparsity=0.3, attention_sparsity=0, calibration=str(TEXT / "valid.raw.txt"),
+                samples=SAMPLES, seq_len=SEQ_LEN, **settings,
             )  # fmt: skip
 
 

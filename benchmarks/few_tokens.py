@@ -28,12 +28,17 @@ PROPAGATED = "propagate, none"
 WAYS: dict[str, dict[str, Any]] = {
     NONE: {"compensation": "none"},
     OBS: {"compensation": "none", "selection": "obs"},
-    PROPAGATED: {"preset": "fast", "compensation": "none", "propagate": True},
+    PROPAGATED: {
+        "preset": "fast",
+        "compensation": "none",
+        "propagate": True,
+        "token_weights": "equal",
+    },
     **{name: {"compensation": name} for name in ("coec", "rcpu", "bias", "least-squares")},
     "ridge-to-slice": {"compensation": "ridge-to-slice"},
     "auto": {"compensation": "auto", "holdout": 0.25},
-    "fast": {"preset": "fast"},
-    "fast, propagate": {"preset": "fast", "propagate": True},
+    "fast": {"preset": "fast", "propagate": False},
+    "fast, propagate": {"preset": "fast", "propagate": True, "token_weights": "equal"},
     "best": {"preset": "best"},
 }
 REFERENCES = (NONE, OBS, PROPAGATED)

@@ -33,7 +33,10 @@ FRESH = {"tinystories": "train.txt", "wikitext-2": "train.tokens.txt"}
 SPEED = {"stories260K": 6000, "babyllama-1M": 3600, "wt2-llama": 1800}
 """Tokens per CPU second, about, on the machine of docs/RESULTS.md."""
 STARTS = ("none", "paper", "fast", "best", "fast, by block", "best, by block", "low rank")
-PRESETS = {"none": ("fast", "--compensation", "none"), "low rank": ("fast", "--low-rank")}
+PRESETS = {
+    "none": ("fast", "--no-propagate", "--compensation", "none"),
+    "fast": ("fast", "--no-propagate"), "low rank": ("fast", "--low-rank"),
+}  # fmt: skip
 BUDGETS = {15: STARTS[2:6], 300: STARTS[:6], 1800: STARTS[5:6], 3600: STARTS[5:6]}
 """Starts of shorter and longer budgets. Half an hour takes more text than TinyStories has here, so
 that wt2-llama alone has that and an hour."""

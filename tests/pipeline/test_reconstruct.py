@@ -491,6 +491,7 @@ def test_the_default_leaves_its_fits_out_and_says_the_true_reason(settings, why,
         ("gemma2", {}, "blocks of gemma2 add what a norm makes of each part"),
         ("llama", {"forward_dtype": "float16"}, None),
         ("llama", {"propagate": False}, None),
+        ("llama", {"propagate": True, "samples": 4}, None),
         ("llama", {"compensation": "auto", "holdout": 0.5},
          "compensation = auto needs the held-out windows for itself"),
     ],
@@ -502,7 +503,7 @@ def test_fast_takes_the_inputs_of_the_dense_model_where_it_must(
     model = tm.save(tm.tiny(variant), tmp_path / "model")
     given = {"calibration": tokens, "samples": 24, "seq_len": 32, "preset": "fast", **settings}
     plan = coec.plan(model, **given)
-    assert plan.recipe.reconstruction.propagate == (why is None and "propagate" not in settings)
+    assert plan.recipe.reconstruction.propagate == (why is None and settings.get("propagate", True))
     assert [n.rpartition(": ")[2] for n in plan.notes if "inputs that the dense" in n] == (
         [why] if why else []
     )
