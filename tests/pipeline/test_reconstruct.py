@@ -388,7 +388,7 @@ def test_a_weight_that_the_output_cannot_hold_is_taken_back(dense, tokens, tmp_p
 
     def huge(problem, held_out, theta, **how):
         return Fitted({n: p * 1e30 for n, p in theta.items()}, 1.0, None,
-                      [Step(1.0, 0.5, None, 0.1)])  # fmt: skip
+                      [Step(1.0, 0.5, None, 4, 0.1)])  # fmt: skip
 
     monkeypatch.setattr(reconstruction, "fit", huge)
     report = pruned(dense, tmp_path / "out", tokens, preset="best", kv_groups="uniform",

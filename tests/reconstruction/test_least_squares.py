@@ -225,6 +225,34 @@ def test_a_step_that_harms_held_out_windows_is_not_taken():
     assert torch.equal(flat(found.theta), flat(theta))
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_step_has_the_iterations_that_held_out_windows_like_best(seed):
+    """Until two in a row are no better: those that would have followed are not made."""
+    made, function, parts, theta = problem(Gated(), NAMES, seed=seed)
+    fitted, other = (of(function, made.modules, [one]) for one in parts)
+    one = options(steps=1, damping=1e-3)
+    scores = [other.error(theta)]
+    for count in range(1, 31):
+        step = fit(fitted, None, theta, **one | {"iterations": count})
+        assert step.steps[0].length == 1, "no step is shortened here"
+        scores.append(other.error(step.theta))
+    best = next(
+        k
+        for k in range(1, 29)
+        if scores[k] < min(scores[:k]) and scores[k] <= min(scores[k + 1 : k + 3])
+    )
+    found = fit(fitted, other, theta, **one)
+    assert found.steps[0].iterations == best
+    assert found.steps[0].held_out * other.energy() == pytest.approx(scores[best])
+    calls = []
+    products = type(fitted).normal
+    watched = pytest.MonkeyPatch()
+    with watched.context() as patch:
+        patch.setattr(LeastSquares, "normal", lambda *given: calls.append(1) or products(*given))
+        fit(fitted, other, theta, **one)
+    assert len(calls) == best + 2
+
+
 def test_the_best_there_is_stays():
     made, function, parts, theta = gated()
     exact = [Batch(b.inputs, function(theta, b.inputs), b.weights, b.number) for b in parts]

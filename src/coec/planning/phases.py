@@ -268,10 +268,11 @@ class PlanWork:
 
         A step tries 1.3 lengths over all windows, and takes a gradient over the fitted ones (7/3
         passes, in attention 3) and factors over a sample of them (4/3, or 3). An iteration takes
-        8/3 passes over the sample, of experts 11/3. In attention it takes six products with the
-        inputs that the maps mixed for every head, once or, where memory does not hold them, again.
-        An m×n matrix takes the Gram of its sampled inputs, 2n²·tokens, eigenpairs of that (the last
-        an inverse, n³), and 4mn² per iteration (the last 2mn²). Attention takes one step.
+        8/3 passes over the sample, of experts 11/3, and one over what is held out. In attention it
+        takes six products with the inputs that the maps mixed for every head, once or, where memory
+        does not hold them, again. An m×n matrix takes the Gram of its sampled inputs, 2n²·tokens,
+        eigenpairs of that (the last an inverse, n³), and 4mn² per iteration (the last 2mn²).
+        Attention takes one step.
         """
         settings, sites = self.recipe.reconstruction, self.kinds[site_kind]
         tokens, attends = float(self.plan.tokens - held_out), sites[0].value is not None
@@ -288,6 +289,7 @@ class PlanWork:
         fits = self.forward(tokens + held_out, 2 + 1.3 * steps, half=site_kind, pruned=True)
         by_hand = not (attends or sites[0].routed)
         gradient, factors = (7 / 3, 4 / 3) if by_hand else (3.0, 3.0)
+        fits += self.forward(held_out, iterations, half=site_kind, pruned=True)
         fits += self.forward(tokens, gradient * steps, half=site_kind, pruned=True)
         fits += self.forward(sampled, factors * steps, half=site_kind, pruned=True)
         if attends:

@@ -94,14 +94,14 @@ class Recipe:
                 )
         if given_parts:
             _check_parts(given_parts, flat)
-        asked = flat.get("propagate") is True
+        explicit = flat.get("propagate") is True
         flat = _with_options(flat if given_parts else with_preset(flat))
         for name, part_class in names.items():
             value = given_parts.get(name) or part_class.of(flat)
             object.__setattr__(self, name, value)
-        if asked:
-            asked_for = replace(self.reconstruction, asked=True)
-            object.__setattr__(self, "reconstruction", asked_for)
+        if explicit:
+            kept = replace(self.reconstruction, explicit=True)
+            object.__setattr__(self, "reconstruction", kept)
         if why := self._unfitted():
             fitless = self.without_fits(why).reconstruction
             object.__setattr__(self, "reconstruction", fitless)
@@ -195,8 +195,8 @@ class Recipe:
         """Names of fits that were given beside the preset: neither off nor what it brings."""
         settings = self.reconstruction.record()
         brought = PRESETS[self.reconstruction.preset].settings
-        others = [n for n in _FITS if settings[n] not in (_RECONSTRUCTION[n], brought.get(n))]
-        return ["propagate"] * self.reconstruction.asked + others
+        fits = [n for n in _FITS if settings[n] not in (_RECONSTRUCTION[n], brought.get(n))]
+        return ["propagate"] * self.reconstruction.explicit + fits
 
     def for_statistics(self, given_names: Collection[str] | None) -> "Recipe":
         """Return the recipe without what a preset that yields does with the text itself.

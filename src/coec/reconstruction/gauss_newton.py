@@ -1,11 +1,12 @@
 """Damped Gauss–Newton steps, each by preconditioned conjugate gradients (METHODS §8).
 
-A step solves `(Jᵀ w J + μ) δ = Jᵀ w r` roughly, and is taken whole, by a half or by a quarter: the
-first of these that lowers the error, on held-out windows as well; otherwise none is taken.
+A step solves `(Jᵀ w J + μ) δ = Jᵀ w r` roughly, as far as the error on held-out windows falls. It
+is taken whole, by a half or by a quarter: the first of these that lowers the error, on held-out
+windows as well; otherwise none is taken.
 """
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from coec.reconstruction.preconditioner import Preconditioner
 
 LENGTHS = (1.0, 0.5, 0.25)
 """The fractions of a step that are tried."""
+PATIENCE = 2
+"""Iterations without a lower held-out error after which the one of the lowest is the step."""
 _APART = 2**40
 """Between the seeds of one step's random signs and the next's."""
 
@@ -30,13 +33,15 @@ class Step:
         length: the fraction that was taken; 0 for none.
         error: afterwards, relative to the energy of the targets.
         held_out: the same on held-out windows; None where there are none.
-        residual: of the linear system at the end, relative to its right-hand side; None where
-            there is no finite solution.
+        iterations: of conjugate gradients that it took.
+        residual: of the linear system there, relative to its right-hand side; None where there is
+            no finite solution.
     """
 
     length: float
     error: float
     held_out: float | None
+    iterations: int
     residual: float | None
 
 
@@ -58,8 +63,9 @@ class Fitted:
 
     def taken_back(self) -> "Fitted":
         """Return the fit with no step taken."""
-        steps = [Step(0.0, self.error, self.held_out, step.residual) for step in self.steps]
-        return Fitted(self.theta, self.error, self.held_out, steps)
+        error, held_out = self.error, self.held_out
+        steps = [replace(step, length=0.0, error=error, held_out=held_out) for step in self.steps]
+        return Fitted(self.theta, error, held_out, steps)
 
     def record(self) -> dict[str, Any]:
         """Return the record for the report, JSON-ready: numbers that are not finite are None."""
@@ -91,10 +97,11 @@ def fit(
 
     Args:
         problem: what is fitted.
-        held_out: the same over other windows, on which a step must not raise the error either.
+        held_out: the same over other windows, on which a step must not raise the error either, and
+            which say after how many iterations it is best.
         theta: where to start.
         steps: at most so many; the first that is not taken is the last.
-        iterations: of conjugate gradients in each.
+        iterations: of conjugate gradients in each, at most.
         damping: λ, relative to the mean diagonal of every matrix's block.
         seed: of the random signs in the preconditioner.
         least_gain: a whole step that lowers the error, the held-out one where there is one, by a
@@ -108,26 +115,29 @@ def fit(
     for step in range(steps):
         try:
             signs = (seed + step * _APART) % SEEDS
-            delta, residual = _direction(problem, theta, iterations, damping, signs)
+            lowest = math.inf if held_error is None else held_error * held_scale
+            direction = _direction(
+                problem, held_out, theta, lowest, iterations=iterations, damping=damping, seed=signs
+            )
         except NumericalError as failure:
             record(f"a step of the reconstruction is not taken: {failure}")
-            fitted.steps.append(Step(0.0, error, held_error, None))
+            fitted.steps.append(Step(0.0, error, held_error, 0, None))
             break
         before = error if held_error is None else held_error
         for length in LENGTHS:
-            new = {name: p + length * delta[name] for name, p in theta.items()}
+            new = {name: p + length * direction.delta[name] for name, p in theta.items()}
             new_error = problem.error(new) / scale
             new_held = held_out.error(new) / held_scale if held_out else None
             if new_error < error and (
                 held_error is None or (new_held is not None and new_held <= held_error)
             ):
                 theta, error, held_error = new, new_error, new_held
-                fitted.steps.append(Step(length, error, held_error, residual))
+                fitted.steps.append(direction.step(length, error, held_error))
                 break
         else:
             if not math.isfinite(new_error):
                 record("a step of the reconstruction is not finite: taken back")
-            fitted.steps.append(Step(0.0, error, held_error, residual))
+            fitted.steps.append(direction.step(0.0, error, held_error))
             break
         gained = 1 - (error if held_error is None else held_error) / before if before > 0 else 0.0
         if length == LENGTHS[0] and gained < least_gain:
@@ -135,14 +145,32 @@ def fit(
     return Fitted(theta, fitted.error, fitted.held_out, fitted.steps)
 
 
+@dataclass(frozen=True, eq=False)
+class _Direction:
+    """`δ` of one step, the iterations that made it, and the residual of its system: see `Step`."""
+
+    delta: Theta
+    iterations: int
+    residual: float
+
+    def step(self, length: float, error: float, held_out: float | None) -> Step:
+        return Step(length, error, held_out, self.iterations, self.residual)
+
+
 def _direction(
     problem: LeastSquares,
+    held_out: LeastSquares | None,
     theta: Theta,
+    lowest: float,
+    *,
     iterations: int,
     damping: float,
     seed: int,
-) -> tuple[Theta, float]:
-    """`δ` of one step, and the relative residual of its linear system."""
+) -> _Direction:
+    """Return the iterate with the lowest error on held-out windows; the last where none is lower.
+
+    `lowest` is that error at θ.
+    """
     r = problem.gradient(theta)
     _check_finite(r)
     precondition = Preconditioner(problem.factors(theta, seed), damping)
@@ -151,7 +179,8 @@ def _direction(
     start = dot(r, r)
     z = precondition(r)
     p, rz = z, dot(r, z)
-    for _ in range(iterations):
+    best, count, waited = None, 0, 0
+    while count < iterations and waited < PATIENCE:
         if rz <= 0:  # solved to the last bit
             break
         Hp = problem.normal(p)
@@ -165,8 +194,15 @@ def _direction(
         z = precondition(r)
         rz, last = dot(r, z), rz
         p = {name: z[name] + rz / last * p[name] for name in z}
+        count += 1
+        if held_out is not None:
+            error = held_out.error({name: v + x[name] for name, v in theta.items()})
+            waited += best is not None
+            if error < lowest:
+                lowest, waited, best = error, 0, (x, count, dot(r, r))
+    x, count, square = best or (x, count, dot(r, r))
     _check_finite(x)
-    return x, math.sqrt(dot(r, r) / start) if start > 0 else 0.0
+    return _Direction(x, count, math.sqrt(square / start) if start > 0 else 0.0)
 
 
 def dot(a: Theta, b: Theta) -> float:

@@ -214,7 +214,7 @@ class Reconstruction(Settings):
 
     Attributes:
         left_out: why the pruned model is not run beside the dense one though the preset says so.
-        asked: True where `propagate` was given beside the preset, and so is never left out.
+        explicit: True where `propagate` was given beside the preset, and so is never left out.
     """
 
     preset: PresetName = setting(
@@ -235,7 +235,11 @@ class Reconstruction(Settings):
         "included; attention's values and output take one. 0 is off.",
         least=0,
     )
-    cg_iterations: int = setting(10, "Conjugate-gradient iterations of one such step.", least=1)
+    cg_iterations: int = setting(
+        10,
+        "Conjugate-gradient iterations of one such step, at most: held-out windows end them.",
+        least=1,
+    )
     curvature_tokens: int | None = setting(
         None,
         "Tokens over which these iterations run, and no fewer than four for each column; errors "
@@ -267,7 +271,7 @@ class Reconstruction(Settings):
         "model on held-out windows, or what allocation = error gives every block.",
     )
     left_out: str = ""
-    asked: bool = False
+    explicit: bool = False
 
     @property
     def sequential(self) -> str | None:
