@@ -50,9 +50,10 @@ def test_at_full_rank_nothing_changes(dense, windows):
 
 def test_a_fit_lowers_the_error_of_the_hidden_states(dense, windows):
     ranks = dict.fromkeys(dense.matrices, RANK)
+    windows = torch.cat([windows, windows.flip(1), windows.roll(1, 0).roll(5, 1)])
     errors = []
     for variant in (Variant(hidden=True), Variant(hidden=True, steps=3)):
-        streams = Streams(dense, windows[:16], windows[16:], variant)
+        streams = Streams(dense, windows[16:], windows[:16], variant)
         streams.solve(
             dense.layout.blocks[0], ranks, replace=True
         )  # the last is fitted to predictions instead
