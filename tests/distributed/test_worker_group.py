@@ -127,6 +127,21 @@ def test_a_place_that_is_lost_anywhere_is_made_up_for(
     assert equal(found, load_file(place / kv_groups / "model.safetensors"))
 
 
+@pytest.mark.parametrize("tried", [[0], [1]])
+def test_a_place_that_is_lost_where_a_trial_passes_a_block_is_made_up_for(
+    tried, place, tmp_path, monkeypatch
+):
+    asked = []
+
+    def lost(name):
+        asked.append(name)
+        return asked.count("advance") in (1, 3) and name == "advance"
+
+    monkeypatch.setattr(reconstruction, "tried_blocks", lambda layers: tried)
+    found = pruned(place, tmp_path / "out", monkeypatch, 2, lost, "held-out")
+    assert equal(found, load_file(place / "held-out" / "model.safetensors"))
+
+
 def test_what_is_lost_again_and_again_ends_the_run_and_leaves_what_is_finished(
     place, tmp_path, monkeypatch
 ):

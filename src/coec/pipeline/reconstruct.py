@@ -174,7 +174,8 @@ class BlockReconstruction:
         tried = tried_blocks(len(blocks)) if few else range(len(blocks))
         for block in blocks:
             if block.index not in tried:
-                self._group.do(TwoStreams.advance, block.index, None)
+                skip = functools.partial(self._group.do, TwoStreams.advance, block.index, None)
+                self._before(block.index, finished, skip)
             elif block.index not in solved:
                 work = functools.partial(self.solve, block)
                 (result, hashes), host = self._before(
