@@ -92,8 +92,17 @@ def test_quantisers_take_a_pruned_model(quantiser, bound, pruned, tmp_path):
         if file.suffix == ".py" or "tokenizer" in file.name:
             shutil.copy(file, out)
     ids = torch.randint(2, tm.VOCABULARY, (1000,), generator=torch.Generator().manual_seed(2))
-    found = coec.perplexity(
-        out, ids, seq_len=32, baseline=folder, via="transformers", device="cpu",
-        trust_remote_code=True,
-    )  # fmt: skip
+    settings = {"seq_len": 32, "baseline": folder, "via": "transformers", "device": "cpu"}
+    if (quantiser, way) == ("nf4", "odd") and takes_rows_by_32():
+        with pytest.raises(AssertionError, match="divisible"):
+            coec.perplexity(out, ids, **settings, trust_remote_code=True)
+        return
+    found = coec.perplexity(out, ids, **settings, trust_remote_code=True)
     assert 0 < found.kl < bound
+
+
+def takes_rows_by_32():
+    """Whether bitsandbytes runs the kernel that it has for CPUs with AVX-512 and bfloat16."""
+    from bitsandbytes.functional import has_avx512bf16
+
+    return has_avx512bf16()
