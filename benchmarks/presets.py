@@ -63,14 +63,15 @@ def measure_all(chosen: argparse.Namespace, arguments: list[str] | None) -> None
     start = min(spent([sys.executable, "-c", "import coec; coec.prune"])["cpu"] for _ in range(3))
     print(f"start: {start:.1f} CPU s")
     widths = [(p, by_block) for p in chosen.presets for by_block in (False, True)]
+    rows = record.load("presets").get("rows", []) if chosen.missing else []
+    done = {row["key"] for row in rows}
     for model, sparsity, seed in product(chosen.models, chosen.sparsity, chosen.seeds):
         for preset, by_block in widths:
             if preset == BASELINE and by_block:
                 continue
             case = {"model": model, "sparsity": sparsity, "seed": seed}
             key = "|".join(map(str, (*case.values(), preset, by_block)))
-            done = {row["key"] for row in record.load("presets").get("rows", ())}
-            if chosen.missing and key in done:
+            if key in done:
                 continue
             numbers = measure(**case, preset=preset, by_block=by_block, shared=chosen.shared)
             numbers["cpu"] -= start

@@ -226,7 +226,7 @@ def test_a_step_that_harms_held_out_windows_is_not_taken():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_step_has_the_iterations_that_held_out_windows_like_best(seed):
+def test_a_step_has_the_iterations_that_held_out_windows_like_best(seed, monkeypatch):
     """Until two in a row are no better: those that would have followed are not made."""
     made, function, parts, theta = problem(Gated(), NAMES, seed=seed)
     fitted, other = (of(function, made.modules, [one]) for one in parts)
@@ -244,12 +244,9 @@ def test_a_step_has_the_iterations_that_held_out_windows_like_best(seed):
     found = fit(fitted, other, theta, **one)
     assert found.steps[0].iterations == best
     assert found.steps[0].held_out * other.energy() == pytest.approx(scores[best])
-    calls = []
-    products = type(fitted).normal
-    watched = pytest.MonkeyPatch()
-    with watched.context() as patch:
-        patch.setattr(LeastSquares, "normal", lambda *given: calls.append(1) or products(*given))
-        fit(fitted, other, theta, **one)
+    calls, normal = [], LeastSquares.normal
+    monkeypatch.setattr(LeastSquares, "normal", lambda *given: calls.append(1) or normal(*given))
+    fit(fitted, other, theta, **one)
     assert len(calls) == best + 2
 
 

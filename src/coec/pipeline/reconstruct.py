@@ -31,7 +31,6 @@ from coec.pipeline.solve import (
     SiteStatistics,
     SolvedBlock,
     assemble,
-    block_seed,
     naming,
     solve_site,
 )
@@ -41,6 +40,7 @@ from coec.planning.run import Run
 from coec.reconstruction import LeastSquares, Products, fit
 from coec.reconstruction.least_squares import TOKENS_PER_COLUMN, Arguments, Theta, Value
 from coec.reconstruction.logits import fit_logits
+from coec.settings.fields import nth_seed
 from coec.streaming.head import Prediction, rescaled_norm
 from coec.streaming.passes import BlockSource
 from coec.streaming.two_streams import (
@@ -345,7 +345,7 @@ class BlockReconstruction:
                 theta,
                 steps=steps if site.value is None else min(steps, _ATTENTION_STEPS),
                 iterations=settings.cg_iterations, damping=settings.damping,
-                seed=block_seed(self._run.recipe.calibration.seed, site.block),
+                seed=nth_seed(self._run.recipe.calibration.seed, site.block),
                 least_gain=_LEAST_GAIN,
             )  # fmt: skip
             tensors: dict[str, Tensor] = {}
@@ -378,7 +378,7 @@ class BlockReconstruction:
         """Return the last half's weights, fitted to the dense model's predictions."""
         rows, theta = self._prepare(number, site, written)
         judge = self._judge if self._held_out else None
-        seed = block_seed(self._run.recipe.calibration.seed, site.block)
+        seed = nth_seed(self._run.recipe.calibration.seed, site.block)
         tensors: dict[str, Tensor] = {}
         with recording() as events:
             try:

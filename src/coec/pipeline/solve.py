@@ -26,7 +26,7 @@ from coec.selection import (
     keep_highest,
     unit_scores,
 )
-from coec.settings.fields import SEEDS
+from coec.settings.fields import nth_seed
 from coec.streaming.dense_stream import Measured
 from coec.types import Gram, KeptSet, SiteResult
 
@@ -288,7 +288,7 @@ def _kept(site: Site, weight: Tensor, sums: Gram, plan: Plan) -> KeptSet:
         sums,
         units=site.units,
         keep=keep,
-        seed=block_seed(plan.recipe.calibration.seed, site.block),
+        seed=nth_seed(plan.recipe.calibration.seed, site.block),
     )
     return keep_highest(unit_scores(scores, site.units), keep)
 
@@ -301,11 +301,6 @@ def _check_recordable(row: JsonDict) -> None:
         raise OptionError(
             f"the compensation has diagnostics for {row['module']} that no report holds: {error}"
         ) from error
-
-
-def block_seed(seed: int, block: int) -> int:
-    """Return the seed of a block: a score that takes a seed draws other numbers in every block."""
-    return (seed * 1_000_003 + block) % SEEDS
 
 
 def _as_planned(tensors: dict[str, Tensor], plan: Plan, block: BlockLayout) -> dict[str, Tensor]:

@@ -75,7 +75,8 @@ def phases_of(plan: Plan, compute: ComputeConfig, candidates: Sequence[Plan] = (
     stored = float(plan.parameters_before * compute.stored.itemsize)
     add("reading weights", [Work("read", stored)])
     if plan.recipe.reconstruction.sequential:
-        if tried := [step for plan in candidates for step in PlanWork(plan, compute).trial()]:
+        trials = [PlanWork(candidate, compute).trial() for candidate in candidates]
+        if tried := [step for trial in trials for step in trial]:
             add("trying candidates", tried)
         for name, steps, purposes in run.reconstruction():
             add(name, steps, purposes)

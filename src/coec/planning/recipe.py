@@ -100,8 +100,7 @@ class Recipe:
             value = given_parts.get(name) or part_class.of(flat)
             object.__setattr__(self, name, value)
         if explicit:
-            kept = replace(self.reconstruction, explicit=True)
-            object.__setattr__(self, "reconstruction", kept)
+            object.__setattr__(self, "reconstruction", replace(self.reconstruction, explicit=True))
         if why := self._unfitted():
             fitless = self.without_fits(why).reconstruction
             object.__setattr__(self, "reconstruction", fitless)
@@ -192,11 +191,18 @@ class Recipe:
 
     @property
     def _asked(self) -> list[str]:
-        """Names of fits that were given beside the preset: neither off nor what it brings."""
+        """Names of fits that were given beside the preset: neither off nor what it brings.
+
+        `propagate` is one wherever it was given.
+        """
         settings = self.reconstruction.record()
         brought = PRESETS[self.reconstruction.preset].settings
-        fits = [n for n in _FITS if settings[n] not in (_RECONSTRUCTION[n], brought.get(n))]
-        return ["propagate"] * self.reconstruction.explicit + fits
+        return [
+            name
+            for name in _FITS
+            if (name == "propagate" and self.reconstruction.explicit)
+            or settings[name] not in (_RECONSTRUCTION[name], brought.get(name))
+        ]
 
     def for_statistics(self, given_names: Collection[str] | None) -> "Recipe":
         """Return the recipe without what a preset that yields does with the text itself.

@@ -116,7 +116,7 @@ def fit(
         try:
             signs = (seed + step * _APART) % SEEDS
             lowest = math.inf if held_error is None else held_error * held_scale
-            direction = _direction(
+            delta, count, residual = _direction(
                 problem, held_out, theta, lowest, iterations=iterations, damping=damping, seed=signs
             )
         except NumericalError as failure:
@@ -125,36 +125,24 @@ def fit(
             break
         before = error if held_error is None else held_error
         for length in LENGTHS:
-            new = {name: p + length * direction.delta[name] for name, p in theta.items()}
+            new = {name: p + length * delta[name] for name, p in theta.items()}
             new_error = problem.error(new) / scale
             new_held = held_out.error(new) / held_scale if held_out else None
             if new_error < error and (
                 held_error is None or (new_held is not None and new_held <= held_error)
             ):
                 theta, error, held_error = new, new_error, new_held
-                fitted.steps.append(direction.step(length, error, held_error))
+                fitted.steps.append(Step(length, error, held_error, count, residual))
                 break
         else:
             if not math.isfinite(new_error):
                 record("a step of the reconstruction is not finite: taken back")
-            fitted.steps.append(direction.step(0.0, error, held_error))
+            fitted.steps.append(Step(0.0, error, held_error, count, residual))
             break
         gained = 1 - (error if held_error is None else held_error) / before if before > 0 else 0.0
         if length == LENGTHS[0] and gained < least_gain:
             break
     return Fitted(theta, fitted.error, fitted.held_out, fitted.steps)
-
-
-@dataclass(frozen=True, eq=False)
-class _Direction:
-    """`δ` of one step, the iterations that made it, and the residual of its system: see `Step`."""
-
-    delta: Theta
-    iterations: int
-    residual: float
-
-    def step(self, length: float, error: float, held_out: float | None) -> Step:
-        return Step(length, error, held_out, self.iterations, self.residual)
 
 
 def _direction(
@@ -166,10 +154,11 @@ def _direction(
     iterations: int,
     damping: float,
     seed: int,
-) -> _Direction:
-    """Return the iterate with the lowest error on held-out windows; the last where none is lower.
+) -> tuple[Theta, int, float]:
+    """Return `δ` of one step, the iterations that made it, and the relative residual of its system.
 
-    `lowest` is that error at θ.
+    It is the iterate with the lowest error on held-out windows, the last where none is lower than
+    `lowest`, that error at θ.
     """
     r = problem.gradient(theta)
     _check_finite(r)
@@ -202,7 +191,7 @@ def _direction(
                 lowest, waited, best = error, 0, (x, count, dot(r, r))
     x, count, square = best or (x, count, dot(r, r))
     _check_finite(x)
-    return _Direction(x, count, math.sqrt(square / start) if start > 0 else 0.0)
+    return x, count, math.sqrt(square / start) if start > 0 else 0.0
 
 
 def dot(a: Theta, b: Theta) -> float:

@@ -22,7 +22,7 @@ from coec.models.dense import Dense
 from coec.models.files import JsonDict, opened, write_tensors
 from coec.recovery.distillation import TopTokens
 from coec.settings import Calibration, Runtime
-from coec.settings.fields import SEEDS
+from coec.settings.fields import nth_seed
 from coec.settings.recovery import Recovery
 from coec.streaming.self_text import sample_from_model, windows_that_fit
 
@@ -124,7 +124,7 @@ def write_group(
     """Let the dense model write a group of windows; every group has a seed of its own."""
     return sample_from_model(
         network, load_tokenizer(dense.folder, trust_remote_code=trust_remote_code), samples=size,
-        seq_len=seq_len, seed=(seed * 1_000_003 + number + 1) % SEEDS,
+        seq_len=seq_len, seed=nth_seed(seed, number + 1),
         at_once=windows_that_fit(dense, network, seq_len),
     ).ids  # fmt: skip
 

@@ -218,6 +218,11 @@ SEEDS = 2**64
 """Generators of random numbers take seeds below this."""
 
 
+def nth_seed(seed: int, number: int) -> int:
+    """Return the seed of one of many draws, a block's or a window's: other numbers in each."""
+    return (seed * 1_000_003 + number) % SEEDS
+
+
 def check_whole(name: str, value: Any, least: int = 1) -> int:
     """The value as Python's own; raises OptionError unless it is whole and at least `least`."""
     value = plain(value)

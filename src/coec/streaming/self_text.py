@@ -16,15 +16,13 @@ from coec.errors import CalibrationError, ModelError
 from coec.events import Progress
 from coec.models.description import Description
 from coec.models.layout import Shape
-from coec.settings.fields import SEEDS
+from coec.settings.fields import nth_seed
 
 MOST = 128
 """Windows that are sampled at once, at most."""
 _SHARE = 0.8
 """Of free memory, what the windows that are sampled at once may take."""
 LOGIT_COPIES = 6
-_APART = 1_000_003
-"""Between the seeds of one text's windows and the next's."""
 
 
 def window_bytes(shape: Shape, vocabulary: int, seq_len: int, itemsize: int) -> int:
@@ -90,8 +88,7 @@ def sample_from_model(
         for first in range(0, samples, at_once):
             numbers = range(first, min(first + at_once, samples))
             generators = [
-                torch.Generator(model.device).manual_seed((seed * _APART + n) % SEEDS)
-                for n in numbers
+                torch.Generator(model.device).manual_seed(nth_seed(seed, n)) for n in numbers
             ]
             rows.append(_drawn(model, start, seq_len, ends, generators))
             if progress:
