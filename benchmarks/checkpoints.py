@@ -1,14 +1,14 @@
 """Checkpoints that other programs pruned, beside the presets: perplexity at equal size.
 
-    python -m benchmarks.checkpoints PEERS results-beyond [--shared ../shared] [--windows 400]
+    python -m benchmarks.checkpoints PEERS [--shared ../shared] [--windows 400]
 
 PEERS has a folder `PEER/MODEL/SEED` for every checkpoint, in transformers' format, pruned by the
 peer's own code with the windows that this package draws from the calibration text under that seed
 (`benchmarks.checkpoints --tokens FOLDER` writes them). A format that cannot hold what a peer made
 holds the dense shapes with the same function; a `coec-peer.json` beside the weights then says how
 many `parameters` there really are, and for every peer its `version` and the `seconds` it took.
-The presets' numbers are those of a sweep of `benchmarks/grids/beyond.toml`, which measures them on
-the first 400 windows, as `--windows` is. Ratios are to `paper`, seed by seed.
+The presets' numbers are those of `benchmarks.presets`, on the first 400 windows, as `--windows` is.
+Ratios are to `paper`, seed by seed.
 """
 
 import argparse
@@ -24,8 +24,6 @@ from benchmarks import record
 from benchmarks.instances import SHARED
 from coec.calibration.windows import Windows
 from coec.evaluation.perplexity import evaluation_windows
-from coec.experiments.files import RESULTS, read_lines
-from coec.experiments.rows import Row
 from coec.models.dense import Dense
 from coec.settings import Calibration, Runtime
 from coec.streaming.passes import Backend
@@ -35,7 +33,7 @@ TEXTS = {"stories260K": STORIES, "babyllama-1M": STORIES, "wt2-llama": WIKI}
 FILES = {STORIES: ("train.txt", "test.txt"), WIKI: ("valid.raw.txt", "test.raw.txt")}
 """Of calibration and of evaluation."""
 SAMPLES, SEQ_LEN, SPARSITY = 64, 256, 0.3
-GRID, BASELINE = "seeds", "paper (COEC)"
+BASELINE = "paper"
 NOTE = "coec-peer.json"
 
 
@@ -44,7 +42,7 @@ class Measured:
     """One checkpoint.
 
     Attributes:
-        parameters: that the model really has.
+        parameters: that the model really has; None for a preset's, as many as the peers'.
         kl, agreement: with the dense model; None where they were not asked for.
         seconds: that pruning took, as whoever ran it says; None where nobody does.
     """
@@ -53,7 +51,7 @@ class Measured:
     version: str
     model: str
     seed: int
-    parameters: int
+    parameters: int | None
     perplexity: float
     kl: float | None
     agreement: float | None
@@ -64,7 +62,6 @@ def main(arguments: list[str] | None = None) -> None:
     """Prints a table per model, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("peers", type=Path, nargs="?")
-    parser.add_argument("sweep", type=Path, nargs="?")
     parser.add_argument("--shared", type=Path, default=SHARED)
     parser.add_argument("--windows", type=int, default=400)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -74,10 +71,10 @@ def main(arguments: list[str] | None = None) -> None:
     if chosen.tokens:
         write_tokens(chosen.tokens, chosen.shared, chosen.seeds)
         return
-    if chosen.peers is None or chosen.sweep is None:
-        parser.error("give the peers' folder and the sweep's")
+    if chosen.peers is None:
+        parser.error("give the peers' folder")
     print(f"Checkpoints. {record.header()}\n", flush=True)
-    found = ours(chosen.sweep, chosen.seeds)
+    found = ours(chosen.seeds)
     for model in TEXTS:
         if any(one.model == model for one in found):
             dense = Dense.open(chosen.shared / "models" / model)
@@ -103,32 +100,23 @@ def write_tokens(folder: Path, shared: Path, seeds: list[int]) -> None:
             torch.save(ids, folder / f"{model}-{seed}.pt")
 
 
-def ours(sweep: Path, seeds: list[int]) -> list[Measured]:
-    """The presets' rows of a sweep."""
-    found = []
-    for row in read_lines(sweep / RESULTS).rows:
-        label, seed = row.labels.get(GRID, ""), row.setting("seed")
-        if row.setting("preset") is None or not label or seed not in seeds or row.status != "done":
-            continue
-        if label in (BASELINE, "fast", "best"):
-            found.append(_of_row(row, label))
-    return found
-
-
-def _of_row(row: Row, label: str) -> Measured:
-    perplexity, agreement = row.measured("perplexity"), row.measured("agreement")
-    assert perplexity is not None
-    return Measured(
-        f"coec, {label}", coec.__version__, row.model, row.setting("seed"),
-        row.parameters.after or 0, perplexity, row.measured("kl"),
-        None if agreement is None else agreement / 100, row.measured("seconds"),
-    )  # fmt: skip
+def ours(seeds: list[int]) -> list[Measured]:
+    """The presets' rows of `benchmarks.presets`, uniform widths."""
+    return [
+        Measured(
+            row["preset"], coec.__version__, row["model"], row["seed"], None, row["perplexity"],
+            row["kl"], None, row["cpu"],
+        )
+        for row in record.load("presets")["rows"]
+        if row["preset"] in (BASELINE, "fast", "best") and not row["by_block"]
+        if row["sparsity"] == SPARSITY and row["seed"] in seeds
+    ]  # fmt: skip
 
 
 def theirs(
     peers: Path, dense: Dense, seeds: list[int], shared: Path, windows: int, *, distance: bool
 ) -> list[Measured]:
-    """The peers' checkpoints of one model, measured as the sweep measured ours."""
+    """The peers' checkpoints of one model, measured as ours are."""
     model = Path(dense.name).name
     cut = evaluated_on(dense, shared, windows)
     found = []
@@ -162,7 +150,7 @@ def note(folder: Path) -> dict[str, Any]:
 def describe(found: list[Measured], model: str) -> str:
     """A line per method: perplexity by seed, the mean ratio to `paper`, KL, agreement, size."""
     rows = [one for one in found if one.model == model]
-    base = {one.seed: one for one in rows if one.method == f"coec, {BASELINE}"}
+    base = {one.seed: one for one in rows if one.method == BASELINE}
     lines = [f"{model}: perplexity by seed, ratio to paper, KL, same top token, parameters, s"]
     for method in dict.fromkeys(one.method for one in rows):
         own = sorted((one for one in rows if one.method == method), key=lambda one: one.seed)
@@ -172,7 +160,7 @@ def describe(found: list[Measured], model: str) -> str:
         kl, same, seconds = (_mean(own, name) for name in ("kl", "agreement", "seconds"))
         lines.append(
             f"  {method:<24} {by_seed}  {ratio}  {_shown(kl, '.3f')}  {_shown(same, '.1%')}  "
-            f"{own[0].parameters:,}  {_shown(seconds, '.0f')}"
+            f"{_shown(own[0].parameters, ',')}  {_shown(seconds, '.0f')}"
         )
     return "\n".join(lines)
 
