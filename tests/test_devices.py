@@ -129,7 +129,7 @@ def test_a_run_hands_it_back_behind_every_block(tmp_path, monkeypatch):
     dense = tm.save(tm.tiny("llama", torch.float32), tmp_path / "dense")
     own = {"calibration": tm.token_file(tmp_path / "tokens.npy"), "samples": 4, "seq_len": 32}
     coec.prune(dense, tmp_path / "out", compensation="none", **own)
-    assert len(handed) == 1 + 2 * 2  # once where the text was read
+    assert len(handed) == 1 + 3 + 2 * 2  # where the text was read, and by the Fisher information
     handed.clear()
-    coec.prune(dense, tmp_path / "far", propagate=True, compensation="none", **own)
+    coec.prune(dense, tmp_path / "far", propagate=True, compensation="none", fisher=0.0, **own)
     assert len(handed) == 1 + 2 * 2

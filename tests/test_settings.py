@@ -206,7 +206,7 @@ def test_a_record_lists_what_determines_the_result():
         "allocation", "non_uniform", "low_rank", "selection", "kept", "compensation", "options",
         "propagate",
         "reconstruct", "cg_iterations", "damping", "curvature_tokens",
-        "logit_iterations", "token_weights", "final_norm", "kv_groups", "calibration",
+        "fisher", "logit_iterations", "token_weights", "final_norm", "kv_groups", "calibration",
         "text_column", "samples", "self_samples", "seq_len", "seed", "holdout", "guard", "dtype",
         "target", "forward_dtype",
         "solve_dtype",

@@ -295,6 +295,7 @@ def test_products_with_the_jacobian_are_those_of_forward_and_reverse_mode(varian
     block = dense.layout.blocks[0]
     layers.load(block, dense.tensors(block))
     weights = torch.rand(states.shape[:2], dtype=torch.float64)
+    root = torch.randn(2 * [states.shape[-1]], dtype=torch.float64)
     for site in block.sites:
         half = layers.half(block, site)
         rows = {str(n): r for n, r in enumerate(site.fitted)}
@@ -319,7 +320,7 @@ def test_products_with_the_jacobian_are_those_of_forward_and_reverse_mode(varian
         slices = {n: slice(r.start, r.stop) for n, r in rows.items()}
         products = DifferentiatedProducts(
             function, modules, [[batch]], torch.device("cpu"), rows=slices,
-            quadratic=site.value is not None,
+            quadratic=site.value is not None, root=root,
         )  # fmt: skip
         run = functools.partial(layers.call, half, block.index)
         if site.value is None:
@@ -331,7 +332,7 @@ def test_products_with_the_jacobian_are_those_of_forward_and_reverse_mode(varian
             with watched({"gate": modules[mlp.gate]}) as calls:
                 run(states)
             added = Batch(calls["gate"][0], batch.targets - states, weights)
-            make = functools.partial(GatedProducts, mlp, [[added]])
+            make = functools.partial(GatedProducts, mlp, [[added]], root=root)
         elif site.value is None:  # nothing is written out without a gate
 
             def make(products=products, **_):
@@ -340,7 +341,7 @@ def test_products_with_the_jacobian_are_those_of_forward_and_reverse_mode(varian
         else:
             attention = HeldAttention.of(run, states, modules, slices)
             make = functools.partial(
-                AttentionProducts, attention, function, modules, [[batch]], rows=slices
+                AttentionProducts, attention, function, modules, [[batch]], rows=slices, root=root
             )
         again, kept = (
             LeastSquares.of(make(device=torch.device("cpu"), kept_bytes=size))
@@ -350,8 +351,10 @@ def test_products_with_the_jacobian_are_those_of_forward_and_reverse_mode(varian
         with sdpa_kernel(SDPBackend.MATH):
             moved = torch.func.jvp(lambda t, f=function: f(t, states), (theta,), (delta,))[1]
             out, back = torch.func.vjp(lambda t, f=function: f(t, states), theta)
-            normal = back(weights[..., None] * moved)[0]
-            gradient = back(weights[..., None] * (batch.targets - out))[0]
+            normal, gradient = (
+                back(weights[..., None] * (v @ root.T @ root))[0]
+                for v in (moved, batch.targets - out)
+            )
         again.linearise(theta)
         for made in (LeastSquares.of(products), kept):
             made.linearise(theta)

@@ -373,14 +373,14 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
 ):
     solved, solve = [], module.LowRankReconstruction.solve
 
-    def interrupted(self, block):
+    def interrupted(self, block, information):
         if block.index:
             raise KeyboardInterrupt
-        return solve(self, block)
+        return solve(self, block, information)
 
-    def counted(self, block):
+    def counted(self, block, information):
         solved.append(block.index)
-        return solve(self, block)
+        return solve(self, block, information)
 
     def never(*_):
         raise AssertionError("measured again")

@@ -269,6 +269,8 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
         ({"token_weights": "residual"}, "token_weights has no effect with neither"),
         ({"kv_groups": "held-out"}, "needs windows that are held out: set holdout"),
         ({"logit_iterations": 3}, "logit_iterations has no effect with reconstruct = 0"),
+        ({"fisher": 0.5}, "fisher has no effect with reconstruct = 0"),
+        ({"preset": "best", "fisher": 1.0}, "fisher is a share, at least 0 and below 1, got 1.0"),
         ({"kv_groups": "all", "sparsity": 0.9}, "leaves no intermediate channels"),
         ({"preset": "best", "compensation": "auto"}, "auto' fits what it chose on the held-out"),
         ({"preset": "best", "forward_dtype": "float16"}, "overflow in float16: set forward_dtype"),
@@ -346,13 +348,13 @@ def test_going_on_keeps_no_graph_of_what_is_passed(dense, tokens, tmp_path, monk
     settings = {"preset": "best", "kv_groups": "uniform", **QUICK}
     solve, seen = reconstruction.BlockReconstruction.solve, []
 
-    def watched(self, block):
+    def watched(self, block, information):
         streams = self._group.streams
         states = (*streams._dense_states.values(), *streams._pruned_states.values())
         seen.append([state.requires_grad for state in states])
         if block.index == 1 and len(seen) == 2:
             raise KeyboardInterrupt
-        return solve(self, block)
+        return solve(self, block, information)
 
     monkeypatch.setattr(reconstruction.BlockReconstruction, "solve", watched)
     with pytest.raises(KeyboardInterrupt):

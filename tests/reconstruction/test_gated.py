@@ -13,6 +13,7 @@ from coec.reconstruction import (
     LeastSquares,
     fit,
 )
+from coec.reconstruction.preconditioner import Preconditioner
 
 H, K = 5, 7
 CPU = torch.device("cpu")
@@ -56,7 +57,7 @@ def recognised(half, dtype=torch.float64, rows=ROWS):
     return GatedMlp.of(half, state, modules(half), rows, half.mlp)
 
 
-def problems(half, kept_bytes, curvature=None):
+def problems(half, kept_bytes, curvature=None, root=None):
     """The same problem by differentiation and by hand, and its θ."""
     generator = torch.Generator().manual_seed(1)
 
@@ -74,11 +75,20 @@ def problems(half, kept_bytes, curvature=None):
 
     by_hand = [Batch(half.norm(b.inputs).detach(), b.targets - b.inputs, b.weights, b.number)
                for b in batches]  # fmt: skip
-    plain = DifferentiatedProducts(function, made, [[b] for b in batches], CPU, rows=ROWS)
-    gated = GatedProducts(recognised(half), [[b] for b in by_hand], CPU, kept_bytes=kept_bytes)
-    return LeastSquares.of(plain, curvature), LeastSquares.of(gated, curvature), theta
+    plain = DifferentiatedProducts(
+        function, made, [[b] for b in batches], CPU, rows=ROWS, root=root
+    )
+    gated = GatedProducts(
+        recognised(half), [[b] for b in by_hand], CPU, kept_bytes=kept_bytes, root=root
+    )
+    return (
+        LeastSquares.of(plain, curvature, root),
+        LeastSquares.of(gated, curvature, root),
+        theta,
+    )
 
 
+@pytest.mark.parametrize("root", [None, torch.randn(H, H, dtype=torch.float64)], ids=["", "S"])
 @pytest.mark.parametrize("kept_bytes", [0, 1500, 10**9], ids=["none", "some", "all"])
 @pytest.mark.parametrize(
     "half",
@@ -88,8 +98,8 @@ def problems(half, kept_bytes, curvature=None):
     ],
     ids=str,
 )  # fmt: skip
-def test_products_by_hand_are_those_of_differentiation(half, kept_bytes):
-    plain, gated, theta = problems(Half(**half), kept_bytes, curvature=24)
+def test_products_by_hand_are_those_of_differentiation(half, kept_bytes, root):
+    plain, gated, theta = problems(Half(**half), kept_bytes, curvature=24, root=root)
     direction = {name: torch.randn_like(p) for name, p in theta.items()}
     for at in (theta, {name: 0.9 * p for name, p in theta.items()}):  # what was kept is let go
         for problem in (plain, gated):
@@ -104,10 +114,27 @@ def test_products_by_hand_are_those_of_differentiation(half, kept_bytes):
             for one, other in pairs:
                 torch.testing.assert_close(one[name], other[name], rtol=1e-10, atol=1e-10)
         factors = plain.factors(at, 7), gated.factors(at, 7)
-        for name in theta:
+        assert factors[1]["down"].root is root
+        for name in theta if root is None else ("gate", "up"):
             for part in ("rows", "columns"):
                 one, other = (getattr(f[name], part) for f in factors)
                 torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_with_a_metric_the_added_matrix_has_its_exact_block():
+    """Outputs times inputs: what is solved with it alone is solved in one iteration."""
+    S = torch.randn(H, H, dtype=torch.float64).triu() + 2 * torch.eye(H, dtype=torch.float64)
+    plain, gated, theta = problems(Half(factor=0.3), 10**9, root=S)
+    factors = gated.factors(theta, seed=0)
+    assert torch.equal(factors["down"].rows, torch.ones(H, dtype=torch.float64))
+    plain.linearise(theta)
+    nothing = {name: torch.zeros_like(p) for name, p in theta.items()}
+    delta = torch.randn_like(theta["down"])
+    moved = plain.normal(nothing | {"down": delta})["down"]
+    torch.testing.assert_close(moved, S.T @ S @ delta @ factors["down"].columns)
+    precondition = Preconditioner(factors, 0.1)
+    damped = {"down": moved + precondition.damped(nothing | {"down": delta})["down"]}
+    torch.testing.assert_close(precondition(nothing | damped)["down"], delta)
 
 
 def test_the_fit_is_the_same():

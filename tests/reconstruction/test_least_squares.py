@@ -124,6 +124,31 @@ def test_products_are_those_of_the_jacobian(make, quadratic):
     torch.testing.assert_close(flat(made.gradient(theta)), gradient)
 
 
+@pytest.mark.parametrize(("make", "quadratic"), [(gated, False), (bilinear, True)])
+def test_a_metric_is_that_of_outputs_multiplied_by_its_root(make, quadratic):
+    made, function, parts, theta = make()
+    S = torch.randn(H, H, dtype=torch.float64)
+    by_metric = of(function, made.modules, parts, quadratic=quadratic, root=S)
+    seen = of(
+        lambda theta, x: function(theta, x) @ S.T, made.modules,
+        [Batch(b.inputs, b.targets @ S.T, b.weights, b.number) for b in parts],
+        quadratic=quadratic,
+    )  # fmt: skip
+    delta = {n: torch.randn_like(p) for n, p in theta.items()}
+    assert by_metric.error(theta) == pytest.approx(seen.error(theta), rel=1e-12)
+    energy = sum(
+        float((b.weights[..., None] * ((b.targets - b.inputs) @ S.T).square()).sum()) for b in parts
+    )
+    assert by_metric.energy() == pytest.approx(energy, rel=1e-12)
+    torch.testing.assert_close(flat(by_metric.gradient(theta)), flat(seen.gradient(theta)))
+    one, other = (normal(problem, theta, delta) for problem in (by_metric, seen))
+    torch.testing.assert_close(flat(one), flat(other))
+    factors = by_metric.factors(theta, 3), seen.factors(theta, 3)
+    for name in theta:
+        for part in ("rows", "columns"):
+            torch.testing.assert_close(*(getattr(f[name], part) for f in factors))
+
+
 def test_a_gated_mlp_is_not_quadratic():
     """What the flag promises matters: the difference of two values is then no derivative."""
     (plain, _, _, theta), (wrong, *_) = gated(), gated(quadratic=True)
@@ -170,7 +195,8 @@ def test_the_preconditioner_inverts_its_kronecker_product():
     for name, factor in factors.items():
         block = torch.kron(factor.rows.diag(), factor.columns)
         mean = float(block.diagonal().mean())
-        assert precondition.damping[name] == pytest.approx(0.1 * mean, rel=1e-9)
+        damped = precondition.damped(theta)[name]
+        torch.testing.assert_close(damped, 0.1 * mean * theta[name], rtol=1e-9, atol=0)
         block = block + 0.1 * mean * torch.eye(len(block), dtype=block.dtype)
         expected = torch.linalg.solve(block, residual[name].flatten())
         torch.testing.assert_close(found[name].flatten(), expected)

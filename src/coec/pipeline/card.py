@@ -29,8 +29,8 @@ LARGEST_CARD = 2**20
 TAKEN = ("license", "license_name", "license_link", "language")
 """What a dense model's card says that holds for what is made of it too."""
 BEYOND = (
-    "reconstruct", "cg_iterations", "damping", "curvature_tokens", "logit_iterations", "propagate",
-    "token_weights", "final_norm", "kv_groups",
+    "reconstruct", "cg_iterations", "damping", "curvature_tokens", "fisher",
+    "logit_iterations", "propagate", "token_weights", "final_norm", "kv_groups",
 )  # fmt: skip
 """Settings that run the pruned model beside the dense one."""
 MEASURED = "## Measured"

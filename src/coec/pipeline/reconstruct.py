@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.compensation.shrinkage import few
+from coec.devices import at_hand
 from coec.distributed.cluster import RETRIES, LostError, lost
 from coec.errors import NumericalError
 from coec.events import Progress, record, recording
@@ -24,7 +25,7 @@ from coec.execution.journal import Journal
 from coec.linalg.spd import solve_right
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.models.files import JsonDict, write_json
+from coec.models.files import JsonDict, read_tensor, write_json, write_tensors
 from coec.models.layout import BlockLayout, Rows, Site
 from coec.models.surgery import cast, cut_block
 from coec.pipeline.solve import (
@@ -41,14 +42,15 @@ from coec.reconstruction import LeastSquares, Products, fit
 from coec.reconstruction.least_squares import TOKENS_PER_COLUMN, Arguments, Theta, Value
 from coec.reconstruction.logits import fit_logits
 from coec.settings.fields import nth_seed
+from coec.streaming.fisher import FisherStream, root
 from coec.streaming.head import Prediction, rescaled_norm
 from coec.streaming.passes import BlockSource
+from coec.streaming.token_weights import least_square, token_weights
 from coec.streaming.two_streams import (
     ConsumerStatistics,
     TwoStreams,
     WindowKind,
     fitted_rows,
-    token_weights,
     whole,
 )
 from coec.streaming.worker_group import Finished, NothingKeptError, WorkerGroup
@@ -59,10 +61,9 @@ _TARGET_RIDGE = 1e-3
 """Ridge of the least-squares map from inputs to targets, relative to the Gram's mean diagonal."""
 _ATTENTION_STEPS = 1
 """Steps that fit attention: more gain nothing (docs/LOG.md)."""
+_FISHER = "fisher"
 _LEAST_GAIN = 0.02
 """Fraction of the error below which the gain of a whole step ends a fit."""
-_SMALLEST = 1e-3
-"""Lower bound on mean squares of hidden states, as a share of their median."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,14 +124,55 @@ def reconstruct(
         def finished(index: int) -> Mapping[str, Tensor]:
             return checkpoint.tensors(dense.layout.blocks[index])
 
+        def information(block: BlockLayout) -> Tensor | None:
+            piece = _fisher(block)
+            return read_tensor(journal.path(piece), _FISHER) if piece in journal else None
+
+        if run.recipe.reconstruction.fisher:
+            _keep_fisher(journal, dense, run, source, checkpoint.solved, progress)
         with source.worker_group(run) as group:
             reconstruction = (method or BlockReconstruction)(dense, run, group)
-            solved = checkpoint.solved
-            for block in reconstruction.blocks(finished, solved, "reconstructing", progress):
+            for block in reconstruction.blocks(
+                finished, checkpoint.solved, "reconstructing", progress, information=information
+            ):
                 checkpoint.keep(block)
             ending = reconstruction.end(finished)
             checkpoint.end(ending.norm, ending.facts)
     return checkpoint, {"kv_groups": chosen, **checkpoint.facts, "candidates": trials}
+
+
+def _keep_fisher(
+    journal: Journal,
+    dense: Dense,
+    run: Run,
+    source: BlockSource,
+    solved: Container[int],
+    progress: Progress | None,
+) -> None:
+    """Measure the Fisher information behind the blocks that are not solved; the journal keeps it.
+
+    The process that leads does it, on its own device.
+    """
+    blocks = dense.layout.blocks
+    if all(block.index in solved or _fisher(block) in journal for block in blocks):
+        return
+    fit, _ = source.windows_of_text()
+    stream = FisherStream(
+        dense, fit, device=at_hand(run.device), dtype=run.forward,
+        weighted=run.recipe.reconstruction.token_weights == "residual",
+    )  # fmt: skip
+    for block, information in stream.information(run.recipe.calibration.seed):
+        if (piece := _fisher(block)) not in journal:
+            write = functools.partial(write_tensors, {_FISHER: information})
+            path = journal.work / f"{piece}.safetensors"
+            journal.put(piece, path, write, made_of=dense.digests_of(blocks))
+        if progress:
+            progress("back-propagating", len(blocks) - block.index, len(blocks))
+
+
+def _fisher(block: BlockLayout) -> str:
+    """Name the piece that holds the Fisher information behind a block."""
+    return f"{_FISHER}-{block.index}"
 
 
 def _trial(trial: "BlockReconstruction", phase: str, progress: Progress | None) -> JsonDict:
@@ -164,11 +206,13 @@ class BlockReconstruction:
         progress: Progress | None = None,
         *,
         few: bool = False,
+        information: Callable[[BlockLayout], Tensor | None] = lambda block: None,
     ) -> Iterator[SolvedBlock]:
         """Yield the blocks that are not in `solved` yet, in order; or `few` of them, evenly spaced.
 
         Work that was lost with a worker is done again from the block that was open; `finished`
-        returns the written tensors of those before. Raises CoecError where it is lost too often.
+        returns the written tensors of those before, `information` the Fisher information behind a
+        block. Raises CoecError where work is lost too often.
         """
         blocks = self._dense.layout.blocks
         tried = tried_blocks(len(blocks)) if few else range(len(blocks))
@@ -177,7 +221,7 @@ class BlockReconstruction:
                 skip = functools.partial(self._group.do, TwoStreams.advance, block.index, None)
                 self._before(block.index, finished, skip)
             elif block.index not in solved:
-                work = functools.partial(self.solve, block)
+                work = functools.partial(self.solve, block, information(block))
                 (result, hashes), host = self._before(
                     block.index, finished, functools.partial(self._group.solve, work)
                 )
@@ -237,9 +281,16 @@ class BlockReconstruction:
             sums.add(batch)
         return sums
 
-    def solve(self, block: BlockLayout) -> tuple[SolvedBlock, dict[str, str]]:
-        """Return a block, solved and fitted, and the hashes of its dense weights."""
-        run = self._run
+    def solve(
+        self, block: BlockLayout, information: Float[Tensor, "h h"] | None = None
+    ) -> tuple[SolvedBlock, dict[str, str]]:
+        """Return a block, solved and fitted, and the hashes of its dense weights.
+
+        Fits count errors by the Fisher information behind the block, if it is given.
+        """
+        run, metric = self._run, None
+        if information is not None:
+            metric = root(information.to(run.device), self._settings.fisher).to(self._wide)
         tensors = self._dense.tensors(block)
         self._group.do(TwoStreams.open, block.index)
         self._weigh()
@@ -253,7 +304,7 @@ class BlockReconstruction:
             self._load(block, site, written)
             if self._settings.reconstruct:
                 began = time.perf_counter()
-                written |= self._fitted(number, site, written, row)
+                written |= self._fitted(number, site, written, row, metric)
                 if self._settings.logit_iterations and self._is_last(site):
                     written |= self._fitted_to_logits(number, site, written, row)
                 self._load(block, site, written)
@@ -282,7 +333,7 @@ class BlockReconstruction:
             self._group.do(TwoStreams.weigh, None, 1.0)
             return
         squares = [s for squares in self._group.each(TwoStreams.squares) for s in squares]
-        floor = _SMALLEST * float(torch.cat([batch.flatten() for batch in squares]).median())
+        floor = least_square(squares)
         weights = [token_weights(batch, floor) for batch in squares]
         total = math.fsum(float(batch.sum(dtype=torch.float64)) for batch in weights)
         mean = total / sum(batch.numel() for batch in weights)
@@ -333,15 +384,24 @@ class BlockReconstruction:
         return gram, weight + solve_right(residual, gram.xx, _TARGET_RIDGE, gram.precision)
 
     def _fitted(
-        self, number: int, site: Site, written: Mapping[str, Tensor], row: JsonDict
+        self,
+        number: int,
+        site: Site,
+        written: Mapping[str, Tensor],
+        row: JsonDict,
+        metric: Float[Tensor, "h h"] | None,
     ) -> dict[str, Tensor]:
-        """Return the weights of a half that were fitted to the targets; note the fit in `row`."""
-        rows, theta = self._prepare(number, site, written)
+        """Return the weights of a half that were fitted to the targets; note the fit in `row`.
+
+        `metric` is the root of that in which errors count.
+        """
         settings = self._settings
+        rows, theta = self._prepare(number, site, written, metric)
         steps = settings.reconstruct
         with recording() as events:
             fitted = fit(
-                self._problem("fit", site), self._problem("held", site) if self._held_out else None,
+                self._problem("fit", site, metric),
+                self._problem("held", site) if self._held_out else None,
                 theta,
                 steps=steps if site.value is None else min(steps, _ATTENTION_STEPS),
                 iterations=settings.cg_iterations, damping=settings.damping,
@@ -361,16 +421,20 @@ class BlockReconstruction:
         return tensors
 
     def _prepare(
-        self, number: int, site: Site, written: Mapping[str, Tensor]
+        self, number: int, site: Site, written: Mapping[str, Tensor], metric: Tensor | None = None
     ) -> tuple[dict[str, Rows], Theta]:
         """Have the workers prepare a site; return the rows that are fitted, and what they hold."""
         rows = fitted_rows(self._pruned_sites[site.key], written)
-        self._group.do(TwoStreams.prepare, number)
-        wide = torch.promote_types(self._run.forward, torch.float32)
+        self._group.do(TwoStreams.prepare, number, metric)
         return rows, {
-            name: written[r.tensor][r.start : r.stop].to(self._run.device, wide)
+            name: written[r.tensor][r.start : r.stop].to(self._run.device, self._wide)
             for name, r in rows.items()
         }
+
+    @property
+    def _wide(self) -> torch.dtype:
+        """Dtype of what is fitted."""
+        return torch.promote_types(self._run.forward, torch.float32)
 
     def _fitted_to_logits(
         self, number: int, site: Site, written: Mapping[str, Tensor], row: JsonDict
@@ -415,7 +479,9 @@ class BlockReconstruction:
                 sums[name] += g.to(sums[name])
         return total / tokens, {name: g / tokens for name, g in sums.items()}
 
-    def _problem(self, windows: WindowKind, site: Site) -> LeastSquares:
+    def _problem(
+        self, windows: WindowKind, site: Site, metric: Tensor | None = None
+    ) -> LeastSquares:
         """Return the least-squares problem that the workers have prepared, over some windows."""
 
         def ask(
@@ -431,7 +497,7 @@ class BlockReconstruction:
 
         tokens = self._settings.curvature_tokens
         fewest = TOKENS_PER_COLUMN * self._pruned_sites[site.key].columns
-        return LeastSquares(ask, None if tokens is None else max(tokens, fewest))
+        return LeastSquares(ask, None if tokens is None else max(tokens, fewest), metric)
 
 
 def _or_inf(score: float | None) -> float:

@@ -20,6 +20,7 @@ from coec.models.layout import Site
 from coec.planning.machines import Machine
 from coec.planning.plan import Plan
 from coec.streaming.dense_stream import batch_size
+from coec.streaming.fisher import TOKENS as FISHER_TOKENS
 from coec.streaming.head import LOGITS_PER_PASS
 from coec.streaming.self_text import MOST, window_bytes
 from coec.streaming.sensitivity import SHARES, TRUNCATED_TOKENS
@@ -110,9 +111,11 @@ def disk(plan: Plan, written: torch.dtype) -> tuple[int, int]:
     """Estimate bytes of the pruned model's folder, and of unfinished work at its largest.
 
     Blocks are removed once the shard that holds them is durable, so only one shard is there twice.
+    The Fisher information of all blocks stays until the end.
     """
     output = int(plan.parameters_after * written.itemsize * 1.01)
-    return output, min(output, SHARD_BYTES) + _BESIDE_WEIGHTS
+    fisher = bool(plan.recipe.reconstruction.fisher) * 4 * plan.dense.layers * plan.dense.hidden**2
+    return output, min(output, SHARD_BYTES) + _BESIDE_WEIGHTS + fisher
 
 
 def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict[str, int]:
@@ -199,19 +202,27 @@ def _waiting_tokens(plan: Plan) -> int:
     """
     streams = 2 + len(plan.model.layout.kinds) if plan.recipe.reconstruction.sequential else 1
     streams += 2 if plan.recipe.reconstruction.reconstruct else 0
+    waiting = streams * plan.tokens
+    if plan.recipe.reconstruction.fisher:  # in a pass of its own, before every block
+        waiting = max(waiting, (plan.dense.layers + 2) * fisher_tokens(plan))
     if plan.recipe.pruning.allocation != "error":
-        return streams * plan.tokens
+        return waiting
     models = 2 * len(plan.model.layout.sites)
     if plan.ranks:
         models = len(SHARES) * len(plan.model.matrices)
     tried = models * tried_tokens(plan)
-    return max(streams * plan.tokens, plan.tokens + tried)
+    return max(waiting, plan.tokens + tried)
 
 
 def tried_tokens(plan: Plan) -> int:
     """Number of tokens that allocation by error runs models over."""
     tokens = TRUNCATED_TOKENS if plan.ranks else TRIED_TOKENS
     return min(plan.tokens, max(tokens, plan.seq_len))
+
+
+def fisher_tokens(plan: Plan) -> int:
+    """Number of tokens that are run forward and back for the Fisher information."""
+    return min(plan.tokens, max(FISHER_TOKENS, plan.seq_len))
 
 
 def _fit(plan: Plan, compute: ComputeConfig, site: Site) -> int:
@@ -234,6 +245,8 @@ def _fit(plan: Plan, compute: ComputeConfig, site: Site) -> int:
             active += 8 * plan.seq_len * plan.dense.kv_heads * plan.dense.group * itemsize
     fits_logits = plan.recipe.reconstruction.logit_iterations and site.value is None
     vectors = max(9 * weights + factors, 17 * weights if fits_logits else 0)
+    if plan.recipe.reconstruction.fisher:  # the metric and its root
+        vectors += 2 * hidden**2
     return wide * vectors + tokens * active
 
 

@@ -15,6 +15,7 @@ from coec.models.layout import Site
 from coec.planning.machines import Work
 from coec.planning.memory import (
     ComputeConfig,
+    fisher_tokens,
     fitted_matrices,
     placed,
     purposes_of,
@@ -78,6 +79,8 @@ def phases_of(plan: Plan, compute: ComputeConfig, candidates: Sequence[Plan] = (
         trials = [PlanWork(candidate, compute).trial() for candidate in candidates]
         if tried := [step for trial in trials for step in trial]:
             add("trying candidates", tried)
+        if plan.recipe.reconstruction.fisher:
+            add("back-propagating", run.back_propagating(), (*_FIT, "logits"))
         for name, steps, purposes in run.reconstruction():
             add(name, steps, purposes)
     else:
@@ -238,6 +241,18 @@ class PlanWork:
             steps += self._head(tokens, 1.0 + 2 * count)
         return steps
 
+    def back_propagating(self) -> list[Work]:
+        """Run a few windows forward, and back through blocks that are run again: of every block's
+        gradients 2·hidden²·tokens in float64.
+        """
+        tokens = fisher_tokens(self.plan)
+        return [
+            *self.loading() * 2,
+            *self.forward(tokens, 3.0),
+            *self._head(tokens, 1.5),
+            product(self.hidden, tokens, self.hidden, self.layers),
+        ]
+
     def reconstruction(self) -> Iterator[tuple[str, list[Work], tuple[str, ...]]]:
         """Yield name, work and purposes of every part of running both models side by side.
 
@@ -314,6 +329,9 @@ class PlanWork:
                 product(m, n, n, times + repeats, "float32"),
                 Work("elementwise", 56.0 * m * n, 4.0 * m * n, repeats),
             ]
+        if settings.fisher:  # errors, gradients and products, all by the metric
+            seen = (2 + 2.3 * steps) * (tokens + held_out) + iterations * (sampled + held_out)
+            fits += [product(self.hidden, seen, self.hidden, len(sites), self.dtype)]
         return [*fits, Work("call", 60.0 * len(sites), 1.0, iterations)]
 
     def _fitting_logits(self, held_out: int) -> list[Work]:

@@ -165,11 +165,18 @@ class AttentionProducts(DifferentiatedProducts):
         *,
         kept_bytes: int,
         rows: Mapping[str, slice] | None = None,
+        root: Float[Tensor, "h h"] | None = None,
     ) -> None:
         super().__init__(
-            function, modules, parts, device, rows=rows, quadratic=True, kept_bytes=kept_bytes
-        )
-        self._attention = attention
+            function, modules, parts, device, rows=rows, quadratic=True, kept_bytes=kept_bytes,
+            root=root,
+        )  # fmt: skip
+        self._attention, self._added = attention, (attention.out,)
+
+    def _backward(self, theta: Theta, b: Batch, g: Tensor) -> Mapping[str, tuple[Tensor, Tensor]]:
+        back, out = dict(super()._backward(theta, b, g)), self._attention.out
+        back[out] = self._attention.factor * g, back[out][1]
+        return back
 
     def _linearised(self, theta: Theta, b: Batch) -> Linear:
         attention = self._attention
@@ -184,7 +191,7 @@ class AttentionProducts(DifferentiatedProducts):
             moved = (
                 a @ delta[attention.out].T + attention.inner(mixed, delta[attention.value]) @ D.T
             )
-            moved *= weights
+            moved = weights * self._metric(moved)
             by_name = {
                 attention.value: attention.adjoint(mixed, moved @ D),
                 attention.out: moved.T @ a,

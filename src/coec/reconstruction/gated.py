@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from coec.reconstruction.least_squares import Batch, Linear, Products, Theta, watched
+from coec.reconstruction.least_squares import Batch, Linear, Products, Theta, times, watched
 
 _MATRICES = 3
 """Matrices of a gated MLP."""
@@ -113,6 +113,7 @@ class GatedProducts(Products):
     Args:
         mlp: what is added.
         kept_bytes: of activations that may stay on the device; others are computed again.
+        root: as in `Products`.
     """
 
     def __init__(
@@ -122,9 +123,10 @@ class GatedProducts(Products):
         device: torch.device,
         *,
         kept_bytes: int = 0,
+        root: Float[Tensor, "h h"] | None = None,
     ) -> None:
-        super().__init__(parts, device, kept_bytes)
-        self._mlp = mlp
+        super().__init__(parts, device, kept_bytes, root)
+        self._mlp, self._added = mlp, (mlp.down,)
 
     def _wanted(self, b: Batch) -> Tensor:
         return _wide(b.targets)
@@ -137,7 +139,7 @@ class GatedProducts(Products):
         mlp, theta = self._mlp, _cast(theta, b)
         at = mlp.activations(theta, b.inputs.flatten(0, -2))
         residual = _wide(b.targets).flatten(0, -2) - _wide(mlp.outer(theta, at.a))
-        weighted = mlp.factor * b.weights.reshape(-1, 1) * residual
+        weighted = mlp.factor * b.weights.reshape(-1, 1) * self._metric(residual)
         return self._adjoint(theta, at, weighted.to(at.x))
 
     def _linearised(self, theta: Theta, b: Batch) -> Linear:
@@ -154,7 +156,8 @@ class GatedProducts(Products):
 
         def normal(direction: Theta) -> Sequence[Tensor]:
             at, weights = kept()
-            return self._adjoint(theta, at, weights * self._moved_by(theta, at, direction))
+            moved = self._metric(self._moved_by(theta, at, direction))
+            return self._adjoint(theta, at, weights * moved)
 
         return normal
 
@@ -176,7 +179,7 @@ class GatedProducts(Products):
         mlp, theta = self._mlp, _cast(theta, b)
         at = mlp.activations(theta, b.inputs.flatten(0, -2))
         g = (mlp.factor * g).flatten(0, -2).to(at.x)
-        rho = g @ theta[mlp.down]
+        rho = times(g, self._root) @ theta[mlp.down]
         by_name = {mlp.gate: (at.p * rho, at.x), mlp.up: (at.s * rho, at.x), mlp.down: (g, at.a)}
         return {name: by_name[name] for name in theta}
 

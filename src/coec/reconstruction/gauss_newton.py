@@ -173,7 +173,8 @@ def _direction(
         if rz <= 0:  # solved to the last bit
             break
         Hp = problem.normal(p)
-        Hp = {name: Hp[name] + precondition.damping[name] * p[name] for name in Hp}
+        damped = precondition.damped(p)
+        Hp = {name: Hp[name] + damped[name] for name in Hp}
         curvature = dot(p, Hp)
         if not curvature > 0:
             break

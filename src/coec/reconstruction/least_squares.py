@@ -1,7 +1,8 @@
 """Nonlinear least squares over token batches, and the products that Gauss–Newton asks for.
 
-`E(θ) = Σ_t w_t ‖T_t − F_θ(h_t)‖²`, with F a part of a model and t its tokens. Nothing is kept of a
-batch but its inputs, targets and weights: what lies between is computed again for every product.
+`E(θ) = Σ_t w_t ‖S (T_t − F_θ(h_t))‖²`, with F a part of a model, t its tokens, and S the identity,
+or the root of a metric `M = SᵀS`. Nothing is kept of a batch but its inputs, targets and weights:
+what lies between is computed again for every product.
 
 Batches may lie in several places. Every place sums its own parts, and parts are added in their
 order, so that a sum does not depend on how many places there are.
@@ -29,7 +30,7 @@ Theta = dict[str, Tensor]
 TOKENS_PER_COLUMN = 4
 """Tokens for each column of a consumer, below which no sample of them stands for all."""
 Linear = Callable[[Theta], Sequence[Tensor]]
-"""The map from a direction δ to `Jᵀ w J δ` of a batch, in the order of θ."""
+"""The map from a direction δ to `Jᵀ w M J δ` of a batch, in the order of θ."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +63,12 @@ class Factor:
         rows: the diagonal of the output factor, of mean 1.
         columns: the input factor: the second moment of the inputs, every token counted by how much
             its output moves F.
+        root: S, upper triangular, with the output factor `SᵀS`; None for `diag(rows)`.
     """
 
     rows: Float[Tensor, " out"]
     columns: Float[Tensor, "inp inp"]
+    root: Float[Tensor, "out out"] | None = None
 
 
 class Ask(Protocol):
@@ -81,16 +84,20 @@ class Ask(Protocol):
 
 
 class LeastSquares:
-    """The problem `min_θ Σ_t w_t ‖T_t − F_θ(h_t)‖²`.
+    """The problem `min_θ Σ_t w_t ‖S (T_t − F_θ(h_t))‖²`.
 
     Args:
         ask: gives what `Products` computes, wherever batches lie.
         curvature: number of tokens, in batches evenly spaced, that stand for all in products with
-            `Jᵀ w J` and in factors; None for all. Gradient and errors are of all.
+            `Jᵀ w M J` and in factors; None for all. Gradient and errors are of all.
+        root: S; None for the identity.
     """
 
-    def __init__(self, ask: Ask, curvature: int | None = None) -> None:
-        self._ask = ask
+    def __init__(
+        self, ask: Ask, curvature: int | None = None, root: Float[Tensor, "o o"] | None = None
+    ) -> None:
+        self._ask, self._root = ask, root
+        self._added = set(ask(Products.added))
         self._tokens = dict(ask(Products.tokens))
         total, count = sum(self._tokens.values()), len(self._tokens)
         if curvature is not None and curvature < total:
@@ -100,7 +107,12 @@ class LeastSquares:
         self._scale = total / sum(self._tokens[number] for number in self._sample)
 
     @classmethod
-    def of(cls, products: "Products", curvature: int | None = None) -> "LeastSquares":
+    def of(
+        cls,
+        products: "Products",
+        curvature: int | None = None,
+        root: Float[Tensor, "o o"] | None = None,
+    ) -> "LeastSquares":
         """Return the problem whose batches all lie in this process."""
 
         def ask(
@@ -111,18 +123,18 @@ class LeastSquares:
         ) -> Iterable[Value]:
             return method(products, *args, **kwargs)
 
-        return cls(ask, curvature)
+        return cls(ask, curvature, root)
 
     def energy(self) -> float:
-        """`Σ_t w_t ‖T_t − h_t‖²`: what errors are relative to, F adding to its inputs."""
+        """`Σ_t w_t ‖S (T_t − h_t)‖²`: what errors are relative to, F adding to its inputs."""
         return math.fsum(self._ask(Products.energies))
 
     def error(self, theta: Theta) -> float:
-        """`Σ_t w_t ‖T_t − F_θ(h_t)‖²`, summed in float64; NaN or Inf where F overflows."""
+        """`Σ_t w_t ‖S (T_t − F_θ(h_t))‖²`, summed in float64; NaN or Inf where F overflows."""
         return sum(self._ask(Products.errors, theta))
 
     def gradient(self, theta: Theta) -> Theta:
-        """`Jᵀ w r`, the direction in which the error falls fastest."""
+        """`Jᵀ w M r`, the direction in which the error falls fastest."""
         return _total(theta, self._ask(Products.gradients, theta))
 
     def linearise(self, theta: Theta) -> None:
@@ -131,7 +143,7 @@ class LeastSquares:
             pass
 
     def normal(self, direction: Theta) -> Theta:
-        """`Jᵀ w J δ`, J at the θ of the last `linearise`.
+        """`Jᵀ w M J δ`, J at the θ of the last `linearise`.
 
         Where some batches stand for all, their sum is scaled up by the number of tokens.
         """
@@ -139,11 +151,11 @@ class LeastSquares:
         return {name: value * self._scale for name, value in total.items()}
 
     def factors(self, theta: Theta, seed: int) -> dict[str, Factor]:
-        """Kronecker factors of every matrix's own block of `Jᵀ w J`.
+        """Kronecker factors of every matrix's own block of `Jᵀ w M J`.
 
         One random sign per token and output stands for the outputs (Hutchinson): with g what comes
-        back to a matrix's output, `rows_i ∝ Σ_t g_ti²` and `columns = Σ_t ‖g_t‖² x_t x_tᵀ / out`,
-        exact where all rows of the Jacobian are alike, as those of the last matrix are.
+        back to a matrix's output, `rows_i ∝ Σ_t g_ti²` and `columns = Σ_t ‖g_t‖² x_t x_tᵀ / out`.
+        For a matrix whose output F adds as it is they are exact, with M for the output factor.
         """
         rows: dict[str, Tensor] = {}
         columns: dict[str, Tensor] = {}
@@ -153,7 +165,9 @@ class LeastSquares:
                 columns[name] = columns.get(name, 0) + own_columns.to(theta[name].device)
         return {
             name: Factor(
-                rows[name] / rows[name].mean().clamp_min(TINY), columns[name] * self._scale
+                rows[name] / rows[name].mean().clamp_min(TINY),
+                columns[name] * self._scale,
+                self._root if name in self._added else None,
             )
             for name in theta
         }
@@ -170,34 +184,46 @@ class Products(ABC):
         parts: batches in their order; every part is one summand of every sum.
         device: where to compute; batches may wait elsewhere.
         kept_bytes: of what products at one θ share that may stay there; the rest is made again.
+        root: S; None for the identity.
     """
 
     def __init__(
-        self, parts: Sequence[Sequence[Batch]], device: torch.device, kept_bytes: int = 0
+        self,
+        parts: Sequence[Sequence[Batch]],
+        device: torch.device,
+        kept_bytes: int = 0,
+        root: Float[Tensor, "o o"] | None = None,
     ) -> None:
         self._parts, self._device, self._kept_bytes = parts, device, kept_bytes
+        self._root = None if root is None else root.to(device)
+        self._square = None if self._root is None else self._root.mT @ self._root
         self._room = kept_bytes
+        self._added: tuple[str, ...] = ()
         self._linear: list[list[Linear]] = []
 
     def tokens(self) -> Iterator[tuple[int, int]]:
         """The number of every batch, and how many tokens it has."""
         return ((b.number, b.weights.numel()) for batches in self._parts for b in batches)
 
+    def added(self) -> Iterable[str]:
+        """The names of matrices whose output F adds as it is, maybe scaled."""
+        return self._added
+
     def energies(self) -> Iterator[float]:
-        """`Σ_t w_t ‖T_t − h_t‖²` of every batch."""
+        """`Σ_t w_t ‖S (T_t − h_t)‖²` of every batch."""
         for b in self._moved():
-            yield _weighted(b, self._wanted(b))
+            yield self._weighted(b, self._wanted(b))
 
     def errors(self, theta: Theta) -> Iterator[float]:
-        """`Σ_t w_t ‖T_t − F_θ(h_t)‖²` of every batch, summed in float64."""
+        """`Σ_t w_t ‖S (T_t − F_θ(h_t))‖²` of every batch, summed in float64."""
         theta = self._here(theta)
         for b in self._moved():
             with torch.no_grad():
-                error = _weighted(b, self._residual(theta, b))
+                error = self._weighted(b, self._residual(theta, b))
             yield error
 
     def gradients(self, theta: Theta) -> Iterator[Theta]:
-        """`Jᵀ w r` of every part."""
+        """`Jᵀ w M r` of every part."""
         theta = self._here(theta)
         for batches in self._parts:
             total = _zeros(theta)
@@ -214,7 +240,7 @@ class Products(ABC):
         return ()
 
     def normals(self, direction: Theta) -> Iterator[Theta]:
-        """`Jᵀ w J δ` of every part that has batches in the sample."""
+        """`Jᵀ w M J δ` of every part that has batches in the sample."""
         direction = self._here(direction)
         for linear in filter(None, self._linear):
             total = _zeros(direction)
@@ -254,15 +280,27 @@ class Products(ABC):
 
     @abstractmethod
     def _gradient(self, theta: Theta, b: Batch) -> Sequence[Tensor]:
-        """`Jᵀ w r` of a batch, in the order of θ."""
+        """`Jᵀ w M r` of a batch, in the order of θ."""
 
     @abstractmethod
     def _linearised(self, theta: Theta, b: Batch) -> Linear:
-        """The map from δ to `Jᵀ w J δ` of a batch, in the order of θ."""
+        """The map from δ to `Jᵀ w M J δ` of a batch, in the order of θ."""
 
     @abstractmethod
     def _backward(self, theta: Theta, b: Batch, g: Tensor) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """`Jᵀ g` of a batch at the output of every matrix, and that matrix's input."""
+        """`Jᵀ Sᵀ g` of a batch at the output of every matrix, and that matrix's input.
+
+        At a matrix that is `added` it is g itself, by what F scales it.
+        """
+
+    def _weighted(self, b: Batch, residual: Tensor) -> float:
+        """`Σ_t w_t ‖S r_t‖²`, summed in float64."""
+        seen = times(residual, None if self._root is None else self._root.mT)
+        return float((b.weights[..., None] * seen.square()).sum(dtype=torch.float64))
+
+    def _metric(self, residual: Tensor) -> Tensor:
+        """`M r`."""
+        return times(residual, self._square)
 
     def _kept(self, size: int, make: Callable[[], Value]) -> Callable[[], Value]:
         """Return what gives something of so many bytes: made now, if there is room, else anew."""
@@ -309,8 +347,9 @@ class DifferentiatedProducts(Products):
         rows: Mapping[str, slice] | None = None,
         quadratic: bool = False,
         kept_bytes: int = 0,
+        root: Float[Tensor, "o o"] | None = None,
     ) -> None:
-        super().__init__(parts, device, kept_bytes)
+        super().__init__(parts, device, kept_bytes, root)
         self._function, self._modules, self._rows = function, modules, rows or {}
         self._quadratic = quadratic
 
@@ -323,7 +362,7 @@ class DifferentiatedProducts(Products):
     def _gradient(self, theta: Theta, b: Batch) -> Sequence[Tensor]:
         leaves = _leaves(theta, b.inputs.dtype)
         out = self._function(leaves, b.inputs)
-        residual = b.weights[..., None] * _difference(b.targets, out.detach())
+        residual = b.weights[..., None] * self._metric(_difference(b.targets, out.detach()))
         return torch.autograd.grad(out, list(leaves.values()), residual.to(out))
 
     def _linearised(self, theta: Theta, b: Batch) -> Linear:
@@ -340,7 +379,7 @@ class DifferentiatedProducts(Products):
                 out = self._function(leaves, batch.inputs)
             else:
                 out, tangent = self._with_tangent(leaves, direction, batch)
-            moved = batch.weights[..., None].to(tangent) * tangent
+            moved = batch.weights[..., None].to(tangent) * self._metric(tangent)
             return torch.autograd.grad(out, list(leaves.values()), moved)
 
         return normal
@@ -349,7 +388,8 @@ class DifferentiatedProducts(Products):
         leaves = _leaves(theta, b.inputs.dtype)
         with watched(self._modules) as calls:
             out = self._function(leaves, b.inputs)
-        back = torch.autograd.grad(out, [calls[name][1] for name in theta], g.to(out))
+        g = times(g, self._root).to(out)
+        back = torch.autograd.grad(out, [calls[name][1] for name in theta], g)
         return {
             name: (g_of[..., self._rows.get(name, slice(None))], calls[name][0])
             for name, g_of in zip(theta, back, strict=True)
@@ -415,9 +455,9 @@ def _difference(a: Tensor, b: Tensor) -> Tensor:
     return a.to(wide) - b.to(wide)
 
 
-def _weighted(b: Batch, residual: Tensor) -> float:
-    """`Σ_t w_t ‖r_t‖²`, summed in float64."""
-    return float((b.weights[..., None] * residual.square()).sum(dtype=torch.float64))
+def times(rows: Tensor, matrix: Tensor | None) -> Tensor:
+    """Return rows times a matrix, in their dtype; None is the identity."""
+    return rows if matrix is None else rows @ matrix.to(rows)
 
 
 def _leaves(theta: Theta, dtype: torch.dtype) -> Theta:

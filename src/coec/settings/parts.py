@@ -250,6 +250,13 @@ class Reconstruction(Settings):
     damping: float = setting(
         0.1, "λ of such a step, relative to the mean curvature of each matrix.", least=0
     )
+    fisher: float = setting(
+        0.0,
+        "Share of the Fisher information of the dense model's predictions in how far an error "
+        "behind a block counts, by its direction; for the rest every direction counts alike. 0 is "
+        "off.",
+        check=_must("fisher is a share, at least 0 and below 1", lambda share: 0 <= share < 1),
+    )
     token_weights: TokenWeights = setting(
         "equal",
         "Weights of tokens in statistics and fits: `equal`, or `residual`, one over the mean "
@@ -292,7 +299,7 @@ class Reconstruction(Settings):
         idle: dict[str, str] = {}
         if not self.reconstruct:
             idle |= dict.fromkeys(
-                ("cg_iterations", "damping", "curvature_tokens", "logit_iterations"),
+                ("cg_iterations", "damping", "curvature_tokens", "fisher", "logit_iterations"),
                 "reconstruct = 0",
             )
         if not (self.propagate or self.reconstruct):

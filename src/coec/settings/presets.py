@@ -40,8 +40,8 @@ PRESETS: dict[PresetName, Preset] = {
         {
             "multiple_of": "auto", "selection": "obs", "allocation": "error", "propagate": True,
             "final_norm": True, "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 2,
-            "curvature_tokens": 16_384, "logit_iterations": 6, "token_weights": "residual",
-            "holdout": HELD_OUT,
+            "curvature_tokens": 16_384, "fisher": 0.4, "logit_iterations": 6,
+            "token_weights": "residual", "holdout": HELD_OUT,
         },
     ),
     "best": Preset(
@@ -50,8 +50,9 @@ PRESETS: dict[PresetName, Preset] = {
         {
             "multiple_of": "auto", "selection": "obs", "allocation": "error", "propagate": True,
             "final_norm": True, "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 3,
-            "curvature_tokens": 16_384, "logit_iterations": 10, "token_weights": "residual",
-            "kv_groups": "held-out", "holdout": HELD_OUT, "self_samples": 1.0,
+            "curvature_tokens": 16_384, "fisher": 0.4, "logit_iterations": 10,
+            "token_weights": "residual", "kv_groups": "held-out", "holdout": HELD_OUT,
+            "self_samples": 1.0,
         },
     ),
 }  # fmt: skip
@@ -60,7 +61,8 @@ YIELDING: tuple[PresetName, ...] = ("fast", "balanced")
 had; `best` says what is missing."""
 _NEEDED = {
     "allocation": ("non_uniform", "low_rank"),
-    "curvature_tokens": ("reconstruct",), "logit_iterations": ("reconstruct",),
+    "curvature_tokens": ("reconstruct",), "fisher": ("reconstruct",),
+    "logit_iterations": ("reconstruct",),
     "token_weights": ("reconstruct", "propagate"), "kv_groups": ("holdout",),
 }  # fmt: skip
 """Defaults of presets that have no effect unless one of these settings is on."""

@@ -30,6 +30,7 @@ class PruningSettings(TypedDict, total=False):
     cg_iterations: int
     curvature_tokens: int | None
     damping: float
+    fisher: float
     token_weights: Literal["equal", "residual"]
     logit_iterations: int
     final_norm: bool

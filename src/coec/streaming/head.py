@@ -213,6 +213,21 @@ class Head:
                 gradients += torch.autograd.grad(logits, inputs, log_p.exp_().sub_(q))
         return total, torch.cat(gradients).view_as(state) if gradient else state
 
+    def drawn_gradient(
+        self, state: Float[Tensor, "n length h"], generator: torch.Generator
+    ) -> Float[Tensor, "n length h"]:
+        """Return the gradient of `log p(y)` by the states, y drawn from p for every token."""
+        size = max(1, LOGITS_PER_PASS // self._model.config.vocab_size)
+        gradients: list[Tensor] = []
+        for run in state.flatten(0, 1).split(size):
+            inputs = run.to(self.norm).requires_grad_()
+            logits = self._logits(inputs, None)
+            p = logits.detach().softmax(dim=-1)
+            drawn = torch.multinomial(p, 1, generator=generator)
+            by_logits = torch.zeros_like(p).scatter_(-1, drawn, 1.0) - p
+            gradients += torch.autograd.grad(logits, inputs, by_logits)
+        return torch.cat(gradients).view_as(state)
+
     @torch.no_grad()
     def _expected(self, state: Float[Tensor, "tokens h"]) -> Expected:
         log_q = self._logits(state, None).log_softmax(dim=-1)

@@ -35,6 +35,7 @@ from coec.reconstruction.least_squares import Arguments, Theta, Value, watched
 from coec.streaming.dense_stream import LEAST_BATCHES, batch_size, in_parts
 from coec.streaming.head import Expected, Head, Prediction
 from coec.streaming.layers import Layers, State, to_host
+from coec.streaming.token_weights import squares_of, token_weights
 from coec.types import GramSum
 
 SUMMANDS = LEAST_BATCHES
@@ -160,7 +161,7 @@ class TwoStreams:
     def squares(self) -> Iterator[tuple[Float[Tensor, "n length"], ...]]:
         """Yield, for every part, each token's mean square of the dense state behind the block."""
         for numbers in self._parts["fit"]:
-            yield tuple(_squares(self._behind_sites[-1][n]) for n in numbers)
+            yield tuple(squares_of(self._behind_sites[-1][n]) for n in numbers)
 
     def weigh(self, floor: float | None, mean: float) -> None:
         """Set the weight of every token.
@@ -172,7 +173,7 @@ class TwoStreams:
         self._weights = {
             n: torch.ones(state.shape[:2])
             if floor is None
-            else token_weights(_squares(state), floor) / mean
+            else token_weights(squares_of(state), floor) / mean
             for n, state in self._behind_sites[-1].items()
         }
 
@@ -278,8 +279,11 @@ class TwoStreams:
         """Give the pruned model's layer the tensors that the half of a site needs."""
         self._pruned_layers.load(self._dense.layout.blocks[self._index], tensors, partial=True)
 
-    def prepare(self, number: int) -> None:
-        """Make a least-squares problem of the loaded weights of a site, for `product`."""
+    def prepare(self, number: int, root: Float[Tensor, "h h"] | None = None) -> None:
+        """Make a least-squares problem of the loaded weights of a site, for `product`.
+
+        `root` is that of its metric, as in `Products`.
+        """
         block = self._dense.layout.blocks[self._index]
         site = block.sites[number]
         half = self._pruned_layers.half(block, site)
@@ -316,17 +320,19 @@ class TwoStreams:
             return [[batch(n) for n in numbers] for numbers in by_part]
 
         make: Callable[..., Products] = functools.partial(
-            DifferentiatedProducts, function, modules, rows=ranges, quadratic=site.value is not None
-        )
+            DifferentiatedProducts, function, modules, rows=ranges,
+            quadratic=site.value is not None, root=root,
+        )  # fmt: skip
         if mlp := GatedMlp.of(run, first, modules, ranges, around):
             states, wanted, gate = inputs, targets, modules[mlp.gate]
             inputs = {n: self._inputs_of(gate, run, state) for n, state in states.items()}
             targets = {n: wanted[n] - state for n, state in states.items()}
-            make = functools.partial(GatedProducts, mlp, kept_bytes=self._room)
+            make = functools.partial(GatedProducts, mlp, kept_bytes=self._room, root=root)
         elif attention := HeldAttention.of(run, first, modules, ranges):
             make = functools.partial(
-                AttentionProducts, attention, function, modules, kept_bytes=self._room, rows=ranges
-            )
+                AttentionProducts, attention, function, modules, kept_bytes=self._room,
+                rows=ranges, root=root,
+            )  # fmt: skip
         self._products = {
             windows_kind: make(batches(by_part), self._device)
             for windows_kind, by_part in self._parts.items()
@@ -482,11 +488,6 @@ def shards(
     return [dict(zip(by_part, shard, strict=True)) for shard in zip(*by_kind, strict=True)]
 
 
-def token_weights(squares: Float[Tensor, "n length"], floor: float) -> Float[Tensor, "n length"]:
-    """Return the weights of tokens, not yet of mean 1: the inverse of their mean squares."""
-    return 1 / squares.clamp_min(floor or 1.0)
-
-
 def fitted_tensors(site: Site) -> set[str]:
     """Return the names of the tensors whose rows are fitted."""
     return {site.weight, *(rows.tensor for rows in site.fitted)}
@@ -511,10 +512,6 @@ def whole(
     for name, row in rows.items():
         changed.setdefault(row.tensor, {})[row] = theta[name]
     return {tensor: with_rows(tensors[tensor], new) for tensor, new in changed.items()}
-
-
-def _squares(state: State) -> Float[Tensor, "n length"]:
-    return state.float().square().mean(dim=-1)
 
 
 def _inner(a: Tensor, b: Tensor) -> float:
