@@ -53,7 +53,7 @@ def test_it_is_that_of_autograd_through_the_whole_model(dense, weighted):
 
 
 def test_no_more_windows_are_run_than_it_takes(dense, monkeypatch):
-    monkeypatch.setattr(fisher, "TOKENS", 30)
+    monkeypatch.setattr(fisher, "token_count", lambda hidden: 30)
     ids = torch.randint(tm.VOCABULARY, (9, 12), generator=torch.Generator().manual_seed(0))
     some = [m for _, m in stream(dense, ids, weighted=True).information(SEED)]
     two = [m for _, m in stream(dense, ids[:2], weighted=True).information(SEED)]

@@ -20,7 +20,7 @@ from coec.models.layout import Site
 from coec.planning.machines import Machine
 from coec.planning.plan import Plan
 from coec.streaming.dense_stream import batch_size
-from coec.streaming.fisher import TOKENS as FISHER_TOKENS
+from coec.streaming.fisher import token_count
 from coec.streaming.head import LOGITS_PER_PASS
 from coec.streaming.self_text import MOST, window_bytes
 from coec.streaming.sensitivity import SHARES, TRUNCATED_TOKENS
@@ -222,7 +222,7 @@ def tried_tokens(plan: Plan) -> int:
 
 def fisher_tokens(plan: Plan) -> int:
     """Number of tokens that are run forward and back for the Fisher information."""
-    return min(plan.tokens, max(FISHER_TOKENS, plan.seq_len))
+    return min(plan.tokens, max(token_count(plan.dense.hidden), plan.seq_len))
 
 
 def _fit(plan: Plan, compute: ComputeConfig, site: Site) -> int:

@@ -20,8 +20,9 @@ from coec.streaming.head import Head
 from coec.streaming.layers import Layers, State, to_host
 from coec.streaming.token_weights import least_square, squares_of
 
-TOKENS = 4096
-"""Of the windows that are run: their hidden states before every block wait in memory at once."""
+LEAST, TOKENS_PER_CHANNEL = 4096, 4
+"""Tokens that are run, at least, and for each channel of a hidden state. Their hidden states before
+every block wait in memory at once."""
 
 
 class FisherStream:
@@ -44,9 +45,9 @@ class FisherStream:
         dtype: torch.dtype,
         weighted: bool,
     ) -> None:
-        length = windows.shape[1]
+        length, tokens = windows.shape[1], token_count(dense.shape.hidden)
         self._dense, self._device, self._dtype, self._weighted = dense, device, dtype, weighted
-        self._batches = windows[: max(1, TOKENS // length)].split(batch_size(length))
+        self._batches = windows[: max(1, tokens // length)].split(batch_size(length))
         self._layers = Layers(dense, device=device, dtype=dtype)
 
     def information(self, seed: int) -> Iterator[tuple[BlockLayout, Float[Tensor, "h h"]]]:
@@ -110,6 +111,11 @@ class FisherStream:
                 "gradients vanish or are not finite; set fisher = 0"
             )
         return (total / mean).float().cpu()
+
+
+def token_count(hidden: int) -> int:
+    """Return how many tokens are run, where there are as many."""
+    return max(LEAST, TOKENS_PER_CHANNEL * hidden)
 
 
 def root(information: Float[Tensor, "h h"], share: float) -> Float[Tensor, "h h"]:
