@@ -24,11 +24,11 @@ from coec.planning import (
     machine_named,
     within,
 )
-from coec.planning.memory import lower_bound
+from coec.planning.memory import _waiting_tokens, fisher_tokens, lower_bound
 from coec.planning.phases import PlanWork
 from coec.planning.recipe import Recipe
 from machines import small_machine
-from paper_models import LLAMA_8B
+from paper_models import LLAMA_8B, LLAMA_70B
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LARGE = MODELS["Llama-3-70B"]
@@ -278,3 +278,16 @@ def test_data_sheets_refuse_what_their_memory_does_not_hold(folder):
     plan, how = planned(folder, CUDA)
     machine = machine_named("rtx4090")
     check_room(plan, how, FreeMemory(machine.device_bytes, None))
+
+
+@pytest.mark.parametrize(
+    ("model", "samples", "tokens"),
+    [(LLAMA_8B, 128, 16_384), (LLAMA_70B, 128, 19_181), (LLAMA_8B, 8, 4096), (LLAMA_8B, 2, 4096)],
+)
+def test_directions_take_four_tokens_a_channel_and_no_more_room_than_the_fits(
+    model, samples, tokens
+):
+    recipe = Recipe(preset="balanced", samples=samples, seq_len=2048)
+    plan = Plan.of(Description.of(model), recipe)
+    assert fisher_tokens(plan) == tokens
+    assert _waiting_tokens(plan) == 6 * plan.tokens or samples < 128

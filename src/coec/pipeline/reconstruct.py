@@ -36,6 +36,7 @@ from coec.pipeline.solve import (
     solve_site,
 )
 from coec.pipeline.write import Checkpoint
+from coec.planning.memory import fisher_tokens
 from coec.planning.plan import tried_blocks
 from coec.planning.run import Run
 from coec.reconstruction import LeastSquares, Products, fit
@@ -158,7 +159,7 @@ def _keep_fisher(
         return
     fit, _ = source.windows_of_text()
     stream = FisherStream(
-        dense, fit, device=at_hand(run.device), dtype=run.forward,
+        dense, fit, fisher_tokens(run.plan), device=at_hand(run.device), dtype=run.forward,
         weighted=run.recipe.reconstruction.token_weights == "residual",
     )  # fmt: skip
     for block, information in stream.information(run.recipe.calibration.seed):

@@ -20,7 +20,6 @@ from coec.models.layout import Site
 from coec.planning.machines import Machine
 from coec.planning.plan import Plan
 from coec.streaming.dense_stream import batch_size
-from coec.streaming.fisher import token_count
 from coec.streaming.head import LOGITS_PER_PASS
 from coec.streaming.self_text import MOST, window_bytes
 from coec.streaming.sensitivity import SHARES, TRUNCATED_TOKENS
@@ -193,16 +192,20 @@ def _grams(plan: Plan, sites: Iterable[Site]) -> int:
     return 8 * max(squares.values()) * (2 if plan.recipe.calibration.held_out else 1)
 
 
-def _waiting_tokens(plan: Plan) -> int:
-    """Number of tokens whose hidden states wait at once, counted again for every model.
+def _streams(plan: Plan) -> int:
+    """Number of sets of hidden states, of all windows, that wait at once.
 
     Where the pruned model runs beside the dense one, there are the dense states before a block and
     behind each of its halves, and the pruned ones; a fit of a gated MLP has its inputs and what it
     is to add as well.
     """
     streams = 2 + len(plan.model.layout.kinds) if plan.recipe.reconstruction.sequential else 1
-    streams += 2 if plan.recipe.reconstruction.reconstruct else 0
-    waiting = streams * plan.tokens
+    return streams + (2 if plan.recipe.reconstruction.reconstruct else 0)
+
+
+def _waiting_tokens(plan: Plan) -> int:
+    """Number of tokens whose hidden states wait at once, counted again for every model."""
+    waiting = _streams(plan) * plan.tokens
     if plan.recipe.reconstruction.fisher:  # in a pass of its own, before every block
         waiting = max(waiting, (plan.dense.layers + 2) * fisher_tokens(plan))
     if plan.recipe.pruning.allocation != "error":
@@ -221,8 +224,14 @@ def tried_tokens(plan: Plan) -> int:
 
 
 def fisher_tokens(plan: Plan) -> int:
-    """Number of tokens that are run forward and back for the Fisher information."""
-    return min(plan.tokens, max(token_count(plan.dense.hidden), plan.seq_len))
+    """Number of tokens that are run forward and back for the Fisher information.
+
+    Four for each channel of a hidden state, as far as their hidden states before every block take
+    no more room than the fits do; but no fewer than 4,096, where there are as many.
+    """
+    room = _streams(plan) * plan.tokens // (plan.dense.layers + 2)
+    tokens = max(4096, min(4 * plan.dense.hidden, room))
+    return min(plan.tokens, max(tokens, plan.seq_len))
 
 
 def _fit(plan: Plan, compute: ComputeConfig, site: Site) -> int:

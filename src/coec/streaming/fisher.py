@@ -20,10 +20,6 @@ from coec.streaming.head import Head
 from coec.streaming.layers import Layers, State, to_host
 from coec.streaming.token_weights import least_square, squares_of
 
-LEAST, TOKENS_PER_CHANNEL = 4096, 4
-"""Tokens that are run, at least, and for each channel of a hidden state. Their hidden states before
-every block wait in memory at once."""
-
 
 class FisherStream:
     """The dense model over the first few windows, forward and back.
@@ -31,6 +27,7 @@ class FisherStream:
     Args:
         dense: the model.
         windows: token ids.
+        tokens: about so many are run; their hidden states before every block wait at once.
         device: where blocks run; hidden states wait on the CPU.
         dtype: of the passes.
         weighted: tokens have the weights of `token_weights`.
@@ -40,12 +37,13 @@ class FisherStream:
         self,
         dense: Dense,
         windows: Int[Tensor, "n length"],
+        tokens: int,
         *,
         device: torch.device,
         dtype: torch.dtype,
         weighted: bool,
     ) -> None:
-        length, tokens = windows.shape[1], token_count(dense.shape.hidden)
+        length = windows.shape[1]
         self._dense, self._device, self._dtype, self._weighted = dense, device, dtype, weighted
         self._batches = windows[: max(1, tokens // length)].split(batch_size(length))
         self._layers = Layers(dense, device=device, dtype=dtype)
@@ -111,11 +109,6 @@ class FisherStream:
                 "gradients vanish or are not finite; set fisher = 0"
             )
         return (total / mean).float().cpu()
-
-
-def token_count(hidden: int) -> int:
-    """Return how many tokens are run, where there are as many."""
-    return max(LEAST, TOKENS_PER_CHANNEL * hidden)
 
 
 def root(information: Float[Tensor, "h h"], share: float) -> Float[Tensor, "h h"]:
