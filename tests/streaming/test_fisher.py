@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+import tiny_models as tm
 from coec.errors import NumericalError
 from coec.models.dense import Dense
 from coec.streaming import fisher
 from coec.streaming.fisher import FisherStream, root
-from tests import tiny_models as tm
 
 CPU = torch.device("cpu")
 SEED = 3

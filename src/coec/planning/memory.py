@@ -219,8 +219,7 @@ def _waiting_tokens(plan: Plan) -> int:
 
 def tried_tokens(plan: Plan) -> int:
     """Number of tokens that allocation by error runs models over."""
-    tokens = TRUNCATED_TOKENS if plan.ranks else TRIED_TOKENS
-    return min(plan.tokens, max(tokens, plan.seq_len))
+    return _in_windows(plan, TRUNCATED_TOKENS if plan.ranks else TRIED_TOKENS)
 
 
 def fisher_tokens(plan: Plan) -> int:
@@ -230,7 +229,11 @@ def fisher_tokens(plan: Plan) -> int:
     no more room than the fits do; but no fewer than 4,096, where there are as many.
     """
     room = _streams(plan) * plan.tokens // (plan.dense.layers + 2)
-    tokens = max(4096, min(4 * plan.dense.hidden, room))
+    return _in_windows(plan, max(4096, min(4 * plan.dense.hidden, room)))
+
+
+def _in_windows(plan: Plan, tokens: int) -> int:
+    """Return so many tokens, or those of one window if it has more, or all if there are fewer."""
     return min(plan.tokens, max(tokens, plan.seq_len))
 
 

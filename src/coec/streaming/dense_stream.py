@@ -187,6 +187,11 @@ def batch_size(length: int, windows: int | None = None) -> int:
     return max(1, size if windows is None else min(size, windows // LEAST_BATCHES))
 
 
+def first_windows(windows: Int[Tensor, "n length"], tokens: int) -> Int[Tensor, "m length"]:
+    """Return the first windows, of no more tokens than that, but one in any case."""
+    return windows[: max(1, tokens // windows.shape[1])]
+
+
 def in_parts(items: Sequence[Item], count: int) -> list[Sequence[Item]]:
     """Consecutive items in so many parts of about equal size, some empty where there are fewer."""
     return [items[n * len(items) // count : (n + 1) * len(items) // count] for n in range(count)]

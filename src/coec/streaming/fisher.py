@@ -15,7 +15,7 @@ from torch import Tensor
 from coec.errors import NumericalError
 from coec.models.dense import Dense, Prefetcher
 from coec.models.layout import BlockLayout
-from coec.streaming.dense_stream import batch_size
+from coec.streaming.dense_stream import batch_size, first_windows
 from coec.streaming.head import Head
 from coec.streaming.layers import Layers, State, to_host
 from coec.streaming.token_weights import least_square, squares_of
@@ -43,9 +43,8 @@ class FisherStream:
         dtype: torch.dtype,
         weighted: bool,
     ) -> None:
-        length = windows.shape[1]
         self._dense, self._device, self._dtype, self._weighted = dense, device, dtype, weighted
-        self._batches = windows[: max(1, tokens // length)].split(batch_size(length))
+        self._batches = first_windows(windows, tokens).split(batch_size(windows.shape[1]))
         self._layers = Layers(dense, device=device, dtype=dtype)
 
     def information(self, seed: int) -> Iterator[tuple[BlockLayout, Float[Tensor, "h h"]]]:

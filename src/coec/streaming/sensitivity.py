@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from coec.errors import NumericalError
 from coec.models.dense import Dense
 from coec.models.layout import BlockLayout, Site
+from coec.streaming.dense_stream import first_windows
 from coec.streaming.head import Head
 from coec.streaming.layers import Layers, State
 
@@ -56,7 +57,7 @@ class _Variants:
         dtype: torch.dtype,
     ) -> None:
         self._model, self._device, self._dtype = dense, device, dtype
-        self._windows = windows[: max(1, tokens // windows.shape[1])]
+        self._windows = first_windows(windows, tokens)
         self._layers = Layers(dense, device=device, dtype=dtype)
         [self._dense] = self._layers.embed([self._windows], dense.tensor(dense.layout.embedding))
 
