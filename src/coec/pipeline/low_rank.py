@@ -43,9 +43,7 @@ Target = tuple[str, Float[Tensor, "m n"], Gram]
 class LowRankReconstruction(BlockReconstruction):
     """The blocks of a low-rank model, solved in sequence."""
 
-    def solve(
-        self, block: BlockLayout, information: Tensor | None = None
-    ) -> tuple[SolvedBlock, dict[str, str]]:
+    def solve(self, block: BlockLayout) -> tuple[SolvedBlock, dict[str, str]]:
         """Return a block whose matrices are of the planned ranks, and hashes of its weights."""
         run, rows = self._run, []
         tensors = self._dense.tensors(block)

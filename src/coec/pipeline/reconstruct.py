@@ -8,16 +8,15 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Concatenate, TypeVar
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from coec.compensation.shrinkage import few
-from coec.devices import at_hand
 from coec.distributed.cluster import RETRIES, LostError, lost
 from coec.errors import NumericalError
 from coec.events import Progress, record, recording
@@ -25,8 +24,8 @@ from coec.execution.journal import Journal
 from coec.linalg.spd import solve_right
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.models.files import JsonDict, read_tensor, write_json, write_tensors
-from coec.models.layout import BlockLayout, Rows, Site
+from coec.models.files import JsonDict, write_json
+from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import cast, cut_block
 from coec.pipeline.solve import (
     SiteStatistics,
@@ -36,23 +35,18 @@ from coec.pipeline.solve import (
     solve_site,
 )
 from coec.pipeline.write import Checkpoint
-from coec.planning.memory import fisher_tokens
 from coec.planning.plan import tried_blocks
 from coec.planning.run import Run
-from coec.reconstruction import LeastSquares, Products, fit
-from coec.reconstruction.least_squares import TOKENS_PER_COLUMN, Arguments, Theta, Value
-from coec.reconstruction.logits import fit_logits
+from coec.reconstruction import Objective, relative_error, train_block
 from coec.settings.fields import nth_seed
-from coec.streaming.fisher import FisherStream, root
-from coec.streaming.head import Prediction, rescaled_norm
+from coec.streaming.head import Head, Prediction, rescaled_norm
+from coec.streaming.layers import Layers
 from coec.streaming.passes import BlockSource
 from coec.streaming.token_weights import least_square, token_weights
 from coec.streaming.two_streams import (
     ConsumerStatistics,
     TwoStreams,
     WindowKind,
-    fitted_rows,
-    whole,
 )
 from coec.streaming.worker_group import Finished, NothingKeptError, WorkerGroup
 from coec.types import Gram, GramSum
@@ -60,11 +54,6 @@ from coec.types import Gram, GramSum
 _Result = TypeVar("_Result")
 _TARGET_RIDGE = 1e-3
 """Ridge of the least-squares map from inputs to targets, relative to the Gram's mean diagonal."""
-_ATTENTION_STEPS = 1
-"""Steps that fit attention: more gain nothing (docs/LOG.md)."""
-_FISHER = "fisher"
-_LEAST_GAIN = 0.02
-"""Fraction of the error below which the gain of a whole step ends a fit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,55 +114,15 @@ def reconstruct(
         def finished(index: int) -> Mapping[str, Tensor]:
             return checkpoint.tensors(dense.layout.blocks[index])
 
-        def information(block: BlockLayout) -> Tensor | None:
-            piece = _fisher(block)
-            return read_tensor(journal.path(piece), _FISHER) if piece in journal else None
-
-        if run.recipe.reconstruction.fisher:
-            _keep_fisher(journal, dense, run, source, checkpoint.solved, progress)
         with source.worker_group(run) as group:
             reconstruction = (method or BlockReconstruction)(dense, run, group)
             for block in reconstruction.blocks(
-                finished, checkpoint.solved, "reconstructing", progress, information=information
+                finished, checkpoint.solved, "reconstructing", progress
             ):
                 checkpoint.keep(block)
             ending = reconstruction.end(finished)
             checkpoint.end(ending.norm, ending.facts)
     return checkpoint, {"kv_groups": chosen, **checkpoint.facts, "candidates": trials}
-
-
-def _keep_fisher(
-    journal: Journal,
-    dense: Dense,
-    run: Run,
-    source: BlockSource,
-    solved: Container[int],
-    progress: Progress | None,
-) -> None:
-    """Measure the Fisher information behind the blocks that are not solved; the journal keeps it.
-
-    The process that leads does it, on its own device.
-    """
-    blocks = dense.layout.blocks
-    if all(block.index in solved or _fisher(block) in journal for block in blocks):
-        return
-    fit, _ = source.windows_of_text()
-    stream = FisherStream(
-        dense, fit, fisher_tokens(run.plan), device=at_hand(run.device), dtype=run.forward,
-        weighted=run.recipe.reconstruction.token_weights == "residual",
-    )  # fmt: skip
-    for block, information in stream.information(run.recipe.calibration.seed):
-        if (piece := _fisher(block)) not in journal:
-            write = functools.partial(write_tensors, {_FISHER: information})
-            path = journal.work / f"{piece}.safetensors"
-            journal.put(piece, path, write, made_of=dense.digests_of(blocks))
-        if progress:
-            progress("back-propagating", len(blocks) - block.index, len(blocks))
-
-
-def _fisher(block: BlockLayout) -> str:
-    """Name the piece that holds the Fisher information behind a block."""
-    return f"{_FISHER}-{block.index}"
 
 
 def _trial(trial: "BlockReconstruction", phase: str, progress: Progress | None) -> JsonDict:
@@ -196,8 +145,8 @@ class BlockReconstruction:
         self._dense, self._run, self._group = dense, run, group
         self._settings = run.recipe.reconstruction
         self._held_out = bool(run.recipe.calibration.held_out)
-        pruned = Description.of(run.plan.output.config)
-        self._pruned_sites = {site.key: site for site in pruned.layout.sites}
+        self._pruned = Description.of(run.plan.output.config)
+        self._pruned_sites = {site.key: site for site in self._pruned.layout.sites}
 
     def blocks(
         self,
@@ -207,13 +156,11 @@ class BlockReconstruction:
         progress: Progress | None = None,
         *,
         few: bool = False,
-        information: Callable[[BlockLayout], Tensor | None] = lambda block: None,
     ) -> Iterator[SolvedBlock]:
         """Yield the blocks that are not in `solved` yet, in order; or `few` of them, evenly spaced.
 
         Work that was lost with a worker is done again from the block that was open; `finished`
-        returns the written tensors of those before, `information` the Fisher information behind a
-        block. Raises CoecError where work is lost too often.
+        returns the written tensors of those before. Raises CoecError where work is lost too often.
         """
         blocks = self._dense.layout.blocks
         tried = tried_blocks(len(blocks)) if few else range(len(blocks))
@@ -222,7 +169,7 @@ class BlockReconstruction:
                 skip = functools.partial(self._group.do, TwoStreams.advance, block.index, None)
                 self._before(block.index, finished, skip)
             elif block.index not in solved:
-                work = functools.partial(self.solve, block, information(block))
+                work = functools.partial(self.solve, block)
                 (result, hashes), host = self._before(
                     block.index, finished, functools.partial(self._group.solve, work)
                 )
@@ -282,16 +229,9 @@ class BlockReconstruction:
             sums.add(batch)
         return sums
 
-    def solve(
-        self, block: BlockLayout, information: Float[Tensor, "h h"] | None = None
-    ) -> tuple[SolvedBlock, dict[str, str]]:
-        """Return a block, solved and fitted, and the hashes of its dense weights.
-
-        Fits count errors by the Fisher information behind the block, if it is given.
-        """
-        run, metric = self._run, None
-        if information is not None:
-            metric = root(information.to(run.device), self._settings.fisher).to(self._wide)
+    def solve(self, block: BlockLayout) -> tuple[SolvedBlock, dict[str, str]]:
+        """Return a block, solved and trained, and the hashes of its dense weights."""
+        run = self._run
         tensors = self._dense.tensors(block)
         self._group.do(TwoStreams.open, block.index)
         self._weigh()
@@ -303,19 +243,52 @@ class BlockReconstruction:
             small = cut_block(tensors, [cut], run.written)
             written |= {name: small[name] for name in site.tensors if name in small}
             self._load(block, site, written)
-            if self._settings.reconstruct:
-                began = time.perf_counter()
-                written |= self._fitted(number, site, written, row, metric)
-                if self._settings.logit_iterations and self._is_last(site):
-                    written |= self._fitted_to_logits(number, site, written, row)
-                self._load(block, site, written)
-                row["seconds"] += time.perf_counter() - began
             if site is not block.sites[-1]:  # behind the last the whole layer is run, as written
                 self._group.do(TwoStreams.advance_site, number)
             cuts.append(cut)
             rows.append(row)
         solved = assemble(block, written, cuts, rows, run.plan)
+        if self._settings.reconstruct:
+            began = time.perf_counter()
+            solved = replace(solved, tensors=self._trained(block, solved.tensors, rows[-1]))
+            rows[-1]["seconds"] += time.perf_counter() - began
         return solved, {name: self._dense.hashes[name] for name in tensors}
+
+    def _trained(
+        self, block: BlockLayout, tensors: Mapping[str, Tensor], row: JsonDict
+    ) -> dict[str, Tensor]:
+        """Return the tensors of a block, trained as a whole; note the training in `row`.
+
+        Whoever solves the block trains it, on windows that the workers send: its weights change
+        with every step, their hidden states do not.
+        """
+        run, settings = self._run, self._settings
+        seed = nth_seed(run.recipe.calibration.seed, block.index)
+        examples = [*self._group.each(TwoStreams.examples, "fit")]
+        judges = [*self._group.each(TwoStreams.examples, "held")] if self._held_out else []
+        layers = Layers(self._pruned, device=run.device, dtype=run.forward)
+        wide = torch.promote_types(run.forward, torch.float32)
+        stages = {"reconstruction": (settings.reconstruct, relative_error(examples))}
+        if settings.prediction_passes and block is self._dense.layout.blocks[-1]:
+            head = Head(self._dense, device=run.device, dtype=run.forward)
+            divergence: Objective = lambda out, dense, _: head.divergence(out, dense)  # noqa: E731
+            stages["predictions"] = (settings.prediction_passes, divergence)
+        with recording() as events:
+            for name, (passes, objective) in stages.items():
+                try:
+                    trained = train_block(
+                        layers.function(block),
+                        {name: tensor.to(run.device, wide) for name, tensor in tensors.items()},
+                        examples, judges, passes=passes, rate=settings.reconstruct_rate, seed=seed,
+                        written=run.written, objective=objective,
+                    )  # fmt: skip
+                    if trained.taken:
+                        tensors = {n: cast(p, run.written, n) for n, p in trained.theta.items()}
+                    row[name] = trained.record()
+                except NumericalError as error:
+                    record(f"{name}: the block is not trained: {error}")
+        row["events"] = [*row["events"], *events]
+        return dict(tensors)
 
     def _load(self, block: BlockLayout, site: Site, written: Mapping[str, Tensor]) -> None:
         """Give the pruned model's layer what the half of a site needs."""
@@ -383,122 +356,6 @@ class BlockReconstruction:
         if windows == "held":  # weights have mean 1 over the windows fitted on, in a Gram its own
             residual *= gram.tokens / total_weight
         return gram, weight + solve_right(residual, gram.xx, _TARGET_RIDGE, gram.precision)
-
-    def _fitted(
-        self,
-        number: int,
-        site: Site,
-        written: Mapping[str, Tensor],
-        row: JsonDict,
-        metric: Float[Tensor, "h h"] | None,
-    ) -> dict[str, Tensor]:
-        """Return the weights of a half that were fitted to the targets; note the fit in `row`.
-
-        `metric` is the root of that in which errors count.
-        """
-        settings = self._settings
-        rows, theta = self._prepare(number, site, written, metric)
-        steps = settings.reconstruct
-        with recording() as events:
-            fitted = fit(
-                self._problem("fit", site, metric),
-                self._problem("held", site) if self._held_out else None,
-                theta,
-                steps=steps if site.value is None else min(steps, _ATTENTION_STEPS),
-                iterations=settings.cg_iterations, damping=settings.damping,
-                seed=nth_seed(self._run.recipe.calibration.seed, site.block),
-                least_gain=_LEAST_GAIN,
-            )  # fmt: skip
-            tensors: dict[str, Tensor] = {}
-            try:
-                if any(step.length for step in fitted.steps):
-                    new = {n: cast(p, self._run.written, n) for n, p in fitted.theta.items()}
-                    tensors = whole(written, rows, new)
-            except NumericalError as error:
-                record(f"the reconstruction is taken back: {error}")
-                fitted = fitted.taken_back()
-        row["reconstruction"] = fitted.record()
-        row["events"] = [*row["events"], *events]
-        return tensors
-
-    def _prepare(
-        self, number: int, site: Site, written: Mapping[str, Tensor], metric: Tensor | None = None
-    ) -> tuple[dict[str, Rows], Theta]:
-        """Have the workers prepare a site; return the rows that are fitted, and what they hold."""
-        rows = fitted_rows(self._pruned_sites[site.key], written)
-        self._group.do(TwoStreams.prepare, number, metric)
-        return rows, {
-            name: written[r.tensor][r.start : r.stop].to(self._run.device, self._wide)
-            for name, r in rows.items()
-        }
-
-    @property
-    def _wide(self) -> torch.dtype:
-        """Dtype of what is fitted."""
-        return torch.promote_types(self._run.forward, torch.float32)
-
-    def _fitted_to_logits(
-        self, number: int, site: Site, written: Mapping[str, Tensor], row: JsonDict
-    ) -> dict[str, Tensor]:
-        """Return the last half's weights, fitted to the dense model's predictions."""
-        rows, theta = self._prepare(number, site, written)
-        judge = self._judge if self._held_out else None
-        seed = nth_seed(self._run.recipe.calibration.seed, site.block)
-        tensors: dict[str, Tensor] = {}
-        with recording() as events:
-            try:
-                fitted = fit_logits(
-                    functools.partial(self._divergence, "fit", gradient=True), judge, theta,
-                    self._problem("fit", site).factors(theta, seed),
-                    iterations=self._settings.logit_iterations, damping=self._settings.damping,
-                )  # fmt: skip
-                new = {n: cast(p, self._run.written, n) for n, p in fitted.theta.items()}
-                tensors = whole(written, rows, new)
-                row["logits"] = fitted.record()
-            except NumericalError as error:
-                record(f"the last block is not fitted to predictions: {error}")
-        row["events"] = [*row["events"], *events]
-        return tensors
-
-    def _is_last(self, site: Site) -> bool:
-        return site.key == self._dense.layout.sites[-1].key
-
-    def _judge(self, theta: Theta) -> float:
-        return self._divergence("held", theta, gradient=False)[0]
-
-    def _divergence(
-        self, windows: WindowKind, theta: Theta, *, gradient: bool
-    ) -> tuple[float, Theta]:
-        """Return the mean divergence from the dense model's predictions, maybe its gradient too."""
-        tokens, total = 0, 0.0
-        sums = {name: torch.zeros_like(p) for name, p in theta.items()} if gradient else {}
-        for count, value, by_theta in self._group.each(
-            TwoStreams.divergence, windows, theta, gradient
-        ):
-            tokens, total = tokens + count, total + value
-            for name, g in by_theta.items():
-                sums[name] += g.to(sums[name])
-        return total / tokens, {name: g / tokens for name, g in sums.items()}
-
-    def _problem(
-        self, windows: WindowKind, site: Site, metric: Tensor | None = None
-    ) -> LeastSquares:
-        """Return the least-squares problem that the workers have prepared, over some windows."""
-
-        def ask(
-            method: Callable[Concatenate[Products, Arguments], Iterable[Value]],
-            /,
-            *args: Arguments.args,
-            **kwargs: Arguments.kwargs,
-        ) -> Iterable[Value]:
-            # mypy does not bind the ParamSpec of an argument.
-            product: Any = TwoStreams.product
-            values: Iterable[Value] = self._group.each(product, windows, method, *args, **kwargs)
-            return values
-
-        tokens = self._settings.curvature_tokens
-        fewest = TOKENS_PER_COLUMN * self._pruned_sites[site.key].columns
-        return LeastSquares(ask, None if tokens is None else max(tokens, fewest), metric)
 
 
 def _or_inf(score: float | None) -> float:

@@ -19,6 +19,7 @@ from coec.devices import (
 from coec.models.layout import Site
 from coec.planning.machines import Machine
 from coec.planning.plan import Plan
+from coec.reconstruction.block_training import step_tokens
 from coec.streaming.dense_stream import batch_size
 from coec.streaming.head import LOGITS_PER_PASS
 from coec.streaming.self_text import MOST, window_bytes
@@ -110,11 +111,9 @@ def disk(plan: Plan, written: torch.dtype) -> tuple[int, int]:
     """Estimate bytes of the pruned model's folder, and of unfinished work at its largest.
 
     Blocks are removed once the shard that holds them is durable, so only one shard is there twice.
-    The Fisher information of all blocks stays until the end.
     """
     output = int(plan.parameters_after * written.itemsize * 1.01)
-    fisher = bool(plan.recipe.reconstruction.fisher) * 4 * plan.dense.layers * plan.dense.hidden**2
-    return output, min(output, SHARD_BYTES) + _BESIDE_WEIGHTS + fisher
+    return output, min(output, SHARD_BYTES) + _BESIDE_WEIGHTS
 
 
 def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict[str, int]:
@@ -140,7 +139,7 @@ def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict
         "hidden states": _waiting_tokens(plan) * plan.dense.hidden * forward,
         "forward pass": batch * per_token,
         "statistics": _grams(plan, layout.sites) + 8 * widest**2,
-        "fit": max(_fit(plan, compute, site) for site in layout.kinds),
+        "fit": _training(plan, compute),
         "logits": embedding * forward + 24 * logits,  # six copies in float32
         "whole model": plan.parameters_before * forward + sampled,
         "shard": min(plan.parameters_after * compute.written.itemsize, SHARD_BYTES),
@@ -196,18 +195,14 @@ def _streams(plan: Plan) -> int:
     """Number of sets of hidden states, of all windows, that wait at once.
 
     Where the pruned model runs beside the dense one, there are the dense states before a block and
-    behind each of its halves, and the pruned ones; a fit of a gated MLP has its inputs and what it
-    is to add as well.
+    behind each of its halves, and the pruned ones before it and behind its first half.
     """
-    streams = 2 + len(plan.model.layout.kinds) if plan.recipe.reconstruction.sequential else 1
-    return streams + (2 if plan.recipe.reconstruction.reconstruct else 0)
+    return 2 + len(plan.model.layout.kinds) if plan.recipe.reconstruction.sequential else 1
 
 
 def _waiting_tokens(plan: Plan) -> int:
     """Number of tokens whose hidden states wait at once, counted again for every model."""
     waiting = _streams(plan) * plan.tokens
-    if plan.recipe.reconstruction.fisher:  # in a pass of its own, before every block
-        waiting = max(waiting, (plan.dense.layers + 2) * fisher_tokens(plan))
     if plan.recipe.pruning.allocation != "error":
         return waiting
     models = 2 * len(plan.model.layout.sites)
@@ -222,54 +217,27 @@ def tried_tokens(plan: Plan) -> int:
     return _in_windows(plan, TRUNCATED_TOKENS if plan.ranks else TRIED_TOKENS)
 
 
-def fisher_tokens(plan: Plan) -> int:
-    """Number of tokens that are run forward and back for the Fisher information.
-
-    Four for each channel of a hidden state, as far as their hidden states before every block take
-    no more room than the fits do; but no fewer than 4,096, where there are as many.
-    """
-    room = _streams(plan) * plan.tokens // (plan.dense.layers + 2)
-    return _in_windows(plan, max(4096, min(4 * plan.dense.hidden, room)))
-
-
 def _in_windows(plan: Plan, tokens: int) -> int:
     """Return so many tokens, or those of one window if it has more, or all if there are fewer."""
     return min(plan.tokens, max(tokens, plan.seq_len))
 
 
-def _fit(plan: Plan, compute: ComputeConfig, site: Site) -> int:
-    """Estimate bytes of a fit: nine vectors of the fitted size, factors of the preconditioner, and
-    activations of a batch. L-BFGS holds 17 vectors: five pairs, and what a step moves.
+def _training(plan: Plan, compute: ComputeConfig) -> int:
+    """Estimate bytes of training the largest block: each weight in the dtype of the forward pass,
+    and five times in float32 (itself, its derivative, AdamW's moments, the best state), and the
+    activations of a step, which derivatives need.
     """
     if not plan.recipe.reconstruction.reconstruct:
         return 0
-    itemsize, hidden = compute.forward.itemsize, plan.dense.hidden
-    wide = max(4, itemsize)
-    tokens = plan.seq_len * batch_size(plan.seq_len, plan.recipe.calibration.windows)
-    *producers, (rows, columns) = fitted_matrices(plan, site)
-    weights = rows * columns + sum(m * n for m, n in producers)
-    factors = 3 * columns**2 + sum(3 * n * n + m * n for m, n in producers)
-    if site.value is None:  # every activation has a derivative beside it
-        active = 2 * (6 * hidden + 5 * columns) * itemsize + 4 * hidden * wide
-    else:
-        active = (8 * hidden + 6 * site.columns) * itemsize
-        if itemsize < wide:  # narrow dtypes allow no difference quotient, so no fused attention
-            active += 8 * plan.seq_len * plan.dense.kv_heads * plan.dense.group * itemsize
-    fits_logits = plan.recipe.reconstruction.logit_iterations and site.value is None
-    vectors = max(9 * weights + factors, 17 * weights if fits_logits else 0)
-    if plan.recipe.reconstruction.fisher:  # the metric and its root
-        vectors += 2 * hidden**2
-    return wide * vectors + tokens * active
-
-
-def fitted_matrices(plan: Plan, site: Site) -> list[tuple[int, int]]:
-    """Rows and columns of the matrices that are fitted at a site; the consumer is the last."""
-    kept, shapes = plan.widths.of(site), plan.model.shapes
-    producers = [
-        ((r.stop - r.start) // site.units * kept, int(shapes[r.tensor][1])) for r in site.fitted
-    ]
-    rows, columns = plan.pruned_shapes[site.weight]
-    return [*producers, (int(rows), int(columns))]
+    itemsize = compute.forward.itemsize
+    weights = max(
+        sum(s.numel() for name, s in plan.pruned_shapes.items() if name.startswith(block.prefix))
+        for block in plan.model.layout.blocks
+    )
+    active = 24 * plan.dense.hidden + 6 * plan.dense.ffn  # numbers, for each token
+    return (itemsize + 5 * max(4, itemsize)) * weights + step_tokens(plan.seq_len) * active * max(
+        4, itemsize
+    )
 
 
 def sampled_window(plan: Plan, compute: ComputeConfig) -> int:

@@ -5,6 +5,7 @@ products of the same shape, which take as long. Bytes of elementwise traffic and
 were counted with a dispatch mode. Sites of one kind count as alike, of their mean width.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,15 +16,13 @@ from coec.models.layout import Site
 from coec.planning.machines import Work
 from coec.planning.memory import (
     ComputeConfig,
-    fisher_tokens,
-    fitted_matrices,
     placed,
     purposes_of,
     text_characters,
     tried_tokens,
 )
 from coec.planning.plan import Plan, tried_blocks
-from coec.reconstruction.least_squares import TOKENS_PER_COLUMN
+from coec.reconstruction.block_training import step_tokens
 from coec.settings import CoecOptions
 from coec.streaming.dense_stream import batch_size
 from coec.streaming.sensitivity import SHARES
@@ -79,8 +78,6 @@ def phases_of(plan: Plan, compute: ComputeConfig, candidates: Sequence[Plan] = (
         trials = [PlanWork(candidate, compute).trial() for candidate in candidates]
         if tried := [step for trial in trials for step in trial]:
             add("trying candidates", tried)
-        if plan.recipe.reconstruction.fisher:
-            add("back-propagating", run.back_propagating(), (*_FIT, "logits"))
         for name, steps, purposes in run.reconstruction():
             add(name, steps, purposes)
     else:
@@ -241,18 +238,6 @@ class PlanWork:
             steps += self._head(tokens, 1.0 + 2 * count)
         return steps
 
-    def back_propagating(self) -> list[Work]:
-        """Run a few windows forward, and back through blocks that are run again: of every block's
-        gradients 2·hidden²·tokens in float64.
-        """
-        tokens = fisher_tokens(self.plan)
-        return [
-            *self.loading() * 2,
-            *self.forward(tokens, 3.0),
-            *self._head(tokens, 1.5),
-            product(self.hidden, tokens, self.hidden, self.layers),
-        ]
-
     def reconstruction(self) -> Iterator[tuple[str, list[Work], tuple[str, ...]]]:
         """Yield name, work and purposes of every part of running both models side by side.
 
@@ -266,10 +251,12 @@ class PlanWork:
         yield "passes", [*passes, *self.forward(tokens, 2.0, pruned=True)], _STREAM
         for site_kind in self.kinds:
             yield f"solving {site_kind}", self.solving(site_kind), _SOLVE
-            if settings.reconstruct:
-                yield f"fitting {site_kind}", self._fitting(site_kind, held_out), _FIT
-        if settings.logit_iterations:
-            yield "fitting logits", self._fitting_logits(held_out), (*_FIT, "logits")
+        if settings.reconstruct:
+            yield "training blocks", self._training(settings.reconstruct, held_out), _FIT
+        if settings.prediction_passes:
+            last = self._training(settings.prediction_passes, held_out, 1 / self.layers)
+            head = self._head(self.plan.tokens - held_out, 2.0 * settings.prediction_passes)
+            yield "training on predictions", [*last, *head], (*_FIT, "logits")
         yield "predicting", self._head(held_out or tokens, 2.0 + settings.final_norm), _PREDICT
 
     def trial(self) -> Iterator[Work]:
@@ -279,70 +266,19 @@ class PlanWork:
             pruned = share if name.startswith("solving") else 1.0
             yield from (step._replace(times=pruned * step.times) for step in steps)
 
-    def _fitting(self, site_kind: str, held_out: int) -> list[Work]:
-        """Fit the halves of all blocks by Gauss–Newton; a way back counts as a way forward.
-
-        A step tries 1.3 lengths over all windows, and takes a gradient over the fitted ones (7/3
-        passes, in attention 3) and factors over a sample of them (4/3, or 3). An iteration takes
-        8/3 passes over the sample, of experts 11/3, and one over what is held out. In attention it
-        takes six products with the inputs that the maps mixed for every head, once or, where memory
-        does not hold them, again. An m×n matrix takes the Gram of its sampled inputs, 2n²·tokens,
-        eigenpairs of that (the last an inverse, n³), and 4mn² per iteration (the last 2mn²).
-        Attention takes one step.
+    def _training(self, passes: int, held_out: int, share: float = 1.0) -> list[Work]:
+        """Train a share of the blocks: a step is one way forward and two back, and AdamW reads and
+        writes seven numbers of each weight; held-out windows are run before and behind every pass.
         """
-        settings, sites = self.recipe.reconstruction, self.kinds[site_kind]
-        tokens, attends = float(self.plan.tokens - held_out), sites[0].value is not None
-        steps = min(settings.reconstruct, 1) if attends else settings.reconstruct
-        iterations = float(steps * settings.cg_iterations)
-        times, repeats = float(steps * len(sites)), iterations * len(sites)
-        *producers, (rows, columns) = fitted_matrices(self.plan, sites[0])
-        sampled = tokens
-        if settings.curvature_tokens is not None:
-            needed = max(settings.curvature_tokens, TOKENS_PER_COLUMN * columns)
-            sampled = min(tokens, float(needed))
-        heads = columns // self.plan.dense.head_dim
-        mixed = sampled * heads * self.hidden
-        fits = self.forward(tokens + held_out, 2 + 1.3 * steps, half=site_kind, pruned=True)
-        by_hand = not (attends or sites[0].routed)
-        gradient, factors = (7 / 3, 4 / 3) if by_hand else (3.0, 3.0)
-        fits += self.forward(held_out, iterations, half=site_kind, pruned=True)
-        fits += self.forward(tokens, gradient * steps, half=site_kind, pruned=True)
-        fits += self.forward(sampled, factors * steps, half=site_kind, pruned=True)
-        if attends:
-            edge = (sampled * rows * columns) ** (1 / 3)
-            mixings = 1.0 if mixed * self.itemsize <= self.compute.kept else settings.cg_iterations
-            fits += self.forward(sampled, steps * mixings, half=site_kind, pruned=True)
-            fits += [
-                Work("product", 2.0 * mixed * self.plan.seq_len, edge, times * mixings, self.dtype),
-                Work("product", 12.0 * sampled * rows * columns, edge, repeats, self.dtype),
-                Work("elementwise", mixed * self.itemsize, mixed, 2 * repeats),
-            ]
-        else:
-            passes = 8 / 3 if by_hand else 11 / 3
-            fits += self.forward(sampled, passes * iterations, half=site_kind, pruned=True)
-        for m, n in producers:
-            fits += [eigenpairs(n, times, "float32"), product(m, n, n, times + repeats, "float32")]
-        fits += [product(columns, columns, columns / 2, times, "float32")]
-        for m, n in (*producers, (rows, columns)):
-            fits += [
-                product(n, sampled, n, times, "float32"),
-                product(m, n, n, times + repeats, "float32"),
-                Work("elementwise", 56.0 * m * n, 4.0 * m * n, repeats),
-            ]
-        if settings.fisher:  # errors, gradients and products, all by the metric
-            seen = (2 + 2.3 * steps) * (tokens + held_out) + iterations * (sampled + held_out)
-            fits += [product(self.hidden, seen, self.hidden, len(sites), self.dtype)]
-        return [*fits, Work("call", 60.0 * len(sites), 1.0, iterations)]
-
-    def _fitting_logits(self, held_out: int) -> list[Work]:
-        """Fit the last half-block to predictions: an evaluation an iteration, two ways back."""
-        settings, tokens = self.recipe.reconstruction, float(self.plan.tokens - held_out)
-        evaluations = 1.0 + settings.logit_iterations
-        last = list(self.kinds)[-1]
-        half = self.forward(
-            (3 * tokens + held_out) / self.layers, evaluations, half=last, pruned=True
-        )
-        return [*half, *self._head(tokens, 3 * evaluations), *self._head(held_out, 2 * evaluations)]
+        tokens = float(self.plan.tokens - held_out)
+        weights = self.plan.parameters_after - self.plan.model.vocabulary * self.hidden
+        steps = passes * math.ceil(tokens / step_tokens(self.plan.seq_len))
+        return [
+            *self.forward(share * passes * tokens, 3.0, pruned=True),
+            *self.forward(share * held_out, passes + 1.0, pruned=True),
+            Work("elementwise", 28.0 * share * weights, 28.0 * weights / self.layers, steps),
+            Work("call", 400.0 * share * self.layers, 1.0, steps),
+        ]
 
     def _head(self, tokens: float, models: float) -> list[Work]:
         """Compare logits of models with the dense one's: 4·hidden·vocabulary·tokens for each."""

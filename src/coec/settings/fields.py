@@ -20,11 +20,7 @@ DECLARED = "setting"
 """The key in a field's metadata under which its declaration stands."""
 
 
-RENAMED = {
-    "align": "multiple_of", "inner": "cg_iterations", "curvature": "curvature_tokens",
-    "curvature_share": "curvature_tokens",
-    "sampled": "self_samples",
-}  # fmt: skip
+RENAMED = {"align": "multiple_of", "sampled": "self_samples"}
 """Settings by the names that they had before."""
 
 

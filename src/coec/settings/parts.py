@@ -231,42 +231,26 @@ class Reconstruction(Settings):
     )
     reconstruct: int = setting(
         0,
-        "Gauss-Newton steps that fit each block's MLP to the dense hidden states, producers "
-        "included; attention's values and output take one. 0 is off.",
+        "Passes over the calibration windows in which each block, all its weights, is trained "
+        "towards the dense model's hidden states behind it. 0 is off.",
         least=0,
     )
-    cg_iterations: int = setting(
-        10,
-        "Conjugate-gradient iterations of one such step, at most: held-out windows end them.",
-        least=1,
+    reconstruct_rate: float = setting(
+        0.01,
+        "Learning rate of this training, relative to the root mean square of each weight matrix; "
+        "it falls linearly to 0.",
+        check=_must("reconstruct_rate is above 0 and below 1", lambda rate: 0 < rate < 1),
     )
-    curvature_tokens: int | None = setting(
-        None,
-        "Tokens over which these iterations run, and no fewer than four for each column; errors "
-        "and gradients are of all.",
-        otherwise="all",
-        least=1,
-    )
-    damping: float = setting(
-        0.1, "λ of such a step, relative to the mean curvature of each matrix.", least=0
-    )
-    fisher: float = setting(
-        0.0,
-        "Share of the Fisher information of the dense model's predictions in how far an error "
-        "behind a block counts, by its direction; for the rest every direction counts alike. 0 is "
-        "off.",
-        check=_must("fisher is a share, at least 0 and below 1", lambda share: 0 <= share < 1),
+    prediction_passes: int = setting(
+        0,
+        "Passes in which the last block is then trained towards the dense model's predictions. 0 "
+        "is off.",
+        least=0,
     )
     token_weights: TokenWeights = setting(
         "equal",
         "Weights of tokens in statistics and fits: `equal`, or `residual`, one over the mean "
         "square of the hidden state, which is what the next norm divides by.",
-    )
-    logit_iterations: int = setting(
-        0,
-        "L-BFGS iterations that fit the last block's MLP to the dense model's predictions, after "
-        "the steps of reconstruct; the point of lowest KL on held-out windows is taken. 0 is off.",
-        least=0,
     )
     final_norm: bool = setting(
         False, "Rescale the final norm's channels, kept where held-out perplexity falls."
@@ -298,10 +282,7 @@ class Reconstruction(Settings):
         """Settings that have no effect beside the others, and why."""
         idle: dict[str, str] = {}
         if not self.reconstruct:
-            idle |= dict.fromkeys(
-                ("cg_iterations", "damping", "curvature_tokens", "fisher", "logit_iterations"),
-                "reconstruct = 0",
-            )
+            idle |= dict.fromkeys(("reconstruct_rate", "prediction_passes"), "reconstruct = 0")
         if not (self.propagate or self.reconstruct):
             idle["token_weights"] = "neither propagate nor reconstruct"
         return idle

@@ -40,7 +40,6 @@ PRESETS: dict[PresetName, Preset] = {
         {
             "multiple_of": "auto", "selection": "obs", "allocation": "error", "propagate": True,
             "final_norm": True, "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 2,
-            "curvature_tokens": 16_384, "fisher": 0.4, "logit_iterations": 6,
             "token_weights": "residual", "holdout": HELD_OUT,
         },
     ),
@@ -49,10 +48,9 @@ PRESETS: dict[PresetName, Preset] = {
         "has; uniform widths keep the number of KV groups that held-out windows choose.",
         {
             "multiple_of": "auto", "selection": "obs", "allocation": "error", "propagate": True,
-            "final_norm": True, "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 3,
-            "curvature_tokens": 16_384, "fisher": 0.4, "logit_iterations": 10,
-            "token_weights": "residual", "kv_groups": "held-out", "holdout": HELD_OUT,
-            "self_samples": 1.0,
+            "final_norm": True, "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 4,
+            "prediction_passes": 2, "token_weights": "residual", "kv_groups": "held-out",
+            "holdout": HELD_OUT,
         },
     ),
 }  # fmt: skip
@@ -61,8 +59,7 @@ YIELDING: tuple[PresetName, ...] = ("fast", "balanced")
 had; `best` says what is missing."""
 _NEEDED = {
     "allocation": ("non_uniform", "low_rank"),
-    "curvature_tokens": ("reconstruct",), "fisher": ("reconstruct",),
-    "logit_iterations": ("reconstruct",),
+    "reconstruct_rate": ("reconstruct",), "prediction_passes": ("reconstruct",),
     "token_weights": ("reconstruct", "propagate"), "kv_groups": ("holdout",),
 }  # fmt: skip
 """Defaults of presets that have no effect unless one of these settings is on."""

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from coec.devices import hand_back
 from coec.errors import ModelError
@@ -115,6 +116,38 @@ class Layers:
         state = stacked(local, self._experts)
         state = {n: in_dtype(tensor, self._device, self._dtype) for n, tensor in state.items()}
         self.modules[block.index].load_state_dict(state, assign=True, strict=not partial)
+
+    def function(self, block: BlockLayout) -> Callable[[Mapping[str, Tensor], State], State]:
+        """Return a layer as a function of its tensors, by full names, and a hidden state.
+
+        Derivatives run through both. The tensors are cast to the dtype of the forward pass.
+        """
+        layer = self.modules[block.index]
+
+        def run(tensors: Mapping[str, Tensor], state: State) -> State:
+            self.note_calls(*state.shape[:2])
+            local = {n.removeprefix(block.prefix): t.to(self._dtype) for n, t in tensors.items()}
+            weights = stacked(local, self._experts)
+            return self.call(
+                lambda *args, **kwargs: functional_call(layer, weights, args, kwargs),
+                block.index, state,
+            )  # fmt: skip
+
+        return run
+
+    @torch.no_grad()
+    def note_calls(self, windows: int, length: int) -> None:
+        """Note how each layer is called with so many windows, unless that is known."""
+        if windows in self._calls:
+            return
+        compute_buffers(self._model, self._device)
+        embed = self._base.embed_tokens
+        nothing = torch.zeros(1, 1, device=self._device, dtype=self._dtype)
+        embed.weight = nn.Parameter(nothing.expand(embed.weight.shape), requires_grad=False)
+        self._base.norm = nn.Identity()
+        ids = torch.zeros(windows, length, dtype=torch.int64)
+        _, self._calls[windows] = self._record(ids)
+        embed.to("meta")
 
     def drop(self, index: int) -> None:
         """Free the weights of a layer."""

@@ -6,34 +6,21 @@ on how many workers hold the windows (METHODS §8).
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Concatenate, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from coec.devices import KEPT_SHARE, FreeMemory
 from coec.models.dense import Dense, Prefetcher
 from coec.models.description import Description
-from coec.models.layout import Rows, Site
-from coec.models.surgery import with_rows
 from coec.planning.run import Run
-from coec.reconstruction import (
-    AttentionProducts,
-    Batch,
-    DifferentiatedProducts,
-    GatedMlp,
-    GatedProducts,
-    HeldAttention,
-    Products,
-)
-from coec.reconstruction.least_squares import Arguments, Theta, Value, watched
+from coec.reconstruction import Example
 from coec.streaming.dense_stream import LEAST_BATCHES, batch_size, in_parts
-from coec.streaming.head import Expected, Head, Prediction
+from coec.streaming.head import Head, Prediction
 from coec.streaming.layers import Layers, State, to_host
 from coec.streaming.token_weights import squares_of, token_weights
 from coec.types import GramSum
@@ -88,7 +75,7 @@ class ConsumerStatistics:
 class TwoStreams:
     """The hidden states of both models before one block, for the windows of one shard.
 
-    A block is opened; its sites are measured and fitted one after the other; then both models
+    A block is opened; its sites are measured and solved one after the other; then both models
     advance through it.
 
     Args:
@@ -132,10 +119,6 @@ class TwoStreams:
         self._behind_sites: list[dict[int, State]] = []
         self._weights: dict[int, Tensor] = {}
         self._before_site: dict[int, State] = {}
-        self._products: dict[WindowKind, Products] = {}
-        self._half: Callable[[Theta, State], State] | None = None
-        self._expected: dict[int, list[Expected]] = {}
-        self._room = 0  # bytes that the open fit may keep
 
     def rewind(self, limit: int) -> int:
         """Index of the current block; goes back to the first if it is beyond `limit`."""
@@ -157,6 +140,12 @@ class TwoStreams:
             states = {n: self._call(self._dense_layers, half, index, s) for n, s in states.items()}
             self._behind_sites.append(states)
         self._before_site = self._pruned_states
+
+    def examples(self, windows_kind: WindowKind) -> Iterator[Example]:
+        """Yield every window of the open block: inputs, targets behind it, weights of tokens."""
+        inputs = self._pruned_states if self._propagate else self._dense_states
+        for n in self._numbers(windows_kind):
+            yield from map(Example, inputs[n], self._behind_sites[-1][n], self._weights[n])
 
     def squares(self) -> Iterator[tuple[Float[Tensor, "n length"], ...]]:
         """Yield, for every part, each token's mean square of the dense state behind the block."""
@@ -279,121 +268,16 @@ class TwoStreams:
         """Give the pruned model's layer the tensors that the half of a site needs."""
         self._pruned_layers.load(self._dense.layout.blocks[self._index], tensors, partial=True)
 
-    def prepare(self, number: int, root: Float[Tensor, "h h"] | None = None) -> None:
-        """Make a least-squares problem of the loaded weights of a site, for `product`.
-
-        `root` is that of its metric, as in `Products`.
-        """
-        block = self._dense.layout.blocks[self._index]
-        site = block.sites[number]
-        half = self._pruned_layers.half(block, site)
-        pruned = self._pruned_sites[site.key]
-        names = {t: t.removeprefix(block.prefix) for t in fitted_tensors(pruned)}
-        loaded = {tensor: half.get_parameter(name).detach() for tensor, name in names.items()}
-        rows = fitted_rows(pruned, loaded)
-        index = self._index
-
-        def function(theta: dict[str, Tensor], state: Tensor) -> Tensor:
-            state_dict = {names[t]: p for t, p in whole(loaded, rows, theta).items()}
-            call: Callable[..., Any] = lambda *args, **kwargs: functional_call(  # noqa: E731
-                half, state_dict, args, kwargs
-            )
-            return self._pruned_layers.call(call, index, state)
-
-        self._half = function
-        inputs, targets = self._inputs(number), self._behind_sites[number]
-        modules = {
-            name: half.get_submodule(names[r.tensor].removesuffix(".weight"))
-            for name, r in rows.items()
-        }
-        ranges = {name: slice(r.start, r.stop) for name, r in rows.items()}
-        run = functools.partial(self._pruned_layers.call, half, index)
-        first = inputs[self._parts["fit"][0][0]].to(self._device)
-        consumer = site.consumer.removeprefix(block.prefix)
-        around = half.get_submodule(consumer.rpartition(".")[0])
-        self._room = (FreeMemory.of(self._device).computing or 0) // KEPT_SHARE
-
-        def batches(by_part: Sequence[Sequence[int]]) -> list[list[Batch]]:
-            def batch(n: int) -> Batch:
-                return Batch(inputs[n], targets[n], self._weights[n], n)
-
-            return [[batch(n) for n in numbers] for numbers in by_part]
-
-        make: Callable[..., Products] = functools.partial(
-            DifferentiatedProducts, function, modules, rows=ranges,
-            quadratic=site.value is not None, root=root,
-        )  # fmt: skip
-        if mlp := GatedMlp.of(run, first, modules, ranges, around):
-            states, wanted, gate = inputs, targets, modules[mlp.gate]
-            inputs = {n: self._inputs_of(gate, run, state) for n, state in states.items()}
-            targets = {n: wanted[n] - state for n, state in states.items()}
-            make = functools.partial(GatedProducts, mlp, kept_bytes=self._room, root=root)
-        elif attention := HeldAttention.of(run, first, modules, ranges):
-            make = functools.partial(
-                AttentionProducts, attention, function, modules, kept_bytes=self._room,
-                rows=ranges, root=root,
-            )  # fmt: skip
-        self._products = {
-            windows_kind: make(batches(by_part), self._device)
-            for windows_kind, by_part in self._parts.items()
-        }
-
     @torch.no_grad()
     def _inputs_of(self, module: nn.Module, run: Callable[[State], State], state: State) -> Tensor:
         """Return the inputs that a module has where a half runs from a state."""
-        with watched({"": module}) as calls:
+        found: list[Tensor] = []
+        hook = module.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+        try:
             run(state.to(self._device))
-        return to_host(calls[""][0])
-
-    def product(
-        self,
-        windows_kind: WindowKind,
-        method: Callable[Concatenate[Products, Arguments], Iterable[Value]],
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
-    ) -> Iterable[Value]:
-        """Return what a method of `Products` yields, of the problem that was prepared."""
-        return method(self._products[windows_kind], *args, **kwargs)
-
-    def divergence(
-        self, windows_kind: WindowKind, theta: Theta, gradient: bool
-    ) -> Iterator[tuple[int, float, Theta]]:
-        """Yield, for every part, tokens, `Σ_t KL(dense ‖ pruned)` and, if asked for, its gradient.
-
-        θ are the parameters of the prepared site, the model's last.
-        """
-        half = self._half
-        assert half is not None  # `prepare` made it
-        theta = {n: p.detach().to(self._device).requires_grad_(gradient) for n, p in theta.items()}
-        for numbers in self._parts[windows_kind]:
-            tokens, total = 0, 0.0
-            sums = {name: torch.zeros_like(p) for name, p in theta.items()} if gradient else {}
-            for n in numbers:
-                state = self._before_site[n].to(self._device)
-                with torch.set_grad_enabled(gradient):
-                    out = half({name: p.to(state.dtype) for name, p in theta.items()}, state)
-                dense = self._behind_sites[-1][n]
-                value, by_state = self._head.divergence(
-                    out.detach(), dense, gradient=gradient, expected=self._expected_of(n)
-                )
-                tokens, total = tokens + out.shape[0] * out.shape[1], total + value
-                if gradient:
-                    by_theta = torch.autograd.grad(out, list(theta.values()), by_state.to(out))
-                    for name, g in zip(theta, by_theta, strict=True):
-                        sums[name] += g
-            yield tokens, total, sums
-
-    def _expected_of(self, n: int) -> list[Expected] | None:
-        """Return where what the dense model expects of a batch is kept; None without memory."""
-        if n not in self._expected:
-            batch = self._behind_sites[-1][n].shape[:2].numel()
-            wide = torch.promote_types(self._dtype, torch.float32).itemsize
-            size = batch * self._dense.vocabulary * wide
-            if size > self._room:
-                return None
-            self._room -= size
-            self._expected[n] = []
-        return self._expected[n]
+        finally:
+            hook.remove()
+        return to_host(found[0])
 
     @torch.no_grad()
     def advance_site(self, number: int) -> None:
@@ -486,32 +370,6 @@ def shards(
     workers = min(workers, len(by_part["fit"]))
     by_kind = [in_parts(p, workers) for p in by_part.values()]
     return [dict(zip(by_part, shard, strict=True)) for shard in zip(*by_kind, strict=True)]
-
-
-def fitted_tensors(site: Site) -> set[str]:
-    """Return the names of the tensors whose rows are fitted."""
-    return {site.weight, *(rows.tensor for rows in site.fitted)}
-
-
-def fitted_rows(site: Site, tensors: Mapping[str, Tensor]) -> dict[str, Rows]:
-    """Return the rows of a pruned site that are fitted, by the names that θ has for them."""
-    consumer = Rows(site.weight, 0, len(tensors[site.weight]))
-    return {
-        rows.tensor
-        if rows.stop - rows.start == len(tensors[rows.tensor])
-        else f"{rows.tensor}[{rows.start}:{rows.stop}]": rows
-        for rows in (*site.fitted, consumer)
-    }
-
-
-def whole(
-    tensors: Mapping[str, Tensor], rows: Mapping[str, Rows], theta: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return the tensors that θ are rows of, with θ in them."""
-    changed: dict[str, dict[Rows, Tensor]] = {}
-    for name, row in rows.items():
-        changed.setdefault(row.tensor, {})[row] = theta[name]
-    return {tensor: with_rows(tensors[tensor], new) for tensor, new in changed.items()}
 
 
 def _inner(a: Tensor, b: Tensor) -> float:

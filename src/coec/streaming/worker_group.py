@@ -5,13 +5,14 @@ Every worker answers for its own windows, all at once; answers come in the order
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Concatenate
+from typing import Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from coec.reconstruction.least_squares import Arguments, Value
 from coec.streaming.two_streams import TwoStreams
 
+Arguments = ParamSpec("Arguments")
+Value = TypeVar("Value")
 Finished = Callable[[int], Mapping[str, Tensor] | None]
 """Return the written tensors of a solved block, by its index; None where they were not kept."""
 

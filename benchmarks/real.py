@@ -1,0 +1,339 @@
+"""The real model as the judge: every preset and its peers on SmolLM2-135M, as rows that are kept.
+
+    python -m benchmarks.real [--size cpu|gpu] [--rows fast "best, by block"] [--sparsity 0.3]
+        [--seeds 0] [--jobs 1] [--minutes 9] [--again] [--table] [--zero-shot LIMIT] [--first BLOCKS]
+
+`cpu`: 64 windows of 512 tokens of WikiText-2 valid calibrate; perplexity and KL are of the first 32
+windows of 512 of test. `gpu`: 128 windows of 1,024, and the first 900,000 characters of test. Both
+texts lie in ../shared/data, the model comes from benchmarks.real_model. Rows are in
+benchmarks/results/real.json, made where they are missing (`--again`: anew), the most telling first;
+with `--minutes` none is begun or goes on after so many. A row is a process of its own: pruning by
+this package, then the checkpoint in transformers, beside the dense model's states, which are kept.
+Seconds are of the wall and of the CPU, of pruning with loading, checks, text and writing, without
+Python's start. `--first 8` is the quick proxy: the model's first eight blocks alone, and the error
+of the hidden states behind them on the test windows, mean of ‖h − h̃‖² / ‖h‖² over tokens.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks import osscar, record
+from benchmarks.instances import SHARED
+from benchmarks.real_model import CACHE, NoModelError, first_blocks, folder
+
+TEXTS = "data/wikitext-2"
+SPARSITIES = (0.3, 0.5, 0.2)
+BASELINE = "fast"
+DENSE = "dense"
+_TOKENS_AT_ONCE = 2048
+"""Tokens whose logits are in memory at once."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Windows that calibrate, and the text that judges: as many windows, or characters, as said."""
+
+    samples: int
+    seq_len: int
+    windows: int | None = None
+    characters: int | None = None
+
+
+SIZES = {"cpu": Size(64, 512, windows=32), "gpu": Size(128, 1024, characters=900_000)}
+ONE_SHOT = {"preset": "paper", "multiple_of": 1}
+ROWS: dict[str, dict[str, Any]] = {
+    "fast": {"preset": "fast"},
+    "best": {"preset": "best"},
+    "fast, by block": {"preset": "fast", "non_uniform": True},
+    "best, by block": {"preset": "best", "non_uniform": True},
+    "balanced": {"preset": "balanced"},
+    "balanced, by block": {"preset": "balanced", "non_uniform": True},
+    "paper": {"preset": "paper"},
+    "none": {**ONE_SHOT, "selection": "wanda-sp", "compensation": "none"},
+    "FLAP": {**ONE_SHOT, "selection": "flap", "compensation": "bias"},
+    "RCPU": {**ONE_SHOT, "selection": "rcpu", "compensation": "rcpu"},
+    "OSSCAR": {},
+    "low rank": {"preset": "fast", "low_rank": True},
+    "low rank, by error": {"preset": "fast", "low_rank": True, "allocation": "error"},
+}
+"""Settings by row; `none` keeps the units of Wanda-sp, OSSCAR is its authors' own code."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Make the rows that are missing, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--size", choices=list(SIZES), default="cpu")
+    parser.add_argument("--rows", nargs="+", choices=[DENSE, *ROWS], default=[DENSE, *ROWS])
+    parser.add_argument("--sparsity", nargs="+", type=float, default=list(SPARSITIES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--jobs", type=int, default=1, help="rows at a time")
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--zero-shot", type=int, default=0, metavar="LIMIT", help="items per task")
+    parser.add_argument("--first", type=int, default=0, metavar="BLOCKS", help="the quick proxy")
+    parser.add_argument("--settings", type=json.loads, default={}, help="of every row, besides")
+    parser.add_argument("--shared", type=Path, default=SHARED)
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--table", action="store_true", help="print the kept rows, and stop")
+    parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
+    chosen = parser.parse_args(arguments)
+    if chosen.one is not None:
+        print(json.dumps(measured(chosen.one)))
+        return
+    if not chosen.table:
+        try:
+            measure_all(chosen, arguments)
+        except NoModelError as error:
+            sys.exit(str(error))
+    print(tables(record.load("real").get("rows", []), chosen.size))
+
+
+def measure_all(chosen: argparse.Namespace, arguments: list[str] | None) -> None:
+    """Measure the rows that are asked for, several at a time, and save each."""
+    model = first_blocks(chosen.first) if chosen.first else folder()
+    print(f"{model.name}, {chosen.size}. {record.header()}\n", flush=True)
+    ends = time.monotonic() + 60 * chosen.minutes
+    name = "real" if not chosen.first else "real_proxy"
+    kept = record.load(name).get("rows", [])
+    done = set() if chosen.again else {row["key"] for row in kept}
+    cases = []
+    for sparsity, seed, row in product(chosen.sparsity, chosen.seeds, chosen.rows):
+        if row == DENSE and cases:
+            continue
+        settings = {} if row == DENSE else ROWS[row] | chosen.settings
+        case = {
+            "size": chosen.size, "sparsity": 0.0 if row == DENSE else sparsity, "seed": seed,
+            "row": row, "settings": settings, "first": chosen.first, "limit": chosen.zero_shot,
+        }  # fmt: skip
+        named = "" if not chosen.settings else json.dumps(chosen.settings)
+        case["key"] = "|".join(map(str, (*list(case.values())[:4], chosen.first, named)))
+        if case["key"] not in done:
+            cases.append(case | {"model": str(model), "shared": str(chosen.shared)})
+    if cases:  # before others run beside it: all need it
+        dense_states(model, evaluation_ids(model, SIZES[chosen.size], chosen.shared))
+
+    def measure(case: dict[str, Any]) -> None:
+        command = [sys.executable, "-m", "benchmarks.real", "--one", json.dumps(case)]
+        left = ends - time.monotonic()
+        if left < 0:
+            return
+        try:
+            run = subprocess.run(
+                command, check=False, capture_output=True, text=True, cwd=record.ROOT,
+                timeout=None if left == float("inf") else left,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            print(f"{case['row']}: not done in time", flush=True)
+            return
+        if run.returncode:
+            last = (run.stderr.strip().splitlines() or ["no word"])[-1]
+            print(f"{case['row']}, {case['sparsity']:g}: failed: {last}", flush=True)
+            return
+        row = {k: v for k, v in case.items() if k not in ("model", "shared", "first")}
+        row |= json.loads(run.stdout.strip().splitlines()[-1])
+        row |= {"commit": record.commit(), "machine": record.machine(), "jobs": chosen.jobs}
+        rows = record.merged(record.load(name).get("rows", []), [row], "key")
+        record.save(name, arguments, {"rows": sorted(rows, key=lambda r: str(r["key"]))})
+        print(_line(row), flush=True)
+
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        list(pool.map(measure, cases))
+
+
+def _line(row: dict[str, Any]) -> str:
+    numbers = "  ".join(
+        f"{name} {row[name]:.4g}" for name in ("perplexity", "kl", "error", "mean") if name in row
+    )
+    return (
+        f"{row['row']:<20}{100 * row['sparsity']:>3.0f} %  {numbers}  "
+        f"{row.get('wall', 0):.0f} s, CPU {row.get('cpu', 0):.0f} s"
+    )
+
+
+def measured(case: dict[str, Any]) -> dict[str, Any]:
+    """Prune once, in this process; return the row's numbers."""
+    import coec  # after the parent's start: what a row runs is what lies on the disk now
+
+    model, size = Path(case["model"]), SIZES[case["size"]]
+    texts = Path(case["shared"]) / TEXTS
+    windows = {
+        "calibration": str(texts / "valid.raw.txt"), "samples": size.samples,
+        "seq_len": size.seq_len, "seed": case["seed"],
+    }  # fmt: skip
+    numbers: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=CACHE) as work:
+        pruned = Path(work) / "pruned"
+        began, spent = time.perf_counter(), time.process_time()
+        if case["row"] == DENSE:
+            pruned = model
+        elif case["row"] == "OSSCAR":
+            osscar.prune(model, pruned, case["sparsity"], **windows)
+        else:
+            settings = windows | case["settings"] | {"sparsity": case["sparsity"]}
+            report = coec.prune(model, pruned, progress=_progress, **settings)
+            numbers["removed"] = report.plan["removed"]["parameters"]
+        numbers["wall"] = time.perf_counter() - began
+        numbers["cpu"] = time.process_time() - spent
+        numbers["bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if torch.cuda.is_available():
+            numbers["device_bytes"] = torch.cuda.max_memory_allocated()
+        ids = evaluation_ids(model, size, Path(case["shared"]))
+        dense, _ = dense_states(model, ids)
+        network = _network(pruned)
+        if case["first"]:
+            numbers["error"] = _state_error(network, ids, dense)
+        else:
+            numbers |= _prediction(network, ids, dense)
+        if case["limit"]:
+            del network
+            tasks = coec.zero_shot(
+                pruned, limit=case["limit"], tasks_data=Path(case["shared"]) / "data/tasks",
+                dtype="bfloat16", trust_remote_code=True,
+            )  # fmt: skip
+            numbers["tasks"] = {score.task: score.value for score in tasks.scores}
+            numbers["mean"] = tasks.mean
+    return numbers
+
+
+def _progress(phase: str, done: int, total: int) -> None:
+    print(f"{phase}: {done} of {total}", file=sys.stderr, flush=True)
+
+
+def evaluation_ids(model: Path, size: Size, shared: Path) -> Tensor:
+    """Return the windows of the test text, n × length."""
+    text = (shared / TEXTS / "test.raw.txt").read_text(encoding="utf-8")[: size.characters]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
+    count = len(ids) // size.seq_len
+    return ids[: count * size.seq_len].view(count, -1)[: size.windows]
+
+
+def _network(model: Path) -> Any:
+    """Load a model of any origin by transformers; its final norm is called apart."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    network = AutoModelForCausalLM.from_pretrained(model, dtype="auto", trust_remote_code=True)
+    return network.to(device).eval()
+
+
+def dense_states(model: Path, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the dense model has behind its last block, kept in the cache, and its norm."""
+    path = CACHE / f"{model.name}-{ids.shape[0]}x{ids.shape[1]}-{int(ids.sum())}.safetensors"
+    if not path.is_file():
+        network = _network(model)
+        states = torch.cat([_states(network, batch) for batch in ids.split(8)])
+        save_file({"states": states, "norm": network.model.norm.weight.detach().cpu()}, path)
+    kept = load_file(path)
+    return kept["states"], kept["norm"]
+
+
+@torch.no_grad()
+def _states(network: Any, ids: Tensor) -> Tensor:
+    """Return hidden states behind the last block, before the final norm, on the host."""
+    found: list[Tensor] = []
+    hook = network.model.norm.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    try:
+        network.model(input_ids=ids.to(network.device), use_cache=False)
+    finally:
+        hook.remove()
+    return found[0].cpu()
+
+
+@torch.no_grad()
+def _prediction(network: Any, ids: Tensor, dense: Tensor) -> dict[str, float]:
+    """Return perplexity, mean KL(dense ‖ pruned) in nats per token, and the dense perplexity.
+
+    The head is the same in both models; the final norm may not be.
+    """
+    reference = _dense_norm(network, dense)
+    sums = torch.zeros(3, dtype=torch.float64)
+    for batch, states in zip(ids.split(8), dense.split(8), strict=True):
+        ours = network.model.norm(_states(network, batch).to(network.device))[:, :-1]
+        theirs = reference(states.to(network.device))[:, :-1]
+        parts = [t.flatten(0, 1).split(_TOKENS_AT_ONCE) for t in (ours, theirs)]
+        for p, q, target in zip(*parts, batch[:, 1:].flatten().split(_TOKENS_AT_ONCE), strict=True):
+            log_p, log_q = (network.lm_head(h).float().log_softmax(-1) for h in (p, q))
+            target = target.to(network.device)
+            sums += torch.stack([
+                F.nll_loss(log_p, target, reduction="sum").double(),
+                F.nll_loss(log_q, target, reduction="sum").double(),
+                F.kl_div(log_p, log_q, log_target=True, reduction="none").sum(-1).double().sum(),
+            ]).cpu()  # fmt: skip
+    entropy, baseline, divergence = (sums / ids[:, 1:].numel()).tolist()
+    exp = torch.tensor([entropy, baseline], dtype=torch.float64).exp().tolist()
+    return {"perplexity": exp[0], "kl": divergence, "dense": exp[1]}
+
+
+def _dense_norm(network: Any, dense: Tensor) -> Any:
+    """Return the dense model's final norm: the pruned one's, with the dense weight."""
+    import copy
+
+    norm = copy.deepcopy(network.model.norm)
+    weight = load_file(folder() / "model.safetensors")["model.norm.weight"]
+    norm.weight = torch.nn.Parameter(weight.to(network.device), requires_grad=False)
+    return norm
+
+
+def _state_error(network: Any, ids: Tensor, dense: Tensor) -> float:
+    """Return the mean of ‖h − h̃‖² / ‖h‖² over tokens."""
+    states = torch.cat([_states(network, batch) for batch in ids.split(8)]).float()
+    difference, scale = (t.square().sum(-1) for t in (states - dense.float(), dense.float()))
+    return float((difference / scale).mean())
+
+
+def tables(rows: list[dict[str, Any]], size: str) -> str:
+    """Return a table for every sparsity, in Markdown; ratios are over `fast` with the same seed."""
+    parts = []
+    of_size = [row for row in rows if row["size"] == size and not row["key"].split("|")[5]]
+    for row in of_size:
+        if row["row"] == DENSE:
+            parts += [f"Dense: perplexity {row['perplexity']:.2f}{_tasks(row)}.", ""]
+    for sparsity in sorted({row["sparsity"] for row in of_size} - {0.0}):
+        lines = []
+        for name in ROWS:
+            own = [r for r in of_size if (r["row"], r["sparsity"]) == (name, sparsity)]
+            base = [r for r in of_size if (r["row"], r["sparsity"]) == (BASELINE, sparsity)]
+            if own:
+                lines.append([name, *_cells(own, {r["seed"]: r for r in base})])
+        header = ["", "perplexity", "KL", f"KL over `{BASELINE}`", "CPU s", f"over `{BASELINE}`"]
+        header += ["zero-shot mean"] if any("mean" in r for r in of_size) else []
+        parts += [f"{100 * sparsity:.0f} %:", "", record.table(header, lines), ""]
+    return "\n".join(parts)
+
+
+def _cells(own: list[dict[str, Any]], base: dict[int, dict[str, Any]]) -> list[str]:
+    perplexity, kl, cpu = (sum(r[v] for r in own) / len(own) for v in ("perplexity", "kl", "cpu"))
+    both = [r for r in own if r["seed"] in base]
+    ratios = [
+        sum(r[value] / base[r["seed"]][value] for r in both) / len(both) if both else float("nan")
+        for value in ("kl", "cpu")
+    ]
+    spread = max(r["kl"] for r in own) - min(r["kl"] for r in own)
+    cells = [
+        f"{perplexity:.2f}", f"{kl:.3f}" + (f" (±{spread / 2:.3f})" if len(own) > 1 else ""),
+        f"{ratios[0]:.2f}", f"{cpu:.0f}", f"{ratios[1]:.2f}",
+    ]  # fmt: skip
+    scored = [r for r in own if "mean" in r]
+    return cells + ([f"{100 * scored[0]['mean']:.1f}"] if scored else [])
+
+
+def _tasks(row: dict[str, Any]) -> str:
+    return f", zero-shot mean {100 * row['mean']:.1f}" if "mean" in row else ""
+
+
+if __name__ == "__main__":
+    main()

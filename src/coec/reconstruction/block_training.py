@@ -1,0 +1,188 @@
+"""A block trained as a whole, by stochastic steps, towards the dense model's hidden states.
+
+The block is the model's own layer under automatic differentiation, so that every architecture can,
+and no derivative is written by hand (METHODS §8).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from coec.errors import NumericalError
+
+Theta = dict[str, Tensor]
+"""Weights by name, in float32 or wider."""
+STEP_TOKENS = 1024
+"""Tokens of a step, about: whole windows."""
+_BETAS = (0.9, 0.95)
+"""Decay of AdamW's first and second moments; a pass over little text has few dozen steps."""
+_WARM_UP = 0.05
+"""Share of all steps over which the learning rate rises."""
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A window of one block.
+
+    Attributes:
+        inputs: hidden states of the pruned model before the block.
+        targets: hidden states of the dense model behind it.
+        weights: of every token.
+    """
+
+    inputs: Float[Tensor, "length h"]
+    targets: Float[Tensor, "length h"]
+    weights: Float[Tensor, " length"]
+
+
+Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`(outputs, targets, weights)` of some windows → what is made small, summed over their tokens."""
+
+
+def step_tokens(length: int) -> int:
+    """Return the tokens of a step over windows of a length: about STEP_TOKENS."""
+    return max(1, STEP_TOKENS // length) * length
+
+
+def relative_error(examples: Sequence[Example]) -> Objective:
+    """Make the objective `Σ_t w_t ‖T_t − f(h_t)‖²` over its mean where f is 0, `w_t ‖T_t‖²`."""
+    energy = sum(float((_squares(e.targets) * e.weights).sum()) for e in examples)
+    mean = energy / sum(len(e.weights) for e in examples)
+
+    def objective(outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        wide = torch.promote_types(outputs.dtype, torch.float32)
+        return (_squares(targets.to(wide) - outputs.to(wide)) * weights).sum() / mean
+
+    return objective
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedBlock:
+    """What a training made of a block.
+
+    Attributes:
+        theta: the weights of lowest error on the windows that judge; the start is one of the
+            candidates.
+        taken: number of passes after which they were; 0 for the start.
+        fitted: mean of the objective over each pass's steps.
+        errors: the objective at the start and behind every pass, on the windows that judge.
+    """
+
+    theta: Theta
+    taken: int
+    fitted: list[float]
+    errors: list[float]
+
+    def record(self) -> dict[str, Any]:
+        """Return the record for the report, JSON-ready."""
+        record = asdict(self)
+        del record["theta"]
+        return record
+
+
+def train_block(
+    block: Callable[[Theta, Float[Tensor, "n length h"]], Float[Tensor, "n length h"]],
+    start: Theta,
+    examples: Sequence[Example],
+    judges: Sequence[Example],
+    *,
+    passes: int,
+    rate: float,
+    seed: int,
+    written: torch.dtype,
+    objective: Objective,
+) -> TrainedBlock:
+    """Minimise an objective over all weights of a block by AdamW, and take the best state.
+
+    The rate of every weight matrix is `rate` times the root mean square of its entries at the
+    start, after a short warm-up falling linearly to 0: a matrix then moves by a share of its size,
+    whatever that is, and one that is 0 stays. The windows that judge decide behind every pass;
+    without any the last state counts, unless it is worse than the start on the windows trained on.
+
+    Args:
+        block: `(θ, h) → f_θ(h)`, differentiable in θ.
+        start: the weights, on the device that computes.
+        examples: the windows trained on; each is run once in a pass, in an order drawn anew.
+        judges: windows that are not trained on.
+        passes: over the examples.
+        rate: learning rate, relative to the size of a matrix.
+        seed: draws the orders.
+        written: dtype to which the weights are rounded before they are judged.
+        objective: what is made small: its mean over tokens.
+
+    Raises:
+        NumericalError: the objective at the start is not finite.
+    """
+    device = next(iter(start.values())).device
+    length = len(examples[0].weights)
+    size = step_tokens(length) // length
+    steps = passes * math.ceil(len(examples) / size)
+    theta = {name: p.detach().clone().requires_grad_() for name, p in start.items()}
+    groups = [{"params": [p], "lr": rate * _root_mean_square(p)} for p in theta.values()]
+    optimiser = torch.optim.AdamW(
+        groups, betas=_BETAS, weight_decay=0.0, fused=device.type == "cuda"
+    )
+    warm = max(1, round(_WARM_UP * steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimiser, lambda step: min((step + 1) / warm, (steps - step) / max(1, steps - warm))
+    )
+
+    def judged(at: Theta) -> float:
+        rounded = {name: p.detach().to(written).to(p.dtype) for name, p in at.items()}
+        total, tokens = 0.0, 0
+        with torch.no_grad():
+            for batch in _batches(judges or examples, range(len(judges or examples)), size, device):
+                outputs = block(rounded, batch.inputs)
+                total += float(objective(outputs, batch.targets, batch.weights))
+                tokens += batch.weights.numel()
+        return total / tokens
+
+    errors, fitted = [judged(theta)], list[float]()
+    if not math.isfinite(errors[0]):
+        raise NumericalError("the outputs of the block at the start are not finite")
+    best, taken = {name: p.detach().clone() for name, p in theta.items()}, 0
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sum(len(example.weights) for example in examples)
+    for number in range(1, passes + 1):
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        order = torch.randperm(len(examples), generator=generator).tolist()
+        for batch in _batches(examples, order, size, device):
+            loss = objective(block(theta, batch.inputs), batch.targets, batch.weights)
+            (loss / batch.weights.numel()).backward()
+            optimiser.step()
+            schedule.step()
+            optimiser.zero_grad(set_to_none=True)
+            total += loss.detach()
+        fitted.append(float(total) / tokens)
+        errors.append(judged(theta))
+        if errors[-1] < min(errors[:-1]):
+            best, taken = {name: p.detach().clone() for name, p in theta.items()}, number
+    return TrainedBlock(best, taken, fitted, errors)
+
+
+def _batches(
+    examples: Sequence[Example], order: Sequence[int], size: int, device: torch.device
+) -> Iterator[Example]:
+    """Yield windows, `size` at a time, on the device."""
+    for first in range(0, len(order), size):
+        windows = [examples[n] for n in order[first : first + size]]
+        yield Example(
+            *(
+                torch.stack([getattr(w, name) for w in windows]).to(device, non_blocking=True)
+                for name in ("inputs", "targets", "weights")
+            )
+        )
+
+
+def _squares(states: Float[Tensor, "*tokens h"]) -> Float[Tensor, "*tokens"]:
+    """Return every token's squared norm, in float32 or wider."""
+    return states.to(torch.promote_types(states.dtype, torch.float32)).square().sum(dim=-1)
+
+
+def _root_mean_square(weight: Tensor) -> float:
+    return float(weight.detach().square().mean().sqrt())
