@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from coec.calibration.sources import Documents, Split, is_file, read_parts
+from coec.calibration.sources import Documents, Split, is_file, mixture, read_parts
 from coec.errors import CalibrationError, ModelError, first_line
 from coec.events import Progress
 from coec.models.files import JsonDict, check_fetched
@@ -107,6 +107,10 @@ def read_stream(
         progress: called with ("tokenising", done, total) for texts that take time.
     """
     name = str(source)
+    if len(mixture(source)) > 1:
+        raise CalibrationError(
+            f"'{name}' is a mixture of texts, which only calibration and training take: give one"
+        )
     if is_token_file(source):
         ids = _read_token_file(Path(name))
         return Stream(ids, name, digest(ids))

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from jaxtyping import Int, UInt64
 from torch import Tensor
 
-from coec.calibration.sources import Documents, is_named, read_parts
+from coec.calibration.sources import Documents, is_named, mixture, read_parts
 from coec.calibration.tokens import (
     Stream,
     digest,
@@ -27,6 +28,7 @@ from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.files import JsonDict, sha256
 from coec.settings import Calibration, Runtime
+from coec.settings.fields import nth_seed
 
 DEFAULT_SEQ_LEN = 2048
 """Tokens of a calibration window, if the model has so many positions."""
@@ -49,6 +51,7 @@ class Windows:
 
     Attributes:
         available: number of tokens in the source.
+        text_sha256: of a mixture those of its texts, with commas between.
         sampled: number of windows, the last ones, that were sampled from the model in addition.
     """
 
@@ -93,16 +96,85 @@ class Windows:
         }
 
 
+def parts_of(calibration: Calibration) -> list[Calibration]:
+    """Return a calibration for every source of a mixture; itself where there is one source.
+
+    Windows are shared out by the largest remainder, at least one to every source. Each has a seed
+    of its own.
+
+    Raises:
+        CalibrationError: it is no mixture that windows can be drawn of.
+    """
+    source, samples, sources = calibration.source, calibration.samples, mixture(calibration.source)
+    if len(sources) == 1:
+        return [calibration]
+    names, shares = zip(*sources, strict=True)
+    if "self" in names:
+        raise CalibrationError(
+            f"'{source}' mixes a text with what the model writes: leave self out, and set "
+            "self_samples to the windows that it writes for each of the text's"
+        )
+    if not all(names) or not all(shares) or len(set(names)) < len(names):
+        raise CalibrationError(
+            f"'{source}' is no mixture: write SOURCE=SHARE,SOURCE=SHARE, with every share above 0 "
+            "and every source once"
+        )
+    if samples < len(names):
+        raise CalibrationError(
+            f"'{source}' has {len(names)} sources, and samples={samples} is less than a window of "
+            "each: take more windows"
+        )
+    exact = [samples * share / sum(shares) for share in shares]
+    counts = [max(1, int(count)) for count in exact]
+    while missing := samples - sum(counts):
+        step = 1 if missing > 0 else -1
+        changeable = [number for number, count in enumerate(counts) if count + step]
+        counts[max(changeable, key=lambda n: step * (exact[n] - counts[n]))] += step
+    return [
+        replace(calibration, source=name, samples=count, seed=nth_seed(calibration.seed, number))
+        for number, (name, count) in enumerate(zip(names, counts, strict=True))
+    ]
+
+
+def mixed(drawn: Sequence[Windows], source: str) -> Windows:
+    """Return the windows of several texts as those of one: any first ones are mixed alike."""
+    if len(drawn) == 1:
+        return drawn[0]
+    places = [(torch.arange(len(windows.ids)) + 0.5) / len(windows.ids) for windows in drawn]
+    order = torch.cat(places).argsort(stable=True)
+    return replace(
+        drawn[0],
+        ids=torch.cat([windows.ids for windows in drawn])[order],
+        source=source,
+        available=sum(windows.available for windows in drawn),
+        text_sha256=",".join(windows.text_sha256 for windows in drawn),
+        special_tokens=sum(windows.special_tokens for windows in drawn),
+        characters=sum(windows.characters for windows in drawn),
+        in_pieces=any(windows.in_pieces for windows in drawn),
+    )
+
+
 def sample_windows(
-    stream: Stream, *, samples: int, seq_len: int, seed: int, vocabulary: int
+    stream: Stream,
+    *,
+    samples: int,
+    seq_len: int,
+    seed: int,
+    vocabulary: int,
+    in_mixture: bool = False,
 ) -> Windows:
-    """Draw `samples` distinct windows of `seq_len` tokens at random, without overlap."""
+    """Draw `samples` distinct windows of `seq_len` tokens at random, without overlap.
+
+    `in_mixture` tells that the text is one of several, whose error says so.
+    """
     rows = _cut(stream, seq_len, vocabulary)
     if len(rows) < samples:
         available = stream.ids.numel()
         fewer = f"at most samples={len(rows)}" if len(rows) else "shorter windows"
         if not len(rows) and available > 1:
             fewer = f"windows of at most seq_len={available}"
+        if in_mixture:
+            fewer = f"a smaller share of the mixture: it has {len(rows)} windows"
         raise CalibrationError(
             f"too little calibration text: '{stream.source}' has {available} tokens, {samples} "
             f"windows of {seq_len} need {samples * seq_len}; give more text, or {fewer}"
@@ -193,8 +265,10 @@ def source_digest(source: str | Path | Tensor | np.ndarray | Documents) -> str:
     """Identify a calibration text by the SHA-256 of the content of a file, tensor or documents.
 
     A data set of the hub, and text sampled from the model, are identified by name. Of documents
-    the first `HUB_CHARACTERS` count.
+    the first `HUB_CHARACTERS` count. A mixture is identified by its texts and their shares.
     """
+    if len(sources := mixture(source)) > 1:
+        return ",".join(f"{source_digest(name)}={share}" for name, share in sources)
     if isinstance(source, Documents):
         return hashlib.sha256("".join(read_parts(source, split="train")).encode()).hexdigest()
     if not isinstance(source, str | Path):

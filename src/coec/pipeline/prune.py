@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+from coec.calibration.windows import parts_of
 from coec.compensation import Method
 from coec.devices import computed_by, environment
 from coec.distributed.backend import open_backend
@@ -58,6 +59,8 @@ def plan(
     """
     given_names = settings.keys() if recipe is None else None
     recipe, collected = _asked(recipe, settings, statistics)
+    if collected is None:
+        parts_of(recipe.calibration)
     description = Description.read(model)
     return Plan.of(description, _calibrated(recipe, collected, description, given_names))
 

@@ -33,8 +33,8 @@ CHOOSING = (
 DTYPE_NAMES: tuple[str, ...] = get_args(DtypeName)
 
 Source: TypeAlias = str | Path | Any
-"""`wikitext2`, `c4`, `hub:…`, `self`, a path, a list of strings, a data set of `datasets`, or a
-tensor or array of token ids (n, or windows × length)."""
+"""`wikitext2`, `c4`, `hub:…`, `self`, a path, a mixture, a list of strings, a data set of
+`datasets`, or a tensor or array of token ids (n, or windows × length)."""
 Kept: TypeAlias = str | Path | Any
 """A file or folder, a mapping of indices by site, or kept units that were read already."""
 
@@ -320,7 +320,8 @@ class Calibration(Settings):
     source: Source = setting(
         "wikitext2",
         "wikitext2; c4; hub:OWNER/NAME or hub:OWNER/NAME:CONFIG (their train splits); self (text "
-        "sampled from the model); or a .txt, .jsonl, .parquet, .npy or .safetensors file.",
+        "sampled from the model); a .txt, .jsonl, .parquet, .npy or .safetensors file; or several "
+        "of these but self, with shares of the windows: a.txt=2,b.jsonl=1.",
         key="calibration",
         objects=True,
     )

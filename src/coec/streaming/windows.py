@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from coec.calibration.tokens import is_token_file, load_tokenizer
+from coec.calibration.sources import mixture
+from coec.calibration.tokens import Stream, is_token_file, load_tokenizer
 from coec.calibration.windows import (
     CHOICE,
     Windows,
     held_out,
+    mixed,
+    parts_of,
     sample_windows,
     text_stream,
     window_length,
@@ -35,15 +38,11 @@ def window_maker(
 ) -> Maker:
     """Check the calibration text now, and return a function that makes the windows."""
     seq_len = window_length(calibration, dense)
-    samples, added, seed = calibration.samples, calibration.added, calibration.seed
-    held_out(samples, calibration.held_out)
+    added, seed = calibration.added, calibration.seed
+    held_out(calibration.samples, calibration.held_out)
     text = None
     if not calibration.own:
-        needed = CHOICE * samples * seq_len
-        stream = text_stream(dense, calibration, runtime, needed, progress)
-        text = sample_windows(
-            stream, samples=samples, seq_len=seq_len, seed=seed, vocabulary=dense.vocabulary
-        )
+        text = _drawn(_streams(dense, [calibration], runtime, progress), dense, calibration)
     if text is not None and not calibration.written:
         return lambda device, dtype, progress: text
     tokenizer = _own_tokenizer(dense, calibration, runtime)
@@ -60,11 +59,39 @@ def window_maker(
     return make
 
 
+def _streams(
+    dense: Dense,
+    calibrations: Sequence[Calibration],
+    runtime: Runtime,
+    progress: Progress | None,
+) -> list[Stream]:
+    """Read every source of one text or mixture once, as far as all the calibrations need."""
+    streams = []
+    for alike in zip(*map(parts_of, calibrations), strict=True):
+        most_tokens = max(part.samples * window_length(part, dense) for part in alike)
+        streams.append(text_stream(dense, alike[0], runtime, CHOICE * most_tokens, progress))
+    return streams
+
+
+def _drawn(streams: Sequence[Stream], dense: Dense, calibration: Calibration) -> Windows:
+    """Draw the windows of a calibration, each source's from its stream."""
+    drawn = [
+        sample_windows(
+            stream, samples=part.samples, seq_len=window_length(part, dense), seed=part.seed,
+            vocabulary=dense.vocabulary, in_mixture=len(streams) > 1,
+        )
+        for stream, part in zip(streams, parts_of(calibration), strict=True)
+    ]  # fmt: skip
+    return mixed(drawn, str(calibration.source))
+
+
 def _own_tokenizer(
     dense: Dense, calibration: Calibration, runtime: Runtime
 ) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer that begins a text; None beside token ids, where there may be none."""
-    ids = isinstance(calibration.source, Tensor) or is_token_file(str(calibration.source))
+    ids = isinstance(calibration.source, Tensor) or all(
+        is_token_file(str(name)) for name, _ in mixture(calibration.source)
+    )
     if ids and not tokenizer_files(dense.folder):
         return None
     return load_tokenizer(dense.folder, trust_remote_code=runtime.trust_remote_code)
@@ -104,10 +131,6 @@ def check_calibrations(dense: Dense, calibrations: Sequence[Calibration], runtim
         return
     if any(calibration.added for calibration in calibrations):
         _own_tokenizer(dense, calibrations[0], runtime)
-    most_tokens = max(samples * seq_len for samples, seq_len, _ in by_size)
-    stream = text_stream(dense, calibrations[0], runtime, CHOICE * most_tokens, None)
-    for (samples, seq_len, _), calibration in by_size.items():
-        sample_windows(
-            stream, samples=samples, seq_len=seq_len, seed=calibration.seed,
-            vocabulary=dense.vocabulary,
-        )  # fmt: skip
+    streams = _streams(dense, list(by_size.values()), runtime, None)
+    for calibration in by_size.values():
+        _drawn(streams, dense, calibration)
