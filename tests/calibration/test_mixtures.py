@@ -6,7 +6,7 @@ import torch
 import coec
 import tiny_models as tm
 from coec.calibration.sources import mixture
-from coec.calibration.windows import parts_of, source_digest
+from coec.calibration.windows import by_source, source_digest
 from coec.errors import CalibrationError
 from coec.models.dense import Dense
 from coec.settings import Calibration, Runtime
@@ -70,7 +70,7 @@ def test_a_file_that_is_there_is_one_source_whatever_its_name(texts):
 )  # fmt: skip
 def test_every_source_gets_its_share_and_one_window_at_least(samples, shares, counts):
     source = ",".join(f"{number}.txt={share}" for number, share in enumerate(shares))
-    parts = parts_of(Calibration(source=source, samples=samples, seed=5))
+    parts = by_source(Calibration(source=source, samples=samples, seed=5))
     assert [part.samples for part in parts] == counts
     assert [part.source for part in parts] == [f"{n}.txt" for n in range(len(shares))]
     assert len({part.seed for part in parts}) == len(parts)

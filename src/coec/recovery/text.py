@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from coec.calibration.sources import mixture
 from coec.calibration.tokens import PIECE, load_tokenizer
-from coec.calibration.windows import Windows, all_windows, mixed, parts_of, text_stream
+from coec.calibration.windows import Windows, all_windows, by_source, mixed, text_stream
 from coec.errors import CalibrationError
 from coec.events import Progress
 from coec.models.dense import Dense
@@ -97,16 +97,16 @@ def read_windows(
     )
     runtime = Runtime(trust_remote_code=trust_remote_code)
 
-    def beginning(part: Calibration) -> Windows:
-        needed = part.samples * seq_len
+    def beginning(portion: Calibration) -> Windows:
+        needed = portion.samples * seq_len
         stream = text_stream(
-            dense, part, runtime, needed, progress,
+            dense, portion, runtime, needed, progress,
             characters=_CHARACTERS * needed, at_once=PIECE,  # and no more of a longer text
         )  # fmt: skip
         windows = all_windows(stream, seq_len=seq_len, vocabulary=dense.vocabulary)
-        return replace(windows, ids=windows.ids[: part.samples])
+        return replace(windows, ids=windows.ids[: portion.samples])
 
-    windows = mixed(list(map(beginning, parts_of(calibration))), str(recovery.text))
+    windows = mixed(list(map(beginning, by_source(calibration))), str(recovery.text))
     if len(windows.ids) < 2:
         raise CalibrationError(
             f"'{windows.source}' has one window of {seq_len} tokens, and one more must judge the "

@@ -20,6 +20,7 @@ Allocation = Literal["uniform", "adaptive", "error"]
 ExecutorName = Literal["here", "ray"]
 KvGroups = Literal["uniform", "all", "held-out"]
 TokenWeights = Literal["equal", "residual"]
+StartRule = Literal["auto", "on", "off"]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 SolveDtypeName = Literal["auto", "float64", "float32"]
 LARGEST_SHARE = 1000
@@ -353,6 +354,12 @@ class Calibration(Settings):
             f"and below {LARGEST_SHARE}",
             lambda samples: 0 <= samples < LARGEST_SHARE,
         ),
+    )
+    bos: StartRule = setting(
+        "off",
+        "Begin every window of a text with the tokens that the tokenizer puts before a text: `on`, "
+        "`off` (the first of all windows may have them), or `auto`, whichever the dense model "
+        "predicts a few windows better with. Token ids are taken as they are.",
     )
     forward_dtype: DtypeName | None = setting(
         None,

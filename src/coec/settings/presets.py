@@ -31,7 +31,7 @@ PRESETS: dict[PresetName, Preset] = {
         "Closed forms only, on inputs that the pruned model has; widths by block follow the error.",
         {
             "multiple_of": "auto", "selection": "obs", "compensation": "ridge-to-slice",
-            "allocation": "error", "propagate": True, "token_weights": "residual",
+            "allocation": "error", "propagate": True, "token_weights": "residual", "bos": "auto",
         },
     ),
     "balanced": Preset(
@@ -41,7 +41,7 @@ PRESETS: dict[PresetName, Preset] = {
             "multiple_of": "auto", "selection": "obs", "allocation": "error", "propagate": True,
             "final_norm": True, "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 2,
             "curvature_tokens": 16_384, "fisher": 0.4, "logit_iterations": 6,
-            "token_weights": "residual", "holdout": HELD_OUT,
+            "token_weights": "residual", "holdout": HELD_OUT, "bos": "auto",
         },
     ),
     "best": Preset(
@@ -52,7 +52,7 @@ PRESETS: dict[PresetName, Preset] = {
             "final_norm": True, "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 3,
             "curvature_tokens": 16_384, "fisher": 0.4, "logit_iterations": 10,
             "token_weights": "residual", "kv_groups": "held-out", "holdout": HELD_OUT,
-            "self_samples": 1.0,
+            "self_samples": 1.0, "bos": "auto",
         },
     ),
 }  # fmt: skip
@@ -66,7 +66,7 @@ _NEEDED = {
     "token_weights": ("reconstruct", "propagate"), "kv_groups": ("holdout",),
 }  # fmt: skip
 """Defaults of presets that have no effect unless one of these settings is on."""
-_WITH_LOW_RANK = ("allocation", "holdout", "final_norm", "self_samples")
+_WITH_LOW_RANK = ("allocation", "holdout", "final_norm", "self_samples", "bos")
 """Defaults of presets that low rank takes too: it has neither units to select nor fits."""
 _LOW_RANK = {"propagate": True, "token_weights": "residual", "guard": False}
 """Defaults of low rank, which is one closed form, whatever the preset."""
