@@ -204,7 +204,7 @@ def compared(predicted: Forecast, size: int, found: dict[str, Any]) -> dict[str,
 
 def _lap(phase: str, reconstructs: bool) -> str:
     """What a report counts a phase of a plan under."""
-    if phase == "sampling text":
+    if phase in ("measuring bos", "sampling text"):
         return "reading text"
     if phase in ("starting", "checking", "allocating", "writing"):
         return phase

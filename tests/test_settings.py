@@ -207,8 +207,8 @@ def test_a_record_lists_what_determines_the_result():
         "propagate",
         "reconstruct", "cg_iterations", "damping", "curvature_tokens",
         "fisher", "logit_iterations", "token_weights", "final_norm", "kv_groups", "calibration",
-        "text_column", "samples", "self_samples", "seq_len", "seed", "holdout", "guard", "dtype",
-        "target", "forward_dtype",
+        "text_column", "samples", "self_samples", "seq_len", "seed", "holdout", "guard", "bos",
+        "dtype", "target", "forward_dtype",
         "solve_dtype",
     }  # fmt: skip
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from coec.models.dense import Dense
@@ -199,6 +199,16 @@ def write_tokenizer(folder: Path) -> None:
         "model_max_length": POSITIONS,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def begin_texts(folder: Path) -> Path:
+    """Have the tokenizer of a folder put its start before a text."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 def token_file(path: Path, rows: int = 24, length: int = 32) -> str:

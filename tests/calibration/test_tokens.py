@@ -387,3 +387,13 @@ def test_code_that_comes_with_a_tokenizer_runs_only_if_trusted(tmp_path, monkeyp
     (folder / "tokenizer.json").rename(folder / "odd.vocab")
     with pytest.raises(ModelError, match="runs Python code of its own"):
         load_tokenizer(folder)
+
+
+def test_a_stream_knows_the_start_that_was_put_before_its_text(tokenizer, tmp_path):
+    tm.write_tokenizer(tmp_path)
+    begun = load_tokenizer(tm.begin_texts(tmp_path))
+    for number, text in enumerate(["Once upon a time. " * 50, "\n" * 200 + "There was a cat."]):
+        (tmp_path / f"{number}.txt").write_text(text)
+        stream = read(tmp_path / f"{number}.txt", begun)
+        assert stream.start.tolist() == stream.ids[:1].tolist() == [0]
+        assert read(tmp_path / f"{number}.txt", tokenizer).start.tolist() == []

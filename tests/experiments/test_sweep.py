@@ -797,6 +797,22 @@ def test_cells_that_run_both_models_take_the_text_itself(place, tmp_path):
     assert not any("reconstruction" in site for site in paper.record["sites"])
 
 
+def test_a_mixture_of_texts_is_one_calibration(place, tmp_path):
+    mixture = f"{place / 'train.npy'}=2,{place / 'test.npy'}"
+    grid = (place / "grid.toml").read_text().replace(str(place / "train.npy"), mixture)
+    (tmp_path / "g.toml").write_text(grid)
+    cells = expand(str(tmp_path / "g.toml"))[:2]
+    assert sweep(cells, tmp_path / "out").failed == 0
+    row = next(row for row in records(tmp_path / "out").values() if "calibration" in row)
+    assert row["calibration"]["source"] == mixture
+    assert row["identity"]["calibration text"].count(",") == 1
+    assert row["overlap"]["flagged"]
+    (tmp_path / "bad.toml").write_text(grid.replace(mixture, mixture + "=99,self"))
+    with pytest.raises(CoecError, match="leave self out"):
+        sweep(expand(str(tmp_path / "bad.toml")), tmp_path / "bad")
+    assert not (tmp_path / "bad").exists()
+
+
 @pytest.mark.slow
 def test_a_group_of_such_cells_alone_collects_nothing(place, tmp_path, monkeypatch):
     """Its rows have the distance from the dense model too, and frames, if asked for."""

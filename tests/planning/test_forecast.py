@@ -64,7 +64,9 @@ def test_phases_are_those_of_the_run(folder):
         "solving attention", "solving mlp", "writing",
     ]  # fmt: skip
     best = names(folder, preset="best")
-    assert best[:3] == ["starting", "checking", "sampling text"]
+    assert best[:4] == ["starting", "checking", "measuring bos", "sampling text"]
+    for text in ({"calibration": "self"}, {"bos": "off"}):
+        assert "measuring bos" not in names(folder, preset="best", **text)
     assert {"trying candidates", "passes", "fitting mlp", "predicting"} <= set(best)
     assert "allocating" in names(folder, allocation="adaptive", non_uniform=True)
 

@@ -15,6 +15,7 @@ from coec.models.dense import Dense
 from coec.pipeline.report import Report
 from coec.recovery import text, training
 from coec.recovery.job import checked
+from coec.recovery.text import read_windows
 from coec.settings.recovery import Recovery
 
 SETTINGS = {"tokens": 2048, "seq_len": 32, "learning_rate": 3e-3, "batch_size": 8}
@@ -295,3 +296,18 @@ def test_a_schedule_divides_its_batch_among_processes():
     odd = training.Schedule.of(10_000, 10, batch=8, most_at_once=100, processes=3)
     assert (odd.batch, odd.at_once) == (9, 3)
     assert replace(odd, steps=1).steps == 1
+
+
+def test_a_mixture_of_texts_trains_by_its_shares(dense, pruned, tokens, tmp_path):
+    np.save(tmp_path / "other.npy", IDS.numpy())
+    text = f"{tokens}=2,{tmp_path}/other.npy"
+    models, runtime = (Dense.open(dense), Dense.open(pruned)), {"trust_remote_code": False}
+    ids, record = read_windows(models[0], Recovery(text=text), 32, 6, **runtime)
+    own, other = (torch.from_numpy(np.load(path)) for path in (tokens, tmp_path / "other.npy"))
+    assert torch.equal(ids, torch.stack([own[0], other[0], own[1], own[2], other[1], own[3]]))
+    assert (record["source"], record["windows"]) == (text, 6)
+    report = coec.recover(*models, tmp_path / "out", text=text, **{**SETTINGS, "tokens": 256})
+    assert report.as_dict()["recoveries"][-1]["text"]["source"] == "tokens.npy=2,other.npy"
+    with pytest.raises(CalibrationError, match="leave self out"):
+        coec.recover(*models, tmp_path / "bad", text=f"{tokens},self", **SETTINGS)
+    assert not (tmp_path / "bad.partial").exists()

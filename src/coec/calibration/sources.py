@@ -6,6 +6,7 @@ Data sets are read by `datasets`. Large ones are streamed, and read no further t
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ _SEPARATOR = "\n\n"
 
 _CHUNK, _ROWS = 2**20, 1000
 """Characters of a text file, and rows of a parquet file, that are in memory at once."""
+_SHARE = re.compile(r"(.+)=([0-9]{1,9}(?:\.[0-9]{1,9})?)")
+"""A source of a mixture, and its share."""
 Split = Literal["train", "validation", "test"]
 
 
@@ -61,7 +64,23 @@ class Documents:
 
 def is_named(source: str) -> bool:
     """True if the source is the name of a data set; otherwise it is the path of a file."""
-    return source in ("wikitext2", "c4") or source.startswith("hub:")
+    return source in ("wikitext2", "c4") or (
+        source.startswith("hub:") and len(mixture(source)) == 1
+    )
+
+
+def mixture(source: Any) -> list[tuple[Any, float]]:
+    """Return the sources of a mixture, `a.txt=2,b.jsonl`, with their shares; 1 where none is given.
+
+    Whatever is no text with a comma, or is the path of a file, is one source.
+    """
+    if not isinstance(source, str) or "," not in source or is_file(Path(source)):
+        return [(source, 1.0)]
+    sources = []
+    for text in map(str.strip, source.split(",")):
+        match = None if is_file(Path(text)) else _SHARE.fullmatch(text)
+        sources.append((match[1], float(match[2])) if match else (text, 1.0))
+    return sources
 
 
 def read_parts(

@@ -4,7 +4,7 @@ import filecmp
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from coec.calibration.sources import Documents, Split, is_file, read_parts
+from coec.calibration.sources import Documents, Split, is_file, mixture, read_parts
 from coec.errors import CalibrationError, ModelError, first_line
 from coec.events import Progress
 from coec.models.files import JsonDict, check_fetched
@@ -37,6 +37,8 @@ PIECE = 1_000_000
 _CUTS = ("\n\n", "\n", " ")
 _PROBE = "The cat sat on 3 mats.\n\nIt isn't far: naïve «数» x == y  # end"
 """Tokenizers with one vocabulary that encode this text alike count as the same."""
+_PROBED = 100
+"""Characters at the beginning of a text that tell which special tokens stand around it."""
 _ANCHOR = "\n"
 """Text before a later piece while it is tokenised."""
 
@@ -54,6 +56,8 @@ class Stream:
             its beginning; 0 if there is no text.
         in_pieces: true if the source was longer than what is tokenised at once, and therefore
             tokenised in pieces, and no further than the windows need.
+        start: the special tokens that the tokenizer put before the text, the first of `ids`; none
+            if there is no text.
     """
 
     ids: Int[Tensor, " n"] | Int[Tensor, "rows length"]
@@ -62,6 +66,7 @@ class Stream:
     special_tokens: int = 0
     characters: int = 0
     in_pieces: bool = False
+    start: Int[Tensor, " k"] = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
 
 def source_of(text: Any, column: str) -> str | Path | Tensor | Documents:
@@ -107,6 +112,10 @@ def read_stream(
         progress: called with ("tokenising", done, total) for texts that take time.
     """
     name = str(source)
+    if len(mixture(source)) > 1:
+        raise CalibrationError(
+            f"'{name}' is a mixture of texts, which only calibration and training take: give one"
+        )
     if is_token_file(source):
         ids = _read_token_file(Path(name))
         return Stream(ids, name, digest(ids))
@@ -115,27 +124,33 @@ def read_stream(
     beginning = _beginning(texts, at_once)
     loaded = tokenizer()
     sha256 = hashlib.sha256(beginning[:at_once].encode()).hexdigest()
+    ends = _special_ends(loaded, beginning[:_PROBED].strip() or _PROBE)
     if len(beginning) > at_once:
         text = itertools.chain([beginning], texts)
-        ids, special, characters = _encode_pieces(loaded, text, needed, progress)
-        return Stream(ids, name, sha256, special, characters, in_pieces=True)
+        ids, special, characters = _encode_pieces(loaded, ends, text, needed, progress)
+        return Stream(ids, name, sha256, special, characters, in_pieces=True, start=ends[0])
     size = len(beginning)
     if progress and size > PIECE:
         progress("tokenising", 0, size)
     ids = encode(loaded, beginning)
     if progress and size > PIECE:
         progress("tokenising", size, size)
-    return Stream(ids, name, sha256, loaded.num_special_tokens_to_add(), len(beginning))
+    special = loaded.num_special_tokens_to_add()
+    return Stream(ids, name, sha256, special, len(beginning), start=ends[0])
 
 
 def _encode_pieces(
     tokenizer: PreTrainedTokenizerBase,
+    ends: tuple[Tensor, Tensor],
     text: Iterable[str],
     needed: int | None,
     progress: Progress | None,
 ) -> tuple[Tensor, int, int]:
-    """Tokenise a long text in pieces; returns ids, and numbers of special tokens and characters."""
-    start, end = _special_ends(tokenizer)
+    """Tokenise a long text in pieces; returns ids, and numbers of special tokens and characters.
+
+    `ends` are the special tokens before the text and after it.
+    """
+    start, end = ends
     special = tokenizer.num_special_tokens_to_add()
     pieces, ending = [start], [end]
     characters, tokens = 0, len(start)
@@ -324,9 +339,9 @@ def _encode_later_piece(tokenizer: PreTrainedTokenizerBase, piece: str) -> Int[T
     return _plain(tokenizer, piece)
 
 
-def _special_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
+def _special_ends(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[Tensor, Tensor]:
     """The special tokens before a text, and those after it."""
-    marked, plain = encode(tokenizer, _PROBE), _plain(tokenizer, _PROBE)
+    marked, plain = encode(tokenizer, text), _plain(tokenizer, text)
     for start in range(len(marked) - len(plain) + 1):
         if torch.equal(marked[start : start + len(plain)], plain):
             return marked[:start], marked[start + len(plain) :]

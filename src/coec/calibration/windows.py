@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from jaxtyping import Int, UInt64
 from torch import Tensor
 
-from coec.calibration.sources import Documents, is_named, read_parts
+from coec.calibration.sources import Documents, is_named, mixture, read_parts
 from coec.calibration.tokens import (
     Stream,
     digest,
@@ -27,6 +28,7 @@ from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.files import JsonDict, sha256
 from coec.settings import Calibration, Runtime
+from coec.settings.fields import nth_seed
 
 DEFAULT_SEQ_LEN = 2048
 """Tokens of a calibration window, if the model has so many positions."""
@@ -49,7 +51,11 @@ class Windows:
 
     Attributes:
         available: number of tokens in the source.
+        text_sha256: of a mixture those of its texts, with commas between.
         sampled: number of windows, the last ones, that were sampled from the model in addition.
+        bos: true if every window that was cut from a text begins with the tokenizer's start.
+        bos_cross_entropy: of the dense model on the same text, in nats per token, with the start
+            (`on`) and without (`off`); None where nothing was measured.
     """
 
     ids: Int[Tensor, "n length"]
@@ -60,6 +66,8 @@ class Windows:
     characters: int = 0
     in_pieces: bool = False
     sampled: int = 0
+    bos: bool = False
+    bos_cross_entropy: dict[str, float] | None = None
 
     @property
     def sha256(self) -> str:
@@ -69,7 +77,10 @@ class Windows:
     @classmethod
     def of_record(cls, ids: Int[Tensor, "n length"], record: JsonDict) -> "Windows":
         """Rebuild the windows of a record."""
-        names = "source", "text_sha256", "special_tokens", "characters", "in_pieces", "sampled"
+        names = (
+            "source", "text_sha256", "special_tokens", "characters", "in_pieces", "sampled", "bos",
+            "bos_cross_entropy",
+        )  # fmt: skip
         fields = {name: record[name] for name in names}
         return cls(ids, available=record["tokens_available"], **fields)
 
@@ -88,38 +99,128 @@ class Windows:
             "characters": self.characters,
             "in_pieces": self.in_pieces,
             "sampled": self.sampled,
+            "bos": self.bos,
+            "bos_cross_entropy": self.bos_cross_entropy,
             "text_sha256": self.text_sha256,
             "windows_sha256": self.sha256,
         }
 
 
+def bos_notes(calibration: JsonDict) -> list[str]:
+    """Return what was measured with and without the start, by a record of windows: a sentence."""
+    entropies = calibration.get("bos_cross_entropy")
+    if entropies is None:
+        return []
+    windows = "every window begins with" if calibration["bos"] else "no window is given"
+    return [
+        f"{windows} the tokenizer's start: the dense model's cross-entropy on a few of them is "
+        f"{entropies['on']:.3f} nats behind it, and {entropies['off']:.3f} without"
+    ]
+
+
+def by_source(calibration: Calibration) -> list[Calibration]:
+    """Return a calibration for every source of a mixture; itself where there is one source.
+
+    Windows are shared out by the largest remainder, at least one to every source. Each has a seed
+    of its own.
+
+    Raises:
+        CalibrationError: it is no mixture that windows can be drawn of.
+    """
+    source, samples, sources = calibration.source, calibration.samples, mixture(calibration.source)
+    if len(sources) == 1:
+        return [calibration]
+    names, shares = zip(*sources, strict=True)
+    if "self" in names:
+        raise CalibrationError(
+            f"'{source}' mixes a text with what the model writes: leave self out, and set "
+            "self_samples to the windows that it writes for each of the text's"
+        )
+    if not all(names) or not all(shares) or len(set(names)) < len(names):
+        raise CalibrationError(
+            f"'{source}' is no mixture: write SOURCE=SHARE,SOURCE=SHARE, with every share above 0 "
+            "and every source once"
+        )
+    if samples < len(names):
+        raise CalibrationError(
+            f"'{source}' has {len(names)} sources, and samples={samples} is less than a window of "
+            "each: take more windows"
+        )
+    exact = [samples * share / sum(shares) for share in shares]
+    counts = [max(1, int(count)) for count in exact]
+    while missing := samples - sum(counts):
+        step = 1 if missing > 0 else -1
+        changeable = [number for number, count in enumerate(counts) if count + step]
+        counts[max(changeable, key=lambda n: step * (exact[n] - counts[n]))] += step
+    return [
+        replace(calibration, source=name, samples=count, seed=nth_seed(calibration.seed, number))
+        for number, (name, count) in enumerate(zip(names, counts, strict=True))
+    ]
+
+
+def mixed(drawn: Sequence[Windows], source: str) -> Windows:
+    """Return the windows of several texts as those of one: any first ones are mixed alike."""
+    if len(drawn) == 1:
+        return drawn[0]
+    places = [(torch.arange(len(windows.ids)) + 0.5) / len(windows.ids) for windows in drawn]
+    order = torch.cat(places).argsort(stable=True)
+    return replace(
+        drawn[0],
+        ids=torch.cat([windows.ids for windows in drawn])[order],
+        source=source,
+        available=sum(windows.available for windows in drawn),
+        text_sha256=",".join(windows.text_sha256 for windows in drawn),
+        special_tokens=sum(windows.special_tokens for windows in drawn),
+        characters=sum(windows.characters for windows in drawn),
+        in_pieces=any(windows.in_pieces for windows in drawn),
+    )
+
+
 def sample_windows(
-    stream: Stream, *, samples: int, seq_len: int, seed: int, vocabulary: int
+    stream: Stream,
+    *,
+    samples: int,
+    seq_len: int,
+    seed: int,
+    vocabulary: int,
+    bos: bool = False,
+    in_mixture: bool = False,
 ) -> Windows:
-    """Draw `samples` distinct windows of `seq_len` tokens at random, without overlap."""
-    rows = _cut(stream, seq_len, vocabulary)
+    """Draw `samples` distinct windows of `seq_len` tokens at random, without overlap.
+
+    Args:
+        bos: begin each with the start of the stream, after which it has so much less text.
+        in_mixture: the text is one of several, and an error says so.
+    """
+    rows = _cut(stream, seq_len, vocabulary, bos)
     if len(rows) < samples:
         available = stream.ids.numel()
         fewer = f"at most samples={len(rows)}" if len(rows) else "shorter windows"
         if not len(rows) and available > 1:
             fewer = f"windows of at most seq_len={available}"
+        if in_mixture:
+            fewer = f"a smaller share of the mixture: it has {len(rows)} windows"
+        width = seq_len - bos * len(stream.start)
         raise CalibrationError(
             f"too little calibration text: '{stream.source}' has {available} tokens, {samples} "
-            f"windows of {seq_len} need {samples * seq_len}; give more text, or {fewer}"
+            f"windows of {width} need {samples * width}; give more text, or {fewer}"
         )
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
-    return _windows(stream, rows[order[:samples].sort().values])
+    return _windows(stream, rows[order[:samples].sort().values], bos)
 
 
-def all_windows(stream: Stream, *, seq_len: int, vocabulary: int) -> Windows:
-    """Cut a text into full windows in order, without the tail: the evaluation of METHODS §7."""
-    rows = _cut(stream, seq_len, vocabulary)
+def all_windows(stream: Stream, *, seq_len: int, vocabulary: int, bos: bool = False) -> Windows:
+    """Cut a text into full windows in order, without the tail: the evaluation of METHODS §7.
+
+    `bos` is as in `sample_windows`.
+    """
+    rows = _cut(stream, seq_len, vocabulary, bos)
     if len(rows) == 0:
         raise CalibrationError(
             f"'{stream.source}' has {stream.ids.numel()} tokens, less than one window of "
             f"{seq_len}; give more text, or shorter windows (seq_len=N)"
         )
-    return _windows(stream, rows)
+    return _windows(stream, rows, bos)
 
 
 def hold_out(windows: Windows, fraction: float, seed: int) -> tuple[Tensor, Tensor | None]:
@@ -149,12 +250,13 @@ def held_out(n: int, fraction: float) -> int:
     return count
 
 
-def _windows(stream: Stream, rows: Int[Tensor, "n length"]) -> Windows:
-    return Windows(**vars(stream) | {"ids": rows, "available": stream.ids.numel()})
+def _windows(stream: Stream, rows: Int[Tensor, "n length"], bos: bool) -> Windows:
+    origin = {name: value for name, value in vars(stream).items() if name != "start"}
+    return Windows(**origin | {"ids": rows, "available": stream.ids.numel(), "bos": bos})
 
 
-def _cut(stream: Stream, seq_len: int, vocabulary: int) -> Int[Tensor, "n length"]:
-    ids = stream.ids
+def _cut(stream: Stream, seq_len: int, vocabulary: int, bos: bool) -> Int[Tensor, "n length"]:
+    ids, start = stream.ids, stream.start[: None if bos else 0]
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise CalibrationError(
             f"'{stream.source}' has token ids {int(ids.min())}..{int(ids.max())}, the model's "
@@ -167,8 +269,16 @@ def _cut(stream: Stream, seq_len: int, vocabulary: int) -> Int[Tensor, "n length
                 f"pass seq_len={ids.shape[1]}, or save one long row"
             )
         return ids
-    count = len(ids) // seq_len
-    return ids[: count * seq_len].reshape(count, seq_len)
+    width = seq_len - len(start)
+    if width < 1:
+        raise CalibrationError(
+            f"windows of {seq_len} tokens hold nothing but the {len(start)} that the tokenizer "
+            "starts a text with; take longer ones (seq_len=N)"
+        )
+    ids = ids[len(start) :]
+    count = len(ids) // width
+    rows = ids[: count * width].reshape(count, width)
+    return torch.cat([start.expand(count, -1), rows], dim=1) if bos else rows
 
 
 def resolve_seq_len(seq_len: int | None, positions: int, default: int) -> int:
@@ -193,8 +303,10 @@ def source_digest(source: str | Path | Tensor | np.ndarray | Documents) -> str:
     """Identify a calibration text by the SHA-256 of the content of a file, tensor or documents.
 
     A data set of the hub, and text sampled from the model, are identified by name. Of documents
-    the first `HUB_CHARACTERS` count.
+    the first `HUB_CHARACTERS` count. A mixture is identified by its texts and their shares.
     """
+    if len(sources := mixture(source)) > 1:
+        return ",".join(f"{source_digest(name)}={share}" for name, share in sources)
     if isinstance(source, Documents):
         return hashlib.sha256("".join(read_parts(source, split="train")).encode()).hexdigest()
     if not isinstance(source, str | Path):

@@ -214,7 +214,9 @@ def _result(
         agreement=prediction.agreement if compared else None,
         # Tensors of ids have no digest, and two empty ones are not the same text.
         same_text_as_calibration=(
-            None if calibrated is None else calibrated == windows.text_sha256 != ""
+            None
+            if calibrated is None
+            else windows.text_sha256 != "" and windows.text_sha256 in calibrated.split(",")
         ),
     )
 

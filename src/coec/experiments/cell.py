@@ -321,12 +321,13 @@ def _measured(job: CellJob) -> RowFields:
 def _pruned_model(job: CellJob, recipe: Recipe) -> Report:
     """Prune the model of a cell; go on where an interrupted sweep was, if the settings agree.
 
-    The statistics bring the calibration: their text need not be at its place any more. Held-out
-    windows, which a compensation may need of it, have to be asked for all the same.
+    The statistics bring the calibration: their text need not be at its place any more. What presets
+    set of it has to be asked for all the same.
     """
     statistics = None if job.cell.runs_model else job.shared.statistics
     if statistics is not None:
-        recipe = replace(recipe, calibration=Calibration(holdout=recipe.calibration.holdout))
+        asked_for = {name: getattr(recipe.calibration, name) for name in ("holdout", "bos")}
+        recipe = replace(recipe, calibration=Calibration(**asked_for))
     shutil.rmtree(job.folder, ignore_errors=True)  # left by a sweep that was killed
     try:
         return prune(job.dense, job.folder, recipe, statistics=statistics)

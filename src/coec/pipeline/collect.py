@@ -187,7 +187,7 @@ def _add(first: Statistics, second: Statistics, index: int) -> Grams:
 
 
 _SHARED = (
-    "model", "tokenizer", "text_column", "seq_len", "holdout", "guard", "self_samples",
+    "model", "tokenizer", "text_column", "seq_len", "holdout", "guard", "self_samples", "bos",
     "forward_dtype",
 )  # fmt: skip
 """Settings in which two statistics must agree to be merged."""
@@ -199,7 +199,7 @@ def _merged_settings(first: Statistics, second: Statistics) -> tuple[JsonDict, J
     Raises OptionError where they do not go together.
     """
     for name in _SHARED:
-        a, b = first.made_with.get(name), second.made_with.get(name)
+        a, b = (_made(statistics).get(name) for statistics in (first, second))
         if a != b:
             raise OptionError(
                 f"'{first.folder}' and '{second.folder}' cannot be merged: they were collected "
@@ -220,6 +220,11 @@ def _merged_settings(first: Statistics, second: Statistics) -> tuple[JsonDict, J
     }
     sources = " + ".join(str(statistics.settings["calibration"]) for statistics in pair)
     return made_with, first.settings | {"samples": samples, "calibration": sources}
+
+
+def _made(statistics: Statistics) -> JsonDict:
+    """Return what statistics were made with; of bos what was chosen."""
+    return statistics.made_with | {"bos": statistics.calibration.get("bos", False)}
 
 
 def _judging(statistics: Statistics) -> float:

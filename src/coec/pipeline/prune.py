@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+from coec.calibration.windows import bos_notes, by_source
 from coec.compensation import Method
 from coec.devices import computed_by, environment
 from coec.distributed.backend import open_backend
@@ -58,6 +59,8 @@ def plan(
     """
     given_names = settings.keys() if recipe is None else None
     recipe, collected = _asked(recipe, settings, statistics)
+    if collected is None:
+        by_source(recipe.calibration)
     description = Description.read(model)
     return Plan.of(description, _calibrated(recipe, collected, description, given_names))
 
@@ -191,7 +194,8 @@ def _pruned(
             "dtype": dtype_name(run.written),
             "forward_dtype": source.forward_dtype,
         },
-        plan=checkpoint.plan.record() | {"notes": [*dense.notes, *checkpoint.plan.notes, *unread]},
+        plan=checkpoint.plan.record()
+        | {"notes": [*dense.notes, *checkpoint.plan.notes, *bos_notes(calibration), *unread]},
         calibration=calibration | source.account(),
         sites=checkpoint.rows,
         seconds=seconds.laps,

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, get_origin, get_type_hints
 
+from coec.calibration.sources import mixture
 from coec.errors import ModelError
 from coec.models.files import JsonDict, parse_json, write_json
 from coec.version import __version__
@@ -145,8 +146,9 @@ def public(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [public(item) for item in value]
     if isinstance(value, str):
-        bare = Path(value).name if value.startswith(("/", "file://")) else value
-        return QUOTED.sub(r"\1\2\1", bare)
+        pieces = value.split(",") if len(mixture(value)) > 1 else [value]
+        bare = (Path(p).name if p.strip().startswith(("/", "file://")) else p for p in pieces)
+        return QUOTED.sub(r"\1\2\1", ",".join(bare))
     return value
 
 

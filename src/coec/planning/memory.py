@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from coec.calibration.sources import Documents
+from coec.calibration.sources import Documents, mixture
 from coec.calibration.tokens import LONG_TEXT, TOKEN_SUFFIXES
 from coec.devices import (
     DTYPES,
@@ -248,19 +249,27 @@ def sampled_window(plan: Plan, compute: ComputeConfig) -> int:
 
 def text_characters(plan: Plan) -> int:
     """Number of characters that are tokenised; 0 for token ids."""
-    calibration = plan.recipe.calibration
-    if isinstance(calibration.source, Documents):
+    return sum(_characters(source) for source, _ in mixture(plan.recipe.calibration.source))
+
+
+def _characters(source: Any) -> int:
+    """Number of characters of one source that are tokenised."""
+    if isinstance(source, Documents):
         return LONG_TEXT
-    if not isinstance(calibration.source, str | Path) or calibration.own:
+    if not isinstance(source, str | Path) or source == "self":
         return 0
-    path = Path(calibration.source)
+    path = Path(source)
     if path.suffix in TOKEN_SUFFIXES:
         return 0
     return min(path.stat().st_size if path.is_file() else _NAMED_TEXT, LONG_TEXT)
 
 
 def _text(plan: Plan) -> int:
-    source = plan.recipe.calibration.source
+    """Memory of the text that takes most of it; texts of a mixture are read in turn."""
+    return max(map(_text_bytes, (source for source, _ in mixture(plan.recipe.calibration.source))))
+
+
+def _text_bytes(source: Any) -> int:
     if isinstance(source, str | Path) and (path := Path(source)).suffix in TOKEN_SUFFIXES:
         return 2 * path.stat().st_size if path.is_file() else 0
-    return _CHARACTER_BYTES * text_characters(plan)
+    return _CHARACTER_BYTES * _characters(source)

@@ -26,6 +26,7 @@ from coec.reconstruction.block_training import step_tokens
 from coec.settings import CoecOptions
 from coec.streaming.dense_stream import batch_size
 from coec.streaming.sensitivity import SHARES
+from coec.streaming.windows import MEASURED_TOKENS
 
 _PROCESS = ("program", "text")
 _STREAM = (*_PROCESS, "block's weights", "hidden states", "forward pass", "statistics")
@@ -68,7 +69,12 @@ def phases_of(plan: Plan, compute: ComputeConfig, candidates: Sequence[Plan] = (
     opening = [Work("call", 40_000.0 + 900.0 * layers), Work("host", text)]
     add("starting", [Work("host", 4.0)])
     add("checking", opening, _PROCESS)
-    if plan.recipe.calibration.written and not compute.measured:
+    calibration = plan.recipe.calibration
+    if calibration.bos == "auto" and not (calibration.own or compute.measured):
+        tokens = 2.0 * MEASURED_TOKENS  # where the tokenizer has a start, which no config says
+        work = [*run.loading(), *run.forward(tokens)]
+        add("measuring bos", work, (*_PROCESS, "block's weights", "logits"))
+    if calibration.written and not compute.measured:
         add("sampling text", run.sampling(), (*_PROCESS, "whole model"))
     if not plan.decided:
         add("allocating", run.allocating(), _ALLOCATE)

@@ -3,7 +3,7 @@ predictions, all in files beside the unfinished output.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
+from coec.calibration.sources import mixture
 from coec.calibration.tokens import PIECE, load_tokenizer
-from coec.calibration.windows import all_windows, text_stream
+from coec.calibration.windows import Windows, all_windows, by_source, mixed, text_stream
 from coec.errors import CalibrationError
 from coec.events import Progress
 from coec.models.dense import Dense
@@ -85,17 +86,27 @@ def read_windows(
 ) -> tuple[Int[Tensor, "windows length"], JsonDict]:
     """Cut the first `count` windows of a text, or all that it has; and their origin.
 
+    Of a mixture, every source gives its share of these, or all that it has.
+
     Raises:
         CalibrationError: the text has no two windows, or is of another vocabulary.
     """
-    calibration = Calibration(source=recovery.text, text_column=recovery.text_column)
+    samples = max(count, len(mixture(recovery.text)))
+    calibration = Calibration(
+        source=recovery.text, text_column=recovery.text_column, samples=samples
+    )
     runtime = Runtime(trust_remote_code=trust_remote_code)
-    needed = count * seq_len
-    stream = text_stream(
-        dense, calibration, runtime, needed, progress,
-        characters=_CHARACTERS * needed, at_once=PIECE,  # and a longer text only as far as needed
-    )  # fmt: skip
-    windows = all_windows(stream, seq_len=seq_len, vocabulary=dense.vocabulary)
+
+    def beginning(portion: Calibration) -> Windows:
+        needed = portion.samples * seq_len
+        stream = text_stream(
+            dense, portion, runtime, needed, progress,
+            characters=_CHARACTERS * needed, at_once=PIECE,  # and no more of a longer text
+        )  # fmt: skip
+        windows = all_windows(stream, seq_len=seq_len, vocabulary=dense.vocabulary)
+        return replace(windows, ids=windows.ids[: portion.samples])
+
+    windows = mixed(list(map(beginning, by_source(calibration))), str(recovery.text))
     if len(windows.ids) < 2:
         raise CalibrationError(
             f"'{windows.source}' has one window of {seq_len} tokens, and one more must judge the "

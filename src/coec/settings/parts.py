@@ -20,6 +20,7 @@ Allocation = Literal["uniform", "adaptive", "error"]
 ExecutorName = Literal["here", "ray"]
 KvGroups = Literal["uniform", "all", "held-out"]
 TokenWeights = Literal["equal", "residual"]
+StartRule = Literal["auto", "on", "off"]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 SolveDtypeName = Literal["auto", "float64", "float32"]
 LARGEST_SHARE = 1000
@@ -33,8 +34,8 @@ CHOOSING = (
 DTYPE_NAMES: tuple[str, ...] = get_args(DtypeName)
 
 Source: TypeAlias = str | Path | Any
-"""`wikitext2`, `c4`, `hub:…`, `self`, a path, a list of strings, a data set of `datasets`, or a
-tensor or array of token ids (n, or windows × length)."""
+"""`wikitext2`, `c4`, `hub:…`, `self`, a path, a mixture, a list of strings, a data set of
+`datasets`, or a tensor or array of token ids (n, or windows × length)."""
 Kept: TypeAlias = str | Path | Any
 """A file or folder, a mapping of indices by site, or kept units that were read already."""
 
@@ -301,7 +302,8 @@ class Calibration(Settings):
     source: Source = setting(
         "wikitext2",
         "wikitext2; c4; hub:OWNER/NAME or hub:OWNER/NAME:CONFIG (their train splits); self (text "
-        "sampled from the model); or a .txt, .jsonl, .parquet, .npy or .safetensors file.",
+        "sampled from the model); a .txt, .jsonl, .parquet, .npy or .safetensors file; or several "
+        "of these but self, with shares of the windows: a.txt=2,b.jsonl=1.",
         key="calibration",
         objects=True,
     )
@@ -333,6 +335,12 @@ class Calibration(Settings):
             f"and below {LARGEST_SHARE}",
             lambda samples: 0 <= samples < LARGEST_SHARE,
         ),
+    )
+    bos: StartRule = setting(
+        "off",
+        "Begin every window of a text with the tokens that the tokenizer puts before a text: `on`, "
+        "`off` (the first of all windows may have them), or `auto`, whichever the dense model "
+        "predicts a few windows better with. Token ids are taken as they are.",
     )
     forward_dtype: DtypeName | None = setting(
         None,

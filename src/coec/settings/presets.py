@@ -31,7 +31,7 @@ PRESETS: dict[PresetName, Preset] = {
         "Closed forms only, on inputs that the pruned model has; widths by block follow the error.",
         {
             "multiple_of": "auto", "selection": "obs", "compensation": "ridge-to-slice",
-            "allocation": "error", "propagate": True, "token_weights": "residual",
+            "allocation": "error", "propagate": True, "token_weights": "residual", "bos": "auto",
         },
     ),
     "balanced": Preset(
@@ -40,7 +40,7 @@ PRESETS: dict[PresetName, Preset] = {
         {
             "multiple_of": "auto", "selection": "obs", "allocation": "error", "propagate": True,
             "final_norm": True, "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 2,
-            "token_weights": "residual", "holdout": HELD_OUT,
+            "token_weights": "residual", "holdout": HELD_OUT, "bos": "auto",
         },
     ),
     "best": Preset(
@@ -50,7 +50,7 @@ PRESETS: dict[PresetName, Preset] = {
             "multiple_of": "auto", "selection": "obs", "allocation": "error", "propagate": True,
             "final_norm": True, "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 4,
             "prediction_passes": 2, "token_weights": "residual", "kv_groups": "held-out",
-            "holdout": HELD_OUT,
+            "holdout": HELD_OUT, "bos": "auto",
         },
     ),
 }  # fmt: skip
@@ -63,7 +63,7 @@ _NEEDED = {
     "token_weights": ("reconstruct", "propagate"), "kv_groups": ("holdout",),
 }  # fmt: skip
 """Defaults of presets that have no effect unless one of these settings is on."""
-_WITH_LOW_RANK = ("allocation", "holdout", "final_norm", "self_samples")
+_WITH_LOW_RANK = ("allocation", "holdout", "final_norm", "self_samples", "bos")
 """Defaults of presets that low rank takes too: it has neither units to select nor fits."""
 _LOW_RANK = {"propagate": True, "token_weights": "residual", "guard": False}
 """Defaults of low rank, which is one closed form, whatever the preset."""

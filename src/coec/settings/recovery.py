@@ -40,8 +40,8 @@ class Recovery(Settings):
     text: Source = setting(
         "wikitext2",
         "What is trained on: wikitext2; c4; hub:OWNER/NAME or hub:OWNER/NAME:CONFIG (their train "
-        "splits); self (text that the dense model writes); or a .txt, .jsonl, .parquet, .npy or "
-        ".safetensors file.",
+        "splits); self (text that the dense model writes); a .txt, .jsonl, .parquet, .npy or "
+        ".safetensors file; or a mixture, as in calibration.",
         objects=True,
     )
     tokens: Any = setting(

@@ -43,6 +43,7 @@ class PruningSettings(TypedDict, total=False):
     holdout: float
     guard: bool
     self_samples: float
+    bos: Literal["auto", "on", "off"]
     forward_dtype: Literal["float64", "float32", "bfloat16", "float16"] | None
     device: str
     executor: Literal["here", "ray"]

@@ -153,13 +153,13 @@ class DensePass(BlockSource):
         return DTYPES[self.forward_dtype]
 
     def begin(self, journal: Journal, progress: Progress | None) -> JsonDict:
-        """Make the windows; those that the model writes are kept, as sampling them takes long."""
+        """Make the windows; those that the model writes or chooses are kept."""
         if _TEXT in journal:
             ids = read_tensors(journal.path(_TEXT))["input_ids"]
             self.windows = Windows.of_record(ids, journal.facts(_TEXT))
         else:
             self.windows = windows = self.draw(progress)
-            if self._calibration.written:
+            if self._calibration.written or windows.bos_cross_entropy:
                 journal.put(
                     _TEXT,
                     journal.work / "windows.safetensors",

@@ -1,0 +1,184 @@
+"""Calibration windows of several texts, by shares."""
+
+import pytest
+import torch
+
+import coec
+import tiny_models as tm
+from coec.calibration.sources import mixture
+from coec.calibration.windows import by_source, source_digest
+from coec.errors import CalibrationError
+from coec.models.dense import Dense
+from coec.settings import Calibration, Runtime
+from coec.settings.fields import nth_seed
+from coec.streaming.windows import check_calibrations, window_maker
+
+CPU = (torch.device("cpu"), torch.float64, None)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return Dense.open(tm.save(tm.tiny("llama"), tmp_path_factory.mktemp("dense") / "model"))
+
+
+@pytest.fixture
+def texts(tmp_path, monkeypatch):
+    """Two texts and token ids in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("".join(chr(97 + i % 26) for i in range(4000)))
+    (tmp_path / "b.jsonl").write_text('{"text": "%s"}\n' % ("0123456789" * 400))
+    tm.token_file(tmp_path / "c.npy", rows=24, length=32)
+    return tmp_path
+
+
+def made(dense, source, samples=6, **settings):
+    calibration = Calibration(source=source, samples=samples, seq_len=32, **settings)
+    return window_maker(dense, calibration, Runtime(device="cpu"), None)(*CPU)
+
+
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        ("a.txt", [("a.txt", 1)]),
+        ("a.txt=2", [("a.txt=2", 1)]),
+        ("a.txt,b.jsonl", [("a.txt", 1), ("b.jsonl", 1)]),
+        ("a.txt=2, b.jsonl=0.5", [("a.txt", 2), ("b.jsonl", 0.5)]),
+        ("hub:o/n:c=3,wikitext2,x=y.txt", [("hub:o/n:c", 3), ("wikitext2", 1), ("x=y.txt", 1)]),
+        ("a.txt,", [("a.txt", 1), ("", 1)]),
+        ("a=1e9,b=-1", [("a=1e9", 1), ("b=-1", 1)]),
+        (["a,b"], [(["a,b"], 1)]),
+    ],
+)
+def test_commas_separate_sources_and_their_shares(source, parts):
+    assert mixture(source) == parts
+
+
+def test_a_file_that_is_there_is_one_source_whatever_its_name(texts):
+    for name in ("a,b.txt", "a.txt=2,b.jsonl", "x=2"):
+        (texts / name).write_text("text")
+        assert mixture(name) == [(name, 1)]
+    assert mixture("x=2,a.txt") == [("x=2", 1), ("a.txt", 1)]
+
+
+@pytest.mark.parametrize(
+    ("samples", "shares", "counts"),
+    [
+        (9, (2, 1), [6, 3]), (128, (2, 1), [85, 43]), (7, (1, 1, 1), [3, 2, 2]),
+        (8, (1000, 1, 1), [6, 1, 1]), (3, (1, 50, 2), [1, 1, 1]), (10, (0.7, 0.3), [7, 3]),
+        (1000, (1, 1, 999), [1, 1, 998]),
+    ],
+)  # fmt: skip
+def test_every_source_gets_its_share_and_one_window_at_least(samples, shares, counts):
+    source = ",".join(f"{number}.txt={share}" for number, share in enumerate(shares))
+    parts = by_source(Calibration(source=source, samples=samples, seed=5))
+    assert [part.samples for part in parts] == counts
+    assert [part.source for part in parts] == [f"{n}.txt" for n in range(len(shares))]
+    assert len({part.seed for part in parts}) == len(parts)
+
+
+@pytest.mark.parametrize(
+    ("source", "match"),
+    [
+        ("a.txt,self", "leave self out, and set self_samples"),
+        ("a.txt,", "'a.txt,' is no mixture: .* once"),
+        ("a.txt,b.jsonl=0", "every share above 0"),
+        ("a.txt=2,a.txt", "every source once"),
+        (",".join(f"{n}.txt" for n in range(7)), "7 sources, and samples=6"),
+        ("a.txt,missing.txt", "no text at 'missing.txt'"),
+        ("a.txt=5,b.jsonl=300", r"too little .* 'b\.jsonl' has 4000 tokens.* it has 125 windows"),
+    ],
+)
+def test_what_is_no_mixture_is_said_in_one_line(dense, texts, source, match):
+    samples = 300 if "300" in source else 6
+    calibration = Calibration(source=source, samples=samples, seq_len=32)
+    for check in (
+        lambda: made(dense, source, samples),
+        lambda: check_calibrations(dense, [calibration], Runtime()),
+    ):
+        with pytest.raises(CalibrationError, match=match) as raised:
+            check()
+        assert "\n" not in str(raised.value)
+
+
+def test_windows_are_those_of_each_source_in_turn(dense, texts):
+    windows = made(dense, "a.txt=2,c.npy", seed=3)
+    a, c = (
+        made(dense, source, samples, seed=nth_seed(3, number))
+        for number, (source, samples) in enumerate([("a.txt", 4), ("c.npy", 2)])
+    )
+    assert torch.equal(windows.ids[[0, 2, 3, 5]], a.ids)
+    assert torch.equal(windows.ids[[1, 4]], c.ids)
+    record = windows.record()
+    assert record["source"] == "a.txt=2,c.npy"
+    assert record["tokens_available"] == a.available + c.available
+    assert record["text_sha256"] == f"{a.text_sha256},{c.text_sha256}"
+    assert record["characters"] == 4000
+    more = made(dense, "a.txt=2,c.npy", seed=3, self_samples=0.5)
+    assert torch.equal(more.ids[:6], windows.ids)
+    assert len(more.ids) == 9
+
+
+def test_the_identity_is_of_contents_and_shares(texts):
+    sources = ["a.txt,b.jsonl", "a.txt=2,b.jsonl", "b.jsonl,a.txt", "a.txt,wikitext2"]
+    digests = [source_digest(source) for source in sources]
+    assert len(set(digests)) == len(digests)
+    (texts / "b.jsonl").rename(texts / "d.jsonl")
+    assert source_digest("a.txt,d.jsonl") == digests[0]
+    (texts / "d.jsonl").write_text('{"text": "other"}')
+    assert source_digest("a.txt,d.jsonl") != digests[0]
+
+
+SETTINGS = {"samples": 6, "seq_len": 32, "preset": "paper"}
+
+
+def test_a_run_records_it_without_places(dense, texts):
+    settings = {**SETTINGS, "calibration": f"{texts}/a.txt=2,b.jsonl,{texts}/c.npy"}
+    statistics = coec.collect(dense, texts / "statistics", **settings)
+    report = coec.prune(dense, texts / "out", **settings)
+    same = coec.prune(dense, texts / "same", **settings, statistics=statistics)
+    record = report.as_dict()
+    assert record["calibration"]["source"] == "a.txt=2,b.jsonl,c.npy"
+    assert record["recipe"]["calibration"] == "a.txt=2,b.jsonl,c.npy"
+    assert str(texts) not in (texts / "out/coec.json").read_text()
+    assert (texts / "out/model.safetensors").read_bytes() == (
+        texts / "same/model.safetensors"
+    ).read_bytes()
+    assert record["calibration"]["windows_sha256"] == same.calibration["windows_sha256"]
+    measured = [coec.perplexity(texts / "out", name, seq_len=32) for name in ("b.jsonl", "c.npy")]
+    assert all(result.same_text_as_calibration for result in measured)
+    (texts / "d.txt").write_text("another text " * 10)
+    assert not coec.perplexity(texts / "out", "d.txt", seq_len=32).same_text_as_calibration
+
+
+def test_an_evaluation_takes_one_text(dense, texts):
+    with pytest.raises(CalibrationError, match="mixture of texts, which only calibration") as error:
+        coec.perplexity(dense, "a.txt,b.jsonl")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.unchecked
+def test_the_command_plans_and_prunes_it(dense, texts, run):
+    flags = (
+        "--preset",
+        "paper",
+        "--samples",
+        6,
+        "--seq-len",
+        32,
+        "--device",
+        "cpu",
+        "--calibration",
+    )
+    assert run("prune", dense.folder, *flags, "a.txt=2,b.jsonl", "--dry-run")[0] == 0
+    for source in ("a.txt,self", "a.txt,b.jsonl=0"):
+        for more in (("--dry-run",), (texts / "out",)):
+            status, _, err = run("prune", dense.folder, *more, *flags, source)
+            assert (status, err.count("\n")) == (1, 1)
+    config = texts / "recipe.toml"
+    config.write_text(
+        'calibration = "a.txt=2,b.jsonl"\nsamples = 6\nseq-len = 32\npreset = "paper"\n'
+    )
+    status, out, _ = run("prune", dense.folder, texts / "out", "--config", config)
+    assert status == 0
+    assert "--text a.txt=2,b.jsonl" in out
+    assert "--text OTHER.txt" in out
