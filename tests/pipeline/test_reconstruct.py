@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 
 import coec
 import tiny_models as tm
+from coec.distributed.workers import to_cpu
 from coec.errors import CalibrationError, OptionError, UnfinishedError
 from coec.models.dense import Dense
 from coec.pipeline import reconstruct as reconstruction
@@ -18,6 +20,8 @@ from coec.planning.plan import Plan, tried_blocks
 from coec.planning.recipe import Recipe
 from coec.reconstruction import Fitted, Step
 from coec.streaming.head import Head
+from coec.streaming.two_streams import ConsumerStatistics
+from coec.types import GramSum
 
 SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32, "forward_dtype": "float64"}
 QUICK = {"reconstruct": 1, "cg_iterations": 3, "logit_iterations": 2}
@@ -552,3 +556,31 @@ def test_predictions_are_fitted_in_narrow_dtypes_too(dense, tokens, tmp_path):
     fit = report.sites[-1]["logits"]
     assert fit["kl_after"] <= fit["kl_before"]
     assert fit["evaluations"] > 1
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_the_energy_that_a_target_leaves_is_summed_over_parts(dense, factor):
+    """`Σ w ‖y − T x‖²`, y the outputs that are wanted, where a model scales what a site adds."""
+    site = Dense.open(dense).layout.sites[1]
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    W, x, moved, w = normal(4, site.columns), normal(90, site.columns), normal(90, 4), normal(90)
+    w = w.abs() / w.abs().mean()
+    parts = []
+    for rows in torch.arange(90).split(30):
+        part = ConsumerStatistics(GramSum(site.columns), added=factor, scale=1.0)
+        part.gram.update(x[rows], w[rows])
+        weighted = moved[rows] * w[rows, None]
+        part.add_residual(weighted.T @ x[rows])
+        part.residual_energy += float((weighted * moved[rows]).sum())
+        parts.append(to_cpu(part))
+    group = SimpleNamespace(each=lambda *args, **kwargs: parts)
+    blocks = SimpleNamespace(_group=group, _run=SimpleNamespace(device="cpu"))
+    _, target, unexplained = reconstruction.BlockReconstruction._gram_and_target(
+        blocks, 1, site, {site.weight: W}, "fit"
+    )
+    left = x @ W.T + moved / factor - x @ target.T
+    assert unexplained == pytest.approx(float((w[:, None] * left.square()).sum()), rel=1e-9)

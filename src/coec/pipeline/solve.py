@@ -117,12 +117,14 @@ class SiteStatistics:
         held_out: over held-out windows; None where there are none.
         target: as in `compensate`; None where the inputs are the dense model's.
         held_out_target: the target over the held-out windows.
+        unexplained: energy of the wanted outputs beside what the target gives of the inputs.
     """
 
     gram: Gram | None
     held_out: Gram | None = None
     target: Tensor | None = None
     held_out_target: Tensor | None = None
+    unexplained: float = 0.0
 
 
 @contextmanager
@@ -229,16 +231,20 @@ def _solve_site(
         values = value_rows(tensors, site, units) if "value" in method.needs else None
         asked_for = held_out if "held_out" in method.needs else None
 
+        judge = Judge(
+            weight.to(gram.x), KeptSet(kept.indices.to(gram.x.device), kept.size), gram,
+            held_out if asked_for is None else None, statistics.target, statistics.held_out_target,
+        )  # fmt: skip
+        if run.recipe.chooses_ridge:
+            ridge = judge.best_ridge(method, fitted, statistics.unexplained)
+            options = {**options, "ridge": ridge}
+
         def compensated(sums: Gram) -> SiteResult:
             return compensate(
                 weight, sums, kept, method=method, value_weight=values, held_out=asked_for,
                 target=statistics.target, solve_dtype=run.solve, **options,
             )  # fmt: skip
 
-        judge = Judge(
-            weight.to(gram.x), KeptSet(kept.indices.to(gram.x.device), kept.size), gram,
-            held_out if asked_for is None else None, statistics.target, statistics.held_out_target,
-        )  # fmt: skip
         result = _judged(compensated, judge, fitted, site, run)
         by_name = isinstance(run.recipe.pruning.compensation, str)
         result = judge.as_written(result, written, checked=by_name)
