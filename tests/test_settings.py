@@ -16,10 +16,12 @@ import pytest
 import torch
 
 import coec as package
+import tiny_models as tm
 from coec import settings
 from coec.compensation import COMPENSATIONS
 from coec.devices import DTYPES
 from coec.errors import OptionError
+from coec.experiments.rows import RowOptions
 from coec.planning.recipe import Recipe, read_settings
 from coec.selection import SELECTIONS
 from coec.settings import Calibration, CoecOptions, Pruning, Reconstruction, RidgeOptions, Runtime
@@ -157,6 +159,7 @@ def test_the_document_lists_every_setting():
         (CoecOptions, {"solver": "newton"}, "solver must be one of joint, conjugate, gradient"),
         (CoecOptions, {"solver": ["joint"]}, "solver must be one of"),
         (RidgeOptions, {"ridge": -1.0}, "ridge must be at least 0 and finite"),
+        (RidgeOptions, {"ridge": "best"}, "ridge must be a number or auto, got 'best'"),
         (Calibration, {"source": ""}, "calibration must be text without NUL characters, got ''"),
         (Calibration, {"samples": 0}, "samples must be a whole number of at least 1, got 0"),
         (Calibration, {"seq_len": 1}, "seq_len must be a whole number of at least 2, got 1"),
@@ -298,6 +301,31 @@ def test_any_setting_stands_beside_a_preset_wherever_it_is_named(name, value, tm
     text = str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
     (tmp_path / "recipe.toml").write_text(f'preset = "best"\n{name} = {text}\n')
     assert Recipe(**read_settings(tmp_path / "recipe.toml")) == recipe
+
+
+@pytest.mark.parametrize("value", ["auto", 0.5, 2])
+def test_a_number_that_may_be_left_to_the_data_is_either_wherever_it_is_given(value, run, tmp_path):
+    (tmp_path / "recipe.toml").write_text(f"preset = 'fast'\nridge = {value!r}\n")
+    recipe = Recipe(**read_settings(tmp_path / "recipe.toml"))
+    assert recipe.pruning.options == {"ridge": value}
+    assert recipe.chooses_ridge == (value == "auto")
+    assert RowOptions.model_validate({"ridge": value}).ridge == value
+    model = tm.save(tm.tiny("llama"), tmp_path / "model")
+    status, *_ = run("prune", model, "--dry-run", "--preset", "fast", "--ridge", value)
+    assert status == 0
+
+
+def test_another_word_in_its_place_is_refused(run):
+    status, _, err = run("prune", "model", "--dry-run", "--ridge", "best")
+    assert status == 2
+    assert "'best' is not a number or auto" in err
+
+
+def test_an_option_of_a_users_method_may_be_called_alike():
+    def drawn(problem, *, ridge="auto"):
+        return SiteResult(problem.weight[:, problem.kept.indices])
+
+    assert not Recipe(preset="paper", compensation=drawn, ridge="auto").chooses_ridge
 
 
 @pytest.mark.parametrize("preset", ["fast", "best"])

@@ -168,3 +168,51 @@ def test_sums_of_parts_are_those_of_one_run_to_the_bit(weighted):
     assert (one + other).output_norms == 2 * one.output_norms
     unmeasured = Gram(one.xx, one.x, one.tokens)
     assert (one + unmeasured).output_norms is (unmeasured + one).output_norms is None
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("n", [7, 2500])
+def test_the_energy_of_top_tokens_is_that_of_a_thousandth_of_them(n, weighted):
+    """And of one token at least; the same for parts, for sums of Grams, and on another device."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(n, 5, generator=generator) * torch.rand(n, 1, generator=generator).exp()
+    weights = torch.rand(n, generator=generator) if weighted else torch.ones(n)
+    whole, merged, grams = GramSum(5), GramSum(5), []
+    whole.update(rows, weights)
+    for batch, w in zip(rows.split(n // 3), weights.split(n // 3), strict=True):
+        part, again = GramSum(5), GramSum(5)
+        for sums in (part, again):
+            sums.update(batch, w / w.mean())  # of mean 1 in every Gram
+        grams.append(again.gram())
+        part = GramSum(5)
+        part.update(batch, w)
+        merged.merge(part.to("cpu"))
+    energies = weights.double() * rows.double().square().sum(dim=1)
+    expected = float(energies.sort().values[-max(1, n // 1000) :].sum() / energies.sum())
+    gram = whole.gram()
+    assert gram.top_token_energy == pytest.approx(expected, rel=1e-6)
+    total = merged.gram()
+    assert torch.equal(total.largest, gram.largest)
+    assert total.top_token_energy == pytest.approx(expected, rel=1e-6)
+    assert gram.to(torch.float32).top_token_energy == pytest.approx(expected, rel=1e-6)
+    if not weighted:
+        total = sum(grams[1:], grams[0])
+        assert total.top_token_energy == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_energy_of_top_tokens_is_unknown_without_any_and_for_sums_without_it():
+    assert GramSum(5).gram().top_token_energy is None
+    sums = GramSum(2)
+    sums.update(torch.ones(3, 2))
+    gram = sums.gram()
+    unmeasured = Gram(gram.xx, gram.x, gram.tokens)
+    assert (gram + unmeasured).top_token_energy is unmeasured.top_token_energy is None
+
+
+def test_no_more_energies_are_kept_than_are_asked_for(monkeypatch):
+    monkeypatch.setattr(types, "LARGEST", 2)
+    sums = GramSum(1)
+    for energy in (1.0, 9.0, 4.0):
+        sums.update(torch.tensor([[energy]]).sqrt())
+    assert sums.largest.tolist() == [9.0, 4.0]
+    assert (sums.gram() + sums.gram()).largest.tolist() == [9.0, 9.0]

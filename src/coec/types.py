@@ -15,6 +15,10 @@ from torch import Tensor
 
 from coec.errors import NumericalError, OptionError
 
+LARGEST = 4096
+"""Energies of single tokens that sums keep: a thousandth of four million tokens. Of more tokens,
+`top_token_energy` counts these."""
+
 
 @dataclass(frozen=True, eq=False)
 class Gram:
@@ -31,6 +35,8 @@ class Gram:
             its dtype: it decides which eigenvalues are noise. 0 for sums as exact as their dtype.
         output_norms: `Σ ‖W₀ x‖₂`, where the consumer is an expert's; None in statistics of earlier
             versions, which did not measure it.
+        largest: the largest energies `w ‖x‖²` of single tokens, descending, `LARGEST` at most; None
+            in statistics of earlier versions.
     """
 
     xx: Float[Tensor, "d d"]
@@ -39,6 +45,7 @@ class Gram:
     centred: Float[Tensor, " d"] | None = None
     precision: float = 0.0
     output_norms: float | None = None
+    largest: Float[Tensor, " t"] | None = None
 
     def __post_init__(self) -> None:
         d = self.x.shape[0] if self.x.ndim == 1 else -1
@@ -58,6 +65,9 @@ class Gram:
             centred = _pooled(self.centred, self.mean, self.tokens, other.centred, other.mean,
                               other.tokens)  # fmt: skip
         norms = (self.output_norms, other.output_norms)
+        largest = None
+        if self.largest is not None and other.largest is not None:
+            largest = _largest(self.largest, other.largest)
         return Gram(
             self.xx + other.xx,
             self.x + other.x,
@@ -65,6 +75,7 @@ class Gram:
             centred,
             max(self.precision, other.precision),
             None if norms[0] is None or norms[1] is None else norms[0] + norms[1],
+            largest,
         )
 
     def to(self, dtype: torch.dtype) -> "Gram":
@@ -77,7 +88,18 @@ class Gram:
             precision = max(precision, eps)
         centred = None if self.centred is None else self.centred.to(dtype)
         sums = (self.xx.to(dtype), self.x.to(dtype))
-        return Gram(*sums, self.tokens, centred, precision, self.output_norms)
+        return Gram(*sums, self.tokens, centred, precision, self.output_norms, self.largest)
+
+    @property
+    def top_token_energy(self) -> float | None:
+        """The share of all energy that is in a thousandth of the tokens, and in one at least.
+
+        None where it is not known, and where there is no energy.
+        """
+        total = float(self.energy.sum())
+        if self.largest is None or not total > 0:
+            return None
+        return min(float(self.largest[: max(1, self.tokens // 1000)].sum()) / total, 1.0)
 
     @property
     def mean(self) -> Float[Tensor, " d"]:
@@ -121,6 +143,7 @@ class GramSum:
         self.x = torch.zeros(d, dtype=torch.float64, device=device)
         self.centred = torch.zeros(d, dtype=torch.float64, device=device)
         self.output_norms = torch.zeros((), dtype=torch.float64, device=device)
+        self.largest = torch.zeros(0, dtype=torch.float64, device=device)
         self.tokens = 0
         self.weight = 0.0
         self.precision = 0.0
@@ -140,6 +163,8 @@ class GramSum:
             self.xx += torch.mm(stored.T, stored, out_dtype=torch.float32)
         else:
             self.xx += weighted.T @ rows
+        energies = torch.linalg.vector_norm(rows, dim=1).double().square()
+        self.largest = _largest(self.largest, energies if w is None else energies * w[:, 0])
         x = weighted.sum(dim=0, dtype=torch.float64)
         n = len(rows) if w is None else float(w.sum(dtype=torch.float64))
         # Squares around the batch's own mean: those of the raw values would drown the deviations.
@@ -174,6 +199,7 @@ class GramSum:
             self.centred = other.centred
         self.x += other.x
         self.output_norms += other.output_norms
+        self.largest = _largest(self.largest, other.largest)
         self.tokens += other.tokens
         self.weight += other.weight
         self.precision = max(self.precision, other.precision)
@@ -181,7 +207,7 @@ class GramSum:
     def to(self, device: torch.device | str) -> "GramSum":
         """Return the sums on another device, to go on there."""
         other = copy.copy(self)
-        for name in ("xx", "x", "centred", "output_norms"):
+        for name in ("xx", "x", "centred", "output_norms", "largest"):
             setattr(other, name, getattr(self, name).to(device))
         return other
 
@@ -192,10 +218,10 @@ class GramSum:
         """
         _symmetrize(self.xx)
         if self.weight != self.tokens:
-            for sums in (self.xx, self.x, self.centred):
+            for sums in (self.xx, self.x, self.centred, self.largest):
                 sums *= self.tokens / self.weight
         norms = float(self.output_norms)
-        return Gram(self.xx, self.x, self.tokens, self.centred, self.precision, norms)
+        return Gram(self.xx, self.x, self.tokens, self.centred, self.precision, norms, self.largest)
 
 
 @functools.cache
@@ -221,6 +247,12 @@ def _pooled(
     """`Σ (x − μ)²` of two samples together, μ the mean of both."""
     weight = tokens * other_tokens / ((tokens + other_tokens) or 1)
     return centred + other + weight * (other_mean - mean).square()
+
+
+def _largest(one: Float[Tensor, " s"], other: Float[Tensor, " t"]) -> Float[Tensor, " u"]:
+    """The largest numbers of both, descending."""
+    both = torch.cat([one, other])
+    return both.topk(min(LARGEST, len(both))).values
 
 
 def _symmetrize(A: Float[Tensor, "n n"], block: int = 4096) -> None:

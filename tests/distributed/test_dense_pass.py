@@ -44,7 +44,7 @@ def assert_same(found, block):
     for grams, expected in zip(found, (block.grams, block.holdout), strict=True):
         assert grams.keys() == expected.keys()
         for name, gram in expected.items():
-            for part in ("xx", "x", "centred"):
+            for part in ("xx", "x", "centred", "largest"):
                 assert torch.equal(getattr(grams[name], part), getattr(gram, part))
             assert grams[name].tokens == gram.tokens
             assert grams[name].output_norms == gram.output_norms

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from coec.pipeline import collect as collecting
 from coec.pipeline import prune as pruning
 from coec.planning.recipe import Recipe
 from coec.streaming import windows as windows_module
-from coec.streaming.statistics import Statistics
+from coec.streaming.statistics import Statistics, block_file, write_grams
 from coec.types import Gram
 
 IDS = torch.randint(2, tm.VOCABULARY, (12, 24), generator=torch.Generator().manual_seed(5))
@@ -52,7 +53,9 @@ def test_pruning_from_saved_statistics_is_the_same_to_the_bit(model, saved, comp
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert one.calibration == two.calibration
-    assert [row["holdout_after"] for row in one.sites] == [r["holdout_after"] for r in two.sites]
+    for name in ("holdout_after", "top_token_energy"):
+        assert [row[name] for row in one.sites] == [row[name] for row in two.sites]
+    assert all(0 < row["top_token_energy"] < 1 for row in one.sites)
 
 
 @pytest.mark.usefixtures("hasty_auto")
@@ -93,6 +96,24 @@ def test_saved_statistics_keep_their_precision_and_their_deviations(model, saved
             assert gram.precision == torch.finfo(torch.float32).eps
             loose = Gram(gram.xx, gram.x, gram.tokens)
             torch.testing.assert_close(gram.variance, loose.variance, rtol=1e-3, atol=1e-9)
+
+
+def test_statistics_of_a_version_that_kept_no_tokens_energies_have_none(saved, tmp_path):
+    """They are the same file without them."""
+    name, cpu = block_file(0), torch.device("cpu")
+    grams = saved.grams(0, cpu)
+    without = {
+        windows: {site: replace(gram, largest=None) for site, gram in by_site.items()}
+        for windows, by_site in grams.items()
+    }
+    write_grams(tmp_path / name, without)
+    record = {name: ((tmp_path / name).stat().st_size, sha256(tmp_path / name))}
+    earlier = replace(saved, folder=tmp_path, files=record).grams(0, cpu)
+    for windows, by_site in grams.items():
+        for site, gram in by_site.items():
+            assert gram.top_token_energy is not None
+            assert earlier[windows][site].top_token_energy is None
+            assert torch.equal(earlier[windows][site].xx, gram.xx)
 
 
 @pytest.mark.parametrize("name", ["self", "c4", "wikitext2", "hub:a/b"])

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,14 +11,18 @@ from safetensors.torch import load_file
 
 import coec
 import tiny_models as tm
+from coec.distributed.workers import to_cpu
 from coec.errors import CalibrationError, OptionError, UnfinishedError
 from coec.models.dense import Dense
 from coec.pipeline import reconstruct as reconstruction
 from coec.pipeline import write as writing
+from coec.pipeline.solve import SINKS
 from coec.planning.plan import Plan, tried_blocks
 from coec.planning.recipe import Recipe
 from coec.reconstruction import Fitted, Step
 from coec.streaming.head import Head
+from coec.streaming.two_streams import ConsumerStatistics
+from coec.types import Gram, GramSum
 
 SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32, "forward_dtype": "float64"}
 QUICK = {"reconstruct": 1, "cg_iterations": 3, "logit_iterations": 2}
@@ -552,3 +557,71 @@ def test_predictions_are_fitted_in_narrow_dtypes_too(dense, tokens, tmp_path):
     fit = report.sites[-1]["logits"]
     assert fit["kl_after"] <= fit["kl_before"]
     assert fit["evaluations"] > 1
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_the_energy_that_a_target_leaves_is_summed_over_parts(dense, factor):
+    """`Σ w ‖y − T x‖²`, y the outputs that are wanted, where a model scales what a site adds."""
+    site = Dense.open(dense).layout.sites[1]
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    W, x, moved, w = normal(4, site.columns), normal(90, site.columns), normal(90, 4), normal(90)
+    w = w.abs() / w.abs().mean()
+    parts = []
+    for rows in torch.arange(90).split(30):
+        part = ConsumerStatistics(GramSum(site.columns), added=factor, scale=1.0)
+        part.gram.update(x[rows], w[rows])
+        weighted = moved[rows] * w[rows, None]
+        part.add_residual(weighted.T @ x[rows])
+        part.residual_energy += float((weighted * moved[rows]).sum())
+        parts.append(to_cpu(part))
+    group = SimpleNamespace(each=lambda *args, **kwargs: parts)
+    blocks = SimpleNamespace(_group=group, _run=SimpleNamespace(device="cpu"))
+    _, target, unexplained = reconstruction.BlockReconstruction._gram_and_target(
+        blocks, 1, site, {site.weight: W}, "fit"
+    )
+    left = x @ W.T + moved / factor - x @ target.T
+    assert unexplained == pytest.approx(float((w[:, None] * left.square()).sum()), rel=1e-9)
+
+
+@pytest.mark.parametrize("weights", ["equal", "residual"])
+def test_rows_have_the_energy_of_top_tokens_as_they_were_weighted(
+    dense, tokens, weights, tmp_path, monkeypatch
+):
+    """Of the first consumer's inputs, which are the dense model's."""
+    batches = []
+    update = GramSum.update
+
+    def recorded(sums, inputs, by_token=None):
+        batches.append((inputs, by_token))
+        update(sums, inputs, by_token)
+
+    monkeypatch.setattr(GramSum, "update", recorded)
+    report = pruned(dense, tmp_path / "out", tokens, propagate=True, token_weights=weights)
+    inputs, by_token = (torch.cat([b[n].flatten(0, 1) for b in batches[:8]]) for n in (0, 1))
+    assert len(inputs) == 24 * 32
+    assert (weights == "equal") == bool((by_token == 1).all())
+    energies = by_token * inputs.square().sum(dim=1)
+    expected = float(energies.max() / energies.sum())
+    assert report.sites[0]["top_token_energy"] == pytest.approx(expected, rel=1e-5)
+    assert all(0 < row["top_token_energy"] < 0.5 for row in report.sites)
+
+
+@pytest.mark.parametrize("propagate", [False, True])
+def test_a_note_says_where_a_thousandth_of_the_tokens_has_most_of_the_energy(
+    dense, tokens, propagate, tmp_path, monkeypatch
+):
+    many = torch.randint(2, tm.VOCABULARY, (40, 26), generator=torch.Generator().manual_seed(0))
+
+    def sinks(name, share, **settings):
+        monkeypatch.setattr(Gram, "top_token_energy", share)
+        settings |= {"propagate": propagate, "guard": False}
+        return pruned(dense, tmp_path / name, **settings).events.get(SINKS)
+
+    assert sinks("few", 0.6, tokens=tokens) is None  # of fewer than a thousand tokens
+    enough = {"tokens": many, "samples": 40, "seq_len": 26}
+    assert sinks("even", 0.5, **enough) is None
+    assert len(sinks("sinks", 0.6, **enough)) == 4

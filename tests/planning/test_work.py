@@ -35,6 +35,8 @@ def test_a_closed_form_is_counted_by_hand():
     expected = 2 * m * d**2 + 6 * m * k**2 + k**3
     assert operations(compensated("ridge-to-slice")) == pytest.approx(expected)
     assert compensated("none") == []
+    chosen = expected + 4 * m * k**2 + 4 * k**3 + phases.eigenpairs(k).operations
+    assert operations(compensated("ridge-to-slice", ridge="auto")) == pytest.approx(chosen)
 
 
 def test_work_is_of_its_dtypes_and_devices():

@@ -35,7 +35,8 @@ def argument(text: str, metavar: str) -> Any:
 
 class CommandFlag(NamedTuple):
     """Option of a command: its name as in Python, the type of its value or the names that are
-    allowed, its help, the heading under which help lists it, and what stands for a value.
+    allowed, its help, the heading under which help lists it, what stands for a value, and the names
+    that are allowed beside numbers.
     """
 
     name: str
@@ -43,12 +44,14 @@ class CommandFlag(NamedTuple):
     text: str
     panel: str | None = None
     metavar: str | None = None
+    words: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, row: Setting) -> "CommandFlag":
         """CommandFlag of a setting; options of a compensation stand under its name."""
         panel = f"Options of --compensation {', '.join(row.methods)}" if row.methods else None
-        return cls(row.name, row.kind, row.text, panel)
+        metavar = "|".join((_METAVARS[row.kind], *row.words)) if row.words else None
+        return cls(row.name, row.kind, row.text, panel, metavar, row.words)
 
     def parameter(self) -> inspect.Parameter:
         """Parameter of the command's function."""
@@ -60,8 +63,16 @@ class CommandFlag(NamedTuple):
         option = typer.Option(
             *names, help=self.text, show_default=False, metavar="" if names else metavar,
             rich_help_panel=self.panel,
+            parser=self._number_or_word if self.words else None,
         )  # fmt: skip
         return _keyword(self.name, None, Annotated[value_type | None, option])
+
+    def _number_or_word(self, value: str) -> float | str:
+        try:
+            return value if value in self.words else float(value)
+        except ValueError as error:
+            names = " or ".join(("a number", *self.words))
+            raise typer.BadParameter(f"'{value}' is not {names}") from error
 
 
 class Switch(NamedTuple):

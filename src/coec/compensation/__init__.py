@@ -183,4 +183,4 @@ def _moderate(problem: SiteProblem) -> tuple[SiteProblem, tuple[float, float]]:
 def _in_unit(gram: Gram, unit: float) -> Gram:
     """Statistics of the inputs divided by a unit."""
     centred = None if gram.centred is None else gram.centred / unit**2
-    return replace(gram, xx=gram.xx / unit**2, x=gram.x / unit, centred=centred)
+    return replace(gram, xx=gram.xx / unit**2, x=gram.x / unit, centred=centred, largest=None)

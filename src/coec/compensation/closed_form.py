@@ -1,6 +1,11 @@
 """The compensations with a closed form (METHODS §4)."""
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
 from coec.compensation.objective import OutputProblem, kept_columns
+from coec.compensation.ridge import best_ridge
 from coec.events import record
 from coec.linalg.decompose import svd
 from coec.linalg.polar import polar
@@ -39,8 +44,8 @@ def least_squares(problem: SiteProblem, options: RidgeOptions) -> SiteResult:
 
     Source: ordinary ridge regression; the unconstrained refit the rotations are compared with.
     """
-    target = OutputProblem.of_site(problem)
-    return SiteResult(solve_right(target.Gyx, target.Gxx, options.ridge, target.precision))
+    start = torch.zeros_like(kept_columns(problem.weight, problem.kept))
+    return _drawn_to(start, problem, options)
 
 
 def ridge_to_slice(problem: SiteProblem, options: RidgeOptions) -> SiteResult:
@@ -51,10 +56,20 @@ def ridge_to_slice(problem: SiteProblem, options: RidgeOptions) -> SiteResult:
 
     Source: this project.
     """
+    return _drawn_to(kept_columns(problem.weight, problem.kept), problem, options)
+
+
+def _drawn_to(
+    start: Float[Tensor, "m k"], problem: SiteProblem, options: RidgeOptions
+) -> SiteResult:
+    """Ridge regression whose penalty is on the distance to S: `S + (Gyx − S Gxx)(Gxx + λ I)⁻¹`."""
     target = OutputProblem.of_site(problem)
-    W_K = kept_columns(problem.weight, problem.kept)
-    residual = target.Gyx - W_K @ target.Gxx
-    return SiteResult(W_K + solve_right(residual, target.Gxx, options.ridge, target.precision))
+    ridge = options.ridge
+    if isinstance(ridge, str):
+        ridge = best_ridge(target, start, problem.gram.tokens)
+    residual = target.Gyx - start @ target.Gxx
+    correction = solve_right(residual, target.Gxx, ridge, target.precision)
+    return SiteResult(start + correction, diagnostics={"ridge": ridge})
 
 
 def rcpu(problem: SiteProblem) -> SiteResult:

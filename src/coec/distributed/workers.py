@@ -8,6 +8,7 @@ import math
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -221,7 +222,7 @@ def to_cpu(value: Any) -> Any:
         return value.to("cpu")
     if isinstance(value, ConsumerStatistics):
         gram, residual = to_cpu(value.gram), to_cpu(value.residual)
-        return ConsumerStatistics(gram, residual, value.added, value.scale)
+        return replace(value, gram=gram, residual=residual)
     if isinstance(value, dict):
         return {name: to_cpu(item) for name, item in value.items()}
     if isinstance(value, tuple | list):

@@ -112,7 +112,11 @@ class _Settings(BaseModel):
 
 _TYPES: dict[Any, Any] = {float: Number, int: Count, str: Text, bool: bool}
 _FIELDS: dict[str, Any] = {
-    table: {s.name: (_TYPES.get(s.kind, Text) | None, None) for s in settings if s.kind is not None}
+    table: {
+        s.name: (_TYPES.get(s.kind, Text) | (Text if s.words else None) | None, None)
+        for s in settings
+        if s.kind is not None
+    }
     for table, settings in (("recipe", RECIPE), ("options", OPTIONS))
 }
 RowOptions: Any = create_model(

@@ -99,7 +99,7 @@ class LowRankReconstruction(BlockReconstruction):
         moved = solve_right(sums.residual.to(gram.xx), gram.xx, _RIDGE, gram.precision)
         matrices = {n: tensors[n].to(gram.xx) for n in names if n.endswith(".weight")}
         yield [(name, W + W @ moved, gram) for name, W in matrices.items()]
-        gram, target = self._gram_and_target(number, site, tensors, "fit", loaded=loaded)
+        gram, target, _ = self._gram_and_target(number, site, tensors, "fit", loaded=loaded)
         assert target is not None
         yield [(site.weight, target, gram)]
 

@@ -319,14 +319,14 @@ class BlockReconstruction:
         The consumer has to add the residual of the hidden states behind it as well: with `δ` that
         residual, `T = W₀ + (Σ w δ xᵀ)(G + ε)⁻¹` is the consumer that comes closest.
         """
-        gram, target = self._gram_and_target(number, site, tensors, "fit")
+        gram, target, unexplained = self._gram_and_target(number, site, tensors, "fit")
         held_out, held_out_target = None, None
         judged = self._run.recipe.calibration.guard and few(
             gram.tokens, self._pruned_sites[site.key].columns
         )
-        if target is None or judged:
-            held_out, held_out_target = self._gram_and_target(number, site, tensors, "held")
-        return SiteStatistics(gram, held_out, target, held_out_target)
+        if target is None or judged or self._run.recipe.chooses_ridge:
+            held_out, held_out_target, _ = self._gram_and_target(number, site, tensors, "held")
+        return SiteStatistics(gram, held_out, target, held_out_target, unexplained)
 
     def _gram_and_target(
         self,
@@ -336,9 +336,10 @@ class BlockReconstruction:
         windows: WindowKind,
         *,
         loaded: bool = False,
-    ) -> tuple[Gram, Tensor | None]:
+    ) -> tuple[Gram, Tensor | None, float]:
         """Return the Gram of the consumer's inputs, and the target where errors propagate.
 
+        The last value is the energy of the wanted outputs that the target does not give.
         The producers are the dense model's, or those that the pruned one was given.
         """
         sums = ConsumerStatistics(GramSum(site.columns, self._run.device))
@@ -349,13 +350,16 @@ class BlockReconstruction:
         with naming(site.consumer):
             gram.check_finite()
         if sums.residual is None:
-            return gram, None
+            return gram, None, 0.0
         weight = tensors[site.weight].to(gram.xx)
         factor = sums.added / sums.scale if sums.scale > 0 else 1.0
         residual = sums.residual.to(gram.xx) / (factor or 1.0)
         if windows == "held":  # weights have mean 1 over the windows fitted on, in a Gram its own
             residual *= gram.tokens / total_weight
-        return gram, weight + solve_right(residual, gram.xx, _TARGET_RIDGE, gram.precision)
+        change = solve_right(residual, gram.xx, _TARGET_RIDGE, gram.precision)
+        # Of the residual's energy, `change` takes away 2 ⟨change, Σ w δ xᵀ⟩ − ⟨change, change G⟩.
+        given = float((change * (2 * residual - change @ gram.xx)).sum())
+        return gram, weight + change, sums.residual_energy / (factor or 1.0) ** 2 - given
 
 
 def _or_inf(score: float | None) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 from coec.compensation import compensate
 from coec.devices import hand_back
 from coec.errors import NumericalError, OptionError
-from coec.events import recording
+from coec.events import record, recording
 from coec.models.files import JsonDict
 from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import Cut, cut_block, value_rows, without_experts
@@ -31,6 +31,7 @@ from coec.streaming.dense_stream import Measured
 from coec.types import Gram, KeptSet, SiteResult
 
 ERRORS = ("error_before", "error_after")
+SINKS = "a thousandth of the tokens has more than half of the energy of the inputs"
 UNSEEN = "no token was routed here: units chosen by magnitude, slice kept"
 
 
@@ -117,12 +118,14 @@ class SiteStatistics:
         held_out: over held-out windows; None where there are none.
         target: as in `compensate`; None where the inputs are the dense model's.
         held_out_target: the target over the held-out windows.
+        unexplained: energy of the wanted outputs beside what the target gives of the inputs.
     """
 
     gram: Gram | None
     held_out: Gram | None = None
     target: Tensor | None = None
     held_out_target: Tensor | None = None
+    unexplained: float = 0.0
 
 
 @contextmanager
@@ -170,6 +173,7 @@ def _row(site: Site, units: int, diagnostics: JsonDict, seconds: float = 0.0) ->
         "units_before": site.units,
         "units_after": units,
         **dict.fromkeys(ERRORS),
+        "top_token_energy": None,
         "events": [],
         **diagnostics,
         "seconds": seconds,
@@ -214,20 +218,32 @@ def _solve_site(
     if held_out is not None:
         held_out.check_finite()
     gram = fitted + held_out if held_out is not None and plan.recipe.judges_are_fitted else fitted
+    facts: JsonDict = {"top_token_energy": gram.top_token_energy}
     with recording() as events:
+        if gram.tokens >= 1000 and (gram.top_token_energy or 0.0) > 0.5:
+            record(SINKS)
         units = _kept(site, weight, gram, plan)
     if units.everything and statistics.target is None:
-        return Cut(site, units, None), {"events": events}
-    counts = {"tokens": gram.tokens} if site.routed else {}
+        return Cut(site, units, None), {**facts, "events": events}
+    if site.routed:
+        facts["tokens"] = gram.tokens
     kept = site.kept_columns(units)
     if not gram.tokens:  # of no tokens there is no error
         result = compensate(weight, gram, kept, method="none")
-        unknown = {**counts, **result.diagnostics, **dict.fromkeys(ERRORS)}
+        unknown = {**facts, **result.diagnostics, **dict.fromkeys(ERRORS)}
         return Cut(site, units, result), {**unknown, "events": [*events, UNSEEN]}
     with recording() as later:
         method, options = run.recipe.method, run.recipe.pruning.options
         values = value_rows(tensors, site, units) if "value" in method.needs else None
         asked_for = held_out if "held_out" in method.needs else None
+
+        judge = Judge(
+            weight.to(gram.x), KeptSet(kept.indices.to(gram.x.device), kept.size), gram,
+            held_out if asked_for is None else None, statistics.target, statistics.held_out_target,
+        )  # fmt: skip
+        if run.recipe.chooses_ridge:
+            ridge = judge.best_ridge(method, fitted, statistics.unexplained)
+            options = {**options, "ridge": ridge}
 
         def compensated(sums: Gram) -> SiteResult:
             return compensate(
@@ -235,15 +251,11 @@ def _solve_site(
                 target=statistics.target, solve_dtype=run.solve, **options,
             )  # fmt: skip
 
-        judge = Judge(
-            weight.to(gram.x), KeptSet(kept.indices.to(gram.x.device), kept.size), gram,
-            held_out if asked_for is None else None, statistics.target, statistics.held_out_target,
-        )  # fmt: skip
         result = _judged(compensated, judge, fitted, site, run)
         by_name = isinstance(run.recipe.pruning.compensation, str)
         result = judge.as_written(result, written, checked=by_name)
     events = list(dict.fromkeys([*events, *result.diagnostics.get("events", []), *later]))
-    return Cut(site, units, result), {**counts, **result.diagnostics, "events": events}
+    return Cut(site, units, result), {**facts, **result.diagnostics, "events": events}
 
 
 def _judged(

@@ -166,6 +166,8 @@ def _solving(plan: Plan, compute: ComputeConfig, site_kind: str) -> dict[str, in
     iterative = method in ("coec", "auto")
     closed = method in ("rcpu", "least-squares", "ridge-to-slice")
     matrices = 6.0 if iterative else 3.0 if closed else 0.25
+    if plan.recipe.chooses_ridge:  # eigenvectors, and the curvature of the held-out error
+        matrices += 2.0
     if plan.recipe.pruning.selection == "obs":
         matrices = max(matrices, 2.0)
     if plan.ranks:  # targets, what is decomposed, its factors, and the Cholesky factor

@@ -364,8 +364,8 @@ def compensation(
 ) -> list[Work]:
     """Compensate by a method; nothing for the methods without cost.
 
-    Ridges take 2md² + 2mk², a Cholesky factor of k×k and two solves with m columns; rcpu 2md² +
-    6mk², an SVD and a polar factor of m×k.
+    Ridges take 2md² + 2mk², a Cholesky factor of k×k and two solves with m columns, and a choice of
+    λ the eigenpairs of k×k and 4mk² + 4k³; rcpu 2md² + 6mk², an SVD and a polar factor of m×k.
     """
     m, d, k, attention = site
     if method in ("coec", "auto"):
@@ -374,6 +374,8 @@ def compensation(
         return coec(site, descent, compute, options) * (4 if method == "auto" else 1)
     steps = [product(m, d, d), product(m, k, k, 3.0), Work("call", 150)]
     if method in ("least-squares", "ridge-to-slice"):
+        if options.get("ridge") == "auto":
+            steps += [product(m, k, k, 2.0), product(k, k, k, 2.0), eigenpairs(k)]
         return [*steps, product(k, k, k / 2)]
     if method == "rcpu":
         return steps + _decompositions(m, k, compute.device, "float64", svds=1, polars=1)

@@ -26,6 +26,7 @@ from coec.settings import (
     Calibration,
     Pruning,
     Reconstruction,
+    RidgeOptions,
     Runtime,
 )
 from coec.settings.fields import RENAMED, plain, without_effect
@@ -252,6 +253,12 @@ class Recipe:
     def method(self) -> Method:
         """The compensation, with the needs that it declares."""
         return Method.of(self.pruning.compensation)
+
+    @property
+    def chooses_ridge(self) -> bool:
+        """True where every site's ridge is chosen from the data."""
+        options = self.method.chosen(self.pruning.options)
+        return isinstance(options, RidgeOptions) and isinstance(options.ridge, str)
 
     @property
     def score(self) -> Callable[..., Tensor]:

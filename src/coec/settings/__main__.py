@@ -66,6 +66,8 @@ def _annotation(item: Setting) -> str:
         plain = f"Literal[{names}]"
     else:
         plain = item.kind.__name__
+    if item.words:
+        plain += " | Literal[{}]".format(", ".join(f'"{word}"' for word in item.words))
     return f"{plain} | None" if item.default is None else plain
 
 
@@ -74,6 +76,7 @@ def _row(item: Setting) -> str:
         values = ", ".join(f"`{value}`" for value in item.kind)
     else:
         values = _WORDS[item.kind] if item.kind else "anything"
+    values = ", ".join((values, *(f"`{word}`" for word in item.words)))
     default = item.otherwise or (shown if item.kind is bool else "`{}`".format)(item.default)
     return f"| `{item.name}` | {values} | {default} | {item.help} |"
 

@@ -39,6 +39,7 @@ class Setting:
         functions: whether a function is allowed where a name is.
         objects: whether Python takes other objects than text.
         methods: the compensations that have this option; none for a setting of every recipe.
+        words: names that are allowed beside numbers.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Setting:
     functions: bool = False
     objects: bool = False
     methods: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -67,6 +69,8 @@ class Setting:
         value = plain(value)
         if value is None and self.default is None:
             return None
+        if isinstance(value, str) and value in self.words:
+            return value
         if isinstance(self.kind, tuple):
             self._check_name(value)
         elif self.kind is int:
@@ -101,7 +105,8 @@ class Setting:
 
     def _check_number(self, value: Any) -> None:
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise OptionError(f"{self.name} must be a number, got {value!r:.80}")
+            kinds = " or ".join(("a number", *self.words))
+            raise OptionError(f"{self.name} must be {kinds}, got {value!r:.80}")
         if self.least is None:
             return
         most = sys.float_info.max if self.most is None else self.most
@@ -178,7 +183,10 @@ def declared(cls: type) -> dict[str, Setting]:
 
 
 def of_annotation(name: str, annotation: Any, default: Any, **declaration: Any) -> Setting:
-    """A setting whose kind an annotation says: the first of its members that is a kind."""
+    """A setting whose kind an annotation says: the first of its members that is a kind.
+
+    Names that follow a number's are words.
+    """
     union = get_origin(annotation) in (Union, types.UnionType)
     members = get_args(annotation) if union else (annotation,)
     candidates = [
@@ -188,7 +196,10 @@ def of_annotation(name: str, annotation: Any, default: Any, **declaration: Any) 
         (member for member in candidates if member in KINDS or isinstance(member, tuple)), None
     )
     functions = any(get_origin(member) is get_origin(Callable[..., Any]) for member in members)
-    return Setting(name, type_kind, default, functions=functions, **declaration)
+    names = (member for member in candidates if type_kind is float and isinstance(member, tuple))
+    return Setting(
+        name, type_kind, default, functions=functions, words=next(names, ()), **declaration
+    )
 
 
 def plain(value: Any) -> Any:

@@ -114,7 +114,12 @@ class CoecOptions(Options):
 class RidgeOptions(Options):
     """Options of the ridge regressions (docs/METHODS.md §4)."""
 
-    ridge: float = setting(1e-2, "λ relative to the mean diagonal of Gxx, at least 0.", least=0)
+    ridge: float | Literal["auto"] = setting(
+        1e-2,
+        "λ relative to the mean diagonal of Gxx, at least 0; `auto` has held-out windows choose it "
+        "at every site, or generalized cross-validation where there are none.",
+        least=0,
+    )
 
 
 COMPENSATION_OPTIONS: dict[str, type[Options]] = {

@@ -66,7 +66,7 @@ class PruningSettings(TypedDict, total=False):
     tol: float
     lambda_a: float
     r_p: int
-    ridge: float
+    ridge: float | Literal["auto"]
     options: dict[str, Any]
     trust_remote_code: bool
 

@@ -192,6 +192,8 @@ def write_grams(path: Path, grams: Grams) -> None:
         for site, gram in by_site.items():
             assert gram.centred is not None  # a GramSum has it
             sums = {"xx": gram.xx, "x": gram.x, "centred": gram.centred}
+            if gram.largest is not None:
+                sums["largest"] = gram.largest
             tensors |= {f"{subset}.{site}.{n}": value.cpu() for n, value in sums.items()}
             counts[f"{subset}.{site}"] = [gram.tokens, gram.precision, gram.output_norms]
     # In one entry: safetensors writes several in any order, and equal sums make equal files.
@@ -209,4 +211,5 @@ def _read_gram(file: Any, counts: _Counts, name: str) -> Gram:
     if not isinstance(tokens, int) or not 0 <= precision < 1:
         raise ValueError(f"{tokens} tokens, and a precision of {precision}")
     xx, x, centred = (file.get_tensor(f"{name}.{piece}") for piece in ("xx", "x", "centred"))
-    return Gram(xx, x, tokens, centred, precision, norms)
+    largest = file.get_tensor(f"{name}.largest") if f"{name}.largest" in file.keys() else None
+    return Gram(xx, x, tokens, centred, precision, norms, largest)

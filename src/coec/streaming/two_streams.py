@@ -52,12 +52,14 @@ class ConsumerStatistics:
             errors do not propagate.
         added, scale: inner products whose ratio is the factor by which a model scales what a site
             adds to the hidden state.
+        residual_energy: `Σ w ‖δ‖²`.
     """
 
     gram: GramSum
     residual: Float[Tensor, "h d"] | None = None
     added: float = 0.0
     scale: float = 0.0
+    residual_energy: float = 0.0
 
     def merge(self, statistics: "ConsumerStatistics") -> None:
         """Add the sums of another part."""
@@ -66,6 +68,7 @@ class ConsumerStatistics:
             self.add_residual(statistics.residual.to(self.gram.xx.device))
         self.added += statistics.added
         self.scale += statistics.scale
+        self.residual_energy += statistics.residual_energy
 
     def add_residual(self, product: Float[Tensor, "h d"]) -> None:
         """Add `Σ w δ xᵀ` of a batch or part."""
@@ -260,6 +263,7 @@ class TwoStreams:
             residual = _flat(target) - _flat(out)
             weighted = residual * w.reshape(-1, 1).to(residual)
             statistics.add_residual((weighted.T @ _flat(x)).double())
+            statistics.residual_energy += _inner(weighted, residual)
             # A model may scale what a site adds, by one number for all.
             statistics.added += _inner(_flat(out) - _flat(state), _flat(consumed))
             statistics.scale += _inner(_flat(consumed), _flat(consumed))

@@ -1,0 +1,53 @@
+"""The ridge of a regression, chosen from the data (METHODS §4)."""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from coec.compensation.objective import OutputProblem
+from coec.linalg.decompose import eigh
+
+GRID: tuple[float, ...] = tuple(torch.logspace(-4, 1, 25, dtype=torch.float64).tolist())
+"""What is tried, relative to the mean diagonal of Gxx."""
+
+
+def best_ridge(
+    fitted: OutputProblem,
+    start: Float[Tensor, "m k"],
+    tokens: int,
+    *,
+    unexplained: float = 0.0,
+    held_out: OutputProblem | None = None,
+) -> float:
+    """The λ of `W̃ = S + (Gyx − S Gxx)(Gxx + λ I)⁻¹` with the lowest error on other text.
+
+    `min over GRID of 𝓛(W̃)` on held-out statistics. Where there are none, of generalized
+    cross-validation, `RSS(λ) / (1 − df(λ)/N)²` with `df = tr Gxx (Gxx + λ I)⁻¹`, which all outputs
+    share. With `Gxx = Q diag(μ) Qᵀ`, `P = (Gyx − S Gxx) Q` and `f = 1/(μ + λ)` either is quadratic
+    in f. Of equal scores the larger λ is taken.
+
+    Args:
+        fitted: the problem that the regression solves.
+        start: S, what the penalty draws to: the slice, or 0.
+        tokens: N. Weights of tokens are not counted, which would make it less.
+        unexplained: energy of the outputs beside that of `T x`; it tells noise from signal.
+        held_out: the problem over further windows.
+    """
+    mu, Q = eigh(fitted.Gxx)
+    mu = mu.clamp_min(0)
+    P = (fitted.Gyx - start @ fitted.Gxx) @ Q
+    grid = torch.tensor(GRID, dtype=mu.dtype, device=mu.device)
+    unit = float(fitted.Gxx.diagonal().mean())
+    f = 1 / (mu + grid[:, None] * (unit if unit > 0 else 1.0))
+    if held_out is not None:
+        curvature = (P.T @ P).mul_(Q.T @ held_out.Gxx @ Q)
+        slope = (P * ((held_out.Gyx - start @ held_out.Gxx) @ Q)).sum(dim=0)
+        score = ((f @ curvature) * f).sum(dim=1) - 2 * f @ slope
+    else:
+        lost = fitted.error(start) * fitted.yy + unexplained
+        rss = lost + (f * (mu * f - 2)) @ P.square().sum(dim=0)
+        left = tokens - (mu * f).sum(dim=1)
+        score = torch.where(left > 0, rss.clamp_min(0) / left.square(), math.inf)
+    return GRID[len(GRID) - 1 - int(score.flip(0).argmin())]
