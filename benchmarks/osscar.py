@@ -1,7 +1,7 @@
 """OSSCAR by its authors' own code, on a model of transformers: a peer for benchmarks.real.
 
 fmchisel 0.1.2 (LinkedIn, BSD-2) has the method in one file, which `pip download` fetches into the
-cache beside the real model; its imports of llm-compressor, of which it takes a constant, are given a
+cache beside the real model; its import of llm-compressor, of which it takes a constant, is given a
 stand-in. As its modifier does, blocks go in order, each on what the pruned blocks before it give:
 `o_proj` gives up KV groups and `down_proj` channels, one at a time, and both are refitted by least
 squares with its damping of 0.01. The widths are those of this package's rule.

@@ -1,7 +1,7 @@
 """The real model as the judge: every preset and its peers on SmolLM2-135M, as rows that are kept.
 
     python -m benchmarks.real [--size cpu|gpu] [--rows fast "best, by block"] [--sparsity 0.3]
-        [--seeds 0] [--jobs 1] [--minutes 9] [--again] [--table] [--zero-shot LIMIT] [--first BLOCKS]
+        [--seeds 0] [--jobs 1] [--minutes 9] [--again] [--table] [--zero-shot LIMIT] [--first 8]
 
 `cpu`: 64 windows of 512 tokens of WikiText-2 valid calibrate; perplexity and KL are of the first 32
 windows of 512 of test. `gpu`: 128 windows of 1,024, and the first 900,000 characters of test. Both
@@ -74,8 +74,9 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 for _name in ("fast", "best", "best, by block"):
     ROWS[f"{_name}, a million tokens"] = ROWS[_name] | {"calibration": "train", "samples": 976}
-"""Settings by row; `none` keeps the units of Wanda-sp, OSSCAR is its authors' own code. A million tokens are windows
-of 1,024 of WikiText-2 train, its `<unk>` left out; such rows are made where they are named."""
+"""Settings by row; `none` keeps the units of Wanda-sp, OSSCAR is its authors' own code. A million
+tokens are windows of 1,024 of WikiText-2 train, its `<unk>` left out; such rows are made where they
+are named."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -210,7 +211,7 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
                 pruned, limit=case["limit"], tasks_data=Path(case["shared"]) / "data/tasks",
                 dtype="bfloat16", trust_remote_code=True,
             )  # fmt: skip
-            numbers["tasks"] = {score.task: score.value for score in tasks.scores}
+            numbers["tasks"] = {score.task: score.value for score in tasks.tasks}
             numbers["mean"] = tasks.mean
     return numbers
 
@@ -239,7 +240,7 @@ def evaluation_ids(model: Path, size: Size, shared: Path) -> Tensor:
 def _network(model: Path) -> Any:
     """Load a model of any origin by transformers; its final norm is called apart."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    network = AutoModelForCausalLM.from_pretrained(model, dtype="auto", trust_remote_code=True)
+    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto", trust_remote_code=True)
     return network.to(device).eval()
 
 

@@ -46,7 +46,7 @@ def folder(cache: Path = CACHE) -> Path:
 
 
 def first_blocks(count: int, cache: Path = CACHE) -> Path:
-    """Return a folder of the model's first blocks alone, a model for quick trials; made if needed."""
+    """Return a folder of the model's first blocks alone, a model for quick trials."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     made = cache / f"{NAME}-first-{count}"
