@@ -438,7 +438,7 @@ def _reconstruction(report: "Report") -> Iterator[str]:
         divergence = tried["kl"] if tried["kl"] is not None else math.inf
         line = _prediction(f"groups {name}", tried)
         yield f"{line}, KL {divergence:.3f}, before any fit{chosen}"
-    if facts:
+    if "dense" in facts:
         yield _prediction("predicts", facts)
 
 

@@ -124,9 +124,7 @@ def train_block(
     steps = passes * math.ceil(len(examples) / size)
     theta = {name: p.detach().clone().requires_grad_() for name, p in start.items()}
     groups = [{"params": [p], "lr": rate * _root_mean_square(p)} for p in theta.values()]
-    optimiser = torch.optim.AdamW(
-        groups, betas=_BETAS, weight_decay=0.0, fused=device.type == "cuda"
-    )
+    optimiser = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0, fused=True)
     warm = max(1, round(_WARM_UP * steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimiser, lambda step: min((step + 1) / warm, (steps - step) / max(1, steps - warm))

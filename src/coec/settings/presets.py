@@ -31,26 +31,27 @@ PRESETS: dict[PresetName, Preset] = {
         "Closed forms only, on inputs that the pruned model has; widths by block follow the error.",
         {
             "multiple_of": "auto", "selection": "obs", "compensation": "ridge-to-slice",
-            "allocation": "error", "propagate": True, "token_weights": "residual", "bos": "auto",
+            "ridge": 0.1, "allocation": "error", "propagate": True, "token_weights": "residual",
+            "bos": "auto",
         },
     ),
     "balanced": Preset(
-        "Every block fitted to the dense model's hidden states, on the text alone: about four "
-        "times what `paper` takes, and most of what `best` gives.",
+        "Every block trained, briefly, towards the dense model's hidden states.",
         {
-            "multiple_of": "auto", "selection": "obs", "allocation": "error", "propagate": True,
-            "final_norm": True, "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 2,
-            "token_weights": "residual", "holdout": HELD_OUT, "bos": "auto",
+            "multiple_of": "auto", "selection": "obs", "compensation": "ridge-to-slice",
+            "ridge": 1.0, "allocation": "error", "propagate": True, "token_weights": "residual",
+            "reconstruct": 6, "prediction_passes": 2, "final_norm": True, "holdout": HELD_OUT,
+            "bos": "auto",
         },
     ),
     "best": Preset(
-        "Every block fitted to the dense model's hidden states, on inputs that the pruned model "
-        "has; uniform widths keep the number of KV groups that held-out windows choose.",
+        "Every block trained for longer; uniform widths keep the number of KV groups that held-out "
+        "windows choose.",
         {
-            "multiple_of": "auto", "selection": "obs", "allocation": "error", "propagate": True,
-            "final_norm": True, "compensation": "ridge-to-slice", "ridge": 0.1, "reconstruct": 4,
-            "prediction_passes": 2, "token_weights": "residual", "kv_groups": "held-out",
-            "holdout": HELD_OUT, "bos": "auto",
+            "multiple_of": "auto", "selection": "obs", "compensation": "ridge-to-slice",
+            "ridge": 1.0, "allocation": "error", "propagate": True, "token_weights": "residual",
+            "reconstruct": 16, "prediction_passes": 6, "final_norm": True,
+            "kv_groups": "held-out", "holdout": HELD_OUT, "bos": "auto",
         },
     ),
 }  # fmt: skip

