@@ -114,13 +114,13 @@ bench: .venv/ready-bench  ## speed against peers and floors; parts need ../share
 quality: .venv/ready  ## quality of every repair on small trained models (needs ../shared)
 	@$(BIN)/python benchmarks/quality.py
 
-results: .venv/ready  ## the paper's experiments on small trained models, docs/RESULTS.md (needs ../shared)
+results: .venv/ready  ## the paper's experiments on small trained models, docs/SMALL_MODELS.md (needs ../shared)
 	@$(BIN)/coec sweep benchmarks/grids/small-models.toml results --jobs 2
 	@$(BIN)/coec report results --compare paper
 	@$(BIN)/coec sweep benchmarks/grids/zero-shot.toml results-zero-shot --jobs 2
 	@$(BIN)/coec report results-zero-shot --compare paper
 
-results-beyond: .venv/ready  ## the presets beside every repair, docs/RESULTS.md (needs ../shared; hours)
+results-beyond: .venv/ready  ## the presets beside every repair, docs/SMALL_MODELS.md (needs ../shared; hours)
 	@$(BIN)/coec sweep benchmarks/grids/beyond.toml results-beyond --jobs 2
 	@$(BIN)/coec report results-beyond
 
