@@ -212,8 +212,8 @@ def _split(name: str, module: str) -> tuple[str, str]:
 
 def routed_inputs(
     experts: nn.Module, args: Iterable[Tensor]
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each expert's number, the inputs of its last projection, and the norms of its outputs.
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """Yield each expert's number, its tokens, its last projection's inputs, norms of its outputs.
 
     Each row of inputs is `p h`: the channels h of a token that the expert gets times the router's
     weight p of this expert. The model applies p after the projection, which is linear, so that the
@@ -230,4 +230,9 @@ def routed_inputs(
         channels: Tensor = experts.act_fn(gate) * up  # type: ignore[operator]
         wide = torch.promote_types(channels.dtype, torch.float32)
         inputs = channels.to(wide) * weights[token, place, None]
-        yield expert, inputs, nn.functional.linear(inputs, down[expert].to(inputs)).norm(dim=-1)
+        yield (
+            expert,
+            token,
+            inputs,
+            nn.functional.linear(inputs, down[expert].to(inputs)).norm(dim=-1),
+        )

@@ -1,7 +1,8 @@
-"""Solve blocks in sequence: each site on the inputs that the pruned model has there.
+"""Solve and train blocks in sequence, the pruned model beside the dense one (METHODS §8).
 
-A site aims at the dense model's hidden states, the error made so far included, and is then fitted
-to them, its producers too (METHODS §8). Blocks that are solved already are only run through.
+Where errors propagate, each site is solved on the inputs that the pruned model has there, and aims
+at the dense model's hidden states, the error made so far included; else as in the dense model. The
+block is then trained as a whole. Blocks that are solved already are only run through.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ from coec.pipeline.solve import (
     SolvedBlock,
     assemble,
     naming,
+    solve_block,
     solve_site,
 )
 from coec.pipeline.write import Checkpoint
@@ -39,6 +41,7 @@ from coec.planning.plan import tried_blocks
 from coec.planning.run import Run
 from coec.reconstruction import Objective, relative_error, train_block
 from coec.settings.fields import nth_seed
+from coec.streaming.dense_stream import Measured, Sums
 from coec.streaming.head import Head, Prediction, rescaled_norm
 from coec.streaming.layers import Layers
 from coec.streaming.passes import BlockSource
@@ -235,7 +238,31 @@ class BlockReconstruction:
         tensors = self._dense.tensors(block)
         self._group.do(TwoStreams.open, block.index)
         self._weigh()
-        cuts, rows = [], []
+        if self._settings.propagate:
+            solved = self._solved(block, tensors)
+        else:
+            solved = solve_block(self._measured(block, tensors), run)
+        if self._settings.reconstruct:
+            began, row = time.perf_counter(), solved.rows[-1]
+            solved = replace(solved, tensors=self._trained(block, solved.tensors, row))
+            row["seconds"] += time.perf_counter() - began
+        return solved, {name: self._dense.hashes[name] for name in tensors}
+
+    def _measured(self, block: BlockLayout, tensors: dict[str, Tensor]) -> Measured:
+        """Return a block with the statistics of all its sites in the dense model."""
+        sums = Sums()
+        kinds: dict[WindowKind, dict[str, GramSum]] = {"fit": sums.fit, "held": sums.held}
+        for windows, totals in kinds.items():
+            for part in self._group.each(TwoStreams.measure_block, windows):
+                for name, total in part.items():
+                    if name not in totals:
+                        totals[name] = GramSum(len(total.x), self._run.device)
+                    totals[name].merge(total)
+        return Measured(block, tensors, *sums.grams())
+
+    def _solved(self, block: BlockLayout, tensors: Mapping[str, Tensor]) -> SolvedBlock:
+        """Return a block whose sites were solved in sequence, each behind those before it."""
+        run, cuts, rows = self._run, [], []
         written = {name: tensor.to(run.written) for name, tensor in tensors.items()}
         for number, site in enumerate(block.sites):
             statistics = self._statistics(number, site, tensors)
@@ -247,12 +274,7 @@ class BlockReconstruction:
                 self._group.do(TwoStreams.advance_site, number)
             cuts.append(cut)
             rows.append(row)
-        solved = assemble(block, written, cuts, rows, run.plan)
-        if self._settings.reconstruct:
-            began = time.perf_counter()
-            solved = replace(solved, tensors=self._trained(block, solved.tensors, rows[-1]))
-            rows[-1]["seconds"] += time.perf_counter() - began
-        return solved, {name: self._dense.hashes[name] for name in tensors}
+        return assemble(block, written, cuts, rows, run.plan)
 
     def _trained(
         self, block: BlockLayout, tensors: Mapping[str, Tensor], row: JsonDict
@@ -321,10 +343,8 @@ class BlockReconstruction:
         """
         gram, target = self._gram_and_target(number, site, tensors, "fit")
         held_out, held_out_target = None, None
-        judged = self._run.recipe.calibration.guard and few(
-            gram.tokens, self._pruned_sites[site.key].columns
-        )
-        if target is None or judged:
+        columns = self._pruned_sites[site.key].columns
+        if self._run.recipe.calibration.guard and few(gram.tokens, columns):
             held_out, held_out_target = self._gram_and_target(number, site, tensors, "held")
         return SiteStatistics(gram, held_out, target, held_out_target)
 
@@ -336,8 +356,8 @@ class BlockReconstruction:
         windows: WindowKind,
         *,
         loaded: bool = False,
-    ) -> tuple[Gram, Tensor | None]:
-        """Return the Gram of the consumer's inputs, and the target where errors propagate.
+    ) -> tuple[Gram, Tensor]:
+        """Return the Gram of the consumer's inputs, and the target.
 
         The producers are the dense model's, or those that the pruned one was given.
         """
@@ -348,8 +368,7 @@ class BlockReconstruction:
         gram = sums.gram.gram()
         with naming(site.consumer):
             gram.check_finite()
-        if sums.residual is None:
-            return gram, None
+        assert sums.residual is not None
         weight = tensors[site.weight].to(gram.xx)
         factor = sums.added / sums.scale if sums.scale > 0 else 1.0
         residual = sums.residual.to(gram.xx) / (factor or 1.0)

@@ -54,7 +54,6 @@ class ComputeConfig:
         solve: dtype of the compensation's iterations.
         measured: True where statistics are given, and no text is run.
         at_once: number of windows that the model samples together.
-        kept: bytes of activations that a fit may keep.
     """
 
     device: str
@@ -64,7 +63,6 @@ class ComputeConfig:
     solve: torch.dtype
     measured: bool = False
     at_once: int = MOST
-    kept: int = 0
 
     @classmethod
     def of(
@@ -194,10 +192,12 @@ def _grams(plan: Plan, sites: Iterable[Site]) -> int:
 def _streams(plan: Plan) -> int:
     """Number of sets of hidden states, of all windows, that wait at once.
 
-    Where the pruned model runs beside the dense one, there are the dense states before a block and
-    behind each of its halves, and the pruned ones before it and behind its first half.
+    Where the pruned model runs beside the dense one, there are the states of both before a block,
+    and the dense ones behind it or, where errors propagate, behind each of its halves.
     """
-    return 2 + len(plan.model.layout.kinds) if plan.recipe.reconstruction.sequential else 1
+    settings = plan.recipe.reconstruction
+    behind = len(plan.model.layout.kinds) if settings.propagate else 1
+    return 2 + behind if settings.sequential else 1
 
 
 def _waiting_tokens(plan: Plan) -> int:
