@@ -76,8 +76,8 @@ def run(
     console.print(f"\ncheckpoints {out}/*  (stock transformers loads them; see their README.md)")
     console.print(f"plot        {picture}")
     console.print(
-        "\nbest is here in brief: blocks are trained in one pass, and the number of KV groups is not\n"
-        "chosen; all of it: coec prune MODEL OUT --preset best"
+        "\nbest is here in brief: blocks are trained in one pass, and the number of KV groups is\n"
+        "not chosen; all of it: coec prune MODEL OUT --preset best"
     )
 
 

@@ -98,16 +98,6 @@ def value_rows(
     return heads.repeat_interleave(site.columns_per_unit // heads.shape[1], dim=0).flatten(0, 1)
 
 
-def with_rows(tensor: Float[Tensor, "n m"], new: Mapping[Rows, Tensor]) -> Float[Tensor, "n m"]:
-    """Replace rows of a tensor; derivatives run through the new ones."""
-    pieces, end = [], 0
-    for rows in sorted(new, key=lambda rows: rows.start):
-        pieces += [tensor[end : rows.start], new[rows]]
-        end = rows.stop
-    pieces = [piece for piece in [*pieces, tensor[end:]] if len(piece)]
-    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-
-
 def _kept_rows(count: int, owned: list[tuple[Rows, KeptSet]]) -> Int[Tensor, " kept"]:
     """Indices of a tensor's rows that belong to kept units, or to no unit."""
     stays = torch.ones(count, dtype=torch.bool)

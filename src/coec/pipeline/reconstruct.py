@@ -344,7 +344,8 @@ class BlockReconstruction:
         gram, target = self._gram_and_target(number, site, tensors, "fit")
         held_out, held_out_target = None, None
         columns = self._pruned_sites[site.key].columns
-        if self._run.recipe.calibration.guard and few(gram.tokens, columns):
+        guarded = self._run.recipe.calibration.guard and few(gram.tokens, columns)
+        if guarded and self._held_out:
             held_out, held_out_target = self._gram_and_target(number, site, tensors, "held")
         return SiteStatistics(gram, held_out, target, held_out_target)
 
