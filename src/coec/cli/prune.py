@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from coec.planning.machines import Machine
 
 _BETTER = {
-    "paper": "--preset balanced fits every block to it, in four to five times the time",
-    "fast": "--preset balanced fits every block to it, in three to five times the time",
-    "balanced": "--preset best, in about twice the time; it samples text, for which the "
-    "whole model must fit in memory (or --self-samples 0)",
+    "paper": "--preset balanced trains every block towards it, in several times the time",
+    "fast": "--preset balanced trains every block towards it, in several times the time",
+    "balanced": "--preset best, in about twice the time",
 }
 """What the last line of a run by a preset says of the next better one."""
 _WIDTHS = (

@@ -80,7 +80,7 @@ def reconstruct(
     progress: Progress | None = None,
     method: "type[BlockReconstruction] | None" = None,
 ) -> tuple[Checkpoint, JsonDict]:
-    """Try each candidate of a run without fits; reconstruct the one of lowest KL.
+    """Try each candidate of a run in closed form; reconstruct the one of lowest KL.
 
     Args:
         journal: keeps what is finished.
@@ -139,7 +139,7 @@ def _trial(trial: "BlockReconstruction", phase: str, progress: Progress | None) 
 
 
 class BlockReconstruction:
-    """The blocks of a pruned model, solved and fitted in sequence.
+    """The blocks of a pruned model, solved and trained in sequence.
 
     The workers of `group` hold the hidden states of both models.
     """

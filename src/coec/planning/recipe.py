@@ -70,7 +70,7 @@ class Recipe:
     Attributes:
         calibration: all that statistics depend on.
         pruning: what is removed, and how the rest is repaired.
-        reconstruction: how the pruned model is fitted to the dense one besides.
+        reconstruction: how the pruned model is brought nearer to the dense one besides.
         runtime: where it is done, by which results differ as rounding does.
 
     Raises:
