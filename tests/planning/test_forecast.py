@@ -184,14 +184,15 @@ def test_a_step_of_training_holds_as_much_whatever_the_windows(folder, monkeypat
     assert fit(16, 64) > before
 
 
-def test_models_whose_parts_cannot_be_told_apart_hold_fewer_states(tmp_path):
+def test_without_propagation_fewer_states_wait_and_more_sums(folder):
     """Where errors propagate, hidden states behind the first half wait too."""
-    waiting = []
-    for variant in ("llama", "gemma2"):
-        model = tm.save(tm.tiny(variant, torch.float32), tmp_path / variant)
-        plan, _ = planned(model, preset="balanced", allocation="uniform")
+    waiting, summed = [], []
+    for propagate in (True, False):
+        plan, how = planned(folder, reconstruct=1, propagate=propagate)
         waiting.append(_waiting_tokens(plan) / plan.tokens)
+        summed.append(memory(Forecast.of(plan, how))["passes"].host["statistics"])
     assert waiting == [4, 3]
+    assert 1.5 * summed[0] < summed[1] < 2 * summed[0]
 
 
 def test_statistics_that_are_there_need_no_text(folder):

@@ -123,7 +123,10 @@ def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict
         for block in layout.blocks
     )
     embedding, tokens = shapes[layout.embedding].numel(), plan.tokens
-    models = 2 if recipe.reconstruction.sequential else 1
+    settings = recipe.reconstruction
+    models = 2 if settings.sequential else 1
+    # Sums of a part of the windows, and those before it.
+    sums = 2 if settings.sequential and not settings.propagate else 1
     widest = max(site.columns for site in layout.sites)
     per_token = (6 * plan.dense.hidden + 4 * plan.dense.ffn) * forward + 8 * widest
     batch = min(batch_size(plan.seq_len) * plan.seq_len, tokens)
@@ -136,7 +139,7 @@ def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict
         * (stored + forward if compute.device == "cpu" else forward),
         "hidden states": _waiting_tokens(plan) * plan.dense.hidden * forward,
         "forward pass": batch * per_token,
-        "statistics": _grams(plan, layout.sites) + 8 * widest**2,
+        "statistics": sums * _grams(plan, layout.sites) + 8 * widest**2,
         "fit": _training(plan, compute),
         "logits": embedding * forward + 24 * logits,  # six copies in float32
         "whole model": plan.parameters_before * forward + sampled,
