@@ -166,6 +166,7 @@ def test_the_command_says_what_was_done_and_what_would_do(dense, tokens, tmp_pat
     status, made, said = run("prune", dense, tmp_path / "out", *flags)
     assert status == 0
     assert "held out" in made
+    assert "(error of the hidden states behind a block, mean over held-out windows)" in made
     assert FEW_TOKENS in said
     assert "windows would do" in said
     status, dry, _ = run("prune", dense, tmp_path / "out2", *flags, "--dry-run")

@@ -423,6 +423,7 @@ def _lines(report: "Report") -> Iterator[str]:
 def _reconstruction(report: "Report") -> Iterator[str]:
     """Yield errors before and after training, and how well candidates predict held-out windows."""
     facts = report.reconstruction
+    windows = facts.get("windows", "").replace(" ", "-")
     for training, label, of_what in (
         ("reconstruction", "trained", "error of the hidden states behind a block, mean over"),
         ("predictions", "on predictions", "KL of the predictions behind the last block, on"),
@@ -431,7 +432,7 @@ def _reconstruction(report: "Report") -> Iterator[str]:
         if trained:
             before = sum(block["errors"][0] for block in trained) / len(trained)
             after = sum(block["errors"][block["taken"]] for block in trained) / len(trained)
-            yield f"{label:<16} {before:.4f} → {after:.4f} ({of_what} {facts['windows']} windows)"
+            yield f"{label:<16} {before:.4f} → {after:.4f} ({of_what} {windows} windows)"
     for name, tried in facts.get("candidates", {}).items():
         chosen = ", chosen" if name == facts["kv_groups"] else ""
         divergence = tried["kl"] if tried["kl"] is not None else math.inf
