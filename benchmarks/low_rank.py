@@ -4,9 +4,9 @@
 
 Every linear layer of a block becomes a product `A B` of rank r, an m×n matrix stored as r of its
 rows and the others as combinations of these: `r (m + n) − r²` parameters. All of them together have
-as many as the same layers after pruning at that sparsity with uniform widths, or a few less. What is
-evaluated is what `coec prune --low-rank` writes (docs/METHODS.md §11), with the windows of `best`.
-Ratios are of the KL, to the last preset.
+as many as the same layers after pruning at that sparsity with uniform widths, or a few less. The
+models are those that `coec prune --low-rank` writes (docs/METHODS.md §11), with the windows of
+`best`. Ratios are of the KL, to the last preset.
 """
 
 import argparse
