@@ -6,7 +6,7 @@
 Needs torch, numpy and this package. Per site: a synthetic power-law Gram, one `coec.compensate`
 with the defaults and no alignment, after a small one that loads the libraries. Before them what a
 device computes is compared with the CPU, after them its other work is timed: statistics, the
-elimination of `obs`, a step of block reconstruction (benchmarks/device_paths.py). Operations of
+elimination of `obs` (benchmarks/device_paths.py). Operations of
 products, Cholesky factors and triangular solves are counted as they are run, decompositions by
 formula (benchmarks/operations.py); elementwise work is not counted. The floor of a phase is its
 operations at the matrix-product rate measured in the same run and dtype; its share of peak is floor

@@ -1,7 +1,7 @@
 """What a device computes besides a compensation: right first, against the CPU, and then how fast.
 
-Part of `python -m benchmarks.cuda`: statistics on tensor cores, the elimination of `obs`, a step of
-block reconstruction, and the dtype that `solve_dtype = auto` chooses.
+Part of `python -m benchmarks.cuda`: statistics on tensor cores, the elimination of `obs`, and the
+dtype that `solve_dtype = auto` chooses.
 """
 
 import time
@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 import coec
-from benchmarks import elimination, operations, reconstruction, record
+from benchmarks import elimination, operations, record
 from benchmarks.instances import Instance, synthetic
 from benchmarks.operations import MODELS, Site
 from coec.devices import choose_solve_dtype, double_rate
-from coec.reconstruction.least_squares import Theta
 from coec.selection.elimination import removal_order
 from coec.types import Gram, GramSum, KeptSet
 
@@ -28,7 +27,6 @@ ALLOWED = {
     "compensation in float32": 1e-3,
     "statistics of bfloat16": 1e-6,
     "columns removed by obs": 0.01,
-    "Gauss-Newton product": 1e-4,
 }
 """Relative differences of the CPU's and the device's: of objectives, of sums and products by their
 norm, and the share of columns that only one of them removes."""
@@ -50,12 +48,11 @@ def differences(device: torch.device) -> dict[str, float]:
         "compensation in float32": abs(_objective(here, torch.float32) / ended - 1),
         "statistics of bfloat16": float((own - other).norm() / other.norm()),
         "columns removed by obs": len(removed - expected) / len(expected),
-        "Gauss-Newton product": _apart(_product(device), _product(CPU)),
     }
 
 
 def timings(device: torch.device, model: str, scale: float) -> dict[str, Any]:
-    """Seconds at a model's widths: statistics, elimination, a step of block reconstruction."""
+    """Seconds at a model's widths: statistics, elimination."""
     down = next(site for site in MODELS[model] if site.name == "down_proj")
     site = down.scaled(scale)
     rows = torch.randn(TOKENS, site.d, device=device).bfloat16()
@@ -67,18 +64,13 @@ def timings(device: torch.device, model: str, scale: float) -> dict[str, Any]:
     _, eliminated = _timed(lambda: _eliminated(W, G, site), device)
     del W, G
     narrow = "float32" if device.type == "cpu" else "bfloat16"
-    fitted = reconstruction.measure(site.m, site.k, TOKENS, str(device), getattr(torch, narrow))
     counts = {
         "statistics, 1024 tokens": (operations.gram(site, TOKENS), took),
         "elimination": (operations.inverse(site.d) + operations.elimination(site), eliminated),
-        "iteration of reconstruction": (
-            fitted["operations"]["iteration"], fitted["seconds"]["iteration"]
-        ),
-    }  # fmt: skip
+    }
     return {
         "model": model, "m": site.m, "d": site.d, "k": site.k, "dtype": narrow,
         "parts": {name: {"operations": n, "seconds": s} for name, (n, s) in counts.items()},
-        "reconstruction": fitted,
     }  # fmt: skip
 
 
@@ -127,16 +119,6 @@ def _summed(rows: Tensor) -> Tensor:
 
 def _eliminated(W: Tensor, G: Tensor, site: Site) -> Tensor:
     return torch.as_tensor(removal_order(W, G, site.d, site.k))
-
-
-def _product(device: torch.device) -> Theta:
-    _, hand, theta, delta = reconstruction.problem(64, 160, 128, device, torch.float32)
-    hand.linearise(theta)
-    return {name: part.cpu() for name, part in hand.normal(delta).items()}
-
-
-def _apart(one: Theta, other: Theta) -> float:
-    return max(float((one[name] - other[name]).norm() / other[name].norm()) for name in one)
 
 
 def _timed(run: Callable[[], Any], device: torch.device) -> tuple[Any, float]:

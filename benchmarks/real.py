@@ -115,7 +115,7 @@ def measure_all(chosen: argparse.Namespace, arguments: list[str] | None) -> None
     name = "real" if not chosen.first else "real_proxy"
     kept = record.load(name).get("rows", [])
     done = set() if chosen.again else {row["key"] for row in kept}
-    cases = []
+    cases: list[dict[str, Any]] = []
     for sparsity, seed, row in product(chosen.sparsity, chosen.seeds, chosen.rows):
         if row == DENSE and cases:
             continue

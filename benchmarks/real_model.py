@@ -98,7 +98,7 @@ def _convert(unpacked: Path, out: Path) -> None:
     for holder, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
         if hasattr(holder, name):
             delattr(holder, name)
-    model.is_quantized = False
+    model.is_quantized = False  # type: ignore[assignment]
     model.config.name_or_path = NAME
     model.save_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(unpacked, gguf_file=GGUF)

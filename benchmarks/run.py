@@ -16,7 +16,6 @@ QUICK: dict[str, list[str]] = {
     "true_widths": ["--sites", "192x577"],
     "growth": ["--sizes", "100", "200", "400"],
     "elimination": ["--sites", "3072x1024"],
-    "reconstruction": ["--hidden", "512", "--width", "1280", "--tokens", "512"],
     "plan_accuracy": ["--models", "babyllama-1M", "--presets", "fast"],
     "end_to_end": ["--layers", "1", "--models", "wt2-llama"],
     "cuda": ["--models", "Llama-3.1-8B", "--rounds", "2"],

@@ -29,12 +29,13 @@ def test_the_picture_has_every_repair_twice_sorted_and_none_behind_another():
     }
     sites = [{"site": "mlp", "error_after": 0.2}, {"site": "attention", "error_after": 0.3}]
     reports = {method: SimpleNamespace(sites=sites * 3) for method in demo.METHODS}
-    fits = [{"error_before": 0.4, "error_after": 0.3, "holdout_before": 0.5, "holdout_after": 0.45},
-            {"error_before": 0.3, "error_after": 0.1, "holdout_before": None,
-             "holdout_after": None}]  # fmt: skip
-    rebuilt = [{**site, "block": n // 2, "reconstruction": fits[0]}
-               for n, site in enumerate(sites * 3)]  # fmt: skip
-    reports["best"] = SimpleNamespace(sites=rebuilt)
+    training = {"errors": [0.5, 0.45, 0.46], "taken": 1}  # in the row of a block's last site
+    trained = [
+        {**site, "reconstruction": training} if site["site"] == "attention" else site
+        for site in sites * 3
+    ]
+    facts = {"windows": "held out"}
+    reports["best"] = SimpleNamespace(sites=trained, reconstruction=facts)
     left, right, last = picture(reports, scores).axes
     names = [label.get_text() for label in left.get_yticklabels()]
     assert names == ["dense", "best", "least-squares", "coec", "rcpu", "bias", "none"]
@@ -46,11 +47,15 @@ def test_the_picture_has_every_repair_twice_sorted_and_none_behind_another():
     spans = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in right.patches)
     assert len(spans) == 5 * 3
     assert all(end < start for (_, end), (start, _) in pairwise(spans))
-    assert [text.get_text() for text in last.get_legend().get_texts()] == ["repaired", "and fitted"]
+    assert [text.get_text() for text in last.get_legend().get_texts()] == [
+        "repaired",
+        "and trained",
+    ]
     assert [bar.get_height() for bar in last.patches] == [0.5] * 3 + [0.45] * 3
     assert [text.get_text() for text in last.texts] == ["−10%"] * 3
     assert "held-out" in last.get_ylabel()
-    reports["best"].sites = [{**site, "reconstruction": fits[1]} for site in rebuilt]
+    training |= {"errors": [0.3, 0.1], "taken": 1}
+    facts["windows"] = "fitted"
     alone = picture(reports, scores).axes[2]
     assert [bar.get_height() for bar in alone.patches] == pytest.approx([0.3] * 3 + [0.1] * 3)
     assert "fitted windows" in alone.get_ylabel()
@@ -58,7 +63,6 @@ def test_the_picture_has_every_repair_twice_sorted_and_none_behind_another():
 
 def hasty(model, out, **settings):
     few = {"rounds": 1, "iterations": 3} if settings.get("compensation") == "coec" else {}
-    few |= {"cg_iterations": 1} if settings.get("preset") == "best" else {}
     return coec.prune(model, out, **{**settings, **few})
 
 

@@ -123,13 +123,13 @@ def test_freed_memory_between_pieces_that_stay_is_handed_back():
 
 
 def test_a_run_hands_it_back_behind_every_block(tmp_path, monkeypatch):
-    """Behind the pass and the solve of each, and where errors propagate behind both passes."""
+    """Behind the pass and the solve of each, and with two models behind the passes of both."""
     handed = []
     monkeypatch.setattr(devices, "_malloc_trim", lambda: handed.append)
     dense = tm.save(tm.tiny("llama", torch.float32), tmp_path / "dense")
     own = {"calibration": tm.token_file(tmp_path / "tokens.npy"), "samples": 4, "seq_len": 32}
-    coec.prune(dense, tmp_path / "out", compensation="none", **own)
-    assert len(handed) == 1 + 3 + 2 * 2  # where the text was read, and by the Fisher information
-    handed.clear()
-    coec.prune(dense, tmp_path / "far", propagate=True, compensation="none", fisher=0.0, **own)
-    assert len(handed) == 1 + 2 * 2
+    for reconstruct in (0, 1):
+        handed.clear()
+        out = tmp_path / str(reconstruct)
+        coec.prune(dense, out, compensation="none", reconstruct=reconstruct, **own)
+        assert len(handed) == 1 + 2 * 2  # once where the text was read

@@ -208,8 +208,8 @@ def test_a_record_lists_what_determines_the_result():
         "expert_sparsity", "multiple_of",
         "allocation", "non_uniform", "low_rank", "selection", "kept", "compensation", "options",
         "propagate",
-        "reconstruct", "cg_iterations", "damping", "curvature_tokens",
-        "fisher", "logit_iterations", "token_weights", "final_norm", "kv_groups", "calibration",
+        "reconstruct", "reconstruct_rate", "prediction_passes", "token_weights", "final_norm",
+        "kv_groups", "calibration",
         "text_column", "samples", "self_samples", "seq_len", "seed", "holdout", "guard", "bos",
         "dtype", "target", "forward_dtype",
         "solve_dtype",
@@ -283,7 +283,7 @@ def test_the_names_of_before_are_answered_with_those_of_now(before, name, run, t
 
 BESIDE = {
     "selection": "rcpu", "propagate": False, "final_norm": False, "compensation": "coec",
-    "ridge": 0.02, "reconstruct": 0, "curvature_tokens": 512, "token_weights": "equal",
+    "ridge": 0.02, "reconstruct": 0, "reconstruct_rate": 0.5, "token_weights": "equal",
     "kv_groups": "all", "holdout": 0.25, "self_samples": 0.0, "sparsity": 0.5, "multiple_of": "8",
 }  # fmt: skip
 

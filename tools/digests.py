@@ -27,7 +27,7 @@ import tiny_models as tm  # noqa: E402
 
 WIKI, STORIES = "wikitext-2/valid.raw.txt", "tinystories/train.txt"
 SHORT: dict[str, Any] = {"preset": "paper", "sparsity": 0.3, "samples": 24, "seq_len": 64}
-BEST: dict[str, Any] = {"preset": "best", "reconstruct": 1, "cg_iterations": 4}
+BEST: dict[str, Any] = {"preset": "best", "reconstruct": 1}
 PRESETS: dict[str, dict[str, Any]] = {"paper": {}, "fast": {"preset": "fast"}, "best": BEST}
 RANDOM: dict[str, Any] = {"sparsity": 0.3, "samples": 16, "seq_len": 32}
 CASES: dict[str, dict[str, Any]] = {
@@ -131,7 +131,7 @@ def runs(shared: Path, scratch: Path) -> dict[str, Callable[[], Path]]:
             tm.save(tm.tiny(variant, torch.float32), folder)
         settings = {"calibration": tokens, **RANDOM, "preset": preset}
         if preset == "best":
-            settings |= {**BEST, "self_samples": 0.0}
+            settings |= BEST
         return pruned(scratch, f"{variant} {preset}", folder, settings)
 
     def bind(function: Callable[..., Path], *arguments: Any) -> Callable[[], Path]:

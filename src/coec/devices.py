@@ -21,8 +21,6 @@ from coec.version import __version__
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
-KEPT_SHARE = 8
-"""Of the free memory, the part that activations of a fit may take to be kept, as one over it."""
 USEFUL = 1 / 8
 """Lowest rate of float64 products, relative to float32, at which compensation is in float64.
 

@@ -20,10 +20,7 @@ from coec.planning import Plan
 from coec.planning.recipe import Recipe
 
 SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32, "rounds": 1}
-BRIEF = {
-    "preset": "best", "reconstruct": 1, "cg_iterations": 2, "logit_iterations": 2,
-    "self_samples": 0.0,
-}  # fmt: skip
+BRIEF = {"preset": "best", "reconstruct": 1, "prediction_passes": 1}
 UNITS = {"attention": [0, 2, 3], "mlp": [*range(3, 30)]}
 
 

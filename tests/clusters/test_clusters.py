@@ -116,8 +116,8 @@ def test_the_pruned_model_runs_along_on_a_cluster_as_in_one_process(cluster, tmp
     import ray
 
     settings = {
-        "calibration": STORIES, "samples": 24, "seq_len": 128, "preset": "best", "cg_iterations": 2,
-        "reconstruct": 1, "kv_groups": "uniform",
+        "calibration": STORIES, "samples": 24, "seq_len": 128, "preset": "best", "reconstruct": 1,
+        "kv_groups": "uniform",
     }  # fmt: skip
     coec.prune(SMALL, tmp_path / "here", **settings)
     solve, died, lost = RayGroup.solve, tmp_path / "died", tmp_path / "lost"
@@ -127,11 +127,13 @@ def test_the_pruned_model_runs_along_on_a_cluster_as_in_one_process(cluster, tmp
         worker = self._pool.workers[0]
 
         def once():
-            if died.exists() and not lost.exists():  # the second attempt: its first product fails
+            if (
+                died.exists() and not lost.exists()
+            ):  # the second attempt: it gets no windows to train on
                 lost.touch()
 
                 def losing(self, method, *args, each=RayGroup.each, **options):
-                    if method.__name__ == "product":
+                    if method.__name__ == "examples":
                         ray.kill(worker, no_restart=False)
                     return each(self, method, *args, **options)
 

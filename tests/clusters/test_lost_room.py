@@ -21,8 +21,7 @@ SETTINGS = {
     "samples": 160,
     "seq_len": 256,
 }
-BEST = {"samples": 24, "seq_len": 128, "preset": "best", "cg_iterations": 2, "reconstruct": 1,
-        "kv_groups": "uniform"}  # fmt: skip
+BEST = {"samples": 24, "seq_len": 128, "preset": "best", "reconstruct": 1, "kv_groups": "uniform"}
 STORE = 100 * 2**20
 
 

@@ -29,7 +29,7 @@ COMMANDS = {
     "upload": ("prune", "model", URL, *PRUNE[3:]),
     "upload anew": ("prune", "model", URL, *PRUNE[3:], "--force"),
     "reconstruct": ("prune", "model", "out", *HOW, "--preset", "best", "--reconstruct", "1",
-                "--cg-iterations", "1", "--holdout", "0.3"),
+                "--prediction-passes", "1", "--holdout", "0.3"),
     "collect": ("collect", "model", "out", *HOW, "--holdout", "0.3"),
     "merge": ("collect", "--merge", "stats", "more", "out"),
     "sweep": ("sweep", "grid.toml", "out"),

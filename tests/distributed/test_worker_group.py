@@ -17,8 +17,8 @@ from coec.streaming.two_streams import SUMMANDS, TwoStreams, shards
 from coec.streaming.worker_group import LocalGroup, WorkerGroup
 
 SETTINGS = {
-    "samples": 20, "seq_len": 16, "preset": "best", "self_samples": 0.0, "cg_iterations": 2,
-    "reconstruct": 1, "logit_iterations": 2, "holdout": 0.2, "seed": 1,
+    "samples": 20, "seq_len": 16, "preset": "best", "reconstruct": 1, "prediction_passes": 1,
+    "holdout": 0.2, "seed": 1,
 }  # fmt: skip
 
 
@@ -106,8 +106,7 @@ def test_any_number_of_places_gives_the_same_bits(count, place, tmp_path, monkey
                 "advance_site",
                 "load",
                 "solve",
-                "product",
-                "divergence",
+                "examples",
             )
         ),
         ("measure", "held-out"),  # lost while a candidate is tried, and again
@@ -149,7 +148,7 @@ def test_what_is_lost_again_and_again_ends_the_run_and_leaves_what_is_finished(
 
     def lost(name):
         asked.append(name)
-        return asked.count("open") > 1 and name == "product" and "reconstructing" in asked
+        return asked.count("open") > 1 and name == "examples" and "reconstructing" in asked
 
     monkeypatch.setattr(
         reconstruction.Checkpoint, "keep",

@@ -30,9 +30,9 @@ def pruned_folder(dense_folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def fitted_folder(dense_folder, tmp_path_factory):
-    """Pruned with producers that were fitted as well."""
-    folder = tmp_path_factory.mktemp("pair") / "fitted"
+def trained_folder(dense_folder, tmp_path_factory):
+    """Pruned, and every block trained as a whole."""
+    folder = tmp_path_factory.mktemp("pair") / "trained"
     tokens = tm.token_file(tmp_path_factory.mktemp("tokens") / "tokens.npy")
     coec.prune(dense_folder, folder, calibration=tokens, samples=8, seq_len=32, reconstruct=1,
                guard=False, compensation="ridge-to-slice", preset="paper")  # fmt: skip

@@ -53,14 +53,14 @@ def test_a_row_is_the_comparison_of_the_stored_weights(rows, dense_folder, prune
     assert dataclasses.asdict(expected).items() <= rows[2].items()
 
 
-def test_fitted_producers_are_compared_and_said(dense_folder, fitted_folder, rows):
+def test_trained_producers_are_compared_and_said(dense_folder, trained_folder, rows):
     """O and P are of the dense model alone; the penalty would be of values that are no longer."""
-    fitted = coec.geometry(dense_folder, fitted_folder, ranks={"attention": 4, "mlp": 8})
-    assert [row["module"] for row in fitted] == [row["module"] for row in rows]
-    assert all(row["reads_fitted"] and row["penalty"] is None for row in fitted)
+    trained = coec.geometry(dense_folder, trained_folder, ranks={"attention": 4, "mlp": 8})
+    assert [row["module"] for row in trained] == [row["module"] for row in rows]
+    assert all(row["reads_fitted"] and row["penalty"] is None for row in trained)
     assert not any(row["reads_fitted"] for row in rows)
-    assert all(0 < row["original_pruned"]["mean"] < 90 for row in fitted)
-    (note,) = [note for note in oddities(fitted) if "fitted" in note]
+    assert all(0 < row["original_pruned"]["mean"] < 90 for row in trained)
+    (note,) = [note for note in oddities(trained) if "trained" in note]
     assert "alignment penalty" in note
     assert "4 of 4 modules" in note
 

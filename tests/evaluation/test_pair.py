@@ -95,22 +95,22 @@ def test_another_model_of_the_same_sizes_is_refused(name, pruned, tmp_path):
         ModelPair.open(other, pruned)
 
 
-def test_fitted_producers_are_kin_by_what_is_held(dense_folder, fitted_folder):
-    pair = ModelPair.open(dense_folder, fitted_folder)
-    assert pair.fitted
+def test_a_trained_model_is_kin_by_the_record_of_the_dense_one(dense_folder, trained_folder):
+    pair = ModelPair.open(dense_folder, trained_folder)
+    assert pair.trained
     assert not any(pair.reads_the_same(site) for site in pair.dense.layout.sites)
 
 
 @pytest.mark.parametrize("name", ["q_proj", "embed_tokens"])
-def test_another_model_is_no_kin_of_fitted_producers(name, fitted_folder, tmp_path):
+def test_another_model_is_no_kin_of_a_trained_one(name, trained_folder, tmp_path):
     model = tm.tiny("llama", torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if name in parameter_name:
                 parameter.add_(0.1)
     other = tm.save(model, tmp_path / "other")
-    with pytest.raises(ModelError, match=f"was not pruned from .*{name}.* others"):
-        ModelPair.open(other, fitted_folder)
+    with pytest.raises(ModelError, match="was not pruned from .*its weights are others"):
+        ModelPair.open(other, trained_folder)
 
 
 def test_kept_units_of_another_run_are_refused(dense_folder, pruned, kept):

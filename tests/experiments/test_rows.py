@@ -186,9 +186,8 @@ def test_a_row_of_before_is_read_under_the_names_of_today():
     old = {
         "cell": "0", "grids": ["g"], "labels": {}, "status": "done", "model": "m",
         "rebuilding": {"kl": 0.5},
-        "settings": {"sparsity": 0.3, "compensation": "none", "align": "8", "inner": 10},
+        "settings": {"sparsity": 0.3, "compensation": "none", "align": "8"},
     }  # fmt: skip
     record = read(old).record
     assert record["reconstruction"] == {"kl": 0.5}
     assert record["settings"]["multiple_of"] == "8"
-    assert record["settings"]["cg_iterations"] == 10

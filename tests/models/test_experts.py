@@ -45,7 +45,7 @@ def test_an_expert_reads_its_own_tokens_times_their_weights():
     index = torch.tensor([[2, 0], [0, 3]])
     experts.down_proj = nn.Parameter(torch.randn(3, 5, 4))
     routed = list(routed_inputs(experts, (hidden, index, weights)))
-    found = {expert: inputs for expert, inputs, _ in routed}
+    found = {expert: inputs for expert, _, inputs, _ in routed}
 
     def channels(expert, token):
         gate, up = (experts.gate_up_proj[expert] @ hidden[token]).chunk(2)
@@ -54,7 +54,8 @@ def test_an_expert_reads_its_own_tokens_times_their_weights():
     torch.testing.assert_close(found[0], torch.stack([0.25 * channels(0, 0), channels(0, 1)]))
     assert found[1].shape == (0, 4)
     torch.testing.assert_close(found[2], 0.75 * channels(2, 0)[None])
-    for expert, inputs, norms in routed:
+    for expert, token, inputs, norms in routed:
+        assert token.tolist() == [[0, 1], [], [0]][expert]
         torch.testing.assert_close(norms, (inputs @ experts.down_proj[expert].T).norm(dim=1))
 
 

@@ -206,8 +206,7 @@ def test_no_widths_are_refused_once_work_has_begun(variant, groups, ids, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("preset", "few"),
-    [("fast", {}), ("best", {"reconstruct": 1, "cg_iterations": 2, "logit_iterations": 2})],
+    ("preset", "few"), [("fast", {}), ("best", {"reconstruct": 1, "prediction_passes": 1})]
 )
 def test_presets_take_it(preset, few, dense, ids, tmp_path):
     report = coec.prune(

@@ -64,17 +64,16 @@ def command_of(folder):
         {
             "preset": "best",
             "reconstruct": 1,
-            "cg_iterations": 2,
-            "logit_iterations": 2,
+            "prediction_passes": 1,
             "dtype": "bfloat16",
         },
         {
             "preset": "best",
             "compensation": "none",
             "kv_groups": "all",
-            "self_samples": 0.0,
-            "cg_iterations": 1,
-            "logit_iterations": 2,
+            "reconstruct": 1,
+            "prediction_passes": 0,
+            "reconstruct_rate": 0.002,
         },
         {"reconstruct": 0, "propagate": False, "final_norm": False},
         {
@@ -100,11 +99,11 @@ def test_the_command_on_the_card_makes_the_model_again(settings, here, tmp_path,
 
 
 def test_the_card_says_preset_and_reconstruction(here, tmp_path):
-    coec.prune("dense", tmp_path / "out", **FEW, preset="best", reconstruct=1, cg_iterations=2)
+    coec.prune("dense", tmp_path / "out", **FEW, preset="best", reconstruct=1, prediction_passes=1)
     card = card_of(tmp_path / "out")
     assert "- preset: best" in card
-    assert "- beside the dense model: reconstruct = 1, cg_iterations = 2, " in card
-    assert "logit_iterations = 10" in card
+    assert "- beside the dense model: reconstruct = 1, " in card
+    assert "prediction_passes = 1, " in card
     assert "propagate = true" in card
     assert "| held-out windows of the calibration |" in card
 

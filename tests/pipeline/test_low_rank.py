@@ -11,7 +11,6 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import coec
 import tiny_models as tm
-from benchmarks.factors import Streams, Variant
 from coec.allocation.ranks import stored
 from coec.calibration.tokens import load_tokenizer
 from coec.errors import CoecError, ModelError, OptionError
@@ -28,6 +27,7 @@ from coec.planning import ComputeConfig, Forecast
 from coec.settings import Calibration, Pruning, Reconstruction, Runtime
 from coec.streaming.passes import Backend
 from coec.streaming.sensitivity import Truncations
+from low_rank_prototype import Prototype
 
 SETTINGS = {"preset": "paper", "samples": 12, "seq_len": 32, "low_rank": True}
 CPU = torch.device("cpu")
@@ -99,17 +99,17 @@ def test_the_code_beside_the_weights_computes_what_the_package_does(
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3", "phi3"])
 def test_every_matrix_is_that_of_the_prototype(variant, ids, tmp_path):
-    """Which measures by hooks on whole models, and keeps products in the dense shapes."""
+    """Which keeps products in the dense shapes, each by one decomposition of the text's sums."""
     dense = Dense.open(tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense"))
     prune(dense, tmp_path / "out", ids)
     settings = Calibration(source=ids, samples=12, seq_len=32)
     windows = Backend().dense_pass(dense, settings, Runtime(device="cpu")).draw().ids
-    streams = Streams(dense, windows, windows[:1], Variant(hidden=True))
     ranks = dict(coec.plan(dense, calibration=ids, **SETTINGS).ranks)
+    prototype = Prototype(dense, windows)
     for block in dense.layout.blocks:
-        streams.solve(block, ranks, replace=True)
+        prototype.solve(block, ranks)
     network = whole_matrices(dense, tmp_path / "out")
-    for name, product in streams.products().items():
+    for name, product in prototype.products.items():
         ours = network.get_parameter(name).float()
         torch.testing.assert_close(ours, product, rtol=0, atol=2e-3 * float(product.abs().max()))
 
@@ -169,8 +169,7 @@ def test_the_record_says_what_was_done(dense, made):
 @pytest.mark.parametrize("preset", ["paper", "fast", "balanced", "best"])
 def test_the_recorded_settings_make_it_again(preset, dense, ids, tmp_path):
     """Every preset brings what low rank takes, and nothing that it refuses."""
-    settings = {"preset": preset} | ({"self_samples": 0.0} if preset == "best" else {})
-    report = prune(dense, tmp_path / "out", ids, **settings)
+    report = prune(dense, tmp_path / "out", ids, preset=preset)
     assert report.recipe["allocation"] == ("uniform" if preset == "paper" else "error")
     assert report.recipe["propagate"]
     assert report.recipe["reconstruct"] == 0
@@ -373,14 +372,14 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
 ):
     solved, solve = [], module.LowRankReconstruction.solve
 
-    def interrupted(self, block, information):
+    def interrupted(self, block):
         if block.index:
             raise KeyboardInterrupt
-        return solve(self, block, information)
+        return solve(self, block)
 
-    def counted(self, block, information):
+    def counted(self, block):
         solved.append(block.index)
-        return solve(self, block, information)
+        return solve(self, block)
 
     def never(*_):
         raise AssertionError("measured again")

@@ -284,10 +284,8 @@ BEGUN = {
         {
             "preset": "best",
             "reconstruct": 1,
-            "cg_iterations": 1,
-            "logit_iterations": 1,
+            "prediction_passes": 1,
             "samples": 8,
-            "self_samples": 0,
         },
         1,
     ),

@@ -6,7 +6,8 @@ import torch
 import tiny_models as tm
 from coec.models.dense import Dense
 from coec.streaming import dense_stream as module
-from coec.streaming.dense_stream import DenseStream
+from coec.streaming.dense_stream import DenseStream, summed_inputs
+from coec.streaming.layers import Layers
 
 IDS = torch.randint(2, tm.VOCABULARY, (5, 32), generator=torch.Generator().manual_seed(3))
 
@@ -94,3 +95,30 @@ def test_progress_counts_batches_over_all_blocks(checkpoint, monkeypatch):
     seen = []
     list(stream(checkpoint, progress=lambda *call: seen.append(call)).blocks())
     assert seen == [("calibrating", done, 6) for done in range(1, 7)]
+
+
+@pytest.mark.parametrize("variant", ["llama", "cohere2", "mixtral", "deepseek_v3"])
+@torch.no_grad()
+def test_inputs_are_summed_with_the_weights_of_their_tokens(variant, tmp_path):
+    """Of windows of one weight each: those of every window alone, times its weight."""
+    dense = Dense.open(tm.save(tm.tiny(variant), tmp_path / "dense"))
+    layers = Layers(dense, device=torch.device("cpu"), dtype=torch.float64)
+    ids = torch.randint(2, tm.VOCABULARY, (3, 16), generator=torch.manual_seed(0))
+    states, *alone = layers.embed([ids, *ids.split(1)], dense.tensor(dense.layout.embedding))
+    block = dense.layout.blocks[-1]
+    layers.load(block, dense.tensors(block))
+    of_windows, expected, sums = torch.tensor([0.5, 2.0, 3.0]), {}, {}
+    with summed_inputs(layers, block, sums, of_windows[:, None].expand(3, 16)):
+        layers.advance(block.index, states)
+    for weight, state in zip(of_windows, alone, strict=True):
+        own = {}
+        with summed_inputs(layers, block, own):
+            layers.advance(block.index, state)
+        for name, total in own.items():
+            expected[name] = expected.get(name, 0) + float(weight) * total.xx
+    assert set(sums) == {site.name for site in block.sites}
+    for name, total in sums.items():
+        torch.testing.assert_close(total.xx, torch.as_tensor(expected[name]), rtol=1e-5, atol=1e-6)
+    layers.advance(block.index, states)  # no hook is left
+    for name, total in sums.items():
+        torch.testing.assert_close(total.xx, torch.as_tensor(expected[name]), rtol=1e-5, atol=1e-6)

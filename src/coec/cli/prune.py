@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from coec.planning.machines import Machine
 
 _BETTER = {
-    "paper": "--preset balanced fits every block to it, in four to five times the time",
-    "fast": "--preset balanced fits every block to it, in three to five times the time",
-    "balanced": "--preset best, in about twice the time; it samples text, for which the "
-    "whole model must fit in memory (or --self-samples 0)",
+    "paper": "--preset balanced trains every block towards it, in several times the time",
+    "fast": "--preset balanced trains every block towards it, in several times the time",
+    "balanced": "--preset best, in about twice the time",
 }
 """What the last line of a run by a preset says of the next better one."""
 _WIDTHS = (
@@ -348,9 +347,10 @@ def _show_report(report: "Report", as_json: bool) -> None:
     for event, modules in report.events.items():
         place = modules[0] if len(modules) == 1 else f"{modules[0]} and {len(modules) - 1} more"
         common.notes.print(f"note: {place}: {event}")
-    fits = not (report.low_rank or ARCHITECTURES[report.plan["model_type"]].adds)
-    if better := _BETTER.get(report.recipe.get("preset", "")) if fits else None:
-        common.results.print(f"nearer to the dense model: {better}")
+    preset = report.recipe.get("preset", "")
+    untold = preset == "balanced" and ARCHITECTURES[report.plan["model_type"]].adds
+    if preset in _BETTER and not (report.low_rank or untold):
+        common.results.print(f"nearer to the dense model: {_BETTER[preset]}")
     for line in _next(report):
         common.results.print(line)
 
@@ -421,23 +421,23 @@ def _lines(report: "Report") -> Iterator[str]:
 
 
 def _reconstruction(report: "Report") -> Iterator[str]:
-    """Yield errors before and after the fit, and how well candidates predict held-out windows."""
-    for site in report.kinds:
-        fits = [row["reconstruction"] for row in report.sites
-                if row["site"] == site and "reconstruction" in row]  # fmt: skip
-        if fits:
-            before = sum(fit["error_before"] for fit in fits) / len(fits)
-            after = sum(fit["error_after"] for fit in fits) / len(fits)
-            yield (
-                f"{site + ' fitted':<16} {before:.4f} → {after:.4f} "
-                "(error of the hidden states, relative to what the part adds)"
-            )
+    """Yield errors before and after training, and how well candidates predict held-out windows."""
     facts = report.reconstruction
+    windows = facts.get("windows", "").replace(" ", "-")
+    for training, label, of_what in (
+        ("reconstruction", "trained", "error of the hidden states behind a block, mean over"),
+        ("predictions", "on predictions", "KL of the predictions behind the last block, on"),
+    ):
+        trained = [row[training] for row in report.sites if training in row]
+        if trained:
+            before = sum(block["errors"][0] for block in trained) / len(trained)
+            after = sum(block["errors"][block["taken"]] for block in trained) / len(trained)
+            yield f"{label:<16} {before:.4f} → {after:.4f} ({of_what} {windows} windows)"
     for name, tried in facts.get("candidates", {}).items():
         chosen = ", chosen" if name == facts["kv_groups"] else ""
         divergence = tried["kl"] if tried["kl"] is not None else math.inf
         line = _prediction(f"groups {name}", tried)
-        yield f"{line}, KL {divergence:.3f}, before any fit{chosen}"
+        yield f"{line}, KL {divergence:.3f}, before training{chosen}"
     if "dense" in facts:
         yield _prediction("predicts", facts)
 

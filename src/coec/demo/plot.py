@@ -84,21 +84,21 @@ def _draw_errors(axes: Any, reports: Mapping[str, Report]) -> None:
 
 
 def _draw_reconstruction(axes: Any, report: Report) -> None:
-    """Draw two bars per block: the error behind it when repaired, and when fitted too."""
-    rows = [row["reconstruction"] for row in report.sites if row["site"] == SITE]
-    held_out = all(row["holdout_after"] is not None for row in rows)
-    key = "holdout" if held_out else "error"
-    repaired, fitted = ([row[f"{key}_{when}"] for row in rows] for when in ("before", "after"))
+    """Draw two bars per block: the error behind it when repaired, and when trained too."""
+    rows = [row["reconstruction"] for row in report.sites if "reconstruction" in row]
+    repaired = [row["errors"][0] for row in rows]
+    trained = [row["errors"][row["taken"]] for row in rows]
     for heights, label, colour, offset in (
-        (repaired, "repaired", COLOURS["none"], -0.2), (fitted, "and fitted", COLOURS[BEST], 0.2),
+        (repaired, "repaired", COLOURS["none"], -0.2), (trained, "and trained", COLOURS[BEST], 0.2),
     ):  # fmt: skip
         axes.bar([at + offset for at in range(len(rows))], heights, 0.36, label=label, color=colour)
-    for at, (before, after) in enumerate(zip(repaired, fitted, strict=True)):
+    for at, (before, after) in enumerate(zip(repaired, trained, strict=True)):
         axes.annotate(f"−{1 - after / before:.0%}", (at, max(before, after)), ha="center",
                       xytext=(0, 4), textcoords="offset points", fontsize=10)  # fmt: skip
-    axes.set(title="What the fit of best wins in every block", xlabel="block")
+    axes.set(title="What the training of best wins in every block", xlabel="block")
     axes.set(xticks=range(len(rows)))
-    axes.set_ylabel(f"error of the hidden states, {'held-out' if held_out else 'fitted'} windows")
+    windows = report.reconstruction["windows"].replace(" ", "-")
+    axes.set_ylabel(f"error of the hidden states, {windows} windows")
     axes.tick_params(axis="x", length=0)
     axes.yaxis.grid(True, color="#e4e6e9", linewidth=0.8)
     axes.set_axisbelow(True)

@@ -49,7 +49,7 @@ def geometry(
     Returns:
         A JSON-ready dict per module that lost units: `module`, `site`, units before and after, the
         fields of `Frames`, `events`, and `reads_fitted`: whether the inputs of the module were
-        fitted too. There is no penalty then, since it is defined by the dense model's values.
+        trained too. There is no penalty then, since it is defined by the dense model's values.
 
     Raises:
         CoecError: with one line that says what to change.
@@ -214,7 +214,7 @@ def oddities(rows: list[JsonDict]) -> list[str]:
         ),
         "the frames hold all that the weights read, so O and P nearly coincide; ask for a smaller "
         "rank": lambda row: row["gap_pruned"] is None,
-        "what the module reads was fitted to the dense model as well (reconstruct): directions of "
+        "what the module reads was trained as well (reconstruct, recover): directions of "
         "the compensated weight are those of changed inputs, and no alignment penalty is "
         "measured": lambda row: row["reads_fitted"],
         "compensation raised the alignment penalty": lambda row: (

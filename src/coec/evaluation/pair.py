@@ -39,7 +39,7 @@ class ModelPair:
         layout: the dense model's, without the experts that went whole.
         units: the kept units of every site of it, by `layers.<i>.<site>`.
         smaller: the pruned model's sites, by the same keys: its experts have new numbers.
-        fitted: true if producers were fitted too (`reconstruct`), or trained (`recover`), and are
+        trained: true if all weights of a block were trained (`reconstruct`, `recover`), and are
             no copies any more.
     """
 
@@ -48,7 +48,7 @@ class ModelPair:
     layout: Layout
     units: dict[str, KeptSet]
     smaller: dict[str, Site]
-    fitted: bool
+    trained: bool
 
     @classmethod
     def open(
@@ -84,9 +84,9 @@ class ModelPair:
         layout = _remaining(folder, with_sites, after.layout, stored)
         smaller = {a.key: b for a, b in zip(layout.sites, after.layout.sites, strict=True)}
         units = _units(folder, layout, smaller, stored)
-        recipe, trained = report.get("recipe"), bool(report.get("recoveries"))
-        fitted = trained or (isinstance(recipe, dict) and bool(recipe.get("reconstruct")))
-        pair = cls(before, after, layout, units, smaller, fitted)
+        recipe, recovered = report.get("recipe"), bool(report.get("recoveries"))
+        trained = recovered or (isinstance(recipe, dict) and bool(recipe.get("reconstruct")))
+        pair = cls(before, after, layout, units, smaller, trained)
         for model in (before, after):
             model.check_values()
         if not trained:
@@ -97,8 +97,8 @@ class ModelPair:
 
     def reads_the_same(self, site: Site) -> bool:
         """True if all direct inputs of the consumer are still copied rows of the dense model."""
-        return not self.fitted or all(
-            self._copied(site, rows) for rows in site.fitted if rows.tensor in self.pruned.files
+        return not self.trained or all(
+            self._copied(site, rows) for rows in site.producers if rows.tensor in self.pruned.files
         )
 
     def _copied(self, site: Site, rows: Rows) -> bool:
@@ -115,8 +115,7 @@ class ModelPair:
     def _check_kinship(self) -> None:
         """Raise ModelError if the weights that pruning copies are another model's.
 
-        These are the embedding, and the kept rows of the producers at the first site of every kind,
-        except for fitted rows.
+        These are the embedding, and the kept rows of the producers at the first site of every kind.
         """
         name = self.dense.layout.embedding
         old, new = self.dense.tensor(name), self.pruned.tensor(name)
@@ -124,8 +123,7 @@ class ModelPair:
             raise self._stranger(f"the rows of {name} are others")
         for site in self.layout.kinds:
             for rows in site.producers:
-                fitted = self.fitted and rows in site.fitted
-                if not fitted and not self._copied(site, rows):
+                if not self._copied(site, rows):
                     raise self._stranger(f"the rows that {rows.tensor} keeps are others")
 
     def _stranger(self, reason: str) -> ModelError:

@@ -38,8 +38,7 @@ _MOST_CELLS = 100_000
 NEWER = {
     "multiple_of": "1", "allocation": "uniform", "attention_sparsity": None,
     "budget_parameters": None, "expert_sparsity": 0.0, "guard": True, "kept": None,
-    "bos": "off", "fisher": 0.0, "mlp_sparsity": None,
-    "logit_iterations": 0, "low_rank": False, "non_uniform": False, "target": "hf",
+    "bos": "off", "mlp_sparsity": None, "low_rank": False, "non_uniform": False, "target": "hf",
 }  # fmt: skip
 """Settings that came after rows were published, at the value with which they change nothing;
 `guard` where tokens are plenty, as they are in those rows."""
@@ -108,17 +107,17 @@ class Cell:
         """Digest of all settings: two cells of one id are the same computation.
 
         The model goes by its label, which is unique in a grid: its path does not matter, and its
-        content is in the row (`identity`), which a sweep compares. A setting that is newer than
-        published rows counts where it does something, and a renamed one under its former name, so
-        that those rows still stand.
+        content is in the row (`identity`), which a sweep compares. A setting counts where it does
+        something, if it is newer than published rows or one of the reconstruction's, and a renamed
+        one under its former name, so that those rows still stand.
         """
-        recipe = None if self.recipe is None else self.recipe.record()
-        if recipe is not None:
-            newer = [name for name, idle in NEWER.items() if recipe.get(name) == idle]
+        recipe: dict[str, Any] | None = None
+        if self.recipe is not None:
+            recipe = self.recipe.record()
+            idle = {name for name, value in NEWER.items() if recipe.get(name) == value}
+            idle |= set(self.recipe.reconstruction.idle())
             before = {name: old for old, name in RENAMED.items()}
-            recipe = {before.get(n, n): value for n, value in recipe.items() if n not in newer}
-            tokens = recipe.pop(before["curvature_tokens"])
-            recipe["curvature"] = 1.0 if tokens is None else tokens  # once a share of the windows
+            recipe = {before.get(n, n): value for n, value in recipe.items() if n not in idle}
             if recipe["solve_dtype"] == "auto":
                 recipe["solve_dtype"] = "float64"  # as on a CPU, and once by default
         evaluation = self.subject.evaluation.model_dump()

@@ -304,9 +304,6 @@ def read(record: Any) -> Row:
         record = {_RENAMED_FIELDS.get(name, name): value for name, value in record.items()}
         if isinstance(settings := record.get("settings"), dict):
             record["settings"] = {RENAMED.get(name, name): v for name, v in settings.items()}
-            if isinstance(record["settings"].get("curvature_tokens"), float):  # a share once
-                share = record["settings"]["curvature_tokens"]
-                record["settings"]["curvature_tokens"] = None if share == 1.0 else share
     row = read_as(Row, record)
     row._record = record
     return row

@@ -236,7 +236,7 @@ class Architecture:
         bias_flags: by site, the configuration key that gives its consumer a bias, if there is one.
         foreign: keys of other types that a configuration relabelled as this type must not carry.
         adds: what its blocks add to the hidden states, unless attention and MLP each add their
-            output in turn; such a block cannot be fitted site by site.
+            output in turn; errors cannot propagate through such a block site by site.
         rope_keys: keys that its `rope_scaling` must have in transformers 4.57, if that accepts no
             others.
         attention_kept: why attention keeps all its units; empty if it may lose some.

@@ -243,15 +243,6 @@ class Site:
         return f"layers.{self.block}.{self.name}"
 
     @property
-    def fitted(self) -> tuple[Rows, ...]:
-        """The rows that reconstruction fits besides the consumer: weights of its direct inputs.
-
-        Of attention these are the values: its map stays fixed.
-        """
-        producers = (self.value,) if self.value else self.producers
-        return tuple(rows for rows in producers if rows.tensor.endswith(".weight"))
-
-    @property
     def tensors(self) -> frozenset[str]:
         """Full names of all tensors of the site; the model may lack some."""
         return frozenset({*(rows.tensor for rows in self.producers), self.weight, self.bias})

@@ -98,16 +98,6 @@ def value_rows(
     return heads.repeat_interleave(site.columns_per_unit // heads.shape[1], dim=0).flatten(0, 1)
 
 
-def with_rows(tensor: Float[Tensor, "n m"], new: Mapping[Rows, Tensor]) -> Float[Tensor, "n m"]:
-    """Replace rows of a tensor; derivatives run through the new ones."""
-    pieces, end = [], 0
-    for rows in sorted(new, key=lambda rows: rows.start):
-        pieces += [tensor[end : rows.start], new[rows]]
-        end = rows.stop
-    pieces = [piece for piece in [*pieces, tensor[end:]] if len(piece)]
-    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-
-
 def _kept_rows(count: int, owned: list[tuple[Rows, KeptSet]]) -> Int[Tensor, " kept"]:
     """Indices of a tensor's rows that belong to kept units, or to no unit."""
     stays = torch.ones(count, dtype=torch.bool)
@@ -212,8 +202,8 @@ def _split(name: str, module: str) -> tuple[str, str]:
 
 def routed_inputs(
     experts: nn.Module, args: Iterable[Tensor]
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each expert's number, the inputs of its last projection, and the norms of its outputs.
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """Yield each expert's number, its tokens, its last projection's inputs, norms of its outputs.
 
     Each row of inputs is `p h`: the channels h of a token that the expert gets times the router's
     weight p of this expert. The model applies p after the projection, which is linear, so that the
@@ -230,4 +220,9 @@ def routed_inputs(
         channels: Tensor = experts.act_fn(gate) * up  # type: ignore[operator]
         wide = torch.promote_types(channels.dtype, torch.float32)
         inputs = channels.to(wide) * weights[token, place, None]
-        yield expert, inputs, nn.functional.linear(inputs, down[expert].to(inputs)).norm(dim=-1)
+        yield (
+            expert,
+            token,
+            inputs,
+            nn.functional.linear(inputs, down[expert].to(inputs)).norm(dim=-1),
+        )

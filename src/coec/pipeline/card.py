@@ -29,8 +29,8 @@ LARGEST_CARD = 2**20
 TAKEN = ("license", "license_name", "license_link", "language")
 """What a dense model's card says that holds for what is made of it too."""
 BEYOND = (
-    "reconstruct", "cg_iterations", "damping", "curvature_tokens", "fisher",
-    "logit_iterations", "propagate", "token_weights", "final_norm", "kv_groups",
+    "reconstruct", "reconstruct_rate", "prediction_passes", "propagate", "token_weights",
+    "final_norm", "kv_groups",
 )  # fmt: skip
 """Settings that run the pruned model beside the dense one."""
 MEASURED = "## Measured"
@@ -292,8 +292,7 @@ def _command(report: Report) -> str:
     if recipe["kept"] is not None:
         settings["kept"] = "THIS_FOLDER"
         kept = f" THIS_FOLDER is this one, whose `{KEPT}` says which units stay."
-    # No flag unsets a preset's curvature_tokens, which has no effect where it is None.
-    flags = [_flag(name, value) for name, value in settings.items() if value is not None]
+    flags = [_flag(name, value) for name, value in settings.items()]
     lines = " \\\n    ".join([f"coec prune {shlex.quote(_dense(report))} OUT", *flags])
     return (
         "With the same version, libraries and kind of device this makes the same model again."

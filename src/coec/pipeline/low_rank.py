@@ -100,7 +100,6 @@ class LowRankReconstruction(BlockReconstruction):
         matrices = {n: tensors[n].to(gram.xx) for n in names if n.endswith(".weight")}
         yield [(name, W + W @ moved, gram) for name, W in matrices.items()]
         gram, target, _ = self._gram_and_target(number, site, tensors, "fit", loaded=loaded)
-        assert target is not None
         yield [(site.weight, target, gram)]
 
 

@@ -1,7 +1,8 @@
-"""Solve blocks in sequence: each site on the inputs that the pruned model has there.
+"""Solve and train blocks in sequence, the pruned model beside the dense one (METHODS §8).
 
-A site aims at the dense model's hidden states, the error made so far included, and is then fitted
-to them, its producers too (METHODS §8). Blocks that are solved already are only run through.
+Where errors propagate, each site is solved on the inputs that the pruned model has there, and aims
+at the dense model's hidden states, the error made so far included; else as in the dense model. The
+block is then trained as a whole. Blocks that are solved already are only run through.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ from coec.pipeline.solve import (
     SolvedBlock,
     assemble,
     naming,
+    solve_block,
     solve_site,
 )
 from coec.pipeline.write import Checkpoint
@@ -39,6 +41,7 @@ from coec.planning.plan import tried_blocks
 from coec.planning.run import Run
 from coec.reconstruction import Objective, relative_error, train_block
 from coec.settings.fields import nth_seed
+from coec.streaming.dense_stream import Measured, Sums
 from coec.streaming.head import Head, Prediction, rescaled_norm
 from coec.streaming.layers import Layers
 from coec.streaming.passes import BlockSource
@@ -80,7 +83,7 @@ def reconstruct(
     progress: Progress | None = None,
     method: "type[BlockReconstruction] | None" = None,
 ) -> tuple[Checkpoint, JsonDict]:
-    """Try each candidate of a run without fits; reconstruct the one of lowest KL.
+    """Try each candidate of a run in closed form; reconstruct the one of lowest KL.
 
     Args:
         journal: keeps what is finished.
@@ -139,7 +142,7 @@ def _trial(trial: "BlockReconstruction", phase: str, progress: Progress | None) 
 
 
 class BlockReconstruction:
-    """The blocks of a pruned model, solved and fitted in sequence.
+    """The blocks of a pruned model, solved and trained in sequence.
 
     The workers of `group` hold the hidden states of both models.
     """
@@ -242,7 +245,31 @@ class BlockReconstruction:
         tensors = self._dense.tensors(block)
         self._group.do(TwoStreams.open, block.index)
         self._weigh()
-        cuts, rows = [], []
+        if self._settings.propagate:
+            solved = self._solved(block, tensors)
+        else:
+            solved = solve_block(self._measured(block, tensors), run)
+        if self._settings.reconstruct:
+            began, row = time.perf_counter(), solved.rows[-1]
+            solved = replace(solved, tensors=self._trained(block, solved.tensors, row))
+            row["seconds"] += time.perf_counter() - began
+        return solved, {name: self._dense.hashes[name] for name in tensors}
+
+    def _measured(self, block: BlockLayout, tensors: dict[str, Tensor]) -> Measured:
+        """Return a block with the statistics of all its sites in the dense model."""
+        sums = Sums()
+        kinds: dict[WindowKind, dict[str, GramSum]] = {"fit": sums.fit, "held": sums.held}
+        for windows, totals in kinds.items():
+            for part in self._group.each(TwoStreams.measure_block, windows):
+                for name, total in part.items():
+                    if name not in totals:
+                        totals[name] = GramSum(len(total.x), self._run.device)
+                    totals[name].merge(total)
+        return Measured(block, tensors, *sums.grams())
+
+    def _solved(self, block: BlockLayout, tensors: Mapping[str, Tensor]) -> SolvedBlock:
+        """Return a block whose sites were solved in sequence, each behind those before it."""
+        run, cuts, rows = self._run, [], []
         written = {name: tensor.to(run.written) for name, tensor in tensors.items()}
         for number, site in enumerate(block.sites):
             statistics = self._statistics(number, site, tensors)
@@ -254,12 +281,7 @@ class BlockReconstruction:
                 self._group.do(TwoStreams.advance_site, number)
             cuts.append(cut)
             rows.append(row)
-        solved = assemble(block, written, cuts, rows, run.plan)
-        if self._settings.reconstruct:
-            began = time.perf_counter()
-            solved = replace(solved, tensors=self._trained(block, solved.tensors, rows[-1]))
-            rows[-1]["seconds"] += time.perf_counter() - began
-        return solved, {name: self._dense.hashes[name] for name in tensors}
+        return assemble(block, written, cuts, rows, run.plan)
 
     def _trained(
         self, block: BlockLayout, tensors: Mapping[str, Tensor], row: JsonDict
@@ -328,14 +350,13 @@ class BlockReconstruction:
         share of that: over windows that earlier blocks were fitted on too, the residual is smaller
         than elsewhere and better foreseen by the inputs, the more so with every block.
         """
-        gram, target, unexplained = self._gram_and_target(number, site, tensors, "fit")
-        if target is not None:
-            target = torch.lerp(tensors[site.weight].to(target), target, _CARRIED)
-        held_out, held_out_target = None, None
-        judged = self._run.recipe.calibration.guard and few(
-            gram.tokens, self._pruned_sites[site.key].columns
+        gram, target, unexplained = self._gram_and_target(
+            number, site, tensors, "fit", share=_CARRIED
         )
-        if target is None or judged or self._run.recipe.chooses_ridge:
+        held_out, held_out_target = None, None
+        columns = self._pruned_sites[site.key].columns
+        guarded = self._run.recipe.calibration.guard and few(gram.tokens, columns)
+        if self._held_out and (guarded or self._run.recipe.chooses_ridge):
             held_out, held_out_target, _ = self._gram_and_target(number, site, tensors, "held")
         return SiteStatistics(gram, held_out, target, held_out_target, unexplained)
 
@@ -347,8 +368,9 @@ class BlockReconstruction:
         windows: WindowKind,
         *,
         loaded: bool = False,
-    ) -> tuple[Gram, Tensor | None, float]:
-        """Return the Gram of the consumer's inputs, and the target where errors propagate.
+        share: float = 1.0,
+    ) -> tuple[Gram, Tensor, float]:
+        """Return the Gram of the consumer's inputs, and the target, by a share of what it lacks.
 
         The last value is the energy of the wanted outputs that the target does not give.
         The producers are the dense model's, or those that the pruned one was given.
@@ -360,14 +382,13 @@ class BlockReconstruction:
         gram = sums.gram.gram()
         with naming(site.consumer):
             gram.check_finite()
-        if sums.residual is None:
-            return gram, None, 0.0
+        assert sums.residual is not None
         weight = tensors[site.weight].to(gram.xx)
         factor = sums.added / sums.scale if sums.scale > 0 else 1.0
         residual = sums.residual.to(gram.xx) / (factor or 1.0)
         if windows == "held":  # weights have mean 1 over the windows fitted on, in a Gram its own
             residual *= gram.tokens / total_weight
-        change = solve_right(residual, gram.xx, _TARGET_RIDGE, gram.precision)
+        change = share * solve_right(residual, gram.xx, _TARGET_RIDGE, gram.precision)
         # Of the residual's energy, `change` takes away 2 ⟨change, Σ w δ xᵀ⟩ − ⟨change, change G⟩.
         given = float((change * (2 * residual - change @ gram.xx)).sum())
         return gram, weight + change, sums.residual_energy / (factor or 1.0) ** 2 - given

@@ -55,7 +55,6 @@ class ComputeConfig:
         solve: dtype of the compensation's iterations.
         measured: True where statistics are given, and no text is run.
         at_once: number of windows that the model samples together.
-        kept: bytes of activations that a fit may keep.
     """
 
     device: str
@@ -65,7 +64,6 @@ class ComputeConfig:
     solve: torch.dtype
     measured: bool = False
     at_once: int = MOST
-    kept: int = 0
 
     @classmethod
     def of(
@@ -126,7 +124,10 @@ def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict
         for block in layout.blocks
     )
     embedding, tokens = shapes[layout.embedding].numel(), plan.tokens
-    models = 2 if recipe.reconstruction.sequential else 1
+    settings = recipe.reconstruction
+    models = 2 if settings.sequential else 1
+    # Sums of a part of the windows, and those before it.
+    sums = 2 if settings.sequential and not settings.propagate else 1
     widest = max(site.columns for site in layout.sites)
     per_token = (6 * plan.dense.hidden + 4 * plan.dense.ffn) * forward + 8 * widest
     batch = min(batch_size(plan.seq_len) * plan.seq_len, tokens)
@@ -139,7 +140,7 @@ def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict
         * (stored + forward if compute.device == "cpu" else forward),
         "hidden states": _waiting_tokens(plan) * plan.dense.hidden * forward,
         "forward pass": batch * per_token,
-        "statistics": _grams(plan, layout.sites) + 8 * widest**2,
+        "statistics": sums * _grams(plan, layout.sites) + 8 * widest**2,
         "fit": _training(plan, compute),
         "logits": embedding * forward + 24 * logits,  # six copies in float32
         "whole model": plan.parameters_before * forward + sampled,
@@ -197,10 +198,12 @@ def _grams(plan: Plan, sites: Iterable[Site]) -> int:
 def _streams(plan: Plan) -> int:
     """Number of sets of hidden states, of all windows, that wait at once.
 
-    Where the pruned model runs beside the dense one, there are the dense states before a block and
-    behind each of its halves, and the pruned ones before it and behind its first half.
+    Where the pruned model runs beside the dense one, there are the states of both before a block,
+    and the dense ones behind it or, where errors propagate, behind each of its halves.
     """
-    return 2 + len(plan.model.layout.kinds) if plan.recipe.reconstruction.sequential else 1
+    settings = plan.recipe.reconstruction
+    behind = len(plan.model.layout.kinds) if settings.propagate else 1
+    return 2 + behind if settings.sequential else 1
 
 
 def _waiting_tokens(plan: Plan) -> int:

@@ -23,8 +23,8 @@ def notes_of(
     if why := recipe.reconstruction.left_out:
         fits = "reconstruct" in PRESETS[recipe.reconstruction.preset].settings
         yield (
-            f"blocks are not fitted, and {recipe.method.name} alone repairs them: {why}"
-            if fits
+            f"blocks are not trained, and {recipe.method.name} alone repairs them: {why}"
+            if fits and not recipe.reconstruction.reconstruct
             else f"repairs are for the inputs that the dense model has: {why}"
         )
     for site in model.layout.kinds:
@@ -68,7 +68,7 @@ def _calibration(model: Description, recipe: Recipe, seq_len: int, decided: bool
             "calibration text; these are uniform ones of as many parameters"
         )
     if calibration.samples == 1 and recipe.reconstruction.sequential:
-        yield "one window holds none out: the fits are judged by the window that they are fitted on"
+        yield "one window holds none out: blocks are judged by the window that they are trained on"
     widest = max(site.columns for site in model.layout.sites)
     fitted = 1.0 if recipe.judges_are_fitted else 1.0 - calibration.held_out
     tokens = fitted * calibration.windows * seq_len

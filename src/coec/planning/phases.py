@@ -254,7 +254,8 @@ class PlanWork:
         held_out = max(1, round(share * calibration.samples)) * self.plan.seq_len if share else 0
         # Inputs of producers are measured too, in both models.
         passes = [*self.loading() * 2, *self.dense_pass(4.0 if self.plan.ranks else 2.0)]
-        yield "passes", [*passes, *self.forward(tokens, 2.0, pruned=True)], _STREAM
+        passes += self.forward(tokens, 1.0 + settings.propagate, pruned=True)
+        yield "passes", passes, _STREAM
         for site_kind in self.kinds:
             yield f"solving {site_kind}", self.solving(site_kind), _SOLVE
         if settings.reconstruct:

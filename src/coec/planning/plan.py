@@ -79,7 +79,7 @@ class Plan:
         refuse_low_rank(model.config, "pruning")
         recipe = recipe.opened()
         if addition := model.architecture.adds:
-            recipe = recipe.without_fits(
+            recipe = recipe.without_propagation(
                 f"blocks of {model.architecture.model_type} add {addition}"
             )
         if recipe.reconstruction.preset == "fast" and few_tokens(recipe.calibration, model):
@@ -214,7 +214,7 @@ class Plan:
         return budget - self.parameters_after
 
     def briefly(self) -> "Plan":
-        """Leave out the fits and most text: closed forms show which of several candidates leads."""
+        """Leave out training and most text: closed forms show which of several candidates leads."""
         full = self.recipe.reconstruction
         weights = full.token_weights if full.propagate else "equal"
         brief = Reconstruction(
@@ -406,12 +406,11 @@ def _pruned_sizes(model: Description, widths: Widths) -> Shape:
 
 def _check_recipe(model: Description, recipe: Recipe) -> None:
     architecture, pruning = model.architecture, recipe.pruning
-    setting = "low_rank" if pruning.low_rank else recipe.reconstruction.sequential
-    if setting and (addition := architecture.adds):
+    if (addition := architecture.adds) and (setting := _needs_parts(recipe)):
         raise OptionError(
             f"{setting} needs blocks that add what attention and the MLP return, one after the "
             f"other; those of {architecture.model_type} add {addition}: leave it out"
-            + ("" if pruning.low_rank else " (preset = fast does)")
+            + ("" if pruning.low_rank else f" ({setting} = false; preset = balanced does)")
         )
     if architecture.attention_kept and (sparsity := pruning.attention_sparsity):
         raise OptionError(
@@ -430,6 +429,17 @@ def _check_recipe(model: Description, recipe: Recipe) -> None:
         )
     if pruning.expert_sparsity:
         _check_experts(model, pruning.expert_sparsity)
+
+
+def _needs_parts(recipe: Recipe) -> str | None:
+    """Return the setting that needs to know what each part of a block adds; None for none."""
+    settings = recipe.reconstruction
+    switches = {
+        "low_rank": recipe.pruning.low_rank,
+        "propagate": settings.propagate,
+        "final_norm": settings.final_norm,
+    }
+    return next((name for name, value in switches.items() if value), None)
 
 
 def _check_experts(model: Description, sparsity: float) -> None:

@@ -71,7 +71,7 @@ class Recipe:
     Attributes:
         calibration: all that statistics depend on.
         pruning: what is removed, and how the rest is repaired.
-        reconstruction: how the pruned model is fitted to the dense one besides.
+        reconstruction: how the pruned model is brought nearer to the dense one besides.
         runtime: where it is done, by which results differ as rounding does.
 
     Raises:
@@ -189,6 +189,20 @@ class Recipe:
             return self
         reconstruction = Reconstruction(preset=preset, kv_groups=kv_groups, left_out=why)
         return replace(self, reconstruction=reconstruction)
+
+    def without_propagation(self, why: str) -> "Recipe":
+        """Return the recipe whose closed forms take the dense model's inputs, if a preset yields.
+
+        What needs to know what each part of a block adds is left out: `propagate`, and the final
+        norm's rescale. Training goes on. `why` says why a block's parts cannot be told apart.
+        """
+        settings = self.reconstruction
+        if not settings.reconstruct:
+            return self.without_fits(why)
+        if settings.preset not in YIELDING or settings.explicit or self.pruning.low_rank:
+            return self
+        settings = replace(settings, propagate=False, final_norm=False, left_out=why)
+        return replace(self, reconstruction=settings)
 
     @property
     def _asked(self) -> list[str]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from coec.allocation import Importances
-from coec.devices import DTYPES, KEPT_SHARE, FreeMemory
+from coec.devices import DTYPES, FreeMemory
 from coec.errors import OptionError
 from coec.models.dense import Dense
 from coec.planning.machines import PEAK_SHARE, Machine
@@ -98,13 +98,12 @@ def _solved_in(plan: Plan, name: SolveDtypeName) -> Plan:
 
 
 def within(plan: Plan, compute: ComputeConfig, room: FreeMemory) -> ComputeConfig:
-    """Set what depends on memory: windows that are sampled together, activations that are kept."""
+    """Set what depends on memory: the number of windows that are sampled together."""
     free = room.computing
-    kept = (free or 0) // KEPT_SHARE
     if free is not None:
         free -= plan.parameters_before * compute.forward.itemsize
     at_once = windows_at_once(free, sampled_window(plan, compute))
-    return replace(compute, at_once=at_once, kept=kept)
+    return replace(compute, at_once=at_once)
 
 
 def check_room(plan: Plan, compute: ComputeConfig, room: FreeMemory) -> None:

@@ -27,12 +27,9 @@ class PruningSettings(TypedDict, total=False):
     preset: Literal["paper", "fast", "balanced", "best"]
     propagate: bool
     reconstruct: int
-    cg_iterations: int
-    curvature_tokens: int | None
-    damping: float
-    fisher: float
+    reconstruct_rate: float
+    prediction_passes: int
     token_weights: Literal["equal", "residual"]
-    logit_iterations: int
     final_norm: bool
     kv_groups: Literal["uniform", "all", "held-out"]
     calibration: Any

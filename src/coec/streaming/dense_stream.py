@@ -5,17 +5,17 @@ Only the embedding, one block and the hidden states are ever in memory.
 
 import itertools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from coec.events import Progress
 from coec.models.dense import Dense, Prefetcher
-from coec.models.layout import BlockLayout
+from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import routed_inputs
 from coec.streaming.layers import TOKENS_PER_BATCH, Layers, State
 from coec.types import Gram, GramSum
@@ -127,7 +127,7 @@ class DenseStream:
         for windows, numbers in (("fit", range(middle)), ("held", range(middle, end))):
             with ExitStack() as hooks:
                 if sums is not None and numbers:
-                    self._hook(block, getattr(sums, windows), hooks)
+                    hooks.enter_context(summed_inputs(self._layers, block, getattr(sums, windows)))
                 for number in numbers:
                     self.states[number] = self._layers.advance(block.index, self.states[number])
                     progress()
@@ -157,25 +157,46 @@ class DenseStream:
                 if sums is not None:
                     yield Measured(block, tensors, *sums.grams())
 
-    def _hook(self, block: BlockLayout, sums: dict[str, GramSum], hooks: ExitStack) -> None:
-        """Have the inputs of every site's consumer added to `sums`, until `hooks` are closed."""
-        routed = [site for site in block.sites if site.routed]
-        experts = self._layers.experts(block.index)
 
-        def add_routed(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            for expert, inputs, norms in routed_inputs(module, args):
-                sums[routed[expert].name].update(inputs)
-                sums[routed[expert].name].add_outputs(norms)
+@contextmanager
+def summed_inputs(
+    layers: Layers,
+    block: BlockLayout,
+    sums: dict[str, GramSum],
+    weights: Float[Tensor, "n length"] | None = None,
+) -> Iterator[None]:
+    """Add the inputs that every site's consumer has inside the `with` block to `sums`.
 
+    Args:
+        layers: that run.
+        block: whose sites they are.
+        sums: by the site's name; a site that is missing is added.
+        weights: of the tokens of every run; None where all count alike.
+    """
+    routed = [site for site in block.sites if site.routed]
+    experts = layers.experts(block.index)
+
+    def add(site: Site, inputs: Tensor, of_rows: Tensor | None) -> None:
+        if site.name not in sums:
+            sums[site.name] = GramSum(site.columns, inputs.device)
+        sums[site.name].update(inputs, of_rows)
+
+    def add_routed(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        for expert, token, inputs, norms in routed_inputs(module, args):  # some get no token
+            of_rows = None if weights is None else weights.flatten().to(token.device)[token]
+            add(routed[expert], inputs, of_rows)
+            sums[routed[expert].name].add_outputs(norms)
+
+    with ExitStack() as hooks:
         if experts is not None:
-            for site in routed:  # some may get no token
-                sums.setdefault(site.name, GramSum(site.columns, self._device))
             hooks.callback(experts.register_forward_pre_hook(add_routed).remove)
-        for site in block.sites:
-            if not site.routed:
-                consumer = self._layers.module(block, site.consumer)
-                handle = consumer.register_forward_pre_hook(_accumulate(sums, site.name))
-                hooks.callback(handle.remove)
+        for site in (site for site in block.sites if not site.routed):
+            consumer = layers.module(block, site.consumer)
+            handle = consumer.register_forward_pre_hook(
+                lambda _, args, site=site: add(site, args[0], weights)
+            )
+            hooks.callback(handle.remove)
+        yield
 
 
 def batch_size(length: int, windows: int | None = None) -> int:
@@ -195,15 +216,3 @@ def first_windows(windows: Int[Tensor, "n length"], tokens: int) -> Int[Tensor, 
 def in_parts(items: Sequence[Item], count: int) -> list[Sequence[Item]]:
     """Consecutive items in so many parts of about equal size, some empty where there are fewer."""
     return [items[n * len(items) // count : (n + 1) * len(items) // count] for n in range(count)]
-
-
-def _accumulate(sums: dict[str, GramSum], name: str) -> Callable[..., None]:
-    """Return a forward pre-hook that adds a module's input to the sums."""
-
-    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        inputs = args[0]
-        if name not in sums:
-            sums[name] = GramSum(inputs.shape[-1], inputs.device)
-        sums[name].update(inputs)
-
-    return hook

@@ -19,7 +19,7 @@ from coec.models.dense import Dense, Prefetcher
 from coec.models.description import Description
 from coec.planning.run import Run
 from coec.reconstruction import Example
-from coec.streaming.dense_stream import LEAST_BATCHES, batch_size, in_parts
+from coec.streaming.dense_stream import LEAST_BATCHES, batch_size, in_parts, summed_inputs
 from coec.streaming.head import Head, Prediction
 from coec.streaming.layers import Layers, State, to_host
 from coec.streaming.token_weights import squares_of, token_weights
@@ -48,8 +48,8 @@ class ConsumerStatistics:
 
     Attributes:
         gram: the Gram of its inputs, tokens weighted.
-        residual: `Σ w δ xᵀ`, δ the difference to the dense hidden state behind the site; None where
-            errors do not propagate.
+        residual: `Σ w δ xᵀ`, δ the difference to the dense hidden state behind the site; None for
+            no tokens.
         added, scale: inner products whose ratio is the factor by which a model scales what a site
             adds to the hidden state.
         residual_energy: `Σ w ‖δ‖²`.
@@ -78,8 +78,8 @@ class ConsumerStatistics:
 class TwoStreams:
     """The hidden states of both models before one block, for the windows of one shard.
 
-    A block is opened; its sites are measured and solved one after the other; then both models
-    advance through it.
+    A block is opened and measured: site after site, each solved before the next, where errors
+    propagate, and else all at once in the dense model. Then both models advance through it.
 
     Args:
         dense: the model.
@@ -134,21 +134,23 @@ class TwoStreams:
 
     @torch.no_grad()
     def open(self, index: int) -> None:
-        """Run the dense model through the halves of a block."""
+        """Run the dense model through a block, half by half where errors propagate."""
         block = self._dense.layout.blocks[index]
-        self._dense_layers.load(block, self._prefetcher.tensors(block))
-        states = self._dense_states
-        for site in block.sites:
-            half = self._dense_layers.half(block, site)
-            states = {n: self._call(self._dense_layers, half, index, s) for n, s in states.items()}
+        layers, states = self._dense_layers, self._dense_states
+        layers.load(block, self._prefetcher.tensors(block))
+        parts = [layers.modules[index]]
+        if self._propagate:
+            parts = [layers.half(block, site) for site in block.sites]
+        for part in parts:
+            states = {n: self._call(layers, part, index, s) for n, s in states.items()}
             self._behind_sites.append(states)
         self._before_site = self._pruned_states
 
     def examples(self, windows_kind: WindowKind) -> Iterator[Example]:
         """Yield every window of the open block: inputs, targets behind it, weights of tokens."""
-        inputs = self._pruned_states if self._propagate else self._dense_states
+        inputs, targets = self._pruned_states, self._behind_sites[-1]
         for n in self._numbers(windows_kind):
-            yield from map(Example, inputs[n], self._behind_sites[-1][n], self._weights[n])
+            yield from map(Example, inputs[n], targets[n], self._weights[n])
 
     def squares(self) -> Iterator[tuple[Float[Tensor, "n length"], ...]]:
         """Yield, for every part, each token's mean square of the dense state behind the block."""
@@ -168,6 +170,17 @@ class TwoStreams:
             else token_weights(squares_of(state), floor) / mean
             for n, state in self._behind_sites[-1].items()
         }
+
+    @torch.no_grad()
+    def measure_block(self, windows_kind: WindowKind) -> Iterator[dict[str, GramSum]]:
+        """Yield, for every part, sums over the inputs of all consumers in the dense model."""
+        layers, block = self._dense_layers, self._dense.layout.blocks[self._index]
+        for numbers in self._parts[windows_kind]:
+            sums: dict[str, GramSum] = {}
+            for n in numbers:
+                with summed_inputs(layers, block, sums, self._weights[n]):
+                    layers.advance(block.index, self._dense_states[n])
+            yield sums
 
     @torch.no_grad()
     def measure(
@@ -225,7 +238,7 @@ class TwoStreams:
             for n in numbers:
                 x, inputs = (
                     self._inputs_of(module, run, states[n]).to(self._device)
-                    for states in (dense, self._inputs(number))
+                    for states in (dense, self._before_site)
                 )
                 w = self._weights[n].to(self._device)
                 statistics.gram.update(inputs, w)
@@ -253,20 +266,19 @@ class TwoStreams:
         calls: list[tuple[Tensor, Tensor]],
     ) -> None:
         """Add a batch to the statistics of a consumer, whose call `half` leaves in `calls`."""
-        state = self._inputs(number)[n].to(self._device)
+        state = self._before_site[n].to(self._device)
         out = self._dense_layers.call(half, self._index, state)
         x, consumed = calls.pop()
         w = self._weights[n].to(self._device)
         statistics.gram.update(x, w)
-        if self._propagate:
-            target = self._behind_sites[number][n].to(self._device)
-            residual = _flat(target) - _flat(out)
-            weighted = residual * w.reshape(-1, 1).to(residual)
-            statistics.add_residual((weighted.T @ _flat(x)).double())
-            statistics.residual_energy += _inner(weighted, residual)
-            # A model may scale what a site adds, by one number for all.
-            statistics.added += _inner(_flat(out) - _flat(state), _flat(consumed))
-            statistics.scale += _inner(_flat(consumed), _flat(consumed))
+        target = self._behind_sites[number][n].to(self._device)
+        residual = _flat(target) - _flat(out)
+        weighted = residual * w.reshape(-1, 1).to(residual)
+        statistics.add_residual((weighted.T @ _flat(x)).double())
+        statistics.residual_energy += _inner(weighted, residual)
+        # A model may scale what a site adds, by one number for all.
+        statistics.added += _inner(_flat(out) - _flat(state), _flat(consumed))
+        statistics.scale += _inner(_flat(consumed), _flat(consumed))
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Give the pruned model's layer the tensors that the half of a site needs."""
@@ -338,12 +350,6 @@ class TwoStreams:
     @cached_property
     def _head(self) -> Head:
         return Head(self._dense, device=self._device, dtype=self._dtype)
-
-    def _inputs(self, number: int) -> Mapping[int, State]:
-        """Inputs of a site: the pruned model's where errors propagate, else the dense model's."""
-        if self._propagate:
-            return self._before_site
-        return self._behind_sites[number - 1] if number else self._dense_states
 
     def _call(self, layers: Layers, half: nn.Module, index: int, state: State) -> State:
         return to_host(layers.call(half, index, state.to(self._device)))

@@ -29,7 +29,7 @@ AXIS_NAMES = {
     "sparsity": "Compression ratio", "samples": "Calibration sequences", "alpha": "α",
     "lambda_a": "λₐ", "delta": "δ", "rounds": "Cap on the rounds", "ridge": "Ridge λ",
     "rescale_ridge": "Ridge λ of the rescale", "seed": "Seed", "holdout": "Held-out share",
-    "seq_len": "Tokens per sequence", "damping": "Damping", "slices": "Slices",
+    "seq_len": "Tokens per sequence", "slices": "Slices",
     "block": "Block", "round": "Round (0: slice; 1: left rotation and rescale)",
 }  # fmt: skip
 """Names along x; other settings keep the names of their flags."""

@@ -1,0 +1,268 @@
+"""Training of a block as a whole, on small linear blocks whose answers are known."""
+
+import math
+
+import pytest
+import torch
+
+from coec.errors import NumericalError
+from coec.reconstruction import Example, block_training, relative_error, train_block
+from coec.reconstruction.block_training import STEP_TOKENS, step_tokens
+
+H, LENGTH = 6, 64
+LONG = {"passes": 80, "rate": 0.1}
+"""As long as it takes to arrive."""
+
+
+def linear(theta, states):
+    return states @ theta["W"].T
+
+
+def two_layers(theta, states):
+    return states @ theta["A"].T @ theta["B"].T
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def examples(count=48, *, length=LENGTH, seed=0, W=None, noise=0.0):
+    """Windows whose targets are those of one linear map."""
+    W = random(H, H, seed=99) if W is None else W
+    inputs = random(count, length, H, seed=seed)
+    targets = inputs @ W.T + noise * random(count, length, H, seed=seed + 1)
+    return [Example(x, t, torch.ones(length)) for x, t in zip(inputs, targets, strict=True)]
+
+
+def trained(windows, judges=(), block=linear, start=None, objective=None, **more):
+    start = {"W": random(H, H, seed=3)} if start is None else start
+    how = {"passes": 4, "rate": 0.1, "seed": 0, "written": torch.float32, **more}
+    objective = objective or relative_error(windows)
+    return train_block(block, start, windows, judges, objective=objective, **how)
+
+
+def test_a_linear_map_is_found():
+    found = trained(examples(), examples(6, seed=7), **LONG)
+    assert found.errors[0] > 1
+    assert found.errors[found.taken] == min(found.errors) < 1e-3 * found.errors[0]
+    assert found.taken > 10
+    torch.testing.assert_close(found.theta["W"], random(H, H, seed=99), rtol=0, atol=0.05)
+    assert len(found.fitted) == LONG["passes"] == len(found.errors) - 1
+
+
+def test_a_weight_that_is_nothing_stays_nothing():
+    """A bias that only the format demands: its rate follows its size."""
+
+    def with_bias(theta, states):
+        return linear(theta, states) + theta["b"]
+
+    start = {"W": random(H, H, seed=3), "b": torch.zeros(H)}
+    found = trained(examples(), block=with_bias, start=start)
+    assert found.taken
+    assert not found.theta["b"].any()
+    assert (found.theta["W"] != start["W"]).all()
+
+
+def test_what_is_0_has_the_error_1():
+    windows = examples()
+    windows[0].weights.mul_(3.0)
+    found = trained(windows, start={"W": torch.zeros(H, H)}, passes=1)
+    assert found.errors[0] == pytest.approx(1.0)
+
+
+def test_the_objective_is_the_weighed_error_of_the_targets():
+    outputs, targets = random(3, 4, H, seed=5), random(3, 4, H, seed=1)
+    weights = random(3, 4, seed=2).abs()
+    objective = relative_error(list(map(Example, outputs, targets, weights)))
+    energy = (weights * targets.square().sum(-1)).sum() / 12
+    expected = (weights * (targets - outputs).square().sum(-1)).sum() / energy
+    assert float(objective(outputs, targets, weights)) == pytest.approx(float(expected), rel=1e-6)
+    narrow = objective(outputs.bfloat16(), targets.bfloat16(), weights)
+    assert narrow.dtype == torch.float32
+    assert float(narrow) == pytest.approx(float(expected), rel=0.02)
+
+
+def test_the_start_is_returned_where_every_pass_harms_the_judges():
+    """Also with a state that is not finite in the end."""
+    windows, judges = examples(), examples(6, seed=7)
+    start = {"W": random(H, H, seed=99) + 0.01}
+    for rate in (10.0, 1e30):
+        found = trained(windows, judges, start=start, rate=rate)
+        assert found.taken == 0
+        assert torch.equal(found.theta["W"], start["W"])
+        assert not any(error < found.errors[0] for error in found.errors)
+
+
+def test_the_judges_choose_the_pass():
+    """The best one, though training goes on to lower errors on its own windows."""
+    few = examples(2, length=4, noise=3.0)
+    start = {"W": random(H, H, seed=99) + 0.5 * random(H, H)}
+    found = trained(few, examples(6, seed=7), start=start, passes=30)
+    assert 0 < found.taken < 30
+    assert found.fitted[-1] < found.fitted[0]
+    assert found.errors[found.taken] == min(found.errors) < found.errors[-1]
+    again = trained(few, examples(6, seed=7), start=found.theta, passes=1)
+    assert again.errors[0] == found.errors[found.taken]
+
+
+def test_without_judges_the_windows_trained_on_judge():
+    windows = examples()
+    without, beside = trained(windows), trained(windows, windows)
+    assert without.errors == beside.errors
+    assert without.errors != trained(windows, examples(6, seed=7)).errors
+
+
+def test_a_seed_decides_the_order_of_the_windows_and_so_every_bit():
+    one, same, other = (trained(examples(noise=0.5), seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(one.theta["W"], same.theta["W"])
+    assert one.record() == same.record()
+    assert not torch.equal(one.theta["W"], other.theta["W"])
+
+
+def test_the_start_is_not_changed():
+    start = {"W": random(H, H, seed=3)}
+    before = start["W"].clone()
+    found = trained(examples(), start=start)
+    assert torch.equal(start["W"], before)
+    assert not found.theta["W"].requires_grad
+
+
+@pytest.mark.parametrize("c", [1 / 8, 64.0])
+def test_the_rate_is_relative_to_the_size_of_a_matrix(c):
+    """A block is the same whose one matrix is larger and whose other is smaller."""
+    A, B = random(H, H, seed=3), random(H, H, seed=4)
+    windows = examples()
+    one = trained(windows, block=two_layers, start={"A": A, "B": B})
+    other = trained(windows, block=two_layers, start={"A": c * A, "B": B / c})
+    assert one.errors == pytest.approx(other.errors, rel=1e-4)
+    assert one.fitted == pytest.approx(other.fitted, rel=1e-4)
+
+
+def test_a_token_of_weight_0_has_no_influence():
+    plain, spoilt = examples(), examples()
+    for window, other in zip(plain, spoilt, strict=True):
+        window.weights[::2] = other.weights[::2] = 0
+        other.targets[::2] += 1e3
+        other.inputs[::2] += 5
+    one, other = trained(plain), trained(spoilt)
+    assert one.record() == other.record()
+    torch.testing.assert_close(one.theta["W"], other.theta["W"], rtol=0, atol=1e-5)
+
+
+def test_weights_of_tokens_count():
+    """Half of every window asks for one map, half for another: the weights say which is found."""
+    inputs = random(48, LENGTH, H)
+    first, second = random(H, H, seed=8), random(H, H, seed=9)
+    targets = torch.cat([inputs[:, ::2] @ first.T, inputs[:, 1::2] @ second.T], dim=1)
+    inputs = torch.cat([inputs[:, ::2], inputs[:, 1::2]], dim=1)
+    weights = torch.full((LENGTH,), 1.9)
+    weights[LENGTH // 2 :] = 0.1
+    windows = [Example(x, t, weights) for x, t in zip(inputs, targets, strict=True)]
+    found = trained(windows, **LONG).theta["W"]
+    torch.testing.assert_close(found, 0.95 * first + 0.05 * second, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("where", ["inputs", "targets"])
+def test_a_start_that_is_not_finite_is_said(where):
+    windows = examples()
+    getattr(windows[1], where)[0, 0] = math.nan
+    with pytest.raises(NumericalError, match=r"^the outputs of the block at the start are not fin"):
+        trained(windows)
+
+
+def test_a_step_has_about_as_many_tokens_whatever_the_windows():
+    assert step_tokens(1) == step_tokens(64) == step_tokens(STEP_TOKENS) == STEP_TOKENS
+    assert step_tokens(STEP_TOKENS - 1) == STEP_TOKENS - 1
+    assert step_tokens(3 * STEP_TOKENS) == 3 * STEP_TOKENS
+    assert step_tokens(300) == 900
+
+
+@pytest.mark.parametrize(("length", "windows"), [(16, 4), (64, 1), (200, 1)])
+def test_windows_are_run_whole_as_many_as_a_step_holds(length, windows, monkeypatch):
+    monkeypatch.setattr(block_training, "STEP_TOKENS", 64)
+    shapes = []
+
+    def block(theta, states):
+        shapes.append((states.shape[:2], torch.is_grad_enabled()))
+        return linear(theta, states)
+
+    found = trained(examples(9, length=length), block=block, passes=2)
+    sizes = [min(windows, 9 - first) for first in range(0, 9, windows)]
+    steps = [(torch.Size([size, length]), True) for size in sizes]
+    judged = [(shape, False) for shape, _ in steps]
+    assert shapes == [*judged, *steps, *judged, *steps, *judged]
+    assert found.errors[-1] < found.errors[0]
+
+
+def test_every_window_is_run_once_in_a_pass(monkeypatch):
+    monkeypatch.setattr(block_training, "STEP_TOKENS", 2 * LENGTH)
+    windows, seen = examples(9), []
+    for number, window in enumerate(windows):
+        window.inputs[0, 0] = number
+
+    def block(theta, states):
+        if torch.is_grad_enabled():
+            seen.extend(states[:, 0, 0].int().tolist())
+        return linear(theta, states)
+
+    trained(windows, block=block, passes=2)
+    assert sorted(seen[:9]) == sorted(seen[9:]) == list(range(9))
+    assert seen[:9] != seen[9:]
+    assert seen[:9] != list(range(9))
+
+
+def test_what_is_judged_is_what_will_be_written():
+    """A change too small for the output's digits is none."""
+    start = {"W": random(H, H, seed=3).bfloat16().float()}
+    small = {"start": start, "rate": 1e-6, "passes": 3}
+    narrow = trained(examples(), written=torch.bfloat16, **small)
+    assert narrow.taken == 0
+    assert len(set(narrow.errors)) == 1
+    assert narrow.fitted == pytest.approx(narrow.errors[1:], rel=1e-4)
+    assert trained(examples(), **small).taken
+    last = trained(examples(), written=torch.bfloat16, passes=8)
+    rounded = last.theta["W"].bfloat16().float()
+    assert not torch.equal(rounded, last.theta["W"])
+    objective = relative_error(examples())
+    error = sum(
+        float(objective(linear({"W": rounded}, w.inputs), w.targets, w.weights))
+        for w in examples()
+    )  # fmt: skip
+    assert last.errors[last.taken] == pytest.approx(error / (48 * LENGTH), rel=1e-5)
+
+
+def test_another_objective_can_be_made_small():
+    """Here what counts is the first channel alone."""
+
+    def first_channel(outputs, targets, weights):
+        return ((outputs - targets)[..., 0].square() * weights).sum()
+
+    found = trained(examples(), objective=first_channel, **LONG)
+    assert found.errors[found.taken] < 1e-3 * found.errors[0]
+    expected = random(H, H, seed=99)
+    torch.testing.assert_close(found.theta["W"][0], expected[0], rtol=0, atol=0.05)
+    torch.testing.assert_close(found.theta["W"][1:], random(H, H, seed=3)[1:])
+
+
+def test_the_record_is_json_without_weights():
+    found = trained(examples(), passes=2)
+    assert found.record() == {
+        "taken": found.taken, "fitted": found.fitted, "errors": found.errors,
+    }  # fmt: skip
+
+
+def test_the_rate_rises_shortly_and_falls_to_nothing(monkeypatch):
+    rates, step = [], torch.optim.AdamW.step
+
+    def noted(self, *given):
+        rates.append(self.param_groups[0]["lr"])
+        return step(self, *given)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", noted)
+    start = {"W": torch.full((H, H), 2.0)}
+    trained(examples(), start=start, passes=20, rate=0.1)  # three steps in a pass
+    rise = torch.tensor(rates[:3])
+    torch.testing.assert_close(rise, 0.2 * torch.tensor([1 / 3, 2 / 3, 1.0]))
+    fall = torch.tensor(rates[3:]).diff()
+    torch.testing.assert_close(fall, torch.full((56,), -0.2 / 57))
+    assert rates[-1] == pytest.approx(0.2 / 57)
