@@ -59,21 +59,21 @@ class Gram:
         if self.tokens < 0 or (self.tokens == 0 and self.xx.any()):
             raise OptionError(f"Gram needs at least one token, got {self.tokens}")
 
-    def __add__(self, other: "Gram") -> "Gram":
+    def __add__(self, addend: "Gram") -> "Gram":
         centred = None
-        if self.centred is not None and other.centred is not None:
-            centred = _pooled(self.centred, self.mean, self.tokens, other.centred, other.mean,
-                              other.tokens)  # fmt: skip
-        norms = (self.output_norms, other.output_norms)
+        if self.centred is not None and addend.centred is not None:
+            centred = _pooled(self.centred, self.mean, self.tokens, addend.centred, addend.mean,
+                              addend.tokens)  # fmt: skip
+        norms = (self.output_norms, addend.output_norms)
         largest = None
-        if self.largest is not None and other.largest is not None:
-            largest = _largest(self.largest, other.largest)
+        if self.largest is not None and addend.largest is not None:
+            largest = _largest(self.largest, addend.largest)
         return Gram(
-            self.xx + other.xx,
-            self.x + other.x,
-            self.tokens + other.tokens,
+            self.xx + addend.xx,
+            self.x + addend.x,
+            self.tokens + addend.tokens,
             centred,
-            max(self.precision, other.precision),
+            max(self.precision, addend.precision),
             None if norms[0] is None or norms[1] is None else norms[0] + norms[1],
             largest,
         )
@@ -184,32 +184,32 @@ class GramSum:
         """Adds the norms of what the consumer makes of rows."""
         self.output_norms += norms.sum(dtype=torch.float64)
 
-    def merge(self, other: "GramSum") -> None:
+    def merge(self, addend: "GramSum") -> None:
         """Adds the sums of another, as if its rows had come after these."""
-        if not other.tokens:
+        if not addend.tokens:
             return
-        other = other.to(self.xx.device)
-        self.xx += other.xx
+        addend = addend.to(self.xx.device)
+        self.xx += addend.xx
         if self.tokens:
-            mean, other_mean = self.x / self.weight, other.x / other.weight
+            mean, other_mean = self.x / self.weight, addend.x / addend.weight
             self.centred = _pooled(
-                self.centred, mean, self.weight, other.centred, other_mean, other.weight
+                self.centred, mean, self.weight, addend.centred, other_mean, addend.weight
             )
         else:
-            self.centred = other.centred
-        self.x += other.x
-        self.output_norms += other.output_norms
-        self.largest = _largest(self.largest, other.largest)
-        self.tokens += other.tokens
-        self.weight += other.weight
-        self.precision = max(self.precision, other.precision)
+            self.centred = addend.centred
+        self.x += addend.x
+        self.output_norms += addend.output_norms
+        self.largest = _largest(self.largest, addend.largest)
+        self.tokens += addend.tokens
+        self.weight += addend.weight
+        self.precision = max(self.precision, addend.precision)
 
     def to(self, device: torch.device | str) -> "GramSum":
         """Return the sums on another device, to go on there."""
-        other = copy.copy(self)
+        moved = copy.copy(self)
         for name in ("xx", "x", "centred", "output_norms", "largest"):
-            setattr(other, name, getattr(self, name).to(device))
-        return other
+            setattr(moved, name, getattr(self, name).to(device))
+        return moved
 
     def gram(self) -> Gram:
         """The sums, made symmetric in place and handed over, not copied: update no more.
@@ -249,10 +249,10 @@ def _pooled(
     return centred + other + weight * (other_mean - mean).square()
 
 
-def _largest(one: Float[Tensor, " s"], other: Float[Tensor, " t"]) -> Float[Tensor, " u"]:
+def _largest(a: Float[Tensor, " s"], b: Float[Tensor, " t"]) -> Float[Tensor, " u"]:
     """The largest numbers of both, descending."""
-    both = torch.cat([one, other])
-    return both.topk(min(LARGEST, len(both))).values
+    joined = torch.cat([a, b])
+    return joined.topk(min(LARGEST, len(joined))).values
 
 
 def _symmetrize(A: Float[Tensor, "n n"], block: int = 4096) -> None:
@@ -363,7 +363,7 @@ class SiteProblem:
         if self.held_out is not None and len(self.held_out.x) != channels:
             raise OptionError(
                 f"the held-out statistics are of {len(self.held_out.x)} channels, the others of "
-                f"{channels}: both are of one consumer's inputs"
+                f"{channels}: joined are of one consumer's inputs"
             )
 
     @property

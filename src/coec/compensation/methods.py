@@ -74,7 +74,7 @@ class Method:
     @property
     def name(self) -> str:
         """Name in messages and reports: the one it is listed under, or its function's."""
-        listed = (name for name, one in COMPENSATIONS.items() if one == self)
+        listed = (name for name, method in COMPENSATIONS.items() if method == self)
         return next(listed, called(self.function))
 
     @property
@@ -85,7 +85,7 @@ class Method:
     @property
     def defaults(self) -> dict[str, Any]:
         """The options that have a default, with it."""
-        return {one.name: one.default for one in self.settings if one.default is not REQUIRED}
+        return {item.name: item.default for item in self.settings if item.default is not REQUIRED}
 
     def chosen(self, given: Mapping[str, Any]) -> "Options | dict[str, Any]":
         """The options as the function takes them, checked.
@@ -94,7 +94,7 @@ class Method:
             OptionError: one is unknown, missing, not allowed, or without effect beside the others.
         """
         own = self._checked(given)
-        if missing := [one.name for one in self.settings if one.name not in self.defaults | own]:
+        if missing := [item.name for item in self.settings if item.name not in self.defaults | own]:
             raise OptionError(f"compensation '{self.name}' needs the option '{missing[0]}'")
         for option, why in self.idle(own).items():
             raise without_effect(option, why)
@@ -154,7 +154,7 @@ class Method:
             )
 
     def _checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        known = {one.name: one for one in self.settings}
+        known = {item.name: item for item in self.settings}
         for option in sorted(set(given) - set(known)):
             takes = ", ".join(known) or "none"
             raise OptionError(
@@ -178,9 +178,9 @@ def _keywords(function: Callable[..., SiteResult]) -> tuple[Setting, ...]:
     """The options of a function: its keyword-only arguments; annotations say their kinds."""
     parameters = inspect.signature(function).parameters.values()
     return tuple(
-        of_annotation(one.name, one.annotation, one.default)
-        for one in parameters
-        if one.kind is one.KEYWORD_ONLY
+        of_annotation(argument.name, argument.annotation, argument.default)
+        for argument in parameters
+        if argument.kind is argument.KEYWORD_ONLY
     )
 
 
@@ -192,12 +192,12 @@ def _check_form(method: Method) -> None:
         raise OptionError(
             f"compensation '{method.name}' is no function whose arguments can be asked for: {error}"
         ) from error
-    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
+    if any(argument.kind is argument.VAR_POSITIONAL for argument in parameters):
         return
-    taken = [one for one in parameters if one.kind in POSITIONAL]
-    needed = [one.name for one in taken if one.default is one.empty]
+    positional = [argument for argument in parameters if argument.kind in POSITIONAL]
+    needed = [argument.name for argument in positional if argument.default is argument.empty]
     wanted = 2 if method.options else 1
-    if len(needed) > wanted or len(taken) < wanted:
+    if len(needed) > wanted or len(positional) < wanted:
         form = "(problem, options)" if method.options else "(problem, *, options)"
         raise OptionError(
             f"compensation '{method.name}' takes ({', '.join(needed)}): write it as "

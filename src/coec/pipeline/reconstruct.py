@@ -390,8 +390,8 @@ class BlockReconstruction:
             residual *= gram.tokens / total_weight
         change = share * solve_right(residual, gram.xx, _TARGET_RIDGE, gram.precision)
         # Of the residual's energy, `change` takes away 2 ⟨change, Σ w δ xᵀ⟩ − ⟨change, change G⟩.
-        given = float((change * (2 * residual - change @ gram.xx)).sum())
-        return gram, weight + change, sums.residual_energy / (factor or 1.0) ** 2 - given
+        explained = float((change * (2 * residual - change @ gram.xx)).sum())
+        return gram, weight + change, sums.residual_energy / (factor or 1.0) ** 2 - explained
 
 
 def _or_inf(score: float | None) -> float:

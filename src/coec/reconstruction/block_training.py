@@ -63,7 +63,7 @@ def relative_error(examples: Sequence[Example]) -> Objective:
 
 @dataclass(frozen=True, eq=False)
 class TrainedBlock:
-    """What a training made of a block.
+    """Result of the training of a block.
 
     Attributes:
         theta: the weights of lowest error on the windows that judge; the start is one of the

@@ -211,7 +211,7 @@ class Pruning(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Reconstruction(Settings):
-    """Settings beyond the paper: the pruned model is run beside the dense one, and fitted to it.
+    """Settings beyond the paper: the pruned model runs beside the dense one, trained towards it.
 
     Attributes:
         left_out: why the pruned model is not run beside the dense one though the preset says so.
@@ -221,7 +221,7 @@ class Reconstruction(Settings):
     preset: PresetName = setting(
         "paper",
         "Set of defaults: `paper` (COEC as published), `fast` (closed forms, block after block), "
-        "`balanced` (every block fitted, briefly) or `best` (block reconstruction); any setting "
+        "`balanced` (every block trained, briefly) or `best` (for longer); any setting "
         "given beside it wins.",
         otherwise=DEFAULT_PRESET,
     )
@@ -238,8 +238,8 @@ class Reconstruction(Settings):
     )
     reconstruct_rate: float = setting(
         0.01,
-        "Learning rate of this training, relative to the root mean square of each weight matrix; "
-        "it falls linearly to 0.",
+        "Learning rate of this training, relative to the root mean square of each stored weight "
+        "matrix; it falls linearly to 0.",
         check=_must("reconstruct_rate is above 0 and below 1", lambda rate: 0 < rate < 1),
     )
     prediction_passes: int = setting(
@@ -250,7 +250,7 @@ class Reconstruction(Settings):
     )
     token_weights: TokenWeights = setting(
         "equal",
-        "Weights of tokens in statistics and fits: `equal`, or `residual`, one over the mean "
+        "Weights of tokens in statistics and training: `equal`, or `residual`, one over the mean "
         "square of the hidden state, which is what the next norm divides by.",
     )
     final_norm: bool = setting(
@@ -296,7 +296,7 @@ class Calibration(Settings):
     Attributes:
         judging: the fraction of the windows that judge repairs where `holdout` is 0; see
             `coec.calibration.windows.with_judges`.
-        summed: True where fits sum over tokens in the dtype of the forward pass.
+        summed: True where training sums over tokens in the dtype of the forward pass.
     """
 
     source: Source = setting(
@@ -345,7 +345,8 @@ class Calibration(Settings):
     forward_dtype: DtypeName | None = setting(
         None,
         "Dtype of the dense forward pass.",
-        otherwise="the model's on a GPU, where fits take bfloat16 for float16; float32 on the CPU",
+        otherwise="the model's on a GPU, where training takes bfloat16 for float16; float32 on "
+        "the CPU",
     )
     judging: float = 0.0
     summed: bool = False

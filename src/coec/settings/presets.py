@@ -9,7 +9,7 @@ from coec.settings.options import COMPENSATION_OPTIONS
 from coec.settings.parts import DEFAULT_PRESET, PresetName, Pruning
 
 HELD_OUT = 0.125
-"""Fraction of the windows that presets with fits hold out."""
+"""Fraction of the windows that presets with training hold out."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ _NEEDED = {
 }  # fmt: skip
 """Defaults of presets that have no effect unless one of these settings is on."""
 _WITH_LOW_RANK = ("allocation", "holdout", "final_norm", "self_samples", "bos")
-"""Defaults of presets that low rank takes too: it has neither units to select nor fits."""
+"""Defaults of presets that low rank takes too: it has neither units to select nor training."""
 _LOW_RANK = {"propagate": True, "token_weights": "residual", "guard": False}
 """Defaults of low rank, which is one closed form, whatever the preset."""
 _OPTIONS = {
