@@ -6,7 +6,7 @@ and no derivative is written by hand (METHODS §8).
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,9 +80,7 @@ class TrainedBlock:
 
     def record(self) -> dict[str, Any]:
         """Return the record for the report, JSON-ready."""
-        record = asdict(self)
-        del record["theta"]
-        return record
+        return {"taken": self.taken, "fitted": self.fitted, "errors": self.errors}
 
 
 def train_block(
@@ -101,8 +99,8 @@ def train_block(
 
     The rate of every weight matrix is `rate` times the root mean square of its entries at the
     start, after a short warm-up falling linearly to 0: a matrix then moves by a share of its size,
-    whatever that is, and one that is 0 stays. The windows that judge decide behind every pass;
-    without any the last state counts, unless it is worse than the start on the windows trained on.
+    whatever that is, and one that is 0 stays. The windows that judge decide behind every pass,
+    or those trained on where there are none. A training that diverges ends there.
 
     Args:
         block: `(θ, h) → f_θ(h)`, differentiable in θ.
@@ -156,9 +154,12 @@ def train_block(
             schedule.step()
             optimiser.zero_grad(set_to_none=True)
             total += loss.detach()
+        error = judged(theta)
+        if not math.isfinite(float(total) + error):
+            break
         fitted.append(float(total) / tokens)
-        errors.append(judged(theta))
-        if errors[-1] < min(errors[:-1]):
+        errors.append(error)
+        if error < min(errors[:-1]):
             best, taken = {name: p.detach().clone() for name, p in theta.items()}, number
     return TrainedBlock(best, taken, fitted, errors)
 
