@@ -62,7 +62,7 @@ def test_perplexity_and_divergence_are_those_of_eval(two_blocks: Path, small: No
     dense, _ = real.dense_states(two_blocks, ids)
     network = real._network(two_blocks)
     found = real._prediction(network, ids, dense)
-    expected = coec.perplexity(network, ids, baseline=two_blocks)
+    expected = coec.perplexity(network, ids, seq_len=128, baseline=two_blocks)
     assert found["perplexity"] == pytest.approx(expected.perplexity, rel=2e-2)  # bfloat16
     assert found["perplexity"] == found["dense"]
     assert abs(found["kl"]) < 1e-6
