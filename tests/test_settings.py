@@ -344,7 +344,9 @@ def test_the_default_preset_is_one_line(monkeypatch):
 
 def test_the_default_is_balanced_and_help_says_both_defaults(run):
     assert Recipe() == Recipe(preset="balanced")
-    assert Recipe().reconstruction.reconstruct == settings.PRESETS["balanced"].settings["reconstruct"]
+    assert (
+        Recipe().reconstruction.reconstruct == settings.PRESETS["balanced"].settings["reconstruct"]
+    )
     _, out, _ = run("prune", "--help-all")
     shown = " ".join(out.replace("│", " ").split())
     assert "given beside it wins. Default: balanced." in shown
