@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.func import functional_call
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -199,12 +200,12 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
         if torch.cuda.is_available():
             numbers["device_bytes"] = torch.cuda.max_memory_allocated()
         ids = evaluation_ids(model, size, Path(case["shared"]))
-        dense, _ = dense_states(model, ids)
+        dense, norm = dense_states(model, ids)
         network = _network(pruned)
         if case["first"]:
             numbers["error"] = _state_error(network, ids, dense)
         else:
-            numbers |= _prediction(network, ids, dense)
+            numbers |= _prediction(network, ids, dense, norm)
         if case["limit"]:
             del network
             tasks = coec.zero_shot(
@@ -268,16 +269,16 @@ def _states(network: Any, ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _prediction(network: Any, ids: Tensor, dense: Tensor) -> dict[str, float]:
+def _prediction(network: Any, ids: Tensor, dense: Tensor, norm: Tensor) -> dict[str, float]:
     """Return perplexity, mean KL(dense ‖ pruned) in nats per token, and the dense perplexity.
 
-    The head is the same in both models; the final norm may not be.
+    The head is the same in both models; the final norm's weight may not be.
     """
-    reference = _dense_norm(network, dense)
+    weight = {"weight": norm.to(network.device)}
     sums = torch.zeros(3, dtype=torch.float64)
     for batch, states in zip(ids.split(8), dense.split(8), strict=True):
         ours = network.model.norm(_states(network, batch).to(network.device))[:, :-1]
-        theirs = reference(states.to(network.device))[:, :-1]
+        theirs = functional_call(network.model.norm, weight, states.to(network.device))[:, :-1]
         parts = [t.flatten(0, 1).split(_TOKENS_AT_ONCE) for t in (ours, theirs)]
         for p, q, target in zip(*parts, batch[:, 1:].flatten().split(_TOKENS_AT_ONCE), strict=True):
             log_p, log_q = (network.lm_head(h).float().log_softmax(-1) for h in (p, q))
@@ -290,16 +291,6 @@ def _prediction(network: Any, ids: Tensor, dense: Tensor) -> dict[str, float]:
     entropy, baseline, divergence = (sums / ids[:, 1:].numel()).tolist()
     exp = torch.tensor([entropy, baseline], dtype=torch.float64).exp().tolist()
     return {"perplexity": exp[0], "kl": divergence, "dense": exp[1]}
-
-
-def _dense_norm(network: Any, dense: Tensor) -> Any:
-    """Return the dense model's final norm: the pruned one's, with the dense weight."""
-    import copy
-
-    norm = copy.deepcopy(network.model.norm)
-    weight = load_file(folder() / "model.safetensors")["model.norm.weight"]
-    norm.weight = torch.nn.Parameter(weight.to(network.device), requires_grad=False)
-    return norm
 
 
 def _state_error(network: Any, ids: Tensor, dense: Tensor) -> float:

@@ -27,8 +27,10 @@ def two_blocks() -> Path:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Few windows, whose dense states are made here: another number of threads rounds otherwise."""
     monkeypatch.setitem(real.SIZES, "cpu", real.Size(8, 128, windows=4))
+    monkeypatch.setattr(real, "CACHE", tmp_path)
 
 
 def case(model: Path, row: str, settings: dict[str, object]) -> dict[str, object]:
@@ -59,9 +61,9 @@ def test_a_row_of_a_preset_is_nearer_to_the_dense_model_than_the_bare_slice(
 
 def test_perplexity_and_divergence_are_those_of_eval(two_blocks: Path, small: None) -> None:
     ids = real.evaluation_ids(two_blocks, real.SIZES["cpu"], SHARED)
-    dense, _ = real.dense_states(two_blocks, ids)
+    dense, norm = real.dense_states(two_blocks, ids)
     network = real._network(two_blocks)
-    found = real._prediction(network, ids, dense)
+    found = real._prediction(network, ids, dense, norm)
     expected = coec.perplexity(network, ids, seq_len=128, baseline=two_blocks)
     assert found["perplexity"] == pytest.approx(expected.perplexity, rel=2e-2)  # bfloat16
     assert found["perplexity"] == found["dense"]
