@@ -5,7 +5,8 @@
 
 `cpu`: 64 windows of 512 tokens of WikiText-2 valid calibrate; perplexity and KL are of the first 32
 windows of 512 of test. `gpu`: 128 windows of 1,024, and the first 900,000 characters of test. Both
-texts lie in ../shared/data, the model comes from benchmarks.real_model. Rows are in
+texts lie in ../shared/data, the model comes from benchmarks.real_model. Forward passes run in the
+model's bfloat16, as they do on a GPU, on a CPU too. Rows are in
 benchmarks/results/real.json, made where they are missing (`--again`: anew), the most telling first;
 with `--minutes` none is begun or goes on after so many. A row is a process of its own: pruning by
 this package, then the checkpoint in transformers, beside the dense model's states, which are kept.
@@ -178,7 +179,7 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
     texts = Path(case["shared"]) / TEXTS
     windows = {
         "calibration": str(texts / "valid.raw.txt"), "samples": size.samples,
-        "seq_len": size.seq_len, "seed": case["seed"],
+        "seq_len": size.seq_len, "seed": case["seed"], "forward_dtype": "bfloat16",
     }  # fmt: skip
     numbers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=CACHE) as work:

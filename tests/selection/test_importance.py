@@ -6,9 +6,13 @@ import pytest
 import torch
 
 import problems
-from coec.selection import error_saved, standardised
+from coec.selection import error_saved, removal_path, standardised
 from coec.selection.importance import _rising
 from coec.types import Gram
+
+
+def saved(W, G, units, keep):
+    return error_saved([cost for _, cost in removal_path(W, G.xx, units, 1)], keep)
 
 
 def gram(d=12, kind="power law"):
@@ -35,7 +39,7 @@ def test_independent_channels_are_worth_their_energy():
     """Nothing can be refitted: a channel's worth is ‖W_j‖² E[x_j²], over that of those that go."""
     energies = torch.tensor([4.0, 1.0, 9.0, 2.0], dtype=torch.float64)
     G = Gram(torch.diag(10 * energies), torch.zeros(4).double(), 10)
-    found = error_saved(torch.eye(4).double(), G, 4, 2)
+    found = saved(torch.eye(4).double(), G, 4, 2)
     assert found[0] == torch.inf
     expected = torch.tensor([4.0, 2.0, 1.0], dtype=torch.float64) / 3
     torch.testing.assert_close(found[1:], expected, rtol=1e-2, atol=0)  # but for the ridge
@@ -44,9 +48,9 @@ def test_independent_channels_are_worth_their_energy():
 @pytest.mark.parametrize("units", [12, 4])
 def test_neither_units_of_measure_nor_tokens_matter(units):
     W, G = problems.weight(5, 12), gram()
-    found = error_saved(W, G, units, 1)
+    found = saved(W, G, units, 1)
     twice = Gram(2 * G.xx, 2 * G.x, 2 * G.tokens)
-    torch.testing.assert_close(error_saved(7 * W, twice, units, 1), found)
+    torch.testing.assert_close(saved(7 * W, twice, units, 1), found)
     assert torch.isfinite(found[1:]).all()
     assert (found[1:-1] >= found[2:]).all()
     assert float(found[1:].sum()) == pytest.approx(1)
@@ -55,22 +59,22 @@ def test_neither_units_of_measure_nor_tokens_matter(units):
 def test_a_copy_is_worth_nothing():
     X = problems.inputs("white", 6)
     X = torch.cat([X, X[:1]])
-    found = error_saved(problems.weight(5, 7), Gram(X @ X.T, X.sum(dim=1), X.shape[1]), 7, 4)
+    found = saved(problems.weight(5, 7), Gram(X @ X.T, X.sum(dim=1), X.shape[1]), 7, 4)
     assert found[-1] < 1e-2 < found[-2]
 
 
 def test_a_consumer_of_zeros_and_a_single_unit():
-    assert error_saved(torch.zeros(3, 4).double(), gram(4), 4, 2).tolist() == [torch.inf, 0, 0, 0]
-    assert error_saved(problems.weight(3, 4), gram(4), 1, 1).tolist() == [torch.inf]
+    assert saved(torch.zeros(3, 4).double(), gram(4), 4, 2).tolist() == [torch.inf, 0, 0, 0]
+    assert saved(problems.weight(3, 4), gram(4), 1, 1).tolist() == [torch.inf]
 
 
 def test_what_costs_anything_beyond_what_costs_nothing_is_never_to_go():
     """Two columns without weight: removing them costs nothing, and everything else is over that."""
     weight = torch.tensor([[0.0, 2.0, 0.0, 1.0]], dtype=torch.float64)
     G = Gram(torch.eye(4).double(), torch.zeros(4).double(), 10)
-    assert error_saved(weight, G, 4, 2).tolist() == [torch.inf, torch.inf, 0.0, 0.0]
-    assert error_saved(weight, G, 4, 4).tolist() == [torch.inf, torch.inf, 0.0, 0.0]
-    assert error_saved(weight, G, 4, 1)[1:].tolist() == pytest.approx([1.0, 0.0, 0.0])
+    assert saved(weight, G, 4, 2).tolist() == [torch.inf, torch.inf, 0.0, 0.0]
+    assert saved(weight, G, 4, 4).tolist() == [torch.inf, torch.inf, 0.0, 0.0]
+    assert saved(weight, G, 4, 1)[1:].tolist() == pytest.approx([1.0, 0.0, 0.0])
 
 
 def test_the_path_is_replaced_by_its_convex_hull():

@@ -6,6 +6,7 @@ memory.
 """
 
 import functools
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -22,10 +23,11 @@ from coec.models.surgery import Cut, with_bias
 from coec.pipeline.solve import SiteStatistics, naming, solve_site
 from coec.planning import Plan
 from coec.planning.run import Run
-from coec.selection import error_saved, standardised
+from coec.selection import error_saved, removal_path, standardised
 from coec.streaming.dense_stream import Measured
 from coec.streaming.passes import BlockSource
 from coec.streaming.sensitivity import RepairedConsumer, Sensitivity
+from coec.types import KeptSet
 
 _PIECE = "importances"
 _LEAST = 1e-4
@@ -52,16 +54,16 @@ def measure_importances(
         shared = {site.key for site in plan.shared}
         if run.recipe.pruning.allocation == "error":
             fit, _ = source.windows_of_text()
-            sensitivity = Sensitivity(dense, fit, shared, device=run.device, dtype=run.forward)
+            sensitivity = Sensitivity(dense, fit, device=run.device, dtype=run.forward)
         importances: dict[str, Tensor] = {}
         for measured in source.blocks((), progress):
-            importances |= {
-                site.key: _importance(measured, site, run)
-                for site in measured.block.sites
-                if site.key in shared
-            }
+            block, tensors = measured.block, measured.tensors
+            units: dict[str, KeptSet | None] = {}
+            for site in block.sites:
+                if site.key in shared:
+                    importances[site.key], units[site.key] = _importance(measured, site, run)
             if sensitivity is not None:
-                sensitivity.advance(measured.block, measured.tensors, _repaired(measured, run))
+                sensitivity.advance(block, tensors, _repaired(measured, units, run))
             if progress:
                 progress("allocating", measured.index + 1, len(dense.layout.blocks))
         if sensitivity is not None:
@@ -81,25 +83,38 @@ def check_leader(device: torch.device) -> None:
         )
 
 
-def _importance(measured: Measured, site: Site, run: Run) -> Tensor:
-    """Return the importances of one site's units, that of the last one to be removed first."""
+def _importance(measured: Measured, site: Site, run: Run) -> tuple[Tensor, KeptSet | None]:
+    """Return the importances of one site's units, that of the last one to be removed first.
+
+    Where they come from a path of removals, also the units that it leaves at the uniform width.
+    """
     gram, weight = measured.grams[site.name], measured.tensors[site.weight].to(run.device)
     if run.recipe.judges_are_fitted and site.name in measured.holdout:
         gram = gram + measured.holdout[site.name]
     with naming(site.consumer):
         gram.check_finite()
         if run.recipe.pruning.allocation == "adaptive":
-            return standardised(weight, gram, site.units)
-        return error_saved(weight, gram, site.units, run.plan.widths.of(site))
+            return standardised(weight, gram, site.units), None
+        path, keep = removal_path(weight, gram.xx, site.units, 1), run.plan.widths.of(site)
+        gone = {unit for unit, _ in path[: site.units - keep]}
+        left = torch.tensor([unit for unit in range(site.units) if unit not in gone])
+        return error_saved([cost for _, cost in path], keep), KeptSet(left, site.units)
 
 
-def _repaired(measured: Measured, run: Run) -> dict[str, RepairedConsumer]:
-    """Return the consumers of a block as the uniform plan has them, in the dense shape."""
+def _repaired(
+    measured: Measured, units: Mapping[str, KeptSet | None], run: Run
+) -> dict[str, RepairedConsumer]:
+    """Return the consumers of a block as the uniform plan has them, in the dense shape.
+
+    `units` are those that stay, by `Site.key`, where nobody named them.
+    """
     consumers = {}
     for site in measured.block.sites:
         statistics = SiteStatistics(measured.grams[site.name], measured.holdout.get(site.name))
         written = measured.tensors[site.weight].dtype
-        cut, _ = solve_site(site, measured.tensors, statistics, run, written)
+        cut, _ = solve_site(
+            site, measured.tensors, statistics, run, written, units=units.get(site.key)
+        )
         if cut.result is not None:
             consumers[site.key] = _in_dense_shape(cut, measured.tensors)
     return consumers

@@ -143,6 +143,7 @@ def solve_site(
     statistics: SiteStatistics,
     run: Run,
     written: torch.dtype | None = None,
+    units: KeptSet | None = None,
 ) -> tuple[Cut, JsonDict]:
     """Return the kept units and compensated weights of one site, and its row for the report.
 
@@ -152,13 +153,16 @@ def solve_site(
         statistics: of its consumer's inputs.
         run: the plan, and where and in which dtypes it is carried out.
         written: dtype of the weights whose errors are reported; that of the run by default.
+        units: those that stay; the run's selection chooses them by default.
 
     Raises:
         NumericalError: statistics or weights are not finite, naming the module.
     """
     began = time.perf_counter()
     with naming(site.consumer):
-        cut, diagnostics = _solve_site(site, tensors, statistics, run, written or run.written)
+        cut, diagnostics = _solve_site(
+            site, tensors, statistics, run, written or run.written, units
+        )
     row = _row(site, len(cut.units.indices), diagnostics, time.perf_counter() - began)
     _check_recordable(row)
     return cut, row
@@ -206,6 +210,7 @@ def _solve_site(
     statistics: SiteStatistics,
     run: Run,
     written: torch.dtype,
+    units: KeptSet | None,
 ) -> tuple[Cut, JsonDict]:
     plan = run.plan
     weight = tensors[site.weight].to(run.device)
@@ -222,7 +227,7 @@ def _solve_site(
     with recording() as events:
         if gram.tokens >= 1000 and (gram.top_token_energy or 0.0) > 0.5:
             record(SINKS)
-        units = _kept(site, weight, gram, plan)
+        units = _kept(site, weight, gram, plan) if units is None else units
     if units.everything and statistics.target is None:
         return Cut(site, units, None), {**facts, "events": events}
     if site.routed:

@@ -37,11 +37,11 @@ _CHARACTER_BYTES = 170
 _LOWER_BOUNDS = {
     "block's weights": 0.5, "hidden states": 1.0, "forward pass": 0.25, "statistics": 0.5,
     "Grams": 1.0, "weight": 0.3, "solver": 0.5, "fit": 0.4, "logits": 0.3, "whole model": 1.0,
-    "shard": 0.5,
+    "shard": 0.5, "consumers": 1.0,
 }  # fmt: skip
 """Lower bound of every purpose, as a fraction of the estimate: what a refusal goes by. Program and
 text are left out: the first is there already, and what the second took may be given back."""
-_ON_HOST = ("program", "text", "hidden states", "shard")
+_ON_HOST = ("program", "text", "hidden states", "consumers", "shard")
 """Purposes that are on the host in any case."""
 
 
@@ -139,6 +139,7 @@ def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict
         "block's weights": max(models * block, embedding)
         * (stored + forward if compute.device == "cpu" else forward),
         "hidden states": _waiting_tokens(plan) * plan.dense.hidden * forward,
+        "consumers": _pruned_consumers(plan) * forward,
         "forward pass": batch * per_token,
         "statistics": sums * _grams(plan, layout.sites) + 8 * widest**2,
         "fit": _training(plan, compute),
@@ -211,11 +212,17 @@ def _waiting_tokens(plan: Plan) -> int:
     waiting = _streams(plan) * plan.tokens
     if plan.recipe.pruning.allocation != "error":
         return waiting
-    models = 2 * len(plan.model.layout.sites)
+    sets = 2 + plan.dense.layers  # both models', and the pruned one's before every block
     if plan.ranks:
-        models = len(SHARES) * len(plan.model.matrices)
-    tried = models * tried_tokens(plan)
-    return max(waiting, plan.tokens + tried)
+        sets = len(SHARES) * len(plan.model.matrices)
+    return max(waiting, plan.tokens + sets * tried_tokens(plan))
+
+
+def _pruned_consumers(plan: Plan) -> int:
+    """Number of weights of the pruned consumers that allocation by error keeps of all blocks."""
+    if plan.recipe.pruning.allocation != "error" or plan.ranks:
+        return 0
+    return sum(plan.model.shapes[site.weight].numel() for site in plan.model.layout.sites)
 
 
 def tried_tokens(plan: Plan) -> int:

@@ -32,7 +32,7 @@ _PROCESS = ("program", "text")
 _STREAM = (*_PROCESS, "block's weights", "hidden states", "forward pass", "statistics")
 _SOLVE = (*_PROCESS, "hidden states", "Grams", "weight", "solver", "decomposition")
 _FIT = (*_PROCESS, "block's weights", "hidden states", "fit")
-_ALLOCATE = (*_STREAM, "Grams", "weight", "solver", "decomposition", "logits")
+_ALLOCATE = (*_STREAM, "consumers", "Grams", "weight", "solver", "decomposition", "logits")
 _PREDICT = (*_PROCESS, "hidden states", "logits")
 
 
@@ -229,8 +229,8 @@ class PlanWork:
         return steps + self._head(tokens, 1.0 + count)
 
     def allocating(self) -> list[Work]:
-        """Run a dense pass of its own and score units; for errors also eliminate, solve, and run
-        models side by side: of each earlier site two through a block, of its own sites three.
+        """Run a dense pass of its own and score units; for errors also eliminate, solve, run both
+        models, and the pruned one again with its derivatives, which are twice a way forward.
         """
         if self.plan.ranks:
             return self._truncations()
@@ -239,9 +239,8 @@ class PlanWork:
         for site_kind in self.kinds:
             steps += self.solving(site_kind, compensate=by_error)
         if by_error:
-            count, tokens = len(self.plan.model.layout.sites), tried_tokens(self.plan)
-            steps += self.forward(tokens, count * (self.layers + 1) / self.layers + 2)
-            steps += self._head(tokens, 1.0 + 2 * count)
+            tokens = tried_tokens(self.plan)
+            steps += self.loading() + self.forward(tokens, 5.0) + self._head(tokens, 4.0)
         return steps
 
     def reconstruction(self) -> Iterator[tuple[str, list[Work], tuple[str, ...]]]:

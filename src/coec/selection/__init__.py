@@ -1,5 +1,6 @@
 """Selection: how much to keep, and which units."""
 
+from coec.selection.elimination import removal_path
 from coec.selection.importance import error_saved, standardised
 from coec.selection.scores import (
     SELECTIONS,
@@ -20,6 +21,7 @@ __all__ = [
     "expert_scores",
     "keep_highest",
     "kept_count",
+    "removal_path",
     "resolve",
     "standardised",
     "unit_scores",

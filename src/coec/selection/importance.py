@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coec.selection.elimination import removal_path
 from coec.selection.scores import flap, unit_scores
 from coec.types import Gram
 
@@ -28,29 +27,20 @@ def standardised(weight: Float[Tensor, "m d"], gram: Gram, units: int) -> Float[
     return ranked / spread if spread > 0 else torch.zeros_like(ranked)
 
 
-def error_saved(
-    weight: Float[Tensor, "m d"], gram: Gram, units: int, keep: int
-) -> Float[Tensor, " u"]:
+def error_saved(costs: Sequence[float], keep: int) -> Float[Tensor, " u"]:
     """Return by how much the output error falls for each unit that stays, best first.
 
     In units of what the removal of all but `keep` costs; where that costs nothing, a unit is worth
-    nothing either, or ∞ if its own removal costs anything. Units go as `obs` removes them, the rest
-    refitted after each. Where one costs less than one before it, those between are removed together
-    or not at all, at their mean cost: the path is replaced by its convex hull. The last unit, which
-    always stays, is worth ∞. float64, on the CPU.
+    nothing either, or ∞ if its own removal costs anything. Where one costs less than one before it,
+    those between are removed together or not at all, at their mean cost: the path is replaced by
+    its convex hull. The last unit, which always stays, is worth ∞. float64, on the CPU.
 
     Args:
-        weight: `W₀`.
-        gram: statistics of its inputs.
-        units: how many there are, each of as many consecutive columns.
-        keep: how many are left when the error is 1.
-
-    Raises:
-        NumericalError: the weight is not finite.
+        costs: of every removal down to the last unit, as `removal_path` returns them.
+        keep: how many units are left when the error is 1.
     """
-    path = removal_path(weight, gram.xx, units, 1)
-    rising = torch.tensor(_rising([cost for _, cost in path]), dtype=torch.float64)
-    error = float(rising[: units - keep].sum())
+    rising = torch.tensor(_rising(costs), dtype=torch.float64)
+    error = float(rising[: len(costs) + 1 - keep].sum())
     # Over an error of 0 anything is ∞; 0 over it counts as 0.
     saved = (rising / error if error > 0 else torch.where(rising > 0, torch.inf, 0.0)).flip(0)
     return torch.cat([torch.full((1,), torch.inf, dtype=torch.float64), saved])

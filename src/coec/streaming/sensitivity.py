@@ -1,36 +1,39 @@
 """What pruning each site costs the model's predictions, beside what it costs its own output.
 
 The same relative error matters a hundred times more at one site than at another, and nothing in a
-site's own statistics says where. So it is measured, twice for each site: in the dense model with
-this site alone pruned, and in the pruned model with this site alone left whole. All of these models
-are the dense one with some consumers replaced, and run side by side, a block at a time (METHODS
-§10).
+site's own statistics says where. So the KL divergence of the pruned model from the dense one is
+shared out among the sites, by its derivatives (METHODS §10).
 """
 
+import functools
 import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from coec.errors import NumericalError
 from coec.models.dense import Dense
-from coec.models.layout import BlockLayout, Site
+from coec.models.layout import BlockLayout
+from coec.reconstruction.block_training import step_tokens
 from coec.streaming.dense_stream import first_windows
 from coec.streaming.head import Head
 from coec.streaming.layers import Layers, State
 
 TOKENS = 4096
-"""Of the windows that are run: two sets of hidden states for each site wait in memory at once."""
+"""Of the windows that are run."""
 TRUNCATED_TOKENS = 2048
 """The same for truncated matrices: a set for each matrix and share."""
 SHARES = (0.0, 0.1, 0.25, 0.45, 0.65, 0.85)
 """Shares of a matrix's parameters at whose ranks a truncation is measured; 0 is rank 1."""
 _Key = TypeVar("_Key", bound=Hashable)
+_Parameters = tuple[Tensor, Tensor | None]
+"""Weight and bias of a consumer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +42,11 @@ class RepairedConsumer:
 
     weight: Float[Tensor, "m d"]
     bias: Float[Tensor, " m"] | None
+
+    def to(self, dtype: torch.dtype) -> "RepairedConsumer":
+        """Return it in another dtype, on the CPU."""
+        bias = None if self.bias is None else self.bias.to("cpu", dtype)
+        return RepairedConsumer(self.weight.to("cpu", dtype), bias)
 
 
 class _Variants:
@@ -86,7 +94,7 @@ class _Variants:
     def _parameter(self, tensor: Tensor | None) -> nn.Parameter | None:
         if tensor is None:
             return None
-        return nn.Parameter(tensor.to(self._device, self._dtype), requires_grad=False)
+        return _parameter(tensor.to(self._device, self._dtype))
 
 
 class Truncations(_Variants):
@@ -141,27 +149,29 @@ class Truncations(_Variants):
         return costs
 
 
-class Sensitivity(_Variants):
-    """Models that differ from the dense one, or from the pruned one, at a site.
+class Sensitivity:
+    """The dense and the pruned model over a few windows, and what each pruned site costs.
 
-    They run over the first few windows; hidden states wait on the CPU. The sites whose keys are in
-    `measured` are those.
+    Both advance a block at a time; the hidden states before every block wait on the CPU, for the
+    derivatives that `costs` takes back through the pruned model, a block at a time as well.
     """
 
     def __init__(
         self,
         dense: Dense,
         windows: Int[Tensor, "n length"],
-        measured: Collection[str],
         *,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__(dense, windows, TOKENS, device=device, dtype=dtype)
-        self._measured = measured
+        self._model, self._device, self._dtype = dense, device, dtype
+        windows = first_windows(windows, TOKENS)
+        batches = windows.split(step_tokens(windows.shape[1]) // windows.shape[1])
+        self._layers = Layers(dense, device=device, dtype=dtype)
+        self._dense = self._layers.embed(batches, dense.tensor(dense.layout.embedding))
         self._pruned = self._dense
-        self._alone: dict[str, State] = {}
-        self._whole: dict[str, State] = {}
+        self._inputs: dict[int, list[State]] = {}
+        self._repaired: dict[int, dict[str, RepairedConsumer]] = {}
 
     @torch.no_grad()
     def advance(
@@ -170,7 +180,7 @@ class Sensitivity(_Variants):
         tensors: Mapping[str, Tensor],
         repaired: Mapping[str, RepairedConsumer],
     ) -> None:
-        """Run all models through the next block.
+        """Run both models through the next block.
 
         Args:
             block: its layout.
@@ -178,49 +188,96 @@ class Sensitivity(_Variants):
             repaired: the pruned consumers, by `Site.key`, of the sites from which anything goes.
         """
         self._layers.load(block, tensors)
-        sites = [site for site in block.sites if site.key in repaired]
-        measured = [site for site in sites if site.key in self._measured]
-        for site in measured:
-            with self._pruned_at(block, [site], repaired):
-                alone = self._through(block, self._dense)
-            with self._pruned_at(block, [s for s in sites if s is not site], repaired):
-                self._whole[site.key] = self._through(block, self._pruned)
-            self._alone[site.key] = alone
-        new_keys = {site.key for site in measured}
-        self._dense = self._through(block, self._dense)
-        self._run_on(block, self._alone, new_keys)
-        with self._pruned_at(block, sites, repaired):
-            self._pruned = self._through(block, self._pruned)
-            self._run_on(block, self._whole, new_keys)
+        repaired = {key: consumer.to(self._dtype) for key, consumer in repaired.items()}
+        self._inputs[block.index], self._repaired[block.index] = self._pruned, repaired
+        self._dense = [self._layers.advance(block.index, state) for state in self._dense]
+        with self._replaced(block, repaired):
+            self._pruned = [self._layers.advance(block.index, state) for state in self._pruned]
         self._layers.drop(block.index)
 
     def costs(self) -> dict[str, float]:
-        """Return the cost of pruning every measured site, by `Site.key`: the mean of both ways.
+        """Return what every pruned site costs, by `Site.key`, in nats per token.
 
-        Each is a difference of mean KL divergences from the dense model, in nats per token.
+        All blocks have been advanced through.
 
         Raises:
-            NumericalError: one of the models predicts nothing finite.
+            NumericalError: the pruned model predicts nothing finite.
         """
-        advice = "remove less, or use allocation = adaptive"
-        [pruned] = self._divergences({"": self._pruned}, advice).values()
-        costs = self._divergences(self._alone, advice)
-        spared = self._divergences(self._whole, advice)
-        return {key: (cost + pruned - spared[key]) / 2 for key, cost in costs.items()}
+        head = Head(self._model, device=self._device, dtype=self._dtype)
+        gradients, divergence = list[Tensor](), 0.0
+        for state, dense in zip(self._pruned, self._dense, strict=True):
+            inputs = state.to(self._device).requires_grad_()
+            total = head.divergence(inputs, dense)
+            gradients += torch.autograd.grad(total, inputs)
+            divergence += float(total.detach())
+        costs: dict[str, float] = {}
+        for block in reversed(self._model.layout.blocks):
+            gradients = self._back(block, gradients, costs)
+        if not math.isfinite(divergence + math.fsum(costs.values())):
+            raise NumericalError(
+                "what pruning each site costs cannot be measured: the pruned model predicts "
+                "nothing finite; remove less, or use allocation = adaptive"
+            )
+        tokens = sum(state.shape[0] * state.shape[1] for state in self._pruned)
+        return {key: cost / tokens for key, cost in costs.items()}
+
+    def _back(
+        self, block: BlockLayout, gradients: list[Tensor], costs: dict[str, float]
+    ) -> list[Tensor]:
+        """Return derivatives before a block from those behind it; note the costs of its sites."""
+        self._layers.load(block, self._model.tensors(block))
+        repaired, states = self._repaired.pop(block.index), self._inputs.pop(block.index)
+        before = list[Tensor]()
+        with self._replaced(block, repaired) as whole, ExitStack() as hooks:
+            for key, (module, parameters) in whole.items():
+                costs[key] = 0.0
+                noting = functools.partial(_note_cost, costs, key, parameters)
+                hooks.callback(module.register_forward_hook(noting).remove)
+            for state, gradient in zip(states, gradients, strict=True):
+                inputs = state.to(self._device).requires_grad_()
+                out = self._layers.call(self._layers.modules[block.index], block.index, inputs)
+                before += torch.autograd.grad(out, inputs, gradient.to(out))
+        self._layers.drop(block.index)
+        return before
 
     @contextmanager
-    def _pruned_at(
-        self, block: BlockLayout, sites: Collection[Site], repaired: Mapping[str, RepairedConsumer]
-    ) -> Iterator[None]:
-        """Put the pruned consumers of some sites in the place of the dense ones."""
-        modules: list[Any] = [self._layers.module(block, site.consumer) for site in sites]
-        before = [(module.weight, module.bias) for module in modules]
-        for module, site in zip(modules, sites, strict=True):
-            consumer = repaired[site.key]
-            module.weight = self._parameter(consumer.weight)
-            module.bias = self._parameter(consumer.bias)
+    def _replaced(
+        self, block: BlockLayout, repaired: Mapping[str, RepairedConsumer]
+    ) -> Iterator[dict[str, tuple[nn.Module, _Parameters]]]:
+        """Put pruned consumers in the place of the dense ones; yield these, by `Site.key`."""
+        sites = {site.key: site for site in block.sites if site.key in repaired}
+        modules: dict[str, Any] = {
+            key: self._layers.module(block, site.consumer) for key, site in sites.items()
+        }
+        whole = {key: (module, (module.weight, module.bias)) for key, module in modules.items()}
+        for key, module in modules.items():
+            module.weight, module.bias = (
+                None if t is None else _parameter(t.to(self._device))
+                for t in (repaired[key].weight, repaired[key].bias)
+            )
         try:
-            yield
+            yield whole
         finally:
-            for module, (weight, bias) in zip(modules, before, strict=True):
-                module.weight, module.bias = weight, bias
+            for key, module in modules.items():
+                module.weight, module.bias = whole[key][1]
+
+
+def _note_cost(
+    costs: dict[str, float],
+    key: str,
+    whole: _Parameters,
+    _: nn.Module,
+    args: tuple[Tensor, ...],
+    out: Tensor,
+) -> None:
+    """Add half of ⟨derivative by a consumer's output, its change by pruning⟩ once that is known."""
+    change = out.detach() - F.linear(args[0].detach(), *whole)
+
+    def add(gradient: Tensor) -> None:
+        costs[key] += 0.5 * float((gradient * change).sum(dtype=torch.float64))
+
+    out.register_hook(add)
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
