@@ -212,7 +212,7 @@ def _waiting_tokens(plan: Plan) -> int:
     waiting = _streams(plan) * plan.tokens
     if plan.recipe.pruning.allocation != "error":
         return waiting
-    sets = 2 + plan.dense.layers  # both models', and the pruned one's before every block
+    sets = 3 + 2 * plan.dense.layers  # three models', and those of two before every block
     if plan.ranks:
         sets = len(SHARES) * len(plan.model.matrices)
     return max(waiting, plan.tokens + sets * tried_tokens(plan))

@@ -229,8 +229,8 @@ class PlanWork:
         return steps + self._head(tokens, 1.0 + count)
 
     def allocating(self) -> list[Work]:
-        """Run a dense pass of its own and score units; for errors also eliminate, solve, run both
-        models, and the pruned one again with its derivatives, which are twice a way forward.
+        """Run a dense pass of its own and score units; for errors also eliminate, solve, run the
+        dense model and two others, and these again with derivatives, twice a way forward each.
         """
         if self.plan.ranks:
             return self._truncations()
@@ -240,7 +240,7 @@ class PlanWork:
             steps += self.solving(site_kind, compensate=by_error)
         if by_error:
             tokens = tried_tokens(self.plan)
-            steps += self.loading() + self.forward(tokens, 5.0) + self._head(tokens, 4.0)
+            steps += self.loading() + self.forward(tokens, 9.0) + self._head(tokens, 6.0)
         return steps
 
     def reconstruction(self) -> Iterator[tuple[str, list[Work], tuple[str, ...]]]:

@@ -2,7 +2,7 @@
 
 The same relative error matters a hundred times more at one site than at another, and nothing in a
 site's own statistics says where. So the KL divergence of the pruned model from the dense one is
-shared out among the sites, by its derivatives (METHODS §10).
+shared out among the sites, by its derivatives on the way there (METHODS §10).
 """
 
 import functools
@@ -31,6 +31,9 @@ TRUNCATED_TOKENS = 2048
 """The same for truncated matrices: a set for each matrix and share."""
 SHARES = (0.0, 0.1, 0.25, 0.45, 0.65, 0.85)
 """Shares of a matrix's parameters at whose ranks a truncation is measured; 0 is rank 1."""
+_RULE = {0.5: 2 / 3, 1.0: 1 / 6}
+"""Weights of derivatives, by the share of the way from the dense model to the pruned one at which
+they are taken: Simpson's rule, as they are 0 at the start."""
 _Key = TypeVar("_Key", bound=Hashable)
 _Parameters = tuple[Tensor, Tensor | None]
 """Weight and bias of a consumer."""
@@ -150,10 +153,11 @@ class Truncations(_Variants):
 
 
 class Sensitivity:
-    """The dense and the pruned model over a few windows, and what each pruned site costs.
+    """The dense model and models on the way to the pruned one, and what each pruned site costs.
 
-    Both advance a block at a time; the hidden states before every block wait on the CPU, for the
-    derivatives that `costs` takes back through the pruned model, a block at a time as well.
+    On the way, every consumer is changed by the same share. All advance over a few windows, a block
+    at a time; hidden states before every block wait on the CPU, for the derivatives that `costs`
+    takes back, a block at a time as well.
     """
 
     def __init__(
@@ -169,8 +173,8 @@ class Sensitivity:
         batches = windows.split(step_tokens(windows.shape[1]) // windows.shape[1])
         self._layers = Layers(dense, device=device, dtype=dtype)
         self._dense = self._layers.embed(batches, dense.tensor(dense.layout.embedding))
-        self._pruned = self._dense
-        self._inputs: dict[int, list[State]] = {}
+        self._changed = dict.fromkeys(_RULE, self._dense)
+        self._inputs: dict[int, dict[float, list[State]]] = {}
         self._repaired: dict[int, dict[str, RepairedConsumer]] = {}
 
     @torch.no_grad()
@@ -180,7 +184,7 @@ class Sensitivity:
         tensors: Mapping[str, Tensor],
         repaired: Mapping[str, RepairedConsumer],
     ) -> None:
-        """Run both models through the next block.
+        """Run all models through the next block.
 
         Args:
             block: its layout.
@@ -189,10 +193,11 @@ class Sensitivity:
         """
         self._layers.load(block, tensors)
         repaired = {key: consumer.to(self._dtype) for key, consumer in repaired.items()}
-        self._inputs[block.index], self._repaired[block.index] = self._pruned, repaired
+        self._inputs[block.index], self._repaired[block.index] = dict(self._changed), repaired
         self._dense = [self._layers.advance(block.index, state) for state in self._dense]
-        with self._replaced(block, repaired):
-            self._pruned = [self._layers.advance(block.index, state) for state in self._pruned]
+        for share, states in self._changed.items():
+            with self._replaced(block, repaired, share):
+                self._changed[share] = [self._layers.advance(block.index, s) for s in states]
         self._layers.drop(block.index)
 
     def costs(self) -> dict[str, float]:
@@ -204,77 +209,88 @@ class Sensitivity:
             NumericalError: the pruned model predicts nothing finite.
         """
         head = Head(self._model, device=self._device, dtype=self._dtype)
-        gradients, divergence = list[Tensor](), 0.0
-        for state, dense in zip(self._pruned, self._dense, strict=True):
-            inputs = state.to(self._device).requires_grad_()
-            total = head.divergence(inputs, dense)
-            gradients += torch.autograd.grad(total, inputs)
-            divergence += float(total.detach())
+        gradients: dict[float, list[Tensor]] = {}
+        divergence = 0.0
+        for share, states in self._changed.items():
+            gradients[share] = []
+            for state, dense in zip(states, self._dense, strict=True):
+                inputs = state.to(self._device).requires_grad_()
+                total = head.divergence(inputs, dense)
+                gradients[share] += torch.autograd.grad(total, inputs)
+                divergence += float(total.detach())
         costs: dict[str, float] = {}
         for block in reversed(self._model.layout.blocks):
-            gradients = self._back(block, gradients, costs)
+            self._back(block, gradients, costs)
         if not math.isfinite(divergence + math.fsum(costs.values())):
             raise NumericalError(
                 "what pruning each site costs cannot be measured: the pruned model predicts "
                 "nothing finite; remove less, or use allocation = adaptive"
             )
-        tokens = sum(state.shape[0] * state.shape[1] for state in self._pruned)
+        tokens = sum(state.shape[0] * state.shape[1] for state in self._dense)
         return {key: cost / tokens for key, cost in costs.items()}
 
     def _back(
-        self, block: BlockLayout, gradients: list[Tensor], costs: dict[str, float]
-    ) -> list[Tensor]:
-        """Return derivatives before a block from those behind it; note the costs of its sites."""
+        self, block: BlockLayout, gradients: dict[float, list[Tensor]], costs: dict[str, float]
+    ) -> None:
+        """Take derivatives from behind a block to before it; add up the costs of its sites."""
         self._layers.load(block, self._model.tensors(block))
-        repaired, states = self._repaired.pop(block.index), self._inputs.pop(block.index)
-        before = list[Tensor]()
-        with self._replaced(block, repaired) as whole, ExitStack() as hooks:
-            for key, (module, parameters) in whole.items():
-                costs[key] = 0.0
-                noting = functools.partial(_note_cost, costs, key, parameters)
-                hooks.callback(module.register_forward_hook(noting).remove)
-            for state, gradient in zip(states, gradients, strict=True):
-                inputs = state.to(self._device).requires_grad_()
-                out = self._layers.call(self._layers.modules[block.index], block.index, inputs)
-                before += torch.autograd.grad(out, inputs, gradient.to(out))
+        repaired, inputs = self._repaired.pop(block.index), self._inputs.pop(block.index)
+        costs |= dict.fromkeys(repaired, 0.0)
+        for share, behind in gradients.items():
+            before = list[Tensor]()
+            with self._replaced(block, repaired, share) as whole, ExitStack() as hooks:
+                for key, (module, parameters) in whole.items():
+                    noting = functools.partial(_note_cost, costs, key, parameters, share)
+                    hooks.callback(module.register_forward_hook(noting).remove)
+                for given, gradient in zip(inputs[share], behind, strict=True):
+                    state = given.to(self._device).requires_grad_()
+                    out = self._layers.call(self._layers.modules[block.index], block.index, state)
+                    before += torch.autograd.grad(out, state, gradient.to(out))
+            gradients[share] = before
         self._layers.drop(block.index)
-        return before
 
     @contextmanager
     def _replaced(
-        self, block: BlockLayout, repaired: Mapping[str, RepairedConsumer]
+        self, block: BlockLayout, repaired: Mapping[str, RepairedConsumer], share: float
     ) -> Iterator[dict[str, tuple[nn.Module, _Parameters]]]:
-        """Put pruned consumers in the place of the dense ones; yield these, by `Site.key`."""
+        """Change consumers by a share of what pruning changes; yield the dense ones, by
+        `Site.key`.
+        """
         sites = {site.key: site for site in block.sites if site.key in repaired}
         modules: dict[str, Any] = {
             key: self._layers.module(block, site.consumer) for key, site in sites.items()
         }
         whole = {key: (module, (module.weight, module.bias)) for key, module in modules.items()}
         for key, module in modules.items():
-            module.weight, module.bias = (
-                None if t is None else _parameter(t.to(self._device))
-                for t in (repaired[key].weight, repaired[key].bias)
-            )
+            module.weight = self._between(module.weight, repaired[key].weight, share)
+            if repaired[key].bias is not None:
+                module.bias = self._between(module.bias, repaired[key].bias, share)
         try:
             yield whole
         finally:
             for key, module in modules.items():
                 module.weight, module.bias = whole[key][1]
 
+    def _between(self, whole: Tensor | None, pruned: Tensor, share: float) -> nn.Parameter:
+        pruned = pruned.to(self._device)
+        whole = torch.zeros_like(pruned) if whole is None else whole.detach()
+        return _parameter(whole.lerp(pruned, share))
+
 
 def _note_cost(
     costs: dict[str, float],
     key: str,
     whole: _Parameters,
+    share: float,
     _: nn.Module,
     args: tuple[Tensor, ...],
     out: Tensor,
 ) -> None:
-    """Add half of ⟨derivative by a consumer's output, its change by pruning⟩ once that is known."""
-    change = out.detach() - F.linear(args[0].detach(), *whole)
+    """Add ⟨derivative by a consumer's output, its whole change⟩, weighted, once that is known."""
+    change = (out.detach() - F.linear(args[0].detach(), *whole)) / share
 
     def add(gradient: Tensor) -> None:
-        costs[key] += 0.5 * float((gradient * change).sum(dtype=torch.float64))
+        costs[key] += _RULE[share] * float((gradient * change).sum(dtype=torch.float64))
 
     out.register_hook(add)
 
