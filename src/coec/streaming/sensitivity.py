@@ -238,12 +238,12 @@ class Sensitivity:
         costs |= dict.fromkeys(repaired, 0.0)
         for share, behind in gradients.items():
             before = list[Tensor]()
-            with self._replaced(block, repaired, share) as whole, ExitStack() as hooks:
-                for key, (module, parameters) in whole.items():
+            with self._replaced(block, repaired, share) as dense, ExitStack() as hooks:
+                for key, (module, parameters) in dense.items():
                     noting = functools.partial(_note_cost, costs, key, parameters, share)
                     hooks.callback(module.register_forward_hook(noting).remove)
-                for given, gradient in zip(inputs[share], behind, strict=True):
-                    state = given.to(self._device).requires_grad_()
+                for before_block, gradient in zip(inputs[share], behind, strict=True):
+                    state = before_block.to(self._device).requires_grad_()
                     out = self._layers.call(self._layers.modules[block.index], block.index, state)
                     before += torch.autograd.grad(out, state, gradient.to(out))
             gradients[share] = before
@@ -260,34 +260,35 @@ class Sensitivity:
         modules: dict[str, Any] = {
             key: self._layers.module(block, site.consumer) for key, site in sites.items()
         }
-        whole = {key: (module, (module.weight, module.bias)) for key, module in modules.items()}
+        dense = {key: (module, (module.weight, module.bias)) for key, module in modules.items()}
         for key, module in modules.items():
-            module.weight = self._between(module.weight, repaired[key].weight, share)
-            if repaired[key].bias is not None:
-                module.bias = self._between(module.bias, repaired[key].bias, share)
+            weight, bias = repaired[key].weight, repaired[key].bias
+            module.weight = self._between(module.weight, weight, share)
+            if bias is not None:
+                module.bias = self._between(module.bias, bias, share)
         try:
-            yield whole
+            yield dense
         finally:
             for key, module in modules.items():
-                module.weight, module.bias = whole[key][1]
+                module.weight, module.bias = dense[key][1]
 
-    def _between(self, whole: Tensor | None, pruned: Tensor, share: float) -> nn.Parameter:
+    def _between(self, dense: Tensor | None, pruned: Tensor, share: float) -> nn.Parameter:
         pruned = pruned.to(self._device)
-        whole = torch.zeros_like(pruned) if whole is None else whole.detach()
-        return _parameter(whole.lerp(pruned, share))
+        dense = torch.zeros_like(pruned) if dense is None else dense.detach()
+        return _parameter(dense.lerp(pruned, share))
 
 
 def _note_cost(
     costs: dict[str, float],
     key: str,
-    whole: _Parameters,
+    dense: _Parameters,
     share: float,
     _: nn.Module,
     args: tuple[Tensor, ...],
     out: Tensor,
 ) -> None:
     """Add ⟨derivative by a consumer's output, its whole change⟩, weighted, once that is known."""
-    change = (out.detach() - F.linear(args[0].detach(), *whole)) / share
+    change = (out.detach() - F.linear(args[0].detach(), *dense)) / share
 
     def add(gradient: Tensor) -> None:
         costs[key] += _RULE[share] * float((gradient * change).sum(dtype=torch.float64))
