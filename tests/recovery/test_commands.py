@@ -114,6 +114,26 @@ def test_pruning_with_recovery_goes_on(
     assert same_weights(tmp_path / "out", pruned_and_recovered[0])
 
 
+def test_units_that_changed_meanwhile_are_another_run(dense, tokens, tmp_path, monkeypatch):
+    """The file is there under the same name, with other units; the order does not matter."""
+
+    def end(*given, **more):
+        raise KeyboardInterrupt
+
+    kept = tmp_path / "kept.json"
+    kept.write_text(json.dumps({"layers.0.mlp": [0, 1, 2], "layers.1.mlp": [1, 2, 3]}))
+    settings = {**PRUNING, "calibration": tokens, "kept": kept}
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "train", end)
+        with pytest.raises(KeyboardInterrupt):
+            module.prune_and_recover(dense, tmp_path / "out", 1000, **settings)
+    kept.write_text(json.dumps({"layers.0.mlp": [0, 1, 3], "layers.1.mlp": [1, 2, 3]}))
+    with pytest.raises(UnfinishedError):
+        module.prune_and_recover(dense, tmp_path / "out", 1000, **settings)
+    kept.write_text(json.dumps({"layers.1.mlp": [1, 2, 3], "layers.0.mlp": [2, 1, 0]}))
+    module.prune_and_recover(dense, tmp_path / "out", 1000, **settings)
+
+
 def test_the_command_prunes_and_recovers(run, pruned_and_recovered, dense, tokens, tmp_path):
     status, out, err = run("prune", dense, tmp_path / "out", "--calibration", tokens, "--samples",
                            24, "--seq-len", 32, "--preset", "fast", "--no-propagate",

@@ -17,6 +17,7 @@ from coec.execution.output import STATES, check_output, resolved
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.files import JsonDict
+from coec.models.folder import tokenizer_digest
 from coec.pipeline.card import write_card
 from coec.pipeline.prune import plan, prune
 from coec.pipeline.report import Report
@@ -120,7 +121,8 @@ def prune_and_recover(
     Raises:
         CoecError: with one line that says what to change; what training needs is checked first.
     """
-    recipe, dense, target = Recipe(**settings), Dense.open(model), resolved(Path(out))
+    recipe = Recipe(**settings).opened()
+    dense, target = Dense.open(model), resolved(Path(out))
     check_output(target, dense.folder, force=force or unfinished(target))
     recovery, trust = settings_of(settings_like(recipe, tokens)), recipe.runtime.trust_remote_code
     planned = plan(dense, recipe)
@@ -129,7 +131,9 @@ def prune_and_recover(
         check_plan(dense, Description.of(planned.output.config), recovery)
     pruning = {name: str(value) for name, value in recipe.record().items() if name != "device"}
     identity: JsonDict = {
-        "pruning": pruning, "recovery": identity_of(recovery), "dense": dense.fingerprint
+        "pruning": pruning | {"kept": None if recipe.kept is None else recipe.kept.digest},
+        "recovery": identity_of(recovery), "dense": dense.fingerprint,
+        "tokenizer": tokenizer_digest(dense.folder),
     }  # fmt: skip
     with journal(target, identity, force=force, restart=restart) as pieces:
         folder = pieces.partial / STATES / "pruned"
