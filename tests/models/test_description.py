@@ -137,7 +137,7 @@ def test_of_a_hub_model_one_copy_of_the_weights_is_downloaded(monkeypatch, tmp_p
 
     there = ["config.json", "model.safetensors", "consolidated.safetensors", "tekken.json",
              "original/model.safetensors", "onnx/config.json", "tokenization_odd.py", "a.tiktoken",
-             "model.gguf"]  # fmt: skip
+             "model.gguf", "additional_chat_templates/tool_use.jinja"]  # fmt: skip
 
     def download(name, **patterns):
         (tmp_path / "got").write_text("\n".join(filter_repo_objects(there, **patterns)))
@@ -146,7 +146,8 @@ def test_of_a_hub_model_one_copy_of_the_weights_is_downloaded(monkeypatch, tmp_p
     monkeypatch.setattr("coec.models.folder.snapshot_download", download)
     assert find_model("org/model") == tmp_path
     assert (tmp_path / "got").read_text().split() == [
-        "config.json", "model.safetensors", "tekken.json", "tokenization_odd.py", "a.tiktoken"
+        "config.json", "model.safetensors", "tekken.json", "tokenization_odd.py", "a.tiktoken",
+        "additional_chat_templates/tool_use.jinja",
     ]  # fmt: skip
 
 

@@ -35,8 +35,9 @@ _DOWNLOADED = (
 )  # fmt: skip
 """Patterns of the files that are downloaded from the hub besides weights. Code runs only if it is
 trusted; the card names the licence."""
-_NOT_DOWNLOADED = ["*/*", "consolidated*"]
-"""Patterns of the same weights in other formats, which are not downloaded."""
+_NOT_DOWNLOADED = ["*/*.safetensors", "*/*.json", "*/*.py", "*/*.tiktoken", "consolidated*"]
+"""Patterns of the same weights in other formats, which are not downloaded; chat templates may lie
+in a folder."""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 _LITTER = (".gitattributes", ".DS_Store", ".README.md.partial")
 """Files that the hub and file managers put in any folder."""
@@ -53,7 +54,8 @@ _OWN = (
 JUDGED = (CONFIG, ".py")
 """Suffixes of the files whose content says which other files a model may hold."""
 _IMPORT = re.compile(r"^\s*(?:from|import)\s+\.(\w+)", re.MULTILINE)
-_FOLDERS = {"coec": ("kept.safetensors",), "additional_chat_templates": ("*.jinja",)}
+_TEMPLATES = "additional_chat_templates"
+_FOLDERS = {"coec": ("kept.safetensors",), _TEMPLATES: ("*.jinja",)}
 """Folders inside a model, and the patterns of their files."""
 _GGUF = (
     "'{}' is a GGUF file, which no weights can be pruned in: give the folder with config.json and "
@@ -179,14 +181,16 @@ def carry_files(source: Path, target: Path) -> None:
     Copies have the mode of a new file, without permissions for others that the original lacks.
     """
     for path in carried_files(source):
-        copy = target / path.name
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, copy)
         copy.chmod(stat.S_IMODE(copy.stat().st_mode) & (path.stat().st_mode | stat.S_IRWXU))
 
 
 def carried_files(folder: Path) -> list[Path]:
     """List the files that `carry_files` copies; raises ModelError for a link out of the model."""
-    files = _files(folder, _CARRIED)
+    templates = sorted(folder.glob(f"{_TEMPLATES}/{_FOLDERS[_TEMPLATES][0]}"))
+    files = [*_files(folder, _CARRIED), *templates]
     for path in files:
         place = path.resolve()
         # In the hub's cache models are folders of links into `blobs`.
