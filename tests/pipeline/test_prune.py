@@ -529,7 +529,8 @@ def test_what_belongs_to_the_model_travels_and_nothing_else(dense, tokens, tmp_p
         assert (tmp_path / "out" / name).read_text() == text
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
         [*(name.split("/")[0] for name in carried), "README.md", "coec.json", "config.json",
-         "generation_config.json", "coec", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+         "generation_config.json", "coec", "model.safetensors", "tokenizer.json",
+         "tokenizer_config.json"]
     )  # fmt: skip
 
 
