@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,10 +22,12 @@ from coec.execution.journal import journal
 from coec.execution.output import (
     JOURNAL,
     LOCK,
+    check_file,
     check_output,
     check_space,
     claimed,
     remove_leftovers,
+    resolved,
 )
 from coec.models.folder import carry_files, foreign_entry
 
@@ -413,3 +416,16 @@ def test_space_is_asked_of_the_disk_that_will_hold_the_output(tmp_path, monkeypa
     with pytest.raises(OutputError, match=r"2\.00 GB needed, 1\.00 GB free"):
         check_space(tmp_path / "a/b", 2 * 10**9)
     assert asked == [tmp_path, tmp_path]
+
+
+@pytest.mark.parametrize("out", ["~", "~/out", "~user/out"])
+def test_a_home_directory_that_nobody_named_is_no_place(out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for check in (
+        lambda: resolved(Path(out)),
+        lambda: check_output(Path(out), tmp_path / "model", force=False),
+        lambda: check_file(Path(out), b"", force=False),
+    ):
+        with pytest.raises(OutputError, match="nobody replaced ~: give the whole path"):
+            check()
+    assert not any(tmp_path.iterdir())

@@ -361,6 +361,8 @@ def test_a_folder_that_cannot_be_made_is_one_line(place, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be written"):
         sweep(expand(str(place / "grid.toml"))[:1], tmp_path / "file" / "out")
+    with pytest.raises(OutputError, match="nobody replaced ~"):
+        sweep(expand(str(place / "grid.toml"))[:1], "~/out")
 
 
 def test_an_interrupted_cell_leaves_no_model(place, monkeypatch, tmp_path):

@@ -101,9 +101,14 @@ def is_url(out: str | Path) -> bool:
 
 
 def resolved(path: Path) -> Path:
-    """Resolve links; raises OutputError for a path that no file system holds."""
+    """Resolve links; raises OutputError for a path that no file system holds, or from `~`."""
     if is_url(path):
         raise OutputError(f"'{path}' is a URL, and only `coec prune` writes models there")
+    if str(path).startswith("~"):
+        raise OutputError(
+            f"'{path}' would be a folder of that name, as nobody replaced ~: give the whole path, "
+            "or leave out the quotes around it"
+        )
     try:
         place = path.resolve()
         place.exists()

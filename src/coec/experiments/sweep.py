@@ -19,7 +19,7 @@ from coec.distributed.cluster import ClusterJobs, joined, shared_folder
 from coec.errors import CalibrationError, CoecError, OptionError, OutputError, UnfinishedError
 from coec.evaluation.zero_shot import check_tasks
 from coec.events import RESUMING, Progress
-from coec.execution.output import remove_leftovers
+from coec.execution import output
 from coec.execution.workers import Workers
 from coec.experiments.cell import (
     CellIdentity,
@@ -104,6 +104,7 @@ def sweep(
     """
     chosen = str(check_plan(cells, jobs, executor, address, device))
     out = Path(out)
+    output.resolved(out)  # refuses what is no place
     if out.exists() and not out.is_dir():
         raise OutputError(f"'{out}' is a file: give a folder")
     for cell in cells:
@@ -314,6 +315,6 @@ def _clear_leftovers(out: Path, statistics: Iterable[Path]) -> None:
     for folder in statistics:
         shutil.rmtree(folder, ignore_errors=True)
     for name in ("statistics", "models"):
-        remove_leftovers(out / name)
+        output.remove_leftovers(out / name)
         with contextlib.suppress(OSError):
             (out / name).rmdir()
