@@ -268,10 +268,10 @@ def test_the_rate_rises_shortly_and_falls_to_nothing(monkeypatch):
     assert rates[-1] == pytest.approx(0.2 / 57)
 
 
-def test_a_training_that_makes_it_worse_ends_after_two_passes():
+def test_a_training_ends_with_a_pass_that_makes_it_worse_than_the_start():
     """The start is exact on the windows that judge; those trained on are of another map."""
     start = {"W": random(H, H, seed=99)}
     windows = examples(noise=0.0, W=random(H, H, seed=7))
     found = trained(windows, examples(4, seed=5, W=start["W"]), start=start, passes=9)
-    assert (found.taken, len(found.errors)) == (0, 3)
+    assert (found.taken, len(found.errors)) == (0, 2)
     torch.testing.assert_close(found.theta, start)

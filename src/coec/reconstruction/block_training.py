@@ -21,8 +21,6 @@ STEP_TOKENS = 512
 """Tokens of a step, about: whole windows."""
 _BETAS = (0.9, 0.95)
 """Decay of AdamW's first and second moments; a pass over little text has few dozen steps."""
-_PATIENCE = 2
-"""Passes in a row worse than the start, with which a training ends."""
 _WARM_UP = 0.05
 """Share of all steps over which the learning rate rises."""
 
@@ -102,8 +100,8 @@ def train_block(
     The rate of every weight matrix is `rate` times the root mean square of its entries at the
     start, after a short warm-up falling linearly to 0: a matrix then moves by a share of its size,
     whatever that is, and one that is 0 stays. The windows that judge decide behind every pass,
-    or those trained on where there are none. A training ends where two passes in a row leave them
-    worse than they were at the start, and where it diverges.
+    or those trained on where there are none. A training ends with a pass that leaves them worse
+    than they were at the start, and where it diverges.
 
     Args:
         block: `(θ, h) → f_θ(h)`, differentiable in θ.
@@ -164,7 +162,7 @@ def train_block(
         errors.append(error)
         if error < min(errors[:-1]):
             best, taken = {name: p.detach().clone() for name, p in theta.items()}, number
-        elif min(errors[-_PATIENCE:]) > errors[0]:
+        elif error > errors[0]:
             break
     return TrainedBlock(best, taken, fitted, errors)
 
