@@ -40,7 +40,7 @@ PRESETS: dict[PresetName, Preset] = {
         {
             "multiple_of": "auto", "selection": "obs", "compensation": "ridge-to-slice",
             "ridge": 1.0, "allocation": "error", "propagate": True, "token_weights": "residual",
-            "reconstruct": 4, "prediction_passes": 2, "final_norm": True, "holdout": HELD_OUT,
+            "reconstruct": 6, "prediction_passes": 2, "final_norm": True, "holdout": HELD_OUT,
             "bos": "auto",
         },
     ),
