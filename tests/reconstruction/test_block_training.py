@@ -268,10 +268,11 @@ def test_the_rate_rises_shortly_and_falls_to_nothing(monkeypatch):
     assert rates[-1] == pytest.approx(0.2 / 57)
 
 
-def test_a_training_ends_with_a_pass_that_makes_it_worse_than_the_start():
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_training_may_end_with_a_pass_that_makes_it_worse_than_the_start(ends):
     """The start is exact on the windows that judge; those trained on are of another map."""
     start = {"W": random(H, H, seed=99)}
-    windows = examples(noise=0.0, W=random(H, H, seed=7))
-    found = trained(windows, examples(4, seed=5, W=start["W"]), start=start, passes=9)
-    assert (found.taken, len(found.errors)) == (0, 2)
+    windows, judges = examples(W=random(H, H, seed=7)), examples(4, seed=5, W=start["W"])
+    found = trained(windows, judges, start=start, passes=9, ends_when_worse=ends)
+    assert (found.taken, len(found.errors)) == (0, 2 if ends else 10)
     torch.testing.assert_close(found.theta, start)

@@ -310,6 +310,7 @@ class BlockReconstruction:
                         {name: tensor.to(run.device, wide) for name, tensor in tensors.items()},
                         examples, judges, passes=passes, rate=settings.reconstruct_rate, seed=seed,
                         written=run.written, objective=objective,
+                        ends_when_worse=name == "predictions",  # a pass over the vocabulary is dear
                     )  # fmt: skip
                     if trained.taken:
                         tensors = {n: cast(p, run.written, n) for n, p in trained.theta.items()}

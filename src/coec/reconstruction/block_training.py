@@ -94,14 +94,14 @@ def train_block(
     seed: int,
     written: torch.dtype,
     objective: Objective,
+    ends_when_worse: bool = False,
 ) -> TrainedBlock:
     """Minimise an objective over all weights of a block by AdamW, and take the best state.
 
     The rate of every weight matrix is `rate` times the root mean square of its entries at the
     start, after a short warm-up falling linearly to 0: a matrix then moves by a share of its size,
     whatever that is, and one that is 0 stays. The windows that judge decide behind every pass,
-    or those trained on where there are none. A training ends with a pass that leaves them worse
-    than they were at the start, and where it diverges.
+    or those trained on where there are none. A training that diverges ends there.
 
     Args:
         block: `(θ, h) → f_θ(h)`, differentiable in θ.
@@ -113,6 +113,7 @@ def train_block(
         seed: draws the orders.
         written: dtype to which the weights are rounded before they are judged.
         objective: what is made small: its mean over tokens.
+        ends_when_worse: end with a pass that leaves the windows that judge worse than the start.
 
     Raises:
         NumericalError: the objective at the start is not finite.
@@ -162,7 +163,7 @@ def train_block(
         errors.append(error)
         if error < min(errors[:-1]):
             best, taken = {name: p.detach().clone() for name, p in theta.items()}, number
-        elif error > errors[0]:
+        elif ends_when_worse and error > errors[0]:
             break
     return TrainedBlock(best, taken, fitted, errors)
 
