@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from coec.planning.machines import Machine
 
 _BETTER = {
-    "paper": "--preset balanced trains every block towards it, in about three times the time",
-    "fast": "--preset balanced trains every block towards it, in about three times the time",
+    "paper": "--preset balanced trains every block towards it, in about four times the time",
+    "fast": "--preset balanced trains every block towards it, in about four times the time",
     "balanced": "--preset best, in about twice the time",
 }
 """What the last line of a run by a preset says of the next better one."""
