@@ -40,7 +40,7 @@ PRESETS: dict[PresetName, Preset] = {
         {
             "multiple_of": "auto", "selection": "obs", "compensation": "ridge-to-slice",
             "ridge": 1.0, "allocation": "error", "propagate": True, "token_weights": "residual",
-            "reconstruct": 6, "prediction_passes": 2, "final_norm": True, "holdout": HELD_OUT,
+            "reconstruct": 4, "prediction_passes": 2, "final_norm": True, "holdout": HELD_OUT,
             "bos": "auto",
         },
     ),
@@ -50,8 +50,8 @@ PRESETS: dict[PresetName, Preset] = {
         {
             "multiple_of": "auto", "selection": "obs", "compensation": "ridge-to-slice",
             "ridge": 1.0, "allocation": "error", "propagate": True, "token_weights": "residual",
-            "reconstruct": 12, "prediction_passes": 6, "final_norm": True,
-            "kv_groups": "held-out", "holdout": HELD_OUT, "bos": "auto",
+            "reconstruct": 8, "reconstruct_rate": 0.005, "prediction_passes": 6,
+            "final_norm": True, "kv_groups": "held-out", "holdout": HELD_OUT, "bos": "auto",
         },
     ),
 }  # fmt: skip
