@@ -556,7 +556,8 @@ def test_experts_are_trained_with_their_block(variant, settings, tokens, tmp_pat
 
 def test_an_activation_that_is_not_silu_goes_through_the_same_path(tokens, tmp_path):
     model = tm.save(tm.tiny("llama", hidden_act="gelu"), tmp_path / "gelu")
-    report = pruned(model, tmp_path / "out", tokens, propagate=True, **{"holdout": 0.25, **LONGER})
+    slowly = {**LONGER, "holdout": 0.25, "reconstruct_rate": 0.005}  # at 0.01 block 0 overfits
+    report = pruned(model, tmp_path / "out", tokens, propagate=True, **slowly)
     fits = [row["reconstruction"] for row in report.sites if "reconstruction" in row]
     assert all(fit["taken"] and fit["errors"][fit["taken"]] < fit["errors"][0] for fit in fits)
     assert math.isfinite(report.reconstruction["perplexity"])
