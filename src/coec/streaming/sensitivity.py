@@ -7,10 +7,10 @@ shared out among the sites, by its derivatives on the way there (METHODS §10).
 
 import functools
 import math
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -34,7 +34,6 @@ SHARES = (0.0, 0.1, 0.25, 0.45, 0.65, 0.85)
 _RULE = {0.5: 2 / 3, 1.0: 1 / 6}
 """Weights of derivatives, by the share of the way from the dense model to the pruned one at which
 they are taken: Simpson's rule, as they are 0 at the start."""
-_Key = TypeVar("_Key", bound=Hashable)
 _Parameters = tuple[Tensor, Tensor | None]
 """Weight and bias of a consumer."""
 
@@ -52,66 +51,24 @@ class RepairedConsumer:
         return RepairedConsumer(self.weight.to("cpu", dtype), bias)
 
 
-class _Variants:
-    """Models that differ in few weights, run side by side over the first few windows.
+class Truncations:
+    """Models that differ from the dense one in the rank of one matrix.
 
-    Hidden states wait on the CPU. About so many `tokens` are run.
+    They run side by side over the first few windows; hidden states wait on the CPU.
     """
 
     def __init__(
         self,
         dense: Dense,
         windows: Int[Tensor, "n length"],
-        tokens: int,
         *,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self._model, self._device, self._dtype = dense, device, dtype
-        self._windows = first_windows(windows, tokens)
+        self._windows = first_windows(windows, TRUNCATED_TOKENS)
         self._layers = Layers(dense, device=device, dtype=dtype)
         [self._dense] = self._layers.embed([self._windows], dense.tensor(dense.layout.embedding))
-
-    def _through(self, block: BlockLayout, state: State) -> State:
-        return self._layers.advance(block.index, state)
-
-    def _run_on(self, block: BlockLayout, states: dict[_Key, State], new: Collection[_Key]) -> None:
-        """Run the models that differ at an earlier block."""
-        for key in states:
-            if key not in new:
-                states[key] = self._through(block, states[key])
-
-    def _divergences(self, states: Mapping[_Key, State], advice: str) -> dict[_Key, float]:
-        """Return mean KL divergences from the dense model; NumericalError where one is infinite."""
-        head = Head(self._model, device=self._device, dtype=self._dtype)
-        divergences = {}
-        for key, state in states.items():
-            divergences[key] = head.predicted(state, self._dense, self._windows).kl
-            if not math.isfinite(divergences[key]):
-                raise NumericalError(
-                    "what pruning each site costs cannot be measured: a pruned model predicts "
-                    f"nothing finite; {advice}"
-                )
-        return divergences
-
-    def _parameter(self, tensor: Tensor | None) -> nn.Parameter | None:
-        if tensor is None:
-            return None
-        return _parameter(tensor.to(self._device, self._dtype))
-
-
-class Truncations(_Variants):
-    """Models that differ from the dense one in the rank of one matrix."""
-
-    def __init__(
-        self,
-        dense: Dense,
-        windows: Int[Tensor, "n length"],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(dense, windows, TRUNCATED_TOKENS, device=device, dtype=dtype)
         self._states: dict[tuple[str, int], State] = {}
 
     @torch.no_grad()
@@ -129,14 +86,15 @@ class Truncations(_Variants):
             truncated: names of its weights, ranks, and the weights of these ranks.
         """
         self._layers.load(block, tensors)
-        earlier = set(self._states)
+        earlier = list(self._states)
         for name, rank, weight in truncated:
             module: Any = self._layers.module(block, name.removesuffix(".weight"))
-            before, module.weight = module.weight, self._parameter(weight)
-            self._states[name, rank] = self._through(block, self._dense)
+            before, module.weight = module.weight, _parameter(weight.to(self._device, self._dtype))
+            self._states[name, rank] = self._layers.advance(block.index, self._dense)
             module.weight = before
-        self._run_on(block, self._states, self._states.keys() - earlier)
-        self._dense = self._through(block, self._dense)
+        for key in earlier:
+            self._states[key] = self._layers.advance(block.index, self._states[key])
+        self._dense = self._layers.advance(block.index, self._dense)
         self._layers.drop(block.index)
 
     def costs(self) -> dict[str, dict[int, float]]:
@@ -145,9 +103,15 @@ class Truncations(_Variants):
         Raises:
             NumericalError: one of the models predicts nothing finite.
         """
+        head = Head(self._model, device=self._device, dtype=self._dtype)
         costs: dict[str, dict[int, float]] = {}
-        divergences = self._divergences(self._states, "use allocation = uniform")
-        for (name, rank), divergence in divergences.items():
+        for (name, rank), state in self._states.items():
+            divergence = head.predicted(state, self._dense, self._windows).kl
+            if not math.isfinite(divergence):
+                raise NumericalError(
+                    "what pruning each site costs cannot be measured: a pruned model predicts "
+                    "nothing finite; use allocation = uniform"
+                )
             costs.setdefault(name, {})[rank] = divergence
         return costs
 
