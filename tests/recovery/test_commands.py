@@ -10,6 +10,7 @@ import torch
 
 import coec
 from coec.errors import UnfinishedError
+from coec.events import recording
 from coec.experiments.files import Store
 from coec.experiments.grid import expand
 from coec.experiments.sweep import sweep
@@ -111,6 +112,28 @@ def test_pruning_with_recovery_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(module, "prune", end)  # is not done again
         module.prune_and_recover(dense, tmp_path / "out", 1000, **settings)
+    assert same_weights(tmp_path / "out", pruned_and_recovered[0])
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "coec.json"])
+def test_a_pruned_model_that_was_damaged_meanwhile_is_made_again(
+    file, pruned_and_recovered, dense, tokens, tmp_path, monkeypatch
+):
+    def end(*given, **more):
+        raise KeyboardInterrupt
+
+    settings = {**PRUNING, "calibration": tokens}
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "train", end)
+        with pytest.raises(KeyboardInterrupt):
+            module.prune_and_recover(dense, tmp_path / "out", 1000, **settings)
+    path = tmp_path / "out.partial/states/pruned" / file
+    content = bytearray(path.read_bytes())
+    content[-200:-100] = bytes(100)
+    path.write_bytes(content)
+    with recording() as events:
+        module.prune_and_recover(dense, tmp_path / "out", 1000, **settings)
+    assert any("is made again" in event for event in events)
     assert same_weights(tmp_path / "out", pruned_and_recovered[0])
 
 

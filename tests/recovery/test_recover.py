@@ -11,7 +11,9 @@ import torch
 import coec
 import tiny_models as tm
 from coec.errors import CalibrationError, ModelError, OptionError, OutputError, UnfinishedError
+from coec.events import recording
 from coec.models.dense import Dense
+from coec.models.files import sha256
 from coec.pipeline.report import Report
 from coec.recovery import text, training
 from coec.recovery.job import checked
@@ -195,12 +197,84 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(
     assert not out.with_name("out.partial").exists()
 
 
+def saved_state(folder, step, best):
+    """Write what looks like a state of the Trainer; return the digests of its files."""
+    path = folder / f"checkpoint-{step}"
+    path.mkdir()
+    (path / "model.safetensors").write_bytes(bytes([step]) * 100)
+    best_path = None if best is None else str(folder / f"checkpoint-{best}")
+    (path / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": best_path}))
+    return {name: sha256(path / name) for name in ("model.safetensors", "trainer_state.json")}
+
+
 def test_a_state_that_was_not_finished_is_not_taken_up(tmp_path):
-    for step in (2, 4, 6):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    assert training.last_state(tmp_path, [2, 4]) == str(tmp_path / "checkpoint-4")
-    assert not (tmp_path / "checkpoint-6").exists()
-    assert training.last_state(tmp_path / "none", []) is None
+    saved = {step: saved_state(tmp_path, step, 2) for step in (2, 4)}
+    (tmp_path / "checkpoint-6").mkdir()
+    (tmp_path / "checkpoint-other").write_text("a file")
+    assert training.last_state(tmp_path, saved) == str(tmp_path / "checkpoint-4")
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-4"}
+    assert training.last_state(tmp_path / "none", {}) is None
+
+
+def flip(path, count=1):
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    for place in range(middle, min(middle + count, len(content))):
+        content[place] ^= 1
+    path.write_bytes(content)
+
+
+STATE_DAMAGE = {
+    "a bit": flip,
+    "half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "nothing": lambda path: path.write_bytes(b""),
+    "missing": lambda path: path.unlink(),
+    "another's": lambda path: path.write_bytes(b"PK\x03\x04 of somebody else"),
+    "besides": lambda path: path.with_name("besides.bin").write_bytes(b"1"),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a link": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
+}
+
+
+@pytest.mark.parametrize("damage", STATE_DAMAGE)
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer_state.json"])
+def test_a_state_that_was_changed_is_not_taken_up(name, damage, tmp_path):
+    saved = {step: saved_state(tmp_path, step, 2) for step in (2, 4)}
+    STATE_DAMAGE[damage](tmp_path / "checkpoint-4" / name)
+    with recording() as events:
+        assert training.last_state(tmp_path, saved) == str(tmp_path / "checkpoint-2")
+    assert ["checkpoint-4' is not what was saved" in event for event in events] == [True]
+    assert not (tmp_path / "checkpoint-4").exists()
+
+
+def test_a_state_whose_best_was_changed_is_not_taken_up(tmp_path):
+    saved = {2: saved_state(tmp_path, 2, 2), 4: saved_state(tmp_path, 4, 4)}
+    saved[6] = saved_state(tmp_path, 6, 4)
+    flip(tmp_path / "checkpoint-4" / "model.safetensors")
+    assert training.last_state(tmp_path, saved) == str(tmp_path / "checkpoint-2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["model", "optimizer", "trainer_state"])
+def test_a_damaged_state_ends_in_the_same_bits(
+    file, recovered, dense, pruned, tokens, tmp_path, monkeypatch
+):
+    from coec.execution.journal import Journal
+
+    note, out = Journal.note, tmp_path / "out"
+
+    def ended(self, name, **facts):
+        note(self, name, **facts)
+        if name == "state 4":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "note", ended)
+        with pytest.raises(KeyboardInterrupt):
+            coec.recover(dense, pruned, out, text=tokens, **SETTINGS)
+    flip(next((tmp_path / "out.partial/states/checkpoint-4").glob(f"{file}.*")), 2048)
+    coec.recover(dense, pruned, out, text=tokens, **SETTINGS)
+    assert not differing(out, recovered[0])
 
 
 def test_what_was_recovered_can_be_recovered_again(recovered, dense, tokens, tmp_path):

@@ -143,6 +143,12 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def digests_in(folder: Path) -> JsonDict:
+    """Return the SHA-256 of every file below a folder, by its path there."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): sha256(path) for path in files}
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
     """Open a safetensors file tensor by tensor; raises ModelError if it is damaged."""

@@ -29,7 +29,7 @@ _TRAINED, _STATE = 16, 12
 """Bytes of a trained number in memory (itself, its derivative and two moments, in float32), and in
 a saved state."""
 _STATES = 3
-"""Saved states that are on the disk together."""
+"""Saved states that are on the disk together: the best, the last, and one that is being written."""
 _REFUSED = 0.8
 """Part of an estimate from which a run is refused: less than it needs in any case."""
 _ROOM = 0.9

@@ -5,18 +5,19 @@ the start on held-out windows, write. A run that was killed goes on with its las
 """
 
 import contextlib
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
 import torch
 
-from coec.events import Progress
+from coec.events import Progress, record
 from coec.execution.journal import Journal, journal, unfinished
 from coec.execution.output import STATES, check_output, resolved
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.models.files import JsonDict
+from coec.models.files import JsonDict, digests_in
 from coec.models.folder import tokenizer_digest
 from coec.pipeline.card import write_card
 from coec.pipeline.prune import plan, prune
@@ -88,10 +89,10 @@ def _recovered(
     if processes.agree(pieces is not None and pieces.finished):
         return replace(Report.read(job.out), model=job.dense.name)
     with torch.random.fork_rng():
-        record = train(job, pieces, processes, progress)
+        account = train(job, pieces, processes, progress)
     report = replace(
         job.report, model=job.dense.name, out=str(job.out),
-        recoveries=[*job.report.recoveries, record],
+        recoveries=[*job.report.recoveries, account],
     )  # fmt: skip
     if pieces is not None:
         report.write(pieces.new)
@@ -136,14 +137,18 @@ def prune_and_recover(
         "tokenizer": tokenizer_digest(dense.folder),
     }  # fmt: skip
     with journal(target, identity, force=force, restart=restart) as pieces:
+        if pieces.finished:
+            return replace(Report.read(target), model=dense.name)
         folder = pieces.partial / STATES / "pruned"
-        if not pieces.finished and not folder.exists():
+        if "pruned" in pieces and pieces.facts("pruned")["files"] != digests_in(folder):
+            record(f"'{folder}' is not what was written: it is made again")
+            shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
             if "pruning" not in pieces:
                 pieces.note("pruning")  # what a killed pruning finished stays
             folder.parent.mkdir(exist_ok=True)
             prune(dense, folder, recipe, progress=progress)
-        if pieces.finished:
-            return replace(Report.read(target), model=dense.name)
+        pieces.note("pruned", files=digests_in(folder))
         job = checked(dense, Dense.open(folder), target, recovery, trust=trust)
         return _recovered(job, pieces, Processes.here(job.device), progress)
 

@@ -57,8 +57,8 @@ def train(
     rate = job.rate(before, schedule.batch)
     trainer = _trainer(job, pieces, schedule, rate, teacher, trained, judges, progress)
     states = job.partial / STATES
-    durable = [] if pieces is None else pieces.every("state")
-    last = processes.agree(training.last_state(states, durable) if processes.first else None)
+    last = None if pieces is None else training.last_state(states, dict(pieces.every("saved")))
+    last = processes.agree(last)
     if progress and last is not None:
         progress(f"{RESUMING} steps", int(last.rpartition("-")[2]), schedule.steps)
     trainer.train(resume_from_checkpoint=last)
@@ -175,9 +175,9 @@ def _trainer(
 ) -> training.Distillation:
     """Return the Trainer of a student, which notes in the journal what states it saved."""
 
-    def saved(step: int) -> None:
+    def saved(step: int, digests: JsonDict) -> None:
         if pieces is not None:
-            pieces.note(f"state {step}", state=step)
+            pieces.note(f"state {step}", saved=(step, digests))
 
     followed = training.Followed(schedule.batch * job.seq_len, saved, progress)
     arguments = training.arguments(

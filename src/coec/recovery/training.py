@@ -1,6 +1,8 @@
 """Training by transformers' Trainer: ours are the loss, the checkpoints' names and the progress."""
 
+import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -17,10 +19,11 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 
-from coec.events import Progress
+from coec.events import Progress, record
 from coec.execution.output import sync
-from coec.models.files import write_tensors
+from coec.models.files import JsonDict, digests_in, write_tensors
 from coec.recovery.distillation import Target, TopTokens, distillation_loss
 from coec.recovery.text import Examples
 
@@ -35,6 +38,8 @@ CHECKPOINTING = (
     else "gradient_checkpointing"
 )
 """What the installed Trainer calls the setting."""
+STATES = 2
+"""Saved states that stay on the disk: the best and the last."""
 _SAVED = "model.safetensors"
 _TIMED = 3
 """Batches that are timed, behind one that sets things up."""
@@ -147,11 +152,14 @@ class Followed(TrainerCallback):
 
     Args:
         tokens_per_step: over all processes.
-        saved: called with the step of a state that is durable.
+        saved: called with the step of a state that is durable, and the digests of its files.
     """
 
     def __init__(
-        self, tokens_per_step: int, saved: Callable[[int], None] | None, progress: Progress | None
+        self,
+        tokens_per_step: int,
+        saved: Callable[[int, JsonDict], None] | None,
+        progress: Progress | None,
     ) -> None:
         self._tokens, self._saved, self._progress = tokens_per_step, saved, progress
 
@@ -166,11 +174,12 @@ class Followed(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **unused: Any) -> None:
         """Return when the state of this step is on the disk."""
+        args.distributed_state.wait_for_everyone()  # every process writes a file of its own
         if self._saved:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             for path in (*folder.rglob("*"), folder, folder.parent):
                 sync(path)
-            self._saved(state.global_step)
+            self._saved(state.global_step, digests_in(folder))
 
 
 def arguments(
@@ -191,7 +200,7 @@ def arguments(
         lr_scheduler_type="linear", warmup_steps=min(10, round(_WARM_UP * schedule.steps)),
         bf16=narrow, use_cpu=device.type == "cpu",
         eval_strategy="steps", eval_steps=schedule.every, save_strategy="steps",
-        save_steps=schedule.every, save_total_limit=3, load_best_model_at_end=True,
+        save_steps=schedule.every, save_total_limit=STATES, load_best_model_at_end=True,
         metric_for_best_model="eval_loss", greater_is_better=False, prediction_loss_only=True,
         logging_steps=schedule.every, report_to="none", disable_tqdm=True,
         remove_unused_columns=False, label_names=[], dataloader_pin_memory=device.type == "cuda",
@@ -201,17 +210,33 @@ def arguments(
     return settings
 
 
-def last_state(folder: Path, durable: list[int]) -> str | None:
-    """Folder of the last state that is whole; those that a killed process left in part are removed.
+def last_state(folder: Path, saved: Mapping[int, JsonDict]) -> str | None:
+    """Return the folder of the last state that is as it was saved, and so is the best until then.
+
+    Every other one is removed before anything of it is read: what a killed process left in part,
+    and what was changed since, which is recorded.
 
     Args:
-        durable: steps whose states are on the disk, as was noted.
+        saved: digests of the files of every state that was on the disk, by step.
     """
-    states = {int(path.name.rpartition("-")[2]): path for path in folder.glob("checkpoint-*")}
-    for step in states.keys() - set(durable):
-        shutil.rmtree(states[step])
-    whole = sorted(states.keys() & set(durable))
-    return str(states[whole[-1]]) if whole else None
+    whole: dict[str, Path] = {}
+    for step, digests in sorted(saved.items()):
+        path = folder / f"checkpoint-{step}"
+        if not os.path.lexists(path):
+            continue  # it gave way to later ones
+        if not path.is_symlink() and digests_in(path) == digests:
+            whole[str(path)] = path
+        else:
+            record(f"'{path}' is not what was saved: training goes on with an earlier state")
+    if folder.is_dir():
+        for path in folder.glob("checkpoint-*"):
+            if str(path) not in whole:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    for name, path in reversed(whole.items()):
+        state = json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        if state["best_model_checkpoint"] in (None, *whole):
+            return name
+    return None
 
 
 def tokens_per_second(
