@@ -105,6 +105,18 @@ def test_a_harmful_training_leaves_the_start(dense, pruned, tokens, tmp_path):
     assert not differing(tmp_path / "out", pruned)
 
 
+@pytest.mark.parametrize("rate", [100, 1e30])
+def test_a_training_that_diverges_ends_at_its_first_state(rate, dense, pruned, tokens, tmp_path):
+    settings = {**SETTINGS, "learning_rate": rate}
+    with recording() as events:
+        report = coec.recover(dense, pruned, tmp_path / "out", text=tokens, **settings)
+    record = report.recoveries[-1]
+    assert (record["steps"], record["tokens"], record["improved"]) == (2, 512, False)
+    assert sum("diverged (at step 2" in event for event in events) == 1
+    assert not differing(tmp_path / "out", pruned)
+    json.loads((tmp_path / "out/coec.json").read_text(), parse_constant=pytest.fail)
+
+
 def test_few_windows_are_read_a_few_times_and_no_more(dense, pruned, tokens, tmp_path):
     report = coec.recover(
         dense, pruned, tmp_path / "out", text=tokens, **{**SETTINGS, "tokens": "1B"}
@@ -298,6 +310,8 @@ BAD = {
     "words": ({"tokens": "many"}, OptionError, "tokens is a number such as 300k"),
     "rank": ({"lora": 0}, OptionError, "lora must be a whole number of at least 1"),
     "rate": ({"learning_rate": 0}, OptionError, "learning_rate=0 changes nothing"),
+    "batch": ({"batch_size": 100}, OptionError, "take at most 64 windows, or more tokens"),
+    "large rank": ({"lora": 100_000}, OptionError, "take at most 1[0-9], or leave it out"),
     "unknown": ({"epochs": 3}, OptionError, "unknown setting 'epochs'"),
     "long windows": ({"seq_len": 65}, OptionError, "beyond the model's 64 positions"),
     "one window": ({"seq_len": 64}, CalibrationError, "holds rows of 32 tokens"),
@@ -325,6 +339,14 @@ def test_a_text_of_one_window_is_refused(dense, pruned, tmp_path):
         coec.recover(dense, pruned, tmp_path / "out", text=path, **SETTINGS)
 
 
+def test_a_batch_larger_than_the_text_is_refused(dense, pruned, tmp_path):
+    path = tm.text_file(tmp_path / "short.txt", 400)
+    changed = {**SETTINGS, "tokens": 10**6, "batch_size": 1000}
+    with pytest.raises(OptionError, match="more than the [0-9,]+ tokens to train on"):
+        coec.recover(dense, pruned, tmp_path / "out", text=path, **changed)
+    assert not (tmp_path / "out.partial").exists()
+
+
 def test_an_output_that_is_there_is_not_replaced(dense, pruned, tokens, recovered, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(recovered[0], out)
@@ -346,6 +368,7 @@ def test_a_small_budget_has_small_steps_and_a_lower_rate_for_each(dense, pruned,
     steps = {20_000_000: 8, 3_000_000: 2, 1_000_000: 1, 1000: 1, None: 8}
     for tokens, windows in steps.items():
         assert Recovery().windows_per_step(2048, tokens) == windows
+    for tokens in (20_000_000, 5 * 2048, None):
         assert Recovery(batch_size=5).windows_per_step(2048, tokens) == 5
     models = Dense.open(dense), Dense.open(pruned)
     job = checked(*models, tmp_path / "out", Recovery(text=IDS, seq_len=32), trust=False)

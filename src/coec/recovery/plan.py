@@ -28,8 +28,9 @@ USUAL_RANK = 16
 _TRAINED, _STATE = 16, 12
 """Bytes of a trained number in memory (itself, its derivative and two moments, in float32), and in
 a saved state."""
-_STATES = 3
-"""Saved states that are on the disk together: the best, the last, and one that is being written."""
+_STATES = 2
+"""Saved states that stay on the disk, the best and the last; beside them one is being written, and
+later the result."""
 _REFUSED = 0.8
 """Part of an estimate from which a run is refused: less than it needs in any case."""
 _ROOM = 0.9
@@ -125,7 +126,16 @@ def footprints(
 
 
 def check_plan(dense: Description, pruned: Description, recovery: Recovery) -> Footprint:
-    """Return the estimate of what is asked for; raises OptionError where memory is short."""
+    """Return the estimate of what is asked for.
+
+    Raises:
+        OptionError: memory is short, or low-rank additions would outgrow what they are added to.
+    """
+    if recovery.lora is not None and (largest := _largest_rank(pruned)) < recovery.lora:
+        raise OptionError(
+            f"lora={recovery.lora} has more numbers than the matrices that it is added to: take "
+            f"at most {largest}, or leave it out to train all weights"
+        )
     device = choose_device(recovery.device)
     free = FreeMemory.of(device).computing
     ways = footprints(dense, pruned, recovery, device, free)
@@ -178,10 +188,10 @@ def _estimate(
     }
     count = windows_needed(recovery.tokens or 0, seq_len)
     predictions = 6 * TOP * count * seq_len if stored else 0
-    state = _STATE * trained * _STATES
+    state, result = _STATE * trained, pruned.parameters * stored_dtype(pruned.config).itemsize
     return Footprint(
         recovery, memory, 0 if on_host else resident_bytes() + 8 * pruned.parameters,
-        4 * count * seq_len + predictions + state,
+        4 * count * seq_len + predictions + _STATES * state + max(state, result),
         tuple(_work(dense, pruned, recovery, tokens, seq_len, compute)),
     )  # fmt: skip
 
@@ -191,6 +201,12 @@ def _added(model: Description, rank: int) -> int:
     return sum(
         rank * sum(shape) for name, shape in _matrices(model).items() if ".experts." not in name
     )
+
+
+def _largest_rank(model: Description) -> int:
+    """Return the rank of additions that have as many parameters as what they are added to."""
+    sizes = [s.numel() for name, s in _matrices(model).items() if ".experts." not in name]
+    return max(1, sum(sizes) // _added(model, 1))
 
 
 def _matrices(model: Description) -> Mapping[str, torch.Size]:

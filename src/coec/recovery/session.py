@@ -4,6 +4,7 @@ Finished pieces are in the journal and the Trainer's states beside it.
 """
 
 import gc
+import math
 import shutil
 import time
 from functools import partial
@@ -15,7 +16,8 @@ from transformers import PreTrainedModel
 
 from coec.allocation.kept import KEPT
 from coec.devices import environment
-from coec.events import RESUMING, Progress
+from coec.errors import NumericalError
+from coec.events import RESUMING, Progress, record
 from coec.execution.journal import Journal
 from coec.execution.output import STATES, WORK
 from coec.models.files import INDEX, JsonDict, write_tensors
@@ -55,7 +57,13 @@ def train(
         pieces.note("start", kl=start)
     before = float(processes.agree(0.0 if pieces is None else pieces.facts("start")["kl"]))
     rate = job.rate(before, schedule.batch)
-    trainer = _trainer(job, pieces, schedule, rate, teacher, trained, judges, progress)
+
+    def saved(step: int, digests: JsonDict) -> None:
+        if pieces is not None:
+            pieces.note(f"state {step}", saved=(step, digests))
+
+    followed = training.Followed(schedule.batch * job.seq_len, before, saved, progress)
+    trainer = _trainer(job, schedule, rate, teacher, trained, judges, followed)
     states = job.partial / STATES
     last = None if pieces is None else training.last_state(states, dict(pieces.every("saved")))
     last = processes.agree(last)
@@ -64,27 +72,36 @@ def train(
     trainer.train(resume_from_checkpoint=last)
     state = trainer.accelerator.get_state_dict(trainer.model)
     curve = training.curve(trainer, schedule.batch * job.seq_len)
+    steps = min(trainer.state.global_step, schedule.steps)
     del trainer
     gc.collect()
     if pieces is None:
         return {}
-    tensors = job.tensors({name: tensor.cpu() for name, tensor in state.items()})
+    tensors, after = None, math.inf
+    try:
+        tensors = job.tensors({name: tensor.cpu() for name, tensor in state.items()})
+        after = training.divergence(job.network(tensors), teacher, judges)
+    except NumericalError as error:
+        record(f"the trained weights cannot be written: {error}")
     del state
-    after = training.divergence(job.network(tensors), teacher, judges)
     improved = after < before
     _write(pieces, job, tensors if improved else None)
     return {
         **job.recovery.record(),
         "text": pieces.facts("text")["record"],
-        "tokens": schedule.steps * schedule.batch * job.seq_len,
+        "tokens": steps * schedule.batch * job.seq_len,
         "asked": tokens,
-        "passes": schedule.steps * schedule.batch / len(trained),
-        "steps": schedule.steps,
+        "passes": steps * schedule.batch / len(trained),
+        "steps": steps,
         "batch_size": schedule.batch,
         "seq_len": job.seq_len,
         "learning_rate": rate,
         "processes": processes.count,
-        "held_out": {"windows": len(judges), "before": before, "after": min(after, before)},
+        "held_out": {
+            "windows": len(judges),
+            "before": before,
+            "after": after if improved else before,
+        },
         "improved": improved,
         "curve": curve,
         "start_sha256": job.pruned.digest,
@@ -165,28 +182,21 @@ def _put_predictions(
 
 def _trainer(
     job: Job,
-    pieces: Journal | None,
     schedule: Schedule,
     rate: float,
     teacher: PreTrainedModel | None,
     trained: Examples,
     judges: Examples,
-    progress: Progress | None,
+    followed: training.Followed,
 ) -> training.Distillation:
-    """Return the Trainer of a student, which notes in the journal what states it saved."""
-
-    def saved(step: int, digests: JsonDict) -> None:
-        if pieces is not None:
-            pieces.note(f"state {step}", saved=(step, digests))
-
-    followed = training.Followed(schedule.batch * job.seq_len, saved, progress)
+    """Return the Trainer of a student."""
     arguments = training.arguments(
         job.partial / STATES, schedule, rate=rate, seed=job.recovery.seed, device=job.device,
         narrow=job.narrow, checkpointing=job.checkpointing,
     )  # fmt: skip
     return training.Distillation(
-        teacher=teacher, cross_entropy=job.recovery.cross_entropy, model=job.student(),
-        args=arguments, train_dataset=trained, eval_dataset=judges,
+        teacher=teacher, cross_entropy=job.recovery.cross_entropy, out=job.out,
+        model=job.student(), args=arguments, train_dataset=trained, eval_dataset=judges,
         callbacks=[followed],
     )  # fmt: skip
 

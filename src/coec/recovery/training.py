@@ -1,5 +1,6 @@
 """Training by transformers' Trainer: ours are the loss, the checkpoints' names and the progress."""
 
+import errno
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 
 from coec.events import Progress, record
-from coec.execution.output import sync
+from coec.execution.output import free_space, sync, writing
 from coec.models.files import JsonDict, digests_in, write_tensors
 from coec.recovery.distillation import Target, TopTokens, distillation_loss
 from coec.recovery.text import Examples
@@ -41,6 +42,10 @@ CHECKPOINTING = (
 STATES = 2
 """Saved states that stay on the disk: the best and the last."""
 _SAVED = "model.safetensors"
+_WRITER = "inline_container.cc"
+"""Where torch says that it cannot write a file; it does not say why."""
+_FULL = 2**20
+"""Bytes below which a disk is called full."""
 _TIMED = 3
 """Batches that are timed, behind one that sets things up."""
 
@@ -91,15 +96,16 @@ class Distillation(Trainer):
     Args:
         teacher: predicts the windows; None where the examples hold its predictions.
         cross_entropy: as in `distillation_loss`.
+        out: the folder that is made, for errors of the disk.
         options: what `Trainer` takes.
     """
 
     def __init__(
-        self, *, teacher: PreTrainedModel | None, cross_entropy: float, **options: Any
+        self, *, teacher: PreTrainedModel | None, cross_entropy: float, out: Path, **options: Any
     ) -> None:
         super().__init__(**options)
         self.remove_callback(PrinterCallback)
-        self._teacher, self._cross_entropy = teacher, cross_entropy
+        self._teacher, self._cross_entropy, self._out = teacher, cross_entropy, out
 
     def compute_loss(
         self,
@@ -128,6 +134,18 @@ class Distillation(Trainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             return self.compute_loss(model, prepared), None, None
 
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Save a state; raises OutputError where the disk refuses."""
+        with writing(self._out):
+            try:
+                super()._save_checkpoint(*args, **kwargs)
+            except RuntimeError as error:
+                if _WRITER not in str(error):
+                    raise
+                full = free_space(self._out) < _FULL
+                reason = os.strerror(errno.ENOSPC) if full else str(error)[:200]
+                raise OSError(reason) from error
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if hasattr(self.model, "peft_config") or state_dict is not None:
             super()._save(output_dir, state_dict)
@@ -148,20 +166,23 @@ def _distinct(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Followed(TrainerCallback):
-    """Shows progress, keeps the curve, and says when a saved state is on the disk.
+    """Shows progress, says when a saved state is on the disk, and ends a training that diverges.
 
     Args:
         tokens_per_step: over all processes.
+        start: divergence of the start on the held-out windows, in nats.
         saved: called with the step of a state that is durable, and the digests of its files.
     """
 
     def __init__(
         self,
         tokens_per_step: int,
-        saved: Callable[[int, JsonDict], None] | None,
+        start: float,
+        saved: Callable[[int, JsonDict], None],
         progress: Progress | None,
     ) -> None:
         self._tokens, self._saved, self._progress = tokens_per_step, saved, progress
+        self._most = max(2 * start, start + 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **unused: Any) -> Any:
         """Show how many tokens are done; look at the last state and save it in any case."""
@@ -172,10 +193,21 @@ class Followed(TrainerCallback):
             self._progress("training on tokens", *(count * self._tokens for count in steps))
         return control
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """End where the model is lost: beyond twice the divergence of the start and a nat more."""
+        kl = kwargs["metrics"]["eval_loss"]
+        if not kl <= self._most:
+            record(
+                f"the training diverged (at step {state.global_step} KL {kl:.3g} on held-out "
+                "windows): ended; a lower learning_rate may help"
+            )
+            control.should_training_stop = True
+        return control
+
     def on_save(self, args: Any, state: Any, control: Any, **unused: Any) -> None:
         """Return when the state of this step is on the disk."""
         args.distributed_state.wait_for_everyone()  # every process writes a file of its own
-        if self._saved:
+        if args.should_save:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             for path in (*folder.rglob("*"), folder, folder.parent):
                 sync(path)
@@ -219,22 +251,22 @@ def last_state(folder: Path, saved: Mapping[int, JsonDict]) -> str | None:
     Args:
         saved: digests of the files of every state that was on the disk, by step.
     """
-    whole: dict[str, Path] = {}
+    intact: dict[str, Path] = {}
     for step, digests in sorted(saved.items()):
         path = folder / f"checkpoint-{step}"
         if not os.path.lexists(path):
             continue  # it gave way to later ones
         if not path.is_symlink() and digests_in(path) == digests:
-            whole[str(path)] = path
+            intact[str(path)] = path
         else:
             record(f"'{path}' is not what was saved: training goes on with an earlier state")
     if folder.is_dir():
         for path in folder.glob("checkpoint-*"):
-            if str(path) not in whole:
+            if str(path) not in intact:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    for name, path in reversed(whole.items()):
+    for name, path in reversed(intact.items()):
         state = json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-        if state["best_model_checkpoint"] in (None, *whole):
+        if state["best_model_checkpoint"] in (None, *intact):
             return name
     return None
 
@@ -273,12 +305,13 @@ def divergence(
 
 
 def curve(trainer: Trainer, tokens_per_step: int) -> list[dict[str, float]]:
-    """Held-out divergence against tokens, from the Trainer's own history.
+    """Held-out divergence against tokens, where it is finite, from the Trainer's own history.
 
     A Trainer that goes on with its last state takes one step more, whose learning rate is zero.
     """
     return [
         {"tokens": entry["step"] * tokens_per_step, "kl": entry["eval_loss"]}
         for entry in trainer.state.log_history
-        if "eval_loss" in entry and 0 < entry["step"] <= trainer.args.max_steps
+        if 0 < entry["step"] <= trainer.args.max_steps
+        and math.isfinite(entry.get("eval_loss", math.nan))
     ]

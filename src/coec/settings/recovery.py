@@ -119,8 +119,18 @@ class Recovery(Settings):
 
         Args:
             tokens: the budget; None where it is not known yet.
+
+        Raises:
+            OptionError: one step would be more than the budget.
         """
         if self.batch_size is not None:
+            largest = self.batch_size if tokens is None else max(1, tokens // seq_len)
+            if self.batch_size > largest:
+                raise OptionError(
+                    f"one step of batch_size={self.batch_size} windows of {seq_len:,} tokens is "
+                    f"more than the {tokens:,} tokens to train on: take at most {largest:,} "
+                    "windows, or more tokens"
+                )
             return self.batch_size
         if tokens is None:
             return _MOST_WINDOWS
