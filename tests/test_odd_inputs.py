@@ -13,7 +13,7 @@ import torch
 import coec
 import tiny_models as tm
 from coec.cli import main
-from coec.errors import CalibrationError, CoecError, OptionError
+from coec.errors import CalibrationError, CoecError, ModelError, OptionError, OutputError
 from coec.planning.recipe import Recipe
 
 
@@ -83,7 +83,8 @@ PRUNE = "prune DENSE out --samples 24 --seq-len 32 --calibration"
         (f"{PRUNE} tokens.npy --device meta", "device 'meta' cannot be used"),
         (f"{PRUNE} tokens.npy --device xpu", "device 'xpu' cannot be used"),
         (f"{PRUNE} tokens.npy --device cuda:99", "device 'cuda:99' cannot be used"),
-        (f"{PRUNE} tokens.npy --samples 99999999999999999999999", "--samples 24"),
+        (f"{PRUNE} tokens.npy --samples 9999999999999999999", "--samples 24"),
+        (f"{PRUNE} tokens.npy --samples 99999999999999999999999", "below 2**64"),
         (f"{PRUNE} tokens.npy --sparsity nan", "strictly between 0 and 1"),
         (f"{PRUNE} tokens.npy --compensation coec --alpha nan", "alpha must be in"),
         (f"{PRUNE} tokens.npy --compensation coec --lambda-a inf", "lambda_a must be"),
@@ -219,6 +220,33 @@ def test_what_no_setting_can_be(settings, error, match):
     with pytest.raises(CoecError, match=match) as caught:
         Recipe(**settings)
     assert isinstance(caught.value, error)
+
+
+PLACES = {
+    "the root": (lambda m, o: coec.prune(m, "/"), OutputError, "the whole file system"),
+    "no output": (lambda m, o: coec.prune(m, None), OutputError, "folder or file, got None"),
+    "a number": (lambda m, o: coec.recover(m, m, 3), OutputError, "folder or file, got 3"),
+    "export": (lambda m, o: coec.export(m, None), OutputError, "folder or file, got None"),
+    "collect": (lambda m, o: coec.collect(m, None), OutputError, "folder or file, got None"),
+    "statistics": (lambda m, o: coec.prune(m, o, statistics=3), CalibrationError, "got 3"),
+    "a third": (lambda m, o: coec.prune(m, o, 0.3), OptionError, "is a Recipe, got 0.3: name a"),
+    "a share": (lambda m, o: coec.prune(m, o, sparsity=10**400), OptionError, "1329 bits"),
+    "a count": (lambda m, o: coec.prune(m, o, samples=10**400), OptionError, "below 2..64"),
+    "a budget": (lambda m, o: coec.recover(m, m, o, tokens=10**400), OptionError, "below 2..64"),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_what_no_caller_can_mean_is_one_line(case, dense, tmp_path):
+    call, error, match = PLACES[case]
+    with pytest.raises(error, match=match):
+        call(dense, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_network_without_a_head_predicts_nothing(dense):
+    with pytest.raises(ModelError, match="give the whole causal language model"):
+        coec.perplexity(tm.load(dense).model, torch.ones(2, 8, dtype=torch.int64), seq_len=8)
 
 
 def test_the_largest_seed_draws_windows_text_and_scores(dense, tmp_path):

@@ -386,6 +386,11 @@ def test_windows_for_a_budget_have_those_that_judge_beside_them():
         assert windows - text.held_out(windows) >= tokens / 100
 
 
+def test_a_large_seed_trains(dense, pruned, tokens, tmp_path):
+    changed = {**SETTINGS, "tokens": 256, "seed": 2**64 - 1}
+    assert coec.recover(dense, pruned, tmp_path / "out", text=tokens, **changed).recoveries
+
+
 def test_a_schedule_divides_its_batch_among_processes():
     schedule = training.Schedule.of(10_000, 10, batch=8, most_at_once=3, processes=2)
     assert (schedule.batch, schedule.at_once, schedule.accumulated) == (8, 2, 2)

@@ -292,7 +292,12 @@ def _predict(
 def _log_probabilities(
     model: PreTrainedModel, ids: Int[Tensor, "n length"]
 ) -> Float[Tensor, "n length-1 vocabulary"]:
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    outputs = model(input_ids=ids, use_cache=False)
+    if not hasattr(outputs, "logits"):
+        raise ModelError(
+            f"a {type(model).__name__} predicts no tokens: give the whole causal language model"
+        )
+    logits = outputs.logits[:, :-1]
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return F.log_softmax(logits.to(wide), dim=-1)
 

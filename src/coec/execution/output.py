@@ -100,6 +100,13 @@ def is_url(out: str | Path) -> bool:
     return _URL.match(str(out)) is not None
 
 
+def path_of(out: object) -> Path:
+    """Return the path that a caller gives for an output; raises OutputError for another thing."""
+    if not isinstance(out, str | os.PathLike):
+        raise OutputError(f"the output is the path of a folder or file, got {out!r:.80}")
+    return Path(out)
+
+
 def resolved(path: Path) -> Path:
     """Resolve links; raises OutputError for a path that no file system holds, or from `~`."""
     if is_url(path):
@@ -112,10 +119,12 @@ def resolved(path: Path) -> Path:
     try:
         place = path.resolve()
         place.exists()
-        return place
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or no name of a file
         reason = getattr(error, "strerror", None) or str(error)[:80]
         raise OutputError(f"'{str(path)[:200]}' is no place for an output: {reason}") from error
+    if not place.name:
+        raise OutputError(f"'{path}' is no place for an output: it is the whole file system")
+    return place
 
 
 def nearest(path: Path) -> Path:

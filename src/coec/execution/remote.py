@@ -16,7 +16,7 @@ from typing import Any
 
 from coec.errors import OutputError, first_line
 from coec.execution.journal import Journal, unfinished
-from coec.execution.output import check_model_only, is_url, partial_of
+from coec.execution.output import check_model_only, is_url, partial_of, path_of
 from coec.models.files import MAX_JSON, JsonDict, cache_folder
 from coec.models.folder import JUDGED, foreign_name
 
@@ -184,7 +184,7 @@ def destination(
     Raises OutputError where no model can be written to that URL, or none beside the folder `model`.
     """
     if not is_url(out):
-        return Path(out)
+        return path_of(out)
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
     from fsspec.implementations.memory import MemoryFileSystem

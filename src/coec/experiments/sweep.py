@@ -103,7 +103,7 @@ def sweep(
         CoecError: a model, a text or the folder cannot be used; nothing has run.
     """
     chosen = str(check_plan(cells, jobs, executor, address, device))
-    out = Path(out)
+    out = output.path_of(out)
     output.resolved(out)  # refuses what is no place
     if out.exists() and not out.is_dir():
         raise OutputError(f"'{out}' is a file: give a folder")

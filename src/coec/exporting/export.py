@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 
 from coec.errors import OptionError, OutputError
 from coec.events import Progress, recording
-from coec.execution.output import appearing, check_file, check_space
+from coec.execution.output import appearing, check_file, check_space, path_of
 from coec.exporting import GGUF_DTYPES
 from coec.models.dense import Dense
 from coec.models.low_rank import refuse_low_rank
@@ -84,7 +84,7 @@ def export(
     if dtype is not None and dtype not in GGUF_DTYPES:
         raise OptionError(f"dtype must be one of {', '.join(GGUF_DTYPES)}, got {dtype!r}")
     length = None if context is None else check_whole("context", context)
-    path = Path(out)
+    path = path_of(out)
     if path.suffix != _SUFFIX:
         raise OutputError(f"the output must be a file whose name ends in {_SUFFIX}, got '{out}'")
     try:

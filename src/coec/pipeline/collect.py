@@ -16,7 +16,7 @@ from coec.distributed.backend import open_backend
 from coec.errors import CalibrationError, OptionError, OutputError
 from coec.events import RESUMING, Progress
 from coec.execution.journal import Journal, journal, unfinished
-from coec.execution.output import check_space, clear_remains, resolved
+from coec.execution.output import check_space, clear_remains, path_of, resolved
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.models.low_rank import refuse_low_rank
@@ -154,7 +154,7 @@ def merge(
 
 def _free(out: str | Path) -> Path:
     """Return the folder to make; raises OutputError where something else is there."""
-    out = Path(out)
+    out = path_of(out)
     clear_remains(resolved(out))
     if out.exists() and not unfinished(out):
         raise OutputError(f"'{out}' exists: choose another folder for the statistics")

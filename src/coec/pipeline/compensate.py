@@ -9,7 +9,7 @@ from coec.allocation.kept import KeptUnits
 from coec.errors import ModelError, OptionError
 from coec.events import Progress
 from coec.execution.journal import unfinished
-from coec.execution.output import check_output
+from coec.execution.output import check_output, path_of
 from coec.models.dense import Dense
 from coec.models.layout import Site
 from coec.models.matching import RawCheckpoint, SiteTensors, kept_units
@@ -118,7 +118,8 @@ def compensate_pruned(
             "the recipe names kept units, and so does the pruned model: leave one out"
         )
     dense = Dense.open(dense)
-    check_output(Path(out), dense.folder, force=force or unfinished(Path(out)))
+    out = path_of(out)
+    check_output(out, dense.folder, force=force or unfinished(out))
     kept = infer_kept(dense, pruned, progress)
     if recipe is None:
         settings["kept"] = kept

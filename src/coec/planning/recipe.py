@@ -261,6 +261,11 @@ class Recipe:
         if settings:
             first = next(iter(settings))
             raise OptionError(f"give a recipe or settings, not both; got '{first}' too")
+        if not isinstance(recipe, cls):
+            raise OptionError(
+                f"what follows the folder is a Recipe, got {recipe!r:.80}: name a setting "
+                "(sparsity=0.3)"
+            )
         return recipe
 
     @property

@@ -14,7 +14,7 @@ import torch
 
 from coec.events import Progress, record
 from coec.execution.journal import Journal, journal, unfinished
-from coec.execution.output import STATES, check_output, resolved
+from coec.execution.output import STATES, check_output, path_of, resolved
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.files import JsonDict, digests_in
@@ -69,7 +69,7 @@ def recover(
         >>> coec.recover("llama", "llama-70", "llama-70-recovered", text="wiki.txt", tokens="20M")
     """
     recovery = settings_of(settings)
-    dense, pruned, target = Dense.open(dense), Dense.open(pruned), resolved(Path(out))
+    dense, pruned, target = Dense.open(dense), Dense.open(pruned), resolved(path_of(out))
     for model in (dense, pruned):
         check_output(target, model.folder, force=force or unfinished(target))
     job = checked(dense, pruned, target, recovery, trust=trust_remote_code)
@@ -123,7 +123,7 @@ def prune_and_recover(
         CoecError: with one line that says what to change; what training needs is checked first.
     """
     recipe = Recipe(**settings).opened()
-    dense, target = Dense.open(model), resolved(Path(out))
+    dense, target = Dense.open(model), resolved(path_of(out))
     check_output(target, dense.folder, force=force or unfinished(target))
     recovery, trust = settings_of(settings_like(recipe, tokens)), recipe.runtime.trust_remote_code
     planned = plan(dense, recipe)

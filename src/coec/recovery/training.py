@@ -224,7 +224,8 @@ def arguments(
         narrow: compute in bfloat16, where weights are float32.
     """
     settings = TrainingArguments(
-        output_dir=str(folder), max_steps=schedule.steps, learning_rate=rate, seed=seed,
+        output_dir=str(folder), max_steps=schedule.steps, learning_rate=rate,
+        seed=seed % 2**32,  # numpy's generator takes no other
         per_device_train_batch_size=schedule.at_once,
         per_device_eval_batch_size=1,
         gradient_accumulation_steps=schedule.accumulated,

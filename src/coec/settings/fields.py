@@ -102,12 +102,15 @@ class Setting:
             check_whole(self.name, value, int(self.least))
         elif not isinstance(value, int) or isinstance(value, bool):
             raise OptionError(f"{self.name} must be a whole number, got {value!r:.80}")
+        _check_bits(self.name, value, _BITS)
 
     def _check_number(self, value: Any) -> None:
         if not isinstance(value, int | float) or isinstance(value, bool):
             kinds = " or ".join(("a number", *self.words))
             raise OptionError(f"{self.name} must be {kinds}, got {value!r:.80}")
         if self.least is None:
+            if isinstance(value, int):
+                _check_bits(self.name, value, sys.float_info.max_exp - 1)
             return
         most = sys.float_info.max if self.most is None else self.most
         if not self.least <= value <= most:
@@ -221,7 +224,9 @@ def without_effect(name: str, why: str) -> OptionError:
     return OptionError(f"{name} has no effect with {why}: leave it out, or change the other")
 
 
-SEEDS = 2**64
+_BITS = 64
+"""Bits of the largest whole number that a setting may be."""
+SEEDS = 2**_BITS
 """Generators of random numbers take seeds below this."""
 
 
@@ -235,12 +240,18 @@ def check_whole(name: str, value: Any, least: int = 1) -> int:
     value = plain(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise OptionError(f"{name} must be a whole number of at least {least}, got {value!r:.80}")
+    _check_bits(name, value, _BITS)
     return value
+
+
+def _check_bits(name: str, value: int, bits: int) -> None:
+    """Raise OptionError for a whole number whose size alone would break what computes with it."""
+    if value.bit_length() > bits:
+        raise OptionError(
+            f"{name} must be below 2**{bits}, got a number of {value.bit_length()} bits"
+        )
 
 
 def check_seed(seed: Any) -> int:
     """The seed as Python's own number; raises OptionError unless a generator takes it."""
-    seed = check_whole("seed", seed, least=0)
-    if seed >= SEEDS:
-        raise OptionError(f"seed must be below 2**64, got a number of {seed.bit_length()} bits")
-    return seed
+    return check_whole("seed", seed, least=0)

@@ -61,6 +61,10 @@ class Statistics:
         """Read the record; raises CalibrationError where a folder has no complete statistics."""
         if isinstance(folder, Statistics):
             return folder
+        if not isinstance(folder, str | Path):
+            raise CalibrationError(
+                f"statistics are a folder that `coec collect` made, got {folder!r:.80}"
+            )
         folder = Path(folder)
         try:
             record = parse_json(folder / RECORD, distinct=True)
