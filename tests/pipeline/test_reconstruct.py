@@ -207,7 +207,7 @@ def test_the_row_of_a_blocks_last_site_says_how_it_was_trained(best):
             assert ("reconstruction" in row) == (row["site"] == "mlp")
         for row in report.sites[1::2]:
             training = row["reconstruction"]
-            assert training.keys() == {"taken", "fitted", "errors"}
+            assert training.keys() == {"taken", "fitted", "errors", "rate"}
             assert len(training["errors"]) == len(training["fitted"]) + 1 == 2
             assert training["errors"][training["taken"]] == min(training["errors"])
 
@@ -263,6 +263,19 @@ def test_a_training_that_harms_held_out_windows_is_not_taken(dense, tokens, tmp_
     one, other = (load_file(tmp_path / n / "model.safetensors") for n in ("wild", "none"))
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert wild.reconstruction["kl"] == none.reconstruction["kl"]
+
+
+def test_predictions_are_learned_at_a_lower_rate_where_the_whole_one_harms(
+    dense, tokens, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(block_training, "_root_mean_square", lambda weight: 100.0)
+    monkeypatch.setattr(reconstruction, "_GENTLER", 1e-3)
+    settings = {"preset": "best", "kv_groups": "uniform", "samples": 16, "holdout": 0.25}
+    report = pruned(dense, tmp_path / "out", tokens, **settings, reconstruct=1, prediction_passes=4)
+    training = report.sites[-1]["predictions"]
+    assert training["rate"] == pytest.approx(5e-6)
+    assert training["taken"]
+    assert training["errors"][training["taken"]] < training["errors"][0]
 
 
 @pytest.mark.slow

@@ -57,6 +57,9 @@ from coec.types import Gram, GramSum
 _Result = TypeVar("_Result")
 _TARGET_RIDGE = 1e-3
 """Ridge of the least-squares map from inputs to targets, relative to the Gram's mean diagonal."""
+_GENTLER = 0.1
+"""Share of the learning rate at which the last block is trained on predictions where the whole rate
+makes them worse."""
 _CARRIED = 0.6
 """Share of the error made so far that a consumer aims to take back (docs/LOG.md)."""
 
@@ -297,24 +300,28 @@ class BlockReconstruction:
         judges = [*self._group.each(TwoStreams.examples, "held")] if self._held_out else []
         layers = Layers(self._pruned, device=run.device, dtype=run.forward)
         wide = torch.promote_types(run.forward, torch.float32)
-        stages = {"reconstruction": (settings.reconstruct, relative_error(examples))}
+        rate = settings.reconstruct_rate
+        stages = [("reconstruction", settings.reconstruct, relative_error(examples), rate)]
         if settings.prediction_passes and block is self._dense.layout.blocks[-1]:
             head = Head(self._dense, device=run.device, dtype=run.forward)
             divergence: Objective = lambda out, dense, _: head.divergence(out, dense)  # noqa: E731
-            stages["predictions"] = (settings.prediction_passes, divergence)
+            for lower in (rate, _GENTLER * rate):
+                stages.append(("predictions", settings.prediction_passes, divergence, lower))
         with recording() as events:
-            for name, (passes, objective) in stages.items():
+            for name, passes, objective, rate in stages:
+                if row.get(name, {}).get("taken"):
+                    continue  # at the higher rate
                 try:
                     trained = train_block(
                         layers.function(block),
                         {name: tensor.to(run.device, wide) for name, tensor in tensors.items()},
-                        examples, judges, passes=passes, rate=settings.reconstruct_rate, seed=seed,
+                        examples, judges, passes=passes, rate=rate, seed=seed,
                         written=run.written, objective=objective,
                         ends_when_worse=name == "predictions",  # a pass over the vocabulary is dear
                     )  # fmt: skip
                     if trained.taken:
                         tensors = {n: cast(p, run.written, n) for n, p in trained.theta.items()}
-                    row[name] = trained.record()
+                    row[name] = trained.record() | {"rate": rate}
                 except NumericalError as error:
                     record(f"{name}: the block is not trained: {error}")
         row["events"] = [*row["events"], *events]
