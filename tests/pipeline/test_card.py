@@ -175,6 +175,23 @@ def test_eval_adds_its_measurement_to_the_card(here, tmp_path, run):
     assert weights == {path: path.read_bytes() for path in weights}
 
 
+@pytest.mark.parametrize("broken", ["a folder", "another encoding"])
+def test_a_card_that_cannot_be_written_does_not_lose_the_measurement(broken, here, tmp_path, run):
+    out = tmp_path / "out"
+    coec.prune("dense", out, **FEW, preset="fast")
+    (out / "README.md").unlink()
+    if broken == "a folder":
+        (out / "README.md").mkdir()
+    else:
+        (out / "README.md").write_bytes(b"\xff\xfe\xff")
+    status, shown, err = run("eval", out, "--text", "text.txt", "--seq-len", 32, "--add-to-card",
+                             "--json")  # fmt: skip
+    assert status == 1
+    assert json.loads(shown)["perplexity"] > 1
+    assert "cannot be read or written" in err
+    assert not list(out.glob(".*"))
+
+
 def test_a_measurement_needs_a_card_of_ours(here, run):
     for said in (("--text", "text.txt"), ("--tasks", "boolq")):
         status, _, err = run("eval", "dense", *said, "--add-to-card")

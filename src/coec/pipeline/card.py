@@ -134,7 +134,8 @@ def add_to_card(folder: Path, result: "Perplexity") -> None:
         return "" if value is None else form.format(value)
 
     source = Path(result.text).name if result.text.startswith("/") else result.text
-    key = f"| `{source}` | {result.windows:,} × {result.seq_len:,} |"
+    begun = ", each behind the start" if result.bos else ""
+    key = f"| `{source}` | {result.windows:,} × {result.seq_len:,}{begun} |"
     cells = [
         shown(result.perplexity), shown(result.baseline_perplexity), shown(result.ratio, "×{:.3f}"),
         shown(result.kl), shown(result.agreement, "{:.1%}"),
