@@ -265,6 +265,22 @@ def test_a_training_that_harms_held_out_windows_is_not_taken(dense, tokens, tmp_
     assert wild.reconstruction["kl"] == none.reconstruction["kl"]
 
 
+def test_long_work_behind_the_last_block_and_on_the_way_back_is_said(dense, tokens, tmp_path):
+    seen = []
+
+    def note(phase, done, total):
+        seen.append((phase, done, total))
+
+    settings = {"preset": "balanced", "non_uniform": True, "samples": 16, "holdout": 0.25}
+    pruned(dense, tmp_path / "out", tokens, **settings, reconstruct=0, progress=note)
+    assert [entry for entry in seen if "way back" in entry[0]] == [
+        ("allocating on the way back", 1, 2), ("allocating on the way back", 2, 2)
+    ]  # fmt: skip
+    scored = [entry for entry in seen if entry[0] == "predicting windows"]
+    assert scored
+    assert scored[-1][1:] == (4, 4)
+
+
 def test_predictions_are_learned_at_a_lower_rate_where_the_whole_one_harms(
     dense, tokens, tmp_path, monkeypatch
 ):

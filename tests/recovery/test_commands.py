@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import coec
-from coec.errors import UnfinishedError
+from coec.errors import OptionError, UnfinishedError
 from coec.events import recording
 from coec.experiments.files import Store
 from coec.experiments.grid import expand
@@ -179,6 +179,17 @@ def test_a_grid_recovers_its_cells(pruned_and_recovered, dense, tokens, tmp_path
     assert by_budget.keys() == {None, 1000}
     told = coec.perplexity(pruned_and_recovered[0], tokens, baseline=dense, seq_len=32)
     assert by_budget[1000] == pytest.approx(told.kl, rel=1e-5)
+
+
+def test_a_grid_that_trains_needs_its_packages_before_it_starts(
+    dense, tokens, tmp_path, monkeypatch
+):
+    (tmp_path / "grid.toml").write_text(
+        f'calibration = "{tokens}"\n{BUDGETS}[[models]]\npath = "{dense}"\n'
+    )
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(OptionError, match="training needs accelerate, which is not installed"):
+        expand(str(tmp_path / "grid.toml"))
 
 
 @pytest.mark.slow

@@ -206,6 +206,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(
     )  # fmt: skip
     assert not differing(out, recovered[0])
     assert (("resuming steps", 2) in seen) == (ending == "state")
+    assert (("resuming steps", 0) in seen) == (ending == "start")
     assert not out.with_name("out.partial").exists()
 
 

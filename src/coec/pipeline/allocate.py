@@ -67,7 +67,7 @@ def measure_importances(
             if progress:
                 progress("allocating", measured.index + 1, len(dense.layout.blocks))
         if sensitivity is not None:
-            importances = _scaled(importances, sensitivity.costs(), plan)
+            importances = _scaled(importances, sensitivity.costs(progress), plan)
         path = journal.work / f"{_PIECE}.safetensors"
         made_of = dense.digests_of(dense.layout.blocks)
         journal.put(_PIECE, path, functools.partial(write_tensors, importances), made_of=made_of)

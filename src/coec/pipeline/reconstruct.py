@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from coec.calibration.windows import held_out
 from coec.compensation.shrinkage import few
 from coec.distributed.cluster import RETRIES, LostError, lost
 from coec.errors import NumericalError
@@ -129,7 +130,7 @@ def reconstruct(
                 finished, checkpoint.solved, "reconstructing", progress
             ):
                 checkpoint.keep(block)
-            ending = reconstruction.end(finished)
+            ending = reconstruction.end(finished, progress)
             checkpoint.end(ending.norm, ending.facts)
     return checkpoint, {"kv_groups": chosen, **checkpoint.facts, "candidates": trials}
 
@@ -191,9 +192,10 @@ class BlockReconstruction:
                 if progress:
                     progress(phase, block.index + 1, len(blocks))
 
-    def end(self, finished: Finished) -> Ending:
+    def end(self, finished: Finished, progress: Progress | None = None) -> Ending:
         """Return the end of the pruned model and how well it predicts, after the last block."""
-        return self._before(len(self._dense.layout.blocks), finished, self._end)
+        work = functools.partial(self._end, progress)
+        return self._before(len(self._dense.layout.blocks), finished, work)
 
     def _before(self, index: int, finished: Finished, work: Callable[[], _Result]) -> _Result:
         """Return what some work makes, every worker standing before a block.
@@ -209,16 +211,16 @@ class BlockReconstruction:
                     raise lost(error) from error
         raise AssertionError
 
-    def _end(self) -> Ending:
+    def _end(self, progress: Progress | None) -> Ending:
         if not (self._held_out or self._settings.final_norm):
             # How well windows are predicted that were fitted on says nothing of others: on a real
             # model their KL was less than half of what it was elsewhere (docs/LOG.md).
             return Ending(None, {})
         facts = {
             "windows": "held out" if self._held_out else "fitted",
-            "dense": self._score(dense=True).perplexity,
+            "dense": self._score(progress, dense=True).perplexity,
         }
-        plain = self._score()
+        plain = self._score(progress)
         if not self._settings.final_norm:
             return Ending(None, {**facts, **plain.record()})
         before = self._dense.tensor(self._dense.layout.norm).to(self._run.forward)
@@ -228,18 +230,24 @@ class BlockReconstruction:
         except NumericalError as error:
             record(f"the final norm is not rescaled: {error}")
             return Ending(None, {**facts, **plain.record()})
-        fitted = self._score(norm)
+        fitted = self._score(progress, norm)
         improves = _or_inf(fitted.perplexity) < _or_inf(plain.perplexity)
         comparison = {"taken": improves, "without": plain.perplexity, "with": fitted.perplexity}
         best = (fitted if improves else plain).record()
         return Ending(norm if improves else None, {**facts, **best, "final_norm": comparison})
 
-    def _score(self, norm: Tensor | None = None, *, dense: bool = False) -> Prediction:
+    def _score(
+        self, progress: Progress | None, norm: Tensor | None = None, *, dense: bool = False
+    ) -> Prediction:
         """Return how well a model predicts, the pruned one maybe with another final norm."""
-        windows: WindowKind = "held" if self._held_out else "fit"
-        sums = Prediction()
+        calibration, length = self._run.recipe.calibration, self._run.plan.seq_len
+        judging = held_out(calibration.samples, calibration.held_out)
+        windows: WindowKind = "held" if judging else "fit"
+        count, sums = judging or calibration.windows, Prediction()
         for batch in self._group.each(TwoStreams.predict, windows, norm, dense):
             sums.add(batch)
+            if progress:
+                progress("predicting windows", sums.tokens // (length - 1), count)
         return sums
 
     def solve(self, block: BlockLayout) -> tuple[SolvedBlock, dict[str, str]]:

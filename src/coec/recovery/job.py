@@ -23,7 +23,7 @@ from coec.models.surgery import cast, stacked, unstacked
 from coec.pipeline.report import REPORT, Report
 from coec.recovery import plan
 from coec.recovery import text as texts
-from coec.settings.recovery import Recovery
+from coec.settings.recovery import Recovery, check_installed
 
 RATE, LORA_FACTOR = 0.065, 10
 """The learning rate in root mean squares of the weights times √(batch · start / width), where
@@ -150,15 +150,7 @@ def settings_of(settings: Mapping[str, Any]) -> Recovery:
         raise OptionError(f"unknown setting '{unknown[0]}'; known: {', '.join(sorted(names))}")
     recovery = Recovery.of(settings)
     recovery = replace(recovery, text=source_of(recovery.text, recovery.text_column))
-    try:
-        import accelerate  # noqa: F401
-
-        if recovery.lora is not None:
-            import peft  # noqa: F401
-    except ImportError as error:
-        raise OptionError(
-            f"training needs {error.name}, which is not installed: pip install 'coec[recover]'"
-        ) from error
+    check_installed("accelerate", *(["peft"] if recovery.lora is not None else []))
     return recovery
 
 

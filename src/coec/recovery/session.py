@@ -52,7 +52,8 @@ def train(
     read = min(tokens, texts.PASSES * len(trained) * job.seq_len)
     batch = job.recovery.windows_per_step(job.seq_len, read)
     schedule = Schedule.of(read, job.seq_len, batch, job.at_once, processes.count)
-    if pieces is not None and "start" not in pieces:
+    resumed = pieces is not None and "start" in pieces
+    if pieces is not None and not resumed:
         start = training.divergence(job.network(), teacher, judges)
         pieces.note("start", kl=start)
     before = float(processes.agree(0.0 if pieces is None else pieces.facts("start")["kl"]))
@@ -67,8 +68,9 @@ def train(
     states = job.partial / STATES
     last = None if pieces is None else training.last_state(states, dict(pieces.every("saved")))
     last = processes.agree(last)
-    if progress and last is not None:
-        progress(f"{RESUMING} steps", int(last.rpartition("-")[2]), schedule.steps)
+    if progress and (last is not None or resumed):
+        done = 0 if last is None else int(last.rpartition("-")[2])
+        progress(f"{RESUMING} steps", done, schedule.steps)
     trainer.train(resume_from_checkpoint=last)
     state = trainer.accelerator.get_state_dict(trainer.model)
     curve = training.curve(trainer, schedule.batch * job.seq_len)

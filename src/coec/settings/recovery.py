@@ -1,5 +1,6 @@
 """The settings of `coec recover`."""
 
+import importlib
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,6 +28,17 @@ def token_count(amount: Any) -> int:
             raise OptionError(f"tokens is a number such as 300k, 20M or 1B, got {amount!r:.80}")
         amount = int(float(match[1]) * _UNITS[match[2].lower()])
     return check_whole("tokens", amount)
+
+
+def check_installed(*packages: str) -> None:
+    """Raise OptionError unless the packages that train can be imported."""
+    for package in packages:
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise OptionError(
+                f"training needs {package}, which is not installed: pip install 'coec[recover]'"
+            ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

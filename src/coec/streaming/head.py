@@ -51,6 +51,11 @@ class Prediction:
             setattr(self, name, getattr(self, name) + value)
 
     @property
+    def tokens(self) -> int:
+        """Number of predicted tokens."""
+        return self._tokens
+
+    @property
     def cross_entropy(self) -> float:
         """Cross-entropy of the model, in nats per token."""
         return self._entropy / self._tokens

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coec.errors import NumericalError
+from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.layout import BlockLayout
 from coec.reconstruction.block_training import step_tokens
@@ -164,10 +165,13 @@ class Sensitivity:
                 self._changed[share] = [self._layers.advance(block.index, s) for s in states]
         self._layers.drop(block.index)
 
-    def costs(self) -> dict[str, float]:
+    def costs(self, progress: Progress | None = None) -> dict[str, float]:
         """Return what every pruned site costs, by `Site.key`, in nats per token.
 
         All blocks have been advanced through.
+
+        Args:
+            progress: called with ("allocating on the way back", done, blocks).
 
         Raises:
             NumericalError: the pruned model predicts nothing finite.
@@ -183,8 +187,11 @@ class Sensitivity:
                 gradients[share] += torch.autograd.grad(total, inputs)
                 divergence += float(total.detach())
         costs: dict[str, float] = {}
-        for block in reversed(self._model.layout.blocks):
+        blocks = self._model.layout.blocks
+        for done, block in enumerate(reversed(blocks), start=1):
             self._back(block, gradients, costs)
+            if progress:
+                progress("allocating on the way back", done, len(blocks))
         if not math.isfinite(divergence + math.fsum(costs.values())):
             raise NumericalError(
                 "what pruning each site costs cannot be measured: the pruned model predicts "
