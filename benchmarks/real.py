@@ -71,8 +71,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "FLAP": {**ONE_SHOT, "selection": "flap", "compensation": "bias"},
     "RCPU": {**ONE_SHOT, "selection": "rcpu", "compensation": "rcpu"},
     "OSSCAR": {},
-    "low rank": {"preset": "fast", "low_rank": True, "allocation": "uniform"},
-    "low rank, by error": {"preset": "fast", "low_rank": True},
 }
 for _name in ("fast", "best", "best, by block"):
     ROWS[f"{_name}, a million tokens"] = ROWS[_name] | {"calibration": "train", "samples": 976}

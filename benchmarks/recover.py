@@ -32,12 +32,12 @@ from benchmarks.presets import WINDOWS, spent
 FRESH = {"tinystories": "train.txt", "wikitext-2": "train.tokens.txt"}
 SPEED = {"stories260K": 6000, "babyllama-1M": 3600, "wt2-llama": 1800}
 """Tokens per CPU second, about, on the machine of docs/SMALL_MODELS.md."""
-STARTS = ("none", "paper", "fast", "best", "fast, by block", "best, by block", "low rank")
+STARTS = ("none", "paper", "fast", "best", "fast, by block", "best, by block")
 PRESETS = {
     "none": ("fast", "--no-propagate", "--compensation", "none"),
-    "fast": ("fast", "--no-propagate"), "low rank": ("fast", "--low-rank"),
-}  # fmt: skip
-BUDGETS = {15: STARTS[2:6], 300: STARTS[:6], 1800: STARTS[5:6], 3600: STARTS[5:6]}
+    "fast": ("fast", "--no-propagate"),
+}
+BUDGETS = {15: STARTS[2:], 300: STARTS, 1800: STARTS[5:], 3600: STARTS[5:]}
 """Starts of shorter and longer budgets. Half an hour takes more text than TinyStories has here, so
 that wt2-llama alone has that and an hour."""
 CASES = ("minute", "budgets", "text", "stored", "lora", "few")

@@ -206,7 +206,7 @@ def test_a_record_lists_what_determines_the_result():
     assert Recipe(device="cpu", trust_remote_code=True).record().keys() == {
         "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters",
         "expert_sparsity", "multiple_of",
-        "allocation", "non_uniform", "low_rank", "selection", "kept", "compensation", "options",
+        "allocation", "non_uniform", "selection", "kept", "compensation", "options",
         "propagate",
         "reconstruct", "reconstruct_rate", "prediction_passes", "token_weights", "final_norm",
         "kv_groups", "calibration",

@@ -12,6 +12,7 @@ import pytest
 import coec
 import tiny_models as tm
 from coec.errors import ModelError, OptionError
+from coec.models.dense import Dense
 from coec.models.description import Description, skeleton
 from coec.models.folder import find_model, read_config
 from coec.models.layout import Shape
@@ -69,6 +70,26 @@ def test_a_configuration_that_cannot_be_read_is_named(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_model_of_low_rank_is_refused_wherever_it_is_opened(tmp_path):
+    """As earlier versions wrote it: a type of its own, and the ranks by block."""
+    dense, folder = (tm.save(tm.tiny("llama"), tmp_path / name) for name in ("dense", "old"))
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config |= {"model_type": "low_rank_llama", "ranks": [{"mlp.up_proj": 9}, {"mlp.up_proj": 8}]}
+    path.write_text(json.dumps(config))
+    for call in (
+        lambda: Dense.open(folder),
+        lambda: Description.read(path),
+        lambda: coec.plan(folder),
+        lambda: coec.efficiency(dense, folder),
+        lambda: coec.compensate_pruned(dense, folder, tmp_path / "out"),
+        lambda: coec.perplexity(folder, tmp_path / "none.txt"),
+    ):
+        with pytest.raises(ModelError, match="is of low rank, which coec no longer reads") as error:
+            call()
+        assert "\n" not in str(error.value)
+
+
 def test_json_is_utf8_whatever_the_locale(tmp_path):
     code = """
 import sys

@@ -205,7 +205,6 @@ def test_paper_is_as_published_and_the_other_presets_measure():
     assert {name: preset.settings.get("bos") for name, preset in PRESETS.items()} == {
         "paper": None, "fast": "auto", "balanced": "auto", "best": "auto",
     }  # fmt: skip
-    assert coec.Recipe(preset="balanced", low_rank=True).calibration.bos == "auto"
 
 
 def test_a_model_trained_without_it_inside_a_text_is_given_none(shared, tmp_path):

@@ -27,7 +27,7 @@ from coec.models.folder import (
     read_config,
     tokenizer_classes,
 )
-from coec.models.layout import BLOCK_WIDTHS, RANKS
+from coec.models.layout import BLOCK_WIDTHS
 
 TOKEN_SUFFIXES = (".npy", ".safetensors")
 LONG_TEXT = 12_000_000
@@ -250,7 +250,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
         check_fetched(folder / name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, **_config_with_code(folder)
+            folder, trust_remote_code=trust_remote_code, **_non_uniform_config(folder)
         )
     except Exception as error:  # tokenizers may raise anything
         if not trust_remote_code and "trust_remote_code" in str(error):
@@ -271,13 +271,12 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
     return tokenizer
 
 
-def _config_with_code(folder: Path) -> JsonDict:
-    """Configuration of a model with code of coec's own beside its weights; empty for any other.
+def _non_uniform_config(folder: Path) -> JsonDict:
+    """Configuration of a model whose widths differ by block; empty for any other model.
 
-    If transformers read it from the folder, it would ask for that code.
+    If transformers read it from the folder, it would ask for the code beside the weights.
     """
-    config = read_config(folder) if is_file(folder / CONFIG) else {}
-    if not {BLOCK_WIDTHS, RANKS} & config.keys():
+    if not is_file(folder / CONFIG) or BLOCK_WIDTHS not in (config := read_config(folder)):
         return {}
     return {"config": AutoConfig.for_model(**{k: v for k, v in config.items() if k != "auto_map"})}
 

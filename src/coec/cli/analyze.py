@@ -93,8 +93,6 @@ def _measure(
     geometry.check_ranks(ranks)
     choose_device(device)
     pair = ModelPair.open(None, model) if pruned is None else ModelPair.open(model, pruned)
-    if not flags["no_geometry"]:
-        geometry.check_frames(pair)
     cost = efficiency.efficiency(pair.dense, pair.pruned, dtype=dtype)
     rates = rows = None
     try:

@@ -35,8 +35,6 @@ _WIDTHS = (
     ("experts", "expert channels", "per expert"),
     ("whole_experts", "experts", "per block"),
     ("kv_groups", "KV groups", "per block"),
-    ("o_proj_rank", "o_proj", "of rank"),
-    ("down_proj_rank", "down_proj", "of rank"),
 )
 """Names of widths in a report, and the words for them."""
 
@@ -349,7 +347,7 @@ def _show_report(report: "Report", as_json: bool) -> None:
         common.notes.print(f"note: {place}: {event}")
     preset = report.recipe.get("preset", "")
     untold = preset == "balanced" and ARCHITECTURES[report.plan["model_type"]].adds
-    if preset in _BETTER and not (report.low_rank or untold):
+    if preset in _BETTER and not untold:
         common.results.print(f"nearer to the dense model: {_BETTER[preset]}")
     for line in _next(report):
         common.results.print(line)
@@ -396,9 +394,8 @@ def _lines(report: "Report") -> Iterator[str]:
     yield from plan["notes"]
     for site in report.kinds:
         before, after = report.mean_errors(site)
-        errors = f"{after:.4f}" if report.low_rank else f"{before:.4f} → {after:.4f}"
         yield (
-            f"{site + ' error':<16} {errors} "
+            f"{site + ' error':<16} {before:.4f} → {after:.4f} "
             "(relative output error on the calibration data, mean over blocks)"
         )
         if any(row.get("holdout_after") is not None for row in report.sites if row["site"] == site):

@@ -17,7 +17,6 @@ from coec.events import Progress, recording
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.models.layout import Site
-from coec.models.low_rank import refuse_low_rank
 from coec.models.surgery import value_rows
 from coec.settings.fields import check_whole
 from coec.types import KeptSet
@@ -62,7 +61,6 @@ def geometry(
     check_ranks(ranks)
     chosen = choose_device(device)
     pair = ModelPair.open(dense, pruned)
-    check_frames(pair)
     modules = [
         (site, units)
         for site in pair.layout.sites
@@ -75,11 +73,6 @@ def geometry(
         if progress:
             progress("geometry", number, len(modules))
     return rows
-
-
-def check_frames(pair: ModelPair) -> None:
-    """Raise ModelError where the pruned model has no frames on kept units."""
-    refuse_low_rank(pair.pruned.config, "geometry", "leave it out (coec analyze --no-geometry)")
 
 
 def check_ranks(ranks: dict[str, int]) -> None:

@@ -14,8 +14,7 @@ from coec.errors import ModelError, OptionError
 from coec.models.dense import Dense
 from coec.models.files import JsonDict, read_tensors
 from coec.models.folder import find_model, read_config
-from coec.models.layout import RANKS, Layout, Rows, Site
-from coec.models.low_rank import refuse_low_rank
+from coec.models.layout import Layout, Rows, Site
 from coec.pipeline.report import REPORT
 from coec.types import KeptSet
 
@@ -74,14 +73,10 @@ class ModelPair:
         report = read_config(folder / REPORT)
         before = Dense.open(_dense_model(folder, report) if dense is None else dense)
         after = Dense.open(pruned if isinstance(pruned, Dense) else folder)
-        refuse_low_rank(before.config, "comparing units")
         # A mismatch is reported before damaged weights.
         _check_sizes(folder, before, after)
         stored = read_tensors(folder / KEPT)
-        # A model of low rank keeps all units: there are no sites to compare.
-        low_rank = after.config.get(RANKS) is not None
-        with_sites = after.layout if low_rank else before.layout
-        layout = _remaining(folder, with_sites, after.layout, stored)
+        layout = _remaining(folder, before.layout, after.layout, stored)
         smaller = {a.key: b for a, b in zip(layout.sites, after.layout.sites, strict=True)}
         units = _units(folder, layout, smaller, stored)
         recipe, recovered = report.get("recipe"), bool(report.get("recoveries"))

@@ -246,7 +246,7 @@ class _Cut:
     stream: Stream
     length: int
     vocabulary: int
-    most: int | None
+    limit: int | None
 
     @classmethod
     def of(
@@ -284,7 +284,7 @@ class _Cut:
                 "may put nothing before a text; leave bos out"
             )
         windows = all_windows(self.stream, seq_len=self.length, vocabulary=self.vocabulary, bos=bos)
-        return replace(windows, ids=windows.ids[: self.most])
+        return replace(windows, ids=windows.ids[: self.limit])
 
 
 def evaluation_windows(

@@ -307,7 +307,7 @@ def _measured(job: CellJob) -> RowFields:
             model, evaluation.tasks, tasks_data=evaluation.tasks_data, limit=evaluation.limit,
             device=job.device, trust_remote_code=evaluation.trust_remote_code,
         ).as_dict()  # fmt: skip
-    if evaluation.geometry and report and not report.low_rank:  # which has no frames of units
+    if evaluation.geometry and report:
         _add_geometry(row["sites"], geometry(job.dense, model, device=job.device))
     row.setdefault("parameters", {"before": result.parameters, "after": result.parameters})
     row["seconds"] = {

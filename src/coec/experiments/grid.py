@@ -38,7 +38,7 @@ _MOST_CELLS = 100_000
 NEWER = {
     "multiple_of": "1", "allocation": "uniform", "attention_sparsity": None,
     "budget_parameters": None, "expert_sparsity": 0.0, "guard": True, "kept": None,
-    "bos": "off", "mlp_sparsity": None, "low_rank": False, "non_uniform": False, "target": "hf",
+    "bos": "off", "mlp_sparsity": None, "non_uniform": False, "target": "hf",
 }  # fmt: skip
 """Settings that came after rows were published, at the value with which they change nothing;
 `guard` where tokens are plenty, as they are in those rows."""
@@ -49,8 +49,8 @@ SettingTable = Mapping[str, Any]
 class Evaluation(Record):
     """Evaluation of every cell of a model, by arguments of `coec.perplexity` and `coec.zero_shot`.
 
-    `distance` and `geometry` compare predictions and frames with the dense model's; models of low
-    rank have no frames. No grid can set `trust_remote_code`, a caller can.
+    `distance` and `geometry` compare predictions and frames with the dense model's. No grid can set
+    `trust_remote_code`, a caller can.
     """
 
     model_config = ConfigDict(extra="forbid")

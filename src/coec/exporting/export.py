@@ -13,7 +13,6 @@ from coec.events import Progress, recording
 from coec.execution.output import appearing, check_file, check_space, path_of
 from coec.exporting import GGUF_DTYPES
 from coec.models.dense import Dense
-from coec.models.low_rank import refuse_low_rank
 from coec.settings.fields import check_whole
 
 _MAGIC = b"GGUF"
@@ -99,9 +98,7 @@ def export(
     from coec.exporting.writing import write
 
     with recording() as events:
-        opened = Dense.open(model)
-        refuse_low_rank(opened.config, "coec export")
-        plan = ExportPlan.of(opened, dtype, length, with_tokenizer=not no_tokenizer)
+        plan = ExportPlan.of(Dense.open(model), dtype, length, with_tokenizer=not no_tokenizer)
         check_space(path, plan.size)
         with appearing(path, _MAGIC, force) as partial:
             write(plan, partial, progress)

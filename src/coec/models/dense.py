@@ -30,7 +30,6 @@ from coec.models.description import (
 from coec.models.files import opened, parse_json, read_headers
 from coec.models.folder import find_model, read_config
 from coec.models.layout import BlockLayout
-from coec.models.low_rank import in_dtype
 from coec.models.surgery import stacked
 
 OUTSIDE = ""
@@ -94,7 +93,7 @@ class Dense(Description):
                 "the weights differ"
             )
         dtype = check_headers(folder, headers, described.shapes)
-        if {headers[name].dtype for name in described.shapes} - {"I32"} == {"F16", "BF16"}:
+        if {headers[name].dtype for name in described.shapes} == {"F16", "BF16"}:
             notes.append(
                 "some weights are float16, others bfloat16: what is written is float32, which "
                 "holds both, unless the setting dtype says another"
@@ -218,7 +217,7 @@ class Dense(Description):
         read = self._noted if noted else self._read
         state = {
             # copied, since a mapped file may go
-            name: in_dtype(_finite(tensor, name, file), device, dtype, copy=True)
+            name: _finite(tensor, name, file).to(device, dtype, copy=True)
             for file, names in self._names_by_file.items()
             for name, tensor in read(file, names).items()
         }

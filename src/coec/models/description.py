@@ -5,8 +5,8 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coec.errors import ModelError
-from coec.models import low_rank, non_uniform
 from coec.models.architectures import ARCHITECTURES, Architecture, architecture_of
 from coec.models.files import FLOAT_DTYPES, Header, JsonDict, read_tensor
 from coec.models.folder import CONFIG, find_model, read_config
-from coec.models.layout import BLOCK_WIDTHS, LIMITS, RANKS, Layout, Shape, read_size
+from coec.models.layout import BLOCK_WIDTHS, LIMITS, Layout, Shape, read_size
+from coec.models.non_uniform import class_of
 from coec.models.surgery import stored_shapes
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -42,7 +42,7 @@ class Description:
         config: the configuration, complete for every supported release of transformers.
         architecture: the entry of its model type.
         shape: the sizes that pruning reads and changes.
-        layout: its blocks and their sites, of which blocks with matrices of low rank have none.
+        layout: its blocks and their sites.
         shapes: shape of every tensor that a checkpoint stores; a tied output head is not stored.
         positions: the largest number of tokens that it can take.
         vocabulary: number of token ids.
@@ -80,14 +80,11 @@ class Description:
             state.pop(HEAD, None)
         shapes = stored_shapes(state, experts)
         read = {key: getattr(resolved, key, None) for key in (_POSITIONS, "vocab_size")}
-        blocks = architecture.blocks
-        if config.get(RANKS) is not None:
-            blocks = replace(blocks, sites=())
         return Description(
             config=config,
             architecture=architecture,
             shape=shape,
-            layout=blocks.layout(shape, shapes),
+            layout=architecture.blocks.layout(shape, shapes),
             shapes=shapes,
             positions=read_size(read, _POSITIONS),
             vocabulary=read_size(read, "vocab_size"),
@@ -104,13 +101,7 @@ class Description:
     @property
     def parameters(self) -> int:
         """Number of parameters; tied ones count once."""
-        return low_rank.parameters(self.shapes)
-
-    @functools.cached_property
-    def matrices(self) -> dict[str, torch.Size]:
-        """Shapes of the matrices that low rank replaces: those of all sites, by their names."""
-        names = {name for site in self.layout.sites for name in site.tensors}
-        return {n: s for n, s in self.shapes.items() if n in names and n.endswith(".weight")}
+        return sum(shape.numel() for shape in self.shapes.values())
 
     def skeleton(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """Build the transformers model on the meta device: shapes, no memory."""
@@ -140,25 +131,17 @@ def _skeleton(config: str) -> PreTrainedModel:
         # Eager experts: stacked ones are multiplied in float32 and narrower dtypes only.
         experts = {"experts_implementation": "eager"} if listed and listed.blocks.experts else {}
         with torch.device("meta"):
-            derive = _derivation(raw)
-            if derive is None:
+            if raw.get(BLOCK_WIDTHS) is None:
                 model = AutoModelForCausalLM.from_config(resolved, dtype=torch.float32, **experts)
             else:
                 stock: Any = AutoModelForCausalLM._model_mapping[type(resolved)]
-                model = derive(stock)._from_config(resolved, dtype=torch.float32)
+                model = class_of(stock)._from_config(resolved, dtype=torch.float32)
     except Exception as error:  # configuration classes may raise anything
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(
             f"transformers does not accept this {CONFIG}: {lines[-1].strip()}"
         ) from error
     return model.eval()
-
-
-def _derivation(config: JsonDict) -> Callable[[type], Any] | None:
-    """Return what derives the class of a model from the stock one; None where that will do."""
-    if config.get(RANKS) is not None:
-        return low_rank.class_of
-    return None if config.get(BLOCK_WIDTHS) is None else non_uniform.class_of
 
 
 def compute_buffers(model: Any, device: torch.device) -> None:
@@ -289,10 +272,7 @@ def check_headers(
                     "mend the configuration (a bias has a flag there), or the files"
                 )
             continue
-        if low_rank.is_order(name):
-            if header.dtype != "I32":
-                raise ModelError(f"{place} is {header.dtype}: an order of rows must be I32")
-        elif header.dtype not in FLOAT_DTYPES:
+        if header.dtype not in FLOAT_DTYPES:
             raise ModelError(
                 f"{place} is {header.dtype}: the weights are quantised; pruning needs float weights"
             )
@@ -300,5 +280,5 @@ def check_headers(
             raise ModelError(
                 f"{place} has shape {header.shape}, config.json says {tuple(expected[name])}"
             )
-    dtypes = {FLOAT_DTYPES[headers[n].dtype] for n in expected if not low_rank.is_order(n)}
+    dtypes = {FLOAT_DTYPES[headers[name].dtype] for name in expected}
     return functools.reduce(torch.promote_types, sorted(dtypes, key=str))

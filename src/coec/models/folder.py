@@ -11,7 +11,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from coec.errors import ModelError, first_line
-from coec.models import low_rank, non_uniform
+from coec.models import non_uniform
 from coec.models.files import JsonDict, check_fetched, check_merged, parse_json, sha256
 
 CONFIG = "config.json"
@@ -48,7 +48,6 @@ _OWN = (
     CONFIG,
     "README.md",
     "coec.json",
-    low_rank.FILE,
     non_uniform.FILE,
 )
 JUDGED = (CONFIG, ".py")
@@ -57,6 +56,8 @@ _IMPORT = re.compile(r"^\s*(?:from|import)\s+\.(\w+)", re.MULTILINE)
 _TEMPLATES = "additional_chat_templates"
 _FOLDERS = {"coec": ("kept.safetensors",), _TEMPLATES: ("*.jinja",)}
 """Folders inside a model, and the patterns of their files."""
+_LOW_RANK = "low_rank_"
+"""Beginning of the model type that earlier versions wrote for matrices of low rank."""
 _GGUF = (
     "'{}' is a GGUF file, which no weights can be pruned in: give the folder with config.json and "
     "safetensors that it was made from"
@@ -105,7 +106,10 @@ def find_model(model: str | Path, *, weights: bool = True) -> Path:
 
 
 def read_config(model: Path) -> JsonDict:
-    """Read the raw config.json of a model folder (or the file itself)."""
+    """Read the raw config.json of a model folder (or the file itself).
+
+    Raises ModelError where there is none, or an earlier version wrote it for low rank.
+    """
     try:
         path = model if model.is_file() else model / CONFIG
         config = parse_json(path)
@@ -120,6 +124,11 @@ def read_config(model: Path) -> JsonDict:
         raise ModelError(f"'{path}' cannot be read: {error.strerror}") from error
     if not isinstance(config, dict):
         raise ModelError(f"'{path}' holds no JSON object")
+    if str(config.get("model_type")).startswith(_LOW_RANK):
+        raise ModelError(
+            f"'{model}' is of low rank, which coec no longer reads: give the dense model that it "
+            "was made from"
+        )
     return non_uniform.as_read(config)
 
 

@@ -18,10 +18,10 @@ from importlib.resources import files
 from transformers import AutoConfig
 
 from coec.errors import OptionError
-from coec.models import low_rank, non_uniform
+from coec.models import non_uniform
 from coec.models.architectures import ARCHITECTURES, ATTENTION, MLP, Architecture
 from coec.models.files import JsonDict
-from coec.models.layout import BLOCK_WIDTHS, EXPERT_COUNTS, RANKS, Layout, Shape, Site
+from coec.models.layout import BLOCK_WIDTHS, EXPERT_COUNTS, Shape, Site
 
 YES, UNKNOWN = "yes", "not known"
 TARGETS = {"hf": "transformers", "vllm": "vLLM", "llama.cpp": "llama.cpp"}
@@ -64,7 +64,6 @@ def _heads_differ(sizes: Shape) -> bool:
 
 
 _CONDITIONS: Mapping[str, Callable[[Traits], bool]] = {
-    "low_rank": lambda traits: RANKS in traits.config,
     "fewer_heads": lambda traits: traits.sizes.heads * traits.sizes.head_dim != traits.sizes.hidden,
     "output_bias": lambda traits: ATTENTION.name in traits.biased,
     "down_bias": lambda traits: MLP.name in traits.biased,
@@ -169,16 +168,9 @@ class OutputFormat:
 
     @property
     def model_type(self) -> str:
-        """The model type written; where code goes with it in our own format, the stock type."""
+        """The model type written; for widths by block in our own format, the stock type."""
         nas = non_uniform.BLOCK_CONFIGS in self.config
         return non_uniform.NAS if nas else str(self.config["model_type"])
-
-    @property
-    def code_file(self) -> str | None:
-        """Name of the file with the code; None if there is none."""
-        if self.code is None:
-            return None
-        return low_rank.FILE if RANKS in self.config else non_uniform.FILE
 
 
 def choose_format(
@@ -225,26 +217,6 @@ def choose_format(
             return OutputFormat(new, relabelled, loads_in, code)
         refusals.append(f"not {traits.model_type}: {refusal}")
     raise _no_format(target, "; ".join(refusals))
-
-
-def low_rank_format(
-    config: JsonDict, sizes: Shape, layout: Layout, ranks: Mapping[str, int], *, target: str = "hf"
-) -> OutputFormat:
-    """Return the format of a model whose matrices are of low rank: its own type, and code.
-
-    Raises:
-        OptionError: the target does not run the code.
-    """
-    model_type = config["model_type"]
-    stock = ARCHITECTURES[model_type].class_name
-    keys = {key: value for key, value in config.items() if key not in ("_name_or_path", "auto_map")}
-    new = keys | low_rank.config_keys(ranks, layout, model_type, stock)
-    traits = Traits(model_type, new, sizes, frozenset())
-    loads_in = {name: loader.verdict(traits) for name, loader in LOADERS.items()}
-    if target != "hf":
-        name = TARGETS[target]
-        raise OptionError(f"low_rank is not for target = {target} ({name}: {loads_in[name]})")
-    return OutputFormat(new, None, loads_in, low_rank.code(model_type, stock))
 
 
 def _no_format(target: str, refusals: str) -> OptionError:

@@ -67,8 +67,6 @@ _FIELDS = {
 """Configuration keys that pruning changes, and the fields of `Shape` with their values."""
 BLOCK_WIDTHS = "block_widths"
 """Configuration key of the widths that differ by block: one table of keys for each block."""
-RANKS = "ranks"
-"""Configuration key of low rank: for each block the ranks of its layers, by their names in it."""
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Configuration keys with the number of experts in a block; a configuration may have both."""
 

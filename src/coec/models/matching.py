@@ -20,7 +20,6 @@ from coec.models.description import LAYER
 from coec.models.files import FLOAT_DTYPES, Header, read_headers, read_tensor
 from coec.models.folder import find_model, read_config
 from coec.models.layout import Rows, Site
-from coec.models.low_rank import refuse_low_rank
 
 _NAMED = 3
 """Number of rows that an error names."""
@@ -49,9 +48,7 @@ class RawCheckpoint:
         if isinstance(model, RawCheckpoint):
             return model
         folder = find_model(model)
-        config = read_config(folder)
-        architecture_of(config)
-        refuse_low_rank(config, "matching units")
+        architecture_of(read_config(folder))
         headers = read_headers(folder)
         for name, header in headers.items():
             if header.dtype not in FLOAT_DTYPES:

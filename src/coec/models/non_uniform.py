@@ -1,12 +1,10 @@
 """Models whose widths differ by block: their class, and the code written beside their weights.
 
 No stock class builds such a model. The same few lines build it here, without any code of the
-folder, and in the folder, for users who load it with `trust_remote_code=True`. Models of low rank
-share the names and the types.
+folder, and in the folder, for users who load it with `trust_remote_code=True`.
 """
 
 import inspect
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +14,15 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from coec.models import modeling_non_uniform
 from coec.models.files import JsonDict
-from coec.models.layout import BLOCK_WIDTHS, RANKS, Shape
+from coec.models.layout import BLOCK_WIDTHS, Shape
 from coec.models.modeling_non_uniform import NonUniformBlocks
 
 FILE = "modeling_non_uniform.py"
 """Name of the code in a model folder."""
 _PREFIX = "NonUniform"
-TYPES = {BLOCK_WIDTHS: "non_uniform_", RANKS: "low_rank_"}
-"""Prefixes of the model type in a folder, by the configuration key that says so: transformers
-silently builds a type that it knows as the stock class, whose loading then ends at a tensor of
-another size."""
+_TYPE = "non_uniform_"
+"""Prefix of the model type in a folder: transformers silently builds a type that it knows as the
+stock class, whose loading then ends at a tensor of another size."""
 NAS = "nemotron-nas"
 """Model type of a Llama with channels by block, which servers run by code of their own."""
 NAS_STOCK = "mistral"
@@ -63,8 +60,15 @@ def config_keys(shape: Shape, model_type: str, stock: str, *, nas: bool = False)
     Args:
         nas: writes those that servers of Nemotron-NAS read besides.
     """
+    module, names = Path(FILE).stem, _stock_names(model_type, stock)
+    config, decoder, causal = (_own_name(name, nas=nas) for name in names)
     return {
-        **keys_of_code(FILE, (_own_name(n, nas=nas) for n in stock_names(model_type, stock))),
+        "architectures": [causal],
+        "auto_map": {
+            "AutoConfig": f"{module}.{config}",
+            "AutoModel": f"{module}.{decoder}",
+            "AutoModelForCausalLM": f"{module}.{causal}",
+        },
         BLOCK_WIDTHS: [shape.at(index).keys() for index in range(shape.layers)],
         **({BLOCK_CONFIGS: _block_configs(shape)} if nas else {}),
     }
@@ -93,41 +97,43 @@ def _block_configs(shape: Shape) -> list[JsonDict]:
 
 def code(model_type: str, stock: str, *, nas: bool = False) -> str:
     """Write the Python file that goes with such a configuration."""
-    config, *models = stock_names(model_type, stock)
+    config, *models = names = _stock_names(model_type, stock)
     typing = "from typing import Any\n"
     source = inspect.getsource(modeling_non_uniform)
-    source = source.replace(typing, f"{typing}\n{stock_import(model_type, stock)}")
+    imported = ", ".join(sorted(names))
+    source = source.replace(typing, f"{typing}\nfrom transformers import {imported}\n")
     bases = config
     if nas:
         source = source.replace(typing, f"from types import SimpleNamespace\n{typing}")
         source += f"\n\n{inspect.getsource(BlockConfigs)}"
         bases = f"{BlockConfigs.__name__}, {config}"
     derived = _own_name(config, nas=nas)
-    source += config_class(derived, bases, NAS if nas else TYPES[BLOCK_WIDTHS] + model_type)
+    source += (
+        f"\n\nclass {derived}({bases}):\n"
+        f'    """A configuration under a name that no stock model is built from."""\n\n'
+        f'    model_type = "{NAS if nas else _TYPE + model_type}"\n'
+    )
     return source + "".join(
-        model_class(_own_name(name, nas=nas), f"NonUniformBlocks, {name}", derived)
+        f"\n\nclass {_own_name(name, nas=nas)}(NonUniformBlocks, {name}):\n"
+        f"    config_class = {derived}\n"
         for name in sorted(models)
     )
 
 
 def as_written(config: JsonDict) -> JsonDict:
     """The configuration as its folder has it."""
-    if not (prefix := _prefix_of(config)):
+    if BLOCK_WIDTHS not in config:
         return config
-    name = NAS if BLOCK_CONFIGS in config else prefix + config["model_type"]
+    name = NAS if BLOCK_CONFIGS in config else _TYPE + config["model_type"]
     return config | {"model_type": name}
 
 
 def as_read(config: JsonDict) -> JsonDict:
     """The configuration with the stock class's model type: the inverse of `as_written`."""
-    name, prefix = config.get("model_type"), _prefix_of(config)
-    if not prefix or not isinstance(name, str):
+    name = config.get("model_type")
+    if BLOCK_WIDTHS not in config or not isinstance(name, str):
         return config
-    return config | {"model_type": NAS_STOCK if name == NAS else name.removeprefix(prefix)}
-
-
-def _prefix_of(config: JsonDict) -> str:
-    return next((prefix for key, prefix in TYPES.items() if key in config), "")
+    return config | {"model_type": NAS_STOCK if name == NAS else name.removeprefix(_TYPE)}
 
 
 def _own_name(stock: str, *, nas: bool) -> str:
@@ -135,35 +141,7 @@ def _own_name(stock: str, *, nas: bool) -> str:
     return stock.replace("Mistral", "DeciLM") if nas else _PREFIX + stock
 
 
-def stock_names(model_type: str, stock: str) -> tuple[str, str, str]:
+def _stock_names(model_type: str, stock: str) -> tuple[str, str, str]:
     """Names of a stock class's configuration, of the class without a head, and its own."""
     config = type(AutoConfig.for_model(model_type)).__name__
     return config, str(MODEL_MAPPING_NAMES[model_type]), stock
-
-
-def stock_import(model_type: str, stock: str) -> str:
-    """The line of Python that imports these classes."""
-    return f"from transformers import {', '.join(sorted(stock_names(model_type, stock)))}\n"
-
-
-def keys_of_code(file: str, names: Iterable[str]) -> JsonDict:
-    """Configuration keys that name the code in a folder, by its classes in that order."""
-    config, decoder, causal = (f"{Path(file).stem}.{name}" for name in names)
-    return {
-        "architectures": [causal.rpartition(".")[2]],
-        "auto_map": {"AutoConfig": config, "AutoModel": decoder, "AutoModelForCausalLM": causal},
-    }
-
-
-def config_class(name: str, bases: str, model_type: str) -> str:
-    """The lines of Python that derive a configuration."""
-    return (
-        f"\n\nclass {name}({bases}):\n"
-        f'    """A configuration under a name that no stock model is built from."""\n\n'
-        f'    model_type = "{model_type}"\n'
-    )
-
-
-def model_class(name: str, bases: str, config: str) -> str:
-    """The lines of Python that derive a model with such a configuration."""
-    return f"\n\nclass {name}({bases}):\n    config_class = {config}\n"

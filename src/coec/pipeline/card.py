@@ -13,11 +13,9 @@ from coec.allocation.kept import KEPT
 from coec.compensation import COMPENSATIONS
 from coec.errors import ModelError
 from coec.models.files import JsonDict
-from coec.models.low_rank import FILE as LOW_RANK
 from coec.pipeline.report import Report
 from coec.selection import SELECTIONS
-from coec.settings import PARTS
-from coec.settings.presets import defaults_of
+from coec.settings import PARTS, PRESETS
 from coec.version import __version__
 
 if TYPE_CHECKING:
@@ -92,7 +90,7 @@ tags: [coec, pruned]
 # {name}, {1 - after / before:.1%} of parameters removed
 
 Made from `{name}` by coec {__version__}: training-free
-{_asked(report)}.
+structured pruning of MLP channels and KV groups, {_asked(report)}.
 {notes}
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -170,15 +168,11 @@ def _measured(lines: list[str]) -> str:
 
 
 def _errors(report: Report) -> str:
-    """Return the table of errors: of low rank there is none that nothing compensates."""
-    means = {site: report.mean_errors(site) for site in report.kinds}
-    if report.low_rank:
-        lines = ["| | low rank |", "|---|---|"]
-        cells = {site: f"{after:.4f}" for site, (_, after) in means.items()}
-    else:
-        lines = ["| | slice only | compensated |", "|---|---|---|"]
-        cells = {site: f"{before:.4f} | {after:.4f}" for site, (before, after) in means.items()}
-    lines += [f"| mean relative output error, {site} | {cell} |" for site, cell in cells.items()]
+    """Return the table of errors."""
+    lines = ["| | slice only | compensated |", "|---|---|---|"]
+    for site in report.kinds:
+        before, after = report.mean_errors(site)
+        lines.append(f"| mean relative output error, {site} | {before:.4f} | {after:.4f} |")
     return "\n".join(lines)
 
 
@@ -239,14 +233,10 @@ def _stored_as(plan: Mapping[str, Any]) -> str:
             f"({relabelled}); the function computed is the same.\n"
         )
     if code := plan.get("code"):
-        blocks = (
-            "Matrices of the blocks are stored as some of their rows, and the others as "
-            "combinations of these"
-            if code == LOW_RANK
-            else "Blocks have widths of their own"
+        note += (
+            f"\nBlocks have widths of their own, which no stock class builds: `{code}` does. "
+            "Read it before you trust it.\n"
         )
-        note += f"\n{blocks}, which no stock class builds: `{code}` does. "
-        note += "Read it before you trust it.\n"
     return note
 
 
@@ -263,15 +253,13 @@ def _recipe(report: Report) -> str:
     )
     return "\n".join([
         *([f"- preset: {recipe['preset']}"] if "preset" in recipe else []),
-        *(["- low rank in closed form"] if report.low_rank else [
-            f"- selection: {'given' if all_given else recipe['selection']}; "
-            f"compensation: {recipe['compensation']}",
-            f"- options: {options}",
-        ]),
+        f"- selection: {'given' if all_given else recipe['selection']}; "
+        f"compensation: {recipe['compensation']}",
+        f"- options: {options}",
         *([f"- beside the dense model: {beyond}"] if beyond else []),
         f"- calibration: {calibration['windows']} windows of {calibration['seq_len']} tokens from",
         f"  `{calibration['source']}`{sampled}, seed {recipe['seed']}",
-        "- details: `coec.json`" + ("" if report.low_rank else f"; kept units: `{KEPT}`"),
+        f"- details: `coec.json`; kept units: `{KEPT}`",
         "",
         _command(report),
     ])  # fmt: skip
@@ -307,8 +295,7 @@ def changed(recipe: Mapping[str, Any], preset: Any = None) -> JsonDict:
     Another `preset` may be compared with; an empty one stands for the plain defaults.
     """
     preset = recipe["preset"] if preset is None else preset
-    low_rank = bool(recipe.get("low_rank"))
-    brought = defaults_of(preset, low_rank=low_rank) if preset else {}
+    brought = dict(PRESETS[preset].settings) if preset else {}
     defaults = {
         entry.name: entry.default for settings_part in PARTS for entry in settings_part.table()
     } | brought
@@ -335,14 +322,11 @@ def _plain(value: Any) -> str:
 
 
 def _asked(report: Report) -> str:
-    """Return what was to go, in words."""
+    """Return how many units were to go, in words."""
     kept, share = report.plan.get("kept"), _share(report.recipe)
-    if report.low_rank:
-        return f"low rank of the blocks' matrices, {share} asked for"
-    of_what = "structured pruning of MLP channels and KV groups"
     if kept is None:
-        return f"{of_what}, {share} asked for"
-    units = f"{of_what}, the units of `{kept['source']}` kept"
+        return f"{share} asked for"
+    units = f"the units of `{kept['source']}` kept"
     if kept["sites"] == len(report.sites):
         return units
     return f"{units} at {kept['sites']} sites, {share} asked for at the others"
@@ -352,8 +336,7 @@ def _share(recipe: Mapping[str, Any]) -> str:
     """Return the fraction of units that was to go, or those of both kinds."""
     every, budget = recipe["sparsity"], recipe.get("budget_parameters")
     allocation = recipe.get("allocation", "uniform")
-    among = "matrices" if recipe.get("low_rank") else "blocks"
-    shared = "" if allocation == "uniform" else f", shared among {among} by `{allocation}`"
+    shared = "" if allocation == "uniform" else f", shared among blocks by `{allocation}`"
     if experts := recipe.get("expert_sparsity"):
         shared += f", and {experts:.4g} of whole experts"
     if budget is not None:
@@ -364,8 +347,7 @@ def _share(recipe: Mapping[str, Any]) -> str:
     multiple = recipe.get("multiple_of", "1")
     rounded = "" if multiple == "1" else f" (channels rounded up, multiple_of = {multiple})"
     if differing == [None, None]:
-        of_what = "their parameters" if recipe.get("low_rank") else "each"
-        return f"{every:.4g} of {of_what}{rounded}{shared}"
+        return f"{every:.4g} of each{rounded}{shared}"
     return f"{mlp:.4g} of channels{rounded} and {attention:.4g} of groups{shared}"
 
 

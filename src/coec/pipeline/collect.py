@@ -19,7 +19,6 @@ from coec.execution.journal import Journal, journal, unfinished
 from coec.execution.output import check_space, clear_remains, path_of, resolved
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
-from coec.models.low_rank import refuse_low_rank
 from coec.planning.recipe import Recipe
 from coec.settings.typed import PruningSettings
 from coec.streaming.passes import DensePass, expect_unchanged
@@ -66,7 +65,6 @@ def collect(
     recipe = Recipe.or_of(recipe, settings)
     out = _free(out)
     dense = Dense.open(model)
-    refuse_low_rank(dense.config, "collecting statistics")
     calibration = with_judges(recipe.calibration, dense)
     recipe = replace(recipe, calibration=calibration)
     sums_per_site = 2 if calibration.held_out else 1

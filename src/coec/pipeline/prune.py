@@ -26,7 +26,6 @@ from coec.models.files import JsonDict
 from coec.models.folder import carried_files
 from coec.pipeline.allocate import check_leader, measure_importances
 from coec.pipeline.card import origin, write_card
-from coec.pipeline.low_rank import LowRankReconstruction, measure_costs
 from coec.pipeline.reconstruct import reconstruct
 from coec.pipeline.report import Report
 from coec.pipeline.solve import solve_block
@@ -162,13 +161,11 @@ def _pruned(
     calibration = source.begin(pieces, progress)
     seconds.lap("reading text")
     if not run.plan.decided:
-        measure = measure_costs if run.recipe.pruning.low_rank else measure_importances
-        run = run.allocated(measure(pieces, dense, source, run, progress))
+        run = run.allocated(measure_importances(pieces, dense, source, run, progress))
         seconds.lap("allocating")
     facts: JsonDict = {}
     if run.recipe.reconstruction.sequential:
-        method = LowRankReconstruction if run.recipe.pruning.low_rank else None
-        checkpoint, facts = reconstruct(pieces, dense, run, source, progress, method)
+        checkpoint, facts = reconstruct(pieces, dense, run, source, progress)
         seconds.lap("reconstructing")
     else:
         checkpoint = Checkpoint(pieces, dense, run)

@@ -85,7 +85,6 @@ def reconstruct(
     run: Run,
     source: BlockSource,
     progress: Progress | None = None,
-    method: "type[BlockReconstruction] | None" = None,
 ) -> tuple[Checkpoint, JsonDict]:
     """Try each candidate of a run in closed form; reconstruct the one of lowest KL.
 
@@ -95,7 +94,6 @@ def reconstruct(
         run: how it is pruned, with its candidates.
         source: of the windows.
         progress: called with (phase, done, total).
-        method: solves blocks in another way than by removing units.
 
     Returns:
         The checkpoint, all of whose blocks are solved; and how well it and every candidate predict.
@@ -125,7 +123,7 @@ def reconstruct(
             return checkpoint.tensors(dense.layout.blocks[index])
 
         with source.worker_group(run) as group:
-            reconstruction = (method or BlockReconstruction)(dense, run, group)
+            reconstruction = BlockReconstruction(dense, run, group)
             for block in reconstruction.blocks(
                 finished, checkpoint.solved, "reconstructing", progress
             ):
@@ -383,16 +381,14 @@ class BlockReconstruction:
         tensors: Mapping[str, Tensor],
         windows: WindowKind,
         *,
-        loaded: bool = False,
         share: float = 1.0,
     ) -> tuple[Gram, Tensor, float]:
         """Return the Gram of the consumer's inputs, and the target, by a share of what it lacks.
 
         The last value is the energy of the wanted outputs that the target does not give.
-        The producers are the dense model's, or those that the pruned one was given.
         """
         sums = ConsumerStatistics(GramSum(site.columns, self._run.device))
-        for sums_of_part in self._group.each(TwoStreams.measure, number, windows, loaded=loaded):
+        for sums_of_part in self._group.each(TwoStreams.measure, number, windows):
             sums.merge(sums_of_part)
         total_weight = sums.gram.weight
         gram = sums.gram.gram()

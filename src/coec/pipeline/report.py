@@ -68,8 +68,7 @@ class Report:
         rows = [("folder", self.out), ("parameters", f"{before:,} → {after:,}")]
         for kind in self.kinds:
             pruned, repaired = self.mean_errors(kind)
-            start = "" if self.low_rank else f"{pruned:.4f} → "
-            rows.append((f"{kind} error", f"{start}{repaired:.4f}"))
+            rows.append((f"{kind} error", f"{pruned:.4f} → {repaired:.4f}"))
         for recovery in self.recoveries:
             judged = recovery["held_out"]
             rows.append(("KL after training", f"{judged['before']:.4f} → {judged['after']:.4f}"))
@@ -106,11 +105,6 @@ class Report:
             for key in (f"{measure}_before", f"{measure}_after")
         )
         return fmean(before or [0.0]), fmean(after or [0.0])
-
-    @property
-    def low_rank(self) -> bool:
-        """True where matrices became low rank, and no unit went."""
-        return bool(self.recipe.get("low_rank"))
 
     @classmethod
     def read(cls, folder: str | Path) -> "Report":

@@ -18,7 +18,7 @@ from coec.allocation.kept import KEPT
 from coec.events import RESUMING, Progress
 from coec.execution.journal import Journal
 from coec.execution.output import partial_of
-from coec.models import low_rank, non_uniform
+from coec.models import non_uniform
 from coec.models.dense import Dense
 from coec.models.files import INDEX, JsonDict, opened, read_tensors, write_json, write_tensors
 from coec.models.folder import CONFIG, carry_files
@@ -38,13 +38,10 @@ class Checkpoint:
     def __init__(self, journal: Journal, dense: Dense, run: Run) -> None:
         self._journal, self._dense, self.plan, self._dtype = journal, dense, run.plan, run.written
         state = {
-            name: torch.empty(shape, dtype=self._dtype_of(name), device="meta")
+            name: torch.empty(shape, dtype=self._dtype, device="meta")
             for name, shape in self.plan.pruned_shapes.items()
         }
         self._split = split_torch_state_dict_into_shards(state, max_shard_size=MAX_SHARD)
-
-    def _dtype_of(self, name: str) -> torch.dtype:
-        return torch.int32 if low_rank.is_order(name) else self._dtype
 
     @property
     def solved(self) -> set[int]:
@@ -137,7 +134,7 @@ class Checkpoint:
         write_tensors(kept, folder / KEPT, {"format": "pt"})
         write_json(folder / CONFIG, self._config())
         if (code := self.plan.output.code) is not None:
-            (folder / str(self.plan.output.code_file)).write_text(code, encoding="utf-8")
+            (folder / non_uniform.FILE).write_text(code, encoding="utf-8")
         carry_files(self._dense.folder, folder)
 
     def _shard(self, names: Iterable[str]) -> dict[str, Tensor]:

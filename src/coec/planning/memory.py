@@ -24,7 +24,6 @@ from coec.reconstruction.block_training import step_tokens
 from coec.streaming.dense_stream import batch_size
 from coec.streaming.head import LOGITS_PER_PASS
 from coec.streaming.self_text import MOST, window_bytes
-from coec.streaming.sensitivity import SHARES, TRUNCATED_TOKENS
 from coec.streaming.sensitivity import TOKENS as TRIED_TOKENS
 
 SHARD_BYTES = 2 * 10**9
@@ -172,9 +171,6 @@ def _solving(plan: Plan, compute: ComputeConfig, site_kind: str) -> dict[str, in
         matrices += 2.0
     if plan.recipe.pruning.selection == "obs":
         matrices = max(matrices, 2.0)
-    if plan.ranks:  # targets, what is decomposed, its factors, and the Cholesky factor
-        rows = max(shape[0] for shape in plan.model.matrices.values())
-        matrices = 3.0 + 5.0 * rows / widest.columns
     if not (plan.recipe.reconstruction.propagate or any(map(plan.widths.removes_from, sites))):
         matrices = 0.0  # all units stay, and nothing is solved
     entries, solve = int(matrices * widest.columns**2), compute.solve.itemsize if iterative else 8
@@ -213,26 +209,19 @@ def _waiting_tokens(plan: Plan) -> int:
     if plan.recipe.pruning.allocation != "error":
         return waiting
     sets = 3 + 2 * plan.dense.layers  # three models', and those of two before every block
-    if plan.ranks:
-        sets = len(SHARES) * len(plan.model.matrices)
     return max(waiting, plan.tokens + sets * tried_tokens(plan))
 
 
 def _pruned_consumers(plan: Plan) -> int:
     """Number of weights of the pruned consumers that allocation by error keeps of all blocks."""
-    if plan.recipe.pruning.allocation != "error" or plan.ranks:
+    if plan.recipe.pruning.allocation != "error":
         return 0
     return sum(plan.model.shapes[site.weight].numel() for site in plan.model.layout.sites)
 
 
 def tried_tokens(plan: Plan) -> int:
-    """Number of tokens that allocation by error runs models over."""
-    return _in_windows(plan, TRUNCATED_TOKENS if plan.ranks else TRIED_TOKENS)
-
-
-def _in_windows(plan: Plan, tokens: int) -> int:
-    """Return so many tokens, or those of one window if it has more, or all if there are fewer."""
-    return min(plan.tokens, max(tokens, plan.seq_len))
+    """Number of tokens that allocation by error runs models over, one window's at least."""
+    return min(plan.tokens, max(TRIED_TOKENS, plan.seq_len))
 
 
 def _training(plan: Plan, compute: ComputeConfig) -> int:

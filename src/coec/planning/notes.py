@@ -18,8 +18,6 @@ def notes_of(
 ) -> Iterator[str]:
     """Yield all notes of a plan, one sentence each."""
     yield from _calibration(model, recipe, seq_len, decided)
-    if recipe.pruning.low_rank:
-        return
     if why := recipe.reconstruction.left_out:
         fits = "reconstruct" in PRESETS[recipe.reconstruction.preset].settings
         yield (
@@ -62,9 +60,8 @@ def _calibration(model: Description, recipe: Recipe, seq_len: int, decided: bool
     """Yield what the calibration text decides, and what few tokens mean."""
     pruning, calibration = recipe.pruning, recipe.calibration
     if not decided:
-        decided_by = "ranks of every matrix" if pruning.low_rank else "widths of every block"
         yield (
-            f"allocation = {pruning.allocation} decides the {decided_by} from the "
+            f"allocation = {pruning.allocation} decides the widths of every block from the "
             "calibration text; these are uniform ones of as many parameters"
         )
     if calibration.samples == 1 and recipe.reconstruction.sequential:

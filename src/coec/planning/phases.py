@@ -25,7 +25,6 @@ from coec.planning.plan import Plan, tried_blocks
 from coec.reconstruction.block_training import step_tokens
 from coec.settings import CoecOptions
 from coec.streaming.dense_stream import batch_size
-from coec.streaming.sensitivity import SHARES
 from coec.streaming.windows import MEASURED_TOKENS
 
 _PROCESS = ("program", "text")
@@ -124,8 +123,7 @@ class PlanWork:
         `half` is a kind of site, to run only the halves of blocks that hold it.
         """
         plan, hidden, layers = self.plan, self.hidden, self.layers
-        # Low rank multiplies by no more than whole matrices.
-        shapes = plan.pruned_shapes if pruned and not plan.ranks else plan.model.shapes
+        shapes = plan.pruned_shapes if pruned else plan.model.shapes
         weights = ffn = attention = 0.0
         for site in plan.model.layout.sites:
             if half not in ("", site.kind):
@@ -190,8 +188,6 @@ class PlanWork:
 
     def solving(self, site_kind: str, *, compensate: bool = True) -> list[Work]:
         """Score or eliminate, compensate, and measure errors at all sites of one kind."""
-        if self.plan.ranks:
-            return self._truncating(site_kind)
         recipe, sites = self.recipe, list(filter(self.plan.widths.counts, self.kinds[site_kind]))
         site = sites[0]
         kept = round(sum(map(self.plan.widths.of, sites)) / len(sites)) * site.columns_per_unit
@@ -206,34 +202,10 @@ class PlanWork:
             steps += compensation(recipe.method.name, size, self.compute, options)
         return [step._replace(times=step.times * len(sites)) for step in steps]
 
-    def _truncating(self, site_kind: str) -> list[Work]:
-        """Decompose all matrices of one kind of site: of an m×n one a Cholesky factor, targets of
-        4mn² and 2n³, an SVD, and 4mnb for the nearest matrix and its error, b the smaller edge.
-        """
-        steps = []
-        for name, (m, n) in self.plan.model.matrices.items():
-            if any(name in site.tensors for site in self.kinds[site_kind]):
-                steps += [product(m, n, n, 3.0), product(n, n, n), product(m, n, min(m, n), 2.0)]
-                steps += _decompositions(m, n, self.compute.device, "float64", svds=1)
-                steps += [Work("call", 150.0)]
-        return steps
-
-    def _truncations(self) -> list[Work]:
-        """Solve all matrices in the dense model, and run six models for each side by side."""
-        count = len(SHARES) * len(self.plan.model.matrices)
-        tokens = tried_tokens(self.plan)
-        steps = [*self.loading(), *self.dense_pass(3.0)]
-        for site_kind in self.kinds:
-            steps += self._truncating(site_kind)
-        steps += self.forward(tokens, count * (self.layers + 1) / self.layers / 2 + 1)
-        return steps + self._head(tokens, 1.0 + count)
-
     def allocating(self) -> list[Work]:
         """Run a dense pass of its own and score units; for errors also eliminate, solve, run the
         dense model and two others, and these again with derivatives, twice a way forward each.
         """
-        if self.plan.ranks:
-            return self._truncations()
         by_error = self.recipe.pruning.allocation == "error"
         steps = [*self.loading(), *self.dense_pass()]
         for site_kind in self.kinds:
@@ -251,8 +223,7 @@ class PlanWork:
         settings, calibration = self.recipe.reconstruction, self.recipe.calibration
         share, tokens = calibration.held_out, self.plan.tokens
         held_out = max(1, round(share * calibration.samples)) * self.plan.seq_len if share else 0
-        # Inputs of producers are measured too, in both models.
-        passes = [*self.loading() * 2, *self.dense_pass(4.0 if self.plan.ranks else 2.0)]
+        passes = [*self.loading() * 2, *self.dense_pass(2.0)]
         passes += self.forward(tokens, 1.0 + settings.propagate, pruned=True)
         yield "passes", passes, _STREAM
         for site_kind in self.kinds:

@@ -1,19 +1,17 @@
 """The plan: how many units stay and in which format, decided from the configuration alone."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from coec.allocation import Importances, Widths, by_importance, shares_for, uniform, whole_attention
-from coec.allocation.ranks import ranks_by_cost, stored, uniform_ranks
 from coec.calibration.windows import DEFAULT_SEQ_LEN, few_tokens, resolve_seq_len, with_judges
 from coec.errors import OptionError
 from coec.models.description import Description
-from coec.models.formats import OutputFormat, choose_format, low_rank_format
-from coec.models.layout import BLOCK_WIDTHS, Layout, Shape, Site
-from coec.models.low_rank import parameters, refuse_low_rank
+from coec.models.formats import OutputFormat, choose_format
+from coec.models.layout import Layout, Shape, Site
+from coec.models.non_uniform import FILE as CODE
 from coec.planning.notes import notes_of
 from coec.planning.recipe import Recipe
 from coec.selection import kept_count
@@ -44,8 +42,6 @@ class Plan:
         remarks: why other plans cannot be made.
         decided: False where the widths wait for statistics; until then they are uniform ones with
             the same number of parameters.
-        ranks: the rank of every matrix of the blocks, by its name, where they become low rank; then
-            all units stay.
     """
 
     model: Description
@@ -57,7 +53,6 @@ class Plan:
     seq_len: int
     remarks: tuple[str, ...] = ()
     decided: bool = True
-    ranks: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: Description, recipe: Recipe) -> "Plan":
@@ -76,7 +71,6 @@ class Plan:
         Raises:
             ModelError, OptionError: as in `of`.
         """
-        refuse_low_rank(model.config, "pruning")
         recipe = recipe.opened()
         if addition := model.architecture.adds:
             recipe = recipe.without_propagation(
@@ -108,8 +102,6 @@ class Plan:
     @classmethod
     def _by_rule(cls, model: Description, recipe: Recipe, rule: str) -> "Plan":
         """Plan by one rule for KV groups, within the budget where there is one."""
-        if recipe.pruning.low_rank:
-            return cls._of_ranks(model, recipe)
         pruning, kept = recipe.pruning, recipe.kept
         budget = _parameter_budget(model, pruning)
         removed = 0 if budget is None else model.parameters - budget
@@ -148,32 +140,12 @@ class Plan:
         shapes = Description.of(output.config).shapes
         return cls(model, recipe, widths, pruned, output, shapes, seq_len)
 
-    @classmethod
-    def _of_ranks(
-        cls, model: Description, recipe: Recipe, costs: Importances | None = None
-    ) -> "Plan":
-        """Choose ranks: by what they cost the predictions, or the same share of every matrix."""
-        ranks = _ranks(model, recipe.pruning, costs)
-        output = low_rank_format(
-            model.config, model.shape, model.layout, ranks, target=recipe.pruning.target
-        )
-        widths = Widths({(site.block, site.name): site.units for site in model.layout.sites})
-        seq_len = resolve_seq_len(recipe.calibration.seq_len, model.positions, DEFAULT_SEQ_LEN)
-        return cls(
-            model, recipe, widths, model.shape, output, Description.of(output.config).shapes,
-            seq_len, ranks=ranks,
-            decided=costs is not None or recipe.pruning.allocation == "uniform",
-        )  # fmt: skip
-
     def allocated(self, importances: Importances) -> "Plan":
         """Decide the widths by importances, with at most as many parameters as this plan has.
 
         Args:
-            importances: one for every unit of every site whose units are not given; of low rank,
-                what rank 1, 2, … of every matrix costs, by its name.
+            importances: one for every unit of every site whose units are not given.
         """
-        if self.ranks:
-            return Plan._of_ranks(self.model, self.recipe, importances)
         layout, pruning = self.model.layout, self.recipe.pruning
         shared = [site for site in self.shared if site.key in importances]
         importances = {site.key: importances[site.key] for site in shared}
@@ -239,7 +211,7 @@ class Plan:
     @property
     def parameters_after(self) -> int:
         """Parameters of the pruned model, tied ones once."""
-        return parameters(self.pruned_shapes)
+        return sum(shape.numel() for shape in self.pruned_shapes.values())
 
     @property
     def tokens(self) -> int:
@@ -260,12 +232,10 @@ class Plan:
             "model_type": self.model.architecture.model_type,
             "output_model_type": self.output.model_type,
             "relabelled": self.output.relabelled,
-            "code": self.output.code_file,
+            "code": None if self.output.code is None else CODE,
             "loads_in": self.output.loads_in,
             "layers": self.dense.layers,
-            "widths": self._ranks_record()
-            if self.ranks
-            else {
+            "widths": {
                 name: {"before": _by_block(self.dense, size), "after": _by_block(self.pruned, size)}
                 for name, size in self._size_names().items()
             },
@@ -280,18 +250,6 @@ class Plan:
         sites = [site for site in self.model.layout.sites if site.kind == site_kind]
         before = sum(site.units for site in sites)
         return (before - sum(map(self.widths.of, filter(self.widths.counts, sites)))) / before
-
-    def _ranks_record(self) -> dict[str, object]:
-        """Ranks before and after, by the name of a layer: one number where all blocks are alike."""
-        record: dict[str, tuple[list[int], list[int]]] = {}
-        for name, shape in self.model.matrices.items():
-            before, after = record.setdefault(f"{name.split('.')[-2]}_rank", ([], []))
-            before.append(min(shape))
-            after.append(self.ranks.get(name, min(shape)))
-        return {
-            name: {"before": _one_or_all(before), "after": _one_or_all(after)}
-            for name, (before, after) in record.items()
-        }
 
     def _size_names(self) -> dict[str, str]:
         """Fields of a shape that pruning changes, by the names that records have for them."""
@@ -325,10 +283,7 @@ def _rules(layout: Layout, recipe: Recipe) -> tuple[str, ...]:
 
 def _by_block(shape: Shape, size: str) -> int | list[int]:
     """A size in every block: one number where all are alike."""
-    return _one_or_all([getattr(shape.at(index), size) for index in range(shape.layers)])
-
-
-def _one_or_all(sizes: list[int]) -> int | list[int]:
+    sizes = [getattr(shape.at(index), size) for index in range(shape.layers)]
     return sizes[0] if len(set(sizes)) == 1 else sizes
 
 
@@ -344,25 +299,6 @@ def _parameter_budget(model: Description, pruning: Pruning) -> int | None:
             "go; allow fewer"
         )
     return budget
-
-
-def _ranks(model: Description, pruning: Pruning, costs: Importances | None) -> dict[str, int]:
-    """Ranks of the matrices that low rank replaces; OptionError where too few parameters stay."""
-    if model.config.get(BLOCK_WIDTHS) is not None:
-        raise OptionError("low_rank is not for models whose widths differ by block: leave it out")
-    shapes, budget = model.matrices, _parameter_budget(model, pruning)
-    before = parameters(shapes)
-    goal = int((1 - pruning.sparsity) * before)
-    if budget is not None:
-        goal = before - model.parameters + budget
-    lowest = sum(stored(shape, 1) for shape in shapes.values())
-    if goal < lowest:
-        raise OptionError(
-            f"low_rank stores {lowest:,} parameters of the blocks' matrices at least, and {goal:,} "
-            "would be left: remove less"
-        )
-    ranks = ranks_by_cost(shapes, goal, costs) if costs else uniform_ranks(shapes, goal)
-    return {name: rank for name, rank in ranks.items() if rank < min(shapes[name])}
 
 
 def _check_uniform(model: Description, recipe: Recipe, widths: Widths, pruned: Shape) -> None:
@@ -409,8 +345,8 @@ def _check_recipe(model: Description, recipe: Recipe) -> None:
     if (addition := architecture.adds) and (setting := _needs_parts(recipe)):
         raise OptionError(
             f"{setting} needs blocks that add what attention and the MLP return, one after the "
-            f"other; those of {architecture.model_type} add {addition}: leave it out"
-            + ("" if pruning.low_rank else f" ({setting} = false; preset = balanced does)")
+            f"other; those of {architecture.model_type} add {addition}: leave it out "
+            f"({setting} = false; preset = balanced does)"
         )
     if architecture.attention_kept and (sparsity := pruning.attention_sparsity):
         raise OptionError(
@@ -434,11 +370,7 @@ def _check_recipe(model: Description, recipe: Recipe) -> None:
 def _needs_parts(recipe: Recipe) -> str | None:
     """Return the setting that needs to know what each part of a block adds; None for none."""
     settings = recipe.reconstruction
-    switches = {
-        "low_rank": recipe.pruning.low_rank,
-        "propagate": settings.propagate,
-        "final_norm": settings.final_norm,
-    }
+    switches = {"propagate": settings.propagate, "final_norm": settings.final_norm}
     return next((name for name, value in switches.items() if value), None)
 
 

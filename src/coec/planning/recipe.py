@@ -31,7 +31,7 @@ from coec.settings import (
 )
 from coec.settings.fields import RENAMED, plain, without_effect
 from coec.settings.options import Options
-from coec.settings.presets import YIELDING, defaults_of, with_preset
+from coec.settings.presets import YIELDING, with_preset
 from coec.settings.typed import PruningSettings
 from coec.types import Gram, KeptSet
 
@@ -47,11 +47,6 @@ _RECONSTRUCTION = Reconstruction().record()
 """Defaults of the reconstruction."""
 _FITS = tuple(name for name in _RECONSTRUCTION if name not in ("preset", "kv_groups"))
 """Settings of the fits to the dense model."""
-_HEARD_BY_LOW_RANK = (
-    "sparsity", "budget_parameters", "allocation", "low_rank", "dtype", "target", "preset",
-    "token_weights", "final_norm", "solve_dtype",
-)  # fmt: skip
-"""Settings besides those of the calibration that mean something with low rank."""
 _TOML_BYTES = 10_000_000
 """Size of the largest recipe or grid that is read."""
 
@@ -112,8 +107,6 @@ class Recipe:
         source = source_of(calibration.source, calibration.text_column)
         if source is not calibration.source:
             object.__setattr__(self, "calibration", replace(calibration, source=source))
-        if self.pruning.low_rank:
-            self._check_low_rank()
         method = self.method
         options = method.chosen(self.pruning.options)
         if isinstance(options, Options):
@@ -126,17 +119,6 @@ class Recipe:
             )
         if callable(self.pruning.compensation) or callable(self.pruning.selection):
             _rehearse(self)
-
-    def _check_low_rank(self) -> None:
-        """Raise OptionError for settings that have no effect where matrices become low rank."""
-        brought = defaults_of(self.reconstruction.preset, low_rank=True)
-        for name in self.pruning.options:
-            raise without_effect(name, "low_rank")
-        for settings in (self.pruning, self.reconstruction):
-            defaults = type(settings)().record() | brought
-            for name, value in settings.record().items():
-                if name not in _HEARD_BY_LOW_RANK and value != defaults[name]:
-                    raise without_effect(name, "low_rank")
 
     def _check_reconstruction(self) -> None:
         """Raise OptionError where its settings have no effect, or need windows held out."""
@@ -157,8 +139,6 @@ class Recipe:
     @property
     def needs_text(self) -> str | None:
         """Name of the setting that runs pruned models over the text; None where sums will do."""
-        if self.pruning.low_rank:
-            return "low_rank"
         by_error = "allocation = error" if self.pruning.allocation == "error" else None
         return self.reconstruction.sequential or by_error
 
@@ -184,8 +164,7 @@ class Recipe:
         `why` says why the pruned model cannot be run beside the dense one.
         """
         preset, kv_groups = self.reconstruction.preset, self.reconstruction.kv_groups
-        fitted = self.reconstruction.sequential and not self.pruning.low_rank
-        if preset not in YIELDING or self._asked or not fitted:
+        if preset not in YIELDING or self._asked or not self.reconstruction.sequential:
             return self
         reconstruction = Reconstruction(preset=preset, kv_groups=kv_groups, left_out=why)
         return replace(self, reconstruction=reconstruction)
@@ -199,7 +178,7 @@ class Recipe:
         settings = self.reconstruction
         if not settings.reconstruct:
             return self.without_fits(why)
-        if settings.preset not in YIELDING or settings.explicit or self.pruning.low_rank:
+        if settings.preset not in YIELDING or settings.explicit:
             return self
         settings = replace(settings, propagate=False, final_norm=False, left_out=why)
         return replace(self, reconstruction=settings)

@@ -18,7 +18,6 @@ from coec.errors import ModelError, OptionError
 from coec.execution.output import check_space, partial_of
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
-from coec.models.low_rank import COEFFICIENTS
 from coec.models.surgery import cast, stacked, unstacked
 from coec.pipeline.report import REPORT, Report
 from coec.recovery import plan
@@ -73,8 +72,8 @@ class Job:
             return self.recovery.learning_rate
         sizes = [
             float(tensor.float().square().mean().sqrt())
-            for name, tensor in self.pruned.tensors(self.pruned.layout.blocks[0]).items()
-            if tensor.ndim == 2 and not name.endswith(COEFFICIENTS)
+            for tensor in self.pruned.tensors(self.pruned.layout.blocks[0]).values()
+            if tensor.ndim == 2
         ]
         rate = RATE * math.sqrt(batch * min(start, 1.0) / self.dense.shape.hidden) * median(sizes)
         return rate * (1 if self.recovery.lora is None else LORA_FACTOR)

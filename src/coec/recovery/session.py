@@ -69,8 +69,8 @@ def train(
     last = None if pieces is None else training.last_state(states, dict(pieces.every("saved")))
     last = processes.agree(last)
     if progress and (last is not None or resumed):
-        done = 0 if last is None else int(last.rpartition("-")[2])
-        progress(f"{RESUMING} steps", done, schedule.steps)
+        steps_done = 0 if last is None else int(last.rpartition("-")[2])
+        progress(f"{RESUMING} steps", steps_done, schedule.steps)
     trainer.train(resume_from_checkpoint=last)
     state = trainer.accelerator.get_state_dict(trainer.model)
     curve = training.curve(trainer, schedule.batch * job.seq_len)

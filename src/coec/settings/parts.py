@@ -28,7 +28,7 @@ LARGEST_SHARE = 1000
 LARGEST_MULTIPLE = 2**20
 CHOOSING = (
     "sparsity", "attention_sparsity", "mlp_sparsity", "expert_sparsity", "budget_parameters",
-    "multiple_of", "allocation", "selection", "kept", "low_rank",
+    "multiple_of", "allocation", "selection", "kept",
 )  # fmt: skip
 """Settings that say which units stay."""
 DTYPE_NAMES: tuple[str, ...] = get_args(DtypeName)
@@ -127,20 +127,12 @@ class Pruning(Settings):
         "Rule that shares the kept units among blocks: `uniform`; `adaptive`, by FLAP's "
         "standardised scores; or `error`, where the output error falls most for each parameter. "
         "The last two take a second dense pass, and need non_uniform, with which every preset but "
-        "`paper` takes `error`. With low_rank ranks are shared: `uniform` keeps the same fraction "
-        "of every matrix, `error` measures what each truncation costs the predictions.",
+        "`paper` takes `error`.",
     )
     non_uniform: bool = setting(
         False,
         "Let widths differ by block. No stock class of transformers builds that: a page of code is "
         "written with the weights, and loaders must be told to trust it.",
-    )
-    low_rank: bool = setting(
-        False,
-        "Store every weight matrix of a block as some of its rows and the others as combinations "
-        "of these, instead of removing units. sparsity is then the fraction of these matrices' "
-        "parameters that goes. A page of code is written with the weights, as for non_uniform; "
-        "only transformers is known to run it.",
     )
     selection: SelectionName | Callable[..., Any] = setting("rcpu", "Score that picks the units.")
     kept: Kept | None = setting(
@@ -179,11 +171,7 @@ class Pruning(Settings):
         super().__post_init__()
         options = {name: plain(value) for name, value in self.options.items()}
         object.__setattr__(self, "options", options)
-        if self.low_rank and self.allocation == "adaptive":
-            raise OptionError(
-                "allocation = adaptive shares units, which low_rank keeps: take uniform or error"
-            )
-        if self.allocation != "uniform" and not (self.non_uniform or self.low_rank):
+        if self.allocation != "uniform" and not self.non_uniform:
             raise OptionError(
                 f"allocation = {self.allocation} gives every block widths of its own, which no "
                 "stock format holds: set non_uniform to write code beside the weights, or leave "

@@ -59,28 +59,16 @@ YIELDING: tuple[PresetName, ...] = ("fast", "balanced")
 """Presets that leave out what needs the text, or blocks that add their parts, where it is not to be
 had; `best` says what is missing."""
 _NEEDED = {
-    "allocation": ("non_uniform", "low_rank"),
+    "allocation": ("non_uniform",),
     "reconstruct_rate": ("reconstruct",), "prediction_passes": ("reconstruct",),
     "token_weights": ("reconstruct", "propagate"), "kv_groups": ("holdout",),
 }  # fmt: skip
 """Defaults of presets that have no effect unless one of these settings is on."""
-_WITH_LOW_RANK = ("allocation", "holdout", "final_norm", "self_samples", "bos")
-"""Defaults of presets that low rank takes too: it has neither units to select nor training."""
-_LOW_RANK = {"propagate": True, "token_weights": "residual", "guard": False}
-"""Defaults of low rank, which is one closed form, whatever the preset."""
 _OPTIONS = {
     method: {item.name for item in options.table()}
     for method, options in COMPENSATION_OPTIONS.items()
 }
 """Names of the options of every compensation that has some."""
-
-
-def defaults_of(preset: PresetName, *, low_rank: bool) -> dict[str, Any]:
-    """Return the defaults that a preset brings; with low rank those that mean something there."""
-    brought = dict(PRESETS[preset].settings)
-    if not low_rank:
-        return brought
-    return {key: brought[key] for key in _WITH_LOW_RANK if key in brought} | _LOW_RANK
 
 
 def with_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,8 +86,7 @@ def with_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
         return dict(settings)  # the setting itself is checked with the others
     options = settings.get("options")
     given_names = {*settings, *(options if isinstance(options, Mapping) else ())}
-    brought = defaults_of(name, low_rank=settings.get("low_rank") is True)
-    defaults = {key: value for key, value in brought.items() if key not in given_names}
+    defaults = {key: value for key, value in preset.settings.items() if key not in given_names}
     compensation = preset.settings.get("compensation", Pruning.compensation)
     if "compensation" not in settings:
         _check_options(given_names, name, str(compensation), preset_named="preset" in settings)

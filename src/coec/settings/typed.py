@@ -17,7 +17,6 @@ class PruningSettings(TypedDict, total=False):
     multiple_of: int | str
     allocation: Literal["uniform", "adaptive", "error"]
     non_uniform: bool
-    low_rank: bool
     selection: Any
     kept: Any
     compensation: Any

@@ -5,8 +5,7 @@ without weights: nothing of rotary embeddings, masks or positions is rebuilt.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,7 +18,6 @@ from coec.devices import hand_back
 from coec.errors import ModelError
 from coec.models.description import Description, compute_buffers
 from coec.models.layout import BlockLayout, Site
-from coec.models.low_rank import in_dtype
 from coec.models.surgery import stacked
 
 TOKENS_PER_BATCH = 8192
@@ -114,7 +112,7 @@ class Layers:
         """Give a layer its weights, by full names; `partial`: some of them may be missing."""
         local = {name.removeprefix(block.prefix): tensor for name, tensor in tensors.items()}
         state = stacked(local, self._experts)
-        state = {n: in_dtype(tensor, self._device, self._dtype) for n, tensor in state.items()}
+        state = {name: tensor.to(self._device, self._dtype) for name, tensor in state.items()}
         self.modules[block.index].load_state_dict(state, assign=True, strict=not partial)
 
     def function(self, block: BlockLayout) -> Callable[[Mapping[str, Tensor], State], State]:
@@ -168,18 +166,6 @@ class Layers:
     def module(self, block: BlockLayout, name: str) -> nn.Module:
         """Return a module of a block's layer by its full name."""
         return self.modules[block.index].get_submodule(name.removeprefix(block.prefix))
-
-    @contextmanager
-    def replaced(self, block: BlockLayout, name: str, module: nn.Module) -> Iterator[None]:
-        """Put another module in the place of one of a block's layer, by its full name."""
-        parent, _, child = name.rpartition(".")
-        around = self.module(block, parent)
-        before = around.get_submodule(child)
-        setattr(around, child, module)
-        try:
-            yield
-        finally:
-            setattr(around, child, before)
 
     def half(self, block: BlockLayout, site: Site) -> nn.Module:
         """Return a layer of which only this site adds something: its halves in a row are the layer.

@@ -7,7 +7,7 @@ shared out among the sites, by its derivatives on the way there (METHODS §10).
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,10 +28,6 @@ from coec.streaming.layers import Layers, State
 
 TOKENS = 4096
 """Of the windows that are run."""
-TRUNCATED_TOKENS = 2048
-"""The same for truncated matrices: a set for each matrix and share."""
-SHARES = (0.0, 0.1, 0.25, 0.45, 0.65, 0.85)
-"""Shares of a matrix's parameters at whose ranks a truncation is measured; 0 is rank 1."""
 _RULE = {0.5: 2 / 3, 1.0: 1 / 6}
 """Weights of derivatives, by the share of the way from the dense model to the pruned one at which
 they are taken: Simpson's rule, as they are 0 at the start."""
@@ -50,71 +46,6 @@ class RepairedConsumer:
         """Return it in another dtype, on the CPU."""
         bias = None if self.bias is None else self.bias.to("cpu", dtype)
         return RepairedConsumer(self.weight.to("cpu", dtype), bias)
-
-
-class Truncations:
-    """Models that differ from the dense one in the rank of one matrix.
-
-    They run side by side over the first few windows; hidden states wait on the CPU.
-    """
-
-    def __init__(
-        self,
-        dense: Dense,
-        windows: Int[Tensor, "n length"],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self._model, self._device, self._dtype = dense, device, dtype
-        self._windows = first_windows(windows, TRUNCATED_TOKENS)
-        self._layers = Layers(dense, device=device, dtype=dtype)
-        [self._dense] = self._layers.embed([self._windows], dense.tensor(dense.layout.embedding))
-        self._states: dict[tuple[str, int], State] = {}
-
-    @torch.no_grad()
-    def advance(
-        self,
-        block: BlockLayout,
-        tensors: Mapping[str, Tensor],
-        truncated: Iterable[tuple[str, int, Tensor]],
-    ) -> None:
-        """Run all models through the next block.
-
-        Args:
-            block: its layout.
-            tensors: its weights as stored, by full names.
-            truncated: names of its weights, ranks, and the weights of these ranks.
-        """
-        self._layers.load(block, tensors)
-        earlier = list(self._states)
-        for name, rank, weight in truncated:
-            module: Any = self._layers.module(block, name.removesuffix(".weight"))
-            before, module.weight = module.weight, _parameter(weight.to(self._device, self._dtype))
-            self._states[name, rank] = self._layers.advance(block.index, self._dense)
-            module.weight = before
-        for key in earlier:
-            self._states[key] = self._layers.advance(block.index, self._states[key])
-        self._dense = self._layers.advance(block.index, self._dense)
-        self._layers.drop(block.index)
-
-    def costs(self) -> dict[str, dict[int, float]]:
-        """Return the mean KL divergence of every model from the dense one, by name and rank.
-
-        Raises:
-            NumericalError: one of the models predicts nothing finite.
-        """
-        head = Head(self._model, device=self._device, dtype=self._dtype)
-        costs: dict[str, dict[int, float]] = {}
-        for (name, rank), state in self._states.items():
-            divergence = head.predicted(state, self._dense, self._windows).kl
-            if not math.isfinite(divergence):
-                raise NumericalError(
-                    "what pruning each site costs cannot be measured: a pruned model predicts "
-                    "nothing finite; use allocation = uniform"
-                )
-            costs.setdefault(name, {})[rank] = divergence
-        return costs
 
 
 class Sensitivity:
@@ -188,10 +119,10 @@ class Sensitivity:
                 divergence += float(total.detach())
         costs: dict[str, float] = {}
         blocks = self._model.layout.blocks
-        for done, block in enumerate(reversed(blocks), start=1):
+        for passed, block in enumerate(reversed(blocks), start=1):
             self._back(block, gradients, costs)
             if progress:
-                progress("allocating on the way back", done, len(blocks))
+                progress("allocating on the way back", passed, len(blocks))
         if not math.isfinite(divergence + math.fsum(costs.values())):
             raise NumericalError(
                 "what pruning each site costs cannot be measured: the pruned model predicts "
@@ -246,7 +177,7 @@ class Sensitivity:
     def _between(self, dense: Tensor | None, pruned: Tensor, share: float) -> nn.Parameter:
         pruned = pruned.to(self._device)
         dense = torch.zeros_like(pruned) if dense is None else dense.detach()
-        return _parameter(dense.lerp(pruned, share))
+        return nn.Parameter(dense.lerp(pruned, share), requires_grad=False)
 
 
 def _note_cost(
@@ -265,7 +196,3 @@ def _note_cost(
         costs[key] += _RULE[share] * float((gradient * change).sum(dtype=torch.float64))
 
     out.register_hook(add)
-
-
-def _parameter(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)

@@ -5,8 +5,7 @@ made in parts, and parts are added in their order wherever they lie, so the resu
 on how many workers hold the windows (METHODS §8).
 """
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -183,79 +182,22 @@ class TwoStreams:
             yield sums
 
     @torch.no_grad()
-    def measure(
-        self, number: int, windows_kind: WindowKind, *, loaded: bool = False
-    ) -> Iterator[ConsumerStatistics]:
-        """Yield, for every part, the statistics of a site's dense consumer.
-
-        It stands behind the dense producers, or those that were loaded into the pruned model.
-        """
+    def measure(self, number: int, windows_kind: WindowKind) -> Iterator[ConsumerStatistics]:
+        """Yield, for every part, the statistics of a site's consumer behind dense producers."""
         block = self._dense.layout.blocks[self._index]
         site = block.sites[number]
-        layers = self._pruned_layers if loaded else self._dense_layers
-        half = layers.half(block, site)
+        half = self._dense_layers.half(block, site)
         consumer = self._dense_layers.module(block, site.consumer)
         calls: list[tuple[Tensor, Tensor]] = []
         hook = consumer.register_forward_hook(lambda _, args, out: calls.append((args[0], out)))
         try:
-            with layers.replaced(block, site.consumer, consumer):
-                yield from self._consumer_statistics(number, half, windows_kind, calls)
+            for numbers in self._parts[windows_kind]:
+                statistics = ConsumerStatistics(GramSum(site.columns, self._device))
+                for n in numbers:
+                    self._measure_batch(statistics, half, number, n, calls)
+                yield statistics
         finally:
             hook.remove()
-
-    def _consumer_statistics(
-        self,
-        number: int,
-        half: nn.Module,
-        windows_kind: WindowKind,
-        calls: list[tuple[Tensor, Tensor]],
-    ) -> Iterator[ConsumerStatistics]:
-        site = self._dense.layout.blocks[self._index].sites[number]
-        for numbers in self._parts[windows_kind]:
-            statistics = ConsumerStatistics(GramSum(site.columns, self._device))
-            for n in numbers:
-                self._measure_batch(statistics, half, number, n, calls)
-            yield statistics
-
-    @torch.no_grad()
-    def measure_producers(
-        self, number: int, windows_kind: WindowKind
-    ) -> Iterator[ConsumerStatistics]:
-        """Yield, for every part, the statistics of the inputs that a site's producers share.
-
-        `residual` is `Σ w (x − x̃) x̃ᵀ`, x what they are in the dense model and x̃ in the pruned one.
-        """
-        block = self._dense.layout.blocks[self._index]
-        site = block.sites[number]
-        run = functools.partial(
-            self._dense_layers.call, self._dense_layers.half(block, site), self._index
-        )
-        first = site.producers[0].tensor.rpartition(".")[0]
-        module = self._dense_layers.module(block, first)
-        dense = self._behind_sites[number - 1] if number else self._dense_states
-        for numbers in self._parts[windows_kind]:
-            statistics = ConsumerStatistics(GramSum(self._dense.shape.hidden, self._device))
-            for n in numbers:
-                x, inputs = (
-                    self._inputs_of(module, run, states[n]).to(self._device)
-                    for states in (dense, self._before_site)
-                )
-                w = self._weights[n].to(self._device)
-                statistics.gram.update(inputs, w)
-                moved = (_flat(x) - _flat(inputs)) * w.reshape(-1, 1)
-                statistics.add_residual((moved.T @ _flat(inputs)).double())
-            yield statistics
-
-    def follow(self, number: int) -> None:
-        """Give the pruned model the dense one's hidden states behind a site."""
-        self._before_site = self._behind_sites[number]
-
-    def skip(self) -> None:
-        """Go on behind the open block, with the dense model's hidden states in both models."""
-        self._dense_states = self._pruned_states = self._behind_sites[-1]
-        self._drop(self._index)
-        self._index += 1
-        self._close()
 
     def _measure_batch(
         self,
@@ -283,17 +225,6 @@ class TwoStreams:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Give the pruned model's layer the tensors that the half of a site needs."""
         self._pruned_layers.load(self._dense.layout.blocks[self._index], tensors, partial=True)
-
-    @torch.no_grad()
-    def _inputs_of(self, module: nn.Module, run: Callable[[State], State], state: State) -> Tensor:
-        """Return the inputs that a module has where a half runs from a state."""
-        found: list[Tensor] = []
-        hook = module.register_forward_pre_hook(lambda _, args: found.append(args[0]))
-        try:
-            run(state.to(self._device))
-        finally:
-            hook.remove()
-        return to_host(found[0])
 
     @torch.no_grad()
     def advance_site(self, number: int) -> None:
