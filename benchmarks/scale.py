@@ -19,8 +19,9 @@ import coec
 from benchmarks import record
 from coec.models.description import Description
 from coec.planning import ComputeConfig, Forecast, Plan, machine_named
-from coec.planning.memory import lower_bound
+from coec.planning.memory import needed_beside
 from coec.planning.phases import Phase
+from coec.planning.run import OVER
 
 COMMON = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
@@ -75,11 +76,10 @@ class Planned:
     windows: int
 
     def fits(self, phase: Phase, *, certainly: bool = False) -> bool:
-        """True where the GPU holds the lower bound of a phase's memory, or all of the estimate."""
+        """True where the estimate is not refused on the GPU, or certainly fits."""
         assert self.forecast.machine is not None
         room = self.forecast.machine.device_bytes
-        needed = sum(phase.device.values()) if certainly else lower_bound(phase.device)
-        return room is None or needed <= room
+        return room is None or needed_beside(phase.device) <= room * (1 if certainly else OVER)
 
     def time(self, phase: Phase) -> str:
         """Show the time of a phase, or that it does not fit."""

@@ -33,13 +33,6 @@ _NAMED_TEXT = 11_000_000
 """Characters that are read of a data set at most."""
 _CHARACTER_BYTES = 170
 """Memory that tokenising one character takes, measured (docs/FORMATS.md)."""
-_LOWER_BOUNDS = {
-    "block's weights": 0.5, "hidden states": 1.0, "forward pass": 0.25, "statistics": 0.5,
-    "Grams": 1.0, "weight": 0.3, "solver": 0.5, "fit": 0.4, "logits": 0.3, "whole model": 1.0,
-    "shard": 0.5, "consumers": 1.0,
-}  # fmt: skip
-"""Lower bound of every purpose, as a fraction of the estimate: what a refusal goes by. Program and
-text are left out: the first is there already, and what the second took may be given back."""
 _ON_HOST = ("program", "text", "hidden states", "consumers", "shard")
 """Purposes that are on the host in any case."""
 
@@ -100,9 +93,9 @@ def placed(purposes: dict[str, int], device: str) -> tuple[dict[str, int], dict[
     return {name: size for name, size in purposes.items() if size and name not in on_host}, host
 
 
-def lower_bound(sizes: dict[str, int]) -> int:
-    """Sum the bytes that are needed beside the program in any case."""
-    return int(sum(size * _LOWER_BOUNDS.get(purpose, 0.0) for purpose, size in sizes.items()))
+def needed_beside(sizes: dict[str, int]) -> int:
+    """Sum the bytes that are needed besides the program, which is there already."""
+    return sum(size for purpose, size in sizes.items() if purpose != "program")
 
 
 def disk(plan: Plan, written: torch.dtype) -> tuple[int, int]:
