@@ -93,6 +93,13 @@ def test_a_model_that_peft_still_wraps_is_to_be_merged_first(model, refused):
         RawCheckpoint.open(model)
 
 
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
+def test_a_model_that_was_compiled_or_parallel_is_to_be_saved_without(prefix, model, refused):
+    path = model / "model.safetensors"
+    save_file({prefix + k: v for k, v in load_file(path).items()}, path)
+    refused(ModelError, rf"named {prefix}….*model\.{prefix}save_pretrained\(FOLDER\)")
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_a_pointer_of_git_lfs_is_not_the_file(name, model, refused, tmp_path):
     (model / name).write_text(LFS)
@@ -140,6 +147,11 @@ def test_a_classifier(model, refused):
     refused(ModelError, "not a decoder-only language model, but LlamaForSequenceClassification")
 
 
+def test_a_model_without_its_head(model, refused):
+    edit_config(model, architectures=["LlamaModel"])
+    refused(ModelError, "this is a LlamaModel, which has no head to predict tokens with")
+
+
 def test_fewer_layers_in_the_configuration_than_on_disk(model, refused):
     edit_config(model, num_hidden_layers=1)
     refused(ModelError, r"more layers than the 1 in config\.json \(first: model\.layers\.1\.")
@@ -162,6 +174,11 @@ def test_a_sparsity_outside_its_range(sparsity, refused):
 
 def test_a_sparsity_in_per_cent(refused):
     refused(OptionError, r"did you mean 0\.3", sparsity=30)
+
+
+@pytest.mark.parametrize("name", ["attention_sparsity", "mlp_sparsity", "expert_sparsity"])
+def test_a_refused_fraction_is_named(name, refused):
+    refused(OptionError, f"^{name} is the fraction of units removed, strictly", **{name: 1})
 
 
 def test_missing_shards(original, model, refused):

@@ -339,6 +339,12 @@ def architecture_of(config: JsonDict) -> Architecture:
         str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in classes
     ):
         names = ", ".join(str(name) for name in classes)
+        if model_type in ARCHITECTURES and names.endswith("Model"):
+            raise ModelError(
+                f"this is a {names:.200}, which has no head to predict tokens with: give the whole "
+                "causal language model (AutoModelForCausalLM), as it was before its head was left "
+                "out"
+            )
         model = "an encoder with a decoder" if config.get("is_encoder_decoder") else names
         raise ModelError(
             f"this is not a decoder-only language model, but {model:.200} (model type "

@@ -37,8 +37,14 @@ _MERGE = (
     "merge it first (PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(FOLDER)), "
     "and give that folder"
 )
-_WRAPPED = "base_model.model."
-"""Prefix of the names in a model that PEFT wraps."""
+_WRAPPED = {
+    "base_model.model.": f"as PEFT saves a model that it still wraps: {_MERGE}",
+    "_orig_mod.": "as torch.compile names them: save what it wraps "
+    "(model._orig_mod.save_pretrained(FOLDER)), and give that folder",
+    "module.": "as a parallel wrapper names them: save what it wraps "
+    "(model.module.save_pretrained(FOLDER)), and give that folder",
+}
+"""Prefixes of the names in a model that something wraps, and what is to be done."""
 
 
 def cache_folder() -> Path:
@@ -201,11 +207,11 @@ def read_headers(folder: Path) -> dict[str, Header]:
                         f"{name} is in both '{headers[name].file}' and '{file_name}' of "
                         f"'{folder}': loaders differ in which they read"
                     )
-                if name.startswith(_WRAPPED):
-                    raise ModelError(
-                        f"tensors in '{folder / file_name}' are named {_WRAPPED}…, as PEFT saves a "
-                        f"model that it still wraps: {_MERGE}"
-                    )
+                for prefix, reason in _WRAPPED.items():
+                    if name.startswith(prefix):
+                        raise ModelError(
+                            f"tensors in '{folder / file_name}' are named {prefix}…, {reason}"
+                        )
                 stored = file.get_slice(name)
                 headers[name] = Header(file_name, stored.get_dtype(), tuple(stored.get_shape()))
     for name, file_name in index.items():

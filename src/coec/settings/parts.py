@@ -40,18 +40,18 @@ Kept: TypeAlias = str | Path | Any
 """A file or folder, a mapping of indices by site, or kept units that were read already."""
 
 
-def check_sparsity(sparsity: float) -> None:
+def check_sparsity(sparsity: float, name: str = "sparsity") -> None:
     """Raises OptionError unless the fraction removed lies strictly between 0 and 1."""
     if not 0 < sparsity < 1:
         raise OptionError(
-            f"sparsity is the fraction of units removed, strictly between 0 and 1, got {sparsity:g}"
+            f"{name} is the fraction of units removed, strictly between 0 and 1, got {sparsity:g}"
             + (f" (did you mean {sparsity / 100:g}?)" if 1 < sparsity < 100 else "")
         )
 
 
-def _check_share(sparsity: float | None) -> None:
-    if sparsity:
-        check_sparsity(sparsity)
+def _share_named(name: str) -> Callable[[float | None], None]:
+    """Make a check of a fraction that may be 0 or None."""
+    return lambda sparsity: check_sparsity(sparsity, name) if sparsity else None
 
 
 def _must(be: str, holds: Callable[[Any], bool]) -> Callable[[Any], None]:
@@ -90,21 +90,21 @@ class Pruning(Settings):
         "Fraction of KV groups removed; 0 keeps all.",
         otherwise="sparsity",
         least=0,
-        check=_check_share,
+        check=_share_named("attention_sparsity"),
     )
     mlp_sparsity: float | None = setting(
         None,
         "Fraction of MLP channels removed, those of every expert included; 0 keeps all.",
         otherwise="sparsity",
         least=0,
-        check=_check_share,
+        check=_share_named("mlp_sparsity"),
     )
     expert_sparsity: float = setting(
         0.0,
         "Fraction of whole experts removed, as many in every block: those that add least to the "
         "tokens they get. The others lose mlp_sparsity of their channels besides.",
         least=0,
-        check=_check_share,
+        check=_share_named("expert_sparsity"),
     )
     budget_parameters: float | None = setting(
         None,
