@@ -1,6 +1,7 @@
 """Which stock format holds a pruned model, decided from its configuration."""
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from coec.models.architectures import ARCHITECTURES, architecture_of
 from coec.models.description import Description
 from coec.models.folder import read_config
 from coec.models.formats import CONDITIONS, LOADERS, TARGETS, YES, Traits, choose_format, slides
-from coec.models.layout import Shape
+from coec.models.layout import QUANTISED_COLUMNS, Shape, split_over
 from coec.models.non_uniform import NAS
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
@@ -189,3 +190,23 @@ def test_a_plan_from_a_folder_reads_no_weights(tmp_path):
     assert read_config(tmp_path) == LLAMA_70B
     assert plan.output.model_type == "mistral"  # 48 heads do not divide 8192
     assert plan.seq_len == 2048
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "narrow"),
+    [
+        ({}, [1, 2, 4, 8, 16], [1, 2, 4, 8, 16]),  # groups are repeated on 16
+        ({"kv_heads": 7, "ffn": 11_648}, [1, 7, 14], [1, 7]),
+        ({"kv_heads": 6, "ffn": 10_112}, [1, 2], [1]),  # 10,112 / 2 is no multiple of 128
+        ({"expert_ffn": 12, "experts": 4}, [1, 2, 4], []),
+        ({"by_block": ((("ffn", 14_336),), (("ffn", 14_338),)) * 16}, [1, 2], []),
+    ],
+)
+def test_gpus_over_which_every_layer_is_divided(changes, gpus, narrow):
+    """The rules of vLLM: query heads and channels evenly, KV groups evenly or evenly repeated."""
+    shape = replace(Shape(32, 4096, 128, 8, 4, 14_336), **changes)
+    assert shape.gpus() == gpus
+    assert shape.gpus(columns=QUANTISED_COLUMNS) == narrow
+    said = split_over({"gpus": gpus, "gpus_int4": narrow})
+    assert said.startswith(f"over {', '.join(map(str, gpus))} GPUs")
+    assert said.endswith("not at all") == (not narrow)

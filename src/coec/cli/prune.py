@@ -259,6 +259,7 @@ def _show_plan(plan: "Plan", model: str, out: str | Path | None, flags: Mapping[
 
 
 def _show_sizes(plan: "Plan", alternatives: dict[str, "Plan"], record: dict[str, Any]) -> None:
+    from coec.models.layout import split_over
     from coec.pipeline.card import counted
 
     rows = [
@@ -283,6 +284,8 @@ def _show_sizes(plan: "Plan", alternatives: dict[str, "Plan"], record: dict[str,
         common.results.print(f"  ({plan.output.relabelled})")
     for loader, finding in plan.output.loads_in.items():
         common.results.print(f"  {loader:<14} {finding}")
+    if plan.decided:
+        common.results.print(f"  {'split':<14} {split_over(record['tensor_parallel'])}")
     common.results.print()
 
 
@@ -382,6 +385,7 @@ def named(path: str) -> str:
 
 
 def _lines(report: "Report") -> Iterator[str]:
+    from coec.models.layout import split_over
     from coec.pipeline.card import counted
 
     plan, widths = report.plan, report.plan["widths"]
@@ -414,6 +418,8 @@ def _lines(report: "Report") -> Iterator[str]:
         for name, finding in plan["loads_in"].items() if not finding.startswith("no")
     ]  # fmt: skip
     yield f"loads in         {', '.join(loaders)}"
+    if sizes := plan.get("tensor_parallel"):
+        yield f"tensor parallel  {split_over(sizes)}"
     yield f"seconds          {sum(report.seconds.values()):.1f}"
 
 

@@ -69,6 +69,10 @@ BLOCK_WIDTHS = "block_widths"
 """Configuration key of the widths that differ by block: one table of keys for each block."""
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Configuration keys with the number of experts in a block; a configuration may have both."""
+_MOST_GPUS = 16
+"""GPUs of a server, at most, for tensor parallelism."""
+QUANTISED_COLUMNS = 128
+"""Columns of a group in the usual 4-bit formats (GPTQ, AWQ)."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,26 @@ class Shape:
         """True if all blocks are alike."""
         return not self.by_block
 
+    def gpus(self, *, columns: int = 1) -> list[int]:
+        """Return the numbers of GPUs, up to 16, over which servers can split every layer.
+
+        Query heads, channels and those of experts are divided evenly; KV groups are too, or evenly
+        repeated. This is what tensor parallelism of vLLM and SGLang asks for.
+
+        Args:
+            columns: every part of a consumer has a multiple of so many, such as QUANTISED_COLUMNS.
+        """
+        blocks = [self.at(block) for block in range(len(self.by_block) or 1)]
+        return [n for n in range(1, _MOST_GPUS + 1) if all(b._splits(n, columns) for b in blocks)]
+
+    def _splits(self, gpus: int, columns: int) -> bool:
+        inputs = self.heads * self.head_dim, self.ffn, self.expert_ffn
+        return (
+            self.heads % gpus == 0
+            and (self.kv_heads % gpus == 0 or gpus % self.kv_heads == 0)
+            and all(size % (gpus * columns) == 0 for size in inputs)
+        )
+
     def at(self, block: int) -> "Shape":
         """The sizes of one block, as if all blocks had its widths."""
         return replace(self, **dict(self.by_block[block]), by_block=()) if self.by_block else self
@@ -159,6 +183,12 @@ class Shape:
         """The sizes that pruning changes, as configuration keys; of the widest block."""
         sizes = {key: getattr(self, name) for key, name in _FIELDS.items()}
         return sizes | ({"moe_intermediate_size": self.expert_ffn} if self.expert_ffn else {})
+
+
+def split_over(sizes: Mapping[str, Sequence[int]]) -> str:
+    """Return in words over how many GPUs servers can split a model, as `Plan.record` has them."""
+    plain, narrow = (", ".join(map(str, sizes[key])) for key in ("gpus", "gpus_int4"))
+    return f"over {plain} GPUs; 4-bit, in groups of {QUANTISED_COLUMNS}: {narrow or 'not at all'}"
 
 
 @dataclass(frozen=True)

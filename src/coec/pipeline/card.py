@@ -13,6 +13,7 @@ from coec.allocation.kept import KEPT
 from coec.compensation import COMPENSATIONS
 from coec.errors import ModelError
 from coec.models.files import JsonDict
+from coec.models.layout import split_over
 from coec.pipeline.report import Report
 from coec.selection import SELECTIONS
 from coec.settings import PARTS, PRESETS
@@ -76,6 +77,8 @@ def card(report: Report) -> str:
     trust = ", trust_remote_code=True" if code else ""
     notes = "".join(f"\n{note[0].upper()}{note[1:]}.\n" for note in plan["notes"])
     loaders = "\n".join(f"- {loader}: {verdict}" for loader, verdict in plan["loads_in"].items())
+    if sizes := plan.get("tensor_parallel"):
+        loaders += f"\n- tensor parallel: {split_over(sizes)}"
     widths = "\n".join(
         f"| {_of_what(width)} | {counted(w['before'])} | {counted(w['after'])} |"
         for width, w in plan["widths"].items()

@@ -10,7 +10,7 @@ from coec.calibration.windows import DEFAULT_SEQ_LEN, few_tokens, resolve_seq_le
 from coec.errors import OptionError
 from coec.models.description import Description
 from coec.models.formats import OutputFormat, choose_format
-from coec.models.layout import Layout, Shape, Site
+from coec.models.layout import QUANTISED_COLUMNS, Layout, Shape, Site
 from coec.models.non_uniform import FILE as CODE
 from coec.planning.notes import notes_of
 from coec.planning.recipe import Recipe
@@ -234,6 +234,10 @@ class Plan:
             "relabelled": self.output.relabelled,
             "code": None if self.output.code is None else CODE,
             "loads_in": self.output.loads_in,
+            "tensor_parallel": {
+                "gpus": self.pruned.gpus(),
+                "gpus_int4": self.pruned.gpus(columns=QUANTISED_COLUMNS),
+            },
             "layers": self.dense.layers,
             "widths": {
                 name: {"before": _by_block(self.dense, size), "after": _by_block(self.pruned, size)}
