@@ -111,6 +111,16 @@ def test_a_run_that_was_asked_for_something_else_is_named(changes, said, tmp_pat
     assert out.is_dir()
 
 
+def test_a_run_of_another_command_is_said_to_be_one(tmp_path):
+    interrupted(tmp_path / "out", ["one"])
+    other = {"recovery": {"tokens": 1}, "pruned": "c", **dict.fromkeys("abcdefgh", 1)}
+    with (
+        pytest.raises(OutputError, match=r"something else \(by another command\): .*restart=True"),
+        journal(tmp_path / "out", other),
+    ):
+        raise AssertionError("work had begun")
+
+
 def test_a_run_without_pieces_hinders_no_other(tmp_path):
     """Killed before its first piece, it has nothing to lose."""
     partial = tmp_path / "out.partial"

@@ -341,6 +341,8 @@ def seal(content: JsonDict) -> str:
 
 def describe_differences(before: RunIdentity, after: RunIdentity) -> str:
     """Name the settings in which two runs differ; empty if there are none."""
+    if len(before.keys() & after.keys()) <= 1 < len(before):  # but for the machine
+        return "by another command"
     old, new = _flat(before), _flat(after)
     places = [place for place in {**new, **old} if old.get(place) != new.get(place)]
     words = [
