@@ -32,9 +32,9 @@ WRITES = {"prune": 1, "compensate": 2, "recover": 2, "collect": 1, "export": 1}
 SHORTER = {"20M": "2k", "60": "0.01", "2048": "32", "5.6e9": "100e3"}
 """Budgets of trainings in tokens and minutes, lengths of windows, and parameters."""
 ELSEWHERE = re.compile(
-    r"\.\./shared|--executor ray|s3://|--tasks|--merge|sweep main OUT --model \./a|report OUT"
+    r"\.\./shared|--executor ray|--tasks|--merge|sweep main OUT --model \./a|report OUT"
 )
-"""Run by tests of clusters, of outputs on servers, of tasks and of statistics; a whole grid."""
+"""Run by tests of clusters, of tasks and of statistics; a whole grid."""
 
 
 def blocks(page, language):

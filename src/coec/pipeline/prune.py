@@ -18,8 +18,7 @@ from coec.distributed.backend import open_backend
 from coec.events import Progress
 from coec.execution.code import code_digest
 from coec.execution.journal import Journal, journal, unfinished
-from coec.execution.output import check_output, check_space
-from coec.execution.remote import Remote, destination
+from coec.execution.output import check_output, check_space, path_of
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.files import JsonDict
@@ -83,8 +82,7 @@ def prune(
 
     Args:
         model: a folder with config.json and safetensors, or a hub name.
-        out: the folder to make, or its URL: that of a server (`s3://bucket/name`) is made in a
-            cache of this machine, and copied there when it is whole.
+        out: the folder to make.
         recipe: what to do; or give its fields and the compensation's options as `settings`
             (`sparsity=0.3, compensation="coec", alpha=0.8`).
         statistics: what `collect` made, or its folder, instead of a dense pass; the result is the
@@ -109,9 +107,7 @@ def prune(
     recipe, collected = _asked(recipe, settings, statistics)
     dense = Dense.open(model)
     carried_files(dense.folder)
-    place = destination(out, dense.folder, force=force, restart=restart)
-    remote = place if isinstance(place, Remote) else None
-    out = place.staged if isinstance(place, Remote) else place
+    out = path_of(out)
     check_output(out, dense.folder, force=force or unfinished(out))
     recipe = _calibrated(recipe, collected, dense, given_names)
     candidates = Plan.candidates(dense, recipe)
@@ -132,20 +128,11 @@ def prune(
         with journal(out, _identity(run, source), force=force, restart=restart) as pieces:
             if pieces.finished:
                 return replace(Report.read(out), model=dense.name)
-            if remote is not None:
-                remote.check(pieces, force)
-            if remote is not None and remote.whole(pieces):
-                report = replace(Report.read(pieces.new), model=dense.name)
-            else:
-                report = _pruned(pieces, dense, run, source, seconds, progress)
-                report.write(pieces.new)
-                write_card(report, pieces.new)
-            if remote is None:
-                pieces.complete()
-            else:
-                remote.put(pieces, force)
-                pieces.elsewhere()
-    return report if remote is None else replace(report, out=remote.url)
+            report = _pruned(pieces, dense, run, source, seconds, progress)
+            report.write(pieces.new)
+            write_card(report, pieces.new)
+            pieces.complete()
+    return report
 
 
 def _pruned(
