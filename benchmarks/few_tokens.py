@@ -36,13 +36,12 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     **{name: {"compensation": name} for name in ("coec", "rcpu", "bias", "least-squares")},
     "ridge-to-slice": {"compensation": "ridge-to-slice"},
-    "auto": {"compensation": "auto", "holdout": 0.25},
     "fast": {"preset": "fast", "propagate": False},
     "fast, propagate": {"preset": "fast", "propagate": True, "token_weights": "equal"},
     "best": {"preset": "best"},
 }
 REFERENCES = (NONE, OBS, PROPAGATED)
-OWN = ("auto", "best", *REFERENCES)
+OWN = ("best", *REFERENCES)
 """Those whose windows are held out as they say, or that need none."""
 
 

@@ -31,7 +31,6 @@ BEST: dict[str, Any] = {"preset": "best", "reconstruct": 1}
 PRESETS: dict[str, dict[str, Any]] = {"paper": {}, "fast": {"preset": "fast"}, "best": BEST}
 RANDOM: dict[str, Any] = {"sparsity": 0.3, "samples": 16, "seq_len": 32}
 CASES: dict[str, dict[str, Any]] = {
-    "auto": {"compensation": "auto", "holdout": 0.25},
     "float32": {"solve_dtype": "float32"},
     "unguarded": {"guard": False},
     "few": {"samples": 4},

@@ -760,23 +760,6 @@ def test_the_command_takes_statistics(place, tmp_path, monkeypatch, capsys):
     assert {row["settings"].get("samples") for row in rows} == {None, 6}
 
 
-@pytest.mark.slow
-def test_rows_say_what_auto_chose_and_of_what(place, tmp_path):
-    text = (place / "grid.toml").read_text().partition("[[variants]]")
-    models = "[[models]]" + text[2].partition("[[models]]")[2]
-    head = text[0].replace("seed = [0, 1]", 'compensation = "auto"')
-    (tmp_path / "bare.toml").write_text(head + models)
-    with pytest.raises(OptionError, match=r"'auto' needs held-out windows: .*holdout=0\.125"):
-        expand(str(tmp_path / "bare.toml"))
-    (tmp_path / "g.toml").write_text("holdout = 0.2\n" + head + models)
-    assert sweep(expand(str(tmp_path / "g.toml")), tmp_path / "out").failed == 0
-    row = next(row for row in Store(tmp_path / "out").rows.values() if not row.dense)
-    for site in row.record["sites"]:
-        candidates = site["candidates"]
-        assert candidates[site["chosen"]] == min(candidates.values()) == site["holdout_after"]
-        assert len(candidates) == 10
-
-
 def test_cells_that_run_both_models_take_the_text_itself(place, tmp_path):
     """Beside cells that are solved from the group's statistics, with the same windows."""
     text = (place / "grid.toml").read_text().partition("[[variants]]")

@@ -19,7 +19,6 @@ from coec.models.dense import Dense
 from coec.models.files import sha256
 from coec.pipeline import collect as collecting
 from coec.pipeline import prune as pruning
-from coec.planning.recipe import Recipe
 from coec.streaming import windows as windows_module
 from coec.streaming.statistics import Statistics, block_file, write_grams
 from coec.types import Gram
@@ -56,37 +55,6 @@ def test_pruning_from_saved_statistics_is_the_same_to_the_bit(model, saved, comp
     for name in ("holdout_after", "top_token_energy"):
         assert [row[name] for row in one.sites] == [row[name] for row in two.sites]
     assert all(0 < row["top_token_energy"] < 1 for row in one.sites)
-
-
-@pytest.mark.usefixtures("hasty_auto")
-def test_statistics_bring_the_held_out_windows_that_a_compensation_needs(model, saved, tmp_path):
-    same = {**SETTINGS, "sparsity": 0.4, "compensation": "auto"}
-    one = coec.prune(model, tmp_path / "one", holdout=0.2, **same)
-    two = coec.prune(model, tmp_path / "two", statistics=saved.folder, **same)
-    assert one.sites[0]["candidates"] == two.sites[0]["candidates"]
-    assert two.recipe["holdout"] == 0.2
-    plan = coec.plan(model, statistics=saved.folder, **same)
-    assert plan.recipe.calibration.holdout == 0.2
-    recipe = Recipe(compensation="auto", holdout=0.2, sparsity=0.4)
-    assert coec.prune(model, tmp_path / "three", recipe, statistics=saved).sites[0]["chosen"]
-    with pytest.raises(OptionError, match="holdout"):
-        coec.prune(model, tmp_path / "four", statistics=saved, **same, holdout=0.5)
-
-
-def test_statistics_without_held_out_windows_are_refused_where_they_are_needed(model, tmp_path):
-    bare = coec.collect(model, tmp_path / "bare", **SETTINGS)
-    recipe = Recipe(compensation="auto", holdout=0.2)
-    for attempt in (
-        lambda: coec.prune(
-            model, tmp_path / "out", statistics=bare, compensation="auto", preset="paper"
-        ),
-        lambda: coec.plan(model, statistics=bare, compensation="auto"),
-        lambda: coec.prune(model, tmp_path / "out", compensation="auto", **SETTINGS),
-        lambda: coec.prune(model, tmp_path / "out", recipe, statistics=bare),
-    ):
-        with pytest.raises(OptionError, match="holdout"):
-            attempt()
-    assert not (tmp_path / "out").exists()
 
 
 def test_saved_statistics_keep_their_precision_and_their_deviations(model, saved):

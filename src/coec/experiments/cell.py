@@ -39,7 +39,7 @@ from coec.version import __version__
 
 _SITE_FIELDS = (
     "module", "block", "site", "units_before", "units_after", "error_before", "error_after",
-    "holdout_before", "holdout_after", "chosen", "candidates", "reconstruction", "predictions",
+    "holdout_before", "holdout_after", "reconstruction", "predictions",
     "errors_per_round", "objectives_per_round", "alignment_before", "alignment_after",
     "gcv_lambda", "rounds", "reason", "events", "seconds",
 )  # fmt: skip

@@ -112,11 +112,6 @@ class Recipe:
         if isinstance(options, Options):
             options.check_parts(method.needs)
         self._check_reconstruction()
-        if "held_out" in method.needs and not self.calibration.holdout:
-            raise OptionError(
-                f"compensation '{method.name}' needs held-out windows: set the fraction of the "
-                "windows that are held out (holdout=0.125), of statistics when they are collected"
-            )
         if callable(self.pruning.compensation) or callable(self.pruning.selection):
             _rehearse(self)
 
@@ -126,11 +121,6 @@ class Recipe:
         for name, why in self.reconstruction.idle().items():
             if settings[name] != _RECONSTRUCTION[name]:
                 raise without_effect(name, why)
-        if self.reconstruction.sequential and "held_out" in self.method.needs:
-            raise OptionError(
-                f"compensation '{self.method.name}' fits what it chose on the held-out windows as "
-                f"well, by which {self.reconstruction.sequential} judges: use another compensation"
-            )
         if settings["kv_groups"] == "held-out" and not self.calibration.holdout:
             raise OptionError(
                 "kv_groups = held-out needs windows that are held out: set holdout, say 0.125"
@@ -152,8 +142,6 @@ class Recipe:
 
     def _unfitted(self) -> str | None:
         """Return why no block can be fitted with these settings; None where blocks can be."""
-        if "held_out" in self.method.needs:
-            return f"compensation = {self.method.name} needs the held-out windows for itself"
         if self.calibration.forward_dtype == "float16" and self.reconstruction.reconstruct:
             return "sums over tokens overflow in forward_dtype = float16"
         return None
@@ -395,9 +383,7 @@ def _rehearse(recipe: Recipe) -> None:
     _rehearse_selection(f"selection '{_name(recipe.pruning.selection)}'", recipe.score, W, gram)
     name, options = f"compensation '{recipe.method.name}'", recipe.pruning.options
     try:
-        result = compensate(
-            W, gram, kept, method=recipe.method, value_weight=W[:5, :4], held_out=gram, **options
-        )
+        result = compensate(W, gram, kept, method=recipe.method, value_weight=W[:5, :4], **options)
     except TypeError as error:
         raise OptionError(f"{name} fails on a small problem with these options: {error}") from error
     try:
