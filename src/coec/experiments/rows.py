@@ -203,16 +203,6 @@ class Module(Record):
     geometry: AnglesOfRow = AnglesOfRow()
 
 
-class OverlapOfRow(Record):
-    """Evaluation windows that repeat n-grams of the calibration text."""
-
-    n: Count | None = None
-    windows: Count | None = None
-    shared: Count | None = None
-    share: Fraction | None = None
-    flagged: bool | None = None
-
-
 class CalibrationOfRow(Record):
     """Calibration text, and the windows drawn from it."""
 
@@ -248,7 +238,6 @@ class Row(Record):
     parameters: ParametersOfRow = ParametersOfRow()
     cost: CostOfRow = CostOfRow()
     sites: list[Module] = []
-    overlap: OverlapOfRow = OverlapOfRow()
     calibration: CalibrationOfRow = CalibrationOfRow()
     seconds: Annotated[dict[Text, Number], Absent] = {}
     peak_memory_bytes: Count | None = None
