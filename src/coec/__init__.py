@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from coec.evaluation.perplexity import perplexity
     from coec.evaluation.zero_shot import zero_shot
     from coec.exporting.export import Export, export
-    from coec.pipeline.collect import collect, merge
+    from coec.pipeline.collect import collect
     from coec.pipeline.compensate import compensate_pruned, infer_kept
     from coec.pipeline.prune import plan, prune
     from coec.pipeline.report import Report
@@ -50,7 +50,6 @@ __all__ = [
     "export",
     "geometry",
     "infer_kept",
-    "merge",
     "perplexity",
     "plan",
     "prune",
@@ -78,7 +77,6 @@ _LAZY = {
     "export": "coec.exporting.export",
     "geometry": "coec.evaluation.geometry",
     "infer_kept": "coec.pipeline.compensate",
-    "merge": "coec.pipeline.collect",
     "perplexity": "coec.evaluation.perplexity",
     "plan": "coec.pipeline.prune",
     "prune": "coec.pipeline.prune",

@@ -23,7 +23,6 @@ COMMANDS = {
     "reconstruct": ("prune", "model", "out", *HOW, "--preset", "best", "--reconstruct", "1",
                 "--prediction-passes", "1", "--holdout", "0.3"),
     "collect": ("collect", "model", "out", *HOW, "--holdout", "0.3"),
-    "merge": ("collect", "--merge", "stats", "more", "out"),
     "sweep": ("sweep", "grid.toml", "out"),
     "recover": ("recover", "model", "small", "out", "--text", "text.txt", "--seq-len", "48",
                 "--batch-size", "16", "--tokens", "4k"),
@@ -62,13 +61,11 @@ class Place:
         self.out, self.partial = self.root / "out", self.root / "out.partial"
         (self.root / "model").symlink_to(shared / "models/stories260K")
         text = (shared / "data/tinystories/train.txt").read_text(encoding="utf-8")
-        for file, start in {"text.txt": 0, "more.txt": 20_000, "other.txt": 40_000}.items():
+        for file, start in {"text.txt": 0, "other.txt": 40_000}.items():
             (self.root / file).write_text(text[start : start + 20_000], encoding="utf-8")
         (self.root / "grid.toml").write_text(GRID)
-        for file, stats in {"text.txt": "stats", "more.txt": "more"}.items():
-            if stats in self.argv:
-                how = ("--calibration", file, *HOW[2:])
-                assert self.send(("collect", "model", stats, *how))["status"] == 0, self.log()
+        if "stats" in self.argv:
+            assert self.send(("collect", "model", "stats", *HOW))["status"] == 0, self.log()
         if name == "recover":
             pruning = ("prune", "model", "small", *HOW, *PAPER, "--compensation", "none")
             assert self.send(pruning)["status"] == 0, self.log()

@@ -707,21 +707,18 @@ def test_statistics_that_do_not_serve_a_cell_are_refused_before_any_work(place, 
 
 
 def test_statistics_serve_where_their_text_is_not(place, tmp_path, monkeypatch):
-    """Text at its place no more, or two texts added up: nobody asks for it again."""
-    parts = []
-    for name, ids in {"a": IDS[:120], "b": IDS[120:250]}.items():
-        np.save(tmp_path / f"{name}.npy", ids.numpy())
-        parts.append(coec.collect(place / "tiny", tmp_path / name, samples=6, seq_len=16,
-                                  calibration=str(tmp_path / f"{name}.npy")))  # fmt: skip
-        (tmp_path / f"{name}.npy").unlink()
+    text = tmp_path / "a.npy"
+    np.save(text, IDS[:120].numpy())
+    made = coec.collect(
+        place / "tiny", tmp_path / "a", samples=6, seq_len=16, calibration=str(text)
+    )
+    text.unlink()
     grid = tmp_path / "small.toml"
     grid.write_text('compensation = "none"\n')
     how = {"text": str(place / "test.npy"), "seq_len": 16}
     cells = expand(str(grid), models=[str(place / "tiny")], evaluate=how)
-    for made in (parts[0], coec.merge(*parts, tmp_path / "both")):
-        out = tmp_path / f"out of {made.folder.name}"
-        summary = sweep(cells, out, statistics=[made])
-        assert (summary.done, summary.reasons) == (2, {})
+    summary = sweep(cells, tmp_path / "out", statistics=[made])
+    assert (summary.done, summary.reasons) == (2, {})
 
 
 def test_what_a_grid_says_of_its_calibration_must_agree_with_the_statistics(place, tmp_path):

@@ -351,6 +351,3 @@ def test_statistics_of_a_model_that_changed_where_nothing_was_sampled_are_refuse
     changed(model, name)
     with pytest.raises(ModelError, match="was changed .* since its statistics were collected"):
         coec.prune(model, tmp_path / "out", statistics=made, compensation="none", preset="paper")
-    with pytest.raises(OptionError, match="cannot be merged: the model was changed between"):
-        coec.merge(made, coec.collect(model, tmp_path / "b", calibration=text, samples=8,
-                                      seq_len=32, seed=1), tmp_path / "merged")  # fmt: skip

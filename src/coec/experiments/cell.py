@@ -76,7 +76,7 @@ def open_statistics(sources: Sequence[str | Path | Statistics]) -> dict[str, Sta
         if first is not statistics:
             raise OptionError(
                 f"the statistics in '{first.folder}' and '{statistics.folder}' are of one model: "
-                "give one of them, or merge them"
+                "give one of them"
             )
     return by_model
 
