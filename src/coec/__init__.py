@@ -28,11 +28,9 @@ if TYPE_CHECKING:
     from coec.recovery.recover import recover
     from coec.streaming.statistics import Statistics
     from coec.types import Gram, KeptSet, SiteProblem, SiteResult
-    from coec.types import SiteResult as Compensation
 
 __all__ = [
     "CoecError",
-    "Compensation",
     "Export",
     "Gram",
     "KeptSet",
@@ -59,7 +57,6 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Compensation": "coec.types:SiteResult",  # as it was called before
     "Export": "coec.exporting.export",
     "Gram": "coec.types",
     "KeptSet": "coec.types",
@@ -89,8 +86,7 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     """Imports torch and transformers only when something that needs them is used."""
     if name in _LAZY:
-        module, _, other = _LAZY[name].partition(":")
-        value = getattr(import_module(module), other or name)
+        value = getattr(import_module(_LAZY[name]), name)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'coec' has no attribute '{name}'")

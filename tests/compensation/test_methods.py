@@ -171,10 +171,6 @@ def test_a_problem_must_fit_together():
         SiteProblem(W[:, :9], gram, KeptSet(kept, 10))
 
 
-def test_the_name_that_results_had_before_still_works():
-    assert coec.Compensation is coec.SiteResult is SiteResult
-
-
 def test_what_the_methods_of_the_package_declare():
     assert [n for n, m in COMPENSATIONS.items() if m.adds_bias] == ["bias"]
     assert [n for n, m in COMPENSATIONS.items() if "value" in m.needs] == ["coec"]

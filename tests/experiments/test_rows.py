@@ -179,14 +179,3 @@ def test_a_torn_last_line_is_cut_off(tmp_path):
         assert (len(store.rows), store.torn) == (1, True)
         store.append(read(sr.row(samples=9)))
     assert len(read_results(tmp_path).rows) == 2
-
-
-def test_a_row_of_before_is_read_under_the_names_of_today():
-    old = {
-        "cell": "0", "grids": ["g"], "labels": {}, "status": "done", "model": "m",
-        "rebuilding": {"kl": 0.5},
-        "settings": {"sparsity": 0.3, "compensation": "none", "align": "8"},
-    }  # fmt: skip
-    record = read(old).record
-    assert record["reconstruction"] == {"kl": 0.5}
-    assert record["settings"]["multiple_of"] == "8"

@@ -29,7 +29,7 @@ from coec.settings import (
     RidgeOptions,
     Runtime,
 )
-from coec.settings.fields import RENAMED, plain, without_effect
+from coec.settings.fields import plain, without_effect
 from coec.settings.options import Options
 from coec.settings.presets import YIELDING, with_preset
 from coec.settings.typed import PruningSettings
@@ -313,9 +313,7 @@ def by_name(keys: Iterable[str], name_of_file: str) -> dict[str, str]:
 
 
 def _meant(name: str) -> str:
-    """Return the setting that a name was before, or nearly is, as a hint."""
-    if name in RENAMED:
-        return f": it is '{RENAMED[name]}' now"
+    """Return the setting that a name nearly is, as a hint."""
     close = difflib.get_close_matches(name, NAMES | set(APART), 1)
     return f"; did you mean '{close[0]}'?" if close else ""
 
