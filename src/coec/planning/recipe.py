@@ -112,7 +112,7 @@ class Recipe:
         if isinstance(options, Options):
             options.check_parts(method.needs)
         self._check_reconstruction()
-        if callable(self.pruning.compensation) or callable(self.pruning.selection):
+        if self.own_functions:
             _rehearse(self)
 
     def _check_reconstruction(self) -> None:
@@ -125,6 +125,13 @@ class Recipe:
             raise OptionError(
                 "kv_groups = held-out needs windows that are held out: set holdout, say 0.125"
             )
+
+    @property
+    def own_functions(self) -> list[str]:
+        """Names of the settings that are functions of the user's own."""
+        pruning = self.pruning
+        chosen = {"selection": pruning.selection, "compensation": pruning.compensation}
+        return [name for name, choice in chosen.items() if not isinstance(choice, str)]
 
     @property
     def needs_text(self) -> str | None:
