@@ -32,7 +32,7 @@ SAMPLES, SEQ_LEN = 16, 512
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prints a table per model, writes JSON and a plot."""
+    """Prints a table per model, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--shared", type=Path, default=SHARED)
     parser.add_argument("--models", nargs="+", choices=[TRAINED, QWEN], default=[TRAINED, QWEN])
@@ -57,8 +57,6 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{describe(results[-1])}\n", flush=True)
         models = record.merged(kept, results, "model")
         record.save("end_to_end", arguments, {"models": models})
-    if results:
-        draw(models)
 
 
 def random_qwen(folder: Path, layers: int) -> tuple[Path, Path]:
@@ -197,23 +195,6 @@ def describe(result: dict[str, Any]) -> str:
             f"({more['total_in_passes_without_head']:.3g} without the output embedding)."
         )
     return text
-
-
-def draw(results: list[dict[str, Any]]) -> None:
-    """Phases as stacked bars, in forward passes."""
-    plt = record.pyplot()
-    figure, axis = plt.subplots(figsize=(7, 1 + 0.7 * len(results)), layout="constrained")
-    phases = list(results[0]["phases"])
-    left = [0.0] * len(results)
-    labels = [f"{r['model']}\n{r['layers']} layers" for r in results]
-    for phase in phases:
-        widths = [r["phases"].get(phase, 0) / r["forward_seconds"] for r in results]
-        axis.barh(labels, widths, left=left, label=phase)
-        left = [a + b for a, b in zip(left, widths)]
-    axis.set(xlabel="forward passes over the calibration tokens")
-    axis.legend(frameon=False, fontsize=8)
-    figure.savefig(record.RESULTS / "end_to_end.png", dpi=150)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

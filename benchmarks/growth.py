@@ -31,7 +31,7 @@ SERIES = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prints a table with slopes, writes JSON and a plot."""
+    """Prints a table with slopes, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="values of k")
     chosen = parser.parse_args(arguments)
@@ -44,7 +44,6 @@ def main(arguments: list[str] | None = None) -> None:
         slopes = fit(rows)
         record.save("growth", arguments, {"sizes": rows, "slopes": slopes})
     print(describe(rows, slopes), flush=True)
-    draw(rows, slopes)
 
 
 def fit(rows: list[dict[str, float]]) -> dict[str, dict[str, float | None]]:
@@ -103,21 +102,6 @@ def describe(rows: list[dict[str, float]], slopes: dict[str, dict[str, Any]]) ->
         values = [slopes[name][kind] for name in SERIES]
         cells.append([title, "", *("" if v is None else f"{v:.2f}" for v in values)])
     return record.table(["k", "b", *(f"{title}, s" for title in SERIES.values())], cells)
-
-
-def draw(rows: list[dict[str, float]], slopes: dict[str, dict[str, Any]]) -> None:
-    """Log-log lines."""
-    plt = record.pyplot()
-    figure, axis = plt.subplots(figsize=(5, 4), layout="constrained")
-    sizes = [row["k"] for row in rows]
-    for name, title in SERIES.items():
-        slope = slopes[name]["largest"] or slopes[name]["all"]
-        label = title.replace("`", "") + (f", slope {slope:.2f}" if slope else "")
-        axis.loglog(sizes, [row[name] for row in rows], "o-", label=label)
-    axis.set(xlabel="k  (b = 0.4 k)", ylabel="seconds")
-    axis.legend(frameon=False, fontsize=8)
-    figure.savefig(record.RESULTS / "growth.png", dpi=150)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -218,14 +218,3 @@ def _processor() -> str:
 def _git(*arguments: str) -> str:
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout.strip()
-
-
-def pyplot() -> Any:
-    """Returns matplotlib without a display, in our style."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9})
-    return plt

@@ -23,7 +23,7 @@ LARGE = 400_000
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prints a table per problem, writes JSON and a plot."""
+    """Prints a table per problem, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--shared", type=Path, default=SHARED)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), help="synthetic b×k")
@@ -49,8 +49,6 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{describe(result)}\n", flush=True)
         problems = record.merged(kept, results, "name")
         record.save("right_solve", arguments, {"gap": GAP, "problems": problems})
-    if results:
-        draw(problems, record.RESULTS / "right_solve.png")
 
 
 def _instances(shared: Path, sites: list[str], shapes: list[str]) -> Any:
@@ -134,28 +132,6 @@ def describe(result: dict[str, Any]) -> str:
                 f"{found[fastest]['ratio']:.3g} times as long."
             )
     return text
-
-
-def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """The gap to the best over time, a panel per problem."""
-    plt = record.pyplot()
-    figure, axes = plt.subplots(
-        1, len(results), figsize=(4.2 * len(results), 3.8), layout="constrained", squeeze=False
-    )
-    for axis, result in zip(axes[0], results):
-        best = result["best_objective"]
-        for name, row in result["solvers"].items():
-            times = [max(t, 1e-4) for t in row["trace"]["seconds"]]
-            gaps = [max(v / best - 1, 1e-7) for v in row["trace"]["objective"]]
-            style = "--" if name in BORROWED else ":" if name in STATED else "-"
-            width = 2 if name.startswith("coec") else 1
-            axis.loglog(times, gaps, label=name, lw=width, ls=style)
-        axis.axhline(GAP, color="#888888", lw=0.8, ls=":")
-        axis.set(title=f"{result['name']}\n{result['b']}×{result['k']}", xlabel="seconds")
-    axes[0][0].set_ylabel("objective above the best, relative")
-    axes[0][0].legend(frameon=False, fontsize=7)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

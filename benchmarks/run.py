@@ -1,6 +1,6 @@
 """Every benchmark in turn: `make bench`, or `python -m benchmarks.run [NAME ...] [--quick]`.
 
-Results go to `benchmarks/results/`: a JSON file and a plot for each.
+Results go to `benchmarks/results/`, a JSON file for each.
 """
 
 import argparse

@@ -32,7 +32,7 @@ EFFORTS = [*((1, 2**n) for n in range(8)), *((2**n, 200) for n in range(1, 6)), 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prints a table, writes JSON and a plot."""
+    """Prints a table, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--shared", type=Path, default=SHARED)
     parser.add_argument("--sites", nargs="*", default=["mlp", "attention"])
@@ -46,8 +46,6 @@ def main(arguments: list[str] | None = None) -> None:
         results.append(measure(instance, chosen.rounds))
         print(f"{describe(results[-1])}\n", flush=True)
         record.save("whole_matrix", arguments, {"matrices": results})
-    if results:
-        draw(results, record.RESULTS / "whole_matrix.png")
 
 
 def _instances(shared: Path, sites: list[str], shapes: list[str]) -> Iterator[Instance]:
@@ -141,26 +139,6 @@ def describe(result: dict[str, Any]) -> str:
         f"{result['error_of_slice']:.5f}\n\n"
         + record.table(["method", "s", "literal ÷ it", "tempered error", "rounds"], rows)
     )
-
-
-def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Seconds against error, a panel per matrix."""
-    plt = record.pyplot()
-    figure, axes = plt.subplots(
-        1, len(results), figsize=(4.2 * len(results), 3.6), layout="constrained", squeeze=False
-    )
-    for axis, result in zip(axes[0], results):
-        for name, row in result["methods"].items():
-            axis.plot(row["seconds"], row["error"], "o", label=name)
-        times = [row["seconds"] for row in result["methods"].values()]
-        decades = range(math.floor(math.log10(min(times))), math.ceil(math.log10(max(times))) + 1)
-        axis.set(title=f"{result['name']}\nk = {result['k']}", xlabel="seconds", xscale="log")
-        axis.set_xticks([10.0**n for n in decades])
-        axis.minorticks_off()
-    axes[0][0].set_ylabel("tempered relative error")
-    axes[0][0].legend(frameon=False, fontsize=7)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,6 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 import tiny_models as tm
-from coec.compensation.auto import CANDIDATES, SOLVERS
-from coec.compensation.coec import coec
-from coec.settings import CoecOptions
 from machines import small_machine
 from places import SHARED
 
@@ -140,19 +137,6 @@ def run(monkeypatch, capsys):
         return status, shown.out, shown.err
 
     return call
-
-
-@pytest.fixture
-def hasty_auto(monkeypatch):
-    """`auto` with short descents: for promises that do not depend on how good it is."""
-    candidates = {
-        name: functools.partial(coec, options=CoecOptions(solver=solver, rounds=1, iterations=5))
-        for solver in SOLVERS
-        for name in [f"coec solver={solver}"]
-    }
-    assert candidates.keys() < CANDIDATES.keys()
-    for name, candidate in candidates.items():
-        monkeypatch.setitem(CANDIDATES, name, candidate)
 
 
 @pytest.fixture(autouse=True, scope="session")

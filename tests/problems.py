@@ -2,7 +2,6 @@
 
 import torch
 
-from coec.compensation import COMPENSATIONS
 from coec.types import Gram
 
 KINDS = (
@@ -74,11 +73,6 @@ def kept(d: int, k: int, seed: int = 0) -> torch.Tensor:
     """k of d columns, sorted."""
     generator = torch.Generator().manual_seed(2000 + seed)
     return torch.randperm(d, generator=generator)[:k].sort().values
-
-
-def parts(method: str, held_out: Gram) -> dict[str, Gram]:
-    """What `compensate` is given besides for a method of this name."""
-    return {"held_out": held_out} if "held_out" in COMPENSATIONS[method].needs else {}
 
 
 def orthonormal(m: int, b: int, seed: int = 0) -> torch.Tensor:

@@ -78,7 +78,6 @@ def measured(model, sparsity, selection, compensation, draw, **changes) -> dict:
     made["cost"] = {
         "weight_bytes": 4 * made["parameters"]["after"], "peak_memory_bytes": 600 * 2**20,
     }  # fmt: skip
-    made["overlap"] = {"n": 13, "windows": 1000, "shared": 3, "share": 0.0001, "flagged": False}
     made["calibration"] = {
         "source": "data/wikitext2/train.txt", "windows": samples, "seq_len": 256,
         "tokens_available": 2_500_000, "text_sha256": DIGEST[::-1], "windows_sha256": DIGEST,

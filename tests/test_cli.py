@@ -552,7 +552,7 @@ def test_help_imports_nothing_heavy(arguments):
     ("command", "usage"),
     [
         ("prune", "Usage: coec prune [OPTIONS] MODEL [OUT]"),
-        ("collect", "Usage: coec collect [OPTIONS] MODEL STATS [MERGED]"),
+        ("collect", "Usage: coec collect [OPTIONS] MODEL STATS"),
         ("eval", "Usage: coec eval [OPTIONS] MODEL"),
         ("export", "Usage: coec export [OPTIONS] MODEL OUT.gguf"),
         ("sweep", "Usage: coec sweep [OPTIONS] GRID [OUT]"),

@@ -59,28 +59,6 @@ def test_a_plan_with_statistics_has_their_settings(dense, run, tmp_path):
     assert coec.plan(dense, coec.Recipe(), statistics=made).recipe.calibration.samples == 12
 
 
-def test_merging_two_collections(dense, run, tmp_path):
-    for name, seed in {"a": 0, "b": 1}.items():
-        ids = torch.randint(
-            2, tm.VOCABULARY, (6, 32), generator=torch.Generator().manual_seed(seed)
-        )
-        coec.collect(dense, tmp_path / name, calibration=ids, samples=6, seq_len=32)
-    places = [tmp_path / name for name in ("a", "b", "both")]
-    status, out, _ = run("collect", "--merge", *places, "--json")
-    assert status == 0
-    assert json.loads(out)["calibration"]["windows"] == 12
-    for arguments, said in (
-        (places[:2], "give --merge A B MERGED"),
-        ([*places[:2], tmp_path / "x", "--samples", 3], "--samples has no effect with --merge"),
-    ):
-        status, out, err = run("collect", "--merge", *arguments)
-        assert status == 2
-        assert said in " ".join(err.replace("│", " ").split())
-    status, _, err = run("collect", dense, tmp_path / "y", tmp_path / "z")
-    assert status == 2
-    assert not (tmp_path / "y").exists()
-
-
 def test_the_line_that_goes_on_is_printed(dense, run, tmp_path, monkeypatch):
     tokens = tm.token_file(tmp_path / "tokens.npy")
     from coec.pipeline import prune as pruning

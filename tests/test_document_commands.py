@@ -31,10 +31,8 @@ WRITES = {"prune": 1, "compensate": 2, "recover": 2, "collect": 1, "export": 1}
 """Place of the output among the arguments."""
 SHORTER = {"20M": "2k", "60": "0.01", "2048": "32", "5.6e9": "100e3"}
 """Budgets of trainings in tokens and minutes, lengths of windows, and parameters."""
-ELSEWHERE = re.compile(
-    r"\.\./shared|--executor ray|s3://|--tasks|--merge|sweep main OUT --model \./a|report OUT"
-)
-"""Run by tests of clusters, of outputs on servers, of tasks and of statistics; a whole grid."""
+ELSEWHERE = re.compile(r"\.\./shared|--executor ray|--tasks|sweep main OUT --model \./a|report OUT")
+"""Run by tests of clusters and of tasks; a whole grid."""
 
 
 def blocks(page, language):

@@ -27,7 +27,6 @@ from coec.selection import SELECTIONS
 from coec.settings import Calibration, CoecOptions, Pruning, Reconstruction, RidgeOptions, Runtime
 from coec.settings import typed as typed_settings
 from coec.settings.__main__ import document, typed
-from coec.settings.fields import RENAMED
 from coec.settings.options import COMPENSATION_OPTIONS
 from coec.settings.recovery import Recovery
 from coec.types import SiteResult
@@ -267,18 +266,6 @@ def test_a_part_of_a_recipe_is_a_part():
     with pytest.raises(OptionError, match=match):
         Recipe(pruning=0.5)
     assert Recipe(calibration="text.txt").calibration.source == "text.txt"
-
-
-@pytest.mark.parametrize(("before", "name"), RENAMED.items())
-def test_the_names_of_before_are_answered_with_those_of_now(before, name, run, tmp_path):
-    with pytest.raises(OptionError, match=f"unknown setting '{before}': it is '{name}' now"):
-        Recipe(**{before: 1})
-    (tmp_path / "recipe.toml").write_text(f"{before} = 1\n")
-    with pytest.raises(OptionError, match=f"no setting: it is '{name}' now"):
-        read_settings(tmp_path / "recipe.toml")
-    flag, now = f"--{before.replace('_', '-')}", f"--{name.replace('_', '-')}"
-    status, _, err = run("prune", tmp_path, tmp_path / "out", flag, "1")
-    assert (status, err.strip()) == (2, f"coec: {flag} is {now} now")
 
 
 BESIDE = {

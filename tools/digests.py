@@ -31,7 +31,6 @@ BEST: dict[str, Any] = {"preset": "best", "reconstruct": 1}
 PRESETS: dict[str, dict[str, Any]] = {"paper": {}, "fast": {"preset": "fast"}, "best": BEST}
 RANDOM: dict[str, Any] = {"sparsity": 0.3, "samples": 16, "seq_len": 32}
 CASES: dict[str, dict[str, Any]] = {
-    "auto": {"compensation": "auto", "holdout": 0.25},
     "float32": {"solve_dtype": "float32"},
     "unguarded": {"guard": False},
     "few": {"samples": 4},
@@ -146,7 +145,6 @@ def runs(shared: Path, scratch: Path) -> dict[str, Callable[[], Path]]:
     model, text = shared / "models/stories260K", str(shared / "data" / STORIES)
     short = {"calibration": text, **SHORT}
     found["statistics, paper"] = bind(from_statistics, scratch, model, short, {})
-    found["statistics, merged"] = bind(from_merged, scratch, model, short)
     found["resumed, paper"] = bind(resumed, scratch, model, short)
     found["resumed, best"] = bind(resumed, scratch, model, {**short, **BEST})
     ray = {"executor": "ray", "workers": 2}
@@ -171,21 +169,6 @@ def from_statistics(
     coec.collect(model, scratch / "statistics", **settings)
     out = scratch / "from statistics"
     coec.prune(model, out, statistics=scratch / "statistics", **chosen, **others)
-    return out
-
-
-def from_merged(scratch: Path, model: Path, settings: dict[str, Any]) -> Path:
-    """Prune a model by statistics of two texts."""
-    settings = dict(settings)
-    chosen = {name: settings.pop(name) for name in ("preset", "sparsity")}
-    parts = []
-    for half, text in enumerate(("train.txt", "test.txt")):
-        own = {**settings, "calibration": str(Path(settings["calibration"]).with_name(text))}
-        parts.append(scratch / f"half {half}")
-        coec.collect(model, parts[-1], **own)
-    coec.merge(parts[0], parts[1], scratch / "merged")
-    out = scratch / "from merged"
-    coec.prune(model, out, statistics=scratch / "merged", **chosen)
     return out
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from coec.evaluation.perplexity import perplexity
     from coec.evaluation.zero_shot import zero_shot
     from coec.exporting.export import Export, export
-    from coec.pipeline.collect import collect, merge
+    from coec.pipeline.collect import collect
     from coec.pipeline.compensate import compensate_pruned, infer_kept
     from coec.pipeline.prune import plan, prune
     from coec.pipeline.report import Report
@@ -28,11 +28,9 @@ if TYPE_CHECKING:
     from coec.recovery.recover import recover
     from coec.streaming.statistics import Statistics
     from coec.types import Gram, KeptSet, SiteProblem, SiteResult
-    from coec.types import SiteResult as Compensation
 
 __all__ = [
     "CoecError",
-    "Compensation",
     "Export",
     "Gram",
     "KeptSet",
@@ -50,7 +48,6 @@ __all__ = [
     "export",
     "geometry",
     "infer_kept",
-    "merge",
     "perplexity",
     "plan",
     "prune",
@@ -60,7 +57,6 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Compensation": "coec.types:SiteResult",  # as it was called before
     "Export": "coec.exporting.export",
     "Gram": "coec.types",
     "KeptSet": "coec.types",
@@ -78,7 +74,6 @@ _LAZY = {
     "export": "coec.exporting.export",
     "geometry": "coec.evaluation.geometry",
     "infer_kept": "coec.pipeline.compensate",
-    "merge": "coec.pipeline.collect",
     "perplexity": "coec.evaluation.perplexity",
     "plan": "coec.pipeline.prune",
     "prune": "coec.pipeline.prune",
@@ -91,8 +86,7 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     """Imports torch and transformers only when something that needs them is used."""
     if name in _LAZY:
-        module, _, other = _LAZY[name].partition(":")
-        value = getattr(import_module(module), other or name)
+        value = getattr(import_module(_LAZY[name]), name)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'coec' has no attribute '{name}'")

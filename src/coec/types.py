@@ -332,8 +332,6 @@ class SiteProblem:
         kept: the columns that stay.
         value: where the consumer follows attention and the method needs it: the pruned value
             projection as the consumer sees it, one row per kept column.
-        held_out: where the method needs it: statistics of further windows' inputs, on which
-            nothing is fitted unless the method does it.
         target: T, whose products with the inputs are what the outputs should be, where that is
             not W₀: see `aim`.
         solve_dtype: of the products of long iterations, which a device may multiply much faster in
@@ -345,7 +343,6 @@ class SiteProblem:
     kept: KeptSet
     value: Float[Tensor, "k h"] | None = None
     target: Float[Tensor, "m d"] | None = None
-    held_out: Gram | None = None
     solve_dtype: torch.dtype = torch.float64
 
     def __post_init__(self) -> None:
@@ -359,11 +356,6 @@ class SiteProblem:
             raise OptionError(
                 f"the target {tuple(self.target.shape)} does not fit the weight "
                 f"{tuple(self.weight.shape)}: it has the same outputs and the same inputs"
-            )
-        if self.held_out is not None and len(self.held_out.x) != channels:
-            raise OptionError(
-                f"the held-out statistics are of {len(self.held_out.x)} channels, the others of "
-                f"{channels}: joined are of one consumer's inputs"
             )
 
     @property

@@ -9,7 +9,7 @@ import torch
 import coec
 import problems
 from coec.compensation import COMPENSATIONS
-from coec.errors import NumericalError, OptionError
+from coec.errors import OptionError
 from coec.planning.recipe import Recipe
 from coec.types import KeptSet, SiteProblem, SiteResult
 
@@ -60,41 +60,8 @@ def test_the_value_projection_reaches_only_methods_that_need_it():
     assert seen[2] is None
 
 
-def test_held_out_statistics_reach_only_methods_that_need_them_and_must_be_there():
-    seen = []
-
-    def spy(problem):
-        seen.append(problem.held_out)
-        return SiteResult(problem.weight[:, problem.kept.indices])
-
-    method, other = coec.Method(spy, needs={"held_out"}), problems.gram("white", 10, seed=1)
-    coec.compensate(*case(), method=spy, held_out=other)
-    coec.compensate(*case(), method=method, held_out=other.to(torch.float32))
-    assert seen[0] is None
-    assert seen[1].xx.dtype == torch.float64
-    torch.testing.assert_close(seen[1].xx, other.xx, rtol=1e-6, atol=1e-6)
-    with pytest.raises(OptionError, match=r"'spy' needs held-out statistics: give held_out=Gram"):
-        coec.compensate(*case(), method=method)
-    with pytest.raises(OptionError, match=r"'spy' needs held-out windows: .*holdout=0\.125"):
-        Recipe(compensation=method, holdout=0)
-    assert Recipe(preset="paper", compensation=method, holdout=0.1).method is method
-    assert len(seen) == 3
-
-
-def test_held_out_statistics_must_be_finite_and_of_the_same_channels():
-    W, gram, kept = case()
-    with pytest.raises(OptionError, match="held-out statistics are of 9 channels, .* of 10"):
-        coec.compensate(W, gram, kept, method="auto", held_out=problems.gram("white", 9))
-    bad = problems.gram("white", 10)
-    bad.xx[2, 2] = float("nan")
-    with pytest.raises(NumericalError, match="calibration statistics hold NaN or Inf in 1 of 10"):
-        coec.compensate(W, gram, kept, method="auto", held_out=bad)
-
-
 def test_only_parts_that_a_problem_has_can_be_needed():
-    with pytest.raises(
-        OptionError, match="needs 'valeu', which no problem has; .* need held_out, value"
-    ):
+    with pytest.raises(OptionError, match="needs 'valeu', which no problem has; .* need value"):
         coec.Method(scaled, needs={"valeu"})
 
 
@@ -204,14 +171,9 @@ def test_a_problem_must_fit_together():
         SiteProblem(W[:, :9], gram, KeptSet(kept, 10))
 
 
-def test_the_name_that_results_had_before_still_works():
-    assert coec.Compensation is coec.SiteResult is SiteResult
-
-
 def test_what_the_methods_of_the_package_declare():
     assert [n for n, m in COMPENSATIONS.items() if m.adds_bias] == ["bias"]
-    assert [n for n, m in COMPENSATIONS.items() if "value" in m.needs] == ["coec", "auto"]
-    assert [n for n, m in COMPENSATIONS.items() if "held_out" in m.needs] == ["auto"]
+    assert [n for n, m in COMPENSATIONS.items() if "value" in m.needs] == ["coec"]
 
 
 @pytest.mark.parametrize("name", COMPENSATIONS)

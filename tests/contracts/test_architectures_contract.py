@@ -23,7 +23,7 @@ from coec.streaming.layers import Layers
 from coec.types import GramSum, KeptSet
 from prunings import CONTRACT
 
-pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("hasty_auto")]  # whole models
+pytestmark = pytest.mark.unchecked  # whole models
 
 ADDING = [name for name, v in tm.VARIANTS.items() if not ARCHITECTURES[v["model_type"]].adds]
 """Variants whose blocks add what their parts return, so that errors can propagate."""
@@ -72,9 +72,7 @@ def test_a_written_checkpoint_computes_the_masked_dense_model(
     variant, compensation, folders, tmp_path
 ):
     models, tokens = folders
-    options = {"coec": {"rounds": 1, "iterations": 5}, "auto": {"holdout": 0.125}}.get(
-        compensation, {}
-    )
+    options = {"coec": {"rounds": 1, "iterations": 5}}.get(compensation, {})
     settings = {**CONTRACT, "calibration": tokens, "compensation": compensation, **options}
     if compensation == "bias" and variant in BIASED:
         with pytest.raises(OptionError, match=BIASED[variant]):

@@ -25,13 +25,12 @@ from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).parents[1]))
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200"}
 
 PATIENCE = 300.0
 """Seconds after which a child hangs."""
 IMPORTED = (
-    "bucket", "coec.cli.commands", "coec.pipeline.collect", "coec.experiments.sweep",
+    "coec.cli.commands", "coec.pipeline.collect", "coec.experiments.sweep",
     "coec.pipeline.prune", "coec.recovery.recover",
     "transformers.models.llama.modeling_llama", "transformers.models.mistral.modeling_mistral",
 )  # fmt: skip
@@ -154,7 +153,7 @@ def child(request: dict[str, Any]) -> None:
     """One run of the command; tells events and solved blocks when it comes to its end."""
     cwd = Path(request["cwd"])
     os.chdir(cwd)
-    os.environ |= {"XDG_CACHE_HOME": str(cwd / "cache"), "COEC_TEST_BUCKET": str(cwd / "bucket")}
+    os.environ |= {"XDG_CACHE_HOME": str(cwd / "cache")}
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)

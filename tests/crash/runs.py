@@ -7,17 +7,11 @@ import os
 import shutil
 from pathlib import Path
 
-import pytest
-
-from coec.execution import remote as module
-from coec.execution.output import partial_of
-
 RUNS = int(os.environ.get("COEC_CRASH_RUNS", "100"))
 """How many runs of each command are killed at random moments."""
 
 HOW = ("--calibration", "text.txt", "--samples", "6", "--seq-len", "48")
 PAPER = ("--preset", "paper")
-URL = "bucket://out"
 PRUNE = ("prune", "model", "out", *HOW, *PAPER, "--compensation", "rcpu", "--holdout", "0.3")
 COMMANDS = {
     "prune": PRUNE,
@@ -26,18 +20,15 @@ COMMANDS = {
     "prune from statistics": ("prune", "model", "out", "--statistics", "stats",
                               *PAPER, "--compensation", "rcpu"),
     "replace": (*PRUNE, "--force"),
-    "upload": ("prune", "model", URL, *PRUNE[3:]),
-    "upload anew": ("prune", "model", URL, *PRUNE[3:], "--force"),
     "reconstruct": ("prune", "model", "out", *HOW, "--preset", "best", "--reconstruct", "1",
                 "--prediction-passes", "1", "--holdout", "0.3"),
     "collect": ("collect", "model", "out", *HOW, "--holdout", "0.3"),
-    "merge": ("collect", "--merge", "stats", "more", "out"),
     "sweep": ("sweep", "grid.toml", "out"),
     "recover": ("recover", "model", "small", "out", "--text", "text.txt", "--seq-len", "48",
                 "--batch-size", "16", "--tokens", "4k"),
 }  # fmt: skip
-"""Each makes `out`, or what is at the URL."""
-FORCED = ("replace", "upload anew")
+"""Each makes `out`."""
+FORCED = ("replace",)
 
 GRID = """preset = "paper"
 samples = 6
@@ -68,17 +59,13 @@ class Place:
         self._server, self.name, self.argv = server, name, COMMANDS[name]
         self.root, self.beside = root, beside
         self.out, self.partial = self.root / "out", self.root / "out.partial"
-        if URL in self.argv:
-            self.out, self.partial = self.root / "bucket/out", staged(self.root / "cache")
         (self.root / "model").symlink_to(shared / "models/stories260K")
         text = (shared / "data/tinystories/train.txt").read_text(encoding="utf-8")
-        for file, start in {"text.txt": 0, "more.txt": 20_000, "other.txt": 40_000}.items():
+        for file, start in {"text.txt": 0, "other.txt": 40_000}.items():
             (self.root / file).write_text(text[start : start + 20_000], encoding="utf-8")
         (self.root / "grid.toml").write_text(GRID)
-        for file, stats in {"text.txt": "stats", "more.txt": "more"}.items():
-            if stats in self.argv:
-                how = ("--calibration", file, *HOW[2:])
-                assert self.send(("collect", "model", stats, *how))["status"] == 0, self.log()
+        if "stats" in self.argv:
+            assert self.send(("collect", "model", "stats", *HOW))["status"] == 0, self.log()
         if name == "recover":
             pruning = ("prune", "model", "small", *HOW, *PAPER, "--compensation", "none")
             assert self.send(pruning)["status"] == 0, self.log()
@@ -122,16 +109,9 @@ class Place:
 
     def clear(self) -> None:
         """Removes what the command made, but for what it will replace again."""
-        made = (self.out, self.partial, self.root / "bucket") if self.name not in FORCED else ()
+        made = (self.out, self.partial) if self.name not in FORCED else ()
         for path in (*made, self.root / "cache"):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def staged(cache: Path) -> Path:
-    """Where a model for the URL is made."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        return partial_of(module._staged(URL))
 
 
 def spread(events: int, count: int) -> list[int]:

@@ -11,12 +11,11 @@ from random import Random
 import pytest
 from runs import COMMANDS, FORCED, RUNS, spread
 
-PRUNINGS = ("prune", "prune sampled text", "prune from statistics", "replace", "reconstruct",
-            "upload", "upload anew")  # fmt: skip
+PRUNINGS = ("prune", "prune sampled text", "prune from statistics", "replace", "reconstruct")
 STATUS = {"kill": -9, "power": -9, "term": 143}
 FEW = {
     "prune": ("kill", 4), "replace": ("power", 2), "collect": ("term", 2), "sweep": ("kill", 2),
-    "reconstruct": ("kill", 1), "upload": ("kill", 12),
+    "reconstruct": ("kill", 1),
 }  # fmt: skip
 """Boundaries of each command in every run of the suite."""
 

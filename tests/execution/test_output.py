@@ -429,3 +429,9 @@ def test_a_home_directory_that_nobody_named_is_no_place(out, tmp_path, monkeypat
         with pytest.raises(OutputError, match="nobody replaced ~: give the whole path"):
             check()
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("out", ["s3://bucket/out", Path("hf://org/out"), "file:///tmp/out"])
+def test_an_output_at_a_url_is_refused(out, model):
+    with pytest.raises(OutputError, match=r"is a URL: write to a folder, and copy .*hf upload"):
+        coec.prune(model, out, calibration="self")

@@ -79,7 +79,6 @@ WRONG = [
     ("sites.1.errors_per_round.0", None, "sites[1].errors_per_round[0] must be a valid number"),
     ("sites.1.events", [{}], "sites[1].events[0] must be a valid string"),
     ("sites.1.geometry", "x", "sites[1].geometry must be a valid dictionary"),
-    ("overlap.flagged", 1, "overlap.flagged must be a valid boolean, got 1"),
     ("calibration.windows", float("nan"), "calibration.windows must be a"),
     ("seconds.pruning", float("inf"), "seconds.pruning must be a finite number, got inf"),
     ("environment.coec", 0.1, "environment.coec must be a valid string"),
@@ -150,7 +149,7 @@ def test_a_row_that_is_written_again_keeps_what_nobody_reads(tmp_path):
         "zero_shot.tasks.rte", "parameters.after", "cost.weight_bytes", "sites.1.rounds",
         "sites.1.errors_per_round", "sites.1.geometry", "calibration.windows_sha256",
         "seconds.pruning", "environment.coec", "settings.options", "settings.selection",
-        "settings.samples", "settings.seed", "settings.options.rounds", "error", "overlap.share",
+        "settings.samples", "settings.seed", "settings.options.rounds", "error",
     ],
 )  # fmt: skip
 def test_a_field_that_is_null_is_as_one_that_is_not_there(place, tmp_path, monkeypatch):
@@ -180,14 +179,3 @@ def test_a_torn_last_line_is_cut_off(tmp_path):
         assert (len(store.rows), store.torn) == (1, True)
         store.append(read(sr.row(samples=9)))
     assert len(read_results(tmp_path).rows) == 2
-
-
-def test_a_row_of_before_is_read_under_the_names_of_today():
-    old = {
-        "cell": "0", "grids": ["g"], "labels": {}, "status": "done", "model": "m",
-        "rebuilding": {"kl": 0.5},
-        "settings": {"sparsity": 0.3, "compensation": "none", "align": "8"},
-    }  # fmt: skip
-    record = read(old).record
-    assert record["reconstruction"] == {"kl": 0.5}
-    assert record["settings"]["multiple_of"] == "8"

@@ -19,7 +19,6 @@ from coec.models.dense import Dense
 from coec.models.files import sha256
 from coec.pipeline import collect as collecting
 from coec.pipeline import prune as pruning
-from coec.planning.recipe import Recipe
 from coec.streaming import windows as windows_module
 from coec.streaming.statistics import Statistics, block_file, write_grams
 from coec.types import Gram
@@ -56,37 +55,6 @@ def test_pruning_from_saved_statistics_is_the_same_to_the_bit(model, saved, comp
     for name in ("holdout_after", "top_token_energy"):
         assert [row[name] for row in one.sites] == [row[name] for row in two.sites]
     assert all(0 < row["top_token_energy"] < 1 for row in one.sites)
-
-
-@pytest.mark.usefixtures("hasty_auto")
-def test_statistics_bring_the_held_out_windows_that_a_compensation_needs(model, saved, tmp_path):
-    same = {**SETTINGS, "sparsity": 0.4, "compensation": "auto"}
-    one = coec.prune(model, tmp_path / "one", holdout=0.2, **same)
-    two = coec.prune(model, tmp_path / "two", statistics=saved.folder, **same)
-    assert one.sites[0]["candidates"] == two.sites[0]["candidates"]
-    assert two.recipe["holdout"] == 0.2
-    plan = coec.plan(model, statistics=saved.folder, **same)
-    assert plan.recipe.calibration.holdout == 0.2
-    recipe = Recipe(compensation="auto", holdout=0.2, sparsity=0.4)
-    assert coec.prune(model, tmp_path / "three", recipe, statistics=saved).sites[0]["chosen"]
-    with pytest.raises(OptionError, match="holdout"):
-        coec.prune(model, tmp_path / "four", statistics=saved, **same, holdout=0.5)
-
-
-def test_statistics_without_held_out_windows_are_refused_where_they_are_needed(model, tmp_path):
-    bare = coec.collect(model, tmp_path / "bare", **SETTINGS)
-    recipe = Recipe(compensation="auto", holdout=0.2)
-    for attempt in (
-        lambda: coec.prune(
-            model, tmp_path / "out", statistics=bare, compensation="auto", preset="paper"
-        ),
-        lambda: coec.plan(model, statistics=bare, compensation="auto"),
-        lambda: coec.prune(model, tmp_path / "out", compensation="auto", **SETTINGS),
-        lambda: coec.prune(model, tmp_path / "out", recipe, statistics=bare),
-    ):
-        with pytest.raises(OptionError, match="holdout"):
-            attempt()
-    assert not (tmp_path / "out").exists()
 
 
 def test_saved_statistics_keep_their_precision_and_their_deviations(model, saved):
@@ -461,109 +429,10 @@ def test_a_setting_that_the_statistics_do_not_have_is_refused(setting, model, sa
     assert not list(tmp_path.iterdir())
 
 
-@pytest.fixture(scope="module")
-def halves(model, tmp_path_factory):
-    """Statistics of two texts, and of both together."""
-    root = tmp_path_factory.mktemp("halves")
-    parts = {"a": IDS[:6], "b": IDS[6:], "both": IDS}
-    return {
-        name: coec.collect(model, root / name, calibration=ids, samples=len(ids), seq_len=24,
-                           holdout=0.5)
-        for name, ids in parts.items()
-    }  # fmt: skip
-
-
-def test_merged_statistics_are_the_sums_of_both(model, halves, tmp_path):
-    made = coec.merge(halves["a"], halves["b"].folder, tmp_path / "merged")
-    assert torch.equal(made.windows, IDS)
-    assert made.made_with["samples"] == 12
-    assert made.calibration["windows"] == 12
-    assert [one["made_with"] for one in made.calibration["merged"]] == [
-        halves["a"].made_with, halves["b"].made_with
-    ]  # fmt: skip
-    dense, cpu = Dense.open(model), torch.device("cpu")
-    blocks = [
-        {block.index: block for block in one.blocks(dense, cpu)}
-        for one in (made, halves["a"], halves["b"], halves["both"])
-    ]
-    for index in range(2):
-        merged, one, two, whole = (part[index] for part in blocks)
-        for kind in ("grams", "holdout"):
-            for site in ("attention", "mlp"):
-                a, b, c = (getattr(part, kind)[site] for part in (merged, one, two))
-                assert torch.equal(a.xx, b.xx + c.xx)
-                assert a.tokens == b.tokens + c.tokens
-        everything = {
-            site: [part.grams[site] + part.holdout[site] for part in (merged, whole)]
-            for site in ("attention", "mlp")
-        }
-        for a, b in everything.values():
-            assert (a.xx - b.xx).norm() < 1e-6 * b.xx.norm()
-            torch.testing.assert_close(a.variance, b.variance, rtol=1e-4, atol=1e-6)
-    report = coec.prune(
-        model, tmp_path / "out", statistics=made, compensation="rcpu", preset="paper"
-    )
-    assert report.recipe["samples"] == 12
-    assert report.recipe["calibration"] == "tensor + tensor"
-
-
-def test_statistics_that_do_not_go_together_are_not_merged(model, saved, halves, tmp_path):
-    out = tmp_path / "out"
-    with pytest.raises(OptionError, match="6 windows in common, which would count twice"):
-        coec.merge(halves["a"], halves["both"], out)
-    with pytest.raises(OptionError, match=r"collected with holdout = 0\.2 and 0\.5"):
-        coec.merge(saved, halves["a"], out)
-    other = tm.save(tm.tiny("llama", torch.float32), tmp_path / "other")
-    made = coec.collect(other, tmp_path / "s", calibration=IDS[:6].flip(1), samples=6, seq_len=24,
-                        holdout=0.5)  # fmt: skip
-    with pytest.raises(OptionError, match="collected with model = "):
-        coec.merge(halves["b"], made, out)
-    with pytest.raises(CalibrationError, match="holds no complete statistics"):
-        coec.merge(halves["b"], tmp_path, out)
-    with pytest.raises(OutputError, match="exists: choose another folder"):
-        coec.merge(halves["a"], halves["b"], tmp_path / "s")
-    assert not out.exists()
-
-
-@pytest.mark.parametrize("one", ["a", "b"])
-@pytest.mark.parametrize("damage", ["file", "sums"])
-def test_damaged_statistics_are_not_merged(damage, one, halves, tmp_path):
-    parts = {name: Statistics.open(shutil.copytree(halves[name].folder, tmp_path / name))
-             for name in ("a", "b")}  # fmt: skip
-    path = parts[one].folder / "block-00001.safetensors"
-    if damage == "file":
-        path.unlink()
-    else:
-        with safe_open(path, "pt") as file:
-            tensors = {n: file.get_tensor(n) for n in file.keys() if not n.startswith("fit.mlp")}
-            save_file(tensors, path, metadata=file.metadata())
-    with pytest.raises(CalibrationError, match="statistics of block 1 cannot be"):
-        coec.merge(parts["a"], parts["b"], tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    shutil.copy(halves[one].folder / path.name, path)
-    coec.merge(parts["a"], parts["b"], tmp_path / "out")  # goes on with the block that is mended
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "out"]
-
-
-def test_other_windows_of_one_text_are_another_merger(model, halves, tmp_path):
-    """An unfinished run from the one does not go on with the other."""
-    others = [
-        coec.collect(model, tmp_path / f"seed{seed}", calibration=IDS[6:], samples=3, seq_len=24,
-                     holdout=0.5, seed=seed)
-        for seed in (0, 1)
-    ]  # fmt: skip
-    assert not torch.equal(others[0].windows, others[1].windows)
-    made = [coec.merge(halves["a"], other, tmp_path / str(n)) for n, other in enumerate(others)]
-    assert made[0].made_with != made[1].made_with
-
-
-@pytest.mark.parametrize("step", ["collect", "merge"])
-def test_an_interrupted_collection_goes_on(step, model, halves, tmp_path, monkeypatch):
+def test_an_interrupted_collection_goes_on(model, tmp_path, monkeypatch):
     """The block that was there is not computed again, and the files are the same to the byte."""
 
     def run(out):
-        if step == "merge":
-            return coec.merge(halves["a"], halves["b"], out)
         return coec.collect(model, out, holdout=0.2, **SETTINGS)
 
     whole = run(tmp_path / "whole").folder

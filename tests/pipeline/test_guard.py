@@ -1,6 +1,5 @@
 """Few tokens: held-out windows say how far every repair is followed."""
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,7 +11,6 @@ from coec.compensation.ridge import GRID, best_ridge
 from coec.compensation.shrinkage import FEW
 from coec.models.dense import Dense
 from coec.pipeline import guard
-from coec.pipeline.collect import merge
 from coec.settings import Calibration
 from coec.types import KeptSet
 
@@ -127,20 +125,6 @@ def test_in_order_the_judges_have_targets_of_their_own(pruned, settings):
         if "reconstruct" in settings and row["site"] == "mlp":
             training = row["reconstruction"]
             assert training["errors"][training["taken"]] == min(training["errors"])
-
-
-@pytest.mark.parametrize("windows", [1, 2])
-def test_judges_of_one_collection_judge_for_both(dense, pruned, windows, tmp_path):
-    """A single window has none; two of another collection bring one."""
-    settings = {"forward_dtype": "float64", "seq_len": LENGTH}
-    for name, samples in (("one", windows), ("other", 6)):
-        ids = np.random.default_rng(samples).integers(2, tm.VOCABULARY, size=(samples, LENGTH))
-        coec.collect(dense, tmp_path / name, calibration=ids, samples=samples, **settings)
-    merged = merge(tmp_path / "one", tmp_path / "other", tmp_path / "both")
-    assert merged.made_with["judging"] == 0.25
-    report, _ = pruned(statistics=tmp_path / "both", samples=windows + 6, seed=0)
-    assert all("by held-out error" in event for event in drawn(report))
-    assert 0 < max(followed(report)) < 1
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

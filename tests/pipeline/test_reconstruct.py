@@ -337,7 +337,6 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
         ({"prediction_passes": 3}, "prediction_passes has no effect with reconstruct = 0"),
         ({"preset": "best", "prediction_passes": 0.5}, "prediction_passes must be"),
         ({"kv_groups": "all", "sparsity": 0.9}, "leaves no intermediate channels"),
-        ({"preset": "best", "compensation": "auto"}, "auto' fits what it chose on the held-out"),
         ({"preset": "best", "forward_dtype": "float16"}, "overflow in float16: set forward_dtype"),
     ],
 )
@@ -634,7 +633,6 @@ def test_balanced_leaves_out_what_the_model_or_the_text_does_not_allow(dense, to
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"compensation": "auto"}, "compensation = auto needs the held-out windows for itself"),
         ({"forward_dtype": "float16"}, "sums over tokens overflow in forward_dtype = float16"),
         ({"propagate": False, "reconstruct": 0, "final_norm": False}, None),
     ],
@@ -655,8 +653,6 @@ def test_the_default_leaves_its_fits_out_and_says_the_true_reason(settings, why,
         ("llama", {"forward_dtype": "float16"}, None),
         ("llama", {"propagate": False}, None),
         ("llama", {"propagate": True, "samples": 4}, None),
-        ("llama", {"compensation": "auto", "holdout": 0.5},
-         "compensation = auto needs the held-out windows for itself"),
     ],
 )  # fmt: skip
 def test_fast_takes_the_inputs_of_the_dense_model_where_it_must(

@@ -3,7 +3,6 @@
 How a run survives being killed at any moment is in `tests/crash`.
 """
 
-import functools
 import itertools
 import json
 import shutil
@@ -58,27 +57,12 @@ def content(folder):
     return found, record
 
 
-def magnitude(weight, gram):
-    """A selection of the user's own."""
-    return weight.double().square().sum(0)
-
-
-def halve(problem):
-    """A compensation of the user's own, which changes what is kept."""
-    return SiteResult(problem.weight[:, problem.kept.indices] / 2)
-
-
-def scaled(problem, *, factor):
-    return SiteResult(problem.weight[:, problem.kept.indices] * factor)
-
-
 PAIRS = [
     {"selection": "flap", "compensation": "bias", "holdout": 0.25},
     {"selection": "wanda-sp", "slices": 2, "lambda_a": 0.0, "dtype": "bfloat16"},
     {"compensation": "rcpu", "forward_dtype": "float64", "solve_dtype": "float32"},
     {"compensation": "ridge-to-slice", "sparsity": 0.5, "forward_dtype": "bfloat16"},
     {"selection": "random", "rotation": "left", "holdout": 0.5, "seed": 3},
-    {"selection": magnitude, "compensation": halve},
     {"selection": "obs", "compensation": "ridge-to-slice", "holdout": 0.25},
     {"calibration": "self", "samples": 4, "compensation": "least-squares"},
     {"calibration": "self", "samples": 4, "holdout": 0.5, "selection": "magnitude"},
@@ -182,44 +166,23 @@ def test_another_device_is_refused(begun, tmp_path, monkeypatch):
     refused(tmp_path, 'device was "cpu", now "cuda"', **begun)
 
 
-def test_a_function_with_other_code_is_refused(begun, tmp_path, dense, monkeypatch):
-    asked = {**begun, "selection": magnitude}
-    shutil.rmtree(tmp_path / "out.partial")
-    interrupt(monkeypatch, coec.prune, tmp_path / "model", tmp_path / "out", **asked)
+def test_a_run_with_functions_of_the_users_own_is_begun_anew(dense, solved, tmp_path, monkeypatch):
+    """Nothing tells whether they still do the same; a compensation of the same name is another."""
 
-    def other(weight, gram):
-        return weight.double().abs().sum(0)
+    def bias(problem):
+        return SiteResult(problem.weight[:, problem.kept.indices] / 2)
 
-    other.__name__ = other.__qualname__ = "magnitude"
-    refused(tmp_path, "code was", **(asked | {"selection": other}))
-
-
-def scaled_by(factor):
-    def halve(problem):
-        return SiteResult(problem.weight[:, problem.kept.indices] * factor)
-
-    return halve
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "said"),
-    [
-        (scaled_by(0.5), scaled_by(0.4), "code was"),
-        (functools.partial(scaled, factor=0.5), functools.partial(scaled, factor=0.4), "code was"),
-        (coec.Method(halve), coec.Method(halve, adds_bias=True), "adds_bias was false, now true"),
-    ],
-)
-def test_a_function_that_does_something_else_is_refused(
-    first, second, said, dense, tmp_path, monkeypatch
-):
-    """Also where its source is the same, and its name."""
-    shutil.copytree(dense, tmp_path / "model")
     asked = {"calibration": tm.text_file(tmp_path / "text.txt"), "samples": 8, "seq_len": 32}
     asked |= {"preset": "paper"}
-    interrupt(
-        monkeypatch, coec.prune, tmp_path / "model", tmp_path / "out", compensation=first, **asked
-    )
-    refused(tmp_path, said, compensation=second, **asked)
+    shutil.copytree(dense, tmp_path / "model")
+    arguments = (tmp_path / "model", tmp_path / "out")
+    interrupt(monkeypatch, coec.prune, *arguments, compensation=bias, **asked)
+    with pytest.raises(UnfinishedError, match=r'own_functions was \["compensation"\], now null'):
+        coec.prune(*arguments, compensation="bias", **asked)
+    solved.clear()
+    with pytest.warns(RuntimeWarning, match="is begun anew: compensation was given as a function"):
+        coec.prune(*arguments, compensation=bias, **asked)
+    assert solved == [0, 1]
 
 
 def test_diagnostics_that_no_report_holds_are_refused(dense, tmp_path):
@@ -351,6 +314,3 @@ def test_statistics_of_a_model_that_changed_where_nothing_was_sampled_are_refuse
     changed(model, name)
     with pytest.raises(ModelError, match="was changed .* since its statistics were collected"):
         coec.prune(model, tmp_path / "out", statistics=made, compensation="none", preset="paper")
-    with pytest.raises(OptionError, match="cannot be merged: the model was changed between"):
-        coec.merge(made, coec.collect(model, tmp_path / "b", calibration=text, samples=8,
-                                      seq_len=32, seed=1), tmp_path / "merged")  # fmt: skip

@@ -180,17 +180,10 @@ def test_a_run_measures_once_and_goes_on_with_what_it_chose(dense, text, tmp_pat
     ).read_bytes()
 
 
-def test_statistics_keep_the_choice_and_merge_with_their_like(
-    dense, text, tmp_path, monkeypatch, run
-):
+def test_statistics_keep_the_choice(dense, text, tmp_path, monkeypatch, run):
     settings = {"calibration": text, "samples": 6, "seq_len": 32}
     decided(monkeypatch, 3.0, 2.0)
     auto = coec.collect(dense.folder, tmp_path / "auto", **settings, bos="auto")
-    off = coec.collect(dense.folder, tmp_path / "off", **settings, seed=1)
-    on = coec.collect(dense.folder, tmp_path / "on", **settings, seed=2, bos="on")
-    coec.merge(auto, off, tmp_path / "both")
-    with pytest.raises(OptionError, match="collected with bos = False and True"):
-        coec.merge(off, on, tmp_path / "neither")
     report = coec.prune(dense.folder, tmp_path / "out", statistics=auto, preset="fast")
     assert any("no window is given the tokenizer's start" in n for n in report.plan["notes"])
     with pytest.raises(OptionError, match="collected with bos = 'auto', not 'on'"):

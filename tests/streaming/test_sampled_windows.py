@@ -90,17 +90,6 @@ def test_a_run_keeps_them(dense, tokens, tmp_path, monkeypatch):
     assert "6 of them, from the dense model itself" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_statistics_with_other_shares_are_not_merged(dense, tokens, tmp_path):
-    one, other = (
-        coec.collect(dense.folder, tmp_path / str(share), calibration=tokens, samples=6,
-                     seq_len=32, self_samples=share, seed=seed)
-        for share, seed in ((1.0, 0), (0.0, 1))
-    )  # fmt: skip
-    assert one.calibration["sampled"] == 6
-    with pytest.raises(OptionError, match=r"collected with self_samples = 1\.0 and 0\.0"):
-        coec.merge(one, other, tmp_path / "both")
-
-
 def test_a_device_without_room_for_the_model_is_said(dense, tokens, monkeypatch):
     def full(*given, **how):
         raise torch.OutOfMemoryError("out of memory")

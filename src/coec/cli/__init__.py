@@ -45,14 +45,9 @@ def _run() -> None:
         _say("an argument is empty: leave it out, or say what is meant")
         sys.exit(2)
     from coec.cli.commands import app
-    from coec.cli.common import flag_of, spelled
+    from coec.cli.common import spelled
     from coec.errors import CoecError
-    from coec.settings.fields import RENAMED
 
-    for before, name in RENAMED.items():
-        if any(word.split("=")[0] == flag_of(before) for word in sys.argv[1:]):
-            _say(f"{flag_of(before)} is {flag_of(name)} now")
-            sys.exit(2)
     try:
         app(prog_name="coec")
     except CoecError as error:

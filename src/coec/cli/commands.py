@@ -26,7 +26,7 @@ _EXAMPLES = {
     "recover": ("coec recover DENSE PRUNED OUT --text my-text.txt --tokens 20M",
                 "coec recover DENSE PRUNED --lora 16 --dry-run --machine rtx4090"),
     "collect": ("coec collect MODEL STATISTICS --samples 128",
-                "coec collect --merge STATISTICS OTHERS BOTH"),
+                "coec collect MODEL STATISTICS --calibration my-text.txt"),
     "eval": ("coec eval OUT --baseline MODEL", "coec eval OUT --tasks seven --limit 200"),
     "export": ("coec export OUT model.gguf --dtype q8_0",
                "coec export OUT model.gguf --context 8192"),

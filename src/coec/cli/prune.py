@@ -96,7 +96,7 @@ def prune_command(
     ],
     out: Annotated[
         str | None,
-        common.argument("Folder to make, or its URL (s3://…); --dry-run needs none.", "OUT"),
+        common.argument("Folder to make; --dry-run needs none.", "OUT"),
     ] = None,
     **flags: Any,
 ) -> None:
@@ -252,9 +252,10 @@ def _show_plan(plan: "Plan", model: str, out: str | Path | None, flags: Mapping[
     if flags["json"]:
         print(json.dumps(record))
         return
+    disk = _disk(forecast, out)
     _show_sizes(plan, forecast.alternatives, record)
     _show_forecast(forecast, str(device))
-    for line in (*close, *_disk(forecast, out)):
+    for line in (*close, *disk):
         common.results.print(line)
 
 
@@ -323,13 +324,13 @@ def _gigabytes(size: int) -> str:
 
 
 def _disk(forecast: "Forecast", out: str | Path | None) -> list[str]:
-    from coec.execution.output import free_space, is_url
+    from coec.execution.output import free_space
 
     output, partial = forecast.output, forecast.partial
     lines = [
         f"disk: {output / 1e9:.2f} GB, and {partial / 1e9:.2f} GB of unfinished work meanwhile"
     ]
-    if out is None or is_url(out):
+    if out is None:
         return lines
     if (free := free_space(Path(out))) < output + partial:
         lines.append(f"'{out}' has {free / 1e9:.2f} GB free: choose a folder on another disk")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coec.compensation.methods import COMPENSATIONS, Method
 from coec.compensation.objective import above, kept_columns, relative_errors
-from coec.errors import NumericalError, OptionError
+from coec.errors import NumericalError
 from coec.events import record, recording
 from coec.linalg.products import power_of_two
 from coec.linalg.spd import semidefinite
@@ -36,7 +36,6 @@ def compensate(
     method: str | Method | Callable[..., SiteResult] = "coec",
     value_weight: Float[Tensor, "k h"] | None = None,
     target: Float[Tensor, "m d"] | None = None,
-    held_out: Gram | None = None,
     solve_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> SiteResult:
@@ -53,8 +52,6 @@ def compensate(
         target: T, where `T x` and not `W₀ x` is what the outputs should be, as on the inputs of a
             pruned model: see `SiteProblem.aim`. Errors are relative to it, and the slice's may be
             above 1; with every column kept there is still something to repair.
-        held_out: statistics of the same inputs over further windows; given to methods that need
-            them, as `auto` does.
         solve_dtype: of the products of long iterations; that of the statistics where None. All else
             is float64.
         options: of the method; unknown ones are errors.
@@ -64,8 +61,8 @@ def compensate(
         untempered relative error before and after and every safeguard that fired.
 
     Raises:
-        OptionError: an unknown method or option, one out of range, shapes that do not fit, a
-            method that needs held-out statistics without them, or a bias that it did not declare.
+        OptionError: an unknown method or option, one out of range, shapes that do not fit, or a
+            bias that it did not declare.
         NumericalError: an input holds NaN or Inf, or numbers overflow in the statistics' dtype.
 
     Example:
@@ -74,15 +71,10 @@ def compensate(
     """
     method = Method.of(method)
     chosen = method.chosen(options)
-    if held_out is None and "held_out" in method.needs:
-        raise OptionError(
-            f"compensation '{method.name}' needs held-out statistics: give held_out=Gram(...), "
-            "sums over windows that are not in the others"
-        )
     kept = kept if isinstance(kept, KeptSet) else KeptSet(kept, weight.shape[-1])
     kept = KeptSet(kept.indices.to(gram.xx.device), kept.size)
     solve_dtype = solve_dtype or gram.xx.dtype
-    problem = SiteProblem(weight, gram, kept, value_weight, target, held_out, solve_dtype)
+    problem = SiteProblem(weight, gram, kept, value_weight, target, solve_dtype)
     _check_finite(problem)
     with recording() as events:
         problem, units = _moderate(_prepared(problem, method))
@@ -110,10 +102,6 @@ def _prepared(problem: SiteProblem, method: Method) -> SiteProblem:
     """Return the problem in float64, its Grams semidefinite, without parts that nobody needs."""
     gram = problem.gram.to(torch.float64)
     value = problem.value if "value" in method.needs else None
-    held = problem.held_out if "held_out" in method.needs else None
-    if held is not None:
-        held = held.to(torch.float64)
-        held = replace(held, xx=semidefinite(held.xx))
     like = gram.xx
     return replace(
         problem,
@@ -121,14 +109,11 @@ def _prepared(problem: SiteProblem, method: Method) -> SiteProblem:
         gram=replace(gram, xx=semidefinite(like)),
         value=None if value is None else value.to(like),
         target=None if problem.target is None else problem.target.to(like),
-        held_out=held,
     )
 
 
 def _check_finite(problem: SiteProblem) -> None:
     problem.gram.check_finite()
-    if problem.held_out is not None:
-        problem.held_out.check_finite()
     if not torch.isfinite(problem.weight).all():
         raise NumericalError("the weight holds NaN or Inf")
     if problem.value is not None and not torch.isfinite(problem.value).all():
@@ -173,14 +158,8 @@ def _moderate(problem: SiteProblem) -> tuple[SiteProblem, tuple[float, float]]:
     if own != 1.0:
         weight = weight / own
         target = None if target is None else target / own
-    held = problem.held_out
     if inputs != 1.0:
-        gram, held = _in_unit(gram, inputs), None if held is None else _in_unit(held, inputs)
-    moderate = replace(problem, weight=weight, target=target, gram=gram, held_out=held)
-    return moderate, (own, inputs)
-
-
-def _in_unit(gram: Gram, unit: float) -> Gram:
-    """Statistics of the inputs divided by a unit."""
-    centred = None if gram.centred is None else gram.centred / unit**2
-    return replace(gram, xx=gram.xx / unit**2, x=gram.x / unit, centred=centred, largest=None)
+        area = inputs**2
+        centred = None if gram.centred is None else gram.centred / area
+        gram = replace(gram, xx=gram.xx / area, x=gram.x / inputs, centred=centred, largest=None)
+    return replace(problem, weight=weight, target=target, gram=gram), (own, inputs)

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from coec.compensation.auto import auto
 from coec.compensation.closed_form import bias, least_squares, none, rcpu, ridge_to_slice
 from coec.compensation.coec import coec
 from coec.errors import OptionError
@@ -17,7 +16,7 @@ from coec.settings.fields import of_annotation, without_effect
 from coec.settings.options import Options
 from coec.types import SiteProblem, SiteResult
 
-PARTS = frozenset({"value", "held_out"})
+PARTS = frozenset({"value"})
 """Parts of a problem that are prepared only for methods which need them."""
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -33,8 +32,7 @@ class Method:
         adds_bias: whether results may carry a bias, which decides the output format before any
             work. One that was not declared is refused.
         needs: the parts of the problem that are to be prepared: `value`, the pruned value
-            projection at sites that follow attention; `held_out`, statistics of windows that are
-            not in the others, which there must be.
+            projection at sites that follow attention.
         options: the dataclass of the options.
         shrinks: whether a result stays near the slice of itself where tokens are few; others are
             drawn back to it at experts, where no held-out windows judge them.
@@ -213,5 +211,4 @@ COMPENSATIONS: dict[str, Method] = {
     "least-squares": Method(least_squares, options=RidgeOptions),
     "ridge-to-slice": Method(ridge_to_slice, options=RidgeOptions, shrinks=True),
     "none": Method(none, shrinks=True),
-    "auto": Method(auto, needs={"value", "held_out"}),
 }

@@ -44,8 +44,6 @@ _UNFINISHED = ".writing"
 """Suffix of a file until it is complete."""
 _PLACING = "placing"
 """Name of the note that only the rename of the folder to OUT remains."""
-_SWEPT = "swept"
-"""Fact of a piece that was not written by `put`."""
 _REPEATABLE = (NumericalError, OptionError)
 """Errors that the same command would meet again, so that finished pieces are of no use."""
 
@@ -64,11 +62,6 @@ class JournalEntry:
     bytes: int
     sha256: str
     facts: JsonDict
-
-    @classmethod
-    def of_file(cls, name: str, path: Path, file: str, facts: JsonDict) -> "JournalEntry":
-        """Describe the file at `path`."""
-        return cls(name, file, path.stat().st_size, sha256(path), facts)
 
     @classmethod
     def from_json(cls, content: JsonDict) -> "JournalEntry":
@@ -145,7 +138,7 @@ class Journal:
             os.rename(temporary, path)
             sync(path.parent)
             file = path.relative_to(self.partial).as_posix()
-            self._append(JournalEntry.of_file(name, path, file, facts))
+            self._append(JournalEntry(name, file, path.stat().st_size, sha256(path), facts))
 
     def note(self, name: str, **facts: Any) -> None:
         """Record facts without a file; return when they are on the disk."""
@@ -153,19 +146,13 @@ class Journal:
             self._append(JournalEntry(name, NEW, 0, "", facts))
 
     def recorded(self) -> dict[str, tuple[int, str]]:
-        """Size and SHA-256 of every file in `new`, by path; a file that is no piece becomes one."""
-        pieces = {e.file: e for e in self._entries.values() if _SWEPT not in e.facts}
-        files: dict[str, tuple[int, str]] = {}
-        with writing(self.out):
-            for path in sorted(path for path in self.new.rglob("*") if path.is_file()):
-                name, file = (path.relative_to(top).as_posix() for top in (self.new, self.partial))
-                entry = pieces.get(file)
-                if entry is None:
-                    sync(path)
-                    entry = JournalEntry.of_file(name, path, file, {_SWEPT: True})
-                    self._append(entry)
-                files[name] = entry.bytes, entry.sha256
-        return files
+        """Size and SHA-256 of every finished piece in `new`, by path."""
+        inside = f"{NEW}/"
+        return {
+            e.file.removeprefix(inside): (e.bytes, e.sha256)
+            for e in sorted(self._entries.values(), key=lambda entry: entry.file)
+            if e.file.startswith(inside)
+        }
 
     def remove(self, name: str) -> None:
         """Delete the file of a piece whose content is in another piece by now."""
@@ -183,10 +170,6 @@ class Journal:
         finally:
             if not self.new.exists():
                 empty(self.partial)
-
-    def elsewhere(self) -> None:
-        """Mark that all of `new` is in another place, so that nothing here is needed any more."""
-        self.finished = True
 
     def _read(self, identity: RunIdentity) -> bool:
         """Take up the pieces of an earlier run, or begin; return whether that run was complete."""

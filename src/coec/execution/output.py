@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -76,28 +76,16 @@ def free_space(out: Path) -> int:
 def check_replaceable(out: Path, force: bool) -> None:
     """Raise OutputError unless `out` is free, or `force` may replace what it holds."""
     if out.is_dir() and any(out.iterdir()):
-        check_model_only(out, force, lambda: foreign_entry(out))
-
-
-def check_model_only(out: str | Path, force: bool, foreign: Callable[[], str | None]) -> None:
-    """Raise OutputError unless the content of a place may be replaced; `foreign` says what there
-    does not belong to a model.
-    """
-    if not force:
-        raise OutputError(
-            f"'{out}' is not empty; choose another folder, or pass force=True to replace the "
-            "model that it holds"
-        )
-    if reason := foreign():
-        raise OutputError(
-            f"'{out}' {reason}: only a folder that holds a model and nothing else is replaced; "
-            "remove it yourself, or choose another"
-        )
-
-
-def is_url(out: str | Path) -> bool:
-    """True if an output is meant to be at a URL."""
-    return _URL.match(str(out)) is not None
+        if not force:
+            raise OutputError(
+                f"'{out}' is not empty; choose another folder, or pass force=True to replace the "
+                "model that it holds"
+            )
+        if reason := foreign_entry(out):
+            raise OutputError(
+                f"'{out}' {reason}: only a folder that holds a model and nothing else is replaced; "
+                "remove it yourself, or choose another"
+            )
 
 
 def path_of(out: object) -> Path:
@@ -109,8 +97,10 @@ def path_of(out: object) -> Path:
 
 def resolved(path: Path) -> Path:
     """Resolve links; raises OutputError for a path that no file system holds, or from `~`."""
-    if is_url(path):
-        raise OutputError(f"'{path}' is a URL, and only `coec prune` writes models there")
+    if _URL.match(str(path)):
+        raise OutputError(
+            f"'{path}' is a URL: write to a folder, and copy that there (hf upload, aws s3 sync)"
+        )
     if str(path).startswith("~"):
         raise OutputError(
             f"'{path}' would be a folder of that name, as nobody replaced ~: give the whole path, "

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from coec.calibration.tokens import load_tokenizer
-from coec.calibration.windows import Overlap, Windows, resolve_seq_len, source_digest
+from coec.calibration.windows import Windows, resolve_seq_len, source_digest
 from coec.devices import choose_device, environment, peak, reset_peak
 from coec.errors import CoecError, NumericalError, OptionError, UnfinishedError
 from coec.evaluation.efficiency import efficiency
@@ -39,7 +39,7 @@ from coec.version import __version__
 
 _SITE_FIELDS = (
     "module", "block", "site", "units_before", "units_after", "error_before", "error_after",
-    "holdout_before", "holdout_after", "chosen", "candidates", "reconstruction", "predictions",
+    "holdout_before", "holdout_after", "reconstruction", "predictions",
     "errors_per_round", "objectives_per_round", "alignment_before", "alignment_after",
     "gcv_lambda", "rounds", "reason", "events", "seconds",
 )  # fmt: skip
@@ -76,7 +76,7 @@ def open_statistics(sources: Sequence[str | Path | Statistics]) -> dict[str, Sta
         if first is not statistics:
             raise OptionError(
                 f"the statistics in '{first.folder}' and '{statistics.folder}' are of one model: "
-                "give one of them, or merge them"
+                "give one of them"
             )
     return by_model
 
@@ -198,7 +198,6 @@ class DensePassOfGroup:
     """
 
     statistics: Path | None = None
-    overlap: Overlap | None = None
     seconds: float = 0.0
     error: str | None = None
 
@@ -300,8 +299,6 @@ def _measured(job: CellJob) -> RowFields:
     row["perplexity"] = result.as_dict()
     cost = asdict(efficiency(job.dense, model).pruned)
     row["cost"] = cost | {"peak_memory_bytes": peak(device)}
-    if overlap := job.shared.overlap:
-        row["overlap"] = {**asdict(overlap), "flagged": overlap.flagged}
     if evaluation.tasks:
         row["zero_shot"] = zero_shot(
             model, evaluation.tasks, tasks_data=evaluation.tasks_data, limit=evaluation.limit,

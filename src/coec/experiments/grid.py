@@ -29,7 +29,6 @@ from coec.experiments.rows import (
 )
 from coec.planning.recipe import Recipe, by_name, read_toml
 from coec.settings import NAMES, OPTIONS, Pruning
-from coec.settings.fields import RENAMED
 from coec.settings.presets import with_preset
 from coec.settings.recovery import check_installed, token_count
 
@@ -108,16 +107,15 @@ class Cell:
 
         The model goes by its label, which is unique in a grid: its path does not matter, and its
         content is in the row (`identity`), which a sweep compares. A setting counts where it does
-        something, if it is newer than published rows or one of the reconstruction's, and a renamed
-        one under its former name, so that those rows still stand.
+        something, if it is newer than published rows or one of the reconstruction's, so that those
+        rows still stand.
         """
         recipe: dict[str, Any] | None = None
         if self.recipe is not None:
             recipe = self.recipe.record()
             idle = {name for name, value in NEWER.items() if recipe.get(name) == value}
             idle |= set(self.recipe.reconstruction.idle())
-            before = {name: old for old, name in RENAMED.items()}
-            recipe = {before.get(n, n): value for n, value in recipe.items() if n not in idle}
+            recipe = {name: value for name, value in recipe.items() if name not in idle}
             if recipe["solve_dtype"] == "auto":
                 recipe["solve_dtype"] = "float64"  # as on a CPU, and once by default
         evaluation = self.subject.evaluation.model_dump()

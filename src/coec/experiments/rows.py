@@ -20,7 +20,6 @@ from pydantic import (
 
 from coec.errors import ResultsError
 from coec.settings import OPTIONS, RECIPE
-from coec.settings.fields import RENAMED
 
 NO_REASON = "no reason recorded"
 """Reason of a cell that failed without one."""
@@ -29,7 +28,6 @@ CONTROL = re.compile("[\x00-\x1f\ud800-\udfff\ufffe\uffff]")
 RECOVER = "recover"
 """Key of the tokens that a cell's pruned model is trained on before it is measured."""
 SETTING_NAMES = (*(setting.name for setting in (*RECIPE, *OPTIONS)), RECOVER)
-_RENAMED_FIELDS = {"rebuilding": "reconstruction"}
 _Value = TypeVar("_Value")
 
 
@@ -203,16 +201,6 @@ class Module(Record):
     geometry: AnglesOfRow = AnglesOfRow()
 
 
-class OverlapOfRow(Record):
-    """Evaluation windows that repeat n-grams of the calibration text."""
-
-    n: Count | None = None
-    windows: Count | None = None
-    shared: Count | None = None
-    share: Fraction | None = None
-    flagged: bool | None = None
-
-
 class CalibrationOfRow(Record):
     """Calibration text, and the windows drawn from it."""
 
@@ -248,7 +236,6 @@ class Row(Record):
     parameters: ParametersOfRow = ParametersOfRow()
     cost: CostOfRow = CostOfRow()
     sites: list[Module] = []
-    overlap: OverlapOfRow = OverlapOfRow()
     calibration: CalibrationOfRow = CalibrationOfRow()
     seconds: Annotated[dict[Text, Number], Absent] = {}
     peak_memory_bytes: Count | None = None
@@ -295,15 +282,11 @@ class Row(Record):
 
 
 def read(record: Any) -> Row:
-    """Read a row from the object of its line, also under the names that fields had before.
+    """Read a row from the object of its line.
 
     Raises:
         ResultsError: a field is not what it must be; names it.
     """
-    if isinstance(record, dict):
-        record = {_RENAMED_FIELDS.get(name, name): value for name, value in record.items()}
-        if isinstance(settings := record.get("settings"), dict):
-            record["settings"] = {RENAMED.get(name, name): v for name, v in settings.items()}
     row = read_as(Row, record)
     row._record = record
     return row

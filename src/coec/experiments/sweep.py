@@ -7,13 +7,13 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from coec.calibration.windows import overlap, passage_length, source_digest
+from coec.calibration.windows import source_digest
 from coec.devices import choose_device
 from coec.distributed.cluster import ClusterJobs, joined, shared_folder
 from coec.errors import CalibrationError, CoecError, OptionError, OutputError, UnfinishedError
@@ -43,7 +43,7 @@ from coec.models.dense import Dense
 from coec.pipeline.collect import collect
 from coec.planning.recipe import Recipe
 from coec.settings.fields import without_effect
-from coec.streaming.passes import Backend, depends_on
+from coec.streaming.passes import depends_on
 from coec.streaming.statistics import Statistics
 
 _EXECUTORS = ("processes", "ray")
@@ -273,25 +273,19 @@ def _prepare(
     try:
         statistics = subject.statistics
         if all(cell.runs_model for cell in group):
-            # Windows that the model adds to a text are not of it.
-            plain = replace(recipe.calibration, self_samples=0.0)
-            windows = Backend().dense_pass(subject.dense, plain, recipe.runtime).draw().ids
-            digest = source_digest(plain.source)
+            digest = source_digest(recipe.calibration.source)
         else:
             statistics = statistics or _collected(folder, recipe, subject.dense, progress)
-            windows, digest = statistics.windows, statistics.made_with["calibration"]
+            digest = statistics.made_with["calibration"]
         if digest != text:
             raise CalibrationError(
                 f"'{recipe.calibration.source}' was changed while the sweep ran: run again, into "
                 "another folder"
             )
-        length = passage_length(subject.dense.vocabulary)
-        length = min(length, windows.shape[1], subject.windows.ids.shape[1])
-        repeated = overlap(windows, subject.windows, length)
     except Exception as error:  # as in `cell.run`: out of memory, a full disk, a library's own
         return DensePassOfGroup(error=reason(error))
     used = statistics.folder.absolute() if statistics else None
-    return DensePassOfGroup(used, repeated, time.perf_counter() - began)
+    return DensePassOfGroup(used, time.perf_counter() - began)
 
 
 def _collected(folder: Path, recipe: Recipe, dense: Dense, progress: Progress | None) -> Statistics:

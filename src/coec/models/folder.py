@@ -50,8 +50,6 @@ _OWN = (
     "coec.json",
     non_uniform.FILE,
 )
-JUDGED = (CONFIG, ".py")
-"""Suffixes of the files whose content says which other files a model may hold."""
 _IMPORT = re.compile(r"^\s*(?:from|import)\s+\.(\w+)", re.MULTILINE)
 _TEMPLATES = "additional_chat_templates"
 _FOLDERS = {"coec": ("kept.safetensors",), _TEMPLATES: ("*.jinja",)}
@@ -226,17 +224,12 @@ def _fits(name: str, patterns: Iterable[str]) -> bool:
 
 
 def foreign_entry(folder: Path) -> str | None:
-    """Say what in a folder does not belong to a model; None if it is a model and nothing else."""
-    return foreign_name(list(_entries(folder)), folder)
-
-
-def foreign_name(names: Iterable[str], folder: Path) -> str | None:
     """Name the first file that neither coec nor `save_pretrained` writes into a model.
 
-    Says instead what the files lack to be a model, if they do. Names are paths inside the model,
-    with a slash at the end if it is no file; the folder holds the files that JUDGED names.
+    Says instead what the files lack to be a model, if they do; None if they are one, and nothing
+    else is there.
     """
-    names = sorted(names)
+    names = sorted(_entries(folder))
     patterns = (*_OWN, *_tokenizer_code(folder))
     for name in names:
         parent, _, last = name.rpartition("/")

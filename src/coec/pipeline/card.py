@@ -274,8 +274,6 @@ def _command(report: Report) -> str:
     label: dict[str, Collection[str]] = {"selection": SELECTIONS, "compensation": COMPENSATIONS}
     by_hand = [name for name, fields in label.items() if recipe[name] not in fields]
     by_hand += ["calibration"] * (recipe["calibration"] == "tensor")
-    if report.calibration.get("merged"):
-        return "No command makes it again: its statistics were merged from several texts."
     if by_hand:
         were = f"{' and '.join(by_hand)} {'were' if len(by_hand) > 1 else 'was'}"
         return f"No command makes it again: {were} given from Python."

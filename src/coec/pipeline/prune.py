@@ -9,17 +9,14 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from coec.calibration.windows import bos_notes, by_source
-from coec.compensation import Method
 from coec.devices import computed_by, environment
 from coec.distributed.backend import open_backend
-from coec.events import Progress
-from coec.execution.code import code_digest
+from coec.events import Progress, record
 from coec.execution.journal import Journal, journal, unfinished
-from coec.execution.output import check_output, check_space
-from coec.execution.remote import Remote, destination
+from coec.execution.output import check_output, check_space, path_of
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.files import JsonDict
@@ -83,14 +80,14 @@ def prune(
 
     Args:
         model: a folder with config.json and safetensors, or a hub name.
-        out: the folder to make, or its URL: that of a server (`s3://bucket/name`) is made in a
-            cache of this machine, and copied there when it is whole.
+        out: the folder to make.
         recipe: what to do; or give its fields and the compensation's options as `settings`
             (`sparsity=0.3, compensation="coec", alpha=0.8`).
         statistics: what `collect` made, or its folder, instead of a dense pass; the result is the
             same to the bit. The settings of the calibration are theirs.
         force: replace an existing model in `out`.
-        restart: begin anew where an unfinished run into `out` was asked for something else.
+        restart: begin anew where an unfinished run into `out` was asked for something else. A run
+            with functions of the user's own always does.
         progress: called with (phase, done, total); a run that goes on with an unfinished one says
             with ("resuming blocks", done, total) what is done.
 
@@ -109,9 +106,7 @@ def prune(
     recipe, collected = _asked(recipe, settings, statistics)
     dense = Dense.open(model)
     carried_files(dense.folder)
-    place = destination(out, dense.folder, force=force, restart=restart)
-    remote = place if isinstance(place, Remote) else None
-    out = place.staged if isinstance(place, Remote) else place
+    out = path_of(out)
     check_output(out, dense.folder, force=force or unfinished(out))
     recipe = _calibrated(recipe, collected, dense, given_names)
     candidates = Plan.candidates(dense, recipe)
@@ -129,23 +124,15 @@ def prune(
             check_leader(device)
         check_space(out, space_needed(out, run.plan, run.written))
         seconds.lap("checking")
+        restart = begins_anew(recipe, out, restart)
         with journal(out, _identity(run, source), force=force, restart=restart) as pieces:
             if pieces.finished:
                 return replace(Report.read(out), model=dense.name)
-            if remote is not None:
-                remote.check(pieces, force)
-            if remote is not None and remote.whole(pieces):
-                report = replace(Report.read(pieces.new), model=dense.name)
-            else:
-                report = _pruned(pieces, dense, run, source, seconds, progress)
-                report.write(pieces.new)
-                write_card(report, pieces.new)
-            if remote is None:
-                pieces.complete()
-            else:
-                remote.put(pieces, force)
-                pieces.elsewhere()
-    return report if remote is None else replace(report, out=remote.url)
+            report = _pruned(pieces, dense, run, source, seconds, progress)
+            report.write(pieces.new)
+            write_card(report, pieces.new)
+            pieces.complete()
+    return report
 
 
 def _pruned(
@@ -237,31 +224,29 @@ def _calibrated(
 
 def _identity(run: Run, source: BlockSource) -> JsonDict:
     """Return all that determines the result to the bit; an unfinished run must agree in it."""
-    record, pruning = run.recipe.record(), run.recipe.pruning
+    settings = run.recipe.record()
     return {
-        **{name: record[name] for name in ("options", *pruning.record())},
+        **{name: settings[name] for name in ("options", *run.recipe.pruning.record())},
         **run.recipe.reconstruction.record(),
         "kept": None if run.recipe.kept is None else run.recipe.kept.digest,
         "dtype": dtype_name(run.written),
-        "selecting": _code(pruning.selection),
-        "compensating": _code(pruning.compensation),
+        "own_functions": run.recipe.own_functions or None,
         "statistics": source.made_with,
         "computed_by": computed_by(source.device),
     }
 
 
-def _code(choice: Any) -> Any:
-    """Return what a user's function does and declares; None for a name, which the version fixes."""
-    if isinstance(choice, str):
-        return None
-    if isinstance(choice, Method):
-        declared = {
-            "adds_bias": choice.adds_bias,
-            "needs": sorted(choice.needs),
-            "shrinks": choice.shrinks,
-        }
-        return {"code": code_digest(choice.function), **declared}
-    return {"code": code_digest(choice)}
+def begins_anew(recipe: Recipe, out: Path, restart: bool) -> bool:
+    """Return whether a run throws away an unfinished one into `out`; a warning says why unasked.
+
+    Nothing tells whether a function of the user's own still does what it did.
+    """
+    if not recipe.own_functions:
+        return restart
+    if not restart and unfinished(out):
+        own = " and ".join(recipe.own_functions)
+        record(f"the unfinished run into '{out}' is begun anew: {own} was given as a function")
+    return True
 
 
 def _seconds(rows: list[JsonDict]) -> float:

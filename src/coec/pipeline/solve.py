@@ -240,11 +240,9 @@ def _solve_site(
     with recording() as later:
         method, options = run.recipe.method, run.recipe.pruning.options
         values = value_rows(tensors, site, units) if "value" in method.needs else None
-        asked_for = held_out if "held_out" in method.needs else None
-
         judge = Judge(
             weight.to(gram.x), KeptSet(kept.indices.to(gram.x.device), kept.size), gram,
-            held_out if asked_for is None else None, statistics.target, statistics.held_out_target,
+            held_out, statistics.target, statistics.held_out_target,
         )  # fmt: skip
         if run.recipe.chooses_ridge:
             ridge = judge.best_ridge(method, fitted, statistics.unexplained)
@@ -252,7 +250,7 @@ def _solve_site(
 
         def compensated(sums: Gram) -> SiteResult:
             return compensate(
-                weight, sums, kept, method=method, value_weight=values, held_out=asked_for,
+                weight, sums, kept, method=method, value_weight=values,
                 target=statistics.target, solve_dtype=run.solve, **options,
             )  # fmt: skip
 
@@ -281,7 +279,7 @@ def _judged(
     """
     recipe, method = run.recipe, run.recipe.method
     result = compensated(judge.gram)
-    if recipe.calibration.guard and judge.few and "held_out" not in method.needs:
+    if recipe.calibration.guard and judge.few:
         all_fitted = judge.gram is fitted
         unjudged = 1.0 if method.shrinks else judge.trust
         return judge.guarded(

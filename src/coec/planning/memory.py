@@ -157,7 +157,7 @@ def _solving(plan: Plan, compute: ComputeConfig, site_kind: str) -> dict[str, in
     sites = [site for site in waiting if site_kind in ("", site.kind)]
     widest = max(sites, key=lambda site: site.columns)
     method = plan.recipe.method.name
-    iterative = method in ("coec", "auto")
+    iterative = method == "coec"
     closed = method in ("rcpu", "least-squares", "ridge-to-slice")
     matrices = 6.0 if iterative else 3.0 if closed else 0.25
     if plan.recipe.chooses_ridge:  # eigenvectors, and the curvature of the held-out error

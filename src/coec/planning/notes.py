@@ -69,8 +69,7 @@ def _calibration(model: Description, recipe: Recipe, seq_len: int, decided: bool
     widest = max(site.columns for site in model.layout.sites)
     fitted = 1.0 if recipe.judges_are_fitted else 1.0 - calibration.held_out
     tokens = fitted * calibration.windows * seq_len
-    judged = pruning.compensation not in ("none", "auto")
-    if judged and calibration.guard and few(tokens, widest):
+    if pruning.compensation != "none" and calibration.guard and few(tokens, widest):
         by = "by held-out error" if calibration.held_out else "as no window judges them"
         yield (
             f"few tokens: {tokens:,.0f} for up to {widest:,} columns; repairs are drawn back "

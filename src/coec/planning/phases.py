@@ -339,10 +339,9 @@ def compensation(
     λ the eigenpairs of k×k and 4mk² + 4k³; rcpu 2md² + 6mk², an SVD and a polar factor of m×k.
     """
     m, d, k, attention = site
-    if method in ("coec", "auto"):
+    if method == "coec":
         descent = ATTENTION_DESCENT if attention else MLP_DESCENT
-        # Among candidates auto tries three descents, and the best one again.
-        return coec(site, descent, compute, options) * (4 if method == "auto" else 1)
+        return coec(site, descent, compute, options)
     steps = [product(m, d, d), product(m, k, k, 3.0), Work("call", 150)]
     if method in ("least-squares", "ridge-to-slice"):
         if options.get("ridge") == "auto":

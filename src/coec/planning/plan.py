@@ -362,11 +362,6 @@ def _check_recipe(model: Description, recipe: Recipe) -> None:
             f"non_uniform is not built for models of experts ({architecture.model_type}): leave it "
             "out"
         )
-    if architecture.blocks.experts and recipe.method.name == "auto":
-        raise OptionError(
-            "compensation = auto judges by held-out tokens, of which a router may send an expert "
-            "none: use another compensation, say ridge-to-slice"
-        )
     if pruning.expert_sparsity:
         _check_experts(model, pruning.expert_sparsity)
 

@@ -29,7 +29,7 @@ from coec.settings import (
     RidgeOptions,
     Runtime,
 )
-from coec.settings.fields import RENAMED, plain, without_effect
+from coec.settings.fields import plain, without_effect
 from coec.settings.options import Options
 from coec.settings.presets import YIELDING, with_preset
 from coec.settings.typed import PruningSettings
@@ -112,12 +112,7 @@ class Recipe:
         if isinstance(options, Options):
             options.check_parts(method.needs)
         self._check_reconstruction()
-        if "held_out" in method.needs and not self.calibration.holdout:
-            raise OptionError(
-                f"compensation '{method.name}' needs held-out windows: set the fraction of the "
-                "windows that are held out (holdout=0.125), of statistics when they are collected"
-            )
-        if callable(self.pruning.compensation) or callable(self.pruning.selection):
+        if self.own_functions:
             _rehearse(self)
 
     def _check_reconstruction(self) -> None:
@@ -126,15 +121,17 @@ class Recipe:
         for name, why in self.reconstruction.idle().items():
             if settings[name] != _RECONSTRUCTION[name]:
                 raise without_effect(name, why)
-        if self.reconstruction.sequential and "held_out" in self.method.needs:
-            raise OptionError(
-                f"compensation '{self.method.name}' fits what it chose on the held-out windows as "
-                f"well, by which {self.reconstruction.sequential} judges: use another compensation"
-            )
         if settings["kv_groups"] == "held-out" and not self.calibration.holdout:
             raise OptionError(
                 "kv_groups = held-out needs windows that are held out: set holdout, say 0.125"
             )
+
+    @property
+    def own_functions(self) -> list[str]:
+        """Names of the settings that are functions of the user's own."""
+        pruning = self.pruning
+        chosen = {"selection": pruning.selection, "compensation": pruning.compensation}
+        return [name for name, choice in chosen.items() if not isinstance(choice, str)]
 
     @property
     def needs_text(self) -> str | None:
@@ -152,8 +149,6 @@ class Recipe:
 
     def _unfitted(self) -> str | None:
         """Return why no block can be fitted with these settings; None where blocks can be."""
-        if "held_out" in self.method.needs:
-            return f"compensation = {self.method.name} needs the held-out windows for itself"
         if self.calibration.forward_dtype == "float16" and self.reconstruction.reconstruct:
             return "sums over tokens overflow in forward_dtype = float16"
         return None
@@ -325,9 +320,7 @@ def by_name(keys: Iterable[str], name_of_file: str) -> dict[str, str]:
 
 
 def _meant(name: str) -> str:
-    """Return the setting that a name was before, or nearly is, as a hint."""
-    if name in RENAMED:
-        return f": it is '{RENAMED[name]}' now"
+    """Return the setting that a name nearly is, as a hint."""
     close = difflib.get_close_matches(name, NAMES | set(APART), 1)
     return f"; did you mean '{close[0]}'?" if close else ""
 
@@ -395,9 +388,7 @@ def _rehearse(recipe: Recipe) -> None:
     _rehearse_selection(f"selection '{_name(recipe.pruning.selection)}'", recipe.score, W, gram)
     name, options = f"compensation '{recipe.method.name}'", recipe.pruning.options
     try:
-        result = compensate(
-            W, gram, kept, method=recipe.method, value_weight=W[:5, :4], held_out=gram, **options
-        )
+        result = compensate(W, gram, kept, method=recipe.method, value_weight=W[:5, :4], **options)
     except TypeError as error:
         raise OptionError(f"{name} fails on a small problem with these options: {error}") from error
     try:

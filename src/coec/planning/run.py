@@ -277,6 +277,6 @@ def _seconds(plan: Plan, phase: Phase, machine: Machine) -> Seconds:
     time = machine.seconds(phase.work)
     off = _MEASURED if machine.measured else _BY_DATA_SHEET
     solves = phase.name.startswith(("solving", "allocating", "trying"))
-    descends = solves and plan.recipe.method.name in ("coec", "auto")
+    descends = solves and plan.recipe.method.name == "coec"
     low, high = (FEWEST_STEPS, MOST_STEPS) if descends else (1.0, 1.0)
     return Seconds(time * low / off, time, time * high * off)

@@ -20,7 +20,7 @@ from coec.models.description import Description
 from coec.models.files import JsonDict, digests_in
 from coec.models.folder import tokenizer_digest
 from coec.pipeline.card import write_card
-from coec.pipeline.prune import plan, prune
+from coec.pipeline.prune import begins_anew, plan, prune
 from coec.pipeline.report import Report
 from coec.planning.recipe import Recipe
 from coec.recovery.job import Job, check_text, checked, identity_of, settings_of
@@ -136,6 +136,7 @@ def prune_and_recover(
         "recovery": identity_of(recovery), "dense": dense.fingerprint,
         "tokenizer": tokenizer_digest(dense.folder),
     }  # fmt: skip
+    restart = begins_anew(recipe, target, restart)
     with journal(target, identity, force=force, restart=restart) as pieces:
         if pieces.finished:
             return replace(Report.read(target), model=dense.name)

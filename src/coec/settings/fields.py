@@ -20,10 +20,6 @@ DECLARED = "setting"
 """The key in a field's metadata under which its declaration stands."""
 
 
-RENAMED = {"align": "multiple_of", "sampled": "self_samples"}
-"""Settings by the names that they had before."""
-
-
 @dataclass(frozen=True)
 class Setting:
     """A flag of `coec prune`, a key of recipes and grids, an argument of `coec.prune`.

@@ -9,9 +9,7 @@ from coec.errors import OptionError
 from coec.settings.fields import Settings, check_seed, plain, setting, without_effect
 
 SelectionName = Literal["rcpu", "wanda-sp", "flap", "obs", "leverage", "magnitude", "random"]
-CompensationName = Literal[
-    "coec", "rcpu", "bias", "least-squares", "ridge-to-slice", "none", "auto"
-]
+CompensationName = Literal["coec", "rcpu", "bias", "least-squares", "ridge-to-slice", "none"]
 PresetName = Literal["paper", "fast", "balanced", "best"]
 DEFAULT_PRESET: PresetName = "balanced"
 """The preset where none is named; a part that is made by itself has the paper's defaults."""
@@ -143,7 +141,7 @@ class Pruning(Settings):
         objects=True,
     )
     compensation: CompensationName | Callable[..., Any] = setting(
-        "coec", "Method that compensates for removed units; `auto` needs holdout."
+        "coec", "Method that compensates for removed units."
     )
     options: dict[str, Any] = field(default_factory=dict)
     dtype: DtypeName | None = setting(

@@ -18,7 +18,6 @@ from coec.execution.journal import Journal, seal
 from coec.models.dense import Dense
 from coec.models.files import JsonDict, parse_json, sha256, write_json, write_tensors
 from coec.models.layout import Layout
-from coec.settings.fields import RENAMED
 from coec.streaming.dense_stream import Measured
 from coec.types import Gram
 
@@ -69,10 +68,10 @@ class Statistics:
         try:
             record = parse_json(folder / RECORD, distinct=True)
             made_with = record.get("made_with") if isinstance(record, dict) else None
-            if made_with and (_SEAL not in record or RENAMED.keys() & made_with):
+            if made_with and _SEAL not in record:
                 raise CalibrationError(
                     f"'{folder}' was collected by an earlier version, without digests that would "
-                    "tell damage or with other settings: collect them again"
+                    "tell damage: collect them again"
                 )
             if record.pop(_SEAL) != seal(record):
                 raise ValueError("it was changed")

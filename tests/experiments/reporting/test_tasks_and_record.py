@@ -20,27 +20,17 @@ def test_tasks_have_errors_and_a_sentence_on_chance(tmp_path):
     assert table.notes == ("No better than guessing: rte in 2 of 2 cells, boolq in 1 of 2 cells.",)
 
 
-def test_the_summary_counts_failures_and_flags_overlap(tmp_path):
-    flagged = {"n": 13, "windows": 10, "shared": 5, "share": 0.5, "flagged": True}
+def test_the_summary_counts_failures(tmp_path):
     rows = [
-        sr.row(grids=["main"], overlap=flagged, environment={"coec": "0.1.0", "torch": "2"}),
+        sr.row(grids=["main"], environment={"coec": "0.1.0", "torch": "2"}),
         sr.row(samples=8, status="failed", error="out of memory"),
     ]
     found = results(tmp_path, rows)
     facts = dict(lists.facts(found))
     assert facts["Cells"] == "1 done, 1 failed"
-    assert facts["Text overlap"].startswith("FLAGGED in 1 of 1 cells checked")
     assert facts["Environment"] == "coec 0.1.0, torch 2"
-    failures, overlaps, *_ = sr.tables(tmp_path, rows, "Record")
+    failures, *_ = sr.tables(tmp_path, rows, "Record")
     assert sr.texts(failures)[0][3] == "out of memory"
-    assert sr.texts(overlaps)[0][4] == "5"
-
-
-def test_what_is_not_flagged_is_not_called_clean(tmp_path):
-    overlap = {"n": 13, "windows": 10, "shared": 3, "share": 0.0001, "flagged": False}
-    facts = dict(lists.facts(results(tmp_path, [sr.row(overlap=overlap)])))
-    assert facts["Text overlap"].startswith("none of 1 cells checked is flagged; the largest share")
-    assert facts["Text overlap"].endswith("0.01 %")
 
 
 def test_the_best_is_the_lowest_perplexity_beside_the_dense_models(tmp_path):
@@ -97,14 +87,6 @@ def test_a_dense_pass_that_cells_share_counts_once(tmp_path):
     rows.append(sr.dense() | {"seconds": {"collecting": 0.0, "evaluating": 3.0}})
     facts = dict(lists.facts(read_results(sr.write(tmp_path, rows))))
     assert facts["Compute time"] == "115 s"
-
-
-def test_windows_that_share_passages_are_called_so(tmp_path):
-    found = {"n": 13, "windows": 40, "shared": 7, "share": 0.2, "flagged": True}
-    (table,) = sr.tables(tmp_path, [sr.row(overlap=found)], "Record", "repeats")
-    assert dict(zip(sr.heads(table)[4:], sr.texts(table)[0][4:])) == {
-        "Windows with a shared n-gram": "7", "Of": "40", "Share of n-grams": "0.2000",
-    }  # fmt: skip
 
 
 GIB = 2**30

@@ -36,7 +36,6 @@ def facts(results: Results) -> dict[str, str]:
         "Grids": ", ".join(grids) or ABSENT,
         "Models": ", ".join(dict.fromkeys(row.model for row in rows)),
         "Compute time": duration(_compute(rows)),
-        "Text overlap": _overlap(rows),
         "Environment": ", ".join(f"{n} {v}" for n, v in versions.items() if v),
     }
 
@@ -50,23 +49,6 @@ def _compute(rows: Sequence[Row]) -> float:
         passes[key] = max(row.seconds.get("collecting", 0.0), passes.get(key, 0.0))
         total += sum(value for name, value in row.seconds.items() if name != "collecting")
     return total + sum(passes.values())
-
-
-def _overlap(rows: Sequence[Row]) -> str:
-    checked = sum(bool(row.overlap) for row in rows)
-    flagged = sum(bool(row.overlap.flagged) for row in rows)
-    if not checked:
-        return "calibration and evaluation text were not compared"
-    if not flagged:
-        largest = 100 * max(row.overlap.share or 0.0 for row in rows)
-        return (
-            f"none of {checked} cells checked is flagged; the largest share of n-grams found in "
-            f"both texts is {largest:.3g} %"
-        )
-    return (
-        f"FLAGGED in {flagged} of {checked} cells checked: the evaluation text shares "
-        "passages with the calibration text, so perplexity there is too good"
-    )
 
 
 def protocol(rows: Sequence[Row]) -> str:
@@ -236,21 +218,13 @@ def cost(results: Results) -> list[Table]:
 
 
 def record(results: Results) -> list[Table]:
-    """List failures, overlapping texts, every cell, settings that differ, and safeguards."""
+    """List failures, every cell, settings that differ, and safeguards."""
     rows = _in_order(results)
     failed = [
         {**_named(row), "Reason": row.error or NO_REASON} for row in rows if row.status == "failed"
     ]
-    overlaps = [
-        {
-            **_named(row), "n": row.overlap.n, "Windows with a shared n-gram": row.overlap.shared,
-            "Of": row.overlap.windows, "Share of n-grams": row.overlap.share,
-        }
-        for row in rows if row.overlap.flagged
-    ]  # fmt: skip
     return [
         *_list("Failed cells", failed, {}),
-        *_list("Evaluation text that repeats calibration text", overlaps, {"Share of n-grams": 4}),
         *_every_cell(rows),
         *_settings(results.cells, rows),
         *_events(rows),
