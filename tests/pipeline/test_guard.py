@@ -216,3 +216,26 @@ def test_in_order_the_ridge_is_chosen_beside_what_no_input_explains(pruned, choi
     assert min(others) > 0
     assert drawn(report) == []
     assert all(("holdout_after" in row) == (holdout > 0) for row in report.sites)
+
+
+@pytest.mark.parametrize("preset", ["fast", "balanced"])
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_trained_model_with_very_few_tokens_is_not_worse_than_its_slice(
+    preset, samples, shared, tmp_path
+):
+    """64 or 128 tokens: at most 2 % of perplexity behind the same units without a repair."""
+    model = tm.readable(shared / "models/stories260K", tmp_path / "model")
+    windows = {
+        "calibration": str(shared / "data/tinystories/train.txt"), "samples": samples,
+        "seq_len": 64, "seed": 2,
+    }  # fmt: skip
+    coec.prune(model, tmp_path / "out", preset=preset, sparsity=0.3, **windows)
+    kept = tmp_path / "out/coec/kept.safetensors"
+    bare = {"preset": "paper", "compensation": "none", "kept": kept}
+    coec.prune(model, tmp_path / "bare", **bare, **windows)
+    test = str(shared / "data/tinystories/test.txt")
+    mine, slice_ = (
+        coec.perplexity(tmp_path / name, test, seq_len=256, max_windows=8).perplexity
+        for name in ("out", "bare")
+    )
+    assert mine <= 1.02 * slice_
