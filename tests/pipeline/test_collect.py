@@ -499,14 +499,3 @@ def test_text_sampled_from_the_model_is_sampled_once(model, tmp_path, monkeypatc
     assert report.calibration["source"] == "self (seed 0)"
     one, two = weights(tmp_path / "whole"), weights(tmp_path / "out")
     assert all(torch.equal(one[name], two[name]) for name in one)
-
-
-def test_statistics_with_settings_of_before_are_refused(saved, tmp_path):
-    shutil.copytree(saved.folder, tmp_path / "old")
-    path = tmp_path / "old" / "statistics.json"
-    record = json.loads(path.read_text())
-    del record["record_sha256"]
-    record["made_with"]["sampled"] = record["made_with"].pop("self_samples")
-    path.write_text(json.dumps({**record, "record_sha256": seal(record)}))
-    with pytest.raises(CalibrationError, match="earlier version.*or with other settings: collect"):
-        Statistics.open(tmp_path / "old")
