@@ -34,6 +34,10 @@ _CHUNK, _ROWS = 2**20, 1000
 _SHARE = re.compile(r"(.+)=([0-9]{1,9}(?:\.[0-9]{1,9})?)")
 """A source of a mixture, and its share."""
 Split = Literal["train", "validation", "test"]
+Rendered = Callable[[list[Any]], str]
+"""Return the text of a chat, given its messages."""
+CHATS = ("messages", "conversations")
+"""Columns that hold chats, read where a row has no text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +93,7 @@ def read_parts(
     split: Split,
     text_column: str = "text",
     characters: int | None = None,
+    chat: Rendered | None = None,
 ) -> Iterator[str]:
     """Yield the text of a source in consecutive pieces; blank lines separate documents.
 
@@ -101,15 +106,16 @@ def read_parts(
         text_column: column of jsonl and parquet files, and of data sets named by `hub:`.
         characters: of C4, a `hub:` data set or documents, those after which no further document is
             read; None for `HUB_CHARACTERS`.
+        chat: makes the text of a chat, a list in the column; None where there is no way.
     """
     most = HUB_CHARACTERS if characters is None else characters
     texts: Iterator[str]
     if isinstance(source, Documents):
-        texts = iter([_beginning(source.rows, source.column, most)])
+        texts = iter([_beginning(source.rows, source.column, most, chat)])
     elif is_named(source):
-        texts = iter([_read_named(source, split, text_column, most)])
+        texts = iter([_read_named(source, split, text_column, most, chat)])
     else:
-        texts = _read_file(Path(source), text_column)
+        texts = _read_file(Path(source), text_column, chat)
     empty = True
     for text in texts:
         empty = empty and not text.strip()
@@ -127,7 +133,18 @@ _NO_TEXT = {
 """Reasons why files are refused, and their suffixes."""
 
 
-def _read_file(path: Path, column: str) -> Iterator[str]:
+def _text_in(row: Any, column: str, chat: Rendered | None) -> str | None:
+    """Return the text in a column of a row, or of its chat; None where there is neither."""
+    if not isinstance(row, Mapping):
+        return None
+    names = (column, *CHATS) if column == "text" else (column,)
+    text = next((row[name] for name in names if row.get(name) is not None), None)
+    if isinstance(text, list) and chat is not None:
+        return chat(text)
+    return text if isinstance(text, str) else None
+
+
+def _read_file(path: Path, column: str, chat: Rendered | None) -> Iterator[str]:
     if not is_file(path):
         raise CalibrationError(
             f"no text at '{path}': give 'wikitext2', 'c4', 'hub:OWNER/NAME', 'self', or a file "
@@ -138,9 +155,9 @@ def _read_file(path: Path, column: str) -> Iterator[str]:
             raise CalibrationError(f"'{path}' {reason}")
     try:
         if path.suffix in (".jsonl", ".json"):
-            yield from _joined(_jsonl_column(path, column))
+            yield from _joined(_jsonl_column(path, column, chat))
         elif path.suffix == ".parquet":
-            yield from _joined(_parquet_column(path, column))
+            yield from _joined(_parquet_column(path, column, chat))
         else:
             with path.open(encoding="utf-8") as file:
                 while text := file.read(_CHUNK):
@@ -174,7 +191,7 @@ def _joined(documents: Iterable[str]) -> Iterator[str]:
         yield _SEPARATOR + document if number else document
 
 
-def _jsonl_column(path: Path, column: str) -> Iterator[str]:
+def _jsonl_column(path: Path, column: str, chat: Rendered | None) -> Iterator[str]:
     # newline="\n": a JSON string may hold U+2028 unescaped
     with path.open(encoding="utf-8", newline="\n") as file:
         for number, line in enumerate(file, 1):
@@ -184,13 +201,13 @@ def _jsonl_column(path: Path, column: str) -> Iterator[str]:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise CalibrationError(f"'{path}', line {number}, is not JSON: {error}") from error
-            if not isinstance(row, dict) or not isinstance(row.get(column), str):
+            text = _text_in(row, column, chat)
+            if text is None:
                 columns = ", ".join(row) if isinstance(row, dict) else type(row).__name__
                 raise CalibrationError(
                     f"'{path}', line {number}, has no text in column '{column}' (it has: "
                     f"{columns:.200}); name it with text_column=NAME"
                 )
-            text: str = row[column]
             try:
                 text.encode()
             except UnicodeEncodeError as error:
@@ -201,7 +218,7 @@ def _jsonl_column(path: Path, column: str) -> Iterator[str]:
             yield text
 
 
-def _parquet_column(path: Path, column: str) -> Iterator[str]:
+def _parquet_column(path: Path, column: str, chat: Rendered | None) -> Iterator[str]:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
@@ -209,18 +226,20 @@ def _parquet_column(path: Path, column: str) -> Iterator[str]:
     try:
         file = parquet.ParquetFile(path)
         names = file.schema_arrow.names
-        if column not in names:
+        columns = [n for n in (column, *CHATS * (column == "text")) if n in names]
+        if not columns:
             raise CalibrationError(
                 f"'{path}' has no column '{column}' (it has: {', '.join(names)}); "
                 "name it with text_column=NAME"
             )
-        batches = file.iter_batches(_ROWS, columns=[column])
-        texts = (text for batch in batches for text in batch.column(0).to_pylist())
-        for number, text in enumerate(texts, 1):
-            if not isinstance(text, str):
+        batches = file.iter_batches(_ROWS, columns=columns)
+        rows = (row for batch in batches for row in batch.to_pylist())
+        for number, row in enumerate(rows, 1):
+            text = _text_in(row, column, chat)
+            if text is None:
                 raise CalibrationError(
                     f"'{path}', row {number}, has no text in column '{column}' (it has: "
-                    f"{text!r:.40}); leave such rows out, or name another column with "
+                    f"{row.get(column)!r:.40}); leave such rows out, or name another column with "
                     "text_column=NAME"
                 )
             yield text
@@ -230,7 +249,7 @@ def _parquet_column(path: Path, column: str) -> Iterator[str]:
         raise CalibrationError(f"'{path}' is not a parquet file: {first_line(error)}") from error
 
 
-def _read_named(source: str, split: Split, column: str, most: int) -> str:
+def _read_named(source: str, split: Split, column: str, most: int, chat: Rendered | None) -> str:
     if source == "wikitext2":
         rows = _load("WikiText-2", lambda load: load(*_WIKITEXT2, split=split))
         return _SEPARATOR.join(rows["text"])
@@ -238,7 +257,7 @@ def _read_named(source: str, split: Split, column: str, most: int) -> str:
         c4_split = "train" if split == "train" else "validation"
         options = {"data_files": {c4_split: _C4_SHARDS[c4_split]}, "split": c4_split}
         return _load(
-            "C4", lambda load: _beginning(load(_C4, **options, streaming=True), "text", most)
+            "C4", lambda load: _beginning(load(_C4, **options, streaming=True), "text", most, None)
         )
     name, _, config = source.removeprefix("hub:").partition(":")
     if name.count("/") != 1 or not all(name.split("/")) or ":" in config:
@@ -253,17 +272,17 @@ def _read_named(source: str, split: Split, column: str, most: int) -> str:
                 f"'{source}' has no split '{split}' (it has: {', '.join(splits)}); calibration "
                 "reads train and evaluation test: save the split you mean to a file"
             )
-        return _beginning(splits[split], column, most)
+        return _beginning(splits[split], column, most, chat)
 
     return _load(f"'{source}'", read)
 
 
-def _beginning(rows: Iterable[Any], column: str, most: int) -> str:
+def _beginning(rows: Iterable[Any], column: str, most: int, chat: Rendered | None) -> str:
     """Join the first documents, up to the one that reaches `most` characters."""
     texts, characters = [], 0
     for number, row in enumerate(rows, 1):
-        text = row.get(column) if isinstance(row, Mapping) else row
-        if not isinstance(text, str):
+        text = row if isinstance(row, str) else _text_in(row, column, chat)
+        if text is None:
             raise CalibrationError(
                 f"row {number} of the data set has no text in column '{column}' "
                 f"(it has: {', '.join(row)}); name it with text_column=NAME"

@@ -3,8 +3,9 @@
 import filecmp
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from coec.calibration.sources import Documents, Split, is_file, mixture, read_parts
-from coec.errors import CalibrationError, ModelError, first_line
+from coec.errors import CalibrationError, CoecError, ModelError, first_line
 from coec.events import Progress
 from coec.models.files import JsonDict, check_fetched
 from coec.models.folder import (
@@ -58,6 +59,7 @@ class Stream:
             tokenised in pieces, and no further than the windows need.
         start: the special tokens that the tokenizer put before the text, the first of `ids`; none
             if there is no text.
+        chats: number of chats that the tokenizer's template rendered.
     """
 
     ids: Int[Tensor, " n"] | Int[Tensor, "rows length"]
@@ -66,6 +68,7 @@ class Stream:
     special_tokens: int = 0
     characters: int = 0
     in_pieces: bool = False
+    chats: int = 0
     start: Int[Tensor, " k"] = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
 
@@ -119,16 +122,21 @@ def read_stream(
     if is_token_file(source):
         ids = _read_token_file(Path(name))
         return Stream(ids, name, digest(ids))
-    texts = read_parts(source, split=split, text_column=text_column, characters=characters)
+    chat = _ChatTemplate(tokenizer)
+    texts = read_parts(
+        source, split=split, text_column=text_column, characters=characters, chat=chat
+    )
     at_once = LONG_TEXT if at_once is None else at_once
     beginning = _beginning(texts, at_once)
-    loaded = tokenizer()
+    loaded = chat.tokenizer
     sha256 = hashlib.sha256(beginning[:at_once].encode()).hexdigest()
     ends = _special_ends(loaded, beginning[:_PROBED].strip() or _PROBE)
     if len(beginning) > at_once:
         text = itertools.chain([beginning], texts)
         ids, special, characters = _encode_pieces(loaded, ends, text, needed, progress)
-        return Stream(ids, name, sha256, special, characters, in_pieces=True, start=ends[0])
+        return Stream(
+            ids, name, sha256, special, characters, in_pieces=True, chats=chat.count, start=ends[0]
+        )
     size = len(beginning)
     if progress and size > PIECE:
         progress("tokenising", 0, size)
@@ -136,7 +144,48 @@ def read_stream(
     if progress and size > PIECE:
         progress("tokenising", size, size)
     special = loaded.num_special_tokens_to_add()
-    return Stream(ids, name, sha256, special, len(beginning), start=ends[0])
+    return Stream(ids, name, sha256, special, len(beginning), chats=chat.count, start=ends[0])
+
+
+class _ChatTemplate:
+    """Renders chats by the tokenizer's own template, and counts them.
+
+    Args:
+        load: loads the tokenizer, where there is text.
+    """
+
+    def __init__(self, load: Callable[[], PreTrainedTokenizerBase]) -> None:
+        self._load, self.count = load, 0
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer."""
+        return self._load()
+
+    def __call__(self, messages: list[Any]) -> str:
+        self.count += 1
+        try:
+            turns = [_turn(message) for message in messages]
+            return str(self.tokenizer.apply_chat_template(turns, tokenize=False))
+        except CoecError:
+            raise
+        except Exception as error:  # a template is a program
+            raise CalibrationError(
+                f"chat {self.count} cannot be rendered by the tokenizer's chat template "
+                f"({first_line(error)}): give text, or messages with role and content"
+            ) from error
+
+
+_ROLES = {"human": "user", "gpt": "assistant"}
+"""Speakers of the ShareGPT format, and what templates call them."""
+
+
+def _turn(message: Any) -> Any:
+    """Return a message as templates take it, one of the ShareGPT format translated."""
+    if isinstance(message, Mapping) and "from" in message:
+        speaker = message["from"]
+        return {"role": _ROLES.get(speaker, speaker), "content": message["value"]}
+    return message
 
 
 def _encode_pieces(

@@ -1,6 +1,7 @@
 """Windows of tokens: drawn for calibration, cut for evaluation, held out."""
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,6 +61,7 @@ class Windows:
     special_tokens: int = 0
     characters: int = 0
     in_pieces: bool = False
+    chats: int = 0
     sampled: int = 0
     bos: bool = False
     bos_cross_entropy: dict[str, float] | None = None
@@ -73,10 +75,10 @@ class Windows:
     def of_record(cls, ids: Int[Tensor, "n length"], record: JsonDict) -> "Windows":
         """Rebuild the windows of a record."""
         names = (
-            "source", "text_sha256", "special_tokens", "characters", "in_pieces", "sampled", "bos",
-            "bos_cross_entropy",
+            "source", "text_sha256", "special_tokens", "characters", "in_pieces", "chats",
+            "sampled", "bos", "bos_cross_entropy",
         )  # fmt: skip
-        fields = {name: record[name] for name in names}
+        fields = {name: record[name] for name in names if name in record}
         return cls(ids, available=record["tokens_available"], **fields)
 
     def and_sampled(self, ids: Int[Tensor, "m length"]) -> "Windows":
@@ -93,6 +95,7 @@ class Windows:
             "special_tokens": self.special_tokens,
             "characters": self.characters,
             "in_pieces": self.in_pieces,
+            "chats": self.chats,
             "sampled": self.sampled,
             "bos": self.bos,
             "bos_cross_entropy": self.bos_cross_entropy,
@@ -101,15 +104,20 @@ class Windows:
         }
 
 
-def bos_notes(calibration: JsonDict) -> list[str]:
-    """Return what was measured with and without the start, by a record of windows: a sentence."""
+def text_notes(calibration: JsonDict) -> list[str]:
+    """Return sentences on chats, and on what was measured with the start and without, by a record
+    of windows.
+    """
+    chats = calibration.get("chats", 0)
+    notes = [f"{chats:,} chats were rendered by the tokenizer's chat template"] if chats else []
     entropies = calibration.get("bos_cross_entropy")
     if entropies is None:
-        return []
+        return notes
     windows = "every window begins with" if calibration["bos"] else "no window is given"
     return [
+        *notes,
         f"{windows} the tokenizer's start: the dense model's cross-entropy on a few of them is "
-        f"{entropies['on']:.3f} nats behind it, and {entropies['off']:.3f} without"
+        f"{entropies['on']:.3f} nats behind it, and {entropies['off']:.3f} without",
     ]
 
 
@@ -168,6 +176,7 @@ def mixed(drawn: Sequence[Windows], source: str) -> Windows:
         special_tokens=sum(windows.special_tokens for windows in drawn),
         characters=sum(windows.characters for windows in drawn),
         in_pieces=any(windows.in_pieces for windows in drawn),
+        chats=sum(windows.chats for windows in drawn),
     )
 
 
@@ -303,7 +312,9 @@ def source_digest(source: str | Path | Tensor | np.ndarray | Documents) -> str:
     if len(sources := mixture(source)) > 1:
         return ",".join(f"{source_digest(name)}={share}" for name, share in sources)
     if isinstance(source, Documents):
-        return hashlib.sha256("".join(read_parts(source, split="train")).encode()).hexdigest()
+        return hashlib.sha256(
+            "".join(read_parts(source, split="train", chat=json.dumps)).encode()
+        ).hexdigest()
     if not isinstance(source, str | Path):
         return digest(token_ids(source))
     name = str(source)

@@ -42,7 +42,7 @@ def collect_command(
 
 
 def _show(statistics: "Statistics", model: str) -> None:
-    from coec.calibration.windows import bos_notes
+    from coec.calibration.windows import text_notes
 
     calibration = statistics.calibration
     size = sum(path.stat().st_size for path in statistics.folder.iterdir())
@@ -50,7 +50,7 @@ def _show(statistics: "Statistics", model: str) -> None:
         f"wrote {statistics.folder} ({size / 1e9:.2f} GB)",
         f"{calibration['windows']} windows of {calibration['seq_len']} tokens from "
         f"{calibration['source']}",
-        *bos_notes(calibration),
+        *text_notes(calibration),
         f"use it: coec prune {model} OUT --statistics {statistics.folder}",
     ):
         common.results.print(line)

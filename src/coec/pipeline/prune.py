@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
-from coec.calibration.windows import bos_notes, by_source
+from coec.calibration.windows import by_source, text_notes
 from coec.devices import computed_by, environment
 from coec.distributed.backend import open_backend
 from coec.events import Progress, record
@@ -179,7 +179,7 @@ def _pruned(
             "forward_dtype": source.forward_dtype,
         },
         plan=checkpoint.plan.record()
-        | {"notes": [*dense.notes, *checkpoint.plan.notes, *bos_notes(calibration), *unread]},
+        | {"notes": [*dense.notes, *checkpoint.plan.notes, *text_notes(calibration), *unread]},
         calibration=calibration | source.account(),
         sites=checkpoint.rows,
         seconds=seconds.laps,

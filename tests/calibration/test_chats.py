@@ -1,0 +1,96 @@
+"""Chats as calibration text: rendered by the tokenizer's own template."""
+
+import json
+
+import pytest
+
+import coec
+import tiny_models as tm
+from coec.calibration.tokens import load_tokenizer, read_stream
+from coec.errors import CalibrationError
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+CHATS = [[("user", f"w{n} w{n + 1}"), ("assistant", f"w{n + 2}")] for n in range(40)]
+TEXT = "\n\n".join("".join(f"<{role}>{said}\n" for role, said in chat) for chat in CHATS)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dense") / "model"
+    tm.save(tm.tiny("llama"), folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def opened(dense, path, **options):
+    return read_stream(str(path), lambda: load_tokenizer(dense), split="train", **options)
+
+
+def rows_of(style):
+    if style == "openai":
+        return [
+            {"id": 1, "messages": [{"role": r, "content": c} for r, c in chat]} for chat in CHATS
+        ]
+    names = {"user": "human", "assistant": "gpt"}
+    return [{"conversations": [{"from": names[r], "value": c} for r, c in chat]} for chat in CHATS]
+
+
+def written(path, rows):
+    if path.suffix == ".parquet":
+        pa = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.mark.parametrize("style", ["openai", "sharegpt"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_chats_are_the_text_that_the_template_makes(suffix, style, dense, tmp_path):
+    (tmp_path / "same.txt").write_text(TEXT)
+    expected = opened(dense, tmp_path / "same.txt")
+    found = opened(dense, written(tmp_path / f"chats{suffix}", rows_of(style)))
+    assert found.ids.tolist() == expected.ids.tolist()
+    assert (found.chats, expected.chats) == (len(CHATS), 0)
+
+
+def test_the_report_says_that_chats_were_rendered(dense, tmp_path):
+    path = written(tmp_path / "chats.jsonl", rows_of("openai"))
+    report = coec.prune(dense, tmp_path / "out", calibration=str(path), samples=4, seq_len=16,
+                        preset="fast")  # fmt: skip
+    assert report.calibration["chats"] == len(CHATS)
+    assert "40 chats were rendered by the tokenizer's chat template" in report.plan["notes"]
+
+
+def test_chats_of_a_data_set_in_memory(dense, tmp_path):
+    report = coec.prune(dense, tmp_path / "out", calibration=rows_of("openai"), samples=4,
+                        seq_len=16, preset="fast")  # fmt: skip
+    assert report.calibration["chats"] == len(CHATS)
+
+
+def test_a_template_that_fails_is_one_line(tmp_path):
+    folder = tm.save(tm.tiny("llama"), tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] + 1 }}")
+    with pytest.raises(CalibrationError, match="chat 1 cannot be rendered .*role and content"):
+        opened(folder, written(tmp_path / "chats.jsonl", rows_of("openai")))
+
+
+def test_text_in_a_column_comes_before_a_chat(dense, tmp_path):
+    rows = [row | {"text": "w1 w2"} for row in rows_of("openai")]
+    assert opened(dense, written(tmp_path / "a.jsonl", rows)).chats == 0
+    named = opened(dense, written(tmp_path / "b.jsonl", rows), text_column="messages")
+    assert named.chats == len(CHATS)
+
+
+def test_a_list_that_is_no_chat_is_not_taken_for_one(dense, tmp_path):
+    path = written(tmp_path / "a.jsonl", [{"other": ["w1"]}])
+    with pytest.raises(CalibrationError, match="has no text in column 'text' .it has: other."):
+        opened(dense, path)
+
+
+def test_a_tokenizer_without_a_template_cannot_render_chats(dense, tmp_path):
+    plain = tm.save(tm.tiny("llama"), tmp_path / "plain")
+    with pytest.raises(CalibrationError, match="chat 1 cannot be rendered .*chat template"):
+        opened(plain, written(tmp_path / "chats.jsonl", rows_of("openai")))
