@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+import coec
 import tiny_models as tm
-from coec.errors import ModelError
+from coec.errors import ModelError, OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.description import Description
@@ -134,3 +135,12 @@ def test_one_share_is_of_mlps_and_experts():
         "kv_groups": {"before": 4, "after": 4},
         "query_heads": {"before": 8, "after": 8},
     }
+
+
+def test_the_smallest_fraction_counts_experts_channels_by_eights(tmp_path):
+    """One of 24 channels is no more than a third here; one of four KV groups is the least."""
+    model = tm.save(tm.tiny("qwen3_moe", torch.float32, moe_intermediate_size=24), tmp_path / "m")
+    with pytest.raises(OptionError, match=r"something is 0\.25 .channels of experts go by 8"):
+        coec.plan(model, sparsity=0.05)
+    assert coec.plan(model, sparsity=0.25).pruned.kv_heads == 3
+    assert coec.plan(model, sparsity=0.34, attention_sparsity=0).pruned.expert_ffn == 16

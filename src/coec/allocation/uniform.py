@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from coec.allocation.kept import KeptUnits
-from coec.allocation.widths import Widths, aligned, aligned_down, parameters
+from coec.allocation.widths import OF_EXPERTS, Widths, aligned, aligned_down, parameters
 from coec.errors import OptionError
 from coec.models.layout import Layout, Site
 from coec.selection import kept_count
@@ -113,15 +113,22 @@ def _nothing_goes(layout: Layout, pruning: Pruning, named_units: KeptUnits | Non
             f"removing {shares}{rounded} takes nothing from {counts}: remove more"
             + (", or take a smaller multiple" if rounded else "")
         )
-    largest = max(site.units for site in layout.kinds)
-    smallest = f"{math.ceil(10**6 / largest) / 10**6:g}"
-    advice = (
-        f"the smallest that removes something is {smallest}"
-        if largest > 1
-        else "this model cannot be pruned"
-    )
+    advice = "this model cannot be pruned"
+    if shares_that_remove := [
+        1 - fewer / site.units for site in layout.kinds if (fewer := _next_fewer(site))
+    ]:
+        smallest = math.ceil(10**6 * min(shares_that_remove) - 1e-6) / 10**6
+        advice = f"the smallest that removes something is {smallest:g}"
+        if any(site.as_experts for site in layout.kinds):
+            advice += f" (channels of experts go by {OF_EXPERTS})"
     [sparsity] = set(shares_by_kind.values())
     return OptionError(f"sparsity {sparsity:g} removes nothing from {counts}: {advice}")
+
+
+def _next_fewer(site: Site) -> int:
+    """Return the largest number of units, less than all, that a site may keep; 0 for none."""
+    fewer = site.units - 1
+    return fewer if site.value is not None else aligned_down(site, fewer, 1)
 
 
 def whole_attention(
