@@ -17,12 +17,14 @@ RUN = """
 import json, resource, sys, threading
 import coec, coec.pipeline.prune
 from coec.pipeline import write as writing
+from coec.planning import memory
 
 def data(name):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 writing.MAX_SHARD = "24MB"  # of 2 GB, as these models are of a terabyte
+memory.SHARD_BYTES = 24 * 10**6
 model, text, out, room = sys.argv[1:]
 settings = dict(preset="paper", calibration=text, samples=4, seq_len=32, compensation="none")
 settings["device"] = "cpu"
