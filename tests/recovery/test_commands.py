@@ -28,6 +28,18 @@ def same_weights(a, b):
     return all(torch.equal(one.tensor(name), other.tensor(name)) for name in one.files)
 
 
+def end(*given, **more):
+    raise KeyboardInterrupt
+
+
+def interrupted(name, monkeypatch, dense, out, settings):
+    """Prune with recovery until a function of the module is called."""
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, end)
+        with pytest.raises(KeyboardInterrupt):
+            module.prune_and_recover(dense, out, 1000, **settings)
+
+
 def test_the_command_says_what_was_gained(run, dense, pruned, tokens, tmp_path):
     more = ("--text", tokens, *FLAGS, "--learning-rate", 3e-3)
     status, out, err = run("recover", dense, pruned, tmp_path / "out", *more)
@@ -99,14 +111,8 @@ def test_pruning_with_recovery_is_both_commands(
 def test_pruning_with_recovery_goes_on(
     broken, pruned_and_recovered, dense, tokens, tmp_path, monkeypatch
 ):
-    def end(*given, **more):
-        raise KeyboardInterrupt
-
     settings = {**PRUNING, "calibration": tokens}
-    with monkeypatch.context() as patch:
-        patch.setattr(module, broken, end)
-        with pytest.raises(KeyboardInterrupt):
-            module.prune_and_recover(dense, tmp_path / "out", 1000, **settings)
+    interrupted(broken, monkeypatch, dense, tmp_path / "out", settings)
     with pytest.raises(UnfinishedError):
         module.prune_and_recover(dense, tmp_path / "out", 2000, **settings)
     with monkeypatch.context() as patch:
@@ -119,14 +125,8 @@ def test_pruning_with_recovery_goes_on(
 def test_a_pruned_model_that_was_damaged_meanwhile_is_made_again(
     file, pruned_and_recovered, dense, tokens, tmp_path, monkeypatch
 ):
-    def end(*given, **more):
-        raise KeyboardInterrupt
-
     settings = {**PRUNING, "calibration": tokens}
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "train", end)
-        with pytest.raises(KeyboardInterrupt):
-            module.prune_and_recover(dense, tmp_path / "out", 1000, **settings)
+    interrupted("train", monkeypatch, dense, tmp_path / "out", settings)
     path = tmp_path / "out.partial/states/pruned" / file
     content = bytearray(path.read_bytes())
     content[-200:-100] = bytes(100)
@@ -140,16 +140,10 @@ def test_a_pruned_model_that_was_damaged_meanwhile_is_made_again(
 def test_units_that_changed_meanwhile_are_another_run(dense, tokens, tmp_path, monkeypatch):
     """The file is there under the same name, with other units; the order does not matter."""
 
-    def end(*given, **more):
-        raise KeyboardInterrupt
-
     kept = tmp_path / "kept.json"
     kept.write_text(json.dumps({"layers.0.mlp": [0, 1, 2], "layers.1.mlp": [1, 2, 3]}))
     settings = {**PRUNING, "calibration": tokens, "kept": kept}
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "train", end)
-        with pytest.raises(KeyboardInterrupt):
-            module.prune_and_recover(dense, tmp_path / "out", 1000, **settings)
+    interrupted("train", monkeypatch, dense, tmp_path / "out", settings)
     kept.write_text(json.dumps({"layers.0.mlp": [0, 1, 3], "layers.1.mlp": [1, 2, 3]}))
     with pytest.raises(UnfinishedError):
         module.prune_and_recover(dense, tmp_path / "out", 1000, **settings)

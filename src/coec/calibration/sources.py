@@ -133,12 +133,16 @@ _NO_TEXT = {
 """Reasons why files are refused, and their suffixes."""
 
 
+def _columns(column: str) -> tuple[str, ...]:
+    """Return the columns in which the text of a row may be, the first that holds something."""
+    return (column, *CHATS) if column == "text" else (column,)
+
+
 def _text_in(row: Any, column: str, chat: Rendered | None) -> str | None:
     """Return the text in a column of a row, or of its chat; None where there is neither."""
     if not isinstance(row, Mapping):
         return None
-    names = (column, *CHATS) if column == "text" else (column,)
-    text = next((row[name] for name in names if row.get(name) is not None), None)
+    text = next((row[name] for name in _columns(column) if row.get(name) is not None), None)
     if isinstance(text, list) and chat is not None:
         return chat(text)
     return text if isinstance(text, str) else None
@@ -226,7 +230,7 @@ def _parquet_column(path: Path, column: str, chat: Rendered | None) -> Iterator[
     try:
         file = parquet.ParquetFile(path)
         names = file.schema_arrow.names
-        columns = [n for n in (column, *CHATS * (column == "text")) if n in names]
+        columns = [name for name in _columns(column) if name in names]
         if not columns:
             raise CalibrationError(
                 f"'{path}' has no column '{column}' (it has: {', '.join(names)}); "

@@ -141,15 +141,16 @@ def prune_and_recover(
         if pieces.finished:
             return replace(Report.read(target), model=dense.name)
         folder = pieces.partial / STATES / "pruned"
-        if "pruned" in pieces and pieces.facts("pruned")["files"] != digests_in(folder):
-            record(f"'{folder}' is not what was written: it is made again")
-            shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
-            if "pruning" not in pieces:
-                pieces.note("pruning")  # what a killed pruning finished stays
-            folder.parent.mkdir(exist_ok=True)
-            prune(dense, folder, recipe, progress=progress)
-        pieces.note("pruned", files=digests_in(folder))
+        if "pruned" not in pieces or pieces.facts("pruned")["files"] != digests_in(folder):
+            if "pruned" in pieces:
+                record(f"'{folder}' is not what was written: it is made again")
+                shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                if "pruning" not in pieces:
+                    pieces.note("pruning")  # what a killed pruning finished stays
+                folder.parent.mkdir(exist_ok=True)
+                prune(dense, folder, recipe, progress=progress)
+            pieces.note("pruned", files=digests_in(folder))
         job = checked(dense, Dense.open(folder), target, recovery, trust=trust)
         return _recovered(job, pieces, Processes.here(job.device), progress)
 

@@ -96,7 +96,8 @@ class Setting:
     def _check_whole(self, value: Any) -> None:
         if self.least is not None:
             check_whole(self.name, value, int(self.least))
-        elif not isinstance(value, int) or isinstance(value, bool):
+            return
+        if not isinstance(value, int) or isinstance(value, bool):
             raise OptionError(f"{self.name} must be a whole number, got {value!r:.80}")
         _check_bits(self.name, value, _BITS)
 
