@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import coec
-from benchmarks import real, real_model
+from benchmarks import real, real_documents, real_model, record
 from places import SHARED
 
 pytestmark = [
@@ -92,3 +92,15 @@ def test_a_table_has_ratios_over_the_baseline() -> None:
     assert [cell.strip() for cell in table.splitlines()[-1].split("|")[1:-1]] == [
         "best", "36.00", "0.300", "0.75", "250", "2.50", "9.00", "0.200",
     ]  # fmt: skip
+
+
+def test_documents_show_the_rows_that_are_kept() -> None:
+    for name, blocks in real_documents.documents(real_documents.kept()).items():
+        text = (record.ROOT / name).read_text(encoding="utf-8")
+        for mark, content in blocks.items():
+            assert real_documents.replaced(text, mark, content) == text, (name, mark)
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    real_documents.draw(real_documents.kept(), tmp_path / "real.png")
+    assert (tmp_path / "real.png").read_bytes()[1:4] == b"PNG"
