@@ -29,15 +29,15 @@ def swept(lines: DataFrame, axes: list[str]) -> str | None:
         return bool(numbers.notna().all()), numbers.nunique()
 
     ranks = {name: rank(name) for name in axes if name not in ("model", "method")}
-    name = max((name for name in ranks if ranks[name][1] > 1), key=ranks.__getitem__, default=None)
-    return name
+    return max((name for name in ranks if ranks[name][1] > 1), key=ranks.__getitem__, default=None)
 
 
 def draw(lines: DataFrame, axes: list[str], metric: str) -> dict[str, bytes]:
     """Draw a metric of `averages`, and return the files by suffix; none where nothing is swept.
 
     A panel is a model, at one sparsity unless that is swept; a line is a method, with the settings
-    that tell it apart. What has no place along the swept axis is a level, as the dense model is.
+    that tell it apart. One with fewer than two places along the swept axis is a level, as the dense
+    model is.
     """
     x = swept(lines, axes)
     lines = lines.dropna(subset=[metric])
@@ -78,7 +78,7 @@ def _plot(panel: Any, group: DataFrame, metric: str, colours: dict[str, str]) ->
     handles = {}
     for number, (line, points) in enumerate(group.groupby("line", sort=False)):
         points = points.sort_values("x")
-        if points["x"].isna().all():
+        if points["x"].nunique() < 2:
             drawn = panel.axhline(points[metric].mean(), color=colours[line], linestyle="--")
         else:
             marker = _MARKERS[number % len(_MARKERS)]

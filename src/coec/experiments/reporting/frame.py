@@ -16,7 +16,7 @@ ABSENT, DENSE = "–", "dense"
 
 
 class Metric(NamedTuple):
-    """Head of a metric in tables, its decimals, and which direction is better."""
+    """Head of a metric in tables, its decimals, and `min` or `max` where one end is better."""
 
     title: str
     digits: int
@@ -34,7 +34,7 @@ METRICS = {
     "error_held_out": Metric("Error held out", 4, "min"),
     "seconds": Metric("Seconds", 0),
 }
-"""Columns of the frame that tables show, where they were measured."""
+"""Columns of the frame that tables show, where something was measured."""
 _CONDITIONS = {"zero_shot", "parameters", "cost", "calibration", "seconds", "environment"}
 """Parts of a row that the frame holds as they are, with dotted names."""
 
@@ -77,7 +77,7 @@ def frame_of(rows: Iterable[Row]) -> DataFrame:
         DataFrame(texts, dtype=object).add_prefix("evaluation."),
         json_normalize(conditions),
     ]
-    return concat(parts, axis="columns").dropna(axis="columns", how="all")
+    return concat(parts, axis="columns")
 
 
 def _head(row: Row) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def of_grid(cells: DataFrame, grid: str) -> DataFrame:
     The dense models have a line at every sparsity, to stand beside what was pruned.
     """
     cells = cells[[grid in names for names in cells["grids"]]]
-    settings = [name for name in SETTING_NAMES if name in cells and name != "sparsity"]
+    settings = [name for name in SETTING_NAMES if name != "sparsity"]
     labels = [names.get(grid) for names in cells["labels"]]
     methods = [label or method for label, method in zip(labels, cells["method"])]
     is_dense = cells["compensation"] == DENSE
@@ -147,7 +147,7 @@ def axes_of(cells: DataFrame) -> list[str]:
     """
     axes = ["model", "method", "sparsity"]
     for name in ("preset", *SETTING_NAMES):
-        if name in cells and name not in (*axes, "seed"):
+        if name not in (*axes, "seed"):
             finer = cells.groupby([*axes, name]).ngroups
             axes += [name] if finer > cells.groupby(axes).ngroups else []
     return axes
@@ -156,15 +156,16 @@ def axes_of(cells: DataFrame) -> list[str]:
 def averages(cells: DataFrame, axes: list[str]) -> DataFrame:
     """Return a line per place along the axes: means of metrics over the seeds, and their spread.
 
-    `METRIC_spread` is the largest minus the smallest, `seeds` counts cells, and `failed` tells that
-    one of them failed. Lines of a model, and then of a method, stand together, in the order of
-    their first cells.
+    `METRIC_spread` is the largest minus the smallest of several, and `failed` tells that one of the
+    cells failed. Lines of a model, and then of a method, stand together, in the order of their
+    first cells.
     """
     metrics = [name for name in METRICS if name in cells]
     places = cells.assign(failed=cells["status"] == "failed").groupby(axes, sort=False)
     spreads = places[metrics].max() - places[metrics].min()
-    lines = places[metrics].mean().join(spreads.add_suffix("_spread"))
-    lines = lines.assign(seeds=places.size(), failed=places["failed"].any()).reset_index()
+    spreads = spreads.where(places[metrics].count() > 1).add_suffix("_spread")
+    lines = places[metrics].mean().join(spreads).assign(failed=places["failed"].any())
+    lines = lines.reset_index()
     return lines.sort_values(axes, key=_order, ignore_index=True)
 
 
@@ -221,13 +222,13 @@ def table_of(lines: DataFrame, axes: list[str]) -> Table:
 def _texts(lines: DataFrame, name: str, metric: Metric) -> "Series[str]":
     """Print a metric; a failed cell says so where its perplexity would stand."""
 
-    def text(value: float, spread: float, seeds: int, failed: bool) -> str:
+    def text(value: float, spread: float, failed: bool) -> str:
         if isna(value):
             return "failed" if failed and name == "perplexity" else ABSENT
-        spread_text = f" (spread {spread:.{metric.digits}f})" if seeds > 1 else ""
-        return f"{value:,.{metric.digits}f}{spread_text}"
+        brackets = "" if isna(spread) else f" (spread {spread:,.{metric.digits}f})"
+        return f"{value:,.{metric.digits}f}{brackets}"
 
-    columns = (lines[column] for column in (name, f"{name}_spread", "seeds", "failed"))
+    columns = (lines[column] for column in (name, f"{name}_spread", "failed"))
     return Series(list(map(text, *columns)), lines.index)
 
 

@@ -11,6 +11,12 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 
+_LEGEND = (
+    "Bold marks the best of a model in a column, as printed. A spread is the largest minus the "
+    "smallest over the seeds. Errors are means over the modules."
+)
+
+
 @dataclass(frozen=True)
 class WrittenReport:
     """The frame with a line per cell, a sentence on it, and the paths of the report's files."""
@@ -55,11 +61,13 @@ def write_report(folder: str | Path, *, compare: str | None = None) -> WrittenRe
     summary = f"{len(rows) - failed} cells done, {failed} failed."
     if torn:
         summary += " The last line of results.jsonl was cut short and is left out."
+    begin = f"{summary} {_LEGEND}"
     texts = {
-        "report.csv": cells.to_csv(index=False), "report.md": formats.markdown(summary, sections),
-        "report.tex": formats.latex(summary, sections),
-        "report.html": formats.html(summary, sections),
-    }  # fmt: skip
+        "report.csv": cells.map(_plain).to_csv(index=False),
+        "report.md": formats.markdown(begin, sections),
+        "report.tex": formats.latex(begin, sections),
+        "report.html": formats.html(begin, sections),
+    }
     figures = {
         f"figures/{name}.{suffix}": data
         for section in sections
@@ -70,3 +78,10 @@ def write_report(folder: str | Path, *, compare: str | None = None) -> WrittenRe
         write_whole(folder / name, data)
     paths, drawn = ([folder / name for name in names] for names in (texts, figures))
     return WrittenReport(cells, summary, tuple(paths), tuple(drawn))
+
+
+def _plain(value: object) -> object:
+    """Return a list, or the values of an object, as one text."""
+    if isinstance(value, dict | list):
+        return ", ".join(value.values() if isinstance(value, dict) else value)
+    return value

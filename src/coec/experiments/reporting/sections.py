@@ -44,7 +44,7 @@ def of_grids(cells: DataFrame, published: Mapping[str, Any] | None) -> Iterator[
         axes = axes_of(own)
         lines = averages(own, axes)
         stem = "-".join([str(number), *re.findall(r"[a-z0-9]+", grid.lower())])[:80]
-        figures = {f"{stem}-{name}": draw(lines, axes, name) for name in _DRAWN if name in lines}
+        figures = {f"{stem}-{name}": draw(lines, axes, name) for name in _DRAWN}
         figures = {name: files for name, files in figures.items() if files}
         yield Section(f"Grid {grid}", table_of(lines, axes), figures, sentence)
 
@@ -94,7 +94,7 @@ def _conditions(cells: DataFrame) -> list[dict[str, object]]:
     return [
         {"Name": name} | line
         for name, line in zip(names, lines)
-        if any(value != _VARIES for value in line.values())
+        if any(value not in (_VARIES, None) for value in line.values())
     ]
 
 
