@@ -49,9 +49,11 @@ def with_published(cells: DataFrame, published: Mapping[str, Any]) -> DataFrame:
 
 
 def protocol(published: Mapping[str, Any]) -> str:
-    """Say in a sentence how the numbers were measured."""
+    """Say how the numbers were measured."""
     uses = (f"{use.replace('_', '-')}: {text}" for use, text in published["protocol"].items())
-    return f"Numbers of {published['name']}: {'; '.join(uses)}."
+    return (
+        f"Numbers of {published['name']}: {'; '.join(uses)}. Their sizes do not compare with ours."
+    )
 
 
 def _model(name: str, published: Mapping[str, Any]) -> str:
