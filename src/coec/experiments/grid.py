@@ -84,15 +84,12 @@ class Cell:
         recipe: settings of the pruning; None measures the dense model itself.
         recover: tokens that the pruned model is trained on before it is measured; None for none.
         labels: its row's name by grid, where it has one.
-        explicit: names of the settings that were given; None for those that differ from their
-            defaults.
     """
 
     subject: Subject
     recipe: Recipe | None
     grids: tuple[str, ...]
     labels: dict[str, str] = field(default_factory=dict)
-    explicit: frozenset[str] | None = field(default=None, compare=False, repr=False)
     recover: int | None = None
 
     @property
@@ -261,10 +258,7 @@ class Grid:
                     recipe = Recipe(**_without_idle(settings, linked))
                 except OptionError as error:
                     raise OptionError(f"grid '{self.name}': {error}") from error
-                explicit = frozenset(settings)
-                yield Cell(
-                    subject, recipe, (self.name,), labels, explicit=explicit, recover=recover
-                )
+                yield Cell(subject, recipe, (self.name,), labels, recover=recover)
 
 
 def _without_idle(settings: SettingTable, linked: SettingTable) -> SettingTable:
