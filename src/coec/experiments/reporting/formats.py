@@ -20,30 +20,30 @@ _SPECIAL = {
 
 def markdown(summary: str, sections: Sequence[Section]) -> str:
     """Return the report as GitHub-flavoured Markdown."""
-    parts = ["# Report of a pruning sweep", summary]
+    blocks = ["# Report of a pruning sweep", summary]
     for section in sections:
         table = section.table.written(_md, "**{}**".format)
-        parts += [
+        blocks += [
             f"## {_md(section.title)}", _md(section.sentence),
             *(f"![{name}](figures/{name}.svg)" for name in section.figures),
             table.to_markdown(index=False, disable_numparse=True),
         ]  # fmt: skip
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(block for block in blocks if block) + "\n"
 
 
 def latex(summary: str, sections: Sequence[Section]) -> str:
     """Return the report as a LaTeX document."""
-    parts = [summary]
+    blocks = [summary]
     for section in sections:
         table = section.table.written(_tex, r"\textbf{{{}}}".format)
         size = r"width=\linewidth,height=0.8\textheight,keepaspectratio"
-        parts += [
+        blocks += [
             rf"\section*{{{_tex(section.title)}}}", _tex(section.sentence),
             *(rf"\includegraphics[{size}]{{figures/{name}.pdf}}" for name in section.figures),
             rf"\fitted{{{table.to_latex(index=False, escape=False).strip()}}}",
         ]  # fmt: skip
     page = (_ASSETS / "page.tex").read_text(encoding="utf-8")
-    return page.replace("@BODY@", "\n\n".join(part for part in parts if part))
+    return page.replace("@BODY@", "\n\n".join(block for block in blocks if block))
 
 
 def html(summary: str, sections: Sequence[Section]) -> str:
@@ -52,18 +52,18 @@ def html(summary: str, sections: Sequence[Section]) -> str:
     Text from the results is escaped; the content policy of the page forbids scripts and requests.
     """
     scrolled = '<div tabindex="0">{}</div>'.format
-    parts = [f"<p>{summary}</p>"]
+    blocks = [f"<p>{summary}</p>"]
     for section in sections:
-        parts.append(f"<h2>{escape(section.title)}</h2>")
-        parts += [f"<p>{escape(section.sentence)}</p>"] if section.sentence else []
+        blocks.append(f"<h2>{escape(section.title)}</h2>")
+        blocks += [f"<p>{escape(section.sentence)}</p>"] if section.sentence else []
         for name, files in section.figures.items():
             data = b64encode(files["svg"]).decode()
-            parts.append(scrolled(f'<img alt="{name}" src="data:image/svg+xml;base64,{data}">'))
+            blocks.append(scrolled(f'<img alt="{name}" src="data:image/svg+xml;base64,{data}">'))
         table = section.table.written(escape, "<b>{}</b>".format)
         with option_context("display.max_colwidth", None):  # pandas would cut long texts
-            parts.append(scrolled(table.to_html(index=False, escape=False, border=0)))
+            blocks.append(scrolled(table.to_html(index=False, escape=False, border=0)))
     page = (_ASSETS / "page.html").read_text(encoding="utf-8")
-    return page.replace("@BODY@", "\n".join(parts))
+    return page.replace("@BODY@", "\n".join(blocks))
 
 
 def _md(text: str) -> str:

@@ -70,14 +70,14 @@ def frame_of(rows: Iterable[Row]) -> DataFrame:
     rows = list(rows)
     conditions = [row.model_dump(include=_CONDITIONS, exclude_defaults=True) for row in rows]
     texts = [row.perplexity.model_dump(exclude={"perplexity", "kl", "agreement"}) for row in rows]
-    parts = [
+    columns = [
         DataFrame([_head(row) for row in rows]),
         DataFrame([{n: row.values.get(n) for n in SETTING_NAMES} for row in rows], dtype=object),
         DataFrame([_metrics(row) for row in rows], dtype=float),
         DataFrame(texts, dtype=object).add_prefix("evaluation."),
         json_normalize(conditions),
     ]
-    return concat(parts, axis="columns")
+    return concat(columns, axis="columns")
 
 
 def _head(row: Row) -> dict[str, Any]:
@@ -92,8 +92,8 @@ def _metrics(row: Row) -> dict[str, float | None]:
     """Return metrics by name: shares in %, memory in GiB, and means over the modules."""
 
     def of_modules(values: Iterable[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return float(mean(known)) if known else None
+        numbers = [value for value in values if value is not None]
+        return float(mean(numbers)) if numbers else None
 
     cap, share = row.values.get("rounds"), row.zero_shot.mean
     phases = [row.seconds.get(name) or 0.0 for name in ("collecting", "pruning")]
@@ -204,17 +204,19 @@ def table_of(lines: DataFrame, axes: list[str]) -> Table:
     names = [name for name in axes if name != "sparsity"]
     lines = lines.set_index([*names, "sparsity"])
     order = lines.index.droplevel("sparsity").unique()
-    shown = {name: metric for name, metric in METRICS.items() if name in lines}
+    metrics = {name: metric for name, metric in METRICS.items() if name in lines}
     texts, bold = (
-        DataFrame({metric.title: make(lines, name, metric) for name, metric in shown.items()})
+        DataFrame({metric.title: make(lines, name, metric) for name, metric in metrics.items()})
         .unstack("sparsity", fill_value=fill)
         .reindex(order)
         for make, fill in ((_texts, ABSENT), (_best, False))
     )
-    kept = [head for head in texts if (texts[head] != ABSENT).any()]
+    columns = [head for head in texts if (texts[head] != ABSENT).any()]
     heads = order.to_frame(index=False).rename(columns=str.capitalize)
-    texts, bold = (part[kept].reset_index(drop=True) for part in (texts, bold))
-    texts.columns = bold.columns = [f"{title}, {100 * sparsity:.4g} %" for title, sparsity in kept]
+    texts, bold = (frame[columns].reset_index(drop=True) for frame in (texts, bold))
+    texts.columns = bold.columns = [
+        f"{title}, {100 * sparsity:.4g} %" for title, sparsity in columns
+    ]
     no = DataFrame(False, heads.index, heads.columns)
     return Table(concat([heads, texts], axis="columns"), concat([no, bold], axis="columns"))
 

@@ -42,8 +42,8 @@ def with_published(cells: DataFrame, published: Mapping[str, Any]) -> DataFrame:
         ].itertuples(index=False)
     ]
     columns = {
-        f"published_{metric}": Series([known.get(p) for p in places], cells.index, dtype=float)
-        for metric, known in numbers.items()
+        f"published_{metric}": Series([values.get(p) for p in places], cells.index, dtype=float)
+        for metric, values in numbers.items()
     }
     return cells.assign(**columns)
 

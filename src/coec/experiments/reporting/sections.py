@@ -36,13 +36,14 @@ def of_grids(cells: DataFrame, published: Mapping[str, Any] | None) -> Iterator[
     """
     grids = dict.fromkeys(name for names in cells["grids"] for name in names)
     for number, grid in enumerate(grids, 1):
-        own, sentence = of_grid(cells, grid), ""
-        if own.empty:
+        members, sentence = of_grid(cells, grid), ""
+        if members.empty:
             continue
         if published is not None and published["grid"] == grid:
-            own, sentence = with_published(own, published), protocol(published)
-        axes = axes_of(own)
-        lines = averages(own, axes)
+            members = with_published(members, published)
+            sentence = protocol(published)
+        axes = axes_of(members)
+        lines = averages(members, axes)
         stem = "-".join([str(number), *re.findall(r"[a-z0-9]+", grid.lower())])[:80]
         figures = {f"{stem}-{name}": draw(lines, axes, name) for name in _DRAWN}
         figures = {name: files for name, files in figures.items() if files}
@@ -90,7 +91,7 @@ def _conditions(cells: DataFrame) -> list[dict[str, object]]:
     described = ("evaluation.", "calibration.", "environment.")
     names = [name for name in cells if name in SETTING_NAMES or name.startswith(described)]
     models = list(cells.groupby("model", sort=False))
-    lines = [{model: _common(own[name]) for model, own in models} for name in names]
+    lines = [{model: _common(group[name]) for model, group in models} for name in names]
     return [
         {"Name": name} | line
         for name, line in zip(names, lines)
