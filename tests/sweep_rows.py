@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 
 from coec.experiments.files import RESULTS
-from coec.experiments.reporting.document import ReportSection, document
-from coec.experiments.reporting.frame import read_results
-from coec.experiments.reporting.tables import Table
+from coec.experiments.reporting.frame import frame_of, read_rows
+from coec.experiments.reporting.published import read_published
+from coec.experiments.reporting.sections import Section, of_all_cells, of_grids
 
 MODELS = {"stories260K": 4.6, "babyllama-1M": 21.0, "wt2-llama": 24.0}
 TASKS = {"boolq": 0.5, "rte": 0.5, "hellaswag": 0.25, "winogrande": 0.5, "arc_easy": 0.25,
@@ -187,25 +187,19 @@ def _one_option(add) -> None:
             add("rescale-ridge", "wt2-llama", 0.3, "rcpu", "coec", options=OPTIONS | own)
 
 
-def section(folder: Path, rows: list[dict], title: str, **asked) -> ReportSection:
-    """One section of the report on some rows; an empty one where there is none of that title."""
-    made = document(read_results(write(folder, rows)), **asked)
-    found = [one for one in made.sections if one.title == title]
-    return found[0] if found else ReportSection(title)
+def sections(folder: Path, rows: list[dict], compare: str | None = None) -> dict[str, Section]:
+    """The sections of the report on some rows, by their titles."""
+    read, _ = read_rows(write(folder, rows))
+    cells = frame_of(read)
+    published = None if compare is None else read_published(compare)
+    made = [*of_grids(cells, published), *of_all_cells(read, cells)]
+    return {section.title: section for section in made}
 
 
-def tables(folder: Path, rows: list[dict], title: str, named: str = "", **asked) -> list[Table]:
-    """The tables of a section; those whose titles have some words in them."""
-    return [t for t in section(folder, rows, title, **asked).tables if named in t.title]
-
-
-def texts(table: Table) -> list[list[str]]:
-    """What a table says, with a star before what is bold."""
-    return table.texts(stress="*{}".format).to_numpy().tolist()
-
-
-def heads(table: Table) -> list[str]:
-    return list(table.frame.columns)
+def table(folder: Path, rows: list[dict], title: str, **asked) -> list[list[str]]:
+    """Heads and entries of the table of a section, with a star before what is bold."""
+    written = sections(folder, rows, **asked)[title].table.written(str, "*{}".format)
+    return [list(written.columns), *written.to_numpy().tolist()]
 
 
 def write(folder: Path, rows: list[dict], tail: str = "") -> Path:

@@ -21,7 +21,6 @@ from coec import settings
 from coec.compensation import COMPENSATIONS
 from coec.devices import DTYPES
 from coec.errors import OptionError
-from coec.experiments.rows import RowOptions
 from coec.planning.recipe import Recipe, read_settings
 from coec.selection import SELECTIONS
 from coec.settings import Calibration, CoecOptions, Pruning, Reconstruction, RidgeOptions, Runtime
@@ -53,7 +52,6 @@ from coec.settings.__main__ import document
 before = "torch" in sys.modules
 from coec.cli.prune import prune_command
 from coec.experiments.grid import Grid
-from coec.experiments.rows import RowOptions, RowSettings
 from coec.planning.recipe import Recipe
 recipe = Recipe(preset="paper", extra_turns=5, extra_text="yes")
 flags = inspect.signature(prune_command).parameters
@@ -64,7 +62,6 @@ print(json.dumps({
     "help": [flags[n].annotation.__metadata__[0].help for n in ("extra_turns", "extra_text")],
     "record": recipe.record(),
     "default": Recipe(preset="paper").record(),
-    "rows": ["extra_turns" in RowOptions.model_fields, "extra_text" in RowSettings.model_fields],
     "grid": [grid.axes, grid.fixed],
 }))
 """
@@ -99,12 +96,11 @@ def test_one_field_is_a_row_of_the_document(grown):
     assert "| `extra_text` | text | `no` | More text. |" in grown["document"]
 
 
-def test_one_field_is_a_key_of_recipes_grids_and_rows(grown):
+def test_one_field_is_a_key_of_recipes_and_grids(grown):
     assert grown["record"]["options"]["extra_turns"] == 5
     assert grown["record"]["extra_text"] == "yes"
     assert grown["default"]["options"]["extra_turns"] == 3
     assert grown["default"]["extra_text"] == "no"
-    assert grown["rows"] == [True, True]
     assert grown["grid"] == [{"extra_turns": [1, 2]}, {"extra_text": "maybe"}]
 
 
@@ -296,7 +292,6 @@ def test_a_number_that_may_be_left_to_the_data_is_either_wherever_it_is_given(va
     recipe = Recipe(**read_settings(tmp_path / "recipe.toml"))
     assert recipe.pruning.options == {"ridge": value}
     assert recipe.chooses_ridge == (value == "auto")
-    assert RowOptions.model_validate({"ridge": value}).ridge == value
     model = tm.save(tm.tiny("llama"), tmp_path / "model")
     status, *_ = run("prune", model, "--dry-run", "--preset", "fast", "--ridge", value)
     assert status == 0

@@ -11,7 +11,6 @@ import resource
 import shutil
 import sys
 import tempfile
-import tomllib
 import traceback
 import warnings
 from collections.abc import Callable
@@ -35,7 +34,6 @@ import sweep_rows
 import tiny_models as tm
 from coec.allocation.kept import KEPT
 from coec.errors import CoecError
-from coec.experiments.declarations import READY_GRIDS, Declared, write_declarations
 from coec.experiments.files import Store
 from coec.experiments.grid import expand
 from coec.experiments.reporting.report import write_report
@@ -71,16 +69,9 @@ def originals(root: Path) -> None:
     (root / "grid.toml").write_text(
         'samples = 8\nseed = [0, 1]\n[evaluate]\ntext = "t.txt"\nseq_len = 16\n[[variants]]\n'
         'label = "hot"\ncompensation = "coec"\nalpha = [0.8, 1.0]\n[[models]]\npath = "m"\n'
-        '[[report]]\nsection = "S"\ntable = "{model}: {metric}"\neach = ["model"]\n'
-        'rows = ["label"]\ncolumns = ["alpha"]\nbest = "row"\nextra = { Mean = "mean" }\n'
-        '[[report]]\nsection = "S"\nfigure = "F"\nx = "alpha"\nreference = { seed = [0] }\n'
     )
     rows = [row for row in sweep_rows.sweep() if row["grids"]]
-    sweep_rows.write(root / "results", rows[:12])
-    toml = {name: tomllib.loads(path.read_text()) for name, path in READY_GRIDS.items()}
-    declared = {name: grid["report"] for name, grid in toml.items()}
-    sweep_rows.write(root / "declared", rows[:8] + rows[-40::2])
-    write_declarations(root / "declared", Declared(grids=declared))
+    sweep_rows.write(root / "results", rows[:8] + rows[-40::8])
 
 
 def measured(model: Path, text: Path) -> None:
@@ -223,10 +214,6 @@ CASES: dict[str, Case] = {
     ),
     "results": (
         ("results",), lambda p: [p / "results/results.jsonl"], lambda p: report(p / "results"),
-    ),
-    "declarations": (
-        ("declared",), lambda p: [p / "declared/grids.json"],
-        lambda p: report(p / "declared"),
     ),
     **{
         name: (

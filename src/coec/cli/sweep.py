@@ -174,7 +174,7 @@ def report_command(
     out: Annotated[Path, argument("Folder that a sweep wrote to.", "OUT")],
     **flags: Any,
 ) -> None:
-    """Write the tables and figures of a sweep: report.md, report.tex and report.html in OUT.
+    """Write the tables and figures of a sweep: report.csv, .md, .tex and .html in OUT.
 
     Figures are in OUT/figures too, as PDF and SVG.
     """
@@ -185,11 +185,9 @@ def report_command(
     paths = {path.suffix[1:]: str(path) for path in written.files}
     if flags["json"]:
         figures = [str(path) for path in written.figures]
-        print(json.dumps({"files": paths, "figures": figures, **written.document.as_dict()}))
+        cells = json.loads(written.cells.to_json(orient="records"))
+        print(json.dumps({"files": paths, "figures": figures, "cells": cells}))
         return
-    for name, value in written.document.facts.items():
-        results.print(f"{name:<20} {value}")
-    for note in written.document.notes:
-        results.print(note)
+    results.print(written.summary)
     for path in (*paths.values(), *dict.fromkeys(path.parent for path in written.figures)):
         results.print(f"{'written':<20} {path}")

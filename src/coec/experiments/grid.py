@@ -16,7 +16,6 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from coec.compensation import Method
 from coec.errors import OptionError, ResultsError
-from coec.experiments.declarations import READY_GRIDS, Declared, items
 from coec.experiments.rows import (
     RECOVER,
     Count,
@@ -32,6 +31,8 @@ from coec.settings import NAMES, OPTIONS, Pruning
 from coec.settings.presets import with_preset
 from coec.settings.recovery import check_installed, token_count
 
+READY_GRIDS = {path.stem: path for path in sorted((Path(__file__).parent / "grids").glob("*.toml"))}
+"""Grids that come with the package, by name."""
 _MOST_CELLS = 100_000
 """Cells of one grid: more would take years."""
 NEWER = {
@@ -83,14 +84,12 @@ class Cell:
         recipe: settings of the pruning; None measures the dense model itself.
         recover: tokens that the pruned model is trained on before it is measured; None for none.
         labels: its row's name by grid, where it has one.
-        declared: declarations of the whole file's grids.
     """
 
     subject: Subject
     recipe: Recipe | None
     grids: tuple[str, ...]
     labels: dict[str, str] = field(default_factory=dict)
-    declared: Declared = field(default_factory=Declared, compare=False, repr=False)
     recover: int | None = None
 
     @property
@@ -172,7 +171,7 @@ class ModelTable(_Table):
 
 
 class GridTable(_Table):
-    """Content of a grid file: settings for all cells, axes, and tables."""
+    """Content of a grid file: settings for all cells, axes, variants and models."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -180,7 +179,6 @@ class GridTable(_Table):
     models: list[ModelTable] = Field(default=[])
     evaluate: dict[str, Any] = Field(default={})
     variants: list[VariantTable] = Field(default=[])
-    report: Any = Field(default=[])
 
 
 @dataclass(frozen=True)
@@ -218,7 +216,6 @@ class Grid:
             raise OptionError(
                 f"{place}, included by '{within[-1]}': write its [{key}] in the file that is run"
             )
-        items(table.report, place)
         single = {k: v for k, v in table.settings.items() if not isinstance(v, list)}
         grid = cls(path.stem, table, {**(fixed or {}), **single})
         included = (cls.read(name, (*within, source), grid.fixed) for name in table.grids)
@@ -300,7 +297,6 @@ def expand(
     tables = [*grid.table.models, *(ModelTable(path=path) for path in models or [])]
     if not tables:
         raise OptionError(f"grid '{source}' names no model: add [[models]], or pass model=PATH")
-    declared = Declared(grids={g.name: g.table.report for g in grids if g.table.report})
     dense: dict[str, Cell] = {}
     pruned: dict[str, Cell] = {}
     for table in tables:
@@ -316,10 +312,10 @@ def expand(
         defaults = {**table.settings, **(settings or {})}
         cells = [cell for grid in grids for cell in grid.cells(subject, defaults)]
         names = tuple(dict.fromkeys(name for cell in cells for name in cell.grids))
-        dense[subject.label] = Cell(subject, None, names, declared=declared)
+        dense[subject.label] = Cell(subject, None, names)
         for cell in cells:
             digest = cell.id
-            first = pruned.get(digest, replace(cell, declared=declared))
+            first = pruned.get(digest, cell)
             names = tuple(dict.fromkeys((*first.grids, *cell.grids)))
             pruned[digest] = replace(first, grids=names, labels=first.labels | cell.labels)
     return [*dense.values(), *pruned.values()]

@@ -14,7 +14,6 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
-    create_model,
     model_validator,
 )
 
@@ -67,10 +66,6 @@ class Record(BaseModel):
     def _present(cls, value: Any) -> Any:
         return _without_nulls(value)
 
-    def __bool__(self) -> bool:
-        """Tell whether anything is recorded here."""
-        return bool(self.model_fields_set)
-
 
 def read_as(cls: type[_Value], value: Any) -> _Value:
     """Read a model or dataclass of pydantic from JSON or TOML.
@@ -101,33 +96,18 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
-class _Settings(BaseModel):
-    """Settings by name, also those of other versions; null is a value here."""
+class RowSettings(BaseModel):
+    """Settings of a cell, defaults included, also those of other versions; null is a value here.
+
+    The dense model's own row has sparsity 0 and compensation `dense`.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, extra="allow")
     __pydantic_extra__: dict[Text, Plain | None] = Field(init=False)
 
-
-_TYPES: dict[Any, Any] = {float: Number, int: Count, str: Text, bool: bool}
-_FIELDS: dict[str, Any] = {
-    table: {
-        s.name: (_TYPES.get(s.kind, Text) | (Text if s.words else None) | None, None)
-        for s in settings
-        if s.kind is not None
-    }
-    for table, settings in (("recipe", RECIPE), ("options", OPTIONS))
-}
-RowOptions: Any = create_model(
-    "RowOptions", __base__=_Settings, __module__=__name__, **_FIELDS["options"]
-)
-RowSettings: Any = create_model(
-    "RowSettings", __base__=_Settings, __module__=__name__,
-    **_FIELDS["recipe"]
-    | {"sparsity": (Fraction, ...), "compensation": (Text, ...)}
-    | {"options": (RowOptions | None, None), RECOVER: (Count | None, None)},
-)  # fmt: skip
-"""Settings of a cell, defaults included, with the options of its compensation; the dense model's
-own row has sparsity 0 and compensation `dense`."""
+    sparsity: Fraction
+    compensation: Text
+    options: dict[Text, Plain | None] | None = None
 
 
 class PerplexityOfRow(Record):
@@ -144,18 +124,16 @@ class PerplexityOfRow(Record):
 
 
 class TaskOfRow(Record):
-    """Accuracy on one zero-shot task, its standard error, and what guessing scores."""
+    """Accuracy on one zero-shot task, and its standard error."""
 
     value: Number | None = None
     stderr: Number | None = None
-    chance: Number | None = None
 
 
 class ZeroShotOfRow(Record):
-    """Zero-shot accuracy: the mean over tasks, and every task by its name."""
+    """Zero-shot accuracy: the mean over tasks, every task, and those no better than guessing."""
 
     mean: Number | None = None
-    mean_stderr: Number | None = None
     tasks: Annotated[dict[Text, TaskOfRow], Absent] = {}
     at_chance: list[Text] = []
 
@@ -188,13 +166,8 @@ class AnglesOfRow(Record):
 class Module(Record):
     """Errors and rounds of one repaired module, and the safeguards that fired."""
 
-    site: Text
-    block: Count
-    error_before: Number | None = None
     error_after: Number | None = None
-    holdout_before: Number | None = None
     holdout_after: Number | None = None
-    errors_per_round: list[Number] = []
     gcv_lambda: Number | None = None
     rounds: Count | None = None
     events: list[Text] = []
@@ -204,11 +177,9 @@ class Module(Record):
 class CalibrationOfRow(Record):
     """Calibration text, and the windows drawn from it."""
 
-    source: Text | None = None
     text_sha256: Text | None = None
     windows_sha256: Text | None = None
     windows: Count | None = None
-    seq_len: Count | None = None
 
 
 class Row(Record):
@@ -262,23 +233,6 @@ class Row(Record):
         """Settings and options by name."""
         settings: dict[str, Any] = self.settings.model_dump(exclude_unset=True)
         return settings | (settings.pop("options", None) or {})
-
-    def setting(self, name: str) -> Any:
-        """Return a setting or an option by name; None where the row has neither."""
-        return self.values.get(name)
-
-    def measured(self, metric: str) -> float | None:
-        """Return a metric, shares in % and memory in GiB; None where it was not measured.
-
-        Seconds are those of pruning, the dense pass that cells share included.
-        """
-        phases = [self.seconds.get(name) or 0.0 for name in ("collecting", "pruning")]
-        value, unit = {
-            "perplexity": (self.perplexity.perplexity, 1), "zero_shot": (self.zero_shot.mean, 100),
-            "kl": (self.perplexity.kl, 1), "agreement": (self.perplexity.agreement, 100),
-            "seconds": (sum(phases) or None, 1), "memory": (self.peak_memory_bytes, 1 / 2**30),
-        }[metric]  # fmt: skip
-        return None if value is None else unit * value
 
 
 def read(record: Any) -> Row:

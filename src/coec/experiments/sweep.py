@@ -35,7 +35,6 @@ from coec.experiments.cell import (
     resolved,
     run,
 )
-from coec.experiments.declarations import write_declarations
 from coec.experiments.files import Store
 from coec.experiments.grid import Cell
 from coec.experiments.rows import NO_REASON
@@ -116,8 +115,6 @@ def sweep(
     identity_of = identities(cells, subjects)
     with _executor(executor, jobs, address, out, chosen) as workers, Store(out).writing() as store:
         _check_identities(cells, identity_of, store)
-        for declared in {id(cell.declared): cell.declared for cell in cells}.values():
-            write_declarations(out, declared)
         groups = _groups(cells, out)
         unfinished = _unfinished(groups, store, retry_failed)
         _widen(cells, store)

@@ -1,9 +1,10 @@
-"""`coec report`: three files, or one line that says why not."""
+"""`coec report`: four files and figures, or one line that says why not."""
 
 import builtins
 import json
 import sys
 
+import pandas
 import pytest
 
 import sweep_rows as sr
@@ -28,25 +29,49 @@ SMALL = [
 ]
 
 
-def test_three_files_are_written_and_named(tmp_path, monkeypatch, capsys):
+def test_four_files_are_written_and_named(tmp_path, monkeypatch, capsys):
     assert run(monkeypatch, sr.write(tmp_path, SMALL)) == 0
     shown = capsys.readouterr().out
-    for name in ("report.md", "report.tex", "report.html"):
+    assert "2 cells done, 0 failed." in shown
+    for name in ("report.csv", "report.md", "report.tex", "report.html"):
         assert str(tmp_path / name) in shown
-        assert "11.00" in (tmp_path / name).read_text(encoding="utf-8")
+        assert "11.0" in (tmp_path / name).read_text(encoding="utf-8")
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "report.html", "report.md", "report.tex", "results.jsonl",
+        "report.csv", "report.html", "report.md", "report.tex", "results.jsonl",
     ]  # fmt: skip
 
 
-def test_json_holds_files_and_tables(tmp_path, monkeypatch, capsys):
-    run(monkeypatch, sr.write(tmp_path, SMALL), "--json", "--compare", "paper")
+def test_json_holds_files_and_cells(tmp_path, monkeypatch, capsys):
+    run(monkeypatch, sr.write(tmp_path, SMALL), "--json")
     printed = json.loads(capsys.readouterr().out)
     assert printed["files"]["md"] == str(tmp_path / "report.md")
-    assert printed["facts"]["Cells"] == "2 done, 0 failed"
-    best = printed["sections"]["Best results"][0]
-    assert best["values"][0][4] == 11.0
-    assert printed["notes"][0].startswith("Numbers of the paper")
+    assert [cell["perplexity"] for cell in printed["cells"]] == [12.0, 11.0]
+    assert printed["figures"] == []
+
+
+def test_csv_has_a_line_per_cell(tmp_path):
+    folder = sr.write(tmp_path, [*SMALL, sr.row(samples=8, perplexity=sr.perplexity(9.0))])
+    write_report(folder)
+    lines = pandas.read_csv(folder / "report.csv")
+    assert list(lines["perplexity"]) == [12.0, 11.0, 9.0]
+    assert list(lines["method"]) == ["rcpu + rcpu", "rcpu + coec", "rcpu + coec"]
+
+
+def test_figures_have_files_that_the_documents_name(tmp_path):
+    rows = [sr.row(grids=["α"], samples=n, perplexity=sr.perplexity(9.0 + n)) for n in (8, 16)]
+    folder = sr.write(tmp_path, [*rows, *(row | {"grids": ["β"]} for row in rows)])
+    written = write_report(folder)
+    assert [path.name for path in written.figures] == [
+        "1-perplexity.pdf", "1-perplexity.svg", "2-perplexity.pdf", "2-perplexity.svg",
+    ]  # fmt: skip
+    assert "(figures/2-perplexity.svg)" in (folder / "report.md").read_text(encoding="utf-8")
+
+
+def test_a_last_line_that_was_cut_short_is_spoken_of(tmp_path):
+    folder = sr.write(tmp_path, SMALL, '{"cell": "a')
+    said = "The last line of results.jsonl was cut short and is left out."
+    assert said in write_report(folder).summary
+    assert said in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path, monkeypatch, capsys):
@@ -79,13 +104,13 @@ def test_a_missing_library_names_the_extra(library, tmp_path, monkeypatch):
 
 def test_a_failed_write_leaves_the_old_report(tmp_path, monkeypatch):
     folder = sr.write(tmp_path, SMALL)
-    (folder / "report.md").write_text("old")
+    (folder / "report.csv").write_text("old")
 
     def refused(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.os, "replace", refused)
-    with pytest.raises(OutputError, match=r"report.md \(No space left on device\): make"):
+    with pytest.raises(OutputError, match=r"report.csv \(No space left on device\): make"):
         write_report(folder)
-    assert (folder / "report.md").read_text() == "old"
-    assert sorted(p.name for p in folder.iterdir()) == ["report.md", "results.jsonl"]
+    assert (folder / "report.csv").read_text() == "old"
+    assert sorted(p.name for p in folder.iterdir()) == ["report.csv", "results.jsonl"]

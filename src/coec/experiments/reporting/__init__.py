@@ -1,1 +1,1 @@
-"""The report of a sweep: rows → tables and figures as values → Markdown, LaTeX, one page."""
+"""The report of a sweep: rows → one data frame of cells → tables and figures → files."""

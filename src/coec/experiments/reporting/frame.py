@@ -1,67 +1,49 @@
-"""Rows of a sweep as data frames: a line per cell, per module, or per round of a module."""
+"""Rows of a sweep as one data frame, a line per cell; averages and tables are made from it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from pandas import Categorical, DataFrame, Series, concat, isna
+from numpy import mean
+from pandas import DataFrame, Series, concat, factorize, isna, json_normalize, to_numeric
 
 from coec.errors import ResultsError
-from coec.experiments.declarations import (
-    QUANTITIES,
-    Declaration,
-    Declared,
-    Filter,
-    read_declarations,
-)
 from coec.experiments.files import RESULTS, read_lines
-from coec.experiments.rows import SETTING_NAMES, Module, Row
+from coec.experiments.rows import SETTING_NAMES, Row
 
 ABSENT, DENSE = "–", "dense"
-_ORDER = {
-    "selection": ("wanda-sp", "flap", "rcpu", "leverage", "obs"),
-    "compensation": ("none", "bias", "least-squares", "ridge-to-slice", "rcpu", "coec", "auto"),
+
+
+class Metric(NamedTuple):
+    """Head of a metric in tables, its decimals, and `min` or `max` where one end is better."""
+
+    title: str
+    digits: int
+    better: str = ""
+
+
+METRICS = {
+    "perplexity": Metric("Perplexity", 2, "min"),
+    "published_perplexity": Metric("Published perplexity", 2),
+    "zero_shot": Metric("Zero-shot, %", 1, "max"),
+    "published_zero_shot": Metric("Published zero-shot, %", 1),
+    "kl": Metric("KL, nats", 3, "min"),
+    "agreement": Metric("Agreement, %", 1, "max"),
+    "error": Metric("Error", 4),
+    "error_held_out": Metric("Error held out", 4, "min"),
+    "seconds": Metric("Seconds", 0),
 }
-"""Order of lines; other names come last."""
-_TEXTS = {"attention": "attention output", "mlp": "MLP"}
-METRICS = [name for name, quantity in QUANTITIES.items() if quantity.of == "cells"]
-PUBLISHED_METRICS = [n for n, quantity in QUANTITIES.items() if quantity.of == "published"]
-_OF_MODULE = [name for name, quantity in QUANTITIES.items() if quantity.of == "modules"]
+"""Columns of the frame that tables show, where something was measured."""
+_CONDITIONS = {"zero_shot", "parameters", "cost", "calibration", "seconds", "environment"}
+"""Parts of a row that the frame holds as they are, with dotted names."""
 
 
-@dataclass(frozen=True)
-class Results:
-    """Rows of a sweep, with notes on the file they came from, and what its grids declare.
+def read_rows(folder: Path) -> tuple[list[Row], bool]:
+    """Read the rows of `folder/results.jsonl`, and whether an unfinished last line was left out.
 
-    Attributes:
-        cells: a line per row, with settings, metrics and `parameters` by name.
-        modules, rounds: a line per module, and per round of it; `cell` is their row's.
-    """
-
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...]
-    declared: Declared
-    cells: DataFrame
-    modules: DataFrame
-    rounds: DataFrame
-
-    @property
-    def dense(self) -> DataFrame:
-        """Lines of the dense models."""
-        return self.cells[self.cells["dense"]]
-
-    def of_grid(self, name: str) -> DataFrame:
-        """Return the pruned cells of a grid, with its labels."""
-        cells = self.cells[~self.cells["dense"] & self.cells["grids"].map(lambda g: name in g)]
-        return cells.assign(label=cells["labels"].map(lambda labels: labels.get(name)))
-
-
-def read_results(folder: Path) -> Results:
-    """Read the rows of `folder/results.jsonl`, in the order in which their cells first appear.
-
-    A cell that was run again counts once, by its last line; it belongs to the grids of all its
-    lines. A last line that a crash cut short is dropped with a note.
+    A cell that was run again counts once, at its first place and by its last line; it belongs to
+    the grids of all its lines.
 
     Raises:
         ResultsError: there is no such file, it holds no row, or a line is not a row.
@@ -80,162 +62,182 @@ def read_results(folder: Path) -> Results:
         rows[row.cell] = row.model_copy(update={"grids": grids, "labels": labels})
     if not rows:
         raise ResultsError(f"{path} holds no finished cell: run the sweep first")
-    notes = (f"The last line of {RESULTS} was cut short and is left out.",) if file.torn else ()
-    cells = DataFrame(map(_cell, rows.values()), dtype=object)
-    cells = cells.reindex(columns=list(dict.fromkeys([*cells, *SETTING_NAMES])))
-    numbers = [*METRICS, *PUBLISHED_METRICS, "parameters", "parameters_kept"]
-    modules = [(row.cell, module) for row in rows.values() for module in row.sites]
-    caps = {row.cell: row.setting("rounds") for row in rows.values()}
-    return Results(
-        tuple(rows.values()),
-        notes,
-        read_declarations(folder),
-        cells.assign(dense=cells["dense"].astype(bool), **cells[numbers].astype(float)),
-        DataFrame(
-            [[cell, m.site, m.block, *_module(m, caps[cell])] for cell, m in modules],
-            columns=["cell", "site", "block", *_OF_MODULE],
-        ).astype(dict.fromkeys(_OF_MODULE, float)),
-        DataFrame(
-            [point for row in rows.values() for point in _rounds(row)],
-            columns=["cell", "site", "block", "round", "error"],
-        ),
-    )
+    return list(rows.values()), file.torn
 
 
-def _cell(row: Row) -> dict[str, Any]:
-    before, after = row.parameters.before, row.parameters.after
+def frame_of(rows: Iterable[Row]) -> DataFrame:
+    """Return a line per cell: what it is, its settings, its metrics, and how it was measured."""
+    rows = list(rows)
+    conditions = [row.model_dump(include=_CONDITIONS, exclude_defaults=True) for row in rows]
+    texts = [row.perplexity.model_dump(exclude={"perplexity", "kl", "agreement"}) for row in rows]
+    columns = [
+        DataFrame([_head(row) for row in rows]),
+        DataFrame([{n: row.values.get(n) for n in SETTING_NAMES} for row in rows], dtype=object),
+        DataFrame([_metrics(row) for row in rows], dtype=float),
+        DataFrame(texts, dtype=object).add_prefix("evaluation."),
+        json_normalize(conditions),
+    ]
+    return concat(columns, axis="columns")
+
+
+def _head(row: Row) -> dict[str, Any]:
+    method = f"{row.values.get('selection')} + {row.settings.compensation}"
     return {
-        **{
-            name: ABSENT if value is None else value
-            for name, value in row.values.items() if name in SETTING_NAMES
-        },
-        **{name: row.measured(name) for name in METRICS},
-        "cell": row.cell, "model": row.model, "dense": row.dense, "label": None,
-        "grids": row.grids, "labels": row.labels, "failed": row.status == "failed",
-        **dict.fromkeys(PUBLISHED_METRICS),
-        "parameters": after or before,
+        "cell": row.cell, "model": row.model, "method": DENSE if row.dense else method,
+        "grids": row.grids, "labels": row.labels, "status": row.status, "reason": row.error,
+    }  # fmt: skip
+
+
+def _metrics(row: Row) -> dict[str, float | None]:
+    """Return metrics by name: shares in %, memory in GiB, and means over the modules."""
+
+    def of_modules(values: Iterable[float | None]) -> float | None:
+        numbers = [value for value in values if value is not None]
+        return float(mean(numbers)) if numbers else None
+
+    cap, share = row.values.get("rounds"), row.zero_shot.mean
+    phases = [row.seconds.get(name) or 0.0 for name in ("collecting", "pruning")]
+    before, after = row.parameters.before, row.parameters.after
+    capped = (100.0 * (s.rounds >= cap) for s in row.sites if s.rounds is not None and cap)
+    return {
+        "perplexity": row.perplexity.perplexity,
+        "zero_shot": None if share is None else 100 * share,
+        "kl": row.perplexity.kl,
+        "agreement": None if (a := row.perplexity.agreement) is None else 100 * a,
+        "error": of_modules(site.error_after for site in row.sites),
+        "error_held_out": of_modules(site.holdout_after for site in row.sites),
+        "gcv_lambda": of_modules(site.gcv_lambda for site in row.sites),
+        "modules_at_cap": of_modules(capped),
+        "angle_op": of_modules(site.geometry.angle_op for site in row.sites),
+        "angle_oc": of_modules(site.geometry.angle_oc for site in row.sites),
+        "angle_pc": of_modules(site.geometry.angle_pc for site in row.sites),
+        "seconds": None if row.dense else sum(phases) or None,
+        "peak_memory": row.peak_memory_bytes and row.peak_memory_bytes / 2**30,
         "parameters_kept": 100 * after / before if after and before else None,
     }  # fmt: skip
 
 
-def _module(module: Module, cap: int | None) -> list[float | None]:
-    capped = None if None in (cap, module.rounds) else 100.0 * (module.rounds >= cap)  # type: ignore[operator]
-    return [
-        capped if name == "capped"
-        else getattr(module.geometry if name.startswith("angle_") else module, name)
-        for name in _OF_MODULE
-    ]  # fmt: skip
-
-
-def chosen(item: Declaration, cells: DataFrame, results: Results) -> DataFrame:
-    """Return the cells that a declaration is about, a line per module or round if it shows those.
-
-    Lines have a `value`, the name of a quantity, and its `number`.
-    """
-    axes = {*item.each, *item.rows, *item.columns, *item.where, item.x}
-    kinds = {QUANTITIES[name].of for name in item.values}
-    if "rounds" in kinds or "round" in axes:
-        cells = cells.merge(results.rounds, on="cell")
-    elif "modules" in kinds or {"site", "block"} & axes:
-        cells = cells.merge(results.modules, on="cell")
-    cells = cells[matching(cells, item.where)] if item.where else cells
-    if published := [name for name in item.values if QUANTITIES[name].of == "published"]:
-        cells = cells.dropna(subset=published, how="all")
-    names = [name for name in item.values if name in cells]
-    others = cells.drop(columns=names)
-    # As `melt` does, which takes every column by itself, and there are many.
-    lines = [others.assign(value=name, number=cells[name]) for name in names]
-    return concat(lines or [others.iloc[:0].assign(value="", number=0.0)], ignore_index=True)
-
-
-def _rounds(row: Row) -> Iterator[tuple[str, str, int, int, float]]:
-    """Yield errors relative to the slice's; a module that has stopped keeps its last one."""
-    longest = max((len(module.errors_per_round) for module in row.sites), default=0)
-    for module in row.sites:
-        errors = module.errors_per_round
-        if errors and errors[0] > 0:
-            for number in range(longest):
-                error = errors[min(number, len(errors) - 1)] / errors[0]
-                yield row.cell, module.site, module.block, number, error
-
-
-def matching(cells: DataFrame, only: Filter) -> "Series[bool]":
-    """Tell which cells pass a filter; none passes an empty one."""
-    passes = Series(bool(only), cells.index)
-    for name, values in only.items():
-        passes &= cells[name].isin(values) if name in cells else False
-    return passes
-
-
-def differing(cells: DataFrame, axes: Sequence[str], but: Sequence[str] = ("seed",)) -> list[str]:
-    """Name the settings that tell cells of one place along some axes apart, but for the seed.
-
-    An option that a cell's compensation does not have is no value.
-    """
-    names = [name for name in SETTING_NAMES if name in cells and name not in {*axes, *but}]
-    names = [name for name in names if cells[name].nunique() > 1]  # the others tell none apart
-    places = cells.groupby(["model", *(a for a in axes if a in cells)], dropna=False, sort=False)
-    varying = (places[names].nunique() > 1).any() if names else Series(dtype=bool)
-    return [name for name in names if varying[name]]
-
-
 def setting_text(value: object) -> str:
-    """Print a setting; of a path only the name, which is enough to recognise it."""
+    """Print a setting, or that there is none."""
     if value is None or isna(value):
         return ABSENT
-    if isinstance(value, float):
-        return f"{value:g}"
-    return Path(value).name if isinstance(value, str) and "/" in value else str(value)
+    return f"{value:.15g}" if isinstance(value, float) else str(value)
 
 
-def axis_text(name: str, value: Any) -> str:
-    """Print a place along an axis."""
-    if name == "value":
-        return QUANTITIES[value].title
-    if name == "sparsity" and not isinstance(value, str):
-        return f"{100 * value:.4g} %"
-    if name == "site":
-        return _TEXTS.get(value, value)
-    return str(value) if name in ("model", "label") else setting_text(value)
+def of_grid(cells: DataFrame, grid: str) -> DataFrame:
+    """Return the cells of a grid: labels take the place of methods, and settings are texts.
 
-
-def along(cells: DataFrame, name: str, item: Declaration) -> "Series[Any]":
-    """Return the places of cells along an axis, as text, in order.
-
-    The order is that of `where`, if it names them, else by size or first appearance.
+    The dense models have a line at every sparsity, to stand beside what was pruned.
     """
-    first = item.values if name == "value" else item.where.get(name, [])
-
-    def place(value: Any) -> tuple[Any, ...]:
-        if value == DENSE:
-            return (-1,)
-        if value in first:
-            return (0, first.index(value))
-        if name in _ORDER:
-            known = _ORDER[name]
-            return (1, known.index(value) if value in known else len(known), str(value))
-        if name in ("model", "label"):
-            return (1,)
-        return (
-            1,
-            isinstance(value, str),
-            value if isinstance(value, int | float) else 0,
-            str(value),
-        )
-
-    values = [ABSENT if isna(value) else value for value in cells[name]]
-    ordered = sorted(dict.fromkeys(values), key=place)
-    texts = list(dict.fromkeys(axis_text(name, value) for value in ordered))
-    places = Categorical([axis_text(name, value) for value in values], texts, ordered=True)
-    return Series(places, cells.index, name=name)
+    cells = cells[[grid in names for names in cells["grids"]]]
+    settings = [name for name in SETTING_NAMES if name != "sparsity"]
+    labels = [names.get(grid) for names in cells["labels"]]
+    methods = [label or method for label, method in zip(labels, cells["method"])]
+    is_dense = cells["compensation"] == DENSE
+    cells = cells.assign(method=methods, **cells[settings].map(setting_text))
+    places = cells.loc[~is_dense, ["model", "sparsity"]].drop_duplicates()
+    dense = cells[is_dense].drop(columns="sparsity").merge(places, on="model")
+    return concat([dense, cells[~is_dense]], ignore_index=True)
 
 
-def each(cells: DataFrame, item: Declaration) -> Iterator[tuple[dict[str, str], DataFrame]]:
-    """Yield the cells of every place along the axes that have a table or a panel each."""
-    if not item.each and len(cells):
-        yield {}, cells
-    if not item.each or cells.empty:
-        return
-    keys = [along(cells, name, item) for name in item.each]
-    for places, group in cells.groupby(keys, observed=True):
-        yield dict(zip(item.each, places)), group
+def axes_of(cells: DataFrame) -> list[str]:
+    """Name what tells the cells of a grid apart, but for the seed: model, method, sparsity first.
+
+    A setting that follows from those before it, as options do from a preset, is none of them.
+    """
+    axes = ["model", "method", "sparsity"]
+    for name in ("preset", *SETTING_NAMES):
+        if name not in (*axes, "seed"):
+            finer = cells.groupby([*axes, name]).ngroups
+            axes += [name] if finer > cells.groupby(axes).ngroups else []
+    return axes
+
+
+def averages(cells: DataFrame, axes: list[str]) -> DataFrame:
+    """Return a line per place along the axes: means of metrics over the seeds, and their spread.
+
+    `METRIC_spread` is the largest minus the smallest of several, and `failed` tells that one of the
+    cells failed. Lines of a model, and then of a method, stand together, in the order of their
+    first cells.
+    """
+    metrics = [name for name in METRICS if name in cells]
+    places = cells.assign(failed=cells["status"] == "failed").groupby(axes, sort=False)
+    spreads = places[metrics].max() - places[metrics].min()
+    spreads = spreads.where(places[metrics].count() > 1).add_suffix("_spread")
+    lines = places[metrics].mean().join(spreads).assign(failed=places["failed"].any())
+    lines = lines.reset_index()
+    return lines.sort_values(axes, key=_order, ignore_index=True)
+
+
+def _order(column: "Series[Any]") -> "Series[float]":
+    """Order settings that are numbers by size, and all else by its first place."""
+    first = Series(factorize(column)[0], column.index, dtype=float)
+    if column.name in ("model", "method"):
+        return first
+    return to_numeric(column, errors="coerce").fillna(first)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Table of texts; `bold` is of the same shape."""
+
+    texts: DataFrame
+    bold: DataFrame
+
+    @classmethod
+    def plain(cls, lines: DataFrame) -> "Table":
+        """Return a table without bold entries."""
+        texts = lines.map(setting_text)
+        return cls(texts, DataFrame(False, texts.index, texts.columns))
+
+    def written(self, escape: Callable[[str], str], bold: Callable[[str], str]) -> DataFrame:
+        """Return entries and heads as text of one format."""
+        texts = self.texts.map(escape).rename(columns=escape)
+        return texts.mask(self.bold.to_numpy(), texts.map(bold))
+
+
+def table_of(lines: DataFrame, axes: list[str]) -> Table:
+    """Return averages with a column for every metric at every sparsity, the other axes as lines.
+
+    The best of a model's entries in a column are bold, as they are printed.
+    """
+    names = [name for name in axes if name != "sparsity"]
+    lines = lines.set_index([*names, "sparsity"])
+    order = lines.index.droplevel("sparsity").unique()
+    metrics = {name: metric for name, metric in METRICS.items() if name in lines}
+    texts, bold = (
+        DataFrame({metric.title: make(lines, name, metric) for name, metric in metrics.items()})
+        .unstack("sparsity", fill_value=fill)
+        .reindex(order)
+        for make, fill in ((_texts, ABSENT), (_best, False))
+    )
+    columns = [head for head in texts if (texts[head] != ABSENT).any()]
+    heads = order.to_frame(index=False).rename(columns=str.capitalize)
+    texts, bold = (frame[columns].reset_index(drop=True) for frame in (texts, bold))
+    texts.columns = bold.columns = [
+        f"{title}, {100 * sparsity:.4g} %" for title, sparsity in columns
+    ]
+    no = DataFrame(False, heads.index, heads.columns)
+    return Table(concat([heads, texts], axis="columns"), concat([no, bold], axis="columns"))
+
+
+def _texts(lines: DataFrame, name: str, metric: Metric) -> "Series[str]":
+    """Print a metric; a failed cell says so where its perplexity would stand."""
+
+    def text(value: float, spread: float, failed: bool) -> str:
+        if isna(value):
+            return "failed" if failed and name == "perplexity" else ABSENT
+        brackets = "" if isna(spread) else f" (spread {spread:,.{metric.digits}f})"
+        return f"{value:,.{metric.digits}f}{brackets}"
+
+    columns = (lines[column] for column in (name, f"{name}_spread", "failed"))
+    return Series(list(map(text, *columns)), lines.index)
+
+
+def _best(lines: DataFrame, name: str, metric: Metric) -> "Series[bool]":
+    """Tell the best pruned entries of every model and sparsity; of a tie all, of one alone none."""
+    printed = lines[name].round(metric.digits)
+    printed = printed.mask(lines.index.get_level_values("method") == DENSE)
+    places = printed.groupby(["model", "sparsity"])
+    best = printed == places.transform(metric.better or "min")
+    return best & (places.transform("count") > 1) & bool(metric.better)

@@ -2,57 +2,65 @@
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from coec.errors import OptionError
-from coec.experiments.reporting.frame import PUBLISHED_METRICS, Results
+from pandas import DataFrame, Series
 
-PUBLISHED = {
+from coec.errors import OptionError
+
+_FILES = {
     path.stem: path
     for path in sorted((Path(__file__).parents[1] / "grids" / "published").glob("*.toml"))
 }
-"""Files of published numbers, by name."""
 
 
-def with_published(results: Results, name: str) -> Results:
-    """Add numbers of the same model, sparsity, selection and compensation, and their protocol.
+def read_published(name: str) -> dict[str, Any]:
+    """Return the numbers of a publication, the grid that they belong to, and their protocol.
 
     Raises:
         OptionError: no numbers have that name.
     """
-    if name not in PUBLISHED:
-        raise OptionError(f"no published numbers '{name}': there is {', '.join(PUBLISHED)}")
-    content = tomllib.loads(PUBLISHED[name].read_text(encoding="utf-8"))
-    numbers = {
-        (table["metric"], table["sparsity"], selection, compensation, _model(model, content)): value
-        for table in content["comparison"]
-        for selection, repairs in table["values"].items()
-        for compensation, values in repairs.items()
-        for model, value in zip(table["models"], values)
-    }
-    names = results.cells["model"].map(lambda model: _model(model, content))
-    sparsities = results.cells["sparsity"].astype(float).round(4)
-    selections, compensations = results.cells["selection"], results.cells["compensation"]
-    places = list(zip(sparsities, selections, compensations, names))
+    if name not in _FILES:
+        raise OptionError(f"no published numbers '{name}': there is {', '.join(_FILES)}")
+    return tomllib.loads(_FILES[name].read_text(encoding="utf-8"))
+
+
+def with_published(cells: DataFrame, published: Mapping[str, Any]) -> DataFrame:
+    """Add the numbers of the same model, sparsity, selection and compensation, where there are."""
+    numbers: dict[str, dict[tuple[Any, ...], float]] = {"perplexity": {}, "zero_shot": {}}
+    for table in published["comparison"]:
+        for selection, repairs in table["values"].items():
+            for compensation, values in repairs.items():
+                for model, value in zip(table["models"], values):
+                    place = _model(model, published), table["sparsity"], selection, compensation
+                    numbers[table["metric"]][place] = value
+    places = [
+        (_model(model, published), round(sparsity, 4), selection, compensation)
+        for model, sparsity, selection, compensation in cells[
+            ["model", "sparsity", "selection", "compensation"]
+        ].itertuples(index=False)
+    ]
     columns = {
-        metric: [numbers.get((metric.removeprefix("published_"), *place)) for place in places]
-        for metric in PUBLISHED_METRICS
+        f"published_{metric}": Series([values.get(p) for p in places], cells.index, dtype=float)
+        for metric, values in numbers.items()
     }
-    cells = results.cells.assign(**columns).astype(dict.fromkeys(columns, float))
-    protocol = " ".join(
-        f"{use.replace('_', '-')}: {text}." for use, text in content["protocol"].items()
+    return cells.assign(**columns)
+
+
+def protocol(published: Mapping[str, Any]) -> str:
+    """Say how the numbers were measured."""
+    uses = (f"{use.replace('_', '-')}: {text}" for use, text in published["protocol"].items())
+    return (
+        f"Numbers of {published['name']}: {'; '.join(uses)}. Their sizes do not compare with ours."
     )
-    note = f"Numbers of {content['name']}: {protocol} Their sizes do not compare with ours."
-    return replace(results, cells=cells, notes=(*results.notes, note))
 
 
-def _model(name: str, content: Mapping[str, Any]) -> str:
+def _model(name: str, published: Mapping[str, Any]) -> str:
     """Return a model's name without owner, case, and parts that the publication does not print."""
     name = name.rstrip("/").rpartition("/")[2].lower()
-    for prefix in content["prefixes"]:
+    for prefix in published["prefixes"]:
         name = name.removeprefix(prefix)
-    for suffix in content["suffixes"]:
+    for suffix in published["suffixes"]:
         name = name.removesuffix(suffix)
     return name

@@ -1,4 +1,4 @@
-"""From a sweep's folder to its report: Markdown, LaTeX and a page, with its figures."""
+"""From a sweep's folder to its report: CSV, Markdown, LaTeX and a page, with figures."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,25 +8,30 @@ from coec.errors import OptionError
 from coec.experiments.files import write_whole
 
 if TYPE_CHECKING:
-    from coec.experiments.reporting.document import Document
+    from pandas import DataFrame
 
-FIGURES = "figures"
+
+_LEGEND = (
+    "Bold marks the best of a model in a column, as printed. A spread is the largest minus the "
+    "smallest over the seeds. Errors are means over the modules."
+)
 
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """The report, and the paths of its files: Markdown, LaTeX, the page, and figures."""
+    """The frame with a line per cell, a sentence on it, and the paths of the report's files."""
 
-    document: "Document"
+    cells: "DataFrame"
+    summary: str
     files: tuple[Path, ...]
     figures: tuple[Path, ...]
 
 
 def write_report(folder: str | Path, *, compare: str | None = None) -> WrittenReport:
-    """Read `folder/results.jsonl` and write report.md, report.tex and report.html beside it.
+    """Read `folder/results.jsonl`, and write report.csv, .md, .tex and .html beside it.
 
-    Figures are in the page, and in `folder/figures` as PDF and SVG. Everything is rendered before
-    the first file is written, and each file appears by one rename.
+    Figures are in the page, and in `folder/figures` as PDF and SVG. Everything is made before the
+    first file is written, and each file appears by one rename.
 
     Args:
         compare: published numbers of that name stand beside ours.
@@ -36,29 +41,47 @@ def write_report(folder: str | Path, *, compare: str | None = None) -> WrittenRe
         OptionError: a library of the report is not installed, or no numbers have that name.
         OutputError: the folder cannot be written.
     """
-    for library in ("pandas", "tabulate", "matplotlib", "jinja2"):
+    for library in ("pandas", "tabulate", "matplotlib", "jinja2"):  # pandas needs two of them
         try:
             __import__(library)
         except ImportError:
             message = f"the report needs {library}: pip install 'coec[report]'"
             raise OptionError(message) from None
-    from coec.experiments.reporting.document import document, html, latex, markdown
-    from coec.experiments.reporting.figures import draw
-    from coec.experiments.reporting.frame import read_results
+    from coec.experiments.reporting import formats
+    from coec.experiments.reporting.frame import frame_of, read_rows
+    from coec.experiments.reporting.published import read_published
+    from coec.experiments.reporting.sections import of_all_cells, of_grids
 
     folder = Path(folder)
-    content = document(read_results(folder), compare=compare)
-    drawings = {
-        f"{FIGURES}/{name}.{suffix}": data
-        for section in content.sections
-        for name, figure in section.figures.items()
-        for suffix, data in draw(figure).items()
-    }
+    published = None if compare is None else read_published(compare)
+    rows, torn = read_rows(folder)
+    cells = frame_of(rows)
+    sections = [*of_grids(cells, published), *of_all_cells(rows, cells)]
+    failed = sum(row.status == "failed" for row in rows)
+    summary = f"{len(rows) - failed} cells done, {failed} failed."
+    if torn:
+        summary += " The last line of results.jsonl was cut short and is left out."
+    begin = f"{summary} {_LEGEND}"
     texts = {
-        "report.md": markdown(content), "report.tex": latex(content),
-        "report.html": html(content, drawings),
-    }  # fmt: skip
-    for name, data in (drawings | {name: text.encode() for name, text in texts.items()}).items():
+        "report.csv": cells.map(_plain).to_csv(index=False),
+        "report.md": formats.markdown(begin, sections),
+        "report.tex": formats.latex(begin, sections),
+        "report.html": formats.html(begin, sections),
+    }
+    figures = {
+        f"figures/{name}.{suffix}": data
+        for section in sections
+        for name, files in section.figures.items()
+        for suffix, data in files.items()
+    }
+    for name, data in (figures | {name: text.encode() for name, text in texts.items()}).items():
         write_whole(folder / name, data)
-    files, figures = ([folder / name for name in names] for names in (texts, drawings))
-    return WrittenReport(content, tuple(files), tuple(figures))
+    paths, drawn = ([folder / name for name in names] for names in (texts, figures))
+    return WrittenReport(cells, summary, tuple(paths), tuple(drawn))
+
+
+def _plain(value: object) -> object:
+    """Return a list, or the values of an object, as one text."""
+    if isinstance(value, dict | list):
+        return ", ".join(value.values() if isinstance(value, dict) else value)
+    return value
