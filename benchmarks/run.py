@@ -16,7 +16,6 @@ QUICK: dict[str, list[str]] = {
     "true_widths": ["--sites", "192x577"],
     "growth": ["--sizes", "100", "200", "400"],
     "elimination": ["--sites", "3072x1024"],
-    "plan_accuracy": ["--models", "babyllama-1M", "--presets", "fast"],
     "end_to_end": ["--layers", "1", "--models", "wt2-llama"],
     "cuda": ["--models", "Llama-3.1-8B", "--rounds", "2"],
 }
@@ -36,7 +35,7 @@ def main() -> None:
             print("skipped cuda: no CUDA device here (rehearse: --device cpu --scale 0.02)\n")
             continue
         arguments = list(QUICK[name]) if chosen.quick else []
-        if name in ("right_solve", "whole_matrix", "alignment", "plan_accuracy", "end_to_end"):
+        if name in ("right_solve", "whole_matrix", "alignment", "end_to_end"):
             arguments += ["--shared", chosen.shared]
         began = time.perf_counter()
         importlib.import_module(f"benchmarks.{name}").main(arguments)

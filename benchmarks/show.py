@@ -11,7 +11,6 @@ from benchmarks import (
     end_to_end,
     gguf_tables,
     growth,
-    plan_accuracy,
     record,
     right_solve,
     true_widths,
@@ -55,7 +54,6 @@ TABLES = {
     "cuda_rehearsal": _cuda,
     "true_widths": lambda found: map(true_widths.describe, found["sites"]),
     "gguf_speed": gguf_tables.described,
-    "plan_accuracy": lambda found: map(plan_accuracy.describe, found["runs"]),
     "end_to_end": lambda found: map(end_to_end.describe, found["models"]),
 }
 
