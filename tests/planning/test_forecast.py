@@ -54,7 +54,7 @@ def names(folder, **settings):
 def test_phases_are_those_of_the_run(folder):
     assert names(folder) == [
         "checking", "calibrating", "solving attention", "solving mlp", "writing",
-    ]
+    ]  # fmt: skip
     best = names(folder, preset="best", self_samples=1.0, prediction_passes=1)
     assert best[:3] == ["checking", "measuring bos", "sampling text"]
     for text in ({"calibration": "self"}, {"bos": "off"}):
@@ -247,7 +247,8 @@ def test_a_real_run_is_refused_before_any_work(tmp_path, monkeypatch):
     ],
 )
 def test_so_many_windows_are_sampled_as_a_card_has_room_for(free, at_once, said):
-    plan = Plan.of(Description.of(LLAMA_8B), Recipe(preset="best", self_samples=1.0, solve_dtype="float64"))
+    recipe = Recipe(preset="best", self_samples=1.0, solve_dtype="float64")
+    plan = Plan.of(Description.of(LLAMA_8B), recipe)
     card = FreeMemory(int(free), None)
     how = within(plan, ComputeConfig.of(plan, CUDA), card)
     assert how.at_once == at_once

@@ -216,9 +216,7 @@ class Forecast:
 
     def record(self) -> dict[str, object]:
         """JSON-ready account."""
-        memory = {
-            phase.name: {"device": phase.device, "host": phase.host} for phase in self.phases
-        }
+        memory = {phase.name: {"device": phase.device, "host": phase.host} for phase in self.phases}
         device, host = self.peak
         sizes = {"device": device, "host": host, "total": device + host, "phases": memory}
         return {
