@@ -4,7 +4,7 @@ A multiplication and an addition are two operations. They are counted to leading
 total of time: nothing is decided by them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from coec.models.description import Description
 from coec.models.layout import Site
 from coec.planning.memory import ComputeConfig, placed, purposes_of, tried_tokens
-from coec.planning.plan import Plan, tried_blocks
+from coec.planning.plan import Plan
 from coec.streaming.windows import MEASURED_TOKENS
 
 _PROCESS = ("program", "text")
@@ -38,8 +38,8 @@ class Phase:
     operations: float
 
 
-def phases_of(plan: Plan, compute: ComputeConfig, candidates: Sequence[Plan] = ()) -> list[Phase]:
-    """List the phases of a run, in order; `candidates` are tried before, to choose one."""
+def phases_of(plan: Plan, compute: ComputeConfig) -> list[Phase]:
+    """List the phases of a run, in order; brief trials of candidates are left out."""
     phases: list[Phase] = []
 
     def add(name: str, purposes: tuple[str, ...], operations: float = 0.0) -> None:
@@ -49,7 +49,7 @@ def phases_of(plan: Plan, compute: ComputeConfig, candidates: Sequence[Plan] = (
         phases.append(Phase(name, *memory, operations))
 
     calibration, settings = plan.recipe.calibration, plan.recipe.reconstruction
-    solved = {kind: _solving(plan, kind) for kind in (s.kind for s in plan.model.layout.kinds)}
+    solved = {site.kind: _solving(plan, site.kind) for site in plan.model.layout.kinds}
     add("checking", _PROCESS)
     if calibration.bos == "auto" and not (calibration.own or compute.measured):
         # Where the tokenizer has a start, which no config says.
@@ -60,13 +60,16 @@ def phases_of(plan: Plan, compute: ComputeConfig, candidates: Sequence[Plan] = (
         sampling = _forward(plan, tokens) + _head(plan, tokens)
         add("sampling text", (*_PROCESS, "whole model"), sampling)
     if not plan.decided:
-        add("allocating", _ALLOCATE, _allocating(plan) + sum(solved.values()))
-    if not settings.sequential:
-        add("calibrating", _STREAM, 0.0 if compute.measured else _dense_pass(plan))
+        allocating = _dense_pass(plan) + sum(solved.values())
+        if plan.recipe.pruning.allocation == "error":  # the derivatives of two models count twice
+            tokens = tried_tokens(plan)
+            allocating += 9 * _forward(plan, tokens) + 12 * _head(plan, tokens)
+        add("allocating", _ALLOCATE, allocating)
+    if settings.sequential:
+        pruned = (1 + settings.propagate) * _forward(plan, plan.tokens, pruned=True)
+        add("passes", _STREAM, _dense_pass(plan) + _forward(plan, plan.tokens) + pruned)
     else:
-        if candidates:
-            add("trying candidates", _STREAM, sum(map(_trial, candidates)))
-        add("passes", _STREAM, _both_passes(plan))
+        add("calibrating", _STREAM, 0.0 if compute.measured else _dense_pass(plan))
     for site_kind, operations in solved.items():
         add(f"solving {site_kind}", _SOLVE, operations)
     if settings.reconstruct:
@@ -77,7 +80,8 @@ def phases_of(plan: Plan, compute: ComputeConfig, candidates: Sequence[Plan] = (
         predictions = passes * (last + 4 * _head(plan, plan.tokens))
         add("training on predictions", (*_FIT, "logits"), predictions)
     if settings.sequential:
-        add("predicting", _PREDICT, _predicting(plan))
+        judges = plan.tokens * (calibration.held_out or 1)
+        add("predicting", _PREDICT, (4 + 2 * settings.final_norm) * _head(plan, judges))
     add("writing", (*_PROCESS, "shard"))
     return phases
 
@@ -116,37 +120,6 @@ def _dense_pass(plan: Plan) -> float:
     """Run the dense model over all windows, and sum the Grams of every site."""
     grams = sum(_share(plan.model, site) * site.columns**2 for site in plan.model.layout.sites)
     return _forward(plan, plan.tokens) + 2 * grams * plan.tokens
-
-
-def _both_passes(plan: Plan) -> float:
-    """Run both models side by side, the dense one again where each half is measured."""
-    again = 1 + plan.recipe.reconstruction.propagate
-    pruned = again * _forward(plan, plan.tokens, pruned=True)
-    return _dense_pass(plan) + _forward(plan, plan.tokens) + pruned
-
-
-def _predicting(plan: Plan) -> float:
-    """Compare the logits of both models on the windows that judge, or on all."""
-    settings = plan.recipe.reconstruction
-    tokens = plan.tokens * (plan.recipe.calibration.held_out or 1)
-    return 2 * (2 + settings.final_norm) * _head(plan, tokens)
-
-
-def _trial(plan: Plan) -> float:
-    """Run both models with few blocks pruned, to compare a candidate."""
-    share = len(tried_blocks(plan.dense.layers)) / plan.dense.layers
-    solves = sum(_solving(plan, site.kind) for site in plan.model.layout.kinds)
-    return _both_passes(plan) + share * solves + _predicting(plan)
-
-
-def _allocating(plan: Plan) -> float:
-    """Measure the dense model, without the solves; for errors also run the dense model and two
-    others, and these again with derivatives, twice a way forward each.
-    """
-    if plan.recipe.pruning.allocation != "error":
-        return _dense_pass(plan)
-    tokens = tried_tokens(plan)
-    return _dense_pass(plan) + 9 * _forward(plan, tokens) + 12 * _head(plan, tokens)
 
 
 def _solving(plan: Plan, site_kind: str) -> float:

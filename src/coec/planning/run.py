@@ -190,16 +190,10 @@ class Forecast:
 
     @classmethod
     def of(cls, plan: Plan, compute: ComputeConfig) -> "Forecast":
-        """Estimate memory and operations of every phase, and disk.
-
-        Where there are several candidates, each is fitted briefly, and one of them then in full.
-        """
+        """Estimate memory and operations of every phase, and disk."""
         candidates = Plan.candidates(plan.model, plan.recipe)
-        several = plan.recipe.reconstruction.sequential and len(candidates) > 1
-        tried = [candidate.briefly() for candidate in candidates.values()] if several else []
         others = {n: other for n, other in candidates.items() if other.pruned != plan.pruned}
-        phases = phases_of(plan, compute, tried)
-        return cls(tuple(phases), *disk(plan, compute.written), others)
+        return cls(tuple(phases_of(plan, compute)), *disk(plan, compute.written), others)
 
     @property
     def operations(self) -> float:

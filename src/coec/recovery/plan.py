@@ -232,11 +232,8 @@ def _active(model: Description, compute: int, recovery: Recovery) -> int:
 
 def _token_operations(dense: Description, pruned: Description, recovery: Recovery) -> float:
     """Train on one token: forward, back through the products and, for all weights, to these too."""
-    passes = {
-        pruned: (2 if recovery.lora is not None else 3) + bool(recovery.checkpointing),
-        dense: int(recovery.teacher != "stored"),
-    }
+    passes = (3 if recovery.lora is None else 2) + bool(recovery.checkpointing)
     return sum(
         2 * times * (weights_met(model, model.shapes) + model.shape.hidden * model.vocabulary)
-        for model, times in passes.items()
+        for model, times in ((pruned, passes), (dense, int(recovery.teacher != "stored")))
     )
