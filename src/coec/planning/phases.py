@@ -75,7 +75,7 @@ def phases_of(plan: Plan, compute: ComputeConfig) -> list[Phase]:
     if settings.reconstruct:
         training = 3 * settings.reconstruct * _forward(plan, plan.tokens, pruned=True)
         add("training blocks", _FIT, training)
-    if passes := settings.prediction_passes:
+    if passes := settings.reconstruct and settings.prediction_passes:
         last = 3 * _forward(plan, plan.tokens, pruned=True) / plan.dense.layers
         predictions = passes * (last + 4 * _head(plan, plan.tokens))
         add("training on predictions", (*_FIT, "logits"), predictions)
