@@ -11,7 +11,7 @@ CODE := src tests tools benchmarks
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow crash fuzz ray gguf chains docs dist lint check format bench real quality results results-beyond clean
+.PHONY: help demo test slow crash fuzz ray gguf chains docs dist lint check format bench real results results-beyond clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -113,9 +113,6 @@ bench: .venv/ready-bench  ## speed against peers and floors; parts need ../share
 
 real: .venv/ready  ## the presets and their peers on a real model, docs/RESULTS.md (needs ../shared; fetches 93 MB; hours)
 	@$(BIN)/python -m benchmarks.real
-
-quality: .venv/ready  ## quality of every repair on small trained models (needs ../shared)
-	@$(BIN)/python benchmarks/quality.py
 
 results: .venv/ready  ## the paper's experiments on small trained models, docs/SMALL_MODELS.md (needs ../shared)
 	@$(BIN)/coec sweep benchmarks/grids/small-models.toml results --jobs 2

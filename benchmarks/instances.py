@@ -36,8 +36,7 @@ class Instance:
         weight: `W₀`, m×d.
         gram: statistics, not tempered.
         kept: which columns stay.
-        value: the pruned value projection's rows, one per kept column, at attention sites; only
-            `benchmarks.alignment` aligns with it.
+        value: the pruned value projection's rows, one per kept column, at attention sites.
     """
 
     name: str

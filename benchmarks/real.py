@@ -4,8 +4,9 @@
         [--seeds 0] [--jobs 1] [--minutes 9] [--again] [--table] [--zero-shot LIMIT] [--first 8]
 
 `cpu`: 64 windows of 512 tokens of WikiText-2 valid calibrate; perplexity and KL are of the first 32
-windows of 512 of test. `gpu`: 128 windows of 1,024, and the first 900,000 characters of test. Both
-texts lie in ../shared/data, the model comes from benchmarks.real_model. Forward passes run in the
+windows of 512 of test, and of TinyStories' test, a text of another kind. `gpu`: 128 windows of
+1,024, and the first 900,000 characters of both. The texts lie in ../shared/data, the model comes
+from benchmarks.real_model. Forward passes run in the
 model's bfloat16, as they do on a GPU, on a CPU too. Rows are in
 benchmarks/results/real.json, made where they are missing (`--again`: anew), the most telling first;
 with `--minutes` none is begun or goes on after so many. A row is a process of its own: pruning by
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -40,6 +42,8 @@ from benchmarks.instances import SHARED
 from benchmarks.real_model import CACHE, NoModelError, first_blocks, folder
 
 TEXTS = "data/wikitext-2"
+JUDGES = {"": f"{TEXTS}/test.raw.txt", "stories_": "data/tinystories/test.txt"}
+"""Texts of which perplexity and KL are measured, by what their names begin with in a row."""
 SPARSITIES = (0.3, 0.5, 0.2)
 BASELINE = "fast"
 DENSE = "dense"
@@ -72,18 +76,26 @@ ROWS: dict[str, dict[str, Any]] = {
     "RCPU": {**ONE_SHOT, "selection": "rcpu", "compensation": "rcpu"},
     "OSSCAR": {},
 }
+"""Settings by row; `none` keeps the units of Wanda-sp, OSSCAR is its authors' own code."""
+USUAL = tuple(ROWS)
+"""Rows that are made where none is named."""
+_COEC = {**ONE_SHOT, "compensation": "coec"}
+ROWS["none, COEC"] = _COEC | {"selection": "wanda-sp"}
+ROWS["FLAP, COEC"] = _COEC | {"selection": "flap"}
+_grid = tomllib.loads((record.ROOT / "src/coec/experiments/grids/ablation.toml").read_text("utf-8"))
+ABLATION = {variant.pop("label"): ONE_SHOT | variant for variant in _grid["variants"][:6]}
+ROWS |= ABLATION
 for _name in ("fast", "best", "best, by block"):
     ROWS[f"{_name}, a million tokens"] = ROWS[_name] | {"calibration": "train", "samples": 976}
-"""Settings by row; `none` keeps the units of Wanda-sp, OSSCAR is its authors' own code. A million
-tokens are windows of 1,024 of WikiText-2 train, its `<unk>` left out; such rows are made where they
-are named."""
+"""Rows that are made where they are named: the rest of the paper's main table, its ablation
+(COEC built up from RCPU), and windows of WikiText-2 train, its `<unk>` left out."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Make the rows that are missing, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--size", choices=list(SIZES), default="cpu")
-    parser.add_argument("--rows", nargs="+", choices=[DENSE, *ROWS], default=[DENSE, *ROWS][:-3])
+    parser.add_argument("--rows", nargs="+", choices=[DENSE, *ROWS], default=[DENSE, *USUAL])
     parser.add_argument("--sparsity", nargs="+", type=float, default=list(SPARSITIES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--jobs", type=int, default=1, help="rows at a time")
@@ -128,8 +140,8 @@ def measure_all(chosen: argparse.Namespace, arguments: list[str] | None) -> None
         case["key"] = "|".join(map(str, (*list(case.values())[:4], chosen.first, named)))
         if case["key"] not in done:
             cases.append(case | {"model": str(model), "shared": str(chosen.shared)})
-    if cases:  # before others run beside it: all need it
-        dense_states(model, evaluation_ids(model, SIZES[chosen.size], chosen.shared))
+    for text in JUDGES.values() if cases else ():  # before others run beside it: all need it
+        dense_states(model, evaluation_ids(model, SIZES[chosen.size], chosen.shared / text))
 
     def measure(case: dict[str, Any]) -> None:
         command = [sys.executable, "-m", "benchmarks.real", "--one", json.dumps(case)]
@@ -198,13 +210,15 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
         numbers["bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if torch.cuda.is_available():
             numbers["device_bytes"] = torch.cuda.max_memory_allocated()
-        ids = evaluation_ids(model, size, Path(case["shared"]))
-        dense, norm = dense_states(model, ids)
         network = _network(pruned)
-        if case["first"]:
-            numbers["error"] = _state_error(network, ids, dense)
-        else:
-            numbers |= _prediction(network, ids, dense, norm)
+        for prefix, text in JUDGES.items():
+            ids = evaluation_ids(model, size, Path(case["shared"]) / text)
+            dense, norm = dense_states(model, ids)
+            if case["first"]:
+                found = {"error": _state_error(network, ids, dense)}
+            else:
+                found = _prediction(network, ids, dense, norm)
+            numbers |= {prefix + name: value for name, value in found.items()}
         if case["limit"]:
             del network
             tasks = coec.zero_shot(
@@ -228,9 +242,9 @@ def _progress(phase: str, done: int, total: int) -> None:
     print(f"{phase}: {done} of {total}", file=sys.stderr, flush=True)
 
 
-def evaluation_ids(model: Path, size: Size, shared: Path) -> Tensor:
-    """Return the windows of the test text, n × length."""
-    text = (shared / TEXTS / "test.raw.txt").read_text(encoding="utf-8")[: size.characters]
+def evaluation_ids(model: Path, size: Size, path: Path) -> Tensor:
+    """Return the windows of a test text, n × length."""
+    text = path.read_text(encoding="utf-8")[: size.characters]
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     count = len(ids) // size.seq_len
@@ -305,7 +319,8 @@ def tables(rows: list[dict[str, Any]], size: str) -> str:
     of_size = [row for row in rows if row["size"] == size and not row["key"].split("|")[5]]
     for row in of_size:
         if row["row"] == DENSE:
-            parts += [f"Dense: perplexity {row['perplexity']:.2f}{_tasks(row)}.", ""]
+            stories = f", of stories {row['stories_perplexity']:.2f}" if "stories_kl" in row else ""
+            parts += [f"Dense: perplexity {row['perplexity']:.2f}{stories}{_tasks(row)}.", ""]
     for sparsity in sorted({row["sparsity"] for row in of_size} - {0.0}):
         lines = []
         for name in ROWS:
@@ -314,6 +329,7 @@ def tables(rows: list[dict[str, Any]], size: str) -> str:
             if own:
                 lines.append([name, *_cells(own, {r["seed"]: r for r in base})])
         header = ["", "perplexity", "KL", f"KL over `{BASELINE}`", "CPU s", f"over `{BASELINE}`"]
+        header += ["stories: perplexity", "KL"]
         header += ["zero-shot mean"] if any("mean" in r for r in of_size) else []
         parts += [f"{100 * sparsity:.0f} %:", "", record.table(header, lines), ""]
     return "\n".join(parts)
@@ -331,6 +347,10 @@ def _cells(own: list[dict[str, Any]], base: dict[int, dict[str, Any]]) -> list[s
         f"{perplexity:.2f}", f"{kl:.3f}" + (f" (±{spread / 2:.3f})" if len(own) > 1 else ""),
         f"{ratios[0]:.2f}", f"{cpu:.0f}", f"{ratios[1]:.2f}",
     ]  # fmt: skip
+    second = [r for r in own if "stories_kl" in r]
+    for name, digits in (("stories_perplexity", 2), ("stories_kl", 3)):
+        values = [r[name] for r in second]
+        cells.append(f"{sum(values) / len(values):.{digits}f}" if values else "–")
     scored = [r for r in own if "mean" in r]
     return cells + ([f"{100 * scored[0]['mean']:.1f}"] if scored else [])
 

@@ -10,11 +10,9 @@ from benchmarks import (
     elimination,
     end_to_end,
     gguf_tables,
-    growth,
     record,
     right_solve,
     true_widths,
-    whole_matrix,
 )
 
 
@@ -47,8 +45,6 @@ def _cuda(found: dict[str, Any]) -> list[str]:
 
 TABLES = {
     "right_solve": lambda found: map(right_solve.describe, found["problems"]),
-    "whole_matrix": lambda found: map(whole_matrix.describe, found["matrices"]),
-    "growth": lambda found: [growth.describe(found["sizes"], found["slopes"])],
     "elimination": lambda found: [elimination.describe(found["sites"])],
     "cuda": _cuda,
     "cuda_rehearsal": _cuda,

@@ -16,7 +16,6 @@ from benchmarks import (
     true_widths,
 )
 from benchmarks.instances import right_solve, synthetic, tempered
-from benchmarks.literal import literal
 from benchmarks.meter import PHASES, REST, Counter, Meter
 from benchmarks.operations import BLOCK_PARAMETERS, MODELS, Site, phases
 from benchmarks.peers import BORROWED, OURS, PEERS, SOLVERS, Eliminated, OutOfTimeError, Trace, run
@@ -25,6 +24,7 @@ from coec.linalg.conjugate import conjugate
 from coec.linalg.spd import regularized_inverse
 from coec.selection import elimination as elimination_module
 from coec.selection.elimination import removal_order
+from literal import literal
 
 WIDE, SQUARE = Site("mlp", 8, 20, 14), Site("attention", 12, 12, 8)
 

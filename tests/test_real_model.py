@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import coec
-from benchmarks import real, real_model
+from benchmarks import real, real_documents, real_model, record
 from places import SHARED
 
 pytestmark = [
@@ -53,14 +53,15 @@ def test_a_row_of_a_preset_is_nearer_to_the_dense_model_than_the_bare_slice(
     fast = real.measured(case(two_blocks, "fast", real.ROWS["fast"]))
     bare = real.measured(case(two_blocks, "none", real.ROWS["none"]))
     dense = real.measured(case(two_blocks, real.DENSE, {}))
-    assert dense["error"] == 0
-    assert 0 < fast["error"] < bare["error"] < 1
+    for name in ("error", "stories_error"):
+        assert dense[name] == 0
+        assert 0 < fast[name] < bare[name] < 1
     assert fast["removed"] > 0
     assert fast["cpu"] > 0
 
 
 def test_perplexity_and_divergence_are_those_of_eval(two_blocks: Path, small: None) -> None:
-    ids = real.evaluation_ids(two_blocks, real.SIZES["cpu"], SHARED)
+    ids = real.evaluation_ids(two_blocks, real.SIZES["cpu"], SHARED / real.JUDGES[""])
     dense, norm = real.dense_states(two_blocks, ids)
     network = real._network(two_blocks)
     found = real._prediction(network, ids, dense, norm)
@@ -85,9 +86,21 @@ def test_a_table_has_ratios_over_the_baseline() -> None:
         {"key": "cpu|0.3|0|fast|0|", "size": "cpu", "row": "fast", "sparsity": 0.3, "seed": 0,
          "perplexity": 40.0, "kl": 0.4, "cpu": 100.0},
         {"key": "cpu|0.3|0|best|0|", "size": "cpu", "row": "best", "sparsity": 0.3, "seed": 0,
-         "perplexity": 36.0, "kl": 0.3, "cpu": 250.0},
+         "perplexity": 36.0, "kl": 0.3, "cpu": 250.0, "stories_perplexity": 9.0, "stories_kl": 0.2},
     ]  # fmt: skip
     table = real.tables(rows, "cpu")
     assert [cell.strip() for cell in table.splitlines()[-1].split("|")[1:-1]] == [
-        "best", "36.00", "0.300", "0.75", "250", "2.50",
+        "best", "36.00", "0.300", "0.75", "250", "2.50", "9.00", "0.200",
     ]  # fmt: skip
+
+
+def test_documents_show_the_rows_that_are_kept() -> None:
+    for name, blocks in real_documents.documents(real_documents.kept()).items():
+        text = (record.ROOT / name).read_text(encoding="utf-8")
+        for mark, content in blocks.items():
+            assert real_documents.replaced(text, mark, content) == text, (name, mark)
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    real_documents.draw(real_documents.kept(), tmp_path / "real.png")
+    assert (tmp_path / "real.png").read_bytes()[1:4] == b"PNG"

@@ -690,7 +690,7 @@ def test_statistics_that_were_collected_before_serve_the_cells(place, whole, tmp
     assert (given.folder / "statistics.json").is_file()
     assert not (tmp_path / "out/statistics").exists()
     # A grid that says nothing of the calibration takes all of it from there.
-    plain = replace(cells[1], recipe=replace(how, calibration=Calibration()), explicit=None)
+    plain = replace(cells[1], recipe=replace(how, calibration=Calibration(), given=frozenset()))
     assert sweep([cells[0], plain], tmp_path / "out", statistics=[given]).ran == 0
 
 

@@ -287,7 +287,14 @@ def test_predictions_are_learned_at_a_lower_rate_where_the_whole_one_harms(
     monkeypatch.setattr(block_training, "_root_mean_square", lambda weight: 100.0)
     monkeypatch.setattr(reconstruction, "_GENTLER", 1e-3)
     settings = {"preset": "best", "kv_groups": "uniform", "samples": 16, "holdout": 0.25}
-    report = pruned(dense, tmp_path / "out", tokens, **settings, reconstruct=1, prediction_passes=4)
+    seen = []
+    report = pruned(
+        dense, tmp_path / "out", tokens, **settings, reconstruct=1, prediction_passes=4,
+        progress=lambda *step: seen.append(step),
+    )  # fmt: skip
+    last = [done for phase, done, _ in seen if phase == "reconstructing"][-2:]
+    said = seen.index(("solving the last block for its predictions", 0, 1))
+    assert [seen[said - 1][1], seen[said + 1][1]] == last
     training = report.sites[-1]["predictions"]
     assert training["rate"] == pytest.approx(5e-6)
     assert training["taken"]

@@ -12,15 +12,19 @@ from coec.types import Gram, KeptSet, SiteResult
 FEW = 8
 """Tokens for every fitted column from which on a repair is taken as it is (docs/LOG.md)."""
 
+PLENTY = 64
+"""Tokens for every fitted column up to which a doubling of the text took 2 to 5 % off the error of
+a real model's consumer on other windows (docs/LOG.md)."""
+
 
 def few(tokens: float, columns: int) -> bool:
     """True where there are fewer than `FEW` tokens for every column."""
     return tokens < FEW * columns
 
 
-def enough(windows: int, tokens: float, columns: int) -> int:
-    """Number of windows with `FEW` tokens for every column, where so many windows have these."""
-    return math.ceil(windows * FEW * columns / tokens)
+def enough(windows: int, tokens: float, columns: int, each: int = FEW) -> int:
+    """Number of windows with `each` tokens for every column, where so many windows have these."""
+    return math.ceil(windows * each * columns / tokens)
 
 
 @dataclass(frozen=True)

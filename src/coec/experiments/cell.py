@@ -31,8 +31,7 @@ from coec.pipeline.prune import prune
 from coec.pipeline.report import Report
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
-from coec.settings import Calibration
-from coec.streaming.passes import adopted
+from coec.planning.resolve import with_statistics
 from coec.streaming.statistics import Statistics
 from coec.streaming.windows import check_calibrations
 from coec.version import __version__
@@ -100,9 +99,7 @@ def resolved(
     for cell in cells:
         recipe, dense = cell.recipe, models[cell.subject.path]
         if recipe is not None and saved and dense.digest in saved:
-            recipe = recipe.for_statistics(cell.explicit)
-            calibration = adopted(saved[dense.digest], recipe, dense, cell.explicit)
-            recipe = replace(recipe, calibration=calibration)
+            recipe = with_statistics(recipe, dense, saved[dense.digest])
         if recipe is not None:
             recipe = replace(recipe, runtime=replace(recipe.runtime, device=device)).opened()
         changed.append(replace(cell, recipe=recipe))
@@ -318,13 +315,11 @@ def _measured(job: CellJob) -> RowFields:
 def _pruned_model(job: CellJob, recipe: Recipe) -> Report:
     """Prune the model of a cell; go on where an interrupted sweep was, if the settings agree.
 
-    The statistics bring the calibration: their text need not be at its place any more. What presets
-    set of it has to be asked for all the same.
+    The statistics bring the calibration: their text need not be at its place any more.
     """
     statistics = None if job.cell.runs_model else job.shared.statistics
     if statistics is not None:
-        asked_for = {name: getattr(recipe.calibration, name) for name in ("holdout", "bos")}
-        recipe = replace(recipe, calibration=Calibration(**asked_for))
+        recipe = replace(recipe, given=recipe.given.difference(recipe.calibration.record()))
     shutil.rmtree(job.folder, ignore_errors=True)  # left by a sweep that was killed
     try:
         return prune(job.dense, job.folder, recipe, statistics=statistics)

@@ -84,8 +84,6 @@ class Cell:
         recover: tokens that the pruned model is trained on before it is measured; None for none.
         labels: its row's name by grid, where it has one.
         declared: declarations of the whole file's grids.
-        explicit: names of the settings that were given; None for those that differ from their
-            defaults.
     """
 
     subject: Subject
@@ -93,7 +91,6 @@ class Cell:
     grids: tuple[str, ...]
     labels: dict[str, str] = field(default_factory=dict)
     declared: Declared = field(default_factory=Declared, compare=False, repr=False)
-    explicit: frozenset[str] | None = field(default=None, compare=False, repr=False)
     recover: int | None = None
 
     @property
@@ -264,10 +261,7 @@ class Grid:
                     recipe = Recipe(**_without_idle(settings, linked))
                 except OptionError as error:
                     raise OptionError(f"grid '{self.name}': {error}") from error
-                explicit = frozenset(settings)
-                yield Cell(
-                    subject, recipe, (self.name,), labels, explicit=explicit, recover=recover
-                )
+                yield Cell(subject, recipe, (self.name,), labels, recover=recover)
 
 
 def _without_idle(settings: SettingTable, linked: SettingTable) -> SettingTable:

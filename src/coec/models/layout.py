@@ -188,7 +188,8 @@ class Shape:
 def split_over(sizes: Mapping[str, Sequence[int]]) -> str:
     """Return in words over how many GPUs servers can split a model, as `Plan.record` has them."""
     plain, narrow = (", ".join(map(str, sizes[key])) for key in ("gpus", "gpus_int4"))
-    return f"over {plain} GPUs; 4-bit, in groups of {QUANTISED_COLUMNS}: {narrow or 'not at all'}"
+    gpus = "on one GPU alone" if plain == "1" else f"over {plain} GPUs"
+    return f"{gpus}; 4-bit, in groups of {QUANTISED_COLUMNS}: {narrow or 'not at all'}"
 
 
 @dataclass(frozen=True)

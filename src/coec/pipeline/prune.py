@@ -5,7 +5,6 @@ are in the journal, so that a run that was killed goes on with the first missing
 """
 
 import time
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,9 +29,8 @@ from coec.pipeline.write import Checkpoint, dtype_name, space_needed
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
 from coec.planning.run import Run
-from coec.settings.presets import HELD_OUT
 from coec.settings.typed import PruningSettings
-from coec.streaming.passes import BlockSource, SavedPass, adopted, expect_unchanged
+from coec.streaming.passes import BlockSource, SavedPass, expect_unchanged
 from coec.streaming.statistics import Statistics
 
 
@@ -53,12 +51,11 @@ def plan(
     Raises:
         CoecError: the model or a setting cannot be used.
     """
-    given_names = settings.keys() if recipe is None else None
-    recipe, collected = _asked(recipe, settings, statistics)
+    recipe = Recipe.or_of(recipe, settings)
+    collected = None if statistics is None else Statistics.open(statistics)
     if collected is None:
         by_source(recipe.calibration)
-    description = Description.read(model)
-    return Plan.of(description, _calibrated(recipe, collected, description, given_names))
+    return Plan.of(Description.read(model), recipe, collected)
 
 
 def prune(
@@ -102,15 +99,14 @@ def prune(
         >>> report.plan["parameters"]
     """
     seconds = _Stopwatch()
-    given_names = settings.keys() if recipe is None else None
-    recipe, collected = _asked(recipe, settings, statistics)
+    recipe = Recipe.or_of(recipe, settings)
+    collected = None if statistics is None else Statistics.open(statistics)
     dense = Dense.open(model)
     carried_files(dense.folder)
     out = path_of(out)
     check_output(out, dense.folder, force=force or unfinished(out))
-    recipe = _calibrated(recipe, collected, dense, given_names)
-    candidates = Plan.candidates(dense, recipe)
-    recipe = next(iter(candidates.values())).recipe  # its kept units are read
+    candidates = Plan.candidates(dense, recipe, collected)
+    recipe = next(iter(candidates.values())).recipe
     with open_backend(recipe.runtime) as backend:
         device = backend.device(recipe.runtime.device)
         source: BlockSource = (
@@ -187,39 +183,6 @@ def _pruned(
         reconstruction=facts,
         origin=base,
     )
-
-
-def _asked(
-    recipe: Recipe | None, settings: PruningSettings, statistics: str | Path | Statistics | None
-) -> tuple[Recipe, Statistics | None]:
-    """Return the recipe given, or one of settings, and the statistics, opened.
-
-    Settings take the held-out windows of the statistics. Where those have none, `_calibrated` says
-    so: whether statistics do at all comes first.
-    """
-    collected = None if statistics is None else Statistics.open(statistics)
-    if recipe is None and collected is not None:
-        settings = settings.copy()  # whose names the caller looks at
-        settings.setdefault("holdout", collected.settings["holdout"] or HELD_OUT)
-    return Recipe.or_of(recipe, settings), collected
-
-
-def _calibrated(
-    recipe: Recipe,
-    statistics: Statistics | None,
-    model: Description,
-    given_names: Collection[str] | None,
-) -> Recipe:
-    """Return the recipe with the calibration that statistics were made with, where there are some.
-
-    Settings in `given_names` must agree with it.
-    """
-    if statistics is None:
-        return recipe
-    recipe = recipe.for_statistics(given_names)
-    if recipe.pruning.expert_sparsity and model.layout.experts:
-        statistics.check_experts(model.layout)
-    return replace(recipe, calibration=adopted(statistics, recipe, model, given_names))
 
 
 def _identity(run: Run, source: BlockSource) -> JsonDict:

@@ -177,6 +177,8 @@ class BlockReconstruction:
                 skip = functools.partial(self._group.do, TwoStreams.advance, block.index, None)
                 self._before(block.index, finished, skip)
             elif block.index not in solved:
+                if progress and self._predicts(block):  # a pass over the vocabulary takes long
+                    progress("solving the last block for its predictions", 0, 1)
                 work = functools.partial(self.solve, block)
                 (result, hashes), host = self._before(
                     block.index, finished, functools.partial(self._group.solve, work)
@@ -308,7 +310,7 @@ class BlockReconstruction:
         wide = torch.promote_types(run.forward, torch.float32)
         rate = settings.reconstruct_rate
         stages = [("reconstruction", settings.reconstruct, relative_error(examples), rate)]
-        if settings.prediction_passes and block is self._dense.layout.blocks[-1]:
+        if self._predicts(block):
             head = Head(self._dense, device=run.device, dtype=run.forward)
             divergence: Objective = lambda out, dense, _: head.divergence(out, dense)  # noqa: E731
             for lower in (rate, _GENTLER * rate):
@@ -332,6 +334,11 @@ class BlockReconstruction:
                     record(f"{name}: the block is not trained: {error}")
         row["events"] = [*row["events"], *events]
         return dict(tensors)
+
+    def _predicts(self, block: BlockLayout) -> bool:
+        """Tell the last block, where it is trained on what the model predicts."""
+        last = block is self._dense.layout.blocks[-1]
+        return last and bool(self._settings.prediction_passes)
 
     def _load(self, block: BlockLayout, site: Site, written: Mapping[str, Tensor]) -> None:
         """Give the pruned model's layer what the half of a site needs."""

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from coec.allocation import OF_EXPERTS, Widths, parameters
-from coec.compensation.shrinkage import enough, few
+from coec.compensation.shrinkage import PLENTY, enough, few
 from coec.models.description import Description
 from coec.models.formats import quantised_bytes, quantised_cost
 from coec.models.layout import Site
@@ -69,12 +69,19 @@ def _calibration(model: Description, recipe: Recipe, seq_len: int, decided: bool
     widest = max(site.columns for site in model.layout.sites)
     fitted = 1.0 if recipe.judges_are_fitted else 1.0 - calibration.held_out
     tokens = fitted * calibration.windows * seq_len
-    if pruning.compensation != "none" and calibration.guard and few(tokens, widest):
+    if pruning.compensation == "none":
+        return
+    if calibration.guard and few(tokens, widest):
         by = "by held-out error" if calibration.held_out else "as no window judges them"
         yield (
             f"few tokens: {tokens:,.0f} for up to {widest:,} columns; repairs are drawn back "
             f"towards the slice, {by}; "
             f"{enough(calibration.windows, tokens, widest)} windows would do"
+        )
+    elif tokens < PLENTY * widest:
+        yield (
+            f"{tokens:,.0f} tokens for up to {widest:,} columns: more text lowers the error still; "
+            f"{enough(calibration.windows, tokens, widest, PLENTY)} windows give {PLENTY} for each"
         )
 
 

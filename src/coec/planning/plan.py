@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from coec.allocation import Importances, Widths, by_importance, shares_for, uniform, whole_attention
-from coec.calibration.windows import DEFAULT_SEQ_LEN, few_tokens, resolve_seq_len, with_judges
+from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len
 from coec.errors import OptionError
 from coec.models.description import Description
 from coec.models.formats import OutputFormat, choose_format
@@ -14,8 +14,9 @@ from coec.models.layout import QUANTISED_COLUMNS, Layout, Shape, Site
 from coec.models.non_uniform import FILE as CODE
 from coec.planning.notes import notes_of
 from coec.planning.recipe import Recipe
-from coec.selection import kept_count
+from coec.planning.resolve import resolve
 from coec.settings import Pruning, Reconstruction
+from coec.streaming.statistics import Statistics
 
 TRIED_TOKENS = 8192
 """Tokens on which candidates are compared, besides those held out."""
@@ -55,35 +56,30 @@ class Plan:
     decided: bool = True
 
     @classmethod
-    def of(cls, model: Description, recipe: Recipe) -> "Plan":
+    def of(cls, model: Description, recipe: Recipe, statistics: Statistics | None = None) -> "Plan":
         """Decide widths and output format; the first of several candidates.
+
+        Args:
+            model: the dense model.
+            recipe: the settings, as the user gave them or resolved already.
+            statistics: sums that take the place of a calibration text.
 
         Raises:
             ModelError: the model cannot be pruned.
             OptionError: the recipe does not fit the model, or no format holds the result.
         """
-        return next(iter(cls.candidates(model, recipe).values()))
+        return next(iter(cls.candidates(model, recipe, statistics).values()))
 
     @classmethod
-    def candidates(cls, model: Description, recipe: Recipe) -> dict[str, "Plan"]:
+    def candidates(
+        cls, model: Description, recipe: Recipe, statistics: Statistics | None = None
+    ) -> dict[str, "Plan"]:
         """Plans among which held-out windows choose, by name; mostly there is one.
 
         Raises:
             ModelError, OptionError: as in `of`.
         """
-        recipe = recipe.opened()
-        if addition := model.architecture.adds:
-            recipe = recipe.without_propagation(
-                f"blocks of {model.architecture.model_type} add {addition}"
-            )
-        if recipe.reconstruction.preset == "fast" and few_tokens(recipe.calibration, model):
-            recipe = recipe.without_fits("tokens are few")
-        summed = bool(recipe.reconstruction.reconstruct)
-        calibration = replace(with_judges(recipe.calibration, model), summed=summed)
-        recipe = replace(recipe, calibration=calibration)
-        if recipe.kept is not None:
-            recipe.kept.check(model.layout)
-        _check_recipe(model, recipe)
+        recipe = resolve(recipe, model, statistics)
         plans: dict[str, Plan] = {}
         refused: dict[str, OptionError] = {}
         for rule in _rules(model.layout, recipe):
@@ -342,53 +338,3 @@ def _pruned_sizes(model: Description, widths: Widths) -> Shape:
         widest[name] = max(width, widest.get(name, 0))
     pruned = model.shape.with_blocks([widest | sizes for sizes in by_block])
     return pruned if widths.experts is None else replace(pruned, experts=widths.experts)
-
-
-def _check_recipe(model: Description, recipe: Recipe) -> None:
-    architecture, pruning = model.architecture, recipe.pruning
-    if (addition := architecture.adds) and (setting := _needs_parts(recipe)):
-        raise OptionError(
-            f"{setting} needs blocks that add what attention and the MLP return, one after the "
-            f"other; those of {architecture.model_type} add {addition}: leave it out "
-            f"({setting} = false; preset = balanced does)"
-        )
-    if architecture.attention_kept and (sparsity := pruning.attention_sparsity):
-        raise OptionError(
-            f"attention of {architecture.model_type} keeps all KV groups "
-            f"({architecture.attention_kept}), got attention_sparsity = {sparsity:g}: leave it out"
-        )
-    if architecture.blocks.experts and pruning.non_uniform:
-        raise OptionError(
-            f"non_uniform is not built for models of experts ({architecture.model_type}): leave it "
-            "out"
-        )
-    if pruning.expert_sparsity:
-        _check_experts(model, pruning.expert_sparsity)
-
-
-def _needs_parts(recipe: Recipe) -> str | None:
-    """Return the setting that needs to know what each part of a block adds; None for none."""
-    settings = recipe.reconstruction
-    switches = {"propagate": settings.propagate, "final_norm": settings.final_norm}
-    return next((name for name, value in switches.items() if value), None)
-
-
-def _check_experts(model: Description, sparsity: float) -> None:
-    """Raise OptionError where whole experts cannot go, or too few would stay."""
-    count = model.layout.experts
-    if not count:
-        raise OptionError(
-            f"expert_sparsity removes whole experts, and this {model.architecture.model_type} has "
-            "none: leave it out"
-        )
-    if reason := model.architecture.experts_kept:
-        raise OptionError(
-            f"{model.architecture.model_type} keeps all experts ({reason}), got expert_sparsity = "
-            f"{sparsity:g}: leave it out"
-        )
-    chosen, remaining = int(model.config["num_experts_per_tok"]), kept_count(count, sparsity)
-    if remaining < chosen:
-        raise OptionError(
-            f"expert_sparsity = {sparsity:g} leaves {remaining} of {count} experts, and every "
-            f"token goes to {chosen} (num_experts_per_tok): remove fewer"
-        )

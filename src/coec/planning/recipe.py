@@ -4,11 +4,12 @@ import difflib
 import json
 import stat
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +32,7 @@ from coec.settings import (
 )
 from coec.settings.fields import plain, without_effect
 from coec.settings.options import Options
-from coec.settings.presets import YIELDING, with_preset
+from coec.settings.presets import with_preset
 from coec.settings.typed import PruningSettings
 from coec.types import Gram, KeptSet
 
@@ -45,8 +46,6 @@ _ARGUMENTS = (
 """Arguments of commands and functions besides settings."""
 _RECONSTRUCTION = Reconstruction().record()
 """Defaults of the reconstruction."""
-_FITS = tuple(name for name in _RECONSTRUCTION if name not in ("preset", "kv_groups"))
-"""Settings of the fits to the dense model."""
 _TOML_BYTES = 10_000_000
 """Size of the largest recipe or grid that is read."""
 
@@ -68,6 +67,8 @@ class Recipe:
         pruning: what is removed, and how the rest is repaired.
         reconstruction: how the pruned model is brought nearer to the dense one besides.
         runtime: where it is done, by which results differ as rounding does.
+        given: names of the settings that the user gave: a preset's default may yield to a model or
+            a text (`coec.planning.resolve`), a setting that was given never does.
 
     Raises:
         OptionError: an unknown setting, a bad value, or settings that do not go together.
@@ -77,8 +78,11 @@ class Recipe:
     pruning: Pruning
     reconstruction: Reconstruction
     runtime: Runtime
+    given: frozenset[str] = field(compare=False)
 
-    def __init__(self, **settings: Unpack[PruningSettings]) -> None:
+    def __init__(
+        self, *, given: frozenset[str] | None = None, **settings: Unpack[PruningSettings]
+    ) -> None:
         names = {part_class.__name__.lower(): part_class for part_class in PARTS}
         given_parts = {n: v for n, v in settings.items() if n in names and isinstance(v, names[n])}
         flat = {name: plain(value) for name, value in settings.items() if name not in given_parts}
@@ -90,16 +94,15 @@ class Recipe:
                 )
         if given_parts:
             _check_parts(given_parts, flat)
-        explicit = flat.get("propagate") is True
-        flat = _with_options(flat if given_parts else with_preset(flat))
+            given = _unusual(given_parts) if given is None else given
+        else:
+            given = frozenset(flat) if given is None else given
+            flat = with_preset(flat)
+        flat = _with_options(flat)
         for name, part_class in names.items():
             value = given_parts.get(name) or part_class.of(flat)
             object.__setattr__(self, name, value)
-        if explicit:
-            object.__setattr__(self, "reconstruction", replace(self.reconstruction, explicit=True))
-        if why := self._unfitted():
-            fitless = self.without_fits(why).reconstruction
-            object.__setattr__(self, "reconstruction", fitless)
+        object.__setattr__(self, "given", given)
         self._check()
 
     def _check(self) -> None:
@@ -146,86 +149,6 @@ class Recipe:
         False where the user holds them out, and where they judge the reconstruction too.
         """
         return bool(self.calibration.judging) and not self.reconstruction.sequential
-
-    def _unfitted(self) -> str | None:
-        """Return why no block can be fitted with these settings; None where blocks can be."""
-        if self.calibration.forward_dtype == "float16" and self.reconstruction.reconstruct:
-            return "sums over tokens overflow in forward_dtype = float16"
-        return None
-
-    def without_fits(self, why: str) -> "Recipe":
-        """Return the recipe without fits if a preset that yields brought them, else the recipe.
-
-        `why` says why the pruned model cannot be run beside the dense one.
-        """
-        preset, kv_groups = self.reconstruction.preset, self.reconstruction.kv_groups
-        if preset not in YIELDING or self._asked or not self.reconstruction.sequential:
-            return self
-        reconstruction = Reconstruction(preset=preset, kv_groups=kv_groups, left_out=why)
-        return replace(self, reconstruction=reconstruction)
-
-    def without_propagation(self, why: str) -> "Recipe":
-        """Return the recipe whose closed forms take the dense model's inputs, if a preset yields.
-
-        What needs to know what each part of a block adds is left out: `propagate`, and the final
-        norm's rescale. Training goes on. `why` says why a block's parts cannot be told apart.
-        """
-        settings = self.reconstruction
-        if not settings.reconstruct:
-            return self.without_fits(why)
-        if settings.preset not in YIELDING or settings.explicit:
-            return self
-        settings = replace(settings, propagate=False, final_norm=False, left_out=why)
-        return replace(self, reconstruction=settings)
-
-    @property
-    def _asked(self) -> list[str]:
-        """Names of fits that were given beside the preset: neither off nor what it brings.
-
-        `propagate` is one wherever it was given.
-        """
-        settings = self.reconstruction.record()
-        brought = PRESETS[self.reconstruction.preset].settings
-        return [
-            name
-            for name in _FITS
-            if (name == "propagate" and self.reconstruction.explicit)
-            or settings[name] not in (_RECONSTRUCTION[name], brought.get(name))
-        ]
-
-    def for_statistics(self, given_names: Collection[str] | None) -> "Recipe":
-        """Return the recipe without what a preset that yields does with the text itself.
-
-        Raises OptionError where other settings need the text, those in `given_names` among them.
-        """
-        why = "statistics hold sums only, and no text"
-        recipe = self.without_fits(why)
-        yields = self.reconstruction.preset in YIELDING and "allocation" not in (given_names or ())
-        if yields and self.pruning.allocation == "error":
-            why = f"{recipe.reconstruction.left_out or why}; widths are uniform therefore"
-            reconstruction = replace(recipe.reconstruction, left_out=why)
-            pruning = replace(recipe.pruning, allocation="uniform")
-            recipe = replace(recipe, pruning=pruning, reconstruction=reconstruction)
-        recipe._check_for_statistics()
-        return recipe
-
-    def _check_for_statistics(self) -> None:
-        """Raise OptionError where statistics do not do, because the text itself is needed."""
-        if name := self.needs_text:
-            brought = PRESETS[self.reconstruction.preset].settings.get(name)
-            if self.reconstruction.preset in YIELDING and self._asked:
-                name = self._asked[0]
-            elif brought is not None and brought == self.record()[name]:
-                name = f"preset = {self.reconstruction.preset}"
-            raise OptionError(
-                f"{name} runs the pruned model over the text, of which statistics hold sums only: "
-                f"leave out the statistics, or {name}"
-            )
-        if self.runtime.executor == "ray":
-            raise OptionError(
-                "executor = ray has no effect with statistics, which are read by one process: "
-                "leave it out, or calibrate on the text"
-            )
 
     @classmethod
     def or_of(cls, recipe: "Recipe | None", settings: PruningSettings) -> "Recipe":
@@ -361,6 +284,22 @@ def _check_parts(parts: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
             f"preset = {reconstruction.preset} sets what other parts hold too: give it by name, "
             f'Recipe(preset="{reconstruction.preset}")'
         )
+
+
+def _unusual(parts: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of settings of whole parts that differ from their preset's."""
+    preset = parts.get("reconstruction", Reconstruction()).preset
+    usual: dict[str, Any] = {}
+    for part in PARTS:
+        usual |= part().record()
+    usual |= PRESETS[preset].settings
+    values = {name: value for part in parts.values() for name, value in part.record().items()}
+    return frozenset(name for name, value in values.items() if not _equal(value, usual[name]))
+
+
+def _equal(value: Any, default: Any) -> bool:
+    """Return whether a value is the default; token ids never are."""
+    return not isinstance(value, Tensor | np.ndarray) and bool(value == default)
 
 
 def _with_options(settings: dict[str, Any]) -> dict[str, Any]:

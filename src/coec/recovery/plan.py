@@ -223,6 +223,13 @@ def _active(model: Description, compute: int, recovery: Recovery) -> int:
     for site in model.layout.sites:
         times = _QUERIES if site.value is not None else _CHANNELS
         sizes[site.block] += times * site.columns
+    if recovery.lora is not None:  # what is added to a matrix adds to a copy of its outputs
+        for block in model.layout.blocks:
+            sizes[block.index] += sum(
+                shape[0]
+                for name, shape in _matrices(model).items()
+                if name.startswith(block.prefix) and ".experts." not in name
+            )
     norms = 2 * 4 * hidden if compute < 4 else 0
     every = [compute * (_HIDDEN * hidden + size) + norms for size in sizes.values()]
     if recovery.checkpointing:

@@ -201,7 +201,6 @@ class Reconstruction(Settings):
 
     Attributes:
         left_out: why the pruned model is not run beside the dense one though the preset says so.
-        explicit: True where `propagate` was given beside the preset, and so is never left out.
     """
 
     preset: PresetName = setting(
@@ -249,7 +248,6 @@ class Reconstruction(Settings):
         "model on held-out windows, or what allocation = error gives every block.",
     )
     left_out: str = ""
-    explicit: bool = False
 
     @property
     def sequential(self) -> str | None:

@@ -1,13 +1,11 @@
 """Sources of measured blocks: a dense pass over text, or statistics on the disk."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,12 +21,10 @@ from coec.errors import OptionError
 from coec.events import Progress
 from coec.execution.journal import Journal
 from coec.models.dense import Dense
-from coec.models.description import Description
 from coec.models.files import JsonDict, read_tensors, write_tensors
 from coec.models.folder import tokenizer_digest
-from coec.planning.recipe import Recipe
 from coec.planning.run import Run
-from coec.settings import PRESETS, Calibration, Runtime
+from coec.settings import Calibration, Runtime
 from coec.streaming.dense_stream import DenseStream, Measured
 from coec.streaming.statistics import Statistics
 from coec.streaming.two_streams import TwoStreams, shards
@@ -255,36 +251,3 @@ def expect_unchanged(journal: Journal, dense: Dense, source: BlockSource) -> Non
     dense.expect(
         [*((digests, begun) for digests in journal.every("made_of")), (source.made_of, collected)]
     )
-
-
-def adopted(
-    statistics: Statistics,
-    recipe: Recipe,
-    model: Description,
-    given_names: Collection[str] | None,
-) -> Calibration:
-    """Return the calibration that statistics were made with, in place of the recipe's.
-
-    Settings in `given_names` must agree; where it is None, those that differ from the preset's.
-
-    Raises:
-        OptionError: the statistics were made with others.
-    """
-    calibration = recipe.calibration
-    settings, preset = calibration.record(), PRESETS[recipe.reconstruction.preset]
-    default = Calibration().record() | dict(preset.settings)
-    if given_names is None:
-        given_names = [name for name, value in settings.items() if not _equal(value, default[name])]
-    agreed = {n: value for n, value in settings.items() if n in given_names and value is not None}
-    if "calibration" in agreed:
-        agreed["calibration"] = source_digest(calibration.source)
-    if "seq_len" in agreed:
-        agreed["seq_len"] = window_length(calibration, model)
-    statistics.check(agreed)
-    adopted = Calibration.of(statistics.settings)
-    return replace(adopted, judging=statistics.made_with["judging"])
-
-
-def _equal(value: Any, default: Any) -> bool:
-    """Return whether a value is the default; token ids never are."""
-    return not isinstance(value, Tensor | np.ndarray) and bool(value == default)

@@ -1,0 +1,146 @@
+"""What README and docs/RESULTS.md show of the real model, from the rows that are kept.
+
+    python -m benchmarks.real_documents
+
+Writes the tables between `<!-- real … -->` marks, and benchmarks/results/real.png. A test compares
+both documents with the rows.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+from benchmarks.real import ABLATION, BASELINE, DENSE, tables
+
+README = (
+    ("the dense model", "", DENSE),
+    ("what Wanda-sp keeps, no repair", "", "none"),
+    ("FLAP and its bias", "", "FLAP"),
+    ("RCPU", "`--preset paper --compensation rcpu`", "RCPU"),
+    ("OSSCAR, its authors' code", "", "OSSCAR"),
+    ("the published method, COEC", "`--preset paper`", "paper"),
+    ("an answer at once", "`--preset fast`", "fast"),
+    ("the default", "`--preset balanced`", "balanced"),
+    ("longer training", "`--preset best`", "best"),
+    ("at once, where custom code is no problem", "`--preset fast --non-uniform`", "fast, by block"),
+    ("the default's training, likewise", "`--preset balanced --non-uniform`", "balanced, by block"),
+    ("and longer training", "`--preset best --non-uniform`", "best, by block"),
+)
+"""What a row is for, the flags that make it, and its name."""
+MAIN = (
+    ("Wanda-sp, no repair", "none"), ("Wanda-sp, COEC", "none, COEC"),
+    ("FLAP, bias", "FLAP"), ("FLAP, COEC", "FLAP, COEC"),
+    ("RCPU", "RCPU"), ("RCPU, COEC", "paper"),
+)  # fmt: skip
+"""The paper's main table."""
+SAME = {"+ tempering": "paper", "+ alignment": "paper"}
+"""Rows of the ablation that are `paper` where no KV group goes: alignment is for attention."""
+Rows = Mapping[tuple[str, float], dict[str, Any]]
+
+
+def main() -> None:
+    """Write the documents and the picture."""
+    rows = kept()
+    for name, blocks in documents(rows).items():
+        path = record.ROOT / name
+        text = path.read_text(encoding="utf-8")
+        for mark, content in blocks.items():
+            text = replaced(text, mark, content)
+        path.write_text(text, encoding="utf-8")
+    draw(rows, record.RESULTS / "real.png")
+
+
+def kept() -> Rows:
+    """Return the rows of the CPU table under seed 0, by name and sparsity."""
+    return {
+        (row["row"], row["sparsity"]): row
+        for row in record.load("real").get("rows", [])
+        if row["key"] == f"cpu|{row['sparsity']}|0|{row['row']}|0|"
+    }
+
+
+def documents(rows: Rows) -> dict[str, dict[str, str]]:
+    """Return what stands between the marks of every document."""
+    every = tables(list(rows.values()), "cpu").strip()
+    blocks = {"real": every, "real main": main_table(rows), "real ablation": ablation(rows)}
+    return {"README.md": {"real": readme(rows)}, "docs/RESULTS.md": blocks}
+
+
+def replaced(text: str, mark: str, content: str) -> str:
+    """Return a document with other content between its marks."""
+    pattern = re.compile(f"(<!-- {mark} -->\n).*?(\n<!-- /{mark} -->)", re.DOTALL)
+    assert pattern.search(text), mark
+    return pattern.sub(lambda found: found[1] + content + found[2], text)
+
+
+def readme(rows: Rows) -> str:
+    """Return README's table, at 30 %."""
+    base = rows[BASELINE, 0.3]["cpu"]
+    lines = []
+    for purpose, flags, name in README:
+        row = rows.get((name, 0.0 if name == DENSE else 0.3))
+        cells = ["–"] * 4
+        if row is not None:
+            stories = f"{row['stories_kl']:.3f}" if "stories_kl" in row else "–"
+            seconds = "–" if name == DENSE else f"{row['cpu'] / base:.1f}"
+            cells = [f"{row['perplexity']:.1f}", f"{row['kl']:.3f}", stories, seconds]
+        lines.append([purpose, flags, *cells])
+    return record.table(["", "", "perplexity", "KL", "KL on stories", "seconds"], lines)
+
+
+def main_table(rows: Rows) -> str:
+    """Return the paper's main table: perplexity by selection, compensation and sparsity."""
+    sparsities = (0.1, 0.2, 0.3)
+    lines = [
+        [label, *(_perplexity(rows.get((name, sparsity))) for sparsity in sparsities)]
+        for label, name in MAIN
+    ]
+    return record.table(["", *(f"{100 * sparsity:.0f} %" for sparsity in sparsities)], lines)
+
+
+def ablation(rows: Rows) -> str:
+    """Return COEC built up from RCPU, at 30 %."""
+    lines = []
+    for name in ABLATION:
+        row = rows.get((SAME.get(name, name), 0.3))
+        lines.append([name, *(["–"] * 3 if row is None else (
+            f"{row['perplexity']:.2f}", f"{row['kl']:.3f}", f"{row['cpu']:.0f}"
+        ))])  # fmt: skip
+    return record.table(["", "perplexity", "KL", "CPU s"], lines)
+
+
+def _perplexity(row: Mapping[str, Any] | None) -> str:
+    return "–" if row is None else f"{row['perplexity']:.2f}"
+
+
+def draw(rows: Rows, path: Path) -> None:
+    """Draw KL on both texts against CPU seconds, at 30 %."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = [name for _, _, name in README if (name, 0.3) in rows]
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
+    for ax, key, title in zip(axes, ("kl", "stories_kl"), ("WikiText-2", "stories"), strict=True):
+        for name in names:
+            row = rows[name, 0.3]
+            if key not in row:
+                continue
+            by_block = name.endswith("by block")
+            ax.plot(row["cpu"], row[key], "s" if by_block else "o", color=f"C{int(by_block)}")
+            ax.annotate(
+                name.replace(", by block", "*"), (row["cpu"], row[key]), fontsize=8,
+                xytext=(4, 4), textcoords="offset points",
+            )  # fmt: skip
+        ax.set(xscale="log", title=title, xlabel="CPU seconds (* widths by block)")
+        ax.margins(x=0.2, y=0.1)
+    axes[0].set_ylabel("KL to the dense model, nats per token")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
