@@ -21,7 +21,6 @@ import torch
 import transformers
 
 from benchmarks import record
-from benchmarks.plan_accuracy import planned_memory
 
 RUNS: dict[str, dict[str, Any]] = {
     "least-squares": {"preset": "paper", "compensation": "least-squares"},
@@ -57,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
                     "calibration": f"{folder}/tokens.npy", "samples": SAMPLES, "seq_len": LENGTH,
                     "sparsity": 0.3, "device": "cpu", **RUNS[name],
                 }  # fmt: skip
-                planned = planned_memory(model, settings)
+                planned = planned_by(model, settings)
                 found = measured(model, f"{folder}/{blocks}-{name}", settings)
                 row = {"run": f"{name}, {blocks} blocks", "planned": planned, "measured": found}
                 rows = record.merged(rows, [row], "run")
@@ -74,6 +73,18 @@ def saved(folder: Path, blocks: int) -> Path:
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).float().save_pretrained(folder)
     return folder
+
+
+def planned_by(model: Path, settings: dict[str, Any]) -> int:
+    """Bytes that the command plans, in a process that holds nothing else."""
+    flags = [
+        word
+        for name, value in settings.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    command = [sys.executable, "-m", "coec", "prune", str(model), "--dry-run", "--json", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(json.loads(done.stdout)["memory_bytes"]["total"])
 
 
 def measured(model: Path, out: str, settings: dict[str, Any]) -> int:

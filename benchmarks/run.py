@@ -13,7 +13,6 @@ QUICK: dict[str, list[str]] = {
     "right_solve": ["--shapes", "192x404", "--limit", "20", "20"],
     "true_widths": ["--sites", "192x577"],
     "elimination": ["--sites", "3072x1024"],
-    "plan_accuracy": ["--models", "babyllama-1M", "--presets", "fast"],
     "end_to_end": ["--layers", "1", "--models", "wt2-llama"],
     "cuda": ["--models", "Llama-3.1-8B", "--rounds", "2"],
 }
@@ -33,7 +32,7 @@ def main() -> None:
             print("skipped cuda: no CUDA device here (rehearse: --device cpu --scale 0.02)\n")
             continue
         arguments = list(QUICK[name]) if chosen.quick else []
-        if name in ("right_solve", "plan_accuracy", "end_to_end"):
+        if name in ("right_solve", "end_to_end"):
             arguments += ["--shared", chosen.shared]
         began = time.perf_counter()
         importlib.import_module(f"benchmarks.{name}").main(arguments)

@@ -10,7 +10,6 @@ from benchmarks import (
     elimination,
     end_to_end,
     gguf_tables,
-    plan_accuracy,
     record,
     right_solve,
     true_widths,
@@ -51,7 +50,6 @@ TABLES = {
     "cuda_rehearsal": _cuda,
     "true_widths": lambda found: map(true_widths.describe, found["sites"]),
     "gguf_speed": gguf_tables.described,
-    "plan_accuracy": lambda found: map(plan_accuracy.describe, found["runs"]),
     "end_to_end": lambda found: map(end_to_end.describe, found["models"]),
 }
 

@@ -17,7 +17,6 @@ import gc
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
@@ -29,8 +28,6 @@ from benchmarks.instances import Instance, synthetic
 from benchmarks.meter import Meter, product_rates
 from benchmarks.operations import MODELS, Site
 from coec.linalg import conjugate as solver
-from coec.planning import ComputeConfig, machines, phases
-from coec.settings.options import CoecOptions
 from coec.types import Gram, KeptSet
 
 SHAPES = {
@@ -62,7 +59,6 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     print(f"True widths. {record.header()}\n", flush=True)
     rates = product_rates(torch.device("cpu"))
-    machine = machines.measure(torch.device("cpu"))
     limits = {"rounds": chosen.rounds, "iterations": chosen.iterations}
     options = {name: limit for name, limit in limits.items() if limit is not None}
     first = synthetic(Site("mlp", 16, 64, 45))
@@ -74,7 +70,6 @@ def main(arguments: list[str] | None = None) -> None:
             continue
         found = measure(name, site, getattr(torch, chosen.dtype), rates, options,
                         former=chosen.former)  # fmt: skip
-        found["planned"] = planned(site, found, machine)
         old = record.load("true_widths").get("sites", [])
         sites = record.merged(old, [found], "name")
         record.save("true_widths", arguments, {"sites": sites})
@@ -113,22 +108,6 @@ def measure(
         "name": name, "m": site.m, "d": site.d, "k": site.k, "dtype": str(dtype)[6:],
         "rates": {str(kind)[6:]: rate for kind, rate in rates.items()}, "runs": runs,
     }  # fmt: skip
-
-
-def planned(site: Site, found: dict[str, Any], machine: machines.Machine) -> dict[str, float]:
-    """Seconds that a plan has for a site, of the steps that it expects and of those of the run."""
-    now, dtype = found["runs"]["now"], found["dtype"]
-    taken = now["right_iterations"]
-    size = phases.SiteSize(site.m, site.d, site.k)  # no alignment, also in attention
-    solve = getattr(torch, dtype)
-    compute = ComputeConfig(machine.device, solve, solve, solve, solve)
-    usual = phases.ATTENTION_DESCENT if site.name == "o_proj" else phases.MLP_DESCENT
-    descents = {"expected": usual, "taken": usual._replace(rounds=len(taken), steps=sum(taken))}
-    options, rest = asdict(CoecOptions()), machine.seconds(phases.errors(size))
-    return {
-        name: rest + machine.seconds(phases.coec(size, descent, compute, options))
-        for name, descent in descents.items()
-    } | {"steps": usual.steps}
 
 
 def _run(
@@ -226,21 +205,10 @@ def describe(found: dict[str, Any]) -> str:
         f"Products at {rates['float64'] / 1e9:.0f} G/s in float64, "
         f"{rates['float32'] / 1e9:.0f} in float32; whole: "
         f"{record.readable(now['seconds'])}.\n\n"
-        + record.table(columns, rows) + "\n\n" + _beside_plan(found)
+        + record.table(columns, rows) + "\n\n"
         + record.table(["preconditioner", "s", "to 1 %", "to 0.1 %", "steps", "s per step",
                         "tempered error", "memory, problem → peak"], ends)
     )  # fmt: skip
-
-
-def _beside_plan(found: dict[str, Any]) -> str:
-    if "planned" not in found:
-        return ""
-    now, plan = found["runs"]["now"], found["planned"]
-    return (
-        f"The plan: {record.readable(plan['expected'])} with its {plan['steps']:.0f} steps, "
-        f"{record.readable(plan['taken'])} with the {len(now['steps'])} that were taken, "
-        f"{plan['taken'] / now['seconds']:.2f} of what they took.\n\n"
-    )
 
 
 def _seconds(at: float | None) -> str:

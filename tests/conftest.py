@@ -25,7 +25,6 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 import tiny_models as tm
-from machines import small_machine
 from places import SHARED
 
 TESTS = Path(__file__).resolve().parent
@@ -147,19 +146,4 @@ def _no_power_cut():
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _known_machine(tmp_path_factory):
-    """Plans do not measure this machine, which takes ten seconds: its rates are written down.
-
-    Programs that tests start find them too, where they compute as this process does.
-    """
-    from coec.planning import machines
-
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        machines.store(torch.device("cpu"), small_machine())
         yield

@@ -22,7 +22,6 @@ from benchmarks.peers import BORROWED, OURS, PEERS, SOLVERS, Eliminated, OutOfTi
 from coec.linalg import conjugate as conjugate_module
 from coec.linalg.conjugate import conjugate
 from coec.linalg.spd import regularized_inverse
-from coec.planning.machines import machine_named
 from coec.selection import elimination as elimination_module
 from coec.selection.elimination import removal_order
 from literal import literal
@@ -219,10 +218,4 @@ def test_a_true_width_is_run_with_the_former_preconditioner_too(monkeypatch):
         assert len(now["steps"]) == sum(now["right_iterations"])
         assert now["objective"] == pytest.approx(former["objective"], rel=1e-3)
         assert now["to"] == sorted(now["to"])
-        assert "The plan" not in true_widths.describe(found)
-        found["planned"] = plan = true_widths.planned(site, found, machine_named("h100"))
-        steps = sum(now["right_iterations"])
-        assert (plan["taken"] > plan["expected"]) == (steps > plan["steps"])
-        told = true_widths.describe(found)
-        assert "| right |" in told
-        assert f"with the {steps} that were taken" in told
+        assert "| right |" in true_widths.describe(found)

@@ -164,36 +164,13 @@ def test_a_dry_run_needs_only_the_configuration(run, tmp_path):
         assert plan["widths"]["mlp"] == {"before": 40, "after": 28}
         assert plan["output_model_type"] == "mistral"
         assert plan["memory_bytes"]["total"] > 0
+        assert plan["seconds"] > 0
         assert plan["loads_in"]["transformers"] == "yes"
     status, out, _ = run("prune", tmp_path, "--dry-run", "--sparsity", 0.5)
     assert status == 0
     assert "solving mlp" in out
-    assert "a small machine" in out
+    assert "a rough total" in out
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
-
-
-def test_a_dry_run_plans_for_a_machine_that_is_not_here(run, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(tm.raw_config("llama")))
-    status, out, _ = run("prune", tmp_path, "--dry-run", "--machine", "h100", "--json")
-    plan = json.loads(out)
-    assert status == 0
-    assert plan["device"] == "cuda"
-    assert not plan["time"]["measured"]
-    assert plan["memory_bytes"]["device"] > 0
-    status, out, _ = run("prune", tmp_path, tmp_path / "out", "--dry-run", "--machine", "a100")
-    assert status == 0
-    assert "by the data sheet of NVIDIA A100" in out
-    assert "not measured here, or anywhere" in out
-    status, _, err = run("prune", tmp_path, "--dry-run", "--machine", "abacus")
-    assert status == 1
-    assert "unknown machine 'abacus'" in err
-
-
-@pytest.mark.parametrize("flag", [("--machine", "h100"), ("--measure",)])
-def test_what_only_a_plan_takes_is_refused_of_a_run(flag, run, dense, tmp_path):
-    status, _, err = run("prune", dense, tmp_path / "out", *flag)
-    assert status == 2
-    assert f"{flag[0]} goes with --dry-run" in err
 
 
 def test_flags_win_over_the_recipe_file(dense, tokens, run, tmp_path):

@@ -37,8 +37,8 @@ def test_a_cpu_solves_in_float64_without_a_measurement(monkeypatch):
     [(1.0, torch.float64), (0.5, torch.float64), (1 / 32, torch.float32), (1 / 64, torch.float32)],
 )
 def test_auto_follows_the_rate_of_float64_products(monkeypatch, rate, chosen):
-    seconds = {torch.float64: 1.0, torch.float32: rate}
-    monkeypatch.setattr(devices, "_product_seconds", lambda device, dtype: seconds[dtype])
+    rates = {torch.float64: rate, torch.float32: 1.0}
+    monkeypatch.setattr(devices, "product_rate", lambda device, dtype: rates[dtype])
     assert choose_solve_dtype("auto", CUDA) == chosen
     for asked in ("float64", "float32"):
         assert choose_solve_dtype(asked, CUDA) == getattr(torch, asked)
@@ -50,7 +50,7 @@ def test_a_device_without_float64_solves_in_float32(monkeypatch):
             raise TypeError("Cannot convert to float64")
         return 1.0
 
-    monkeypatch.setattr(devices, "_product_seconds", multiply)
+    monkeypatch.setattr(devices, "product_rate", multiply)
     assert choose_solve_dtype("auto", CUDA) == torch.float32
 
 
@@ -70,14 +70,14 @@ def test_sums_of_a_fit_are_not_in_float16_unless_that_is_asked_for(stored, devic
 
 def test_the_rate_is_measured_once(monkeypatch):
     measured = []
-    monkeypatch.setattr(devices, "_product_seconds", lambda *given: measured.append(given) or 1.0)
+    monkeypatch.setattr(devices, "product_rate", lambda *given: measured.append(given) or 1.0)
     for _ in range(3):
         choose_solve_dtype("auto", CUDA)
     assert len(measured) == 2
 
 
 def test_a_rate_is_that_of_products(monkeypatch):
-    monkeypatch.setattr(devices, "_PRODUCT", 64)
+    monkeypatch.setattr(devices, "_CPU_ROWS", 64)
     assert 0 < double_rate(torch.device("cpu")) < 100
 
 

@@ -27,8 +27,8 @@ USEFUL = 1 / 8
 The rate is 1 on an A100, H100 or H200, 1/2 on a B200 and a CPU, and 1/32 or 1/64 on a consumer
 card: none lies near the limit, where an imprecise measurement would decide.
 """
-_PRODUCT = 4096
-"""Rows of the square matrices whose product is timed."""
+_ROWS, _CPU_ROWS = 4096, 1024
+"""Rows of the square matrices whose product is timed, which takes a fraction of a second."""
 _NO_LIMIT = 2**60
 """Bytes from which a control group's limit stands for no limit."""
 _CGROUP = Path("/sys/fs/cgroup")
@@ -90,20 +90,23 @@ def choose_solve_dtype(name: str, device: torch.device) -> torch.dtype:
 def double_rate(device: torch.device) -> float:
     """Rate of float64 matrix products relative to float32; 0 on a device without float64."""
     try:
-        return _product_seconds(device, torch.float32) / _product_seconds(device, torch.float64)
+        return product_rate(device, torch.float64) / product_rate(device, torch.float32)
     except (TypeError, RuntimeError):  # no float64 at all, as on Apple's devices
         return 0.0
 
 
-def _product_seconds(device: torch.device, dtype: torch.dtype) -> float:
-    """Time one product: the fastest of three, after one that loads the library."""
-    A = torch.ones(_PRODUCT, _PRODUCT, dtype=dtype, device=device)
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of a matrix product: the fastest of three, after one that loads the
+    library.
+    """
+    rows = _CPU_ROWS if device.type == "cpu" else _ROWS
+    A = torch.ones(rows, rows, dtype=dtype, device=device)
     seconds = []
     for _ in range(4):
         began = time.perf_counter()
         float((A @ A)[0, 0])  # waits for the device
         seconds.append(time.perf_counter() - began)
-    return min(seconds[1:])
+    return 2 * rows**3 / min(seconds[1:])
 
 
 def environment(device: str) -> dict[str, str]:

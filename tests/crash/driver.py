@@ -153,7 +153,6 @@ def child(request: dict[str, Any]) -> None:
     """One run of the command; tells events and solved blocks when it comes to its end."""
     cwd = Path(request["cwd"])
     os.chdir(cwd)
-    os.environ |= {"XDG_CACHE_HOME": str(cwd / "cache")}
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -357,7 +357,10 @@ def test_a_plan_counts_what_an_allocation_takes(dense, ids):
         name: {phase.name: phase.host for phase in forecast.phases}
         for name, forecast in forecasts.items()
     }
-    operations = {name: forecast.record()["operations"] for name, forecast in forecasts.items()}
+    operations = {
+        name: {phase.name: phase.operations for phase in forecast.phases}
+        for name, forecast in forecasts.items()
+    }
     tokens = 12 * 32
     # Three models' states, and those of two before each of two blocks, beside the dense pass's.
     assert held["error"]["allocating"]["hidden states"] == (1 + 3 + 4) * tokens * 32 * 4

@@ -62,7 +62,7 @@ def test_the_command_says_when_nothing_was_gained(run, dense, pruned, tokens, tm
 
 
 def test_a_dry_run_shows_three_ways_and_writes_nothing(run, dense, pruned, tokens, tmp_path):
-    status, out, _ = run("recover", dense, pruned, "--dry-run", *FLAGS, "--machine", "h100")
+    status, out, _ = run("recover", dense, pruned, "--dry-run", *FLAGS)
     assert status == 0
     assert [words in out for words in ("all weights", "lora=16", "teacher=stored")] == [True] * 3
     _, out, _ = run("recover", dense, pruned, tmp_path / "out", "--dry-run", *FLAGS, "--json")
@@ -76,7 +76,6 @@ def test_a_dry_run_shows_three_ways_and_writes_nothing(run, dense, pruned, token
     ("command", "said"),
     [
         (("recover", "dense", "pruned"), "OUT is missing"),
-        (("recover", "dense", "pruned", "out", "--machine", "h100"), "--machine goes with"),
         (("prune", "dense", "out", "--recover", "1k", "--dry-run"), "does not go with --dry-run"),
         (("prune", "dense", "out", "--recover", "1k", "--statistics", "s"), "with --statistics"),
         (("prune", "dense", "out", "--recover", "0"), "tokens must be a whole number"),

@@ -111,11 +111,10 @@ def test_plans_count_them(dense, tokens):
     one, other = (
         Forecast.of(plan, ComputeConfig.of(plan, torch.device("cpu"))) for plan in (few, many)
     )
-    operations = [forecast.record()["operations"]["calibrating"] for forecast in (one, other)]
-    assert operations[1] == 2 * operations[0]
-    states = [
-        next(p.host["hidden states"] for p in forecast.phases if p.name == "calibrating")
+    before, after = (
+        next(phase for phase in forecast.phases if phase.name == "calibrating")
         for forecast in (one, other)
-    ]
-    assert states[1] == 2 * states[0]
+    )
+    assert after.operations == 2 * before.operations
+    assert after.host["hidden states"] == 2 * before.host["hidden states"]
     assert "whole model" in {purpose for phase in other.phases for purpose in phase.host}

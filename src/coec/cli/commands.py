@@ -24,7 +24,7 @@ _EXAMPLES = {
     "compensate": ("coec compensate DENSE PRUNED OUT --preset best",
                    "coec compensate DENSE PRUNED OUT --calibration my-text.txt"),
     "recover": ("coec recover DENSE PRUNED OUT --text my-text.txt --tokens 20M",
-                "coec recover DENSE PRUNED --lora 16 --dry-run --machine rtx4090"),
+                "coec recover DENSE PRUNED --lora 16 --dry-run"),
     "collect": ("coec collect MODEL STATISTICS --samples 128",
                 "coec collect MODEL STATISTICS --calibration my-text.txt"),
     "eval": ("coec eval OUT --baseline MODEL", "coec eval OUT --tasks seven --limit 200"),

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 import typer
 from rich.console import Console
 
+from coec.events import duration
 from coec.settings import NAMES, TABLE, Setting
 
 Values: TypeAlias = dict[str, Any]
@@ -111,11 +112,6 @@ HELP_ALL = Switch("help_all", "Show every flag, and those of each compensation."
 DEVICE = CommandFlag("device", str, next(row.text for row in TABLE if row.name == "device"))
 CONFIG_FILE = CommandFlag("config", Path, "TOML file with any of the settings here; flags win.")
 FORCE = Switch("force", "Replace the model that OUT holds.")
-MACHINE = CommandFlag(
-    "machine", str,
-    "With --dry-run: plan for a GPU by its data sheet (h100, h200, a100, l40s, rtx4090, rtx3090) "
-    "instead of for this machine.", metavar="NAME",
-)  # fmt: skip
 RESTART = Switch("restart", "Throw away what an unfinished run into the same folder left.")
 TRUST_REMOTE_CODE = Switch(
     "trust_remote_code",
@@ -188,6 +184,11 @@ def show_table(heads: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
     for row in rows:
         table.add_row(*row)
     results.print(table)
+
+
+def rough(seconds: float) -> str:
+    """Return an estimate of time in words: a minute at least, of which starting takes a part."""
+    return f"about {duration(seconds)}" if seconds >= 120 else "about 1 min"
 
 
 def quieten() -> None:

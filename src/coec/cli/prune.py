@@ -17,12 +17,8 @@ from coec.settings.fields import Settings
 from coec.settings.parts import CHOOSING
 
 if TYPE_CHECKING:
-    import torch
-
-    from coec.devices import FreeMemory
     from coec.pipeline.report import Report
     from coec.planning import Forecast, Plan
-    from coec.planning.machines import Machine
 
 _BETTER = {
     "paper": "--preset balanced trains every block towards it, in about four times the time",
@@ -48,10 +44,8 @@ def _running(dry_run: str) -> tuple[CommandFlag | Switch, ...]:
             "What `coec collect` wrote, instead of a dense pass; brings its settings.",
         ),
         Switch("dry_run", dry_run),
-        common.MACHINE,
-        Switch("measure", "With --dry-run: measure this machine's rates anew."),
-        common.FORCE,
-        common.RESTART, common.TRUST_REMOTE_CODE, common.QUIET, common.JSON, common.HELP_ALL,
+        common.FORCE, common.RESTART, common.TRUST_REMOTE_CODE,
+        common.QUIET, common.JSON, common.HELP_ALL,
     )  # fmt: skip
 
 
@@ -64,7 +58,7 @@ HEADINGS = {
     "What to remove": ("sparsity", "budget_parameters", "non_uniform", "multiple_of", "target"),
     "How to repair": ("preset", "recover"),
     "Calibration": ("calibration", "samples", "seq_len"),
-    "Where to run": ("dry_run", "machine", "device", "executor"),
+    "Where to run": ("dry_run", "device", "executor"),
     "Output": ("config", "force", "trust_remote_code", "quiet", "json"),
 }
 """Headings of the first screen of help, and the flags under each."""
@@ -78,7 +72,7 @@ _MORE: dict[str, type[Settings]] = {
 def _arranged(*rows: common.Option) -> list[CommandFlag | Switch]:
     """Flags under their headings, those of the first screen first."""
     details = {heading: [item.name for item in part.table()] for heading, part in _MORE.items()}
-    details["More: where to run"] += ["statistics", "measure", "restart"]
+    details["More: where to run"] += ["statistics", "restart"]
     return common.under_headings(rows, {**HEADINGS, **details})
 
 
@@ -201,61 +195,39 @@ def _handling(flags: Mapping[str, Any]) -> common.Values:
 
 
 def _check_use(out: object, flags: Mapping[str, Any]) -> None:
-    """Raise BadParameter for a missing OUT, or options that only a plan takes."""
-    if flags["dry_run"]:
-        return
-    if out is None:
+    """Raise BadParameter for a missing OUT."""
+    if out is None and not flags["dry_run"]:
         raise typer.BadParameter("OUT is missing (only --dry-run works without)")
-    for name in ("machine", "measure"):
-        if flags[name]:
-            raise typer.BadParameter(f"--{name} goes with --dry-run")
-
-
-def machine_of(
-    device: str, flags: Mapping[str, Any]
-) -> tuple["Machine", "torch.device", "FreeMemory"]:
-    """Return the GPU that `machine` names, or this machine; its device, and the free memory."""
-    import torch
-
-    from coec import planning
-    from coec.devices import FreeMemory, choose_device
-
-    if flags["machine"] is not None:
-        rates = planning.machine_named(flags["machine"])
-        return rates, torch.device(rates.device), FreeMemory(rates.device_bytes, None)
-    chosen = choose_device(device)
-    room = FreeMemory.of(chosen)
-    with showing_progress(flags["quiet"]) as advance:
-        anew = bool(flags.get("measure"))
-        return planning.this_machine(chosen, anew=anew, progress=advance), chosen, room
 
 
 def _show_plan(plan: "Plan", model: str, out: str | Path | None, flags: Mapping[str, Any]) -> None:
     """Print what a pruning would do and take; OptionError where it does not fit in the memory.
 
-    Times are of the GPU that `machine` names, or of this machine. Where statistics are given, no
-    text is run.
+    Where statistics are given, no text is run.
     """
     from coec import planning
+    from coec.devices import FreeMemory, choose_device, product_rate
 
-    rates, device, room = machine_of(plan.recipe.runtime.device, flags)
-    elsewhere = None if flags["machine"] is None else rates
-    compute = planning.ComputeConfig.of(
-        plan, device, measured=flags["statistics"] is not None, machine=elsewhere
-    )
+    device = choose_device(plan.recipe.runtime.device)
+    room = FreeMemory.of(device)
+    compute = planning.ComputeConfig.of(plan, device, measured=flags["statistics"] is not None)
     compute = planning.within(plan, compute, room)
     planning.check_room(plan, compute, room)
     close = planning.close_fits(plan, compute, room)
-    forecast = planning.Forecast.of(plan, compute, rates)
-    record = {"model": model, **plan.record(), **forecast.record()}
+    forecast = planning.Forecast.of(plan, compute)
+    seconds = forecast.operations / product_rate(device, compute.forward)
+    record = {"model": model, **plan.record(), **forecast.record(), "seconds": seconds}
     record |= {"device": str(device), "close": list(close)}
     if flags["json"]:
         print(json.dumps(record))
         return
-    disk = _disk(forecast, out)
     _show_sizes(plan, forecast.alternatives, record)
-    _show_forecast(forecast, str(device))
-    for line in (*close, *disk):
+    _show_memory(forecast, str(device))
+    common.results.print(
+        f"\ntime: {common.rough(seconds)}, a rough total: {forecast.operations:.1e} operations at "
+        "the rate of one matrix product here"
+    )
+    for line in (*close, *_disk(forecast, out)):
         common.results.print(line)
 
 
@@ -290,33 +262,18 @@ def _show_sizes(plan: "Plan", alternatives: dict[str, "Plan"], record: dict[str,
     common.results.print()
 
 
-def _show_forecast(forecast: "Forecast", device: str) -> None:
-    """Print a line for every phase: memory at its fullest moment, operations, time."""
-    from coec.planning.machines import PEAK_SHARE
-
+def _show_memory(forecast: "Forecast", device: str) -> None:
+    """Print a line for every phase: memory at its fullest moment, and what takes most of it."""
     alone = device == "cpu"
-    memory = ["memory"] if alone else [device, "host"]
     rows = []
     for phase in forecast.phases:
         sizes = [phase.host] if alone else [phase.device, phase.host]
-        cells = [_gigabytes(sum(size.values())) if phase.host else "" for size in sizes]
-        operations = f"{phase.operations:.1e}" if phase.operations else ""
         largest = max(sizes[0], key=sizes[0].__getitem__, default="")
-        time = str(forecast.seconds.get(phase.name, ""))
-        rows.append((phase.name, *cells, operations, time, largest))
-    total = sum(phase.operations for phase in forecast.phases)
+        rows.append((phase.name, *(_gigabytes(sum(size.values())) for size in sizes), largest))
     peak = [sum(forecast.peak)] if alone else forecast.peak
-    rows.append(("all", *map(_gigabytes, peak), f"{total:.1e}", str(forecast.total), ""))
-    common.show_table(("phase", *memory, "operations", "time", "most of it"), rows)
-    if machine := forecast.machine:
-        source = (
-            f"rates measured on {machine.name}, with nothing else running; reading from the disk "
-            "is left out"
-            if machine.measured
-            else f"the data sheet of {machine.name}, products taken to reach {PEAK_SHARE:.0%} "
-            "of its peak: not measured here, or anywhere"
-        )
-        common.results.print(f"times: by {source}")
+    rows.append(("largest", *map(_gigabytes, peak), ""))
+    memory = ["memory"] if alone else [device, "host"]
+    common.show_table(("phase", *memory, "most of it"), rows)
 
 
 def _gigabytes(size: int) -> str:

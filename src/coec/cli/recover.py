@@ -10,7 +10,7 @@ import typer
 from coec.cli import common
 from coec.cli.common import CommandFlag, Switch, Values
 from coec.cli.progress import showing_progress
-from coec.cli.prune import machine_of, measuring, named
+from coec.cli.prune import measuring, named
 from coec.settings.recovery import Recovery
 
 if TYPE_CHECKING:
@@ -25,9 +25,8 @@ _FLAGS = [
 
 @common.with_flags(
     *_FLAGS,
-    Switch("dry_run", "Print memory, speed and disk of every way to train; no weights are read."),
-    common.MACHINE, common.FORCE, common.RESTART, common.TRUST_REMOTE_CODE, common.QUIET,
-    common.JSON,
+    Switch("dry_run", "Print memory, time and disk of every way to train; no weights are read."),
+    common.FORCE, common.RESTART, common.TRUST_REMOTE_CODE, common.QUIET, common.JSON,
 )  # fmt: skip
 def recover_command(
     dense: Annotated[str, common.argument("The dense model: folder or hub name.", "DENSE")],
@@ -42,11 +41,8 @@ def recover_command(
     Windows that are not trained on decide; OUT is never worse than PRUNED on them. Interrupted or
     killed, the same command goes on. On several GPUs: torchrun -m coec recover …
     """
-    if not flags["dry_run"]:
-        if out is None:
-            raise typer.BadParameter("OUT is missing (only --dry-run works without)")
-        if flags["machine"] is not None:
-            raise typer.BadParameter("--machine goes with --dry-run")
+    if out is None and not flags["dry_run"]:
+        raise typer.BadParameter("OUT is missing (only --dry-run works without)")
     common.quieten()
     chosen = common.given(flags, _TABLE)
     if out is None or flags["dry_run"]:
@@ -99,30 +95,32 @@ def show_recovery(report: "Report", as_json: bool) -> None:
 
 
 def _show_ways(dense: str, pruned: str, settings: Values, flags: Mapping[str, Any]) -> None:
-    """Print every way to train: its memory, speed and disk, and whether it fits."""
-    from coec.events import duration
+    """Print every way to train: its memory, time and disk, and whether it fits."""
+    from coec.devices import FreeMemory, choose_device, product_rate
     from coec.recovery import plan
 
     recovery = Recovery.of(settings)
-    machine, device, room = machine_of(recovery.device, flags)
-    free = room.computing
+    device = choose_device(recovery.device)
+    free = FreeMemory.of(device).computing
     ways = plan.footprints(dense, pruned, recovery, device, free)
+    rate = product_rate(device, ways[0].dtype)
     rows, records = [], []
     for way in ways:
-        speed = way.tokens_per_second(machine)
-        tokens = recovery.tokens or speed * 60 * (recovery.minutes or 0)
+        seconds = way.operations / rate if recovery.minutes is None else 60 * recovery.minutes
         fits = free is None or way.bytes <= free
         records.append({
             "way": way.flags, "fits": fits, "memory": way.memory, "bytes": way.bytes,
-            "disk": way.disk, "tokens_per_second": speed, "seconds": tokens / speed,
+            "disk": way.disk, "seconds": seconds,
         })  # fmt: skip
         rows.append((
             ("→ " if way is ways[0] else "  ") + way.flags, f"{way.bytes / 1e9:.2f} GB",
-            "yes" if fits else "no", f"{speed:,.0f}", duration(tokens / speed),
-            f"{way.disk / 1e9:.2f} GB",
+            "yes" if fits else "no", common.rough(seconds), f"{way.disk / 1e9:.2f} GB",
         ))  # fmt: skip
     if flags["json"]:
-        print(json.dumps({"device": machine.name, "free": free, "ways": records}))
+        print(json.dumps({"device": str(device), "free": free, "ways": records}))
         return
-    common.show_table(("", "memory", "fits", "tokens/s", "time", "disk meanwhile"), rows)
-    common.results.print(f"\nof {'' if free is None else f'{free / 1e9:.1f} GB of '}{machine.name}")
+    common.show_table(("", "memory", "fits", "time", "disk meanwhile"), rows)
+    room = "" if free is None else f"; {free / 1e9:.1f} GB of memory are free"
+    common.results.print(
+        f"\non {device}{room}; times are rough: operations at the rate of one matrix product here"
+    )

@@ -47,11 +47,6 @@ _WRAPPED = {
 """Prefixes of the names in a model that something wraps, and what is to be done."""
 
 
-def cache_folder() -> Path:
-    """Folder of files that this package can make again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coec"
-
-
 def parse_json(path: Path, *, distinct: bool = False) -> Any:
     """Read a JSON file from any source.
 

@@ -1,6 +1,5 @@
 """The plan: what pruning will do and take, from the configuration alone, in seconds."""
 
-from coec.planning.machines import machine_named, this_machine
 from coec.planning.memory import ComputeConfig, disk
 from coec.planning.plan import Plan
 from coec.planning.run import Forecast, check_room, close_fits, within
@@ -12,7 +11,5 @@ __all__ = [
     "check_room",
     "close_fits",
     "disk",
-    "machine_named",
-    "this_machine",
     "within",
 ]

@@ -18,7 +18,6 @@ from coec.devices import (
     stored_dtype,
 )
 from coec.models.layout import Site
-from coec.planning.machines import Machine
 from coec.planning.plan import Plan
 from coec.reconstruction.block_training import step_tokens
 from coec.streaming.dense_stream import batch_size
@@ -65,12 +64,10 @@ class ComputeConfig:
         stored: torch.dtype | None = None,
         *,
         measured: bool = False,
-        machine: Machine | None = None,
     ) -> "ComputeConfig":
         """Resolve the dtypes that a run of a plan has on a device.
 
-        `stored` is the configuration's where it is None. A `machine` that is not here decides
-        `solve` by its data sheet.
+        `stored` is the configuration's where it is None.
         """
         pruning = plan.recipe.pruning
         stored = stored_dtype(plan.output.config) if stored is None else stored
@@ -79,10 +76,7 @@ class ComputeConfig:
             calibration.forward_dtype, stored, device, summed=calibration.summed
         )
         written = DTYPES[pruning.dtype] if pruning.dtype else stored
-        if machine is None:
-            solve = choose_solve_dtype(pruning.solve_dtype, device)
-        else:
-            solve = machine.solve_dtype(pruning.solve_dtype)
+        solve = choose_solve_dtype(pruning.solve_dtype, device)
         return cls(device.type, stored, forward, written, solve, measured)
 
 
@@ -241,29 +235,18 @@ def sampled_window(plan: Plan, compute: ComputeConfig) -> int:
     return window_bytes(plan.dense, plan.model.vocabulary, plan.seq_len, itemsize)
 
 
-def text_characters(plan: Plan) -> int:
-    """Number of characters that are tokenised; 0 for token ids."""
-    return sum(_characters(source) for source, _ in mixture(plan.recipe.calibration.source))
-
-
-def _characters(source: Any) -> int:
-    """Number of characters of one source that are tokenised."""
-    if isinstance(source, Documents):
-        return LONG_TEXT
-    if not isinstance(source, str | Path) or source == "self":
-        return 0
-    path = Path(source)
-    if path.suffix in TOKEN_SUFFIXES:
-        return 0
-    return min(path.stat().st_size if path.is_file() else _NAMED_TEXT, LONG_TEXT)
-
-
 def _text(plan: Plan) -> int:
     """Memory of the text that takes most of it; texts of a mixture are read in turn."""
     return max(map(_text_bytes, (source for source, _ in mixture(plan.recipe.calibration.source))))
 
 
 def _text_bytes(source: Any) -> int:
-    if isinstance(source, str | Path) and (path := Path(source)).suffix in TOKEN_SUFFIXES:
+    if isinstance(source, Documents):
+        return _CHARACTER_BYTES * LONG_TEXT
+    if not isinstance(source, str | Path) or source == "self":
+        return 0
+    path = Path(source)
+    if path.suffix in TOKEN_SUFFIXES:
         return 2 * path.stat().st_size if path.is_file() else 0
-    return _CHARACTER_BYTES * _characters(source)
+    characters = path.stat().st_size if path.is_file() else _NAMED_TEXT
+    return _CHARACTER_BYTES * min(characters, LONG_TEXT)

@@ -41,7 +41,7 @@ APART = ("options", "trust_remote_code")
 runs a model decides whether its code may run."""
 _ARGUMENTS = (
     "model", "dense", "pruned", "out", "recipe", "config", "statistics", "force", "restart",
-    "progress", "dry_run", "machine", "measure", "json",
+    "progress", "dry_run", "json",
 )  # fmt: skip
 """Arguments of commands and functions besides settings."""
 _RECONSTRUCTION = Reconstruction().record()

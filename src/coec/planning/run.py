@@ -4,7 +4,6 @@ fits in the free memory.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
@@ -12,9 +11,8 @@ from coec.allocation import Importances
 from coec.devices import DTYPES, FreeMemory
 from coec.errors import OptionError
 from coec.models.dense import Dense
-from coec.planning.machines import PEAK_SHARE, Machine
 from coec.planning.memory import ComputeConfig, disk, needed_beside, sampled_window
-from coec.planning.phases import FEWEST_STEPS, MOST_STEPS, Phase, phases_of
+from coec.planning.phases import Phase, phases_of
 from coec.planning.plan import Plan
 from coec.planning.recipe import Recipe
 from coec.settings.parts import SolveDtypeName
@@ -25,8 +23,6 @@ OVER = 1.2
 what it took (docs/LOG.md)."""
 _CLOSE = 0.9
 """Fraction of the free memory from which a plan is said to be close."""
-_MEASURED, _BY_DATA_SHEET = 1.2, 2.0
-"""Factors by which a time may be off; the steps of descents come on top."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,68 +172,33 @@ def _advice(plan: Plan, compute: ComputeConfig, sizes: dict[str, int]) -> str:
     return f"set {', or '.join(settings)}" if settings else "take a machine with more memory"
 
 
-class Seconds(NamedTuple):
-    """Estimated time, and the bounds that it may lie between."""
-
-    low: float
-    typical: float
-    high: float
-
-    def __str__(self) -> str:
-        """Show all three in one unit: `12 min (8.0–18)`."""
-        units = {"d": 86400, "h": 3600, "min": 60, "s": 1}
-        unit = next((unit for unit, size in units.items() if self.typical >= size), "s")
-        times = [seconds / units[unit] for seconds in (self.typical, self.low, self.high)]
-        typical, low, high = (f"{time:.{0 if time >= 10 else 1}f}" for time in times)
-        return f"{typical} {unit} ({low}–{high})"
-
-
 @dataclass(frozen=True)
 class Forecast:
     """Estimate of what a run will take.
 
     Attributes:
-        phases: with their work and memory.
-        machine: by whose rates times are estimated; None for no times.
-        seconds: by phase; empty without a machine.
+        phases: with their memory and operations.
         output: bytes of the pruned model.
         partial: largest number of bytes of unfinished work beside it.
         alternatives: the other plans among which held-out windows choose, by name.
     """
 
     phases: tuple[Phase, ...]
-    machine: Machine | None
-    seconds: dict[str, Seconds]
     output: int
     partial: int
     alternatives: dict[str, Plan]
 
     @classmethod
-    def of(cls, plan: Plan, compute: ComputeConfig, machine: Machine | None = None) -> "Forecast":
-        """Estimate memory, operations and disk of every phase, and times by a machine's rates.
-
-        Where there are several candidates, each is fitted briefly, and one of them then in full.
-
-        Args:
-            plan: what is done.
-            compute: device and dtypes of the run (`ComputeConfig.of`).
-            machine: this one (`this_machine`) or a GPU by its data sheet (`machine_named`); None
-                for no times.
-        """
+    def of(cls, plan: Plan, compute: ComputeConfig) -> "Forecast":
+        """Estimate memory and operations of every phase, and disk."""
         candidates = Plan.candidates(plan.model, plan.recipe)
-        several = plan.recipe.reconstruction.sequential and len(candidates) > 1
-        tried = [candidate.briefly() for candidate in candidates.values()] if several else []
-        phases = phases_of(plan, compute, tried)
-        seconds: dict[str, Seconds] = {}
-        if machine is not None:
-            seconds = {phase.name: _seconds(plan, phase, machine) for phase in phases}
         others = {n: other for n, other in candidates.items() if other.pruned != plan.pruned}
-        return cls(tuple(phases), machine, seconds, *disk(plan, compute.written), others)
+        return cls(tuple(phases_of(plan, compute)), *disk(plan, compute.written), others)
 
     @property
-    def total(self) -> Seconds:
-        """Time of all phases."""
-        return Seconds(*map(sum, zip(Seconds(0.0, 0.0, 0.0), *self.seconds.values(), strict=True)))
+    def operations(self) -> float:
+        """Floating-point operations of all phases."""
+        return sum(phase.operations for phase in self.phases)
 
     @property
     def peak(self) -> tuple[int, int]:
@@ -249,34 +210,11 @@ class Forecast:
 
     def record(self) -> dict[str, object]:
         """JSON-ready account."""
-        memory = {
-            phase.name: {"device": phase.device, "host": phase.host}
-            for phase in self.phases
-            if phase.host
-        }
+        memory = {phase.name: {"device": phase.device, "host": phase.host} for phase in self.phases}
         device, host = self.peak
         sizes = {"device": device, "host": host, "total": device + host, "phases": memory}
-        record: dict[str, object] = {
+        return {
             "memory_bytes": sizes,
-            "operations": {phase.name: phase.operations for phase in self.phases},
+            "operations": self.operations,
             "disk_bytes": {"output": self.output, "partial": self.partial},
         }
-        if self.machine is not None:
-            record["time"] = {
-                "machine": self.machine.name,
-                "measured": self.machine.measured,
-                "share_of_peak": None if self.machine.measured else PEAK_SHARE,
-                "seconds": self.total.typical,
-                "between": [self.total.low, self.total.high],
-                "phases": {name: time.typical for name, time in self.seconds.items()},
-            }
-        return record
-
-
-def _seconds(plan: Plan, phase: Phase, machine: Machine) -> Seconds:
-    time = machine.seconds(phase.work)
-    off = _MEASURED if machine.measured else _BY_DATA_SHEET
-    solves = phase.name.startswith(("solving", "allocating", "trying"))
-    descends = solves and plan.recipe.method.name == "coec"
-    low, high = (FEWEST_STEPS, MOST_STEPS) if descends else (1.0, 1.0)
-    return Seconds(time * low / off, time, time * high * off)

@@ -1,6 +1,7 @@
-"""What a recovery takes: memory by purpose, speed and disk, from the two configurations alone."""
+"""What a recovery takes: memory by purpose, operations and disk, from the two configurations
+alone.
+"""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +18,7 @@ from coec.devices import (
 )
 from coec.errors import OptionError
 from coec.models.description import Description
-from coec.models.layout import Layout
-from coec.planning.machines import Machine, Work
+from coec.planning.phases import weights_met
 from coec.recovery.text import TOP, windows_needed
 from coec.settings.recovery import Recovery
 from coec.streaming.head import LOGITS_PER_PASS
@@ -42,21 +42,23 @@ all query heads, and in MLP channels."""
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory, speed and disk of one way to train.
+    """Memory, operations and disk of one way to train.
 
     Attributes:
         recovery: the settings, `checkpointing` decided.
         memory: bytes on the device that computes, by purpose.
         host: bytes on the host, where that is another.
         disk: bytes of unfinished work.
-        work: of one token.
+        operations: floating-point operations of all tokens; 0 where minutes are the budget.
+        dtype: of the forward passes.
     """
 
     recovery: Recovery
     memory: dict[str, int]
     host: int
     disk: int
-    work: tuple[Work, ...]
+    operations: float
+    dtype: torch.dtype
 
     @property
     def bytes(self) -> int:
@@ -70,10 +72,6 @@ class Footprint:
         weights = "all weights" if rank is None else f"lora={rank}"
         kept = ", activations computed again" if self.recovery.checkpointing else ""
         return f"{weights}{', teacher=stored' if teacher == 'stored' else ''}{kept}"
-
-    def tokens_per_second(self, machine: Machine) -> float:
-        """Speed on a machine; held-out windows, reading and writing are left out."""
-        return 1 / machine.seconds(self.work)
 
 
 def windows_per_pass(model: Description, seq_len: int) -> int:
@@ -192,7 +190,8 @@ def _estimate(
     return Footprint(
         recovery, memory, 0 if on_host else resident_bytes() + 8 * pruned.parameters,
         4 * count * seq_len + predictions + _STATES * state + max(state, result),
-        tuple(_work(dense, pruned, recovery, tokens, seq_len, compute)),
+        (recovery.tokens or 0) * _token_operations(dense, pruned, recovery),
+        torch.bfloat16 if narrow else torch.float32,
     )  # fmt: skip
 
 
@@ -238,30 +237,10 @@ def _active(model: Description, compute: int, recovery: Recovery) -> int:
     return sum(every)
 
 
-def _work(
-    dense: Description,
-    pruned: Description,
-    recovery: Recovery,
-    tokens: int,
-    seq_len: int,
-    compute: int,
-) -> list[Work]:
-    """Return products and elementwise traffic of one token, by the sizes of a whole batch."""
-    dtype = "bfloat16" if compute == 2 else "float32"
-    passes = 3 if recovery.lora is None else 2
-    passes += bool(recovery.checkpointing)
-    work: list[Work] = []
-    for model, times in ((pruned, passes), (dense, int(recovery.teacher != "stored"))):
-        matrices = [
-            *_matrices(model).values(),
-            model.shapes.get(Layout.head, model.shapes[Layout.embedding]),
-        ]
-        work += [
-            Work("product", 2.0 * shape.numel(), math.cbrt(shape.numel() * tokens), times, dtype)
-            for shape in matrices
-        ]
-        moved = _active(model, compute, replace(recovery, checkpointing=False))
-        work.append(Work("elementwise", 3.0 * moved * times, tokens * moved / 8))
-    per_step = recovery.windows_per_step(seq_len, recovery.tokens) * seq_len
-    work.append(Work("elementwise", 28.0 * pruned.parameters / per_step, 4.0 * pruned.parameters))
-    return work
+def _token_operations(dense: Description, pruned: Description, recovery: Recovery) -> float:
+    """Train on one token: forward, back through the products and, for all weights, to these too."""
+    passes = (3 if recovery.lora is None else 2) + bool(recovery.checkpointing)
+    return sum(
+        2 * times * (weights_met(model, model.shapes) + model.shape.hidden * model.vocabulary)
+        for model, times in ((pruned, passes), (dense, int(recovery.teacher != "stored")))
+    )
