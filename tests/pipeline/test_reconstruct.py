@@ -17,6 +17,7 @@ from coec.models.dense import Dense
 from coec.pipeline import reconstruct as reconstruction
 from coec.pipeline import write as writing
 from coec.pipeline.solve import SINKS
+from coec.planning import run as planned_run
 from coec.planning.plan import Plan, tried_blocks
 from coec.planning.recipe import Recipe
 from coec.reconstruction import TrainedBlock, block_training
@@ -374,7 +375,7 @@ def statistics(dense, tokens, tmp_path_factory):
         ({"propagate": True}, "propagate"),
         ({"reconstruct": 1}, "reconstruct"),
         ({"final_norm": True}, "final_norm"),
-        ({"kv_groups": "held-out"}, "kv_groups"),
+        ({"kv_groups": "held-out", "holdout": 0.25}, "kv_groups"),
         ({"preset": "best"}, "preset = best"),
         ({"preset": "balanced", "reconstruct": 1}, "reconstruct"),
     ],
@@ -781,3 +782,18 @@ def test_a_note_says_where_a_thousandth_of_the_tokens_has_most_of_the_energy(
     enough = {"tokens": many, "samples": 40, "seq_len": 26}
     assert sinks("even", 0.5, **enough) is None
     assert len(sinks("sinks", 0.6, **enough)) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", ["fast", "balanced"])
+def test_the_result_does_not_depend_on_where_states_wait(
+    preset, dense, tokens, tmp_path, monkeypatch
+):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    settings = {"preset": preset, "samples": 16, "device": "cuda"}
+    for room in (0.8, 0.0):
+        monkeypatch.setattr(planned_run, "_ROOM_FOR_STATES", room)
+        pruned(dense, tmp_path / str(room), tokens, **settings)
+    one, other = (load_file(tmp_path / n / "model.safetensors") for n in ("0.8", "0.0"))
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -257,3 +257,21 @@ def test_so_many_windows_are_sampled_as_a_card_has_room_for(free, at_once, said)
     else:
         with pytest.raises(OptionError, match=said):
             check_room(plan, how, card)
+
+
+def test_states_wait_on_a_gpu_that_has_room_for_them(folder):
+    plan, how = planned(folder, CUDA, preset="fast", samples=512)
+    free = FreeMemory(device=10**12, host=10**12)
+    there = within(plan, how, free)
+    assert there.states_on_device
+    phases = {phase.name: phase for phase in Forecast.of(plan, there).phases}
+    assert "hidden states" in phases["passes"].device
+    assert "hidden states" not in phases["passes"].host
+    needed = max(needed_beside(phase.device) for phase in phases.values())
+    assert not within(plan, how, replace(free, device=needed)).states_on_device
+    elsewhere = [
+        (planned(folder, CPU, preset="fast", samples=512), FreeMemory(None, 10**12)),
+        (planned(folder, CUDA), free),  # one stream, whose states pass once
+        (planned(folder, CUDA, preset="fast", samples=512, executor="ray"), free),
+    ]
+    assert not any(within(*pair, room).states_on_device for pair, room in elsewhere)

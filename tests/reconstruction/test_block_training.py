@@ -9,6 +9,7 @@ from coec.errors import NumericalError
 from coec.reconstruction import Example, block_training, relative_error, train_block
 from coec.reconstruction.block_training import STEP_TOKENS, step_tokens
 
+CPU = torch.device("cpu")
 H, LENGTH = 6, 64
 LONG = {"passes": 80, "rate": 0.1}
 """As long as it takes to arrive."""
@@ -37,7 +38,7 @@ def examples(count=48, *, length=LENGTH, seed=0, W=None, noise=0.0):
 def trained(windows, judges=(), block=linear, start=None, objective=None, **more):
     start = {"W": random(H, H, seed=3)} if start is None else start
     how = {"passes": 4, "rate": 0.1, "seed": 0, "written": torch.float32, **more}
-    objective = objective or relative_error(windows)
+    objective = objective or relative_error(windows, CPU)
     return train_block(block, start, windows, judges, objective=objective, **how)
 
 
@@ -73,7 +74,7 @@ def test_what_is_0_has_the_error_1():
 def test_the_objective_is_the_weighed_error_of_the_targets():
     outputs, targets = random(3, 4, H, seed=5), random(3, 4, H, seed=1)
     weights = random(3, 4, seed=2).abs()
-    objective = relative_error(list(map(Example, outputs, targets, weights)))
+    objective = relative_error(list(map(Example, outputs, targets, weights)), CPU)
     energy = (weights * targets.square().sum(-1)).sum() / 12
     expected = (weights * (targets - outputs).square().sum(-1)).sum() / energy
     assert float(objective(outputs, targets, weights)) == pytest.approx(float(expected), rel=1e-6)
@@ -223,7 +224,7 @@ def test_what_is_judged_is_what_will_be_written():
     last = trained(examples(), written=torch.bfloat16, passes=8)
     rounded = last.theta["W"].bfloat16().float()
     assert not torch.equal(rounded, last.theta["W"])
-    objective = relative_error(examples())
+    objective = relative_error(examples(), CPU)
     error = sum(
         float(objective(linear({"W": rounded}, w.inputs), w.targets, w.weights))
         for w in examples()

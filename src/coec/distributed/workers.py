@@ -8,7 +8,7 @@ import math
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -221,8 +221,7 @@ def to_cpu(value: Any) -> Any:
     if isinstance(value, GramSum):
         return value.to("cpu")
     if isinstance(value, ConsumerStatistics):
-        gram, residual = to_cpu(value.gram), to_cpu(value.residual)
-        return replace(value, gram=gram, residual=residual)
+        return replace(value, **{f.name: to_cpu(getattr(value, f.name)) for f in fields(value)})
     if isinstance(value, dict):
         return {name: to_cpu(item) for name, item in value.items()}
     if isinstance(value, tuple | list):

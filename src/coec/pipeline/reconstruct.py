@@ -309,7 +309,8 @@ class BlockReconstruction:
         layers = Layers(self._pruned, device=run.device, dtype=run.forward)
         wide = torch.promote_types(run.forward, torch.float32)
         rate = settings.reconstruct_rate
-        stages = [("reconstruction", settings.reconstruct, relative_error(examples), rate)]
+        error = relative_error(examples, run.device)
+        stages = [("reconstruction", settings.reconstruct, error, rate)]
         if self._predicts(block):
             head = Head(self._dense, device=run.device, dtype=run.forward)
             divergence: Objective = lambda out, dense, _: head.divergence(out, dense)  # noqa: E731
@@ -403,14 +404,16 @@ class BlockReconstruction:
             gram.check_finite()
         assert sums.residual is not None
         weight = tensors[site.weight].to(gram.xx)
-        factor = sums.added / sums.scale if sums.scale > 0 else 1.0
+        scale = float(sums.scale)
+        factor = float(sums.added) / scale if scale > 0 else 1.0
         residual = sums.residual.to(gram.xx) / (factor or 1.0)
         if windows == "held":  # weights have mean 1 over the windows fitted on, in a Gram its own
             residual *= gram.tokens / total_weight
         change = share * solve_right(residual, gram.xx, _TARGET_RIDGE, gram.precision)
         # Of the residual's energy, `change` takes away 2 ⟨change, Σ w δ xᵀ⟩ − ⟨change, change G⟩.
         explained = float((change * (2 * residual - change @ gram.xx)).sum())
-        return gram, weight + change, sums.residual_energy / (factor or 1.0) ** 2 - explained
+        energy = float(sums.residual_energy) / (factor or 1.0) ** 2
+        return gram, weight + change, energy - explained
 
 
 def _or_inf(score: float | None) -> float:

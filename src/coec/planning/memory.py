@@ -33,7 +33,7 @@ _NAMED_TEXT = 11_000_000
 _CHARACTER_BYTES = 170
 """Memory that tokenising one character takes, measured (docs/FORMATS.md)."""
 _ON_HOST = ("program", "text", "hidden states", "consumers", "shard")
-"""Purposes that are on the host in any case."""
+"""Purposes that are on the host; hidden states may be on the device instead."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class ComputeConfig:
         solve: dtype of the compensation's iterations.
         measured: True where statistics are given, and no text is run.
         at_once: number of windows that the model samples together.
+        states_on_device: True where the hidden states of both models wait on the device too.
     """
 
     device: str
@@ -55,6 +56,7 @@ class ComputeConfig:
     solve: torch.dtype
     measured: bool = False
     at_once: int = MOST
+    states_on_device: bool = False
 
     @classmethod
     def of(
@@ -80,9 +82,13 @@ class ComputeConfig:
         return cls(device.type, stored, forward, written, solve, measured)
 
 
-def placed(purposes: dict[str, int], device: str) -> tuple[dict[str, int], dict[str, int]]:
+def placed(
+    purposes: dict[str, int], compute: ComputeConfig
+) -> tuple[dict[str, int], dict[str, int]]:
     """Split bytes by purpose into those on the device and those on the host."""
-    on_host = purposes if device == "cpu" else _ON_HOST
+    on_host = set(purposes if compute.device == "cpu" else _ON_HOST)
+    if compute.states_on_device:
+        on_host.discard("hidden states")
     host = {purpose: size for purpose, size in purposes.items() if size and purpose in on_host}
     return {name: size for name, size in purposes.items() if size and name not in on_host}, host
 

@@ -45,7 +45,7 @@ def phases_of(plan: Plan, compute: ComputeConfig) -> list[Phase]:
     def add(name: str, purposes: tuple[str, ...], operations: float = 0.0) -> None:
         site_kind = name.removeprefix("solving ") if purposes == _SOLVE else ""
         sizes = purposes_of(plan, compute, site_kind)
-        memory = placed({purpose: sizes[purpose] for purpose in purposes}, compute.device)
+        memory = placed({purpose: sizes[purpose] for purpose in purposes}, compute)
         phases.append(Phase(name, *memory, operations))
 
     calibration, settings = plan.recipe.calibration, plan.recipe.reconstruction

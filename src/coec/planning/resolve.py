@@ -126,7 +126,7 @@ def _check_needs_no_text(recipe: Recipe) -> None:
         fits = _given_fits(recipe)
         if recipe.reconstruction.preset in YIELDING and fits:
             name = fits[0]
-        elif name not in recipe.given:
+        elif name.split()[0] not in recipe.given:
             name = f"preset = {recipe.reconstruction.preset}"
         raise OptionError(
             f"{name} runs the pruned model over the text, of which statistics hold sums only: "

@@ -21,6 +21,9 @@ from coec.streaming.self_text import windows_at_once
 OVER = 1.2
 """Estimate over free memory from which a plan is refused: none was planned at more than 1.16 times
 what it took (docs/LOG.md)."""
+_ROOM_FOR_STATES = 0.8
+"""Fraction of a device's free memory that a plan may fill whose hidden states wait there: its
+estimates were made on a CPU."""
 _CLOSE = 0.9
 """Fraction of the free memory from which a plan is said to be close."""
 
@@ -35,6 +38,8 @@ class Run:
         forward: dtype of the forward passes.
         solve: dtype of the iterations of a compensation.
         written: dtype of the written weights.
+        states_on_device: True where the hidden states of both models wait on the device that
+            computes, False where they wait on the host.
     """
 
     candidates: Mapping[str, Plan]
@@ -42,6 +47,7 @@ class Run:
     forward: torch.dtype
     solve: torch.dtype
     written: torch.dtype
+    states_on_device: bool = False
 
     @classmethod
     def of(
@@ -63,8 +69,10 @@ class Run:
         plan = next(iter(candidates.values()))
         compute = ComputeConfig.of(plan, device, dense.dtype, measured=collected)
         memory = FreeMemory.of(device)
-        check_room(plan, within(plan, compute, memory), memory)
-        return cls(candidates, device, compute.forward, DTYPES[name], compute.written)
+        compute = within(plan, compute, memory)
+        check_room(plan, compute, memory)
+        forward, written = compute.forward, compute.written
+        return cls(candidates, device, forward, DTYPES[name], written, compute.states_on_device)
 
     @property
     def plan(self) -> Plan:
@@ -97,12 +105,23 @@ def _solved_in(plan: Plan, name: SolveDtypeName) -> Plan:
 
 
 def within(plan: Plan, compute: ComputeConfig, room: FreeMemory) -> ComputeConfig:
-    """Set what depends on memory: the number of windows that are sampled together."""
+    """Set what depends on memory: windows that are sampled together, and where states wait.
+
+    The hidden states of both models wait on a GPU where all phases fit there with them.
+    """
     free = room.computing
     if free is not None:
         free -= plan.parameters_before * compute.forward.itemsize
     at_once = windows_at_once(free, sampled_window(plan, compute))
-    return replace(compute, at_once=at_once)
+    compute = replace(compute, at_once=at_once)
+    recipe = plan.recipe
+    if room.device is None or recipe.runtime.executor == "ray":
+        return compute
+    if not recipe.reconstruction.sequential:
+        return compute
+    there = replace(compute, states_on_device=True)
+    fullest = max(needed_beside(phase.device) for phase in phases_of(plan, there))
+    return there if fullest <= _ROOM_FOR_STATES * room.device else compute
 
 
 def check_room(plan: Plan, compute: ComputeConfig, room: FreeMemory) -> None:

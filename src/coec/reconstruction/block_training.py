@@ -49,10 +49,15 @@ def step_tokens(length: int) -> int:
     return max(1, STEP_TOKENS // length) * length
 
 
-def relative_error(examples: Sequence[Example]) -> Objective:
-    """Make the objective `Σ_t w_t ‖T_t − f(h_t)‖²` over its mean where f is 0, `w_t ‖T_t‖²`."""
-    energy = sum(float((_squares(e.targets) * e.weights).sum()) for e in examples)
-    mean = energy / sum(len(e.weights) for e in examples)
+def relative_error(examples: Sequence[Example], device: torch.device) -> Objective:
+    """Make the objective `Σ_t w_t ‖T_t − f(h_t)‖²` over its mean where f is 0, `w_t ‖T_t‖²`.
+
+    The mean is computed on the device, wherever the examples lie.
+    """
+    energy = sum(
+        (_squares(e.targets.to(device)) * e.weights.to(device)).sum().double() for e in examples
+    )
+    mean = float(energy) / sum(len(e.weights) for e in examples)
 
     def objective(outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         wide = torch.promote_types(outputs.dtype, torch.float32)

@@ -20,6 +20,7 @@ from coec.models.description import Description, compute_buffers
 from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import stacked
 
+HOST = torch.device("cpu")
 TOKENS_PER_BATCH = 8192
 State = Float[Tensor, "_ length hidden"]
 """Hidden states of a batch."""
@@ -66,10 +67,24 @@ class _Silent(nn.Module):
 
 
 class Layers:
-    """The layers of a model over batches of windows of one length; states wait on the CPU."""
+    """The layers of a model over batches of windows of one length.
 
-    def __init__(self, model: Description, *, device: torch.device, dtype: torch.dtype) -> None:
-        self._device, self._dtype = device, dtype
+    Args:
+        model: the model.
+        device: where it computes.
+        dtype: of the forward pass.
+        home: where hidden states wait between two layers.
+    """
+
+    def __init__(
+        self,
+        model: Description,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        home: torch.device = HOST,
+    ) -> None:
+        self._device, self._dtype, self._home = device, dtype, home
         self._model = model.skeleton(dtype).requires_grad_(requires_grad=False)
         self._base = cast(Any, self._model.base_model)
         self.modules: list[nn.Module] = list(self._base.layers)
@@ -103,7 +118,7 @@ class Layers:
             )
             out = self._base(input_ids=batch.to(self._device), use_cache=False).last_hidden_state
             if out.shape[:-1] == batch.shape:
-                return to_host(out), calls
+                return self.put_away(out), calls
         raise ModelError("the decoder layers of this transformers release are called in a new way")
 
     def load(
@@ -154,7 +169,17 @@ class Layers:
 
     def advance(self, index: int, state: State) -> State:
         """Return a batch of hidden states behind a layer."""
-        return to_host(self.call(self.modules[index], index, state.to(self._device)))
+        return self.passed(self.modules[index], index, state)
+
+    def passed(self, module: Callable[..., Any], index: int, state: State) -> State:
+        """Return a batch of hidden states behind a module that is called as a layer is."""
+        return self.put_away(self.call(module, index, state.to(self._device)))
+
+    def put_away(self, state: State) -> State:
+        """Return hidden states where they wait: beside a GPU in pages that it copies directly."""
+        if self._home.type != "cpu" or state.device.type != "cuda":
+            return state.to(self._home)
+        return torch.empty(state.shape, dtype=state.dtype, pin_memory=True).copy_(state)
 
     def experts(self, index: int) -> nn.Module | None:
         """Return the module of all experts of a layer; None where it has none."""
@@ -188,10 +213,3 @@ class Layers:
         out = module(state, *call.args, **call.kwargs)
         first: Tensor = out[0] if isinstance(out, tuple) else out
         return first
-
-
-def to_host(state: State) -> State:
-    """Return hidden states in host memory: beside a GPU in pages that it copies directly."""
-    if state.device.type != "cuda":
-        return state.cpu()
-    return torch.empty(state.shape, dtype=state.dtype, pin_memory=True).copy_(state)

@@ -6,7 +6,7 @@ on how many workers hold the windows (METHODS §8).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -20,7 +20,7 @@ from coec.planning.run import Run
 from coec.reconstruction import Example
 from coec.streaming.dense_stream import LEAST_BATCHES, batch_size, in_parts, summed_inputs
 from coec.streaming.head import Head, Prediction
-from coec.streaming.layers import Layers, State, to_host
+from coec.streaming.layers import HOST, Layers, State
 from coec.streaming.token_weights import squares_of, token_weights
 from coec.types import GramSum
 
@@ -41,6 +41,10 @@ Shard = Mapping[WindowKind, Sequence[Sequence[WindowBatch]]]
 """The windows of one worker, to fit on and held out, in parts of several batches."""
 
 
+def _zero() -> Float[Tensor, ""]:
+    return torch.zeros((), dtype=torch.float64)
+
+
 @dataclass(eq=False)
 class ConsumerStatistics:
     """Sums over the inputs that a site's consumer has.
@@ -50,24 +54,24 @@ class ConsumerStatistics:
         residual: `Σ w δ xᵀ`, δ the difference to the dense hidden state behind the site; None for
             no tokens.
         added, scale: inner products whose ratio is the factor by which a model scales what a site
-            adds to the hidden state.
+            adds to the hidden state. They stay where they are summed, so that nothing waits.
         residual_energy: `Σ w ‖δ‖²`.
     """
 
     gram: GramSum
     residual: Float[Tensor, "h d"] | None = None
-    added: float = 0.0
-    scale: float = 0.0
-    residual_energy: float = 0.0
+    added: Tensor = field(default_factory=_zero)
+    scale: Tensor = field(default_factory=_zero)
+    residual_energy: Tensor = field(default_factory=_zero)
 
     def merge(self, statistics: "ConsumerStatistics") -> None:
         """Add the sums of another part."""
         self.gram.merge(statistics.gram)
         if statistics.residual is not None:
             self.add_residual(statistics.residual.to(self.gram.xx.device))
-        self.added += statistics.added
-        self.scale += statistics.scale
-        self.residual_energy += statistics.residual_energy
+        self.added = self.added + statistics.added
+        self.scale = self.scale + statistics.scale
+        self.residual_energy = self.residual_energy + statistics.residual_energy
 
     def add_residual(self, product: Float[Tensor, "h d"]) -> None:
         """Add `Σ w δ xᵀ` of a batch or part."""
@@ -84,7 +88,7 @@ class TwoStreams:
         dense: the model.
         run: the sizes of the pruned model, and how it is made.
         shard: the windows.
-        device: where to compute; hidden states wait on the CPU.
+        device: where to compute; hidden states wait there or on the host, as the run says.
     """
 
     def __init__(self, dense: Dense, run: Run, shard: Shard, device: torch.device) -> None:
@@ -99,8 +103,9 @@ class TwoStreams:
             for windows_kind, by_part in shard.items()
         }
         pruned = Description.of(run.plan.output.config)
-        self._dense_layers = Layers(dense, device=device, dtype=self._dtype)
-        self._pruned_layers = Layers(pruned, device=device, dtype=self._dtype)
+        home = device if run.states_on_device else HOST
+        self._dense_layers = Layers(dense, device=device, dtype=self._dtype, home=home)
+        self._pruned_layers = Layers(pruned, device=device, dtype=self._dtype, home=home)
         self._pruned_sites = {site.key: site for site in pruned.layout.sites}
         self._prefetcher = Prefetcher(dense, last=len(dense.layout.blocks) - 1)
         self._begin()
@@ -141,7 +146,7 @@ class TwoStreams:
         if self._propagate:
             parts = [layers.half(block, site) for site in block.sites]
         for part in parts:
-            states = {n: self._call(layers, part, index, s) for n, s in states.items()}
+            states = {n: layers.passed(part, index, s) for n, s in states.items()}
             self._behind_sites.append(states)
         self._before_site = self._pruned_states
 
@@ -154,7 +159,11 @@ class TwoStreams:
     def squares(self) -> Iterator[tuple[Float[Tensor, "n length"], ...]]:
         """Yield, for every part, each token's mean square of the dense state behind the block."""
         for numbers in self._parts["fit"]:
-            yield tuple(squares_of(self._behind_sites[-1][n]) for n in numbers)
+            yield tuple(self._squares(self._behind_sites[-1][n]) for n in numbers)
+
+    def _squares(self, state: State) -> Float[Tensor, "n length"]:
+        """Return mean squares on the host, computed in one place wherever the states wait."""
+        return squares_of(state.to(self._device)).cpu()
 
     def weigh(self, floor: float | None, mean: float) -> None:
         """Set the weight of every token.
@@ -166,7 +175,7 @@ class TwoStreams:
         self._weights = {
             n: torch.ones(state.shape[:2])
             if floor is None
-            else token_weights(squares_of(state), floor) / mean
+            else token_weights(self._squares(state), floor) / mean
             for n, state in self._behind_sites[-1].items()
         }
 
@@ -217,10 +226,12 @@ class TwoStreams:
         residual = _flat(target) - _flat(out)
         weighted = residual * w.reshape(-1, 1).to(residual)
         statistics.add_residual((weighted.T @ _flat(x)).double())
-        statistics.residual_energy += _inner(weighted, residual)
+        energy = _inner(weighted, residual)
+        statistics.residual_energy = statistics.residual_energy + energy
         # A model may scale what a site adds, by one number for all.
-        statistics.added += _inner(_flat(out) - _flat(state), _flat(consumed))
-        statistics.scale += _inner(_flat(consumed), _flat(consumed))
+        added = _inner(_flat(out) - _flat(state), _flat(consumed))
+        statistics.added = statistics.added + added
+        statistics.scale = statistics.scale + _inner(_flat(consumed), _flat(consumed))
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Give the pruned model's layer the tensors that the half of a site needs."""
@@ -232,7 +243,7 @@ class TwoStreams:
         block = self._dense.layout.blocks[self._index]
         half = self._pruned_layers.half(block, block.sites[number])
         self._before_site = {
-            n: self._call(self._pruned_layers, half, self._index, s)
+            n: self._pruned_layers.passed(half, self._index, s)
             for n, s in self._before_site.items()
         }
 
@@ -282,9 +293,6 @@ class TwoStreams:
     def _head(self) -> Head:
         return Head(self._dense, device=self._device, dtype=self._dtype)
 
-    def _call(self, layers: Layers, half: nn.Module, index: int, state: State) -> State:
-        return to_host(layers.call(half, index, state.to(self._device)))
-
     def _drop(self, index: int) -> None:
         self._dense_layers.drop(index)
         self._pruned_layers.drop(index)
@@ -313,8 +321,8 @@ def shards(
     return [dict(zip(by_part, shard, strict=True)) for shard in zip(*by_kind, strict=True)]
 
 
-def _inner(a: Tensor, b: Tensor) -> float:
-    return float((a * b).sum(dtype=torch.float64))
+def _inner(a: Tensor, b: Tensor) -> Float[Tensor, ""]:
+    return (a * b).sum(dtype=torch.float64)
 
 
 def _flat(tensor: Tensor) -> Float[Tensor, "tokens d"]:
