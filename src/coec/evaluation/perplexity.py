@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -295,15 +295,25 @@ def evaluation_windows(
     max_windows: SupportsIndex | None = None,
     split: Split = "test",
     text_column: str = "text",
+    decides: Callable[[], PreTrainedModel] | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Windows:
-    """Cut the windows on which `perplexity` with these arguments and `bos="off"` is measured."""
-    return _Cut.of(
+    """Cut the windows on which `perplexity` with these arguments is measured.
+
+    They are those of `bos="auto"` where a model decides, and of `bos="off"` else.
+
+    Args:
+        decides: returns the model; called only where the tokenizer puts something before a text.
+    """
+    cut = _Cut.of(
         model if isinstance(model, Loaded) else Dense.open(model), text, seq_len=seq_len,
         max_windows=max_windows, split=split, text_column=text_column,
         trust_remote_code=trust_remote_code, progress=progress,
-    )(bos=False)  # fmt: skip
+    )  # fmt: skip
+    if decides is None or not len(cut.stream.start):
+        return cut(bos=False)
+    return cut(bos=_needs_start(decides(), cut))
 
 
 @torch.no_grad()

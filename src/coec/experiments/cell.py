@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,18 +142,21 @@ def open_subjects(
 
 
 def _evaluation_windows(subject: Subject, dense: Dense, device: str) -> Windows:
-    """Cut the evaluation text; `self` is sampled from the model, as by `coec eval --text self`."""
+    """Cut the evaluation text as `coec eval` does; `self` is sampled from the model.
+
+    Windows begin with the tokenizer's start where the dense model needs it.
+    """
     evaluation = subject.evaluation
     seq_len, trust = evaluation.seq_len, evaluation.trust_remote_code
+    load = partial(load_network, dense, choose_device(device), None)
     if evaluation.text != "self":
         return evaluation_windows(
-            dense, evaluation.text, seq_len=seq_len, trust_remote_code=trust,
+            dense, evaluation.text, seq_len=seq_len, trust_remote_code=trust, decides=load,
             max_windows=evaluation.max_windows, text_column=evaluation.text_column,
         )  # fmt: skip
-    network = load_network(dense, choose_device(device), None)
     seq_len = resolve_seq_len(seq_len, dense.positions, EVALUATION_SEQ_LEN)
     return sampled_windows(
-        dense, network, seq_len=seq_len, samples=evaluation.max_windows, trust_remote_code=trust
+        dense, load(), seq_len=seq_len, samples=evaluation.max_windows, trust_remote_code=trust
     )
 
 
