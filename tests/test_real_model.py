@@ -7,6 +7,7 @@ import pytest
 
 import coec
 from benchmarks import real, real_documents, real_model, record
+from coec.settings import PRESETS
 from places import SHARED
 
 pytestmark = [
@@ -104,3 +105,10 @@ def test_documents_show_the_rows_that_are_kept() -> None:
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     real_documents.draw(real_documents.kept(), tmp_path / "real.png")
     assert (tmp_path / "real.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_what_presets_say_of_their_time_is_what_was_measured() -> None:
+    rows = real_documents.kept()
+    for name, preset in PRESETS.items():
+        measured = rows[name, 0.3]["cpu"] / rows["fast", 0.3]["cpu"]
+        assert preset.time == pytest.approx(measured, rel=0.2)

@@ -14,18 +14,18 @@ from coec.cli import common
 from coec.cli.common import CommandFlag, Switch
 from coec.cli.progress import showing_progress
 from coec.settings.fields import Settings
-from coec.settings.parts import CHOOSING
+from coec.settings.parts import CHOOSING, PresetName
 
 if TYPE_CHECKING:
     from coec.pipeline.report import Report
     from coec.planning import Forecast, Plan
 
-_BETTER = {
-    "paper": "--preset balanced trains every block towards it, in about four times the time",
-    "fast": "--preset balanced trains every block towards it, in about four times the time",
-    "balanced": "--preset best, in about twice the time",
+_BETTER: dict[PresetName, PresetName] = {
+    "paper": "balanced",
+    "fast": "balanced",
+    "balanced": "best",
 }
-"""What the last line of a run by a preset says of the next better one."""
+"""The preset that the last line of a run by another names."""
 _WIDTHS = (
     ("mlp", "MLP channels", "per block"),
     ("experts", "expert channels", "per expert"),
@@ -309,7 +309,11 @@ def _show_report(report: "Report", as_json: bool) -> None:
     preset = report.recipe.get("preset", "")
     untold = preset == "balanced" and ARCHITECTURES[report.plan["model_type"]].adds
     if preset in _BETTER and not untold:
-        common.results.print(f"nearer to the dense model: {_BETTER[preset]}")
+        better = _BETTER[preset]
+        times = settings.PRESETS[better].time / settings.PRESETS[preset].time
+        common.results.print(
+            f"nearer to the dense model: --preset {better}, in about {times:.2g} times the time"
+        )
     for line in _next(report):
         common.results.print(line)
 

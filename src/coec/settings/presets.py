@@ -18,17 +18,20 @@ class Preset:
 
     Attributes:
         about: what it is for, in a sentence.
+        time: what it takes on a real model, where `fast` takes 1 (docs/RESULTS.md).
         settings: the defaults by which it differs from the settings' own.
     """
 
     about: str
+    time: float
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 PRESETS: dict[PresetName, Preset] = {
-    "paper": Preset("COEC as published."),
+    "paper": Preset("COEC as published.", 2.3),
     "fast": Preset(
         "Closed forms only, on inputs that the pruned model has; widths by block follow the error.",
+        1.0,
         {
             "multiple_of": "auto", "selection": "obs", "compensation": "ridge-to-slice",
             "ridge": 0.1, "allocation": "error", "propagate": True, "token_weights": "residual",
@@ -37,6 +40,7 @@ PRESETS: dict[PresetName, Preset] = {
     ),
     "balanced": Preset(
         "Every block trained, briefly, towards the dense model's hidden states.",
+        4.0,
         {
             "multiple_of": "auto", "selection": "obs", "compensation": "ridge-to-slice",
             "ridge": 1.0, "allocation": "error", "propagate": True, "token_weights": "residual",
@@ -47,6 +51,7 @@ PRESETS: dict[PresetName, Preset] = {
     "best": Preset(
         "Every block trained for longer; uniform widths keep the number of KV groups that held-out "
         "windows choose.",
+        7.5,
         {
             "multiple_of": "auto", "selection": "obs", "compensation": "ridge-to-slice",
             "ridge": 1.0, "allocation": "error", "propagate": True, "token_weights": "residual",
