@@ -146,14 +146,14 @@ def test_what_cannot_be_is_refused(settings, message):
 
 def test_a_width_that_quantisers_do_not_divide_is_noted_with_its_cost():
     """10,036 columns of 4,096 rows in 32 blocks, at 16 bits instead of 5.53."""
-    [note] = plan(LLAMA_8B, sparsity=0.3, multiple_of=1).notes
+    note, _ = plan(LLAMA_8B, sparsity=0.3, multiple_of=1).notes
     assert "down_proj reads 10,036 columns, no multiple of 256" in note
     assert "as F16, 1,721.4 MB more" in note
     assert "want multiples of 8" in note
-    [rounded, note] = plan(LLAMA_8B, sparsity=0.3, multiple_of=32).notes
+    rounded, note, _ = plan(LLAMA_8B, sparsity=0.3, multiple_of=32).notes
     assert rounded.startswith("multiple_of = 32 rounds 10,036 intermediate channels up to 10,048")
     assert "as Q5_0 and Q8_0, 241.8 MB more; multiple_of = 256" in note
-    [rounded] = plan(LLAMA_8B, sparsity=0.3, multiple_of=256).notes
+    rounded, _ = plan(LLAMA_8B, sparsity=0.3, multiple_of=256).notes
     # 204 more channels of 32 blocks, 4,096 rows and two producers; 10,036 at 16 bits for 10,240
     # at 5.53.
     assert rounded == (

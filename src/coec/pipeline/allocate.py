@@ -23,7 +23,6 @@ from coec.models.surgery import Cut, with_bias
 from coec.pipeline.solve import SiteStatistics, naming, solve_site
 from coec.planning import Plan
 from coec.planning.run import Run
-from coec.selection import error_saved, removal_path, standardised
 from coec.streaming.dense_stream import Measured
 from coec.streaming.passes import BlockSource
 from coec.streaming.sensitivity import RepairedConsumer, Sensitivity
@@ -52,7 +51,7 @@ def measure_importances(
     if _PIECE not in journal:
         plan, sensitivity = run.plan, None
         shared = {site.key for site in plan.shared}
-        if run.recipe.pruning.allocation == "error":
+        if run.recipe.allocation.runs_models:
             fit, _ = source.windows_of_text()
             sensitivity = Sensitivity(dense, fit, device=run.device, dtype=run.forward)
         importances: dict[str, Tensor] = {}
@@ -93,12 +92,9 @@ def _importance(measured: Measured, site: Site, run: Run) -> tuple[Tensor, KeptS
         gram = gram + measured.holdout[site.name]
     with naming(site.consumer):
         gram.check_finite()
-        if run.recipe.pruning.allocation == "adaptive":
-            return standardised(weight, gram, site.units), None
-        path, keep = removal_path(weight, gram.xx, site.units, 1), run.plan.widths.of(site)
-        gone = {unit for unit, _ in path[: site.units - keep]}
-        left = torch.tensor([unit for unit in range(site.units) if unit not in gone])
-        return error_saved([cost for _, cost in path], keep), KeptSet(left, site.units)
+        importance = run.recipe.allocation.importance
+        assert importance is not None  # or the widths were decided before
+        return importance(weight, gram, site.units, run.plan.widths.of(site))
 
 
 def _repaired(

@@ -199,7 +199,7 @@ def _streams(plan: Plan) -> int:
 def _waiting_tokens(plan: Plan) -> int:
     """Number of tokens whose hidden states wait at once, counted again for every model."""
     waiting = _streams(plan) * plan.tokens
-    if plan.recipe.pruning.allocation != "error":
+    if not plan.recipe.allocation.runs_models:
         return waiting
     sets = 3 + 2 * plan.dense.layers  # three models', and those of two before every block
     return max(waiting, plan.tokens + sets * tried_tokens(plan))
@@ -207,7 +207,7 @@ def _waiting_tokens(plan: Plan) -> int:
 
 def _pruned_consumers(plan: Plan) -> int:
     """Number of weights of the pruned consumers that allocation by error keeps of all blocks."""
-    if plan.recipe.pruning.allocation != "error":
+    if not plan.recipe.allocation.runs_models:
         return 0
     return sum(plan.model.shapes[site.weight].numel() for site in plan.model.layout.sites)
 

@@ -54,6 +54,7 @@ def notes_of(
             f"'{kept.source}', the others are selected from"
         )
     yield from _widths(model, recipe, widths)
+    yield from _more_text(model, recipe, seq_len)
 
 
 def _calibration(model: Description, recipe: Recipe, seq_len: int, decided: bool) -> Iterator[str]:
@@ -66,23 +67,33 @@ def _calibration(model: Description, recipe: Recipe, seq_len: int, decided: bool
         )
     if calibration.samples == 1 and recipe.reconstruction.sequential:
         yield "one window holds none out: blocks are judged by the window that they are trained on"
-    widest = max(site.columns for site in model.layout.sites)
-    fitted = 1.0 if recipe.judges_are_fitted else 1.0 - calibration.held_out
-    tokens = fitted * calibration.windows * seq_len
-    if pruning.compensation == "none":
-        return
-    if calibration.guard and few(tokens, widest):
+    tokens, widest = _fitted_on(model, recipe, seq_len)
+    if pruning.compensation != "none" and calibration.guard and few(tokens, widest):
         by = "by held-out error" if calibration.held_out else "as no window judges them"
         yield (
             f"few tokens: {tokens:,.0f} for up to {widest:,} columns; repairs are drawn back "
             f"towards the slice, {by}; "
             f"{enough(calibration.windows, tokens, widest)} windows would do"
         )
-    elif tokens < PLENTY * widest:
+
+
+def _more_text(model: Description, recipe: Recipe, seq_len: int) -> Iterator[str]:
+    """Yield how much more text would gain something, where compensations are taken as they are."""
+    calibration, (tokens, widest) = recipe.calibration, _fitted_on(model, recipe, seq_len)
+    drawn_back = calibration.guard and few(tokens, widest)
+    if recipe.pruning.compensation != "none" and tokens < PLENTY * widest and not drawn_back:
         yield (
             f"{tokens:,.0f} tokens for up to {widest:,} columns: more text lowers the error still; "
             f"{enough(calibration.windows, tokens, widest, PLENTY)} windows give {PLENTY} for each"
         )
+
+
+def _fitted_on(model: Description, recipe: Recipe, seq_len: int) -> tuple[float, int]:
+    """Number of tokens that compensations are fitted on, and columns of the widest consumer."""
+    calibration = recipe.calibration
+    fitted = 1.0 if recipe.judges_are_fitted else 1.0 - calibration.held_out
+    widest = max(site.columns for site in model.layout.sites)
+    return fitted * calibration.windows * seq_len, widest
 
 
 def _widths(model: Description, recipe: Recipe, widths: Widths) -> Iterator[str]:

@@ -61,7 +61,7 @@ def phases_of(plan: Plan, compute: ComputeConfig) -> list[Phase]:
         add("sampling text", (*_PROCESS, "whole model"), sampling)
     if not plan.decided:
         allocating = _dense_pass(plan) + sum(solved.values())
-        if plan.recipe.pruning.allocation == "error":  # the derivatives of two models count twice
+        if plan.recipe.allocation.runs_models:  # the derivatives of two models count twice
             tokens = tried_tokens(plan)
             allocating += 9 * _forward(plan, tokens) + 12 * _head(plan, tokens)
         add("allocating", _ALLOCATE, allocating)

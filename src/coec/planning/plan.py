@@ -101,7 +101,8 @@ class Plan:
         pruning, kept = recipe.pruning, recipe.kept
         budget = _parameter_budget(model, pruning)
         removed = 0 if budget is None else model.parameters - budget
-        later = pruning.allocation != "uniform" and not (kept and kept.covers(model.layout))
+        shared = recipe.allocation.importance is not None
+        later = shared and not (kept and kept.covers(model.layout))
         while True:
             if budget is not None:
                 pruning = shares_for(model.layout, model.shapes, recipe.pruning, removed, kept)
@@ -277,7 +278,7 @@ def _rules(layout: Layout, recipe: Recipe) -> tuple[str, ...]:
     if rule != "held-out":
         return (rule,)
     # Where blocks share groups by what these cost, `uniform` is where that starts (docs/LOG.md).
-    by_cost = recipe.pruning.allocation == "error" and recipe.pruning.target != "vllm"
+    by_cost = recipe.allocation.runs_models and recipe.pruning.target != "vllm"
     return ("uniform",) if by_cost else ("uniform", "all")
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from coec import selection as selections
+from coec.allocation import ALLOCATIONS, Rule
 from coec.allocation.kept import KeptUnits, named
 from coec.calibration.tokens import source_of
 from coec.compensation import Method, compensate
@@ -139,8 +140,9 @@ class Recipe:
     @property
     def needs_text(self) -> str | None:
         """Name of the setting that runs pruned models over the text; None where sums will do."""
-        by_error = "allocation = error" if self.pruning.allocation == "error" else None
-        return self.reconstruction.sequential or by_error
+        allocation = f"allocation = {self.pruning.allocation}"
+        runs_models = self.allocation.runs_models
+        return self.reconstruction.sequential or (allocation if runs_models else None)
 
     @property
     def judges_are_fitted(self) -> bool:
@@ -169,6 +171,11 @@ class Recipe:
     def method(self) -> Method:
         """The compensation, with the needs that it declares."""
         return Method.of(self.pruning.compensation)
+
+    @property
+    def allocation(self) -> Rule:
+        """The rule that shares the kept units among blocks."""
+        return ALLOCATIONS[self.pruning.allocation]
 
     @property
     def chooses_ridge(self) -> bool:

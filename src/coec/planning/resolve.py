@@ -68,7 +68,7 @@ def with_statistics(recipe: Recipe, model: Description, statistics: Statistics) 
     recipe = _without_fits(recipe, why)
     settings = recipe.reconstruction
     yields = settings.preset in YIELDING and "allocation" not in recipe.given
-    if yields and recipe.pruning.allocation == "error":
+    if yields and recipe.allocation.runs_models:
         why = f"{settings.left_out or why}; widths are uniform therefore"
         pruning = replace(recipe.pruning, allocation="uniform")
         recipe = replace(recipe, pruning=pruning, reconstruction=replace(settings, left_out=why))
