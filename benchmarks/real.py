@@ -329,8 +329,7 @@ def tables(rows: list[dict[str, Any]], size: str) -> str:
             if own:
                 lines.append([name, *_cells(own, {r["seed"]: r for r in base})])
         header = ["", "perplexity", "KL", f"KL over `{BASELINE}`", "CPU s", f"over `{BASELINE}`"]
-        header += ["stories: perplexity", "KL"]
-        header += ["zero-shot mean"] if any("mean" in r for r in of_size) else []
+        header += ["stories: perplexity", "KL", "zero-shot mean"]
         parts += [f"{100 * sparsity:.0f} %:", "", record.table(header, lines), ""]
     return "\n".join(parts)
 
@@ -352,7 +351,7 @@ def _cells(own: list[dict[str, Any]], base: dict[int, dict[str, Any]]) -> list[s
         values = [r[name] for r in second]
         cells.append(f"{sum(values) / len(values):.{digits}f}" if values else "–")
     scored = [r for r in own if "mean" in r]
-    return cells + ([f"{100 * scored[0]['mean']:.1f}"] if scored else [])
+    return [*cells, f"{100 * scored[0]['mean']:.1f}" if scored else "–"]
 
 
 def _tasks(row: dict[str, Any]) -> str:

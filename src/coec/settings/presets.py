@@ -28,7 +28,7 @@ class Preset:
 
 
 PRESETS: dict[PresetName, Preset] = {
-    "paper": Preset("COEC as published.", 2.3),
+    "paper": Preset("COEC as published.", 2.0),
     "fast": Preset(
         "Closed forms only, on inputs that the pruned model has; widths by block follow the error.",
         1.0,
@@ -51,7 +51,7 @@ PRESETS: dict[PresetName, Preset] = {
     "best": Preset(
         "Every block trained for longer; uniform widths keep the number of KV groups that held-out "
         "windows choose.",
-        7.5,
+        6.5,
         {
             "multiple_of": "auto", "selection": "obs", "compensation": "ridge-to-slice",
             "ridge": 1.0, "allocation": "error", "propagate": True, "token_weights": "residual",
