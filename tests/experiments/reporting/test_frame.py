@@ -156,6 +156,15 @@ def test_a_label_is_the_method_in_its_grid_alone(tmp_path):
     assert sr.table(tmp_path, rows, "Grid h")[1][1] == "rcpu + coec"
 
 
+def test_methods_begin_with_their_preset_where_there_are_several(tmp_path):
+    rows = [cell(9.0, samples=n) for n in (1, 2)]
+    for row, preset in zip(rows, ("paper", "fast"), strict=True):
+        row["settings"]["preset"] = preset
+    lines = sr.table(tmp_path, rows, "Grid g")
+    assert [line[1] for line in lines[1:]] == ["paper: rcpu + coec", "fast: rcpu + coec"]
+    assert sr.table(tmp_path, rows[:1], "Grid g")[1][1] == "rcpu + coec"
+
+
 def test_texts_of_one_name_in_two_folders_are_two_texts(tmp_path):
     rows = [cell(9.0 + n, calibration=f"{n}/train.txt") for n in (1, 2)]
     lines = sr.table(tmp_path, rows, "Grid g")

@@ -127,13 +127,17 @@ def setting_text(value: object) -> str:
 def of_grid(cells: DataFrame, grid: str) -> DataFrame:
     """Return the cells of a grid: labels take the place of methods, and settings are texts.
 
-    The dense models have a line at every sparsity, to stand beside what was pruned.
+    Methods begin with their preset where there are several. The dense models have a line at every
+    sparsity, to stand beside what was pruned.
     """
     cells = cells[[grid in names for names in cells["grids"]]]
     settings = [name for name in SETTING_NAMES if name != "sparsity"]
     labels = [names.get(grid) for names in cells["labels"]]
-    methods = [label or method for label, method in zip(labels, cells["method"])]
     is_dense = cells["compensation"] == DENSE
+    methods = cells["method"]
+    if cells["preset"].nunique() > 1:
+        methods = methods.where(is_dense, cells["preset"] + ": " + methods)
+    methods = [label or method for label, method in zip(labels, methods)]
     cells = cells.assign(method=methods, **cells[settings].map(setting_text))
     places = cells.loc[~is_dense, ["model", "sparsity"]].drop_duplicates()
     dense = cells[is_dense].drop(columns="sparsity").merge(places, on="model")
