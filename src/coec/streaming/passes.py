@@ -155,6 +155,8 @@ class DensePass(BlockSource):
             self.windows = Windows.of_record(ids, journal.facts(_TEXT))
         else:
             self.windows = windows = self.draw(progress)
+            # Sampled text and a measured choice cost time, and are kept for a resume; windows that
+            # are cut from a text are cut again.
             if self._calibration.written or windows.bos_cross_entropy:
                 journal.put(
                     _TEXT,
@@ -239,7 +241,7 @@ class Backend:
 
 
 def expect_unchanged(journal: Journal, dense: Dense, source: BlockSource) -> None:
-    """Have the dense model compared, as it is read, with the one that pieces were made of.
+    """Compare the dense model, as it is read, with the one that finished pieces were made of.
 
     Where it was changed since, reading its weights raises ModelError.
     """
