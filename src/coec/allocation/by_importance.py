@@ -11,7 +11,7 @@ from coec.allocation.widths import Widths, aligned, parameters
 from coec.models.layout import Layout, Site
 
 Importances = Mapping[str, Float[Tensor, " units"]]
-"""What the units of sites are worth, by `Site.key`: that of the last one to stay first."""
+"""Importances of a site's units, by `Site.key`; first that of the unit which goes last."""
 
 
 def by_importance(
@@ -32,7 +32,7 @@ def by_importance(
     Args:
         layout: where units are.
         shapes: of the dense model's tensors, by name.
-        start: whose parameters are shared out.
+        start: widths whose parameters are shared out.
         importances: of the sites among which they are; the others keep what they have.
         multiple: to what channels are rounded up; None chooses it.
         apart: kinds of sites that share their own parameters only.
@@ -60,7 +60,7 @@ class _Pool:
     """Sites that share out parameters.
 
     Attributes:
-        sites: which.
+        sites: the sites.
         costs: the parameters of one unit of each.
         budget: how many parameters all units that stay may have.
         multiple: as in `by_importance`.

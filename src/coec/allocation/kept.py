@@ -32,7 +32,7 @@ WANTED = (
 
 @dataclass(frozen=True)
 class KeptUnits:
-    """The units that some sites keep, or all: checked, sorted, known by their content.
+    """Units that stay because the user names them, at some sites or all: checked and sorted.
 
     Attributes:
         source: where they are from, as it was named.

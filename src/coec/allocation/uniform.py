@@ -47,7 +47,7 @@ def shares_for(
     goal: int,
     named_units: KeptUnits | None = None,
 ) -> Pruning:
-    """Return the settings with the smallest common fraction that removes so many parameters.
+    """Return the settings with the smallest common fraction that removes `goal` parameters.
 
     Args:
         layout: where units are.
@@ -58,7 +58,7 @@ def shares_for(
         named_units: the units of sites that the user names.
 
     Raises:
-        OptionError: so many do not go, however large the fraction.
+        OptionError: fewer than that go, however large the fraction.
     """
 
     def removed(step: int) -> int:
@@ -89,7 +89,7 @@ def _number(budget: float | None) -> str:
 
 
 def _rounded(pruning: Pruning) -> str:
-    """Return to what channels are rounded, in words; `auto` adds too little to be said."""
+    """Return the setting that rounds channels, in words; "" for `auto`, which adds little."""
     return "" if pruning.multiple in (1, None) else f" with multiple_of = {pruning.multiple_of}"
 
 

@@ -1,4 +1,4 @@
-"""Widths as values, what they come to, and the multiples that are read in whole blocks."""
+"""Widths: the units that every site keeps, what that removes, and to what they are rounded."""
 
 import math
 from collections.abc import Mapping

@@ -164,7 +164,7 @@ def by_source(calibration: Calibration) -> list[Calibration]:
 
 
 def mixed(drawn: Sequence[Windows], source: str) -> Windows:
-    """Return the windows of several texts as those of one: any first ones are mixed alike."""
+    """Merge the windows of several texts, so that any beginning has all texts in their shares."""
     if len(drawn) == 1:
         return drawn[0]
     # Window i of n stands at (i + ½)/n: sorted by place, the sources alternate by their shares.

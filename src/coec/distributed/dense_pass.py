@@ -170,7 +170,7 @@ class DistributedPass(DensePass):
 
 
 class BlockScheduler:
-    """Blocks on their way, at most `limit`: through the workers, and then to a task each."""
+    """Scheduler of at most `limit` blocks at once: through the workers, then to a task for each."""
 
     def __init__(
         self, source: DistributedPass, function: Callable[[Measured], Any], dense: Dense, limit: int

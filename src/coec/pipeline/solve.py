@@ -214,7 +214,7 @@ def _solve_site(
 ) -> tuple[Cut, JsonDict]:
     plan = run.plan
     weight = tensors[site.weight].to(run.device)
-    # The Gram is taken out of its holder: it can be freed while the next site waits.
+    # Taken out of its holder, so that the Gram is freed as soon as this site is solved.
     fitted, statistics.gram = statistics.gram, None
     assert fitted is not None
     held_out = statistics.held_out
@@ -284,8 +284,8 @@ def _judged(
         run: how it is made.
     """
     recipe, method = run.recipe, run.recipe.method
-    # Fitted on everything; what the validation windows may judge is fitted without them, on
-    # `fitted`.
+    # Fitted on every window that may be; the one that validation windows judge is fitted without
+    # them, on `fitted`.
     result = compensated(judge.gram)
     if recipe.calibration.guard and judge.few:
         all_fitted = judge.gram is fitted

@@ -127,8 +127,8 @@ def train_block(
     length = len(examples[0].weights)
     size = step_tokens(length) // length
     steps = passes * math.ceil(len(examples) / size)
-    # A group for every matrix, since each has a learning rate of its own.
     theta = {name: p.detach().clone().requires_grad_() for name, p in start.items()}
+    # A group for every tensor, since each has a learning rate of its own.
     groups = [{"params": [p], "lr": rate * _root_mean_square(p)} for p in theta.values()]
     optimiser = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0, fused=True)
     # Rate × share by step: up over `warm` steps, then down to 0 behind the last.
@@ -148,7 +148,7 @@ def train_block(
                 tokens += batch.weights.numel()
         return total / tokens
 
-    # The start is the first candidate; behind every pass the state then is another.
+    # Candidates are the start and the state behind every pass.
     errors, fitted = [judged(theta)], list[float]()
     if not math.isfinite(errors[0]):
         raise NumericalError("the outputs of the block at the start are not finite")

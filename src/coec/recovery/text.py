@@ -40,12 +40,12 @@ GROUP = 32
 
 
 def held_out(windows: int) -> int:
-    """Number of windows among so many that judge."""
+    """Return how many of `windows` windows are held out to judge."""
     return max(1, min(round(_HELD_OUT_SHARE * windows), _MOST_HELD_OUT))
 
 
 def windows_needed(tokens: int, seq_len: int) -> int:
-    """Number of windows for a budget, those that judge included."""
+    """Return the number of windows for a budget of tokens, those that judge included."""
     # Of all windows, trained / (1 − share), `held_out` judge.
     trained = math.ceil(tokens / seq_len)
     return trained + held_out(round(trained / (1 - _HELD_OUT_SHARE)))

@@ -29,12 +29,12 @@ def standardised(weight: Float[Tensor, "m d"], gram: Gram, units: int) -> Float[
 
 
 def error_saved(costs: Sequence[float], keep: int) -> Float[Tensor, " u"]:
-    """Return by how much the output error falls for each unit that stays, best first.
+    """Return by how much every unit that stays lowers the output error, the best unit first.
 
-    In units of what the removal of all but `keep` costs; where that costs nothing, a unit is worth
-    nothing either, or ∞ if its own removal costs anything. Where one costs less than one before it,
-    those between are removed together or not at all, at their mean cost: the path is replaced by
-    its convex hull. The last unit, which always stays, is worth ∞. float64, on the CPU.
+    The unit is the error at the width `keep`; where that is 0, a unit is worth 0 too, or ∞ if its
+    own removal costs anything. Where a removal costs less than one before it, those between count
+    at their mean cost: the path is replaced by its convex hull. The last unit, which always stays,
+    is worth ∞. float64, on the CPU.
 
     Args:
         costs: of every removal down to the last unit, as `removal_path` returns them.

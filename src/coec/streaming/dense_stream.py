@@ -215,10 +215,10 @@ def batch_size(length: int, windows: int | None = None) -> int:
 
 
 def first_windows(windows: Int[Tensor, "n length"], tokens: int) -> Int[Tensor, "m length"]:
-    """Return the first windows, of no more tokens than that, but one in any case."""
+    """Return the first windows, as many as hold no more than `tokens` tokens, and one at least."""
     return windows[: max(1, tokens // windows.shape[1])]
 
 
 def in_parts(items: Sequence[Item], count: int) -> list[Sequence[Item]]:
-    """Consecutive items in so many parts of about equal size, some empty where there are fewer."""
+    """Split items into `count` runs of about equal length; some are empty where items are fewer."""
     return [items[n * len(items) // count : (n + 1) * len(items) // count] for n in range(count)]

@@ -125,7 +125,7 @@ class Head:
     def _returns_all(self) -> bool:
         """Return whether the model takes a layer's output itself, and not the first of a tuple."""
         norm = self._model.base_model.norm
-        # Releases of transformers differ in what a layer returns: one run on two tokens tells.
+        # Models and releases differ in what a layer returns: one run on two tokens tells.
         self._given.state = torch.ones(1, 2, len(self.norm)).to(norm.weight)
         try:
             out = self._model.base_model(inputs_embeds=self._given.state, use_cache=False)
@@ -188,7 +188,7 @@ class Head:
         runs = [states.flatten(0, 1).split(size) for states in (state, dense)]
         total, gradients = torch.zeros((), device=self._device), list[Tensor]()
         for run, dense_run in zip(*runs, strict=True):
-            # Dense states → log q, without derivatives; pruned states → log p → KL and ∂KL/∂states
+            # Dense states → log q, no derivatives; pruned states → log p → KL(q ‖ p), ∂KL/∂states
             with torch.no_grad():
                 log_q = self._logits(dense_run, None).log_softmax(dim=-1)
             inputs = run.detach().to(self.norm).requires_grad_(state.requires_grad)

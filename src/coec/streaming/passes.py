@@ -105,7 +105,7 @@ class BlockSource(ABC):
                 progress("solving", index + 1, len(self._dense.layout.blocks))
 
     def windows_of(self, run: Run) -> tuple[Tensor, Tensor | None]:
-        """Return the windows that a run fits, no more than its recipe says; and all held out."""
+        """Return the windows that a run is fitted on, as its recipe says, and those held out."""
         fit, held_windows = self.windows_of_text()
         held_out = 0 if held_windows is None else len(held_windows)
         return fit[: run.recipe.calibration.windows - held_out], held_windows

@@ -21,8 +21,9 @@ from coec.settings.fields import nth_seed
 MOST = 128
 """Windows that are sampled at once, at most."""
 _SHARE = 0.8
-"""Of free memory, what the windows that are sampled at once may take."""
+"""Share of free memory that the windows which are sampled at once may take."""
 LOGIT_COPIES = 6
+"""Copies of a window's logits, in float32, that sampling is counted to hold."""
 
 
 def window_bytes(shape: Shape, vocabulary: int, seq_len: int, itemsize: int) -> int:
