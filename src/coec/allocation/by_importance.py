@@ -86,8 +86,7 @@ class _Pool:
             else:
                 high = middle - 1
         counts = self._first(ranked[:low])
-        # Every site keeps a unit, paid for already, even one whose first comes behind the
-        # threshold.
+        # Sites all of whose units come later: each keeps one unit, which is paid for already.
         absent = set(range(len(self.sites))) - set(ranked[:low].unique().tolist())
         self._fill(counts, ranked[low:].tolist(), absent)
         return [self._width(n, count) for n, count in enumerate(counts)]

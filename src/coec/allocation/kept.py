@@ -58,8 +58,7 @@ class KeptUnits:
             str(key): _sorted(indices, f"{key!s:.80} in '{source}'")
             for key, indices in sorted(units.items(), key=lambda item: str(item[0]))
         }
-        # Sorted sites and sorted indices: the digest knows neither the order nor the kind of the
-        # source.
+        # Sites and indices are sorted: the digest depends neither on their order nor on the source.
         content = hashlib.sha256()
         for key, indices in sorted_units.items():
             content.update(f"{key} {len(indices)} ".encode())

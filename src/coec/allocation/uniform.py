@@ -169,8 +169,7 @@ def whole_attention(
                 f"kv_groups = all keeps KV groups at the cost of other units, which "
                 f"'{named_units.source}' names in block {block.index}: leave one of the two out"
             )
-        # They are taken from the block's other sites in equal parts, those of experts that go not
-        # counted.
+        # The block's other sites pay in equal parts; those of experts that go do not count.
         payers = sum(map(widths.counts, paying))
         for site in paying:
             less = math.ceil(spared / payers / parameters(site, shapes))

@@ -273,8 +273,7 @@ def _read_named(source: str, split: Split, column: str, most: int, chat: Rendere
         )
 
     def read(load: Callable[..., Any]) -> str:
-        # Without a split all are named, so that an error can list them; streaming reads none of
-        # them yet.
+        # No split is asked for, so that an error can name all; streaming reads none of them yet.
         splits = load(name, config or None, streaming=True)
         if split not in splits:
             raise CalibrationError(

@@ -392,8 +392,7 @@ def _encode_later_piece(tokenizer: PreTrainedTokenizerBase, piece: str) -> Int[T
 
 def _special_ends(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[Tensor, Tensor]:
     """The special tokens before a text, and those after it."""
-    # The plain tokens are looked for among those with special ones: what stands around them is
-    # these.
+    # Find the plain tokens among those with special ones: what stands around is special.
     marked, plain = encode(tokenizer, text), _plain(tokenizer, text)
     for start in range(len(marked) - len(plain) + 1):
         if torch.equal(marked[start : start + len(plain)], plain):

@@ -212,8 +212,7 @@ def sample_windows(
             f"too little calibration text: '{stream.source}' has {available} tokens, {samples} "
             f"windows of {width} need {samples * width}; give more text, or {fewer}"
         )
-    # All possible windows of the text, shuffled by the seed → the first ones, in the order of the
-    # text
+    # All windows of the text, shuffled by the seed → the first ones, in the text's order
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     return _windows(stream, rows[order[:samples].sort().values], bos)
 

@@ -72,8 +72,7 @@ def coec(problem: SiteProblem, options: CoecOptions) -> SiteResult:
         parts.append(W * unit)
         summaries.append(summary)
     del target
-    # What was minimised is not the untempered error of the whole: that is compared with the
-    # slice's.
+    # Tempering, alignment and slices minimise something else than the untempered error.
     W = torch.cat(parts)
     if options.alpha < 1 or anchor is not None or options.slices > 1:
         W = _checked(W, problem)

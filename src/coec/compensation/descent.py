@@ -230,8 +230,7 @@ class Descent:
             rcpu=origin.rcpu(target)[1],
         )
         del origin  # as large as a frame, and not needed while the rounds go on
-        # A round that breaks down or raises the objective is not kept: the state before it is
-        # returned.
+        # A round that breaks down or raises the objective is undone, and ends the descent.
         for _ in range(self.rounds):
             try:
                 new, solves = self._round(state, target, anchor)
@@ -239,8 +238,7 @@ class Descent:
                 record(f"a round was abandoned: {failure}")
                 return replace(done, reason="round abandoned")
             rose = _rose(state.objective, new.objective, new.frame.s.dtype)
-            # The source aligns other rows in every round: there is then no one objective that must
-            # fall.
+            # The source aligns other rows in every round, so that no single objective has to fall.
             if rose and anchor and self._faithful:
                 record("a round raised the objective: other rows lead, and are aligned")
             elif rose:

@@ -91,8 +91,7 @@ class Method:
         Raises:
             OptionError: one is unknown, missing, not allowed, or without effect beside the others.
         """
-        # Unknown or bad values first, then missing ones, then those without effect beside the
-        # others.
+        # Unknown or bad options first, then missing ones, then those without effect.
         own = self._checked(given)
         if missing := [item.name for item in self.settings if item.name not in self.defaults | own]:
             raise OptionError(f"compensation '{self.name}' needs the option '{missing[0]}'")

@@ -73,8 +73,7 @@ class OutputProblem:
         if F is None:
             plain = cls.of(aim, G, kept)
             return cls(plain.Gxx / unit, plain.Gyx / unit, plain.energy / unit, precision)
-        # F, d×d → its kept rows F_K and T F → Gxx = F_K F_Kᵀ, Gyx = T F F_Kᵀ; G^α itself is not
-        # formed
+        # F, d×d → F_K and T F → Gxx = F_K F_Kᵀ, Gyx = T F F_Kᵀ; G^α itself is never formed
         F_K, TF = F[kept.indices], aim @ F
         del F
         return cls(F_K @ F_K.T, TF @ F_K.T, TF.square().sum(dim=1))

@@ -229,8 +229,7 @@ class Cluster:
             yield
         except errors.RayError as error:
             cause: Any = error
-            # A task that failed inside another is wrapped once for each: the innermost error is the
-            # reason.
+            # A task that failed inside another is wrapped once for each: unwrap to the reason.
             while isinstance(cause, errors.RayTaskError):
                 cause = cause.cause
             if isinstance(cause, errors.RayError | LostError):

@@ -185,8 +185,7 @@ class BlockScheduler:
         total, losses, finished = len(waiting), 0, 0
         progress = progress or (lambda phase, finished, total: None)
         while waiting or self._pending:
-            # Hand out blocks up to the limit → wait for any → begin anew where a node was lost →
-            # yield
+            # Hand out blocks up to the limit → wait for any → begin anew after a loss → yield
             while waiting and len(self._pending) < self._limit:
                 oldest = min([*waiting, *self._indices()])
                 pending = self._source.pending(waiting.pop(0), oldest=oldest)
@@ -194,8 +193,7 @@ class BlockScheduler:
             ready, _ = self._cluster.ray.wait(list(self._pending), timeout=1)
             self._show(progress, finished, total)
             if not ready and self._source.shrunk():
-                # The workers are new, and with them all sums on their way: every pending block
-                # begins again.
+                # The workers are new: all sums on their way are lost, and begin again.
                 for reference in self._pending:
                     self._cluster.ray.cancel(reference)
                 waiting = sorted([*waiting, *self._indices()])
@@ -208,13 +206,11 @@ class BlockScheduler:
                     losses += 1
                     if losses > RETRIES * len(self._dense.layout.blocks):
                         raise lost(error) from error
-                    # First in the row again: workers keep states from the oldest block on that is
-                    # still to come.
+                    # First again: workers keep states from the oldest block to come.
                     waiting.insert(0, pending.block.index)
                     continue
                 finished += 1
-                # The task read the weights: their digests go where this process would have noted
-                # them.
+                # The task read the weights: note their digests, as if read here.
                 self._dense.hashes.update(hashes)
                 yield result, host
                 progress("solving", finished, total)

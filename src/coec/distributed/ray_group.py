@@ -102,8 +102,7 @@ class RayGroup(WorkerGroup):
 
     def bring_to(self, index: int, finished: Finished) -> None:
         numbers = range(len(self._pool.workers))
-        # Where every worker stands → blocks from the hindmost on, through those that have not
-        # passed them
+        # Where every worker stands → blocks that the hindmost have not passed yet
         answers = [self._rewind(n, index) for n in numbers]
         before = [self._awaited(n, index, answers[n]) for n in numbers]
         for passed in range(min(before), index):

@@ -154,8 +154,7 @@ def perplexity(
     if isinstance(text, Windows):
         windows = text
     elif not from_model:
-        # A model in memory may come from no folder: the baseline's tokenizer then stands in for its
-        # own.
+        # A model in memory may have no folder: the baseline's tokenizer stands in for its own.
         foreign = isinstance(opened, Loaded) and not has_tokenizer(opened.folder)
         cut = _Cut.of(
             dense if foreign and dense is not None else opened, text, seq_len=seq_len,

@@ -136,8 +136,7 @@ def _multipliers(config: Any, head_dim: int) -> dict[str, float]:
 
 def rotary_of(model: Description) -> Rotary:
     """Read a model's rotary positions as transformers does; raises ModelError for unknown ones."""
-    # transformers computes the frequencies: whatever a configuration leaves out has the value that
-    # the model runs with.
+    # transformers computes the frequencies, with its defaults for what a configuration lacks.
     network: Any = model.skeleton()
     compute_buffers(network, torch.device("cpu"))
     config = network.config
@@ -154,8 +153,7 @@ def rotary_of(model: Description) -> Rotary:
         )
     scaling, stored = _SCALINGS[rope_type]
     _check_stored(settings, stored, rope_type)
-    # llama.cpp scales linearly and by yarn itself, from a factor; for other ways the file has
-    # divisors.
+    # llama.cpp computes linear and yarn scaling from a factor; others need divisors in the file.
     if scaling in (LINEAR, YARN):
         if settings.get("factor") is None:
             raise ModelError(

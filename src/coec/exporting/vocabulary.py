@@ -113,8 +113,7 @@ def read_bytes(content: JsonObject) -> Vocabulary | None:
         raise UnknownTokenizerError(f"it changes text before it is cut ({names})")
     if not model["merges"]:
         raise UnknownTokenizerError("it has no merges, without which llama.cpp reads no file")
-    # Expressions that cut the text, and whether whole words are looked up first: together they name
-    # the kind.
+    # Two facts name the kind: how text is cut, and whether whole words are looked up first.
     name = NAMES.get((_cuts(steps), bool(model.get("ignore_merges"))))
     if name is None:
         raise UnknownTokenizerError("it cuts text into words in a way that coec does not know")
@@ -202,8 +201,7 @@ def _scores(tokens: set[str], merges: tuple[tuple[str, str], ...]) -> dict[str, 
     merged = set(merges)
     for token in tokens:
         cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
-        # By scores llama.cpp merges any two neighbours that make a token, by the merges only listed
-        # ones.
+        # By scores, llama.cpp merges any neighbours that make a token; by merges only listed ones.
         able = [cut for cut in cuts if cut[0] in tokens and cut[1] in tokens]
         if len(token) > 1 and (token not in places or not merged.issuperset(able)):
             raise UnknownTokenizerError(f"it does not merge every pair that makes {token!r}")

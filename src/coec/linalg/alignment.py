@@ -56,8 +56,7 @@ class Alignment:
         Woodbury's formula divides by it exactly. Its core, whose condition may be 1e6, is made in
         the dtype of the writer, whatever that of R and X.
         """
-        # S = (H + ε)⁻¹ is diagonal: seen through the writer, row i is S_i = U_vᵀ diag(inverse_i)
-        # U_v.
+        # S = diag(inverse). Seen through the writer, row i is S_i = U_vᵀ diag(inverse_i) U_v.
         rows, writer, aligned = self.rows, self.writer.to(R), inverse[self.rows]
         D, seen = R[rows].to(self.writer) @ self.writer, aligned.to(self.writer) @ self._pairs
         # The penalty is c ‖J X‖² to second order, whose Hessian is 2c JᵀJ.
@@ -81,8 +80,7 @@ class Alignment:
         move it, and are taken back as far as `λ_a 𝒜` is stiffer than the plane.
         """
         rows = self.rows
-        # Planes of two aligned rows leave 𝒜 as it is: only those of one aligned row and another
-        # count.
+        # A plane of two aligned rows leaves 𝒜 as it is; one of an aligned row and another does not.
         D = R @ self.writer
         soft = softness[rows]
         soft[:, rows] = 0

@@ -81,8 +81,7 @@ def rescale(
     if leading is not None:
         # The weights of what shrinking minimises: without the band the objective cannot rise here.
         out = led(out, energy.clamp_min(rounding_level(energy)) + relative * median, leading)
-        # The band and the lead together can still raise it: the prior, already ordered, is the way
-        # out.
+        # The band and the lead together can still raise it. The prior is in order, and cannot.
         before = _objective(prior, response, energy)
         slack = 16 * torch.finfo(s.dtype).eps * abs(before)
         if _objective(out, response, energy) > before + slack:

@@ -34,8 +34,7 @@ def retract_cholesky(
     Raises:
         NumericalError: the step is not finite, or so long that digits would be lost.
     """
-    # Rows lose digits by the factor 1 + ‖step ξ‖² (above): this bound leaves three quarters of
-    # them.
+    # Rows lose digits by 1 + ‖step ξ‖² (above): this bound leaves three quarters of them.
     longest = torch.finfo(R.dtype).eps ** -0.25
     if not step * step * float(xi.square().sum()) <= longest * len(R):
         raise NumericalError("retraction of a step that is not finite, or far too long")

@@ -141,8 +141,7 @@ class Dense(Description):
 
         Reads weights that were not read yet; raises ModelError if one is not finite.
         """
-        # In the order of the files, so that each is read from its beginning to its end; the digest
-        # itself goes by names.
+        # Read file by file, from beginning to end; the digest itself is in the order of names.
         by_file = sorted(self.files, key=lambda name: (self.files[name], name))
         return self._with_config({name: self._hash(name) for name in by_file})
 

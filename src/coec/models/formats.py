@@ -205,8 +205,7 @@ def choose_format(
         types, all_sizes = (non_uniform.NAS_STOCK,), [pruned]
     for sizes, model_type in itertools.product(all_sizes, types):
         architecture = ARCHITECTURES[model_type]
-        # Architecture → configuration → configuration class → target: each is asked only where the
-        # ones before agree.
+        # Architecture → configuration → its class → target, each asked if those before agree
         refusal = _nas_refusal(config, sizes) if nas else None
         refusal = refusal or _refusal(config, architecture, sizes, biased)
         new = {} if refusal else _rewritten(config, architecture, sizes, biased, nas=nas)

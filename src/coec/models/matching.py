@@ -101,16 +101,14 @@ class SiteTensors:
 
         Raises ModelError if a tensor has no whole number of rows of every projection.
         """
-        # A tensor of several projections, such as q, k and v in one: each gets a name and rows of
-        # its own.
+        # A tensor of several projections (q, k, v in one): each gets a name and rows of its own.
         fused = [r for r in site.producers if r.stop - r.start < dense[r.tensor][0]]
         names = {rows: f"{_module(rows.tensor)}[{rows.start}:{rows.stop}].weight" for rows in fused}
         apart = dict(tensors)
         for rows in fused:
             if rows.tensor not in tensors:
                 raise ModelError(f"'{name}' lacks {rows.tensor}: it is not pruned from this model")
-            # All projections in a tensor must have lost the same share: it tells where each begins
-            # and ends.
+            # The same share of every projection must have stayed: it says where each begins.
             ends = [end * len(tensors[rows.tensor]) for end in (rows.start, rows.stop)]
             if any(end % dense[rows.tensor][0] for end in ends):
                 raise ModelError(
@@ -217,8 +215,7 @@ def _assigned(
                 continue
             free = [u for u in units if u not in assigned and (not silent or dense.silent[u])]
             if free:
-                # Programs that cut rows keep their order: among equal units the next one is the
-                # likely one.
+                # Programs that cut rows keep their order, so the next of equal units is likely.
                 last = next((unit for unit in free if unit > last), free[0])
                 if number in free and pruned.count == dense.count:
                     last = number  # masked: every unit is in its place

@@ -54,8 +54,7 @@ def measure_importances(
         if run.recipe.allocation.runs_models:
             fit, _ = source.windows_of_text()
             sensitivity = Sensitivity(dense, fit, device=run.device, dtype=run.forward)
-        # Every block: statistics → importances of its sites → its pruned consumers → all models
-        # advance
+        # Every block: statistics → importances → pruned consumers → all models advance
         importances: dict[str, Tensor] = {}
         for measured in source.blocks((), progress):
             block, tensors = measured.block, measured.tensors

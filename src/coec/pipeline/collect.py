@@ -88,8 +88,7 @@ def _collect(
         grams = {FIT: measured.grams, HELD_OUT: measured.holdout}
         name, digests = block_file(measured.index), dense.digests_of([measured.block])
         pieces.put(name, pieces.new / name, partial(write_grams, grams=grams), made_of=digests)
-    # Before the record that makes the folder complete: all blocks must be of one and the same
-    # model.
+    # Checked before the record that makes the folder complete: all blocks are of one model.
     dense.check_unchanged()
     settings = recipe.record()
     settings = {name: settings[name] for name in recipe.calibration.record()}

@@ -82,8 +82,7 @@ class Judge:
         errors: dict[str, float] = {}
         if self.held_out is not None:
             held_out = self.held_out, self.held_out_target
-            # θ is found for the compensation that did not see the validation windows, and applied
-            # to the one that did.
+            # θ is found for a compensation that did not see the validation windows.
             share = best_share(self.weight, self.kept, judged(), *held_out)
             errors = {"holdout_before": share.before, "holdout_after": share.after}
             value, by = share.value, "by held-out error"

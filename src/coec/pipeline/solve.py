@@ -223,7 +223,7 @@ def _solve_site(
     fitted.check_finite()
     if held_out is not None:
         held_out.check_finite()
-    # Windows set apart only because tokens are few are fitted on in the end; the user's are not.
+    # Validation windows are fitted on too, unless the user or a reconstruction holds them out.
     gram = fitted + held_out if held_out is not None and plan.recipe.judges_are_fitted else fitted
     facts: JsonDict = {"top_token_energy": gram.top_token_energy}
     # Statistics → kept units
@@ -284,8 +284,7 @@ def _judged(
         run: how it is made.
     """
     recipe, method = run.recipe, run.recipe.method
-    # Fitted on every window that may be; the one that validation windows judge is fitted without
-    # them, on `fitted`.
+    # Fitted on every window that may be; validation windows judge the one fitted on `fitted`.
     result = compensated(judge.gram)
     if recipe.calibration.guard and judge.few:
         all_fitted = judge.gram is fitted

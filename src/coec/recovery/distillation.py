@@ -74,8 +74,7 @@ class _Loss(torch.autograd.Function):
         following: Int[Tensor, " tokens"],
         share: float,
     ) -> Float[Tensor, ""]:
-        # Tokens piece by piece: logits → log q and log p → loss → its derivative, and nothing of
-        # them is kept
+        # Piece by piece: logits → log q, log p → loss and its derivative, in little memory
         gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
         tokens, vocabulary = logits.shape
         counted = max(int((following >= 0).sum()), 1)

@@ -127,8 +127,7 @@ class Job:
         device = device or self.device
         rank = self.recovery.lora
         if rank is None:
-            # Weights that are trained are float32: steps of a small rate would vanish in a narrow
-            # dtype.
+            # Trained weights are float32: small steps would vanish in a narrow dtype.
             return self.pruned.network(device, torch.float32)
         import peft
 

@@ -149,8 +149,7 @@ def prune_and_recover(
             if "pruned" in pieces:
                 record(f"'{folder}' is not what was written: it is made again")
                 shutil.rmtree(folder, ignore_errors=True)
-            # The pruning's own journal goes on where it was killed; a folder that is there is
-            # complete.
+            # A folder that is there is complete; an unfinished pruning goes on by its own journal.
             if not folder.exists():
                 if "pruning" not in pieces:
                     pieces.note("pruning")  # what a killed pruning finished stays

@@ -83,8 +83,7 @@ def train(
     gc.collect()
     if pieces is None:
         return {}
-    # The best state as it would be written, rounded and merged, must beat the start; else the start
-    # is written again.
+    # The best state, merged and rounded as it would be written, must beat the start.
     tensors, after = None, math.inf
     try:
         tensors = job.tensors({name: tensor.cpu() for name, tensor in state.items()})

@@ -73,8 +73,7 @@ class Schedule:
         cls, tokens: int, seq_len: int, batch: int, most_at_once: int, processes: int
     ) -> "Schedule":
         """Divide a budget into steps; the batch grows to a multiple of the processes."""
-        # A process's share of a batch → as many at once as memory allows and divide it →
-        # accumulated
+        # A process's share of the batch → as many at once as memory has room for
         share = math.ceil(batch / processes)
         at_once = next(n for n in range(min(share, most_at_once), 0, -1) if share % n == 0)
         batch = share * processes
@@ -271,8 +270,7 @@ def last_state(folder: Path, saved: Mapping[int, JsonDict]) -> str | None:
         for path in folder.glob("checkpoint-*"):
             if str(path) not in intact:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    # The Trainer loads the best state at the end: one that names a lost best is no place to go on
-    # from.
+    # The Trainer loads the best state in the end: a state whose best one is lost is of no use.
     for name, path in reversed(intact.items()):
         state = json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
         if state["best_model_checkpoint"] in (None, *intact):

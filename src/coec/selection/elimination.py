@@ -177,8 +177,7 @@ class _Rest:
             L[t] = (_rows(A, j, j + 1)[0] - l_j @ L[:t]) / root
             V = (_rows(N, j, j + 1)[0] - u_j @ L[:t] - l_j @ U[:t]) / root
             U[t] = V - half * L[t]
-            # Diagonals only: A_jj − L_tj² and N_jj − 2 U_tj L_tj. The rest waits for the panel's
-            # end.
+            # Diagonals only: A_jj − L_tj² and N_jj − 2 U_tj L_tj. The rest is updated at the end.
             a = (a - L[t].square()).clamp_min_(self.least)
             w = (w - 2 * U[t] * L[t]).clamp_min_(0)
             out[j] = True
@@ -208,8 +207,7 @@ class _Rest:
         _add(self.N, L, U, -1)
         self.stays[gone] = False
         if self.width > 1 or int(self.stays.sum()) < CROWDED * len(self.stays):
-            # Products over columns that went are wasted; to drop them costs a pass over both
-            # matrices.
+            # Products over columns that went are wasted; to drop them is a pass over both matrices.
             columns = self.stays.repeat_interleave(self.width).nonzero().flatten()
             self.A = _dropped(self.A, columns.to(self.A.device))
             self.N = _dropped(self.N, columns.to(self.N.device))

@@ -140,8 +140,7 @@ class DenseStream:
 
         Blocks in `skip` are only passed through; nothing runs behind the last that is yielded.
         """
-        # A stream passes through every block before the last one asked for, whether it is measured
-        # or not.
+        # Every block before the last one asked for is passed through, measured or not.
         indices = [b.index for b in self._dense.layout.blocks if b.index not in skip]
         if not indices:
             return

@@ -106,8 +106,7 @@ class Head:
         self._device = device
         model: Any = dense.skeleton(dtype).requires_grad_(requires_grad=False)
         compute_buffers(model, device)
-        # The skeleton without its layers: a stand-in gives final norm and head the states to end
-        # with.
+        # No layers: a stand-in hands the final norm and the head whatever states are given.
         self._given = _Given(model.base_model.layers[0])
         model.base_model.layers = nn.ModuleList([self._given])
         layout = dense.layout

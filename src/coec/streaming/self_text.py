@@ -89,8 +89,7 @@ def sample_from_model(
     with torch.no_grad(), _plain_generation(model) as ends:
         for first in range(0, samples, at_once):
             numbers = range(first, min(first + at_once, samples))
-            # A generator for every window: how many are sampled at once does not change their
-            # numbers.
+            # A generator for every window, so that its numbers do not depend on the others.
             generators = [
                 torch.Generator(model.device).manual_seed(nth_seed(seed, n)) for n in numbers
             ]

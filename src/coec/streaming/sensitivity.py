@@ -90,8 +90,7 @@ class Sensitivity:
         """
         self._layers.load(block, tensors)
         repaired = {key: consumer.to(self._dtype) for key, consumer in repaired.items()}
-        # States before the block wait for the way back: it runs the block again to differentiate
-        # it.
+        # Kept for the way back, which runs the block again to differentiate it.
         self._inputs[block.index], self._repaired[block.index] = dict(self._changed), repaired
         self._dense = [self._layers.advance(block.index, state) for state in self._dense]
         for share, states in self._changed.items():
@@ -146,8 +145,7 @@ class Sensitivity:
         for share, behind in gradients.items():
             before = list[Tensor]()
             with self._replaced(block, repaired, share) as dense, ExitStack() as hooks:
-                # A forward hook at every pruned consumer notes its output's change; its derivative
-                # comes later.
+                # Every pruned consumer notes the change of its output; its derivative follows.
                 for key, (module, parameters) in dense.items():
                     noting = functools.partial(_note_cost, costs, key, parameters, share)
                     hooks.callback(module.register_forward_hook(noting).remove)

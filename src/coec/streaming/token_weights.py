@@ -22,6 +22,5 @@ def least_square(squares: Iterable[Float[Tensor, "n length"]]) -> float:
 
 def token_weights(squares: Float[Tensor, "n length"], floor: float) -> Float[Tensor, "n length"]:
     """Return the weights of tokens, not yet of mean 1: the inverse of their mean squares."""
-    # A floor of 0 means that half of the states are 0: 1 takes its place, so that no weight is
-    # infinite.
+    # The floor is 0 where half of the states are 0: 1 keeps weights finite.
     return 1 / squares.clamp_min(floor or 1.0)
