@@ -125,8 +125,8 @@ class RayGroup(WorkerGroup):
                         self._check_room()
                     index: int = ray.get(answer)
                     return index
-                # The process is gone and Ray starts another: asked again until it answers.
                 except ray.exceptions.ActorUnavailableError:
+                    # The process is gone and Ray starts another: asked again until it answers.
                     if time.monotonic() > until:
                         raise
             self._check_room()

@@ -39,7 +39,7 @@ def gradient(
     """
     b, k = R.shape
     cayley = b == k and retraction == "auto"
-    # The largest eigenvalue of the Hessian 2t² diag(s²) ⊗ Gxx / yy, over t²: 1 / a step's length
+    # The Hessian 2t² diag(s²) ⊗ Gxx / yy has t² times this as its largest eigenvalue.
     curvature = 2 * float(problem.s.max()) ** 2 * float(problem.mu.max()) / problem.yy
     if not curvature > 0:
         return R, Convergence(True, 0, "nothing to rotate: no energy in the kept inputs")

@@ -146,7 +146,7 @@ def regularized_inverse(
     L, info = torch.linalg.cholesky_ex(shifted)
     del shifted
     if int(info) == 0:
-        # No entry of the inverse of a positive semidefinite G + λI exceeds 1/λ: above 2/λ G had
+        # Where G is positive semidefinite, no entry of (G + λI)⁻¹ exceeds 1/λ: above 2/λ, G has
         # negative eigenvalues that λ hid from Cholesky.
         inverse = torch.cholesky_inverse(L)
         if float(inverse.diagonal().max()) <= 2 / shift:

@@ -46,7 +46,7 @@ def held_out(windows: int) -> int:
 
 def windows_needed(tokens: int, seq_len: int) -> int:
     """Return the number of windows for a budget of tokens, those that judge included."""
-    # Of all windows, trained / (1 − share), `held_out` judge.
+    # All windows are about trained / (1 − share), of which `held_out` judge.
     trained = math.ceil(tokens / seq_len)
     return trained + held_out(round(trained / (1 - _HELD_OUT_SHARE)))
 

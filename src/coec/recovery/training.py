@@ -141,8 +141,8 @@ class Distillation(Trainer):
         with writing(self._out):
             try:
                 super()._save_checkpoint(*args, **kwargs)
-            # torch's writer raises no OSError: the reason is found by the room on the disk.
             except RuntimeError as error:
+                # torch's writer raises no OSError: the reason is found by the room on the disk.
                 if _WRITER not in str(error):
                     raise
                 full = free_space(self._out) < _FULL
