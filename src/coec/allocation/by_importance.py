@@ -11,7 +11,7 @@ from coec.allocation.widths import Widths, aligned, parameters
 from coec.models.layout import Layout, Site
 
 Importances = Mapping[str, Float[Tensor, " units"]]
-"""What the units of sites are worth, by `Site.key`: that of the last one to stay first."""
+"""Importances of a site's units, by `Site.key`; first that of the unit which goes last."""
 
 
 def by_importance(
@@ -32,7 +32,7 @@ def by_importance(
     Args:
         layout: where units are.
         shapes: of the dense model's tensors, by name.
-        start: whose parameters are shared out.
+        start: widths whose parameters are shared out.
         importances: of the sites among which they are; the others keep what they have.
         multiple: to what channels are rounded up; None chooses it.
         apart: kinds of sites that share their own parameters only.
@@ -43,6 +43,7 @@ def by_importance(
     for site in layout.sites:
         if site.key in importances:
             pools.setdefault(site.kind if site.kind in apart else "", []).append(site)
+    # Kinds of sites that stand apart share out what they have; all others one budget, with `spare`.
     for name, sites in pools.items():
         costs = [parameters(site, shapes) for site in sites]
         high = sum(cost * start.of(site) for cost, site in zip(costs, sites, strict=True))
@@ -59,7 +60,7 @@ class _Pool:
     """Sites that share out parameters.
 
     Attributes:
-        sites: which.
+        sites: the sites.
         costs: the parameters of one unit of each.
         budget: how many parameters all units that stay may have.
         multiple: as in `by_importance`.
@@ -76,6 +77,7 @@ class _Pool:
         # Of equal ones those of the first site stay, so that the order is everywhere the same.
         order = torch.cat(list(importances)).argsort(descending=True, stable=True)
         ranked = owners[order]
+        # Binary search for the longest ranking that fits: what it costs grows with its length.
         low, high = 0, len(ranked)
         while low < high:
             middle = (low + high + 1) // 2
@@ -84,17 +86,18 @@ class _Pool:
             else:
                 high = middle - 1
         counts = self._first(ranked[:low])
+        # Sites all of whose units come later: each keeps one unit, which is paid for already.
         absent = set(range(len(self.sites))) - set(ranked[:low].unique().tolist())
         self._fill(counts, ranked[low:].tolist(), absent)
         return [self._width(n, count) for n, count in enumerate(counts)]
 
     def _first(self, ranked: Tensor) -> list[int]:
-        """Return how many of these units belong to each site; one at least."""
+        """Count these units by the site that they belong to; one at least for each site."""
         counted = torch.bincount(ranked, minlength=len(self.sites))
         return [max(1, count) for count in counted.tolist()]
 
     def _fill(self, counts: list[int], following: Sequence[int], paid: set[int]) -> None:
-        """Takes further units that fit, in their order; a site of which one does not is done.
+        """Take further units that fit, in their order; a site of which one does not fit is done.
 
         Args:
             counts: how many stay already; changed.
@@ -111,6 +114,7 @@ class _Pool:
                 continue
             if n not in open_sites or counts[n] == self.sites[n].units:
                 continue
+            # Where widths are rounded, most units are free, and one pays for the whole step.
             price = (self._width(n, counts[n] + 1) - self._width(n, counts[n])) * self.costs[n]
             if price > remaining:
                 open_sites.remove(n)

@@ -32,7 +32,7 @@ WANTED = (
 
 @dataclass(frozen=True)
 class KeptUnits:
-    """The units that some sites keep, or all: checked, sorted, known by their content.
+    """Units that stay because the user names them, at some sites or all: checked and sorted.
 
     Attributes:
         source: where they are from, as it was named.
@@ -58,6 +58,7 @@ class KeptUnits:
             str(key): _sorted(indices, f"{key!s:.80} in '{source}'")
             for key, indices in sorted(units.items(), key=lambda item: str(item[0]))
         }
+        # Sites and indices are sorted: the digest depends neither on their order nor on the source.
         content = hashlib.sha256()
         for key, indices in sorted_units.items():
             content.update(f"{key} {len(indices)} ".encode())
@@ -151,11 +152,12 @@ def _content(path: Path) -> Mapping[str, Any]:
 
 
 def _sorted(indices: Any, description: str) -> Int[Tensor, " k"]:
-    """Sorted int64; raises OptionError unless they are distinct whole numbers from 0 on."""
+    """Return sorted int64; raises OptionError unless they are distinct whole numbers from 0 on."""
     try:
         array = np.asarray(indices)
     except (ValueError, TypeError, RuntimeError):
         array = np.empty(0)
+    # numpy turns a list of whole numbers and truth values into whole numbers.
     flags = isinstance(indices, list | tuple) and any(isinstance(flag, bool) for flag in indices)
     if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array) or flags:
         raise OptionError(

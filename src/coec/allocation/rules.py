@@ -41,6 +41,7 @@ def by_error(
     weight: Float[Tensor, "m d"], gram: Gram, units: int, keep: int
 ) -> tuple[Float[Tensor, " u"], KeptSet]:
     """Return by how much the error falls for each unit, and the units at the uniform width."""
+    # Gram → removals down to the last unit → shape of the curve, and the units kept at `keep`
     path = removal_path(weight, gram.xx, units, 1)
     gone = {unit for unit, _ in path[: units - keep]}
     left = torch.tensor([unit for unit in range(units) if unit not in gone])

@@ -47,7 +47,7 @@ def shares_for(
     goal: int,
     named_units: KeptUnits | None = None,
 ) -> Pruning:
-    """Return the settings with the smallest common fraction that removes so many parameters.
+    """Return the settings with the smallest common fraction that removes `goal` parameters.
 
     Args:
         layout: where units are.
@@ -58,7 +58,7 @@ def shares_for(
         named_units: the units of sites that the user names.
 
     Raises:
-        OptionError: so many do not go, however large the fraction.
+        OptionError: fewer than that go, however large the fraction.
     """
 
     def removed(step: int) -> int:
@@ -76,6 +76,7 @@ def shares_for(
             f"{parameters_left:,} parameters are left however much is removed; allow more"
             + (", or take a smaller multiple" if rounded else "")
         )
+    # What goes never falls as the fraction rises: bisection finds the first that is enough.
     steps = range(1, _STEPS)
     first = bisect_left(steps, goal, key=removed)
     return replace(pruning, sparsity=steps[first] / _STEPS)
@@ -88,7 +89,7 @@ def _number(budget: float | None) -> str:
 
 
 def _rounded(pruning: Pruning) -> str:
-    """Return to what channels are rounded, in words; `auto` adds too little to be said."""
+    """Return the setting that rounds channels, in words; "" for `auto`, which adds little."""
     return "" if pruning.multiple in (1, None) else f" with multiple_of = {pruning.multiple_of}"
 
 
@@ -117,6 +118,7 @@ def _nothing_goes(layout: Layout, pruning: Pruning, named_units: KeptUnits | Non
     if shares_that_remove := [
         1 - fewer / site.units for site in layout.kinds if (fewer := _next_fewer(site))
     ]:
+        # Rounded up at the sixth digit, so that the number named does remove a unit.
         smallest = math.ceil(10**6 * min(shares_that_remove) - 1e-6) / 10**6
         advice = f"the smallest that removes something is {smallest:g}"
         if any(site.as_experts for site in layout.kinds):
@@ -157,6 +159,7 @@ def whole_attention(
         for site in block.sites:
             if site.value is not None:
                 _check_whole(site, widths, named_units)
+                # Parameters that `uniform` would take from attention, block by block
                 spared += (site.units - _by_rule(site, pruning)) * parameters(site, shapes)
                 kept[site.block, site.name] = site.units
         paying = [s for s in block.sites if s.value is None and not _names(named_units, s)]
@@ -166,6 +169,7 @@ def whole_attention(
                 f"kv_groups = all keeps KV groups at the cost of other units, which "
                 f"'{named_units.source}' names in block {block.index}: leave one of the two out"
             )
+        # The block's other sites pay in equal parts; those of experts that go do not count.
         payers = sum(map(widths.counts, paying))
         for site in paying:
             less = math.ceil(spared / payers / parameters(site, shapes))

@@ -1,4 +1,4 @@
-"""Widths as values, what they come to, and the multiples that are read in whole blocks."""
+"""Widths: the units that every site keeps, what that removes, and to what they are rounded."""
 
 import math
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ class Widths:
         return self.of(site) < site.units
 
     def counts(self, site: Site) -> bool:
-        """Return whether a site stays, as if the last experts went: which ones, scores decide."""
+        """Return whether a site counts, as if the last experts went; scores decide which do."""
         return self.experts is None or site.expert is None or site.expert < self.experts
 
     def everywhere(self, name: str) -> tuple[int, ...]:
@@ -55,6 +55,7 @@ class Widths:
         )
         routers = [block.router for block in layout.blocks if block.router is not None]
         if self.experts is not None:
+            # An expert's row of the router goes with it.
             rows = ((r.stop - self.experts) * shapes[r.tensor][1] for r in routers)
             removed += sum(rows)
         return removed
@@ -70,7 +71,10 @@ def parameters(site: Site, shapes: Mapping[str, torch.Size]) -> int:
 
 
 def aligned(site: Site, kept: int, multiple: int | None) -> int:
-    """The next multiple, at most all; None chooses it. KV groups stay as they are counted."""
+    """Round a number of channels up to a multiple, at most all; None chooses the multiple.
+
+    KV groups stay as they are counted.
+    """
     if site.value is not None or kept == site.units:
         return kept
     if multiple is None:
@@ -80,7 +84,7 @@ def aligned(site: Site, kept: int, multiple: int | None) -> int:
 
 
 def aligned_down(site: Site, count: int, multiple: int | None) -> int:
-    """The multiple before, or the number itself; None chooses it."""
+    """Round a number down to a multiple, as `aligned` rounds up; None chooses the multiple."""
     if multiple is None:
         fits = (n for n in MULTIPLES if count // n * n >= count * (1 - MOST_ADDED))
         multiple = next(fits, 1)

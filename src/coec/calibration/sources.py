@@ -109,6 +109,7 @@ def read_parts(
         chat: makes the text of a chat, a list in the column; None where there is no way.
     """
     most = HUB_CHARACTERS if characters is None else characters
+    # Source → pieces of text; whether there is any shows only when they have been read.
     texts: Iterator[str]
     if isinstance(source, Documents):
         texts = iter([_beginning(source.rows, source.column, most, chat)])
@@ -142,6 +143,7 @@ def _text_in(row: Any, column: str, chat: Rendered | None) -> str | None:
     """Return the text in a column of a row, or of its chat; None where there is neither."""
     if not isinstance(row, Mapping):
         return None
+    # First column that holds something → a chat as text → text, or nothing that can be read
     text = next((row[name] for name in _columns(column) if row.get(name) is not None), None)
     if isinstance(text, list) and chat is not None:
         return chat(text)
@@ -237,6 +239,7 @@ def _parquet_column(path: Path, column: str, chat: Rendered | None) -> Iterator[
                 "name it with text_column=NAME"
             )
         batches = file.iter_batches(_ROWS, columns=columns)
+        # Batches of rows: a file may be larger than memory.
         rows = (row for batch in batches for row in batch.to_pylist())
         for number, row in enumerate(rows, 1):
             text = _text_in(row, column, chat)
@@ -270,6 +273,7 @@ def _read_named(source: str, split: Split, column: str, most: int, chat: Rendere
         )
 
     def read(load: Callable[..., Any]) -> str:
+        # No split is asked for, so that an error can name all; streaming reads none of them yet.
         splits = load(name, config or None, streaming=True)
         if split not in splits:
             raise CalibrationError(

@@ -127,6 +127,7 @@ def read_stream(
         source, split=split, text_column=text_column, characters=characters, chat=chat
     )
     at_once = LONG_TEXT if at_once is None else at_once
+    # Beginning of the text → digest, special tokens around it → ids, at once or in pieces
     beginning = _beginning(texts, at_once)
     loaded = chat.tokenizer
     sha256 = hashlib.sha256(beginning[:at_once].encode()).hexdigest()
@@ -203,6 +204,7 @@ def _encode_pieces(
     special = tokenizer.num_special_tokens_to_add()
     pieces, ending = [start], [end]
     characters, tokens = 0, len(start)
+    # Start → plain tokens of every piece → end, unless the text goes on behind what is needed
     for piece in _pieces(text):
         ids = _encode_later_piece(tokenizer, piece) if characters else _plain(tokenizer, piece)
         pieces.append(ids)
@@ -345,6 +347,7 @@ def check_same_tokenizer(folder: Path, baseline: Path, *, trust_remote_code: boo
         filecmp.cmp(*pair, shallow=False) for pair in zip(before, after, strict=True)
     ):
         return
+    # Other files may still hold the same tokenizer: vocabulary and one odd text decide.
     tokenizers = [load_tokenizer(path, trust_remote_code=trust_remote_code) for path in folders]
     if (
         tokenizers[0].get_vocab() != tokenizers[1].get_vocab()
@@ -389,6 +392,7 @@ def _encode_later_piece(tokenizer: PreTrainedTokenizerBase, piece: str) -> Int[T
 
 def _special_ends(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[Tensor, Tensor]:
     """The special tokens before a text, and those after it."""
+    # Find the plain tokens among those with special ones: what stands around is special.
     marked, plain = encode(tokenizer, text), _plain(tokenizer, text)
     for start in range(len(marked) - len(plain) + 1):
         if torch.equal(marked[start : start + len(plain)], plain):

@@ -149,6 +149,8 @@ def by_source(calibration: Calibration) -> list[Calibration]:
             f"'{source}' has {len(names)} sources, and samples={samples} is less than a window of "
             "each: take more windows"
         )
+    # Shares → whole numbers rounded down, one at least → one more or less where the remainder is
+    # largest, until they add up
     exact = [samples * share / sum(shares) for share in shares]
     counts = [max(1, int(count)) for count in exact]
     while missing := samples - sum(counts):
@@ -162,9 +164,10 @@ def by_source(calibration: Calibration) -> list[Calibration]:
 
 
 def mixed(drawn: Sequence[Windows], source: str) -> Windows:
-    """Return the windows of several texts as those of one: any first ones are mixed alike."""
+    """Merge the windows of several texts, so that any beginning has all texts in their shares."""
     if len(drawn) == 1:
         return drawn[0]
+    # Window i of n stands at (i + ½)/n: sorted by place, the sources alternate by their shares.
     places = [(torch.arange(len(windows.ids)) + 0.5) / len(windows.ids) for windows in drawn]
     order = torch.cat(places).argsort(stable=True)
     return replace(
@@ -209,6 +212,7 @@ def sample_windows(
             f"too little calibration text: '{stream.source}' has {available} tokens, {samples} "
             f"windows of {width} need {samples * width}; give more text, or {fewer}"
         )
+    # All windows of the text, shuffled by the seed → the first ones, in the text's order
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     return _windows(stream, rows[order[:samples].sort().values], bos)
 
@@ -232,6 +236,7 @@ def hold_out(windows: Windows, fraction: float, seed: int) -> tuple[Tensor, Tens
 
     Windows that were sampled from the model are fitted on: the text judges.
     """
+    # Sampled windows are the last: only those of the text are shuffled and set apart.
     n = len(windows.ids) - windows.sampled
     count = held_out(n, fraction)
     if count == 0:
@@ -273,6 +278,7 @@ def _cut(stream: Stream, seq_len: int, vocabulary: int, bos: bool) -> Int[Tensor
                 f"pass seq_len={ids.shape[1]}, or save one long row"
             )
         return ids
+    # The tokenizer's start comes before every window, which has so much less text.
     width = seq_len - len(start)
     if width < 1:
         raise CalibrationError(

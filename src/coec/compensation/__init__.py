@@ -39,7 +39,7 @@ def compensate(
     solve_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> SiteResult:
-    """Replaces the kept columns of one weight from second-order statistics (METHODS §§4, 5).
+    """Replace the kept columns of one weight from second-order statistics (METHODS §§4, 5).
 
     Args:
         weight: `W₀`, the dense consumer (`down_proj` or `o_proj`), outputs × inputs.
@@ -77,11 +77,14 @@ def compensate(
     problem = SiteProblem(weight, gram, kept, value_weight, target, solve_dtype)
     _check_finite(problem)
     with recording() as events:
+        # Inputs → float64, semidefinite Gram, moderate units → the method's W̃
         problem, units = _moderate(_prepared(problem, method))
         whole = problem.nothing_to_repair
         result = SiteResult(problem.weight) if whole else method(problem, chosen)
         if not torch.isfinite(result.weight).all():
             raise NumericalError("the compensated weight holds NaN or Inf")
+        # 𝓛 of the slice and of W̃, untempered: a named method that loses to the slice gives way to
+        # it; a user's own function is only reported.
         before, after = relative_errors(
             problem.weight, problem.gram, kept, result, target=problem.target
         )
@@ -128,7 +131,7 @@ def _in_units(
     dtype: torch.dtype,
     diagnostics: dict[str, Any],
 ) -> SiteResult:
-    """The result of a moderate problem in the units of the original one, in this dtype."""
+    """Return the result of a problem in moderate units in its original ones, in this dtype."""
     own, inputs = units
     bias = None if result.bias is None else (result.bias * own * inputs).to(dtype)
     if bias is not None and not torch.isfinite(bias).all():
@@ -140,17 +143,19 @@ def _in_units(
 
 
 def _moderate(problem: SiteProblem) -> tuple[SiteProblem, tuple[float, float]]:
-    """The problem in units in which no product over- or underflows, and the units.
+    """Return the problem in units in which no product over- or underflows, and the units.
 
-    Powers of two, so that nothing is rounded: of weight and target, the larger, and of the inputs.
-    Both are 1 unless sizes are extreme for the dtype: products of four factors must stay in its
-    range.
+    Powers of two, so that nothing is rounded: one for weight and target, the larger of them, and
+    one for the inputs. Both are 1 unless sizes are extreme for the dtype: products of four factors
+    must stay in its range.
     """
     weight, target, gram = problem.weight, problem.target, problem.gram
     limit = torch.finfo(weight.dtype).max ** EXTREME
     sizes = torch.stack([*weight.aminmax(), *problem.aim.aminmax()])
     units = [power_of_two(sizes), power_of_two(gram.xx.diagonal())]
+    # G holds squares of inputs: the unit of the inputs is the root of that of G.
     units[1] = 2.0 ** (math.frexp(units[1])[1] // 2)
+    # Moderate sizes keep unit 1, and then nothing is copied.
     for number, power in enumerate((1, 2)):
         if 1 / limit < units[number] ** power < limit:
             units[number] = 1.0
@@ -161,5 +166,6 @@ def _moderate(problem: SiteProblem) -> tuple[SiteProblem, tuple[float, float]]:
     if inputs != 1.0:
         area = inputs**2
         centred = None if gram.centred is None else gram.centred / area
+        # The largest token energies go: no compensation reads them.
         gram = replace(gram, xx=gram.xx / area, x=gram.x / inputs, centred=centred, largest=None)
     return replace(problem, weight=weight, target=target, gram=gram), (own, inputs)

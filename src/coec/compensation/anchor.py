@@ -41,21 +41,24 @@ class Anchor:
         lambda_a: float,
         r_p: int,
     ) -> "Anchor":
-        """Builds the anchor from the unpruned consumer and the pruned value projection."""
+        """Build the anchor from the unpruned consumer and the pruned value projection."""
         k = len(kept.indices)
         if value_weight.shape[0] != k:
             raise OptionError(
                 f"value_weight needs one row per kept column ({k}), got {value_weight.shape[0]}: "
                 "repeat its rows per query head, in the consumer's column order"
             )
+        # W_v, k×h → U_v, its leading left singular vectors
         U_v = _left_frame(value_weight)[:, :r_p]
+        # W₀, m×d → V_full, its leading right singular vectors → V = orth(V_full[K]) → U_vᵀ V Vᵀ U_v
         V_full = _left_frame(weight.T)[:, :r_p]
         V = _left_frame(V_full[kept.indices])
         seen = U_v.T @ V
         return cls(U_v, seen @ seen.T, lambda_a, r_p)
 
     def alignment(self, frame: Frame, target: RotationTarget) -> Alignment:
-        """The penalty on the rows of the frame that lead now, in the dtype of the target."""
+        """Return the penalty on the rows of the frame that lead now, in the dtype of the target."""
+        # R is in the eigenbasis E of Gxx, and so must the writer be: U_v → Eᵀ U_v.
         rows, basis = frame.leading(self.r_p), target.basis
         return Alignment(basis.T @ self.writer.to(basis), self.target.to(basis), rows, self.weight)
 

@@ -33,6 +33,7 @@ def bias(problem: SiteProblem) -> SiteResult:
     mean = problem.gram.mean.to(W.dtype)
     lost = W[:, dropped] @ mean[dropped]
     if problem.target is not None:
+        # W_dropped μ_dropped + (T − W₀) μ = T μ − W_K μ_K
         lost = lost + (problem.target - W) @ mean
     return SiteResult(kept_columns(W, problem.kept), bias=lost)
 
@@ -67,6 +68,7 @@ def _drawn_to(
     ridge = options.ridge
     if isinstance(ridge, str):
         ridge = best_ridge(target, start, problem.gram.tokens)
+    # Gyx − S Gxx → times (Gxx + λI)⁻¹
     residual = target.Gyx - start @ target.Gxx
     correction = solve_right(residual, target.Gxx, ridge, target.precision)
     return SiteResult(start + correction, diagnostics={"ridge": ridge})
@@ -84,6 +86,7 @@ def rcpu(problem: SiteProblem) -> SiteResult:
     """
     target = OutputProblem.of_site(problem)
     U, s, R = svd(kept_columns(problem.weight, problem.kept))
+    # U → Q U = polar(Gyx Rᵀ diag(s)) → Ŵ = Q W_K → s* Ŵ
     W = (polar(target.Gyx @ (s[:, None] * R).T, nearest=U) * s) @ R
     linear, quadratic = float((target.Gyx * W).sum()), float((W @ target.Gxx * W).sum())
     scale = 1.0

@@ -55,12 +55,14 @@ def coec(problem: SiteProblem, options: CoecOptions) -> SiteResult:
         W_K = kept_columns(weight, kept)
         return SiteResult(W_K, diagnostics={"reason": "nothing to compensate"})
 
+    # Frames do not depend on the unit of a weight; squares of its numbers keep their range in it.
     unit = power_of_two(weight)
     anchor = None
     if problem.value is not None and options.lambda_a > 0:
         anchor = Anchor.of(
             weight / unit, problem.value, kept, lambda_a=options.lambda_a, r_p=options.r_p
         )
+    # G^α, diagonalised once → a descent for every slice of output rows
     descents = _descents(options)
     target = _target(problem, unit, options.alpha)
     parts, summaries = [], []
@@ -70,6 +72,7 @@ def coec(problem: SiteProblem, options: CoecOptions) -> SiteResult:
         parts.append(W * unit)
         summaries.append(summary)
     del target
+    # Tempering, alignment and slices minimise something else than the untempered error.
     W = torch.cat(parts)
     if options.alpha < 1 or anchor is not None or options.slices > 1:
         W = _checked(W, problem)
@@ -78,9 +81,9 @@ def coec(problem: SiteProblem, options: CoecOptions) -> SiteResult:
 
 
 def _target(problem: SiteProblem, unit: float, alpha: float) -> RotationTarget:
-    """Return the tempered problem, diagonalised, weights in this unit.
+    """Return the problem under the tempered Gram, diagonalised, with weights in this unit.
 
-    On the CPU, and an event, where the device of the statistics has no room for it.
+    The CPU diagonalises it where the device of the statistics has no room; an event says so.
     """
     device = problem.gram.xx.device
 
@@ -165,11 +168,13 @@ def _narrow(
     weight, rounding a rotation moves their output by far more than that of the others.
     """
     try:
+        # ‖W_K‖² tr Gxx / yy bounds how much the rounding of a rotation can weigh in the output.
         spread = float(W_K.square().sum() * target.mu.sum()) / target.yy
         if spread > SPREAD:
             raise NumericalError("a few channels are huge")
         with recording() as events:
             best = _best(W_K.to(dtype), target.to(target.mu.to(dtype)), descents, anchor)
+        # The narrow frame's error in all digits: small ones are differences of numbers of size 1.
         error = target.error(best.frame)
         if error < RESOLVED:
             raise NumericalError("the error is small")
@@ -179,6 +184,7 @@ def _narrow(
         name = str(dtype).removeprefix("torch.")
         record(f"{name} has too few digits here ({reason}): solved in float64")
         return None
+    # Its events count only now: those of a descent that is thrown away say nothing.
     for event in events:
         record(event)
     return best
@@ -207,6 +213,7 @@ def _best(
     for failure in failures:
         record(failure)
     best = min(results, key=lambda result: result.objectives[-1])
+    # A result above RCPU or the slice, on what was minimised, means that the descent broke down.
     for name, bound in {"RCPU": best.rcpu, "the slice": best.objectives[0]}.items():
         if above(best.objectives[-1], bound, W_K.dtype):
             raise NumericalError(f"the descent ended above {name}")
@@ -218,7 +225,7 @@ def _best(
 def _fallback(
     W_K: Float[Tensor, "m k"], target: RotationTarget, anchor: Anchor | None
 ) -> tuple[Float[Tensor, "m k"], dict[str, Any]]:
-    """RCPU's weight or the slice, whichever is finite and has the lower objective."""
+    """Return RCPU's weight or the slice, whichever is finite and has the lower objective."""
     W, chosen = W_K, "none"
     try:
         origin = Origin.of(W_K, target, anchor)

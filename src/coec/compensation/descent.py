@@ -31,7 +31,7 @@ _RISE = 1e-9
 
 @dataclass(frozen=True)
 class RightSolver:
-    """Solve of one right rotation."""
+    """Solver of one right rotation, with its settings."""
 
     solver: Solver
     parameterization: Parameterization
@@ -44,11 +44,12 @@ class RightSolver:
     def __call__(
         self, frame: Frame, target: RotationTarget, alignment: Alignment | None, *, left: bool
     ) -> tuple[Frame, Convergence]:
-        """The frame with R turned, and how the solve ended.
+        """Return the frame with R turned, and how the solve ended.
 
         Args:
             left: whether the left factor turns too, which `joint` takes into account.
         """
+        # R, b×k → a square frame for O(k) → the start → the solve → b modes again
         b = len(frame.s)
         if self.parameterization == "full":
             frame = frame.completed()
@@ -97,7 +98,7 @@ class Origin:
     def of(
         cls, W_K: Float[Tensor, "m k"], target: RotationTarget, anchor: Anchor | None
     ) -> "Origin":
-        """Decomposes the slice, once for the whole descent."""
+        """Decompose the slice, once for the whole descent."""
         frame = Frame.of(W_K, target)
         penalty = added = 0.0
         if anchor is not None:
@@ -110,7 +111,10 @@ class Origin:
         return self.slice.error(target) + self.added
 
     def rcpu(self, target: RotationTarget) -> tuple[Frame, float]:
-        """RCPU under the target's Gram, one left rotation and one scale, and its `𝓛 + λ_a 𝒜`."""
+        """Return RCPU's frame under the target's Gram, and its `𝓛 + λ_a 𝒜`.
+
+        RCPU is one left rotation and one scale, neither of which changes R, and so not `𝒜`.
+        """
         with recording():  # its own safeguards count only where it is what comes out
             frame, _, error = self.turned.rescaled(target, RCPU)
         return frame, error + self.added
@@ -118,7 +122,7 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Descended:
-    """A frame after the alternation, and its story.
+    """Result of a descent: the frame, and its errors round by round.
 
     Attributes:
         errors: the relative error (tempered) of the slice, after the first left step and rescale,
@@ -211,7 +215,7 @@ class Descent:
     def __call__(
         self, W_K: Float[Tensor, "m k"], target: RotationTarget, anchor: Anchor | None
     ) -> Descended:
-        """Alternates from the slice until a round gains less than `tol`."""
+        """Alternate from the slice until a round gains less than `tol`."""
         origin = Origin.of(W_K, target, anchor)
         state = self._start(origin, target, anchor)
         done = Descended(
@@ -226,6 +230,7 @@ class Descent:
             rcpu=origin.rcpu(target)[1],
         )
         del origin  # as large as a frame, and not needed while the rounds go on
+        # A round that breaks down or raises the objective is undone, and ends the descent.
         for _ in range(self.rounds):
             try:
                 new, solves = self._round(state, target, anchor)
@@ -233,6 +238,7 @@ class Descent:
                 record(f"a round was abandoned: {failure}")
                 return replace(done, reason="round abandoned")
             rose = _rose(state.objective, new.objective, new.frame.s.dtype)
+            # The source aligns other rows in every round, so that no single objective has to fall.
             if rose and anchor and self._faithful:
                 record("a round raised the objective: other rows lead, and are aligned")
             elif rose:
@@ -252,8 +258,9 @@ class Descent:
         return self.right.solver == "gradient"
 
     def _start(self, origin: Origin, target: RotationTarget, anchor: Anchor | None) -> _State:
-        """After the first left rotation and rescale; the rows to align are chosen here."""
+        """Return the state after the first left rotation and rescale; choose the rows to align."""
         frame = origin.slice if self.side == "right" else origin.turned
+        # Frame → s(λ) → the rows that lead → s that keeps them ahead by a margin
         frame, out, error = frame.rescaled(target, self.shrinkage)
         if anchor is None:
             return _State(frame, out, error, None)
@@ -269,6 +276,7 @@ class Descent:
         """Right rotation, rescale, left rotation, rescale, as far as the sides allow."""
         frame, alignment, solves = state.frame, state.alignment, []
         leading = None if alignment is None or self._faithful else alignment.rows
+        # R-step
         if self.side != "left":
             left = self.side == "two-sided"
             frame, ended = self.right(frame, target, alignment, left=left)
@@ -276,6 +284,7 @@ class Descent:
             # Where U follows R, singular values for the U of before would be out of step.
             if left and self.right.solver != "joint":
                 frame, _, _ = frame.rescaled(target, self.shrinkage, leading)
+        # U-step, then the rescale that ends a round
         if self.side != "right":
             frame = frame.rotated_left(target)
         frame, out, error = frame.rescaled(target, self.shrinkage, leading)

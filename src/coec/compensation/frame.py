@@ -45,12 +45,13 @@ class RotationTarget:
 
     @classmethod
     def of(cls, problem: OutputProblem) -> "RotationTarget":
-        """Diagonalises Gxx once; every later step is elementwise in it.
+        """Diagonalise Gxx once; every later product with it is elementwise.
 
         Directions of Gxx that are noise get no energy and no part in the output: their energy may
         come out at 0 or below, and the output that they seem to give would then cost nothing.
         """
         mu, E = eigh(problem.Gxx)
+        # Gxx → E, μ; Gyx → Gyx E; noise is 0 in both
         informative = mu > noise(mu, E, problem.Gxx.diagonal(), problem.precision)
         Gyx = (problem.Gyx @ E).mul_(informative)
         return cls(torch.where(informative, mu, 0.0), E, Gyx, problem.energy, problem.yy)
@@ -65,12 +66,13 @@ class RotationTarget:
 
         Taken from the product of the factors: a frame from fewer digits is not quite orthonormal.
         """
+        # Ŵ E, m×k → (Σ (Ŵ E)² μ − 2 ⟨Ŵ, Gyx⟩ + yy) / yy
         W = (frame.U.to(self.mu) * frame.s.to(self.mu)) @ frame.R.to(self.mu)
         linear = float((W * self.Gyx).sum())
         return (float((W.square_() @ self.mu).sum()) - 2 * linear + self.yy) / self.yy
 
     def rows(self, rows: slice) -> "RotationTarget":
-        """The problem of some of the outputs alone."""
+        """Return the problem of some of the outputs alone."""
         energy = self.energy[rows]
         return RotationTarget(self.mu, self.basis, self.Gyx[rows], energy, float(energy.sum()))
 
@@ -91,7 +93,7 @@ class Frame:
 
     @classmethod
     def of(cls, W: Float[Tensor, "m k"], target: RotationTarget) -> "Frame":
-        """The one decomposition of the whole method."""
+        """Decompose a weight into its frame: the one SVD of the whole method."""
         U, s, R = svd(W)
         return cls(U, s, R @ target.basis)
 
@@ -105,6 +107,7 @@ class Frame:
         b, k = self.R.shape
         if b == k:
             return self
+        # The first b columns of Q span the rows of R; the others complete them.
         Q, _ = torch.linalg.qr(self.R.T, mode="complete")
         U = torch.cat([self.U, self.U.new_zeros(self.U.shape[0], k - b)], dim=1)
         return Frame(
@@ -149,6 +152,7 @@ class Frame:
         Args:
             leading: modes that stay the largest.
         """
+        # (U, R) → ρ, e → s(λ); 𝓛 needs no more than these three
         response, energy = self.response(target), self.energy(target)
         out = rescale(
             self.s,

@@ -56,7 +56,7 @@ class Method:
 
     @classmethod
     def of(cls, choice: Any) -> "Method":
-        """The method of a name, or of a function that declares nothing.
+        """Return the method of a name, or of a function that declares nothing.
 
         Raises:
             OptionError: there is none of that name, or the function has another form.
@@ -91,6 +91,7 @@ class Method:
         Raises:
             OptionError: one is unknown, missing, not allowed, or without effect beside the others.
         """
+        # Unknown or bad options first, then missing ones, then those without effect.
         own = self._checked(given)
         if missing := [item.name for item in self.settings if item.name not in self.defaults | own]:
             raise OptionError(f"compensation '{self.name}' needs the option '{missing[0]}'")
@@ -111,7 +112,7 @@ class Method:
         return {o: why for o, why in found.items() if o in own and own[o] != defaults[o]}
 
     def __call__(self, problem: SiteProblem, options: "Options | dict[str, Any]") -> SiteResult:
-        """Runs it, and holds it to what it declares.
+        """Run it, and hold it to what it declares.
 
         Raises:
             OptionError: what it returns is no `SiteResult`, does not fit the problem, or has a bias
@@ -190,6 +191,7 @@ def _check_form(method: Method) -> None:
         raise OptionError(
             f"compensation '{method.name}' is no function whose arguments can be asked for: {error}"
         ) from error
+    # *args takes whatever comes: nothing can be said against it.
     if any(argument.kind is argument.VAR_POSITIONAL for argument in parameters):
         return
     positional = [argument for argument in parameters if argument.kind in POSITIONAL]

@@ -44,14 +44,14 @@ class OutputProblem:
         kept: KeptSet,
         precision: float = 0.0,
     ) -> "OutputProblem":
-        """The problem of giving `T x` from the kept columns, under the second moment G."""
+        """Return the problem of giving `T x` from the kept columns, under the second moment G."""
         K = kept.indices
         TG = aim @ G
         return cls(G[K][:, K], TG[:, K], (TG * aim).sum(dim=1), precision)
 
     @classmethod
     def of_site(cls, problem: SiteProblem) -> "OutputProblem":
-        """The problem of one site, under its raw second moment."""
+        """Return the problem of one site, under its raw second moment."""
         return cls.of(problem.aim, problem.gram.xx, problem.kept, problem.gram.precision)
 
     @classmethod
@@ -73,6 +73,7 @@ class OutputProblem:
         if F is None:
             plain = cls.of(aim, G, kept)
             return cls(plain.Gxx / unit, plain.Gyx / unit, plain.energy / unit, precision)
+        # F, d×d → F_K and T F → Gxx = F_K F_Kᵀ, Gyx = T F F_Kᵀ; G^α itself is never formed
         F_K, TF = F[kept.indices], aim @ F
         del F
         return cls(F_K @ F_K.T, TF @ F_K.T, TF.square().sum(dim=1))
@@ -108,6 +109,7 @@ def relative_error(
         aim: T, what the outputs should be products of.
         yy: `tr(T G Tᵀ)`, its `output_energy`.
     """
+    # Δ = T − W̃, its columns outside K those of T → tr(Δ G Δᵀ)
     lost = aim.index_add(1, kept.indices, W, alpha=-1)
     return max(output_energy(lost, G), 0.0) / yy if yy > 0 else 0.0
 
@@ -135,6 +137,7 @@ def relative_errors(
     before = relative_error(aim, gram.xx, kept, kept_columns(weight, kept), yy)
     after = relative_error(aim, gram.xx, kept, result.weight, yy)
     if result.bias is not None and yy > 0:
+        # ‖Y − W̃X − b 1ᵀ‖² = ‖Y − W̃X‖² − 2 bᵀ Σ (T x − W̃ x_K) + N ‖b‖²
         residual = aim @ gram.x - result.weight @ gram.x[kept.indices]
         after += float(result.bias @ (gram.tokens * result.bias - 2 * residual)) / yy
     return before, max(after, 0.0)  # below 0 by rounding alone

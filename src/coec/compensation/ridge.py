@@ -21,7 +21,7 @@ def best_ridge(
     unexplained: float = 0.0,
     held_out: OutputProblem | None = None,
 ) -> float:
-    """The λ of `W̃ = S + (Gyx − S Gxx)(Gxx + λ I)⁻¹` with the lowest error on other text.
+    """Return the λ of `W̃ = S + (Gyx − S Gxx)(Gxx + λ I)⁻¹` with the lowest error on other text.
 
     `min over GRID of 𝓛(W̃)` on held-out statistics. Where there are none, of generalized
     cross-validation, `RSS(λ) / (1 − df(λ)/N)²` with `df = tr Gxx (Gxx + λ I)⁻¹`, which all outputs
@@ -37,17 +37,21 @@ def best_ridge(
     """
     mu, Q = eigh(fitted.Gxx)
     mu = mu.clamp_min(0)
+    # Gxx → Q, μ; W̃(λ) = S + P diag(f) Qᵀ with one row of f for every λ
     P = (fitted.Gyx - start @ fitted.Gxx) @ Q
     grid = torch.tensor(GRID, dtype=mu.dtype, device=mu.device)
     unit = float(fitted.Gxx.diagonal().mean())
     f = 1 / (mu + grid[:, None] * (unit if unit > 0 else 1.0))
     if held_out is not None:
+        # 𝓛 over the validation windows, but for constants: fᵀ (PᵀP ∘ Qᵀ Gxx Q) f − 2 fᵀ slope
         curvature = (P.T @ P).mul_(Q.T @ held_out.Gxx @ Q)
         slope = (P * ((held_out.Gyx - start @ held_out.Gxx) @ Q)).sum(dim=0)
         score = ((f @ curvature) * f).sum(dim=1) - 2 * f @ slope
     else:
+        # RSS(λ) = RSS of S + Σ f (μ f − 2) ‖P_i‖², over (N − df)², which is GCV but for a factor N²
         lost = fitted.error(start) * fitted.yy + unexplained
         rss = lost + (f * (mu * f - 2)) @ P.square().sum(dim=0)
         left = tokens - (mu * f).sum(dim=1)
         score = torch.where(left > 0, rss.clamp_min(0) / left.square(), math.inf)
+    # argmin of the reversed scores: of equal ones the largest λ.
     return GRID[len(GRID) - 1 - int(score.flip(0).argmin())]

@@ -1,4 +1,4 @@
-"""Repairs drawn back towards the slice, where tokens are few beside what is fitted (METHODS §4)."""
+"""Compensations drawn back to the slice, where tokens are few for what is fitted (METHODS §4)."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from coec.compensation.objective import kept_columns, relative_errors
 from coec.types import Gram, KeptSet, SiteResult
 
 FEW = 8
-"""Tokens for every fitted column from which on a repair is taken as it is (docs/LOG.md)."""
+"""Tokens for every fitted column from which on a compensation is taken as it is (docs/LOG.md)."""
 
 PLENTY = 64
 """Tokens for every fitted column up to which a doubling of the text took 2 to 5 % off the error of
@@ -23,7 +23,7 @@ def few(tokens: float, columns: int) -> bool:
 
 
 def enough(windows: int, tokens: float, columns: int, each: int = FEW) -> int:
-    """Number of windows with `each` tokens for every column, where so many windows have these."""
+    """Return the windows that have `each` tokens for every column, if `windows` have `tokens`."""
     return math.ceil(windows * each * columns / tokens)
 
 
@@ -32,7 +32,7 @@ class Followed:
     """The θ of lowest held-out error of `W_K + θ (W̃ − W_K)`.
 
     Attributes:
-        value: θ, from 0, the slice, to 1, the repair.
+        value: θ, from 0, the slice, to 1, the compensation.
         before: the slice's relative error on the held-out statistics.
         after: that at θ.
     """
@@ -49,22 +49,24 @@ def best_share(
     held_out: Gram,
     target: Float[Tensor, "m d"] | None = None,
 ) -> Followed:
-    """Return how far a repair is to be followed: the minimum of a parabola in θ.
+    """Return how far a compensation is to be followed: the minimum of a parabola in θ.
 
     `min 𝓛(W_K + θ (W̃ − W_K))  s.t.  0 ≤ θ ≤ 1`, 𝓛 on held-out statistics; a bias is scaled alike.
-    Three values of 𝓛 give the parabola. A repair that is the slice is followed.
+    Three values of 𝓛 give the parabola. A compensation that is the slice is followed.
 
     Args:
         weight: `W₀`.
         kept: the columns that stay.
-        result: the repair, fitted on other statistics.
+        result: the compensation, fitted on other statistics.
         held_out: statistics of the same inputs over further windows.
         target: what the outputs should be on those, where that is not W₀ (`SiteProblem.aim`).
     """
+    # 𝓛(θ) = before + slope θ + curvature θ², from its values at 0, ½ and 1
     half = drawn_back(weight, kept, result, 0.5)
     before, middle = relative_errors(weight, held_out, kept, half, target=target)
     _, after = relative_errors(weight, held_out, kept, result, target=target)
     slope, curvature = 4 * middle - 3 * before - after, 2 * (before + after - 2 * middle)
+    # Its minimum within [0, 1]; a straight line has it at an end.
     share = 1.0
     if curvature > 0:
         share = min(max(-slope / (2 * curvature), 0.0), 1.0)

@@ -28,6 +28,7 @@ class RayBackend(Backend):
         """Return the dtype that a worker's device would choose: this process may have none."""
         if name != "auto" or device.type == "cpu":
             return choose_solve_dtype(name, device)
+        # Measured where blocks are solved, on half a device as they are.
         choose = self._cluster.ray.remote(**self._cluster.half(device))(choose_solve_dtype)
         dtype: torch.dtype = self._cluster.result(choose.remote(name, device))
         return dtype

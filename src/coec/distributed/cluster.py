@@ -114,6 +114,8 @@ class Cluster:
         A worker takes half of a device, or of the cores that a process uses, and carries windows
         through the model; a block that is solved meanwhile takes the other half.
         """
+        # A worker for every device, or for every process that the cores make; they and one block
+        # being solved must fit, half a device each.
         of_gpus = device.type == "cuda"
         room = int(sum(self._shares(self.nodes, device)))
         if count is None:
@@ -194,6 +196,7 @@ class Cluster:
 
         ours = {"coec": __version__, "torch": torch.__version__}
         task, looking = self.ray.remote(num_cpus=0, max_retries=0)(ask), pickle.dumps(look)
+        # Asked on every node by name, all at once; no resources, so that a busy node answers too.
         references = {
             n: task.options(scheduling_strategy=On(n.id, soft=False)).remote(looking)
             for n in self.nodes
@@ -226,6 +229,7 @@ class Cluster:
             yield
         except errors.RayError as error:
             cause: Any = error
+            # A task that failed inside another is wrapped once for each: unwrap to the reason.
             while isinstance(cause, errors.RayTaskError):
                 cause = cause.cause
             if isinstance(cause, errors.RayError | LostError):
@@ -272,6 +276,7 @@ class ClusterJobs:
         task = cluster.ray.remote(
             max_retries=RETRIES, scheduling_strategy="SPREAD", **cluster.whole(self._device)
         )(_carry_out)
+        # All jobs are handed out at once, and Ray holds back those for which there is no room.
         references = [task.remote(function, job, cluster.threads) for job in jobs]
         try:
             for reference in references:
@@ -305,6 +310,7 @@ def shared_folder(folder: Path) -> Iterator[Callable[[], str]]:
 
     It works while the `with` block lasts.
     """
+    # A file of a new name: a node that sees another file system cannot have one like it.
     path = nearest(folder.absolute()) / f".seen-{uuid.uuid4().hex}"
     path.write_text(path.name)
     try:
@@ -346,6 +352,7 @@ def joined(address: str | None) -> Iterator[Cluster]:
     Raises:
         OptionError: Ray is not installed, or no cluster answers.
     """
+    # By default Ray reports usage, and hides all GPUs from processes that ask for none.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
@@ -366,6 +373,7 @@ def joined(address: str | None) -> Iterator[Cluster]:
 
 def _start(ray: Any, address: str | None) -> None:
     """Join a cluster, or start one; raises OptionError where there is none."""
+    # A cluster of this machine alone listens to no other: whoever can reach it could run code.
     alone = _on_loopback() if address is None else contextlib.nullcontext()
     try:
         with _own_signals(), alone:

@@ -76,6 +76,7 @@ class DistributedPass(DensePass):
     def _most_pending(self) -> int:
         """Number of blocks on their way at once: as many as the object stores hold."""
         size = statistics_bytes(self._dense, self._calibration)
+        # A block for each worker and two more, as far as the object store of every node has room.
         room = min(node.store for node in self.cluster.nodes) // size - 1
         return max(1, min(self._count + 2, room))
 
@@ -85,6 +86,7 @@ class DistributedPass(DensePass):
             for attempt in range(RETRIES + 1):
                 pending = self.pending(index, oldest=index)
                 try:
+                    # Waiting in short turns, between which the nodes are looked at.
                     while not self.cluster.ray.wait([pending.sums], timeout=LOOK_S)[0]:
                         if self.shrunk():
                             raise LostError("workers were begun anew")
@@ -138,6 +140,7 @@ class DistributedPass(DensePass):
             constants = (self.dtype, self.device, self.cluster.threads)
             self._arguments = [(dense, ray.put(share), *constants) for share in windows]
             self._pool.begin(len(windows))
+        # Empty sums → first worker → … → last worker; what travels between them are references.
         sums: Any = Sums()
         stages = []
         for worker, arguments in zip(self._pool.workers, self._arguments, strict=True):
@@ -167,7 +170,7 @@ class DistributedPass(DensePass):
 
 
 class BlockScheduler:
-    """Blocks on their way, at most `limit`: through the workers, and then to a task each."""
+    """Scheduler of at most `limit` blocks at once: through the workers, then to a task for each."""
 
     def __init__(
         self, source: DistributedPass, function: Callable[[Measured], Any], dense: Dense, limit: int
@@ -182,6 +185,7 @@ class BlockScheduler:
         total, losses, finished = len(waiting), 0, 0
         progress = progress or (lambda phase, finished, total: None)
         while waiting or self._pending:
+            # Hand out blocks up to the limit → wait for any → begin anew after a loss → yield
             while waiting and len(self._pending) < self._limit:
                 oldest = min([*waiting, *self._indices()])
                 pending = self._source.pending(waiting.pop(0), oldest=oldest)
@@ -189,6 +193,7 @@ class BlockScheduler:
             ready, _ = self._cluster.ray.wait(list(self._pending), timeout=1)
             self._show(progress, finished, total)
             if not ready and self._source.shrunk():
+                # The workers are new: all sums on their way are lost, and begin again.
                 for reference in self._pending:
                     self._cluster.ray.cancel(reference)
                 waiting = sorted([*waiting, *self._indices()])
@@ -201,9 +206,11 @@ class BlockScheduler:
                     losses += 1
                     if losses > RETRIES * len(self._dense.layout.blocks):
                         raise lost(error) from error
+                    # First again: workers keep states from the oldest block to come.
                     waiting.insert(0, pending.block.index)
                     continue
                 finished += 1
+                # The task read the weights: note their digests, as if read here.
                 self._dense.hashes.update(hashes)
                 yield result, host
                 progress("solving", finished, total)
@@ -263,6 +270,7 @@ def shares(windows: Tensor, held_out: Tensor | None, count: int) -> list[WorkerW
     """Return the windows of every worker: whole batches in a row, at most as many as batches."""
     size = batch_size(windows.shape[1])
     fit, held_batches = windows.split(size), () if held_out is None else held_out.split(size)
+    # Whole batches: sums then are those of one process, batch by batch.
     count = min(count, len(fit))
     return [
         (torch.cat(list(f)), torch.cat(list(h)) if h else None)

@@ -79,6 +79,7 @@ class RayGroup(WorkerGroup):
     def _called(
         self, method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Any]:
+        # Put once, read by all workers: it does not travel once for each.
         arguments = self._cluster.ray.put((to_cpu(tuple(args)), to_cpu(dict(kwargs))))
         return [worker.call.remote(method, arguments) for worker in self._pool.workers]
 
@@ -101,6 +102,7 @@ class RayGroup(WorkerGroup):
 
     def bring_to(self, index: int, finished: Finished) -> None:
         numbers = range(len(self._pool.workers))
+        # Where every worker stands → blocks that the hindmost have not passed yet
         answers = [self._rewind(n, index) for n in numbers]
         before = [self._awaited(n, index, answers[n]) for n in numbers]
         for passed in range(min(before), index):
@@ -124,6 +126,7 @@ class RayGroup(WorkerGroup):
                     index: int = ray.get(answer)
                     return index
                 except ray.exceptions.ActorUnavailableError:
+                    # The process is gone and Ray starts another: asked again until it answers.
                     if time.monotonic() > until:
                         raise
             self._check_room()

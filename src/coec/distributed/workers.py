@@ -118,6 +118,7 @@ class SummingStream:
 
     def _go_to(self, index: int) -> None:
         """Set the stream's states to those before a block."""
+        # The nearest states before the block; a new process has none and starts at the embedding.
         indices = [n for n in self._before if n <= index]
         if not indices:
             self._stream.begin()
@@ -182,10 +183,12 @@ class WorkerPool:
             return None
         self._looked = clock
         count = len(self.workers)
+        # One slot is left for a block that is solved.
         room = self.cluster.slots(self.cluster.alive(), self.device) - 1
         if room >= count:
             self._since = math.inf
             return None
+        # Since when there is too little room: a node that restarts soon is worth waiting for.
         self._since = min(self._since, clock)
         short = clock - self._since
         if room >= 1 and short >= SHORT_S:

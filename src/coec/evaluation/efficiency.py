@@ -92,6 +92,7 @@ def efficiency(
 def _cost(model: Description, dtype: str | None) -> Cost:
     chosen = DTYPES[dtype] if dtype else stored_dtype(model.config)
     parameters, shape = model.parameters, model.shape
+    # Keys and values of every KV head in every block, 2 · head_dim numbers a token
     groups = sum(shape.at(block).kv_heads for block in range(shape.layers))
     return Cost(
         parameters=parameters,
@@ -227,6 +228,7 @@ def speed(
     forward = choose_forward_dtype(dtype, pair.dense.dtype, chosen)
     generator = torch.Generator().manual_seed(0)
     shape = (load.batch_size, load.prompt_tokens)
+    # Random tokens, the same for both models.
     prompt = torch.randint(pair.dense.vocabulary, shape, generator=generator).to(chosen)
     loaded = [_load(model, forward, chosen) for model in (pair.dense, pair.pruned)]
     prefill, decode = _in_turns([model for model, _ in loaded], prompt, load, progress)
@@ -259,6 +261,7 @@ def _peak(model: Any, weights: int, prompt: Int[Tensor, "n length"], new_tokens:
     before = _allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     run_once(model, prompt, new_tokens)
+    # `before` has both models and whatever else is there: only what the run adds counts.
     return weights + torch.cuda.max_memory_allocated(device) - before
 
 
@@ -273,6 +276,7 @@ def _in_turns(
     decode: list[list[float]] = [[] for _ in models]
     total = load.warmup + load.repeats
     for repeat in range(total):
+        # Dense first, pruned first, and so on: a clock that drifts favours neither.
         order = range(len(models)) if repeat % 2 == 0 else reversed(range(len(models)))
         for index in order:
             filling, decoding, _ = run_once(models[index], prompt, load.new_tokens)
@@ -292,6 +296,7 @@ def run_once(
 
     The prefill gives the first token; decoding feeds `new_tokens` tokens back, one at a time.
     """
+    # Prompt → cache and first token; then one token at a time from the cache
     began = _now(prompt.device)
     out = model(input_ids=prompt, use_cache=True, logits_to_keep=1)
     tokens = [out.logits[:, -1:].argmax(dim=-1)]

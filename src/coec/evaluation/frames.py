@@ -110,6 +110,7 @@ def compare_frames(
         NumericalError: a weight is not finite, or has no frame.
     """
     _check_shapes(W0, kept, W_tilde, r, value_weight)
+    # W₀, W₀[:, K], W̃ → their modes → frames O, P, C of r directions each
     dense, pruned, compensated = (_Modes.of(W) for W in (W0, W0[:, kept.indices], W_tilde))
     r = min(r, len(dense.s), len(pruned.s), len(compensated.s))
     P, C = pruned.top(r), compensated.top(r)
@@ -119,6 +120,7 @@ def compare_frames(
             "the weight, its slice or the compensated weight is 0, or the dense weight's leading "
             "directions vanish on the kept columns: there are no frames to compare"
         )
+    # |log(s_C / s_P)|, mode by mode, and Q_u = U_Pᵀ U_C, Q_v = V_Pᵀ V_C
     modes = min(len(pruned.s), len(compensated.s))
     change = (compensated.s[:modes] / pruned.s[:modes]).log().abs().median()
     Q_u, Q_v = P.U.T @ C.U, P.V.T @ C.V
@@ -172,9 +174,11 @@ def _angles(A: Float[Tensor, "k p"], B: Float[Tensor, "k q"]) -> Angles:
     Cosines are the singular values of `AᵀB`, sines those of `B − A AᵀB` (Björck and Golub 1973);
     the arc tangent of both is accurate for small and for right angles.
     """
+    # The wider basis first: there are as many angles as the narrower one has directions.
     if A.shape[1] < B.shape[1]:
         A, B = B, A
     inner = A.T @ B
+    # Both descending: the largest cosine belongs to the smallest sine.
     cosines, sines = svd(inner)[1], svd(B - A @ inner)[1].flip(0)
     angles = torch.rad2deg(torch.atan2(sines, cosines))
     return Angles(float(angles.mean()), float(angles.min()), float(angles.max()))
@@ -189,6 +193,7 @@ def _penalties(
 ) -> Penalties:
     r = len(dense.s)
     U_v = _Modes.of(value_weight).U[:, :r]
+    # Everything seen through U_v: the anchor U_vᵀ V₀ V₀ᵀ U_v, and its s²-weighted form
     VtU = V0.T @ U_v
     rows = torch.arange(r, device=U_v.device)
     alignment = Alignment(U_v, VtU.T @ VtU, rows, weight=1.0)

@@ -185,6 +185,7 @@ def summarize(rows: list[JsonDict]) -> dict[str, JsonDict]:
             values = {row["module"]: v for row in modules if (v := measure.read(row)) is not None}
             if not values:
                 continue
+            # max or min over modules by their value: the module of the worst one
             module = measure.worst(values, key=values.__getitem__)
             summary[site][name] = {
                 "mean": statistics.mean(values.values()),

@@ -88,6 +88,7 @@ def loaded_tasks(
     with TemporaryDirectory(prefix="coec-tasks-") as scratch:
         manager = official_tasks()
         if files is not None:
+            # Definitions that include lm-eval's own: it finds them in the scratch folder alone.
             for name, file in files.items():
                 definition = json.dumps(_local_definition(name, file, scratch))
                 (Path(scratch) / f"{name}.yaml").write_text(definition, encoding="utf-8")
@@ -99,6 +100,7 @@ def _local_definition(name: str, file: Path, cache: str) -> dict[str, Any]:
     """Write a task definition for lm-eval (JSON is YAML): the official one, with local data."""
     entry = official_tasks().task_index[name]
     official = entry.cfg or {}
+    # The split that is scored: test where a definition has one, as lm-eval itself decides.
     split = next((key for key in ("test_split", "validation_split") if official.get(key)), None)
     if entry.yaml_path is None or split is None or {"class", "custom_dataset"} & official.keys():
         raise OptionError(f"task '{name}' computes its own data: it cannot read local files")
@@ -122,6 +124,7 @@ def _loaded(
     """Load a task, and check that its items make questions with known answers."""
     try:
         task = manager.load([name])["tasks"][name]
+        # Some tasks run code that the model wrote, or need images.
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
             raise OptionError(f"task '{name}' runs generated code or shows images: leave it out")
         for number, item in enumerate(itertools.islice(task.eval_docs, limit), 1):
@@ -245,11 +248,13 @@ def language_model(
                     f"an answer has {answer} tokens, more than seq_len={max_length}: give a "
                     "longer one, or leave its task out"
                 )
+            # lm-eval cuts a request that is too long on the left, and says nothing.
             lengths = (len(context) + len(tokens) for _, context, tokens in requests)
             # The last token is only predicted, so that one more than max_length fits.
             self.truncated += sum(length > max_length + 1 for length in lengths)
             return super()._loglikelihood_tokens(requests, *args, **options)
 
+    # No cache is kept: the hook is how lm-eval tells that a request is finished.
     lm = Network(
         pretrained=network, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length
     )

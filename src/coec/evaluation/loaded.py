@@ -43,6 +43,7 @@ class Loaded:
             raise ModelError(
                 f"transformers does not load '{folder}': {first_line(error)}"
             ) from error
+        # Quantised weights stay in their dtypes, and where their loader has put them.
         if getattr(network, "hf_quantizer", None) is None:
             network = network.to(device, choose_forward_dtype(dtype, network.dtype, device))
         return cls(folder, network.eval())

@@ -76,12 +76,14 @@ class ModelPair:
         # A mismatch is reported before damaged weights.
         _check_sizes(folder, before, after)
         stored = read_tensors(folder / KEPT)
+        # Sites of both models side by side: those of the dense one without the experts that went
         layout = _remaining(folder, before.layout, after.layout, stored)
         smaller = {a.key: b for a, b in zip(layout.sites, after.layout.sites, strict=True)}
         units = _units(folder, layout, smaller, stored)
         recipe, recovered = report.get("recipe"), bool(report.get("recoveries"))
         trained = recovered or (isinstance(recipe, dict) and bool(recipe.get("reconstruct")))
         pair = cls(before, after, layout, units, smaller, trained)
+        # All weights are read once, which also gives the dense model's digest below.
         for model in (before, after):
             model.check_values()
         if not trained:
@@ -101,6 +103,7 @@ class ModelPair:
         smaller = self.smaller[site.key]
         # The pruned model may have further producers: biases that its format demands.
         names = {_within(site, producer) for producer in site.producers}
+        # Producers of both sites in the same order → kept rows of the dense one, cast as written
         written = [p for p in smaller.producers if _within(smaller, p) in names]
         after = written[site.producers.index(rows)]
         old = self.dense.tensor(rows.tensor)[rows.of(self.units[site.key])]

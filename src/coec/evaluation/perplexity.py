@@ -149,10 +149,12 @@ def perplexity(
     from_model = isinstance(text, str) and text == "self"
     if from_model and dense is None:
         raise OptionError("text=self samples from the baseline: give baseline=DENSE")
+    # Text → windows, before networks are built; what the baseline writes itself comes after
     windows = cut = None
     if isinstance(text, Windows):
         windows = text
     elif not from_model:
+        # A model in memory may have no folder: the baseline's tokenizer stands in for its own.
         foreign = isinstance(opened, Loaded) and not has_tokenizer(opened.folder)
         cut = _Cut.of(
             dense if foreign and dense is not None else opened, text, seq_len=seq_len,
@@ -160,6 +162,7 @@ def perplexity(
             trust_remote_code=trust_remote_code, progress=progress,
         )  # fmt: skip
         windows = cut(bos=bos == "on")
+    # Networks → start or none → sampled windows → sums over all tokens
     network = opened.network if isinstance(opened, Loaded) else load_network(opened, chosen, dtype)
     base = None if dense is None else load_network(dense, chosen, dtype)
     if cut is not None and bos == "auto" and _needs_start(network if base is None else base, cut):
@@ -326,6 +329,7 @@ def _needs_start(network: PreTrainedModel, cut: _Cut) -> bool:
     length = min(cut.length, _MEASURED_LENGTH)
     if not start or length < start + 2:
         return False
+    # log p of the same tokens, behind the start and without it → the mean gain
     behind = cut(bos=True).ids[:_MEASURED_WINDOWS, :length].to(network.device)
     text = behind[:, start:]
     with_start = _log_probabilities(network, behind)[:, start:]
@@ -380,6 +384,7 @@ def _log_probabilities(
             f"a {type(model).__name__} predicts no tokens: give the whole causal language model"
         )
     logits = outputs.logits[:, :-1]
+    # Logarithms of sums over the vocabulary need more digits than narrow logits have.
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return F.log_softmax(logits.to(wide), dim=-1)
 

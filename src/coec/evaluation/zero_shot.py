@@ -211,6 +211,7 @@ def _score(
     task: Any, results: JsonDict, limit: int | None, files: dict[str, Path] | None
 ) -> TaskScore:
     name = task.task_name
+    # lm-eval names a metric "acc,none": metric and filter.
     numbers = {
         key.removesuffix(",none"): float(value)
         for key, value in results["results"][name].items()
@@ -238,6 +239,8 @@ def _guesses(task: Any, limit: int | None) -> tuple[float | None, float | None]:
     """Score of guessing, and of the commonest answer if all items have the same choices."""
     if task.OUTPUT_TYPE != "multiple_choice":
         return None, None
+    # Guessing at random: the mean of 1 / choices. Always the commonest answer: its share, where the
+    # choices are the same everywhere.
     items = [item for _, item in task.doc_iterator(limit=limit)]
     choices = [tuple(task.doc_to_choice(item)) for item in items]
     chance = sum(1 / len(offered) for offered in choices) / len(items)
@@ -256,6 +259,7 @@ def _mean(scores: Sequence[TaskScore]) -> tuple[float | None, float | None]:
     mean = sum(values) / len(values)
     if len(errors) < len(values):
         return mean, None
+    # Tasks are independent: variances of their scores add up.
     return mean, math.sqrt(sum(error**2 for error in errors)) / len(values)
 
 

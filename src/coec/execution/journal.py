@@ -130,6 +130,8 @@ class Journal:
         Raises:
             OutputError: the disk refuses.
         """
+        # Written under another name → synced → renamed → folder synced → recorded. A crash before
+        # the record leaves a file without an entry, which the next run removes.
         temporary = path.with_name(path.name + _UNFINISHED)
         with writing(self.out):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,12 +159,15 @@ class Journal:
     def remove(self, name: str) -> None:
         """Delete the file of a piece whose content is in another piece by now."""
         self.path(name).unlink(missing_ok=True)
+        # The line stays: a later run finds no file and drops the entry by itself.
         del self._entries[name]
 
     def complete(self) -> None:
         """Turn `new` into `out`, in one rename; OutputError where something appeared there."""
         try:
             with writing(self.out):
+                # All content is durable before the note, and the note before the rename: a run that
+                # finds the note and no `new` knows that the rename was done.
                 for path in [self.new, *self.new.rglob("*")]:
                     sync(path)
                 self.note(_PLACING)
@@ -179,7 +184,9 @@ class Journal:
             self._begin(identity)
             return False
         begun = self._parse(lines)
+        # Killed behind the rename: the note, no `new`, and OUT as it was recorded.
         placed = _PLACING in self._entries and not self.new.exists() and self._in_place()
+        # Through JSON, as the first line went: tuples are lists there.
         differences = describe_differences(begun, json.loads(json.dumps(identity)))
         if differences and (placed or not self._entries):  # nothing is lost
             self._begin(identity)
@@ -189,6 +196,7 @@ class Journal:
                 f"an unfinished run into '{self.out}' was asked for something else ({differences}):"
                 " ask for the same to continue it, or pass restart=True to throw it away"
             )
+        # A line appended behind a torn one would be part of it.
         if len(lines) < len(content):
             with self._path.open("r+b") as file:
                 file.truncate(len(lines))
@@ -222,6 +230,7 @@ class Journal:
 
     def _drop_unfinished(self) -> None:
         """Remove files without an entry, and forget entries whose file is gone or was changed."""
+        # A note that is found here belonged to a rename that was not done.
         self._entries.pop(_PLACING, None)
         for name, entry in list(self._entries.items()):
             path = self.path(name)
@@ -287,6 +296,7 @@ def journal(
             opened = Journal(out, partial, identity, force)
             yield opened
         except BaseException as error:
+            # BaseException: an interrupt, too, leaves finished pieces, or nothing.
             if isinstance(error, _REPEATABLE) or not _has_pieces(partial):
                 with contextlib.suppress(OSError):
                     empty(partial)

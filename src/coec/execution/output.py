@@ -157,6 +157,7 @@ def claimed(out: Path) -> Iterator[Path]:
     new_parents: list[Path] = []
     try:
         with writing(out):
+            # Folders made on the way are removed again, innermost first, if nothing was put there.
             new_parents = [parent for parent in out.parents if not parent.exists()]
             out.parent.mkdir(parents=True, exist_ok=True)
             partial = partial_of(out)
@@ -185,6 +186,7 @@ def appearing(out: Path, magic: bytes, force: bool) -> Iterator[Path]:
     """
     target = resolved(out)
     with claimed(target) as partial:
+        # A journal belongs to a run into a folder of this name, whose pieces must not be lost.
         if (partial / JOURNAL).exists():
             raise OutputError(
                 f"'{partial}' holds an unfinished run into a folder '{out}': finish it, move it "
@@ -233,6 +235,8 @@ def clear_remains(out: Path) -> None:
 def _acquire(partial: Path, out: Path) -> int:
     """Open and lock the folder's lock file; the lock ends with the process, however that ends."""
     while True:
+        # Make the folder, open its lock, lock it, and look whether the lock is still the one in the
+        # folder: another run may remove both at any moment.
         with contextlib.suppress(FileExistsError):
             partial.mkdir()
         if reason := _foreign(partial):
@@ -241,11 +245,13 @@ def _acquire(partial: Path, out: Path) -> int:
                 "coec did not write: move it away, or choose another output"
             )
         try:
+            # No link is followed: it could point to a file of somebody else.
             descriptor = os.open(partial / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:
             continue  # the run that held it has just removed it
         try:
             _lock(descriptor, partial)
+            # A lock on a file that was unlinked meanwhile keeps nobody out.
             if os.path.samestat(os.fstat(descriptor), os.stat(partial / LOCK)):
                 return descriptor
         except BlockingIOError:
@@ -309,6 +315,7 @@ def _foreign(partial: Path) -> str | None:
 
 def empty(partial: Path) -> None:
     """Remove everything but the lock; the journal last, since it accounts for the rest."""
+    # A crash in between leaves a journal whose files are gone, which the next run understands.
     for path in sorted(partial.iterdir(), key=lambda path: path.name == JOURNAL):
         if path.name == LOCK:
             continue
@@ -322,6 +329,7 @@ def publish(partial: Path, out: Path, force: bool) -> None:
     """Rename the finished folder to `out`; where something appeared there, the result is put beside
     it, as the OutputError says.
     """
+    # OUT → old, new → OUT. A crash between the two renames leaves no OUT: `claimed` puts it back.
     if force and out.is_dir() and any(out.iterdir()):
         check_replaceable(out, force)
         if (partial / OLD).exists():  # replaced by a run that was killed then
@@ -353,6 +361,7 @@ def _put_beside(result: Path, out: Path) -> OutputError:
 def rename(source: Path, target: Path) -> None:
     """Rename durably: return when the change is on the disk."""
     os.rename(source, target)
+    # A rename is durable once the folders that hold the names are.
     for folder in {source.parent, target.parent}:
         sync(folder)
 

@@ -98,6 +98,7 @@ def export(
     from coec.exporting.writing import write
 
     with recording() as events:
+        # Plan, with every refusal → space → file, which appears whole or not at all
         plan = ExportPlan.of(Dense.open(model), dtype, length, with_tokenizer=not no_tokenizer)
         check_space(path, plan.size)
         with appearing(path, _MAGIC, force) as partial:

@@ -136,6 +136,7 @@ def _multipliers(config: Any, head_dim: int) -> dict[str, float]:
 
 def rotary_of(model: Description) -> Rotary:
     """Read a model's rotary positions as transformers does; raises ModelError for unknown ones."""
+    # transformers computes the frequencies, with its defaults for what a configuration lacks.
     network: Any = model.skeleton()
     compute_buffers(network, torch.device("cpu"))
     config = network.config
@@ -152,6 +153,7 @@ def rotary_of(model: Description) -> Rotary:
         )
     scaling, stored = _SCALINGS[rope_type]
     _check_stored(settings, stored, rope_type)
+    # llama.cpp computes linear and yarn scaling from a factor; others need divisors in the file.
     if scaling in (LINEAR, YARN):
         if settings.get("factor") is None:
             raise ModelError(
@@ -191,5 +193,6 @@ def _check_yarn(scaling: float, factor: float) -> None:
 def _factors(frequencies: torch.Tensor, base: float) -> tuple[float, ...]:
     """Divide plain frequencies by those of transformers: exactly 1 where they are equal."""
     steps = torch.arange(0, 2 * len(frequencies), 2, dtype=torch.int64).float()
+    # As transformers computes them, in float32: equal frequencies must give a factor of exactly 1.
     plain = 1.0 / base ** (steps / (2 * len(frequencies)))
     return tuple((plain / frequencies.float()).tolist())

@@ -78,6 +78,7 @@ def entries(
     A matrix whose rows do not divide into blocks of the dtype is f16. `heads` are those of every
     block, for the tensors whose rows change their order.
     """
+    # gguf's own table of names for this architecture; a tensor without a name there is refused.
     number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == arch)
     names = get_tensor_name_map(number, len(model.layout.blocks))
     tensors: list[Entry] = []
@@ -86,6 +87,7 @@ def entries(
         if name is None:
             raise ModelError(f"{source} has no place in a GGUF file of architecture {arch}")
         gguf_type = GGUF_TYPES[dtype] if len(shape) > 1 else GGMLQuantizationType.F32
+        # Blocks of q8_0 hold 32 numbers of one row.
         if shape[-1] % GGML_QUANT_SIZES[gguf_type][0]:
             gguf_type = GGMLQuantizationType.F16
         scope, block, module = (*name.split("."), "", "")[:3]
@@ -107,6 +109,7 @@ def encoded(weight: Tensor, gguf_type: GGMLQuantizationType, name: str) -> np.nd
     """Convert numbers to those of the file; raises ModelError if they would not be finite."""
     if _HALVES.get(weight.dtype) == gguf_type and torch.isfinite(weight).all():
         return weight.contiguous().view(torch.uint8).numpy()  # as the weights are stored
+    # Stored dtype → float32 → the file's type, whose range must hold it
     wide = weight.to(torch.float32)
     if not torch.isfinite(wide).all():
         raise ModelError(f"{name} holds NaN or Inf, or numbers beyond float32: it is damaged")
@@ -159,5 +162,6 @@ class ExportPlan:
     def size(self) -> int:
         """Size of the file in bytes, rounded up."""
         tokens = self.tokenizer.tokens if self.tokenizer else ()
+        # UTF-8 has at most 4 bytes a character; the rest is for lengths, types and scores.
         described = sum(4 * len(token) + 24 for token in tokens)
         return _METADATA + described + sum(entry.size for entry in self.entries)

@@ -82,6 +82,7 @@ def tokenizer_of(model: Dense) -> GgufTokenizer:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise _refused(model, f"transformers reads it as {type(tokenizer).__name__}, in Python")
+    # tokenizer.json, as the library holds it → llama.cpp's kind, or the reason why there is none
     content = json.loads(backend.to_str())
     try:
         vocabulary = _vocabulary(content)
@@ -116,6 +117,7 @@ def _vocabulary(content: JsonObject) -> Vocabulary:
 def _tokens(
     content: JsonObject, vocabulary: Vocabulary, size: int
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    # Every id of the model needs a token: the vocabulary's, then the added ones, which overrule it.
     tokens = [_UNUSED.format(number) for number in range(size)]
     types: list[int] = [TokenType.UNUSED] * size
     entries: dict[int, tuple[str, int]] = {
@@ -134,6 +136,7 @@ def _tokens(
 
 def _added(tokenizer: Any) -> tuple[bool, bool]:
     """Tell if a text gets the start, and if it gets the end."""
+    # What an empty text becomes is what is added to any text.
     ids = list(tokenizer("", add_special_tokens=True)["input_ids"])
     start, end = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
     choices = {(False, False): [], (True, False): start, (False, True): end,

@@ -113,6 +113,7 @@ def read_bytes(content: JsonObject) -> Vocabulary | None:
         raise UnknownTokenizerError(f"it changes text before it is cut ({names})")
     if not model["merges"]:
         raise UnknownTokenizerError("it has no merges, without which llama.cpp reads no file")
+    # Two facts name the kind: how text is cut, and whether whole words are looked up first.
     name = NAMES.get((_cuts(steps), bool(model.get("ignore_merges"))))
     if name is None:
         raise UnknownTokenizerError("it cuts text into words in a way that coec does not know")
@@ -126,6 +127,7 @@ def _cuts(steps: list[JsonObject]) -> tuple[str, ...]:
     for step in steps:
         name = step["type"]
         if name == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
+            # Files write a line end as a character or as an escape: the same expression either way.
             written = step["pattern"].get("Regex", "")
             cuts.append(written.replace("\r", r"\r").replace("\n", r"\n"))
         elif name == "Digits" and step["individual_digits"]:
@@ -184,6 +186,8 @@ def _prefix(content: JsonObject) -> tuple[bool, tuple[str, ...]]:
 
 def _scores(tokens: set[str], merges: tuple[tuple[str, str], ...]) -> dict[str, float]:
     """Score every merged token by its place among the merges, negated: earlier is higher."""
+    # Merges in order → a place for every token they make. Scores can stand for them only if all
+    # pairs of a token are merged, and one after the other.
     places: dict[str, int] = {}
     last = None
     for pair in merges:
@@ -197,6 +201,7 @@ def _scores(tokens: set[str], merges: tuple[tuple[str, str], ...]) -> dict[str, 
     merged = set(merges)
     for token in tokens:
         cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
+        # By scores, llama.cpp merges any neighbours that make a token; by merges only listed ones.
         able = [cut for cut in cuts if cut[0] in tokens and cut[1] in tokens]
         if len(token) > 1 and (token not in places or not merged.issuperset(able)):
             raise UnknownTokenizerError(f"it does not merge every pair that makes {token!r}")

@@ -34,6 +34,7 @@ def write(plan: ExportPlan, path: Path, progress: Progress | None) -> None:
         _describe(writer, plan)
         if plan.facts.rotary.scaling == FACTORS:
             writer.add_tensor_info(_DIVISORS, factors.shape, factors.dtype, factors.nbytes)
+        # Names, shapes and types of all tensors come first in the file, their numbers later.
         for entry in plan.entries:
             # Beside the type, the dtype of the numbers plays no role.
             dtype = np.dtype(np.float32)

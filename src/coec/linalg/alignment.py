@@ -33,7 +33,7 @@ class Alignment:
 
     @property
     def stiff(self) -> bool:
-        """Return whether the preconditioner is to know the penalty's curvature."""
+        """Return whether the preconditioner takes the penalty's curvature into account."""
         return 0 < self.writer.shape[1] <= STIFF and self._stiffness > 0
 
     def penalty(self, R: Float[Tensor, "b k"]) -> float:
@@ -56,11 +56,14 @@ class Alignment:
         Woodbury's formula divides by it exactly. Its core, whose condition may be 1e6, is made in
         the dtype of the writer, whatever that of R and X.
         """
+        # S = diag(inverse). Seen through the writer, row i is S_i = U_vᵀ diag(inverse_i) U_v.
         rows, writer, aligned = self.rows, self.writer.to(R), inverse[self.rows]
         D, seen = R[rows].to(self.writer) @ self.writer, aligned.to(self.writer) @ self._pairs
+        # The penalty is c ‖J X‖² to second order, whose Hessian is 2c JᵀJ.
         absorbed = _absorbed(D, seen, 2 * self._stiffness, R.dtype)
 
         def divide(X: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
+            # X → S X, then S X − S Jᵀ (I/2c + J S Jᵀ)⁻¹ J S X in the aligned rows
             X.mul_(inverse)
             X[rows] -= aligned * (absorbed(X[rows] @ writer) @ writer.T)
             return X
@@ -77,10 +80,13 @@ class Alignment:
         move it, and are taken back as far as `λ_a 𝒜` is stiffer than the plane.
         """
         rows = self.rows
+        # A plane of two aligned rows leaves 𝒜 as it is; one of an aligned row and another does not.
         D = R @ self.writer
         soft = softness[rows]
         soft[:, rows] = 0
+        # S_i = Σ_j softness_ij D_j D_jᵀ. The softness is that of half curvatures, and so is c.
         absorbed = _absorbed(D[rows], soft @ _products(D), self._stiffness, D.dtype)
+        # turn → what the penalty takes back of it; a turn is skew, so the columns follow the rows
         between = turn[rows]
         between[:, rows] = 0
         back = soft.mul_(absorbed(between @ D) @ D.T)
@@ -124,9 +130,11 @@ def _absorbed(
     # T[pu, qv] = Σ_i D_ip D_iu S_i[q, v]; an entry of J S Jᵀ gathers four of its entries.
     T = _products(D).T @ seen
     T = (T + T.T).flatten()
+    # (J S Jᵀ)[pq, uv] = T[pu, qv] + T[qv, pu] + T[pv, qu] + T[qu, pv], scaled as svec scales
     core = T.index_select(0, pairs.straight).add_(T.index_select(0, pairs.crossed))
     core = core.reshape(pairs.norm.shape).mul_(pairs.norm)
     core.diagonal().add_(1 / stiffness)
+    # I/c + J S Jᵀ, q×q → its inverse; positive definite but for rounding
     L, info = torch.linalg.cholesky_ex(core)
     if int(info) != 0:
         record("rounding hid the alignment's curvature from a step of the right solve")
@@ -140,7 +148,7 @@ def _absorbed(
 
 @dataclass(frozen=True, eq=False)
 class _Pairs:
-    """Constants of symmetric r×r matrices; q = r (r + 1)/2.
+    """Index tables for svec of symmetric r×r matrices; q = r (r + 1)/2 is its length.
 
     Attributes:
         first, second: row and column of every entry of the upper triangle, row by row.
@@ -162,6 +170,7 @@ class _Pairs:
 
 @functools.cache
 def _pairs(r: int, dtype: torch.dtype, device: torch.device) -> _Pairs:
+    # The upper triangle's entries, and where each of the r² entries stands among them.
     a, b = torch.triu_indices(r, r, device=device)
     place = torch.empty(r, r, dtype=torch.int64, device=device)
     place[a, b] = place[b, a] = torch.arange(len(a), device=device)
@@ -169,10 +178,13 @@ def _pairs(r: int, dtype: torch.dtype, device: torch.device) -> _Pairs:
     def paired(x: Tensor, y: Tensor) -> Tensor:
         return place[x[:, None], y]
 
+    # For entries (p, q), (u, v): the flat places of (pu, qv) and (pv, qu).
     straight = paired(a, a) * len(a) + paired(b, b)
     crossed = paired(a, b) * len(a) + paired(b, a)
+    # svec's factors: √2 off the diagonal, 1 on it.
     unit = torch.full((r, r), math.sqrt(2), dtype=dtype, device=device)
     unit.fill_diagonal_(1.0)
+    # XᵀD + DᵀX adds an entry to its mirror image: one on the diagonal counts twice.
     both = unit + torch.eye(r, dtype=dtype, device=device)
     return _Pairs(
         a, b, place.flatten(), straight.flatten(), crossed.flatten(),

@@ -58,14 +58,18 @@ def conjugate(
         return R, Convergence(True, 0, "nothing to rotate: no energy in the kept inputs")
     g_old, d, gz_old, step = None, None, 0.0, 1.0
     for _ in range(iterations):
+        # Euclidean gradient → Riemannian gradient g = ∇ − sym(∇ Rᵀ) R
         g = point.touching().gradient(R, t)
         S = g @ R.T
         g.addmm_(symmetric(S), R, alpha=-1)
+        # g → preconditioned gradient z
         z = _precondition(point, t, g, problem.slack(point, S))
         del S
         gz = float((g * z).sum())
         if not gz > 0:  # truncated or rounded away: the gradient itself
             z, gz = g, float(g.square().sum())
+        # z → direction d = −z + β d_old. β is Polak-Ribière+, ⟨g − g_old, z⟩ / ⟨g_old, z_old⟩ and
+        # at least 0, which restarts; g_old is taken as it is, d_old is carried over by projection.
         if d is None or g_old is None:
             d = z.to(R.dtype).neg()
         else:
@@ -73,12 +77,14 @@ def conjugate(
             del g_old
             d = d.mul_(beta).sub_(z)
         d = project(R, d)
+        # A direction that does not descend gives way to −z.
         slope = float((g * d).sum())
         if not slope < 0:
             d, slope = project(R, z.to(R.dtype).neg()), -gz
         del z
         if not slope < -1e-16 * abs(point.value):
             return R, _ended(True, history, "gradient vanished")
+        # R → retraction of R + step · d, by a line search on the true objective
         moved = _line_search(point, d, slope, step)
         if moved is None:
             return R, _ended(True, history, "no descent at rounding level")
@@ -126,6 +132,7 @@ def _precondition(
         g: the gradient, tangent.
         turn: the slack, a skew matrix to multiply R with; None for none.
     """
+    # g → (H + ε)⁻¹ (g − M R), plus the slack that the left factor gives
     size = float(g.norm()) or 1.0  # squares of a small gradient would leave the range of float32
     R, z = point.R.to(WORKING), (g / size).to(WORKING)
     with rounded_products(R.device):
@@ -165,6 +172,7 @@ def _tangent(
         inverse: its elementwise part.
         z: `(H + ε)⁻¹` of a gradient.
     """
+    # Solve sym((H + ε)⁻¹(M R) Rᵀ) = sym(z Rᵀ) for M by preconditioned conjugate gradient.
     w = inverse @ R.square().T
     diagonal = (w + w.T).mul_(0.5)
     residual = symmetric(z @ R.T)
@@ -174,6 +182,7 @@ def _tangent(
     for _ in range(MULTIPLIER_STEPS):
         if float(residual.norm()) <= MULTIPLIER * size:
             break
+        # p → (H + ε)⁻¹(p R), what p takes off z → its symmetric part, the operator's image of p
         component = divide(p @ R)
         image = symmetric(component @ R.T)
         length = inner / float((p * image).sum())
@@ -201,8 +210,10 @@ def _line_search(start: Point, d: Float[Tensor, "b k"], slope: float, step: floa
             continue
         point = start.problem.at(candidate)
         new = point.value
+        # f(s) ≈ value + slope · s + (rise / 2) (s / step)²; its minimum is at `best`.
         rise = 2 * (new - value - step * slope)
         best = -slope * step * step / rise if rise > 0 else 4 * step
+        # Armijo: a step must lower the objective by a share of what the slope promises.
         sufficient = new <= value + ARMIJO * step * slope
         if sufficient and (lowest is None or new < lowest.point.value):
             lowest = _Moved(point, step)
@@ -210,6 +221,8 @@ def _line_search(start: Point, d: Float[Tensor, "b k"], slope: float, step: floa
             break
         if lowest is not None and (abs(best - step) < AGREE * step or trial >= TRIALS):
             break
+        # Towards the parabola's minimum: at most ten times shorter, and at most four times longer,
+        # or half as long where the decrease was not sufficient.
         step = min(max(best, 0.1 * step), (4 if sufficient else 0.5) * step)
     return lowest
 

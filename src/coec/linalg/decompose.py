@@ -46,6 +46,7 @@ def svd(
     Raises:
         NumericalError: A is not finite, or every routine failed.
     """
+    # Fastest first; on CUDA the polar factor's products, and a second driver, which only CUDA has.
     routines: list[tuple[str, Routine]] = [("gesdd", _thin_svd)]
     if A.is_cuda:
         routines = [("polar and eigh", svd_by_polar), *routines, ("gesvd", _gesvd)]
@@ -104,12 +105,12 @@ def _first_success(
 
 
 def _is_finite(A: Tensor) -> bool:
-    """Extremes propagate NaN, and need no matrix of flags."""
+    """Return whether all entries are finite; extremes propagate NaN, without a matrix of flags."""
     return A.numel() == 0 or all(bool(torch.isfinite(value)) for value in A.aminmax())
 
 
 def _run_within(time_limit: float | None, routine: Routine, A: Tensor) -> tuple[Tensor, ...]:
-    """Calls `routine(A)`; past `time_limit` seconds it is abandoned and TimeoutError raised."""
+    """Call `routine(A)`; past `time_limit` seconds it is abandoned and TimeoutError raised."""
     if time_limit is None:
         return routine(A)
     outcome: list[tuple[Tensor, ...] | BaseException] = []
@@ -120,6 +121,7 @@ def _run_within(time_limit: float | None, routine: Routine, A: Tensor) -> tuple[
         except BaseException as error:  # handed over to the waiting thread, which raises it
             outcome.append(error)
 
+    # A daemon: a routine that hangs for ever must not keep the process from ending.
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(time_limit)

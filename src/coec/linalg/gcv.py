@@ -61,6 +61,7 @@ def rescale(
         kappa: half-width of the band, at least 1.
         leading: modes that must keep the largest values, as they have them in `s`; see `led`.
     """
+    # The prior m = s* s, which modes without information keep.
     scale = global_scale(s, response, energy)
     if scale is None:
         record("the global scale is not positive: not applied")
@@ -69,6 +70,7 @@ def rescale(
     informative = energy > rounding_level(energy)
     if rule == "uniform" or not informative.any():
         return Rescaled(prior, scale, None, 0)
+    # λ → s(λ) = (ρ + λ m)/(e + λ), limited to the band [m/κ, κ m]
     e, rho, m = energy[informative], response[informative], prior[informative]
     median = float(e.median())
     relative = choose_ridge(e, rho, m, median) if rule == "gcv" else ridge
@@ -79,6 +81,7 @@ def rescale(
     if leading is not None:
         # The weights of what shrinking minimises: without the band the objective cannot rise here.
         out = led(out, energy.clamp_min(rounding_level(energy)) + relative * median, leading)
+        # The band and the lead together can still raise it. The prior is in order, and cannot.
         before = _objective(prior, response, energy)
         slack = 16 * torch.finfo(s.dtype).eps * abs(before)
         if _objective(out, response, energy) > before + slack:
@@ -118,6 +121,7 @@ def led(
         weight: positive.
         rows: distinct indices.
     """
+    # x = factor · y turns both bounds into one threshold τ: y ≥ τ for `rows`, y ≤ τ for the others.
     inside = torch.zeros(len(s), dtype=torch.bool, device=s.device)
     inside[rows] = True
     factor = torch.where(inside, 1.0, 1 - LEAD).to(s)
@@ -125,9 +129,11 @@ def led(
     w, top = (weight * factor.square())[order], inside[order]
     # At τ = v: rows below it are raised to it, others above it are lowered.
     zero = torch.zeros_like(w)
+    # The derivative at τ is pull · τ − goal; both are sums over the values that τ moves.
     raised, lowered = torch.where(top, w, zero), torch.where(top, zero, w)
     pull = raised.cumsum(0) + (lowered.sum() - lowered.cumsum(0))
     goal = (raised * v).cumsum(0) + ((lowered * v).sum() - (lowered * v).cumsum(0))
+    # It rises with τ: the last breakpoint where it is not yet positive lies just before its zero.
     balanced = ((pull * v - goal) <= 0).nonzero().flatten()
     if len(balanced) == 0 or not float(pull[balanced[-1]]) > 0:
         return s
@@ -145,9 +151,12 @@ def choose_ridge(
     and the quotient below is exact at both ends. Ties break toward more shrinkage.
     """
     grid = torch.logspace(*GRID_DECADES, GRID_POINTS, dtype=torch.float64, device=e.device)
+    # In units of the median energy, which is also λ's: the grid then is the same for every site.
     e, rho, m = e.double() / median, rho.double() / median, m.double()
     inverse = 1 / (e[None, :] + grid[:, None])
+    # Σ e (s(λ) − s*)² = λ² Σ misfit/(e + λ)² and 1 − df/M = λ · mean 1/(e + λ): λ² cancels.
     misfit = (e * m - rho).square() / e
     gcv = (misfit * inverse.square()).sum(dim=1) / inverse.mean(dim=1).square()
+    # argmin of the reversed scores: of equal ones the largest λ.
     best = len(gcv) - 1 - int(gcv.flip(0).argmin())
     return float(grid[best])

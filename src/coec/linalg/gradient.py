@@ -39,6 +39,7 @@ def gradient(
     """
     b, k = R.shape
     cayley = b == k and retraction == "auto"
+    # The Hessian 2t² diag(s²) ⊗ Gxx / yy has t² times this as its largest eigenvalue.
     curvature = 2 * float(problem.s.max()) ** 2 * float(problem.mu.max()) / problem.yy
     if not curvature > 0:
         return R, Convergence(True, 0, "nothing to rotate: no energy in the kept inputs")
@@ -46,6 +47,7 @@ def gradient(
     reason, converged = f"iteration limit {iterations}", False
     for _ in range(iterations):
         t = problem.scale(R)
+        # t → Riemannian gradient → step of norm at most 1 → retraction
         xi = tangent(R, problem.gradient(R, t))
         step = -xi / (curvature * t * t)
         norm = float(step.norm())
@@ -58,6 +60,7 @@ def gradient(
             record(f"right rotation stopped: {error}")
             reason = str(error)
             break
+        # The source stops by the change of R, not of the objective.
         change = float((R_next - R).norm()) / b**0.5
         R = R_next
         history.append(problem.objective(R))

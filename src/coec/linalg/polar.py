@@ -30,12 +30,14 @@ def polar(
         U = _near_polar(A, nearest)
         if U is not None:
             return U
+    # A → thin SVD P Σ Qᵀ → P Qᵀ, unique where no singular value is rounding
     P, sigma, Qt = svd(A)
     informative = sigma > rounding_level(sigma)
     rank = int(informative.sum())
     if nearest is None or rank == len(sigma):
         return P @ Qt
     record("polar factor of a singular matrix: directions without information kept as they were")
+    # Split off the null space: there the same problem is solved for `nearest` in place of A.
     P, Q = P[:, :rank], Qt[:rank].T
     null = Qt[rank:].T
     # In a basis of what P leaves, every factor is orthogonal to P, even where `nearest` lies in P.
@@ -78,6 +80,7 @@ def newton_schulz_polar(A: Float[Tensor, "b k"], iterations: int = 30) -> Float[
     tolerance = 10 * b * torch.finfo(A.dtype).eps
     X = A
     for _ in range(iterations):
+        # X ← X + ½ (I − X Xᵀ) X = 1.5 X − 0.5 X Xᵀ X
         gap = eye - X @ X.T
         if float(gap.norm()) <= tolerance:
             return X

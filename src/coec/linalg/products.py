@@ -14,7 +14,7 @@ STRIP = 256
 
 @contextmanager
 def rounded_products(device: torch.device) -> Iterator[None]:
-    """Lets tensor cores of a CUDA device round the factors of float32 products to TF32.
+    """Let tensor cores of a CUDA device round the factors of float32 products to TF32.
 
     For preconditioners, which few digits do. Nothing else changes how a processor multiplies, and
     what was chosen before is chosen again.
@@ -51,6 +51,7 @@ def power_of_two(values: Float[Tensor, "..."]) -> float:
 
     The largest magnitude, divided by it, lies in [1, 2).
     """
+    # frexp gives a mantissa in [½, 1), so that the exponent is one above that of [1, 2).
     low, high = values.aminmax()
     largest = max(-float(low), float(high))
     return math.ldexp(1.0, math.frexp(largest)[1] - 1) if largest > 0 else 1.0

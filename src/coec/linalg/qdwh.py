@@ -28,6 +28,7 @@ def qdwh(A: Float[Tensor, "m b"], smallest: float, iterations: int = 30) -> Floa
     eps = torch.finfo(A.dtype).eps
     eye = torch.eye(A.shape[1], dtype=A.dtype, device=A.device)
     near = 0.1 * math.sqrt(eps)
+    # The floor under l is the cap on γ.
     X, lower = A, max(smallest, eps**0.45)
     for _ in range(iterations):
         a, beta, gamma = _halley_weights(min(lower, 1.0))
@@ -35,11 +36,13 @@ def qdwh(A: Float[Tensor, "m b"], smallest: float, iterations: int = 30) -> Floa
         if float((square - eye).norm()) <= near:
             # A Newton-Schulz step squares what is left.
             return torch.addmm(X, X, square, beta=1.5, alpha=-0.5)
+        # X (I + γ XᵀX)⁻¹ by Cholesky; the matrix has no eigenvalue below 1.
         L, info = torch.linalg.cholesky_ex(eye + gamma * square)
         if int(info) != 0:
             break
         solved = torch.cholesky_solve(X.T, L).T
         X = (beta / gamma) * X + (a - beta / gamma) * solved
+        # Singular values move as x (a + β x²)/(1 + γ x²); so does their lower bound.
         lower = lower * (a + beta * lower**2) / (1 + gamma * lower**2)
     raise NumericalError("the polar iteration did not converge")
 
@@ -73,6 +76,7 @@ def svd_by_polar(
     size = float(A.norm())
     if not size > 0:
         raise NumericalError("the polar factor of a zero matrix is not unique")
+    # A → polar factor U_p → H = U_pᵀ A, symmetric up to rounding → its eigenvectors V, s ascending
     U = qdwh(A / size, 0.0)
     s, V = torch.linalg.eigh(symmetric(U.T @ A))
     return U @ V.flip(1), s.flip(0).clamp_min(0), V.flip(1).T

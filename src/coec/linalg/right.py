@@ -39,6 +39,7 @@ class RightProblem:
 
     def at(self, R: Float[Tensor, "b k"]) -> "Point":
         """The objective at R, the left factor being held."""
+        # ⟨C, R⟩ and e: of these two the objective is a function, whatever t.
         return Point(self, R, float((self.cross * R).sum()), energies(R, self.mu))
 
     def touching(self, point: "Point") -> "RightProblem":
@@ -46,7 +47,7 @@ class RightProblem:
         return self
 
     def slack(self, point: "Point", S: Float[Tensor, "b b"]) -> None:
-        """Return zero turns of the planes of modes: the left factor does not follow."""
+        """Return None, for no turns of the planes of modes: the left factor does not follow."""
 
     def scale(self, R: Float[Tensor, "b k"]) -> float:
         """`t = ⟨C, R⟩ / ⟨diag(s²) R Gxx, R⟩`; 1, and an event, unless both are positive."""
@@ -58,6 +59,7 @@ class RightProblem:
 
     def gradient(self, R: Float[Tensor, "b k"], t: float) -> Float[Tensor, "b k"]:
         """The Euclidean gradient in R at scale t."""
+        # 2t² diag(s²) R diag(μ)/yy − 2t C/yy + λ_a ∂𝒜/∂R_r
         grad = torch.outer((2 * t * t / self.yy) * self.s.square(), self.mu).mul_(R)
         grad.sub_(self.cross, alpha=2 * t / self.yy)
         if self.alignment is not None:
@@ -91,7 +93,9 @@ class JointProblem:
 
     def at(self, R: Float[Tensor, "b k"]) -> "Point":
         """The objective at R, and the best left factor there."""
+        # Modes that complete a frame have s = 0 and no column of U.
         modes = self.U.shape[1]
+        # Gyx Rᵀ diag(s), m×b → U = polar(…), at which ⟨U, …⟩ is the nuclear norm
         response = (self.Gyx @ R[:modes].T).mul_(self.s[:modes])
         U = polar(response, nearest=self.U)
         return Point(self, R, float((U * response).sum()), energies(R, self.mu), U)
@@ -100,6 +104,7 @@ class JointProblem:
         """The right problem at the best left factor: it touches the objective from above."""
         assert point.U is not None
         modes = self.U.shape[1]
+        # C = diag(s) Uᵀ Gyx at this point's U
         cross = torch.empty_like(point.R)
         torch.mm(point.U.T, self.Gyx, out=cross[:modes])
         cross[:modes].mul_(self.s[:modes, None])
@@ -116,6 +121,7 @@ class JointProblem:
             S: the gradient times `Rᵀ`; its symmetric part, which a tangent one lacks, is ignored.
         """
         softness = self._softness(point)
+        # skew(g Rᵀ) holds one entry for every plane (i, j), and its negative at (j, i).
         turn = (0.5 * (S - S.T)).mul_(softness)
         if self.alignment is None or not self.alignment.stiff:
             return turn
@@ -132,6 +138,7 @@ class JointProblem:
         diagonal, without which planes of modes that hold nothing would be all noise. F and J are
         half the second derivatives: every plane has two entries.
         """
+        # F, then J; planes of two modes without energy are 0/0, and 0.
         e, s2, t = point.energy.clamp_min(0), self.s.square(), point.t
         a = s2 * e
         unit = t * t / self.yy
@@ -139,6 +146,7 @@ class JointProblem:
         fixed = (fixed + fixed.T).mul_(unit)
         joint = (s2[:, None] - s2).square_().mul_(e).mul_(e[:, None])
         joint.mul_(unit).div_(a[:, None] + a).nan_to_num_(nan=0.0)
+        # 1/(J + ε F + δ) − 1/(F + ε F + δ), in the memory of J and F
         floor = FLOOR * 2 * unit * float(s2.mean()) * float(self.mu.clamp_min(0).mean())
         soft = joint.add_(fixed, alpha=SLACK).add_(floor).reciprocal_()
         return soft.sub_(fixed.mul_(1 + SLACK).add_(floor).reciprocal_())

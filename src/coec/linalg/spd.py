@@ -60,6 +60,7 @@ def root(
     indefinite = _is_indefinite(mu)
     if alpha == 1 and not indefinite:
         return None
+    # G → E, μ → μ without noise → F = E diag((μ/u)^(α/2))
     mu = torch.where(mu > noise(mu, E, G.diagonal(), precision), mu, 0.0)
     return E.mul_((mu / unit).pow(alpha / 2))
 
@@ -77,6 +78,7 @@ def _is_indefinite(mu: Float[Tensor, " n"]) -> bool:
 
 def _is_semidefinite(G: Float[Tensor, "d d"]) -> bool:
     """Return whether Cholesky proves, cheaper than eigenvalues, that none is clearly negative."""
+    # Cholesky exists if no eigenvalue is below −NEGATIVE · max diag G ≥ −NEGATIVE · λ_max.
     shifted = G.clone()
     shifted.diagonal().add_(NEGATIVE * float(G.diagonal().max()))
     return int(torch.linalg.cholesky_ex(shifted)[1]) == 0
@@ -116,6 +118,7 @@ def noise(
     """
     level = torch.full_like(mu, rounding_level(mu))
     if precision > 0:
+        # Σ_j E_ji² G_jj: the energy of the channels in eigenvector i, each by its part in it.
         scale = E.square().T @ diagonal.clamp_min(0)
         level = level.maximum(scale.mul_(precision * math.sqrt(len(mu))))
     return level
@@ -143,14 +146,18 @@ def regularized_inverse(
     L, info = torch.linalg.cholesky_ex(shifted)
     del shifted
     if int(info) == 0:
+        # Where G is positive semidefinite, no entry of (G + λI)⁻¹ exceeds 1/λ: above 2/λ, G has
+        # negative eigenvalues that λ hid from Cholesky.
         inverse = torch.cholesky_inverse(L)
         if float(inverse.diagonal().max()) <= 2 / shift:
             # Symmetric, and column-major as LAPACK leaves it.
             return inverse if inverse.is_contiguous() else inverse.T, shift
         del inverse
     del L
+    # Built again, so that only G, L and the inverse are in memory until here.
     mu, E = eigh(_shifted(G, ridge)[0])
     _is_indefinite(mu - shift)
+    # E diag(max(μ, 0) + λ)^(−½), whose product with its transpose is the inverse
     E *= (mu - shift).clamp_min_(0).add_(shift).rsqrt_()
     return E @ E.T, shift
 
@@ -178,6 +185,7 @@ def solve_right(
         ridge: relative to the mean diagonal, at least 0.
         precision: of the entries of A, see `noise`.
     """
+    # λ > 0: B (A + λI)⁻¹ by Cholesky
     shift = ridge * float(A.diagonal().mean())
     if shift > 0:
         shifted = A.clone()
@@ -186,6 +194,7 @@ def solve_right(
         if int(info) == 0:
             return torch.cholesky_solve(B.T, L).T
         record("the regularised Gram is not positive definite: solved through its eigenvectors")
+    # Otherwise A + λI → Q, μ → pseudo-inverse over the directions that are not noise
     mu, Q = eigh(A)
     mu = mu + max(shift, 0.0)
     inverse = torch.where(mu > noise(mu, Q, A.diagonal(), precision), 1 / mu, 0.0)

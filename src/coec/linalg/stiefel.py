@@ -34,9 +34,11 @@ def retract_cholesky(
     Raises:
         NumericalError: the step is not finite, or so long that digits would be lost.
     """
+    # Rows lose digits by 1 + ‖step ξ‖² (above): this bound leaves three quarters of them.
     longest = torch.finfo(R.dtype).eps ** -0.25
     if not step * step * float(xi.square().sum()) <= longest * len(R):
         raise NumericalError("retraction of a step that is not finite, or far too long")
+    # R + step ξ → L of its Gram matrix → L⁻¹ (R + step ξ), whose rows are orthonormal
     A = torch.add(R, xi, alpha=step)
     L, info = torch.linalg.cholesky_ex(lower_gram(A))
     if int(info) != 0:
@@ -53,6 +55,7 @@ def retract_cayley(R: Float[Tensor, "k k"], step: Float[Tensor, "k k"]) -> Float
     Raises:
         NumericalError: the iteration does not converge (a step of norm 2 or more).
     """
+    # W/2 = −skew(ξ Rᵀ)/2; I + W/2 is never singular, as W is skew.
     S = step @ R.T
     half = 0.25 * (S.T - S)
     eye = torch.eye(len(R), dtype=R.dtype, device=R.device)
@@ -70,6 +73,7 @@ def newton_schulz_inverse(A: Float[Tensor, "n n"], iterations: int = 30) -> Floa
     tolerance = 10 * n * torch.finfo(A.dtype).eps
     X = eye
     for _ in range(iterations):
+        # X ← X (2I − A X) = X + X (I − A X)
         gap = eye - A @ X
         if float(gap.norm()) <= tolerance:
             return X

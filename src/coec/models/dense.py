@@ -78,6 +78,8 @@ class Dense(Description):
         config = read_config(folder)
         headers = read_headers(folder)
         notes: list[str] = []
+        # Headers without those of draft layers → description → a head of its own, where the weights
+        # have one → names, shapes and dtypes checked
         if drafts := drafts_of(headers, config):
             headers = {name: header for name, header in headers.items() if name not in drafts}
             notes.append(
@@ -98,6 +100,7 @@ class Dense(Description):
                 "some weights are float16, others bfloat16: what is written is float32, which "
                 "holds both, unless the setting dtype says another"
             )
+        # Read here only so that a bad one is refused before work.
         _generation_config(folder)
         files = {name: headers[name].file for name in described.shapes}
         stamps = {file: _stamp(folder / file) for file in sorted(set(files.values()))}
@@ -125,6 +128,7 @@ class Dense(Description):
         bytes enter completely, larger ones by four pieces. Raises ModelError if a sampled number is
         not finite.
         """
+        # Every file is opened once.
         hashes: dict[str, str] = {}
         for file, names in self._names_by_file.items():
             for name, tensor in self._read(file, names).items():
@@ -137,6 +141,7 @@ class Dense(Description):
 
         Reads weights that were not read yet; raises ModelError if one is not finite.
         """
+        # Read file by file, from beginning to end; the digest itself is in the order of names.
         by_file = sorted(self.files, key=lambda name: (self.files[name], name))
         return self._with_config({name: self._hash(name) for name in by_file})
 
@@ -212,6 +217,7 @@ class Dense(Description):
         Args:
             noted: also compute `hashes`, which takes time.
         """
+        # Skeleton on no device → buffers → tensors, checked → nothing may be left without values
         model: Any = self.skeleton(dtype)
         compute_buffers(model, torch.device("cpu"))
         read = self._noted if noted else self._read
@@ -251,6 +257,7 @@ class Dense(Description):
         """Read tensors of one file; raises ModelError if the file changed since it was opened."""
         path = self.folder / file
         with opened(path) as content:
+            # Compared once it is open: a file that took its place before that has another stamp.
             if _stamp(path) != self.stamps[file]:
                 raise ModelError(f"'{path}' was changed while it was in use: run again")
             return {name: content.get_tensor(name) for name in names}
@@ -284,6 +291,7 @@ def _sample(tensor: Tensor) -> Tensor:
     pieces, size = 4, _SAMPLED // 4 // tensor.dtype.itemsize
     if len(flat) <= pieces * size:
         return flat
+    # Four pieces, evenly spaced from the first number to the last.
     starts = (n * (len(flat) - size) // (pieces - 1) for n in range(pieces))
     return torch.cat([flat[start : start + size] for start in starts])
 
@@ -320,6 +328,7 @@ class Prefetcher:
     def tensors(self, block: BlockLayout) -> dict[str, Tensor]:
         """Read a block like `Dense.tensors`, and begin to read the block after it."""
         index, future = self._next or (-1, None)
+        # Blocks asked for out of order are read here and now.
         read = future.result() if future and index == block.index else self._dense.tensors(block)
         self._next = None
         if block.index < self._last:

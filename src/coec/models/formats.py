@@ -55,6 +55,7 @@ def slides(config: JsonDict) -> bool:
         return False
     if layers is None and (config.get("max_window_layers") or 0) >= config["num_hidden_layers"]:
         return False  # Qwen's window begins at this layer
+    # A window as long as the model's positions hides nothing.
     positions = config.get("max_position_embeddings")
     return not isinstance(positions, int) or window < positions
 
@@ -191,6 +192,8 @@ def choose_format(
     Raises:
         OptionError: no stock format can hold the result, or none that the target loads.
     """
+    # Sizes × model types, in order of preference → first that expresses, that its class accepts and
+    # that the target loads; every refusal is kept for the error.
     loader = LOADERS[TARGETS[target]]
     refusals: list[str] = []
     types = ARCHITECTURES[config["model_type"]].written_as
@@ -202,6 +205,7 @@ def choose_format(
         types, all_sizes = (non_uniform.NAS_STOCK,), [pruned]
     for sizes, model_type in itertools.product(all_sizes, types):
         architecture = ARCHITECTURES[model_type]
+        # Architecture → configuration → its class → target, each asked if those before agree
         refusal = _nas_refusal(config, sizes) if nas else None
         refusal = refusal or _refusal(config, architecture, sizes, biased)
         new = {} if refusal else _rewritten(config, architecture, sizes, biased, nas=nas)
@@ -278,6 +282,7 @@ def _rewritten(
 ) -> JsonDict:
     """The raw configuration with the pruned sizes, under the target's model type."""
     relabelled = target.model_type != config["model_type"]
+    # Later keys win: the dense configuration, the pruned sizes, widths by block, bias flags.
     removed = {"_name_or_path", "auto_map", BLOCK_WIDTHS, non_uniform.BLOCK_CONFIGS}
     dropped = removed.union(target.foreign if relabelled else ())
     keys = (pruned, target.model_type, target.class_name)
@@ -322,6 +327,7 @@ def quantised_bytes(site: Site, units: int, outputs: int) -> float | None:
         return None
     columns = units * site.columns_per_unit
     quantised, stand_in = _Q4_K_M[site.kind]
+    # Rows of whole K-blocks; else of whole 32s, in the types that stand in; else F16.
     bits = 16.0 if columns % _BLOCK else stand_in if columns % _K_BLOCK else quantised
     return outputs * columns * bits / 8
 

@@ -101,12 +101,14 @@ class SiteTensors:
 
         Raises ModelError if a tensor has no whole number of rows of every projection.
         """
+        # A tensor of several projections (q, k, v in one): each gets a name and rows of its own.
         fused = [r for r in site.producers if r.stop - r.start < dense[r.tensor][0]]
         names = {rows: f"{_module(rows.tensor)}[{rows.start}:{rows.stop}].weight" for rows in fused}
         apart = dict(tensors)
         for rows in fused:
             if rows.tensor not in tensors:
                 raise ModelError(f"'{name}' lacks {rows.tensor}: it is not pruned from this model")
+            # The same share of every projection must have stayed: it says where each begins.
             ends = [end * len(tensors[rows.tensor]) for end in (rows.start, rows.stop)]
             if any(end % dense[rows.tensor][0] for end in ends):
                 raise ModelError(
@@ -127,6 +129,7 @@ class SiteTensors:
     @cached_property
     def count(self) -> int:
         """Number of units; raises ModelError if the tensors disagree, or hold parts of units."""
+        # Every producer and the consumer must tell the same whole number of units.
         counts = {
             rows.tensor: len(self.tensors[rows.tensor]) * self.site.units / (rows.stop - rows.start)
             for rows in self.site.producers
@@ -148,6 +151,7 @@ class SiteTensors:
 
         Only the value projection counts among the producers of attention.
         """
+        # A query or key projection of 0 leaves attention uniform, not silent; values of 0 end it.
         silent = self.unread.reshape(self.count, -1).all(dim=1)
         producers = [self.site.value] if self.site.value else self.site.producers
         for rows in producers:
@@ -179,6 +183,7 @@ def kept_units(dense: SiteTensors, pruned: SiteTensors) -> Int[Tensor, " k"]:
     if not pruned.count:
         raise nothing
     names = [r.tensor for r in dense.site.producers if r.tensor in pruned.tensors]
+    # Rows of all producers → for every pruned unit the dense units with the same rows
     matches = match_rows(
         [dense.rows(name, dense.count) for name in names],
         [pruned.rows(name, pruned.count) for name in names],
@@ -202,6 +207,7 @@ def _assigned(
     assigned only if it is silent in the dense model too; otherwise it was removed.
     """
     assigned: dict[int, int] = {}
+    # Units that contribute first: a silent one must not take a dense unit from one that does.
     for silent in (False, True):
         last = -1
         for number, units in enumerate(matches):
@@ -209,6 +215,7 @@ def _assigned(
                 continue
             free = [u for u in units if u not in assigned and (not silent or dense.silent[u])]
             if free:
+                # Programs that cut rows keep their order, so the next of equal units is likely.
                 last = next((unit for unit in free if unit > last), free[0])
                 if number in free and pruned.count == dense.count:
                     last = number  # masked: every unit is in its place
@@ -336,6 +343,8 @@ def match_rows(dense: Matrices, pruned: Matrices) -> list[Sequence[int]]:
     for route in _ROUTES:
         if all(matches):
             break
+        # Dense rows, cast as the other program may have cast them → their digests; rows that an
+        # earlier route matched stay matched.
         index: dict[bytes, list[int]] = {}
         cast = [(d.to(route or d.dtype)).to(p.dtype) for d, p in zip(dense, pruned, strict=True)]
         for number, key in enumerate(_keys(cast)):
@@ -346,6 +355,7 @@ def match_rows(dense: Matrices, pruned: Matrices) -> list[Sequence[int]]:
 
 def _keys(matrices: Matrices) -> Iterator[bytes]:
     """Digest each row of all matrices together; zeros have one sign."""
+    # −0.0 + 0.0 is 0.0: the bytes of a zero must not depend on its sign.
     raw = [(matrix + 0.0).contiguous().view(torch.uint8).numpy() for matrix in matrices]
     for rows in zip(*raw, strict=True):
         digest = hashlib.blake2b(digest_size=16)

@@ -97,6 +97,8 @@ def _block_configs(shape: Shape) -> list[JsonDict]:
 
 def code(model_type: str, stock: str, *, nas: bool = False) -> str:
     """Write the Python file that goes with such a configuration."""
+    # The package's own module as text, with the stock classes imported and one class derived from
+    # each: users need nothing of this package.
     config, *models = names = _stock_names(model_type, stock)
     typing = "from typing import Any\n"
     source = inspect.getsource(modeling_non_uniform)

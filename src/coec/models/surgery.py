@@ -41,12 +41,14 @@ def cut_block(
     Raises NumericalError if a compensated weight does not fit `dtype`.
     """
     out = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    # Producers by tensor: several sites or projections may own rows of the same one.
     owned: dict[str, list[tuple[Rows, KeptSet]]] = {}
     for cut in cuts:
         for rows in cut.site.producers:
             owned.setdefault(rows.tensor, []).append((rows, cut.units))
     for name, cut_rows in owned.items():
         out[name] = tensors[name][_kept_rows(len(tensors[name]), cut_rows)].to(dtype)
+    # Consumers: their columns come with the new weight, compensated or sliced.
     for cut in cuts:
         if cut.result is None:
             continue
@@ -66,6 +68,7 @@ def without_experts(
     Those that stay are numbered anew, in their order.
     """
     assert block.router is not None
+    # Old number of an expert → its number among those that stay
     numbers = {old: new for new, old in enumerate(experts.indices.tolist())}
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -86,7 +89,7 @@ def with_bias(added: Float[Tensor, " m"], bias: Float[Tensor, " m"] | None) -> F
 def value_rows(
     tensors: Mapping[str, Tensor], site: Site, units: KeptSet
 ) -> Float[Tensor, "k hidden"] | None:
-    """The pruned value projection as the consumer sees it; None if the site is not attention.
+    """Return the pruned value projection as the consumer sees it; None unless it is attention.
 
     Each unit's rows are repeated for each of its query heads, in the order of `repeat_kv`, so that
     the rows are the kept columns of the consumer.
@@ -94,12 +97,13 @@ def value_rows(
     if site.value is None:
         return None
     rows = tensors[site.value.tensor][site.value.of(units)]
+    # Kept rows, (units · head_dim)×hidden → each head's rows once for every query head of its group
     heads = rows.reshape(len(units.indices), -1, rows.shape[1])
     return heads.repeat_interleave(site.columns_per_unit // heads.shape[1], dim=0).flatten(0, 1)
 
 
 def _kept_rows(count: int, owned: list[tuple[Rows, KeptSet]]) -> Int[Tensor, " kept"]:
-    """Indices of a tensor's rows that belong to kept units, or to no unit."""
+    """Return the indices of a tensor's rows that belong to kept units, or to no unit."""
     stays = torch.ones(count, dtype=torch.bool)
     for rows, units in owned:
         stays[rows.start : rows.stop] = False
@@ -121,7 +125,7 @@ def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 def stored_shapes(
     shapes: Mapping[str, torch.Size], names: ExpertNames | None
 ) -> dict[str, torch.Size]:
-    """Shapes of the tensors that checkpoints store, from those of the model that runs."""
+    """Return the shapes of the tensors that checkpoints store, by those of a running model."""
     if names is None:
         return dict(shapes)
     stored: dict[str, torch.Size] = {}
@@ -138,6 +142,7 @@ def stored_shapes(
         elif parameter in _STACKED:
             matrices = {names.down: shape[1:]}
             if parameter == _STACKED[0]:
+                # Gate and up projection are stacked by rows: each has half of them.
                 half = torch.Size((shape[1] // 2, *shape[2:]))
                 matrices = {names.gate: half, names.up: half}
             for expert in range(shape[0]):
@@ -215,9 +220,12 @@ def routed_inputs(
     gate_up: Tensor = experts.gate_up_proj  # type: ignore[assignment]
     down: Tensor = experts.down_proj  # type: ignore[assignment]
     for expert, weight in enumerate(gate_up):
+        # Tokens of the expert, and at which of their experts' places its weight stands
         token, place = (index == expert).nonzero(as_tuple=True)
+        # x → (gate, up) → h = act(gate) ⊙ up → p h → ‖W p h‖
         gate, up = nn.functional.linear(hidden[token], weight).chunk(2, dim=-1)
         channels: Tensor = experts.act_fn(gate) * up  # type: ignore[operator]
+        # float32 or wider, so that p h is not rounded to the narrow dtype of h.
         wide = torch.promote_types(channels.dtype, torch.float32)
         inputs = channels.to(wide) * weights[token, place, None]
         yield (

@@ -1,1 +1,1 @@
-"""The stages of a pruning, and the story that runs them."""
+"""Stages of a pruning run, and the functions that run them in order."""

@@ -54,6 +54,7 @@ def measure_importances(
         if run.recipe.allocation.runs_models:
             fit, _ = source.windows_of_text()
             sensitivity = Sensitivity(dense, fit, device=run.device, dtype=run.forward)
+        # Every block: statistics → importances → pruned consumers → all models advance
         importances: dict[str, Tensor] = {}
         for measured in source.blocks((), progress):
             block, tensors = measured.block, measured.tensors
@@ -65,6 +66,7 @@ def measure_importances(
                 sensitivity.advance(block, tensors, _repaired(measured, units, run))
             if progress:
                 progress("allocating", measured.index + 1, len(dense.layout.blocks))
+        # Curves of all sites → heights, measured on the way back through the blocks
         if sensitivity is not None:
             importances = _scaled(importances, sensitivity.costs(progress), plan)
         path = journal.work / f"{_PIECE}.safetensors"
@@ -122,6 +124,7 @@ def _in_dense_shape(cut: Cut, tensors: dict[str, Tensor]) -> RepairedConsumer:
     old, bias = tensors[cut.site.weight], tensors.get(cut.site.bias)
     weight = torch.zeros(old.shape, dtype=cut.result.weight.dtype)
     kept = cut.site.kept_columns(cut.units).indices.cpu()
+    # m×k → m×d, dropped columns 0: it can then stand in the dense model.
     weight[:, kept] = cut.result.weight.cpu()
     if cut.result.bias is not None:
         bias = with_bias(cut.result.bias.cpu(), bias)
@@ -136,6 +139,7 @@ def _scaled(curves: Importances, costs: dict[str, float], plan: Plan) -> dict[st
     sites = {site.key: site for site in plan.model.layout.sites}
     scaled = {}
     for key, curve in curves.items():
+        # Nats at the uniform width over a unit's parameters: what a parameter there is worth.
         height = max(costs.get(key, 0.0), floor) / parameters(sites[key], plan.model.shapes)
         scaled[key] = torch.cat([curve[:1], curve[1:] * height])  # the first stays in any case
     return scaled

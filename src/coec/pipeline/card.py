@@ -143,6 +143,7 @@ def add_to_card(folder: Path, result: "Perplexity") -> None:
     ]  # fmt: skip
     line = f"{key} {' | '.join(cells)} |"
     path = folder / CARD
+    # Written beside and renamed: a reader never meets half a card.
     partial = path.with_name(f".{CARD}.partial")
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -160,6 +161,7 @@ def _with_line(text: str, key: str, line: str) -> str:
     if COLUMNS not in text:
         head, mark, tail = text.partition("## Recipe\n")
         return f"{head}{_measured([line])}\n{mark}{tail}"
+    # A measurement of the same text and windows gives way; the new one stands first in the table.
     lines = [entry for entry in text.split("\n") if not entry.startswith(key)]
     lines.insert(lines.index(COLUMNS) + 2, line)
     return "\n".join(lines)
@@ -296,6 +298,7 @@ def changed(recipe: Mapping[str, Any], preset: Any = None) -> JsonDict:
     Another `preset` may be compared with; an empty one stands for the plain defaults.
     """
     preset = recipe["preset"] if preset is None else preset
+    # Defaults → what the preset brings → what differs from both was given by the user
     brought = dict(PRESETS[preset].settings) if preset else {}
     defaults = {
         entry.name: entry.default for settings_part in PARTS for entry in settings_part.table()

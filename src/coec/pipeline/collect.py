@@ -60,10 +60,13 @@ def collect(
     calibration = with_judges(recipe.calibration, dense)
     recipe = replace(recipe, calibration=calibration)
     sums_per_site = 2 if calibration.held_out else 1
+    # A float64 matrix for every site and kind of windows; a hundredth and 16 MB for all else.
     size = 8 * sums_per_site * sum(site.columns**2 for site in dense.layout.sites)
     check_space(out, int(size * 1.01) + 2**24)
     with open_backend(recipe.runtime) as backend:
         source = backend.dense_pass(dense, calibration, recipe.runtime, progress)
+        # Another machine or thread count sums in another order: an unfinished run goes on only
+        # where the bits come out the same.
         identity = {"statistics": source.made_with, "computed_by": computed_by(source.device)}
         with journal(out, identity, restart=restart) as pieces:
             if not pieces.finished:
@@ -85,6 +88,7 @@ def _collect(
         grams = {FIT: measured.grams, HELD_OUT: measured.holdout}
         name, digests = block_file(measured.index), dense.digests_of([measured.block])
         pieces.put(name, pieces.new / name, partial(write_grams, grams=grams), made_of=digests)
+    # Checked before the record that makes the folder complete: all blocks are of one model.
     dense.check_unchanged()
     settings = recipe.record()
     settings = {name: settings[name] for name in recipe.calibration.record()}

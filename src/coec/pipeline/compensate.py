@@ -49,6 +49,7 @@ def infer_kept(
             "coec prunes no blocks, and needs the dense model that this one was pruned from"
         )
     _check_rest(dense, pruned)
+    # Site by site: producers of both models → rows matched → kept units
     kept_by_site = {}
     for block in layout.blocks:
         for site in block.sites:
@@ -61,6 +62,7 @@ def infer_kept(
 
 def _check_rest(dense: Dense, pruned: RawCheckpoint) -> None:
     """Raise ModelError where a matrix of a block has lost something that belongs to no site."""
+    # Matrices of a block that belong to no site must have kept their shape.
     sites = {name for site in dense.layout.sites for name in site.tensors}
     prefixes = tuple(block.prefix for block in dense.layout.blocks)
     routers = {block.router.tensor for block in dense.layout.blocks if block.router is not None}

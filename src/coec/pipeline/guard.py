@@ -1,4 +1,4 @@
-"""Hold a repair to held-out windows where tokens are few, and to the slice (METHODS §4)."""
+"""Hold a compensation to validation windows where tokens are few, and to the slice (METHODS §4)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,18 +15,18 @@ from coec.events import record
 from coec.types import Gram, KeptSet, SiteResult
 
 TRUSTED = 2
-"""Tokens per kept column from which an expert's repair is taken as it is where no window judges."""
+"""Tokens per kept column from which an expert's compensation stands without a validation window."""
 
 
 @dataclass(frozen=True, eq=False)
 class Judge:
-    """Statistics that judge the repair of one site; all tensors are float64, on one device.
+    """Statistics that judge the compensation of one site; all tensors are float64, on one device.
 
     Attributes:
         weight: `W₀`.
         kept: the kept columns.
-        gram: the statistics that the repair is fitted on.
-        held_out: statistics of held-out windows; None where there are none.
+        gram: the statistics that the compensation is fitted on.
+        held_out: statistics of validation windows; None where there are none.
         target, held_out_target: the weight whose outputs are wanted on either, where it is not W₀
             (`SiteProblem.aim`).
     """
@@ -40,7 +40,7 @@ class Judge:
 
     @property
     def trust(self) -> float:
-        """Share of an expert's repair that its number of tokens alone allows, from 0 to 1."""
+        """Share of an expert's compensation that its number of tokens alone allows, from 0 to 1."""
         return min(self.gram.tokens / (TRUSTED * len(self.kept.indices)), 1.0)
 
     @property
@@ -71,7 +71,7 @@ class Judge:
     def guarded(
         self, result: SiteResult, judged: Callable[[], SiteResult], *, unjudged: float, windows: int
     ) -> SiteResult:
-        """Return a repair of few tokens, drawn back to the slice by held-out error.
+        """Return a compensation from few tokens, drawn back to the slice by its validation error.
 
         Args:
             result: the repair.
@@ -82,6 +82,7 @@ class Judge:
         errors: dict[str, float] = {}
         if self.held_out is not None:
             held_out = self.held_out, self.held_out_target
+            # θ is found for a compensation that did not see the validation windows.
             share = best_share(self.weight, self.kept, judged(), *held_out)
             errors = {"holdout_before": share.before, "holdout_after": share.after}
             value, by = share.value, "by held-out error"
@@ -115,6 +116,7 @@ class Judge:
         def rounded(tensor: Tensor) -> Tensor:
             return tensor.to(dtype).to(self.weight)
 
+        # Errors of what will be read: the slice and the compensation, both in the output dtype.
         W = rounded(result.weight)
         if not torch.isfinite(W).all():  # refused where it is cast
             return result
@@ -127,6 +129,7 @@ class Judge:
             record(f"the relative error lies above the slice's once it is {dtype}: slice kept")
             slice_ = kept_columns(self.weight, self.kept)
             result, after = replace(result, weight=slice_, bias=None), before
+            # The slice is θ = 0: its validation error is the one before.
             sliced = {"followed": 0.0, "holdout_after": result.diagnostics.get("holdout_before")}
             sliced = {name: value for name, value in sliced.items() if name in result.diagnostics}
             result = replace(result, diagnostics={**result.diagnostics, **sliced})

@@ -140,6 +140,7 @@ def public(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [public(item) for item in value]
     if isinstance(value, str):
+        # A mixture names several texts, any of which may be a path.
         pieces = value.split(",") if len(mixture(value)) > 1 else [value]
         bare = (Path(p).name if p.strip().startswith(("/", "file://")) else p for p in pieces)
         return QUOTED.sub(r"\1\2\1", ",".join(bare))

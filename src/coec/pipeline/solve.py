@@ -214,6 +214,7 @@ def _solve_site(
 ) -> tuple[Cut, JsonDict]:
     plan = run.plan
     weight = tensors[site.weight].to(run.device)
+    # Taken out of its holder, so that the Gram is freed as soon as this site is solved.
     fitted, statistics.gram = statistics.gram, None
     assert fitted is not None
     held_out = statistics.held_out
@@ -222,12 +223,15 @@ def _solve_site(
     fitted.check_finite()
     if held_out is not None:
         held_out.check_finite()
+    # Validation windows are fitted on too, unless the user or a reconstruction holds them out.
     gram = fitted + held_out if held_out is not None and plan.recipe.judges_are_fitted else fitted
     facts: JsonDict = {"top_token_energy": gram.top_token_energy}
+    # Statistics → kept units
     with recording() as events:
         if gram.tokens >= 1000 and (gram.top_token_energy or 0.0) > 0.5:
             record(SINKS)
         units = _kept(site, weight, gram, plan) if units is None else units
+    # Nothing goes and the inputs are the dense model's: the tensors stay bit for bit.
     if units.everything and statistics.target is None:
         return Cut(site, units, None), {**facts, "events": events}
     if site.routed:
@@ -237,6 +241,8 @@ def _solve_site(
         result = compensate(weight, gram, kept, method="none")
         unknown = {**facts, **result.diagnostics, **dict.fromkeys(ERRORS)}
         return Cut(site, units, result), {**unknown, "events": [*events, UNSEEN]}
+    # Kept units and statistics → ridge, where it is to be chosen → W̃, drawn back where tokens are
+    # few → its errors as written
     with recording() as later:
         method, options = run.recipe.method, run.recipe.pruning.options
         values = value_rows(tensors, site, units) if "value" in method.needs else None
@@ -278,6 +284,7 @@ def _judged(
         run: how it is made.
     """
     recipe, method = run.recipe, run.recipe.method
+    # Fitted on every window that may be; validation windows judge the one fitted on `fitted`.
     result = compensated(judge.gram)
     if recipe.calibration.guard and judge.few:
         all_fitted = judge.gram is fitted
@@ -323,6 +330,7 @@ def _as_planned(tensors: dict[str, Tensor], plan: Plan, block: BlockLayout) -> d
 
     Raises AssertionError for a tensor that the plan did not foresee: none is ever dropped.
     """
+    # Tensors as planned, exactly: a bias that the format demands and no method computed is 0.
     planned = {
         name: shape for name, shape in plan.pruned_shapes.items() if name.startswith(block.prefix)
     }

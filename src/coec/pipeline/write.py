@@ -88,6 +88,7 @@ class Checkpoint:
     def keep(self, solved: SolvedBlock) -> None:
         """Put a solved block on the disk; its rows last, which say that it is there."""
         index, work = solved.block.index, self._journal.work
+        # Weights first: the rows that stand with the units say that the block is there.
         self._journal.put(
             self._weights(solved.block),
             work / f"block-{index:05}.safetensors",
@@ -113,6 +114,7 @@ class Checkpoint:
     def write(self) -> None:
         """Write everything but the report, from solved blocks."""
         folder = self._journal.new
+        # Blocks → shards; a block's file goes as soon as all its tensors are in durable shards.
         for file_name, names in self._split.filename_to_tensors.items():
             if file_name not in self._journal:
                 shard = self._shard(names)
@@ -142,6 +144,7 @@ class Checkpoint:
 
         Every file is opened once: a tensor holds a map of all of it.
         """
+        # Tensors outside of blocks are the dense model's, but for a final norm that was fitted.
         changed = read_tensors(self._journal.path(_ENDING)) if self.ended else {}
         tensors: dict[str, Tensor] = {}
         for block, group in itertools.groupby(sorted(names), self._block_of):

@@ -128,14 +128,17 @@ def train_block(
     size = step_tokens(length) // length
     steps = passes * math.ceil(len(examples) / size)
     theta = {name: p.detach().clone().requires_grad_() for name, p in start.items()}
+    # A group for every tensor, since each has a learning rate of its own.
     groups = [{"params": [p], "lr": rate * _root_mean_square(p)} for p in theta.values()]
     optimiser = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0, fused=True)
+    # Rate × share by step: up over `warm` steps, then down to 0 behind the last.
     warm = max(1, round(_WARM_UP * steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimiser, lambda step: min((step + 1) / warm, (steps - step) / max(1, steps - warm))
     )
 
     def judged(at: Theta) -> float:
+        # What is judged is what will be written: the rounding to the output dtype included.
         rounded = {name: p.detach().to(written).to(p.dtype) for name, p in at.items()}
         total, tokens = 0.0, 0
         with torch.no_grad():
@@ -145,6 +148,7 @@ def train_block(
                 tokens += batch.weights.numel()
         return total / tokens
 
+    # Candidates are the start and the state behind every pass.
     errors, fitted = [judged(theta)], list[float]()
     if not math.isfinite(errors[0]):
         raise NumericalError("the outputs of the block at the start are not finite")
@@ -156,10 +160,12 @@ def train_block(
         order = torch.randperm(len(examples), generator=generator).tolist()
         for batch in _batches(examples, order, size, device):
             loss = objective(block(theta, batch.inputs), batch.targets, batch.weights)
+            # The loss is a sum over tokens; a step takes its mean, whatever the size of the batch.
             (loss / batch.weights.numel()).backward()
             optimiser.step()
             schedule.step()
             optimiser.zero_grad(set_to_none=True)
+            # The sum stays on the device: to read it at every step would wait for the step.
             total += loss.detach()
         error = judged(theta)
         if not math.isfinite(float(total) + error):

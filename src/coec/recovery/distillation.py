@@ -49,6 +49,7 @@ def distillation_loss(
         ids: the windows, whose next tokens the cross-entropy takes; the last has none.
         cross_entropy: the share c of the cross-entropy.
     """
+    # The last token of a window has no next one: -1, which counts for nothing.
     following = F.pad(ids[:, 1:], (0, 1), value=-1)
     flat = logits.flatten(0, 1)
     if isinstance(target, TopTokens):
@@ -73,6 +74,7 @@ class _Loss(torch.autograd.Function):
         following: Int[Tensor, " tokens"],
         share: float,
     ) -> Float[Tensor, ""]:
+        # Piece by piece: logits → log q, log p → loss and its derivative, in little memory
         gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
         tokens, vocabulary = logits.shape
         counted = max(int((following >= 0).sum()), 1)
@@ -82,10 +84,13 @@ class _Loss(torch.autograd.Function):
             log_q = logits[piece].float().log_softmax(dim=-1)
             log_p = _logarithms(target, piece, log_q)
             p, after = log_p.exp(), following[piece]
+            # (1 − c) KL(p ‖ q) over all tokens, c H(next, q) over those that have a next one
             loss += (1 - share) / tokens * (log_p.sub_(log_q).mul_(p)).sum()
             weight = (after >= 0).float()[:, None] * (share / counted)
             picked = after.clamp(min=0)[:, None]
             loss -= (weight * log_q.gather(-1, picked)).sum()
+            # ∂L/∂logits = (1 − c)(q − p) + c (q − next), each over its number of tokens, in the
+            # memory of q. It holds for TopTokens too: p of the other tokens follows q.
             difference = log_q.exp_().mul_((1 - share) / tokens + weight)
             difference.sub_(p.mul_((1 - share) / tokens)).scatter_add_(-1, picked, -weight)
             if gradient is not None:
@@ -110,6 +115,7 @@ def _logarithms(
         return target[piece].float().log_softmax(dim=-1)
     token, log_p = target.token[piece].long(), target.log_p[piece].float()
     tiny = torch.finfo(log_p.dtype).tiny
+    # log q of the other tokens, moved so that together they have the teacher's mass of these
     left_mass = (1 - log_p.exp().sum(dim=-1, keepdim=True)).clamp(min=tiny)
     mass = log_q.exp().scatter_(-1, token, 0.0).sum(dim=-1, keepdim=True).clamp(min=tiny)
     return (log_q + (left_mass.log() - mass.log())).scatter_(-1, token, log_p)

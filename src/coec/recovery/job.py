@@ -62,7 +62,7 @@ class Job:
         return self.device.type == "cuda" and self.pruned.dtype.itemsize == 2
 
     def rate(self, start: float, batch: int) -> float:
-        """Peak of the learning rate, unless it is given by the weights of the first block.
+        """Return the peak learning rate: the given one, or one by the first block's weights.
 
         Args:
             start: divergence of the pruned model on held-out windows.
@@ -99,12 +99,12 @@ class Job:
         }
 
     def teacher(self) -> PreTrainedModel:
-        """The dense model, in memory."""
+        """Build the dense model, which is not trained."""
         dtype = choose_forward_dtype(None, self.dense.dtype, self.device, summed=True)
         return self.dense.network(self.device, dtype).requires_grad_(requires_grad=False)
 
     def network(self, tensors: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
-        """The pruned model as it is used, with its own weights or others by their stored names."""
+        """Build the pruned model for use, with its own weights or others by their stored names."""
         dtype = choose_forward_dtype(None, self.pruned.dtype, self.device, summed=True)
         network = self.pruned.network(self.device, dtype)
         if tensors is not None:
@@ -113,7 +113,7 @@ class Job:
         return network
 
     def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors that a checkpoint stores of a student's state, in the dtypes of the start."""
+        """Return a student's state as the tensors of a checkpoint, in the dtypes of the start."""
         student = self.student(torch.device("cpu"))
         student.load_state_dict(state, assign=True)
         if self.recovery.lora is not None:
@@ -123,10 +123,11 @@ class Job:
         return {name: cast(tensors[name], self.pruned.tensor(name).dtype, name) for name in files}
 
     def student(self, device: torch.device | None = None) -> Any:
-        """The pruned model, in memory, ready to be trained: with additions where those are."""
+        """Build the pruned model for training, with low-rank additions where these are set."""
         device = device or self.device
         rank = self.recovery.lora
         if rank is None:
+            # Trained weights are float32: small steps would vanish in a narrow dtype.
             return self.pruned.network(device, torch.float32)
         import peft
 
@@ -164,6 +165,7 @@ def checked(dense: Dense, pruned: Dense, target: Path, recovery: Recovery, *, tr
     seq_len = plan.window_length(dense, pruned, recovery)
     way = plan.check_plan(dense, pruned, recovery)
     check_space(target, way.disk)
+    # The plan decides where the settings leave it open whether activations are computed again.
     device, checkpointing = choose_device(recovery.device), bool(way.recovery.checkpointing)
     job = Job(dense, pruned, report, recovery, seq_len, device, checkpointing, target, trust)
     check_text(dense, recovery, seq_len, trust=trust)
@@ -194,7 +196,7 @@ def check_text(dense: Dense, recovery: Recovery, seq_len: int, *, trust: bool) -
 
 
 def identity_of(recovery: Recovery) -> JsonDict:
-    """Settings that determine a result; the text by its content."""
+    """Return the settings that determine a result; the text by its content."""
     record = recovery.record()
     del record["device"]
     return record | {"text": source_digest(recovery.text)}

@@ -25,6 +25,7 @@ class Processes:
         """Join the others, if there are any."""
         from accelerate import PartialState
 
+        # accelerate reads the environment that `accelerate launch` set.
         state = PartialState(cpu=device.type == "cpu")
         return cls(state.num_processes, state.process_index)
 

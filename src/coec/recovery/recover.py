@@ -68,6 +68,7 @@ def recover(
     Example:
         >>> coec.recover("llama", "llama-70", "llama-70-recovered", text="wiki.txt", tokens="20M")
     """
+    # Settings → models → job, checked → processes → the journal, which the first process alone has
     recovery = settings_of(settings)
     dense, pruned, target = Dense.open(dense), Dense.open(pruned), resolved(path_of(out))
     for model in (dense, pruned):
@@ -88,6 +89,7 @@ def _recovered(
     """Train, and put the result in place; only the first process has the journal."""
     if processes.agree(pieces is not None and pieces.finished):
         return replace(Report.read(job.out), model=job.dense.name)
+    # The Trainer seeds the global generator: the caller's is left as it was.
     with torch.random.fork_rng():
         account = train(job, pieces, processes, progress)
     report = replace(
@@ -122,6 +124,7 @@ def prune_and_recover(
     Raises:
         CoecError: with one line that says what to change; what training needs is checked first.
     """
+    # All that can be refused is refused before the pruning, the training's needs too.
     recipe = Recipe(**settings).opened()
     dense, target = Dense.open(model), resolved(path_of(out))
     check_output(target, dense.folder, force=force or unfinished(target))
@@ -140,11 +143,13 @@ def prune_and_recover(
     with journal(target, identity, force=force, restart=restart) as pieces:
         if pieces.finished:
             return replace(Report.read(target), model=dense.name)
+        # Prune into a folder of its own, with a journal of its own → note its files → train from it
         folder = pieces.partial / STATES / "pruned"
         if "pruned" not in pieces or pieces.facts("pruned")["files"] != digests_in(folder):
             if "pruned" in pieces:
                 record(f"'{folder}' is not what was written: it is made again")
                 shutil.rmtree(folder, ignore_errors=True)
+            # A folder that is there is complete; an unfinished pruning goes on by its own journal.
             if not folder.exists():
                 if "pruning" not in pieces:
                     pieces.note("pruning")  # what a killed pruning finished stays

@@ -37,18 +37,21 @@ def train(
     began = time.perf_counter()
     stored = job.recovery.teacher == "stored"
     dense = job.teacher()
+    # Budget → text → the teacher's predictions, where those are stored: pieces of the first process
     text, tokens = Text(job.partial / WORK / "text.npy", job.recovery.seed), 0
     if pieces is not None:
         tokens = _budget(job, pieces, dense, processes)
         _put_text(job, pieces, text, tokens, dense, progress)
         if stored:
             _put_predictions(pieces, text, dense, progress)
+    # The others wait here: the files that they read next are there when the first has answered.
     tokens = processes.agree(tokens)
     teacher = None if stored else dense
     del dense
     gc.collect()
     files = _prediction_files(job.partial, text) if stored else []
     trained, judges = (Examples(text, rows, files) for rows in text.split())
+    # Tokens and windows → steps → divergence of the start, which the rate depends on
     read = min(tokens, texts.PASSES * len(trained) * job.seq_len)
     batch = job.recovery.windows_per_step(job.seq_len, read)
     schedule = Schedule.of(read, job.seq_len, batch, job.at_once, processes.count)
@@ -66,6 +69,7 @@ def train(
     followed = training.Followed(schedule.batch * job.seq_len, before, saved, progress)
     trainer = _trainer(job, schedule, rate, teacher, trained, judges, followed)
     states = job.partial / STATES
+    # Train from the last sound state → best state on the validation windows
     last = None if pieces is None else training.last_state(states, dict(pieces.every("saved")))
     last = processes.agree(last)
     if progress and (last is not None or resumed):
@@ -79,6 +83,7 @@ def train(
     gc.collect()
     if pieces is None:
         return {}
+    # The best state, merged and rounded as it would be written, must beat the start.
     tensors, after = None, math.inf
     try:
         tensors = job.tensors({name: tensor.cpu() for name, tensor in state.items()})
@@ -210,6 +215,7 @@ def _write(pieces: Journal, job: Job, tensors: dict[str, Tensor] | None) -> None
     """
     source, folder = job.pruned.folder, pieces.new
     for file in sorted(set(job.pruned.files.values())):
+        # File by file as the pruned model has them: its index then holds for the new weights too.
         names = [name for name, place in job.pruned.files.items() if place == file]
         shard = {
             name: job.pruned.tensor(name) if tensors is None else tensors[name].contiguous()

@@ -40,12 +40,13 @@ GROUP = 32
 
 
 def held_out(windows: int) -> int:
-    """Number of windows among so many that judge."""
+    """Return how many of `windows` windows are held out to judge."""
     return max(1, min(round(_HELD_OUT_SHARE * windows), _MOST_HELD_OUT))
 
 
 def windows_needed(tokens: int, seq_len: int) -> int:
-    """Number of windows for a budget, those that judge included."""
+    """Return the number of windows for a budget of tokens, those that judge included."""
+    # All windows are about trained / (1 − share), of which `held_out` judge.
     trained = math.ceil(tokens / seq_len)
     return trained + held_out(round(trained / (1 - _HELD_OUT_SHARE)))
 
@@ -70,6 +71,7 @@ class Text:
     def split(self) -> tuple[list[int], list[int]]:
         """Indices of the windows to train on, and of those that judge, both ascending."""
         count = len(self.windows)
+        # Drawn by the seed alone: a resumed run has the same validation windows.
         order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed))
         judges = held_out(count)
         return sorted(order[judges:].tolist()), sorted(order[:judges].tolist())
@@ -91,6 +93,7 @@ def read_windows(
     Raises:
         CalibrationError: the text has no two windows, or is of another vocabulary.
     """
+    # Every source of a mixture needs a window at least.
     samples = max(count, len(mixture(recovery.text)))
     calibration = Calibration(
         source=recovery.text, text_column=recovery.text_column, samples=samples

@@ -73,6 +73,7 @@ class Schedule:
         cls, tokens: int, seq_len: int, batch: int, most_at_once: int, processes: int
     ) -> "Schedule":
         """Divide a budget into steps; the batch grows to a multiple of the processes."""
+        # A process's share of the batch → as many at once as memory has room for
         share = math.ceil(batch / processes)
         at_once = next(n for n in range(min(share, most_at_once), 0, -1) if share % n == 0)
         batch = share * processes
@@ -104,6 +105,7 @@ class Distillation(Trainer):
         self, *, teacher: PreTrainedModel | None, cross_entropy: float, out: Path, **options: Any
     ) -> None:
         super().__init__(**options)
+        # Progress goes through the callback that the caller gave.
         self.remove_callback(PrinterCallback)
         self._teacher, self._cross_entropy, self._out = teacher, cross_entropy, out
 
@@ -140,6 +142,7 @@ class Distillation(Trainer):
             try:
                 super()._save_checkpoint(*args, **kwargs)
             except RuntimeError as error:
+                # torch's writer raises no OSError: the reason is found by the room on the disk.
                 if _WRITER not in str(error):
                     raise
                 full = free_space(self._out) < _FULL
@@ -194,7 +197,7 @@ class Followed(TrainerCallback):
         return control
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """End where the model is lost: beyond twice the divergence of the start and a nat more."""
+        """End a training that diverges: beyond twice the start's divergence, and a nat above it."""
         kl = kwargs["metrics"]["eval_loss"]
         if not kl <= self._most:
             record(
@@ -206,6 +209,7 @@ class Followed(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **unused: Any) -> None:
         """Return when the state of this step is on the disk."""
+        # Files → folder → its parent, synced before the journal says that the state is there
         args.distributed_state.wait_for_everyone()  # every process writes a file of its own
         if args.should_save:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
@@ -252,6 +256,7 @@ def last_state(folder: Path, saved: Mapping[int, JsonDict]) -> str | None:
     Args:
         saved: digests of the files of every state that was on the disk, by step.
     """
+    # States in the journal → those whose files are as they were saved → the others are removed
     intact: dict[str, Path] = {}
     for step, digests in sorted(saved.items()):
         path = folder / f"checkpoint-{step}"
@@ -265,6 +270,7 @@ def last_state(folder: Path, saved: Mapping[int, JsonDict]) -> str | None:
         for path in folder.glob("checkpoint-*"):
             if str(path) not in intact:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    # The Trainer loads the best state in the end: a state whose best one is lost is of no use.
     for name, path in reversed(intact.items()):
         state = json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
         if state["best_model_checkpoint"] in (None, *intact):
@@ -287,6 +293,7 @@ def tokens_per_second(
         float(next(p.grad for p in student.parameters() if p.grad is not None).sum())  # waits
         seconds.append(time.perf_counter() - began)
         student.zero_grad(set_to_none=True)
+    # The first batch sets things up; of the others the fastest was disturbed least.
     return at_once * seq_len / min(seconds[1:])
 
 

@@ -64,6 +64,7 @@ def obs(weight: Float[Tensor, "m d"], gram: Gram, *, units: int, keep: int) -> F
     if weight.shape[1] % units or not 0 < keep <= units:
         raise OptionError(f"{weight.shape[1]} columns are not {units} units of which {keep} stay")
     removed = removal_order(weight, gram.xx, units, keep)
+    # Order of removal → a score for every column; units that stay keep the number of steps.
     steps = torch.full((units,), len(removed))
     steps[removed] = torch.arange(len(removed))
     return steps.repeat_interleave(weight.shape[1] // units).to(gram.xx)
@@ -76,7 +77,7 @@ def removal_order(
     keep: int,
     panel: int = PANEL,
 ) -> list[int]:
-    """The units that go, first to last.
+    """Return the units that go, first to last.
 
     Args:
         weight: `W₀`.
@@ -95,7 +96,7 @@ def removal_path(
     keep: int,
     panel: int = PANEL,
 ) -> list[tuple[int, float]]:
-    """The units that go, first to last, and what each costs once the rest is refitted.
+    """Return the units that go, first to last, and what each costs once the rest is refitted.
 
     Costs are squares of outputs, summed over the tokens of the Gram, with the ridge's share, in
     units of the path's own. Arguments and errors are those of `removal_order`.
@@ -104,6 +105,8 @@ def removal_path(
         raise NumericalError("the weight holds NaN or Inf")
     if keep == units:
         return []
+    # Panels of columns, or single units of several columns, until `keep` are left. The last removal
+    # needs no update of A and N.
     rest = _Rest.of(weight, G, units)
     path: list[tuple[int, float]] = []
     while True:
@@ -147,6 +150,7 @@ class _Rest:
         Costs are only compared, so the weight is measured in units of its own.
         """
         d = len(G)
+        # A = (G/u + λI)⁻¹ and N = W₀ᵀW₀, rows of W₀ strip by strip
         A, ridge = regularized_inverse(G, RIDGE)
         N, unit = torch.zeros_like(A), power_of_two(weight)
         for rows in weight.split(_STRIP):
@@ -157,7 +161,7 @@ class _Rest:
         return cls(A, N, d // units, RIDGE / (d * ridge * (1 + RIDGE)), names, stays)
 
     def panel(self, steps: int) -> Removal:
-        """The next columns to go, of units of one column."""
+        """Find the next columns to go, where a unit is one column."""
         A, N = self.A, self.N
         L, U = A.new_empty(steps, len(A)), A.new_empty(steps, len(A))
         a, w = A.diagonal().clone(), N.diagonal().clone()  # A_jj and ‖W_j‖² of every column
@@ -168,10 +172,12 @@ class _Rest:
             j = _cheapest((w / a).masked_fill_(out, torch.inf))
             costs[t] = w[j] / a[j]
             root, half = a[j].sqrt(), w[j] / a[j] / 2
+            # Row j of A and of N as they are after the t removals of this panel → L_t, V_t, U_t
             l_j, u_j = L[:t, j], U[:t, j]
             L[t] = (_rows(A, j, j + 1)[0] - l_j @ L[:t]) / root
             V = (_rows(N, j, j + 1)[0] - u_j @ L[:t] - l_j @ U[:t]) / root
             U[t] = V - half * L[t]
+            # Diagonals only: A_jj − L_tj² and N_jj − 2 U_tj L_tj. The rest is updated at the end.
             a = (a - L[t].square()).clamp_min_(self.least)
             w = (w - 2 * U[t] * L[t]).clamp_min_(0)
             out[j] = True
@@ -179,14 +185,16 @@ class _Rest:
         return gone, costs.tolist(), L, U
 
     def group(self) -> Removal:
-        """The next unit of several columns to go."""
+        """Find the next unit to go, where it has several columns."""
         A, N, c = self.A, self.N, self.width
         starts = range(0, len(A), c)
+        # A_gg = C Cᵀ for all units at once → costs tr(A_gg⁻¹ N_gg)
         C = torch.linalg.cholesky(torch.stack([_diagonal_block(A, i, i + c) for i in starts]))
         N_gg = torch.stack([_diagonal_block(N, i, i + c) for i in starts])
         costs = torch.cholesky_solve(N_gg, C).diagonal(dim1=1, dim2=2).sum(dim=1)
         g = _cheapest(costs.clamp_min_(0))
         here = slice(g * c, (g + 1) * c)
+        # The cheapest unit's L = C⁻¹ A_g:, V = C⁻¹ N_g:, K = V_:g C⁻ᵀ, U = V − ½ K L
         L = _divided(_rows(A, here.start, here.stop), C[g])
         V = _divided(_rows(N, here.start, here.stop), C[g])
         K = _divided(V[:, here].T, C[g])
@@ -199,6 +207,7 @@ class _Rest:
         _add(self.N, L, U, -1)
         self.stays[gone] = False
         if self.width > 1 or int(self.stays.sum()) < CROWDED * len(self.stays):
+            # Products over columns that went are wasted; to drop them is a pass over both matrices.
             columns = self.stays.repeat_interleave(self.width).nonzero().flatten()
             self.A = _dropped(self.A, columns.to(self.A.device))
             self.N = _dropped(self.N, columns.to(self.N.device))
@@ -212,7 +221,7 @@ def _cheapest(costs: Float[Tensor, " n"]) -> int:
 
 
 def _rows(S: Float[Tensor, "n n"], start: int, stop: int) -> Float[Tensor, "c n"]:
-    """Whole rows of the symmetric matrix of which S holds the lower triangle."""
+    """Return whole rows of the symmetric matrix of which S holds the lower triangle."""
     block = _diagonal_block(S, start, stop)
     return torch.cat([S[start:stop, :start], block, S[stop:, start:stop].T], dim=1)
 
@@ -232,6 +241,7 @@ def _add(
 ) -> None:
     """`S ← S + factor · XᵀY`, in the lower triangle."""
     for i in range(0, len(S), _STRIP):
+        # Left of the strip's last column only: nothing reads the upper triangle.
         j = i + _STRIP
         S[i:j, :j].addmm_(X[:, i:j].T, Y[:, :j], alpha=factor)
 

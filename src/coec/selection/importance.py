@@ -20,6 +20,7 @@ def standardised(weight: Float[Tensor, "m d"], gram: Gram, units: int) -> Float[
 
     Source: FLAP's AL-AM (An et al. 2024).
     """
+    # WIFV scores → deviations from their mean, over the unbiased standard deviation of the site
     scores = unit_scores(flap(weight.to(gram.xx), gram), units).double().cpu()
     deviations = scores - scores.mean()
     spread = deviations.square().sum().div(max(units - 1, 1)).sqrt()
@@ -28,20 +29,22 @@ def standardised(weight: Float[Tensor, "m d"], gram: Gram, units: int) -> Float[
 
 
 def error_saved(costs: Sequence[float], keep: int) -> Float[Tensor, " u"]:
-    """Return by how much the output error falls for each unit that stays, best first.
+    """Return by how much every unit that stays lowers the output error, the best unit first.
 
-    In units of what the removal of all but `keep` costs; where that costs nothing, a unit is worth
-    nothing either, or ∞ if its own removal costs anything. Where one costs less than one before it,
-    those between are removed together or not at all, at their mean cost: the path is replaced by
-    its convex hull. The last unit, which always stays, is worth ∞. float64, on the CPU.
+    The unit is the error at the width `keep`; where that is 0, a unit is worth 0 too, or ∞ if its
+    own removal costs anything. Where a removal costs less than one before it, those between count
+    at their mean cost: the path is replaced by its convex hull. The last unit, which always stays,
+    is worth ∞. float64, on the CPU.
 
     Args:
         costs: of every removal down to the last unit, as `removal_path` returns them.
         keep: how many units are left when the error is 1.
     """
+    # Costs in the order of removal → their convex hull → shares of the error at `keep` units
     rising = torch.tensor(_rising(costs), dtype=torch.float64)
     error = float(rising[: len(costs) + 1 - keep].sum())
     # Over an error of 0 anything is ∞; 0 over it counts as 0.
+    # Removal order is worst unit first; reversed, the last unit to go is the best.
     saved = (rising / error if error > 0 else torch.where(rising > 0, torch.inf, 0.0)).flip(0)
     return torch.cat([torch.full((1,), torch.inf, dtype=torch.float64), saved])
 
@@ -51,6 +54,8 @@ def _rising(costs: Sequence[float]) -> list[float]:
     runs: list[tuple[float, int]] = []
     for cost in costs:
         total, count = cost, 1
+        # Pool adjacent violators: a run whose mean is no less than the next one's joins it. The
+        # means are compared by products, so that nothing is divided.
         while runs and runs[-1][0] * count >= total * runs[-1][1]:
             before, number = runs.pop()
             total, count = total + before, count + number

@@ -1,7 +1,7 @@
 """Column scores: higher means keep; how many units stay, and which (METHODS §§1, 3).
 
-A score is any callable `(weight, gram) -> scores`, one number per input column of the consumer.
-Those of `units`, `keep` and `seed` that it declares it is given by keyword. Add one by writing the
+A score is any callable `(weight, gram) -> scores`, one number per input column of the consumer. It
+is given `units`, `keep` and `seed` by keyword, as far as it declares them. Add one by writing the
 function and listing it here.
 """
 
@@ -108,7 +108,7 @@ SELECTIONS: dict[str, Score] = {
 
 
 def resolve(selection: str) -> Score:
-    """The score of that name; raises OptionError with the known names."""
+    """Return the score of that name; raises OptionError with the known names."""
     if selection not in SELECTIONS:
         raise OptionError(f"unknown selection '{selection}'; known: {', '.join(SELECTIONS)}")
     return SELECTIONS[selection]
@@ -133,7 +133,7 @@ def column_scores(
 
 
 def unit_scores(scores: Float[Tensor, " d"], units: int) -> Float[Tensor, " u"]:
-    """The score of a unit of consecutive columns is the sum over its columns."""
+    """Sum the scores of columns to those of units, each of as many consecutive columns."""
     return scores.reshape(units, -1).sum(dim=1)
 
 
@@ -143,6 +143,7 @@ def kept_count(units: int, sparsity: float) -> int:
     Binary arithmetic makes ⌈(1 − 0.7) · 10⌉ = 4; it is 3.
     """
     check_sparsity(sparsity)
+    # repr gives the shortest decimal number of the float, which is the one that was written.
     return max(1, math.ceil((1 - Fraction(repr(float(sparsity)))) * units))
 
 
@@ -154,5 +155,6 @@ def keep_highest(scores: Float[Tensor, " u"], count: int) -> KeptSet:
     """
     if torch.isnan(scores).any():
         raise NumericalError("a selection score is NaN")
+    # A stable sort keeps equal scores in the order of their indices.
     order = torch.argsort(scores, descending=True, stable=True)
     return KeptSet(order[:count].sort().values, len(scores))

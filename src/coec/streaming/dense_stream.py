@@ -97,6 +97,7 @@ class DenseStream:
         size = batch_size(windows.shape[1])
         fit = windows.split(size)
         self._fit_batches = len(fit)
+        # Validation windows come last, in batches of their own: no batch belongs to both sums.
         self._batches = fit if holdout is None else fit + holdout.split(size)
         self.states: list[State] = []
 
@@ -124,6 +125,7 @@ class DenseStream:
         """
         self._layers.load(block, tensors)
         middle, end = self._fit_batches, len(self._batches)
+        # Every batch once through the block; a hook sums the inputs of its consumers on the way.
         for windows, numbers in (("fit", range(middle)), ("held", range(middle, end))):
             with ExitStack() as hooks:
                 if sums is not None and numbers:
@@ -138,6 +140,7 @@ class DenseStream:
 
         Blocks in `skip` are only passed through; nothing runs behind the last that is yielded.
         """
+        # Every block before the last one asked for is passed through, measured or not.
         indices = [b.index for b in self._dense.layout.blocks if b.index not in skip]
         if not indices:
             return
@@ -149,6 +152,7 @@ class DenseStream:
             if self._progress:
                 self._progress("calibrating", next(counter), total)
 
+        # The block after this one is read meanwhile; without sums it is only passed through.
         with Prefetcher(self._dense, last=indices[-1]) as ahead:
             for block in blocks:
                 tensors = ahead.tensors(block)
@@ -182,6 +186,7 @@ def summed_inputs(
         sums[site.name].update(inputs, of_rows)
 
     def add_routed(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        # Weights of the tokens that the expert gets, in the order of its rows.
         for expert, token, inputs, norms in routed_inputs(module, args):  # some get no token
             of_rows = None if weights is None else weights.flatten().to(token.device)[token]
             add(routed[expert], inputs, of_rows)
@@ -209,10 +214,10 @@ def batch_size(length: int, windows: int | None = None) -> int:
 
 
 def first_windows(windows: Int[Tensor, "n length"], tokens: int) -> Int[Tensor, "m length"]:
-    """Return the first windows, of no more tokens than that, but one in any case."""
+    """Return the first windows, as many as hold no more than `tokens` tokens, and one at least."""
     return windows[: max(1, tokens // windows.shape[1])]
 
 
 def in_parts(items: Sequence[Item], count: int) -> list[Sequence[Item]]:
-    """Consecutive items in so many parts of about equal size, some empty where there are fewer."""
+    """Split items into `count` runs of about equal length; some are empty where items are fewer."""
     return [items[n * len(items) // count : (n + 1) * len(items) // count] for n in range(count)]

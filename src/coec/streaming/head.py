@@ -106,6 +106,7 @@ class Head:
         self._device = device
         model: Any = dense.skeleton(dtype).requires_grad_(requires_grad=False)
         compute_buffers(model, device)
+        # No layers: a stand-in hands the final norm and the head whatever states are given.
         self._given = _Given(model.base_model.layers[0])
         model.base_model.layers = nn.ModuleList([self._given])
         layout = dense.layout
@@ -123,6 +124,7 @@ class Head:
     def _returns_all(self) -> bool:
         """Return whether the model takes a layer's output itself, and not the first of a tuple."""
         norm = self._model.base_model.norm
+        # Models and releases differ in what a layer returns: one run on two tokens tells.
         self._given.state = torch.ones(1, 2, len(self.norm)).to(norm.weight)
         try:
             out = self._model.base_model(inputs_embeds=self._given.state, use_cache=False)
@@ -185,6 +187,7 @@ class Head:
         runs = [states.flatten(0, 1).split(size) for states in (state, dense)]
         total, gradients = torch.zeros((), device=self._device), list[Tensor]()
         for run, dense_run in zip(*runs, strict=True):
+            # Dense states → log q, no derivatives; pruned states → log p → KL(q ‖ p), ∂KL/∂states
             with torch.no_grad():
                 log_q = self._logits(dense_run, None).log_softmax(dim=-1)
             inputs = run.detach().to(self.norm).requires_grad_(state.requires_grad)
@@ -196,6 +199,8 @@ class Head:
                 gradients += torch.autograd.grad(value, inputs)
         if not gradients:
             return total
+        # A term of value 0 whose derivative by `state` is the one taken above: autograd goes on
+        # from there without the logits.
         by_state = torch.cat(gradients).view_as(state)
         return total + ((state - state.detach()) * by_state).sum()
 

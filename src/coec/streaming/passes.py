@@ -105,7 +105,7 @@ class BlockSource(ABC):
                 progress("solving", index + 1, len(self._dense.layout.blocks))
 
     def windows_of(self, run: Run) -> tuple[Tensor, Tensor | None]:
-        """Return the windows that a run fits, no more than its recipe says; and all held out."""
+        """Return the windows that a run is fitted on, as its recipe says, and those held out."""
         fit, held_windows = self.windows_of_text()
         held_out = 0 if held_windows is None else len(held_windows)
         return fit[: run.recipe.calibration.windows - held_out], held_windows
@@ -155,6 +155,8 @@ class DensePass(BlockSource):
             self.windows = Windows.of_record(ids, journal.facts(_TEXT))
         else:
             self.windows = windows = self.draw(progress)
+            # Sampled text and a measured choice cost time, and are kept for a resume; windows that
+            # are cut from a text are cut again.
             if self._calibration.written or windows.bos_cross_entropy:
                 journal.put(
                     _TEXT,
@@ -239,7 +241,7 @@ class Backend:
 
 
 def expect_unchanged(journal: Journal, dense: Dense, source: BlockSource) -> None:
-    """Have the dense model compared, as it is read, with the one that pieces were made of.
+    """Compare the dense model, as it is read, with the one that finished pieces were made of.
 
     Where it was changed since, reading its weights raises ModelError.
     """

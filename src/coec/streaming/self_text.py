@@ -21,8 +21,9 @@ from coec.settings.fields import nth_seed
 MOST = 128
 """Windows that are sampled at once, at most."""
 _SHARE = 0.8
-"""Of free memory, what the windows that are sampled at once may take."""
+"""Share of free memory that the windows which are sampled at once may take."""
 LOGIT_COPIES = 6
+"""Copies of a window's logits, in float32, that sampling is counted to hold."""
 
 
 def window_bytes(shape: Shape, vocabulary: int, seq_len: int, itemsize: int) -> int:
@@ -31,6 +32,7 @@ def window_bytes(shape: Shape, vocabulary: int, seq_len: int, itemsize: int) -> 
     Keys and values of all layers; of one layer a second time while they grow, and repeated for the
     query heads that share them; and copies of the logits in float32.
     """
+    # Keys and values of one layer
     layer = 2 * shape.kv_heads * shape.head_dim * seq_len * itemsize
     return layer * (shape.layers + 1 + shape.group) + 4 * LOGIT_COPIES * vocabulary
 
@@ -87,6 +89,7 @@ def sample_from_model(
     with torch.no_grad(), _plain_generation(model) as ends:
         for first in range(0, samples, at_once):
             numbers = range(first, min(first + at_once, samples))
+            # A generator for every window, so that its numbers do not depend on the others.
             generators = [
                 torch.Generator(model.device).manual_seed(nth_seed(seed, n)) for n in numbers
             ]
@@ -141,6 +144,8 @@ class _Draw(LogitsProcessor):
     def __call__(
         self, input_ids: Int[Tensor, "n length"], scores: Float[Tensor, "n v"]
     ) -> Float[Tensor, "n v"]:
+        # argmax p_i / E_i with exponential E_i draws token i with probability p_i: greedy decoding
+        # of these "logits" samples.
         probabilities = scores.softmax(dim=-1)
         if not torch.isfinite(probabilities).all():
             raise CalibrationError(
@@ -148,6 +153,7 @@ class _Draw(LogitsProcessor):
                 "float32 or bfloat16 (forward_dtype=NAME)"
             )
         for row, generator in zip(probabilities, self.generators, strict=True):
+            # One row at a time, each from its own generator.
             row /= torch.empty_like(row).exponential_(generator=generator)
         return probabilities
 
@@ -166,6 +172,7 @@ def _drawn(
     else:
         first = [torch.randint(vocabulary, (1, 1), generator=g, device=device) for g in generators]
         prompt = torch.cat(first)
+    # No sampling here: the processor has drawn already, and generate takes the largest.
     ids: Tensor = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),

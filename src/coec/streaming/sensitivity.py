@@ -69,6 +69,7 @@ class Sensitivity:
         batches = windows.split(step_tokens(windows.shape[1]) // windows.shape[1])
         self._layers = Layers(dense, device=device, dtype=dtype)
         self._dense = self._layers.embed(batches, dense.tensor(dense.layout.embedding))
+        # All models share the embedding, so that their states begin as the same tensors.
         self._changed = dict.fromkeys(_RULE, self._dense)
         self._inputs: dict[int, dict[float, list[State]]] = {}
         self._repaired: dict[int, dict[str, RepairedConsumer]] = {}
@@ -89,6 +90,7 @@ class Sensitivity:
         """
         self._layers.load(block, tensors)
         repaired = {key: consumer.to(self._dtype) for key, consumer in repaired.items()}
+        # Kept for the way back, which runs the block again to differentiate it.
         self._inputs[block.index], self._repaired[block.index] = dict(self._changed), repaired
         self._dense = [self._layers.advance(block.index, state) for state in self._dense]
         for share, states in self._changed.items():
@@ -108,6 +110,7 @@ class Sensitivity:
             NumericalError: the pruned model predicts nothing finite.
         """
         head = Head(self._model, device=self._device, dtype=self._dtype)
+        # KL behind the last block → ∂KL/∂h, for both shares of the way
         gradients: dict[float, list[Tensor]] = {}
         divergence = 0.0
         for share, states in self._changed.items():
@@ -119,6 +122,7 @@ class Sensitivity:
                 divergence += float(total.detach())
         costs: dict[str, float] = {}
         blocks = self._model.layout.blocks
+        # ∂KL/∂h behind every block → before it; hooks add up the costs of its sites
         for passed, block in enumerate(reversed(blocks), start=1):
             self._back(block, gradients, costs)
             if progress:
@@ -141,11 +145,13 @@ class Sensitivity:
         for share, behind in gradients.items():
             before = list[Tensor]()
             with self._replaced(block, repaired, share) as dense, ExitStack() as hooks:
+                # Every pruned consumer notes the change of its output; its derivative follows.
                 for key, (module, parameters) in dense.items():
                     noting = functools.partial(_note_cost, costs, key, parameters, share)
                     hooks.callback(module.register_forward_hook(noting).remove)
                 for before_block, gradient in zip(inputs[share], behind, strict=True):
                     state = before_block.to(self._device).requires_grad_()
+                    # h → F(h) → (∂F/∂h)ᵀ ∂KL/∂F(h)
                     out = self._layers.call(self._layers.modules[block.index], block.index, state)
                     before += torch.autograd.grad(out, state, gradient.to(out))
             gradients[share] = before
@@ -190,6 +196,8 @@ def _note_cost(
     out: Tensor,
 ) -> None:
     """Add ⟨derivative by a consumer's output, its whole change⟩, weighted, once that is known."""
+    # On the way by `share`, W is W₀ + share (W̃ − W₀): divided by it, the output's change is the
+    # whole one, δ = (W̃ − W₀) x.
     change = (out.detach() - F.linear(args[0].detach(), *dense)) / share
 
     def add(gradient: Tensor) -> None:

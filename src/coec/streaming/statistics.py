@@ -138,6 +138,7 @@ class Statistics:
         Raises:
             CalibrationError: a file is missing or damaged.
         """
+        # Windows were set apart either by the user or because tokens were few.
         held_out = self.made_with.get("holdout") or self.made_with.get("judging")
         subsets = [FIT, HELD_OUT] if held_out else [FIT]
         for block in dense.layout.blocks:
@@ -183,6 +184,7 @@ def finish(
     """Write what makes a folder of blocks complete; arguments as in `Statistics`."""
     journal.put(WINDOWS, journal.new / WINDOWS, lambda p: write_tensors({"input_ids": windows}, p))
     values = (calibration, made_with, settings, made_of, journal.recorded())
+    # The seal is taken of what a reader will parse: JSON has lists where this record has tuples.
     record = dict(zip(_PARTS, values, strict=True))
     write_json(journal.new / RECORD, {**record, _SEAL: seal(json.loads(json.dumps(record)))})
 
@@ -210,6 +212,7 @@ def block_file(index: int) -> str:
 
 def _read_gram(file: Any, counts: _Counts, name: str) -> Gram:
     """Return a Gram of an open file; raises ValueError, KeyError or a CoecError if damaged."""
+    # Statistics of versions that did not score experts have no third number.
     tokens, precision, norms = [*counts[name], None][:3]
     if not isinstance(tokens, int) or not 0 <= precision < 1:
         raise ValueError(f"{tokens} tokens, and a precision of {precision}")

@@ -16,10 +16,11 @@ def squares_of(state: Float[Tensor, "n length h"]) -> Float[Tensor, "n length"]:
 
 
 def least_square(squares: Iterable[Float[Tensor, "n length"]]) -> float:
-    """Return the lower bound on mean squares by which tokens are weighted."""
+    """Return the least mean square that a token's weight is computed from."""
     return _SMALLEST * float(torch.cat([batch.flatten() for batch in squares]).median())
 
 
 def token_weights(squares: Float[Tensor, "n length"], floor: float) -> Float[Tensor, "n length"]:
     """Return the weights of tokens, not yet of mean 1: the inverse of their mean squares."""
+    # The floor is 0 where half of the states are 0: 1 keeps weights finite.
     return 1 / squares.clamp_min(floor or 1.0)

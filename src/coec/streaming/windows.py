@@ -56,6 +56,7 @@ def window_maker(
 
     def make(device: torch.device, dtype: torch.dtype, progress: Progress | None) -> Windows:
         windows = None if text is None else text(device, dtype, progress)
+        # Only sampling needs the whole network in memory; everywhere else a block will do.
         with _room_for_all(device, added=bool(added)):
             network = dense.network(device, dtype, noted=True)
             drawn = sample_from_model(
@@ -110,6 +111,7 @@ def start_entropies(
         progress: called with ("measuring bos", done, blocks).
     """
     length = min(_MEASURED_LENGTH, windows.shape[1] - start)
+    # Windows of the same text twice: behind the start, and without it.
     behind = first_windows(windows[:, :length], MEASURED_TOKENS)
     without = windows[: len(behind), start : start + length]
     stream = DenseStream(dense, torch.cat([behind, without]), device=device, dtype=dtype)
@@ -122,6 +124,7 @@ def start_entropies(
                 progress("measuring bos", block.index + 1, len(blocks))
     states = torch.cat(stream.states)
     head = Head(dense, device=device, dtype=dtype)
+    # As model and baseline, both over the text that follows the start.
     prediction = head.predicted(
         states[: len(behind), start:], states[len(behind) :, : length - start], behind[:, start:]
     )
@@ -137,6 +140,7 @@ def _streams(
     """Read every source of one text or mixture once, as far as all the calibrations need."""
     streams = []
     for alike in zip(*map(by_source, calibrations), strict=True):
+        # One reading serves all calibrations of a sweep: as long as the longest needs.
         most_tokens = max(portion.samples * window_length(portion, dense) for portion in alike)
         streams.append(text_stream(dense, alike[0], runtime, CHOICE * most_tokens, progress))
     return streams

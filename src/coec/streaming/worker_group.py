@@ -94,6 +94,7 @@ class LocalGroup(WorkerGroup):
         return work(), None
 
     def bring_to(self, index: int, finished: Finished) -> None:
+        # Blocks solved in an earlier run are passed through with the weights that were written.
         for passed in range(self.streams.rewind(index), index):
             self.streams.advance(passed, tensors_of(finished, passed))
 
