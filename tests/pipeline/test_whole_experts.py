@@ -395,6 +395,16 @@ def test_what_reads_kept_units_refuses_whole_experts_in_one_line(mixtral, folder
         coec.export(tmp_path / "out", tmp_path / "out.gguf")
 
 
+def test_trained_experts_are_not_taken_for_copies_whatever_their_numbers(
+    mixtral, folders, tmp_path
+):
+    mixtral(tmp_path / "out", expert_sparsity=0.25, reconstruct=1, reconstruct_rate=0.05)
+    pair = ModelPair.open(folders[0]["mixtral"], tmp_path / "out")
+    experts = [site for site in pair.layout.sites if site.routed]
+    assert any(site.name.endswith("3") for site in experts)  # of another number where three stay
+    assert not any(pair.reads_the_same(site) for site in experts)
+
+
 def test_kept_experts_that_do_not_fit_are_refused(mixtral, folders, tmp_path):
     mixtral(tmp_path / "out", expert_sparsity=0.25)
     path = tmp_path / "out/coec/kept.safetensors"

@@ -94,9 +94,13 @@ class ModelPair:
 
     def reads_the_same(self, site: Site) -> bool:
         """True if all direct inputs of the consumer are still copied rows of the dense model."""
-        return not self.trained or all(
-            self._copied(site, rows) for rows in site.producers if rows.tensor in self.pruned.files
-        )
+        if not self.trained:
+            return True
+        smaller = self.smaller[site.key]
+        # By names within the sublayer: experts that stay have other numbers where some went.
+        stored = {_within(smaller, p) for p in smaller.producers if p.tensor in self.pruned.files}
+        producers = [rows for rows in site.producers if _within(site, rows) in stored]
+        return all(self._copied(site, rows) for rows in producers)
 
     def _copied(self, site: Site, rows: Rows) -> bool:
         """True if the kept rows of a producer are those of the dense model."""
