@@ -7,7 +7,7 @@ BIN := .venv/bin
 CODE := src tests tools benchmarks
 
 # The matrices here are small: one thread is about as fast as two, and does not spin at barriers
-# while another process holds the core, which costs a factor of ten (docs/LOG.md).
+# while another process holds the core, which costs a factor of ten (docs/lab/LOG.md).
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
@@ -111,16 +111,16 @@ format: .venv/ready  ## mend format and what lint can mend
 bench: .venv/ready-bench  ## speed against peers and floors; parts need ../shared or a GPU (hours)
 	@$(BIN)/python -m benchmarks.run
 
-real: .venv/ready  ## the presets and their peers on a real model, docs/RESULTS.md (needs ../shared; fetches 93 MB; hours)
+real: .venv/ready  ## the presets and their peers on a real model, docs/lab/RESULTS.md (needs ../shared; fetches 93 MB; hours)
 	@$(BIN)/python -m benchmarks.real
 
-results: .venv/ready  ## the paper's experiments on small trained models, docs/SMALL_MODELS.md (needs ../shared)
+results: .venv/ready  ## the paper's experiments on small trained models, docs/lab/SMALL_MODELS.md (needs ../shared)
 	@$(BIN)/coec sweep benchmarks/grids/small-models.toml results --jobs 2
 	@$(BIN)/coec report results --compare paper
 	@$(BIN)/coec sweep benchmarks/grids/zero-shot.toml results-zero-shot --jobs 2
 	@$(BIN)/coec report results-zero-shot --compare paper
 
-results-beyond: .venv/ready  ## the presets beside every repair, docs/SMALL_MODELS.md (needs ../shared; hours)
+results-beyond: .venv/ready  ## the presets beside every repair, docs/lab/SMALL_MODELS.md (needs ../shared; hours)
 	@$(BIN)/coec sweep benchmarks/grids/beyond.toml results-beyond --jobs 2
 	@$(BIN)/coec report results-beyond
 

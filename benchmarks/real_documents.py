@@ -1,4 +1,4 @@
-"""What README and docs/RESULTS.md show of the real model, from the rows that are kept.
+"""What README and docs/lab/RESULTS.md show of the real model, from the rows that are kept.
 
     python -m benchmarks.real_documents
 
@@ -65,7 +65,7 @@ def documents(rows: Rows) -> dict[str, dict[str, str]]:
     """Return what stands between the marks of every document."""
     every = tables(list(rows.values()), "cpu").strip()
     blocks = {"real": every, "real main": main_table(rows), "real ablation": ablation(rows)}
-    return {"README.md": {"real": readme(rows)}, "docs/RESULTS.md": blocks}
+    return {"README.md": {"real": readme(rows)}, "docs/lab/RESULTS.md": blocks}
 
 
 def replaced(text: str, mark: str, content: str) -> str:

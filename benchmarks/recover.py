@@ -31,7 +31,7 @@ from benchmarks.presets import WINDOWS, spent
 
 FRESH = {"tinystories": "train.txt", "wikitext-2": "train.tokens.txt"}
 SPEED = {"stories260K": 6000, "babyllama-1M": 3600, "wt2-llama": 1800}
-"""Tokens per CPU second, about, on the machine of docs/SMALL_MODELS.md."""
+"""Tokens per CPU second, about, on the machine of docs/lab/SMALL_MODELS.md."""
 STARTS = ("none", "paper", "fast", "best", "fast, by block", "best, by block")
 PRESETS = {
     "none": ("fast", "--no-propagate", "--compensation", "none"),

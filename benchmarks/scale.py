@@ -1,6 +1,6 @@
-"""Plans for models of 70 to 405 billion parameters on a GPU: the table of docs/SCALE.md.
+"""Plans for models of 70 to 405 billion parameters on a GPU: the table of docs/lab/SCALE.md.
 
-    python -m benchmarks.scale [--write docs/SCALE.md]
+    python -m benchmarks.scale [--write docs/lab/SCALE.md]
 
 Nothing is measured: sizes are those of public configurations. `--write` replaces the table in the
 document, between two comments.

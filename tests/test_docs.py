@@ -21,7 +21,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "docs/GUIDE.md").read_text(encoding="utf-8")
 METHODS = (ROOT / "docs/METHODS.md").read_text(encoding="utf-8")
 DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")]
-DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
 
 
 def fenced(language: str, text: str = GUIDE) -> list[str]:

@@ -19,7 +19,7 @@ from coec.calibration import sources
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *(f"docs/{name}.md" for name in (
-    "GUIDE", "QUANTISE", "RECOVER", "SERVE", "EVALUATION", "EXPERIMENTS", "SCALE",
+    "GUIDE", "QUANTISE", "RECOVER", "SERVE", "EVALUATION", "lab/EXPERIMENTS", "lab/SCALE",
 ))]  # fmt: skip
 PYTHON = ["README.md", "docs/GUIDE.md",
           pytest.param("docs/QUANTISE.md", marks=pytest.mark.chains)]  # fmt: skip

@@ -17,7 +17,7 @@ PAGES = {"README.md": "index.md"} | {
     name: name for name in ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
 }
 """Files at the root, and the pages that they become."""
-_PICTURE = re.compile(r"\]\((?:\.\./)?(benchmarks/results/[\w-]+\.png)\)")
+_PICTURE = re.compile(r"\]\((?:\.\./)*(benchmarks/results/[\w-]+\.png)\)")
 _ABOVE = re.compile(r"\]\(\.\./([\w./#-]+)\)")
 _BELOW = re.compile(r"\]\(docs/([\w./#-]+)\)")
 
@@ -26,7 +26,8 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are not in docs/, and the pictures of all pages."""
     texts = {page: (ROOT / name).read_text(encoding="utf-8") for name, page in PAGES.items()}
     texts |= {"commands.md": commands(), "python.md": python()}
-    shown = "".join([*texts.values(), *(path.read_text() for path in (ROOT / "docs").glob("*.md"))])
+    documents = (path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
+    shown = "".join([*texts.values(), *documents])
     for page, text in texts.items():
         files.append(File.generated(config, page, content=text))
     for picture in set(_PICTURE.findall(shown)):
@@ -34,8 +35,10 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **unused: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **unused: Any) -> str:
     """Make links to other folders links within the site."""
+    if page.file.src_uri.startswith("lab/"):
+        return markdown.replace("](../../", "](../").replace("](../README.md", "](../index.md")
     within = _BELOW.sub(r"](\1)", _ABOVE.sub(r"](\1)", markdown))
     return within.replace("](README.md", "](index.md")
 

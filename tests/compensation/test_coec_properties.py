@@ -18,7 +18,7 @@ from coec.types import Gram, KeptSet
 pytestmark = pytest.mark.unchecked  # thousands of solves
 FEW, EXAMPLES = 30, int(os.environ.get("COEC_EXAMPLES", "300"))
 """Cases of the first property in every run, and where many are asked for (`make slow`); more with
-COEC_EXAMPLES=5000 (docs/LOG.md)."""
+COEC_EXAMPLES=5000 (docs/lab/LOG.md)."""
 
 ALPHA, LAMBDA = 0.9, 50.0
 

@@ -54,7 +54,7 @@ STEADY = {
 """An allocator that keeps nothing of what is freed: what is counted is what the program holds.
 
 Left alone, glibc moves its threshold with what was freed before, and two runs of one program differ
-by up to a block (docs/LOG.md); `hand_back` has a test of its own."""
+by up to a block (docs/lab/LOG.md); `hand_back` has a test of its own."""
 HIDDEN, FFN, ROOM = 1024, 512, 256 * 2**20
 BLOCK = 4 * (4 * HIDDEN**2 + 3 * HIDDEN * FFN)
 """Bytes of a block."""

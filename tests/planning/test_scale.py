@@ -1,4 +1,4 @@
-"""The table of docs/SCALE.md is the one that the command makes."""
+"""The table of docs/lab/SCALE.md is the one that the command makes."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import record, scale
 
-DOCUMENT = (Path(__file__).resolve().parents[2] / "docs/SCALE.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).resolve().parents[2] / "docs/lab/SCALE.md").read_text(encoding="utf-8")
 MODELS = [
     pytest.param(name, marks=[pytest.mark.slow] * (name != "Llama-3-70B")) for name in scale.MODELS
 ]

@@ -24,7 +24,7 @@ from coec.types import KeptSet, SiteProblem, SiteResult
 
 RESOLVED, SPREAD, AGREE = 0.02, 2.0**16, 0.01
 """What a descent in float32 is trusted with: relative errors above, ratios of weights to outputs
-below, and a difference between its error and that in float64 below (docs/LOG.md)."""
+below, and a difference between its error and that in float64 below (docs/lab/LOG.md)."""
 
 ALIGNED = ("penalties_per_round", "objectives_per_round", "alignment_before", "alignment_after")
 """Diagnostics that only an aligned descent has."""

@@ -10,11 +10,12 @@ from coec.compensation.objective import kept_columns, relative_errors
 from coec.types import Gram, KeptSet, SiteResult
 
 FEW = 8
-"""Tokens for every fitted column from which on a compensation is taken as it is (docs/LOG.md)."""
+"""Tokens for every fitted column from which on a compensation is taken as it is
+(docs/lab/LOG.md)."""
 
 PLENTY = 64
 """Tokens for every fitted column up to which a doubling of the text took 2 to 5 % off the error of
-a real model's consumer on other windows (docs/LOG.md)."""
+a real model's consumer on other windows (docs/lab/LOG.md)."""
 
 
 def few(tokens: float, columns: int) -> bool:

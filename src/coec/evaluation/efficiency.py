@@ -1,4 +1,4 @@
-"""The cost of running a model, by its configuration alone and measured (docs/ANALYSIS.md)."""
+"""The cost of running a model, by its configuration alone and measured (docs/lab/ANALYSIS.md)."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""Rotation of one weight's frames by pruning and compensation (docs/ANALYSIS.md)."""
+"""Rotation of one weight's frames by pruning and compensation (docs/lab/ANALYSIS.md)."""
 
 from dataclasses import dataclass
 

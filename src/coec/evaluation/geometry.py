@@ -1,4 +1,4 @@
-"""Frames of every pruned module, one tensor at a time, and their summary (docs/ANALYSIS.md)."""
+"""Frames of every pruned module, one tensor at a time, and their summary (docs/lab/ANALYSIS.md)."""
 
 import statistics
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Grids: TOML files that name many prunings (docs/EXPERIMENTS.md).
+"""Grids: TOML files that name many prunings (docs/lab/EXPERIMENTS.md).
 
 A list is an axis; the cells are the product of all axes, once for every entry of `variants`.
 """

@@ -23,10 +23,10 @@ SMALL = 1e-3
 """Below this fraction of the output's energy an objective is not worth relative precision."""
 
 MULTIPLIER, MULTIPLIER_STEPS = 0.03, 40
-"""How well a preconditioned direction is made tangent before it is projected (see docs/LOG.md)."""
+"""How well a preconditioned direction is made tangent before it is projected (docs/lab/LOG.md)."""
 
 SHIFT = 0.05
-"""The preconditioner's ε, relative to the mean of the Hessian's diagonal (see docs/LOG.md)."""
+"""The preconditioner's ε, relative to the mean of the Hessian's diagonal (see docs/lab/LOG.md)."""
 
 WORKING = torch.float32
 """The preconditioner's dtype."""

@@ -205,7 +205,7 @@ Problem = RightProblem | JointProblem
 """What the conjugate gradient minimises."""
 
 SLACK = 1e-3
-"""How soft a plane may be at most, relative to its curvature with U held (see docs/LOG.md)."""
+"""How soft a plane may be at most, relative to its curvature with U held (see docs/lab/LOG.md)."""
 
 FLOOR = 5e-4
 """And relative to the mean of the Hessian's diagonal."""

@@ -87,8 +87,8 @@ def _is_semidefinite(G: Float[Tensor, "d d"]) -> bool:
 def rounding_level(values: Float[Tensor, " n"]) -> float:
     """The size below which entries of a spectrum cannot be told from rounding: √n · eps · max.
 
-    Eigenvalues that are 0 come out at less than half of it (docs/LOG.md). The bound of the worst
-    case, n · eps, would take eigenvalues of 1/600 of the largest for rounding, in float32 at
+    Eigenvalues that are 0 come out at less than half of it (docs/lab/LOG.md). The bound of the
+    worst case, n · eps, would take eigenvalues of 1/600 of the largest for rounding, in float32 at
     n = 14336.
     """
     if len(values) == 0:

@@ -62,7 +62,7 @@ _GENTLER = 0.1
 """Share of the learning rate at which the last block is trained on predictions where the whole rate
 makes them worse."""
 _CARRIED = 0.6
-"""Share of the error made so far that a consumer aims to take back (docs/LOG.md)."""
+"""Share of the error made so far that a consumer aims to take back (docs/lab/LOG.md)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +112,7 @@ def reconstruct(
             journal.put(piece, journal.work / piece, write, made_of=made_of, trial=facts)
         trials[name] = journal.facts(piece)["trial"]
     # Perplexity of few windows is noisy: how likely their next tokens were says less about a model
-    # than all that the dense one expects there (docs/LOG.md).
+    # than all that the dense one expects there (docs/lab/LOG.md).
     chosen = min(trials or run.candidates, key=lambda name: _or_inf(trials.get(name, {}).get("kl")))
     run = run.choosing(chosen)
     checkpoint = Checkpoint(journal, dense, run)
@@ -214,7 +214,7 @@ class BlockReconstruction:
     def _end(self, progress: Progress | None) -> Ending:
         if not (self._held_out or self._settings.final_norm):
             # How well windows are predicted that were fitted on says nothing of others: on a real
-            # model their KL was less than half of what it was elsewhere (docs/LOG.md).
+            # model their KL was less than half of what it was elsewhere (docs/lab/LOG.md).
             return Ending(None, {})
         facts = {
             "windows": "held out" if self._held_out else "fitted",

@@ -277,7 +277,7 @@ def _rules(layout: Layout, recipe: Recipe) -> tuple[str, ...]:
         return ("kept",)  # the user gave the groups: there is nothing to choose
     if rule != "held-out":
         return (rule,)
-    # Where blocks share groups by what these cost, `uniform` is where that starts (docs/LOG.md).
+    # Where blocks share groups by what these cost, that starts at `uniform` (docs/lab/LOG.md).
     by_cost = recipe.allocation.runs_models and recipe.pruning.target != "vllm"
     return ("uniform",) if by_cost else ("uniform", "all")
 

@@ -20,7 +20,7 @@ from coec.streaming.self_text import windows_at_once
 
 OVER = 1.2
 """Estimate over free memory from which a plan is refused: none was planned at more than 1.16 times
-what it took (docs/LOG.md)."""
+what it took (docs/lab/LOG.md)."""
 _ROOM_FOR_STATES = 0.8
 """Fraction of a device's free memory that a plan may fill whose hidden states wait there: its
 estimates were made on a CPU."""

@@ -18,7 +18,7 @@ class Preset:
 
     Attributes:
         about: what it is for, in a sentence.
-        time: what it takes on a real model, where `fast` takes 1 (docs/RESULTS.md).
+        time: what it takes on a real model, where `fast` takes 1 (docs/lab/RESULTS.md).
         settings: the defaults by which it differs from the settings' own.
     """
 
