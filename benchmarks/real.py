@@ -87,8 +87,11 @@ ABLATION = {variant.pop("label"): ONE_SHOT | variant for variant in _grid["varia
 ROWS |= ABLATION
 for _name in ("fast", "best", "best, by block"):
     ROWS[f"{_name}, a million tokens"] = ROWS[_name] | {"calibration": "train", "samples": 976}
+for _name, _tokens in product(("none", "fast", "fast, by block"), ("20k", "100k", "2M")):
+    ROWS[f"{_name}, recover {_tokens}"] = ROWS[_name] | {"recover": _tokens}
 """Rows that are made where they are named: the rest of the paper's main table, its ablation
-(COEC built up from RCPU), and windows of WikiText-2 train, its `<unk>` left out."""
+(COEC built up from RCPU), and windows of WikiText-2 train, its `<unk>` left out, which calibrate or
+on which the pruned model is trained."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -195,16 +198,25 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=CACHE) as work:
         pruned = Path(work) / "pruned"
         began, spent = time.perf_counter(), time.process_time()
+        recover = case["settings"].get("recover")
         if case["row"] == DENSE:
             pruned = model
         elif case["row"] == "OSSCAR":
             osscar.prune(model, pruned, case["sparsity"], **windows)
         else:
             settings = windows | case["settings"] | {"sparsity": case["sparsity"]}
+            settings.pop("recover", None)
             if settings["calibration"] == "train":
                 settings["calibration"] = str(_train_text(texts, Path(work)))
             report = coec.prune(model, pruned, progress=_progress, **settings)
             numbers["removed"] = report.plan["removed"]["parameters"]
+        if recover is not None:
+            start, pruned = pruned, Path(work) / "recovered"
+            training = coec.recover(
+                model, start, pruned, text=str(_train_text(texts, Path(work))), tokens=recover,
+                seq_len=size.seq_len, seed=case["seed"], progress=_progress,
+            ).recoveries[-1]  # fmt: skip
+            numbers["tokens_per_second"] = training["tokens"] / training["seconds"]
         numbers["wall"] = time.perf_counter() - began
         numbers["cpu"] = time.process_time() - spent
         numbers["bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

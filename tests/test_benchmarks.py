@@ -14,6 +14,7 @@ from benchmarks import (
     operations,
     record,
     true_widths,
+    two_blocks,
 )
 from benchmarks.instances import right_solve, synthetic, tempered
 from benchmarks.meter import PHASES, REST, Counter, Meter
@@ -219,3 +220,19 @@ def test_a_true_width_is_run_with_the_former_preconditioner_too(monkeypatch):
         assert now["objective"] == pytest.approx(former["objective"], rel=1e-3)
         assert now["to"] == sorted(now["to"])
         assert "| right |" in true_widths.describe(found)
+
+
+@pytest.mark.slow
+def test_two_blocks_of_large_widths_are_rehearsed_on_a_cpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    two_blocks.main([
+        "--presets", "fast", "--samples", "16", "--seq-len", "64", "--scale", "0.0625",
+        "--device", "cpu",
+    ])  # fmt: skip
+    found = json.loads((tmp_path / "two_blocks.json").read_text())
+    assert found["difference"] == 0
+    [row] = found["rows"]
+    assert row["preset"] == "fast"
+    assert len(row["slowest"]) == 3
+    assert sum(row["seconds"].values()) < row["wall"]
+    assert "| fast |" in capsys.readouterr().out

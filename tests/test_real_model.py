@@ -61,6 +61,14 @@ def test_a_row_of_a_preset_is_nearer_to_the_dense_model_than_the_bare_slice(
     assert fast["cpu"] > 0
 
 
+@pytest.mark.slow
+def test_a_row_that_is_trained_afterwards_says_how_fast(two_blocks: Path, small: None) -> None:
+    settings = real.ROWS["none, recover 20k"] | {"recover": "1k"}
+    trained = real.measured(case(two_blocks, "none, recover 20k", settings))
+    assert trained["tokens_per_second"] > 0
+    assert 0 < trained["error"] < 1
+
+
 def test_perplexity_and_divergence_are_those_of_eval(two_blocks: Path, small: None) -> None:
     ids = real.evaluation_ids(two_blocks, real.SIZES["cpu"], SHARED / real.JUDGES[""])
     dense, norm = real.dense_states(two_blocks, ids)

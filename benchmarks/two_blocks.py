@@ -1,0 +1,177 @@
+"""Seconds a block takes at the widths of a large model, and where they go.
+
+    python -m benchmarks.two_blocks [--presets fast paper balanced] [--samples 128] [--seq-len 2048]
+        [--scale 1] [--device auto] [--minutes 4]
+
+Two blocks of random weights with the widths of Llama-3.1-8B, in bfloat16, and random token ids.
+Each preset prunes 30 % in a process of its own, and once more under cProfile on an eighth of the
+windows, which names the three functions that take most time themselves. What is computed once for a
+model, such as predictions at the end, is halved with the rest. Before them `fast` runs at a
+sixteenth of the widths in float64 on the CPU and on the device: the largest difference of a weight,
+over the largest weight. Rows are in benchmarks/results/two_blocks.json.
+"""
+
+import argparse
+import cProfile
+import json
+import pstats
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from benchmarks import record
+
+BLOCKS, SPARSITY, VOCABULARY = 2, 0.3, 32_000
+_LEAST = {"hidden": 64, "heads": 4}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure every preset, save the rows, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--presets", nargs="+", default=["fast", "paper", "balanced", "best"])
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--scale", type=float, default=1.0, help="of all widths")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--minutes", type=float, default=4.0, help="after which none is begun")
+    parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
+    chosen = parser.parse_args(arguments)
+    if chosen.one is not None:
+        print(json.dumps(measured(**chosen.one)))
+        return
+    ends = time.monotonic() + 60 * chosen.minutes
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        difference = agreement(work, chosen.device)
+        print(f"largest difference to the CPU in float64: {difference:.2g} of the largest weight")
+        dense, tokens = made(work, chosen.scale, chosen.samples, chosen.seq_len, torch.bfloat16)
+        for preset in chosen.presets:
+            if time.monotonic() > ends:
+                print(f"{preset}: no time left")
+                continue
+            case = {
+                "preset": preset, "dense": str(dense), "tokens": str(tokens),
+                "samples": chosen.samples, "seq_len": chosen.seq_len, "device": chosen.device,
+            }  # fmt: skip
+            command = [sys.executable, "-m", "benchmarks.two_blocks", "--one", json.dumps(case)]
+            run = subprocess.run(
+                command, capture_output=True, text=True, cwd=record.ROOT, check=False
+            )
+            if run.returncode:
+                print(f"{preset}: failed: {(run.stderr.strip().splitlines() or ['no word'])[-1]}")
+                continue
+            rows.append(json.loads(run.stdout.strip().splitlines()[-1]))
+            record.save("two_blocks", arguments, {"difference": difference, "rows": rows})
+    print(describe(rows))
+
+
+def made(
+    work: Path, scale: float, samples: int, seq_len: int, dtype: torch.dtype
+) -> tuple[Path, Path]:
+    """Make a random model and its token ids, once; return their places."""
+    heads = max(_LEAST["heads"], 8 * round(scale * 32 / 8))
+    hidden = max(_LEAST["hidden"], heads * 128 if scale == 1 else heads * 16)
+    config = transformers.LlamaConfig(
+        hidden_size=hidden, intermediate_size=int(3.5 * hidden), num_hidden_layers=BLOCKS,
+        num_attention_heads=heads, num_key_value_heads=heads // 4, vocab_size=VOCABULARY,
+        max_position_embeddings=max(seq_len, 64), tie_word_embeddings=False,
+    )  # fmt: skip
+    dense, tokens = work / f"dense-{hidden}-{dtype}", work / f"tokens-{samples}-{seq_len}.npy"
+    torch.manual_seed(0)
+    network: Any = transformers.LlamaForCausalLM(config)
+    network.to(dtype).save_pretrained(dense)
+    np.save(tokens, np.random.default_rng(0).integers(0, VOCABULARY, (samples, seq_len)))
+    return dense, tokens
+
+
+def agreement(work: Path, device: str) -> float:
+    """Return how far `fast` on the device is from the CPU: a sixteenth of the widths, float64."""
+    dense, tokens = made(work, 1 / 16, 64, 64, torch.float64)
+    outs = [work / "on-cpu", work / "on-device"]
+    for out, place in zip(outs, ("cpu", device), strict=True):
+        _pruned(dense, out, tokens, "fast", 64, 64, place, "float64")
+    one, other = (load_file(out / "model.safetensors") for out in outs)
+    largest = max(float(tensor.abs().max()) for tensor in one.values())
+    return max(float((one[name] - other[name]).abs().max()) for name in one) / largest
+
+
+def measured(
+    preset: str, dense: str, tokens: str, samples: int, seq_len: int, device: str
+) -> dict[str, Any]:
+    """Prune in this process, and once more on an eighth of the windows under a profiler."""
+    import coec  # noqa: F401 (before the clock starts)
+
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        report = _pruned(
+            Path(dense), Path(folder) / "out", Path(tokens), preset, samples, seq_len, device
+        )
+        wall = time.perf_counter() - began
+        memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+        profiler = cProfile.Profile()
+        profiler.enable()
+        few = max(8, samples // 8)
+        _pruned(Path(dense), Path(folder) / "few", Path(tokens), preset, few, seq_len, device)
+        profiler.disable()
+    return {
+        "preset": preset, "samples": samples, "seq_len": seq_len, "wall": wall,
+        "device_bytes": memory, "seconds": report.seconds, "slowest": slowest(profiler),
+        "machine": record.machine(), "commit": record.commit(),
+    }  # fmt: skip
+
+
+def _pruned(
+    dense: Path,
+    out: Path,
+    tokens: Path,
+    preset: str,
+    samples: int,
+    seq_len: int,
+    device: str,
+    forward: str | None = None,
+) -> Any:
+    import coec
+
+    settings: dict[str, Any] = {"preset": preset}
+    if forward is not None:
+        settings["forward_dtype"] = forward
+    return coec.prune(
+        dense, out, sparsity=SPARSITY, calibration=str(tokens), samples=samples,
+        seq_len=seq_len, device=device, **settings,
+    )  # fmt: skip
+
+
+def slowest(profiler: cProfile.Profile, count: int = 3) -> list[tuple[str, float]]:
+    """Return the functions that take most time themselves, and their seconds."""
+    stats: Any = pstats.Stats(profiler)
+    own = sorted(((row[2], name) for name, row in stats.stats.items()), reverse=True)[:count]
+    return [(f"{Path(file).name}:{line} {name}", seconds) for seconds, (file, line, name) in own]
+
+
+def describe(rows: list[dict[str, Any]]) -> str:
+    """Return the table in Markdown: seconds of the wall for one block, by phase."""
+    phases = list(dict.fromkeys(name for row in rows for name in row["seconds"]))
+    lines = [
+        [
+            row["preset"], f"{row['wall'] / BLOCKS:.1f}",
+            *(f"{row['seconds'].get(name, 0) / BLOCKS:.1f}" for name in phases),
+            "–" if row["device_bytes"] is None else f"{row['device_bytes'] / 1e9:.1f}",
+            ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["slowest"]),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    header = ["", "s a block", *phases, "device, GB", "slowest, with an eighth of the windows, s"]
+    return record.table(header, lines)
+
+
+if __name__ == "__main__":
+    main()
