@@ -238,7 +238,8 @@ def test_a_grid_without_a_model():
 
 
 def test_the_documented_grid_is_one(tmp_path):
-    text = (Path(__file__).parents[2] / "docs" / "lab" / "EXPERIMENTS.md").read_text(encoding="utf-8")
+    document = Path(__file__).parents[2] / "docs/lab/EXPERIMENTS.md"
+    text = document.read_text(encoding="utf-8")
     example = text.partition("```toml\n")[2].partition("```")[0]
     cells = expand(write(tmp_path, example, "documented"))
     own = [cell for cell in pruned(cells) if "documented" in cell.grids]

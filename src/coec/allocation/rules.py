@@ -19,7 +19,7 @@ a path of removals, where there is one."""
 
 @dataclass(frozen=True)
 class Rule:
-    """How the kept units are shared among blocks.
+    """Rule that shares the kept units among blocks.
 
     Attributes:
         importance: of one site's units; None where every block keeps the same fraction.
