@@ -84,7 +84,7 @@ ROWS["none, COEC"] = _COEC | {"selection": "wanda-sp"}
 ROWS["FLAP, COEC"] = _COEC | {"selection": "flap"}
 _grid = tomllib.loads((record.ROOT / "src/coec/experiments/grids/ablation.toml").read_text("utf-8"))
 ABLATION = {variant.pop("label"): ONE_SHOT | variant for variant in _grid["variants"][:6]}
-ROWS |= ABLATION
+ROWS |= {name: settings for name, settings in ABLATION.items() if name not in ROWS}
 for _name in ("fast", "best", "best, by block"):
     ROWS[f"{_name}, a million tokens"] = ROWS[_name] | {"calibration": "train", "samples": 976}
 for _name, _tokens in product(("none", "fast", "fast, by block"), ("20k", "100k", "2M")):
@@ -198,14 +198,14 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=CACHE) as work:
         pruned = Path(work) / "pruned"
         began, spent = time.perf_counter(), time.process_time()
-        recover = case["settings"].get("recover")
+        settings = dict(case["settings"])
+        recover = settings.pop("recover", None)
         if case["row"] == DENSE:
             pruned = model
         elif case["row"] == "OSSCAR":
             osscar.prune(model, pruned, case["sparsity"], **windows)
         else:
-            settings = windows | case["settings"] | {"sparsity": case["sparsity"]}
-            settings.pop("recover", None)
+            settings = windows | settings | {"sparsity": case["sparsity"]}
             if settings["calibration"] == "train":
                 settings["calibration"] = str(_train_text(texts, Path(work)))
             report = coec.prune(model, pruned, progress=_progress, **settings)

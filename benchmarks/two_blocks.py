@@ -30,7 +30,6 @@ from safetensors.torch import load_file
 from benchmarks import record
 
 BLOCKS, SPARSITY, VOCABULARY = 2, 0.3, 32_000
-_LEAST = {"hidden": 64, "heads": 4}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -78,8 +77,8 @@ def made(
     work: Path, scale: float, samples: int, seq_len: int, dtype: torch.dtype
 ) -> tuple[Path, Path]:
     """Make a random model and its token ids, once; return their places."""
-    heads = max(_LEAST["heads"], 8 * round(scale * 32 / 8))
-    hidden = max(_LEAST["hidden"], heads * 128 if scale == 1 else heads * 16)
+    hidden = max(256, 512 * round(8 * scale))  # four heads of 128 share a KV group
+    heads = max(4, hidden // 128)
     config = transformers.LlamaConfig(
         hidden_size=hidden, intermediate_size=int(3.5 * hidden), num_hidden_layers=BLOCKS,
         num_attention_heads=heads, num_key_value_heads=heads // 4, vocab_size=VOCABULARY,
