@@ -188,6 +188,7 @@ def test_a_recipe_of_parts_is_the_recipe_of_flat_settings():
     parts = Recipe(
         calibration=Calibration(source="text.txt", seed=3),
         pruning=Pruning(sparsity=0.5, options={"alpha": 0.8}),
+        reconstruction=Reconstruction(),
         runtime=Runtime(device="cpu"),
     )
     flat = Recipe(
@@ -213,9 +214,9 @@ def test_a_record_lists_what_determines_the_result():
 
 def test_a_recipe_checks_the_options_of_its_compensation():
     with pytest.raises(OptionError, match=r"alpha must be in \[0, 1\]"):
-        Recipe(pruning=Pruning(options={"alpha": 2.0}))
+        Recipe(preset="paper", options={"alpha": 2.0})
     with pytest.raises(OptionError, match="'rcpu' has no option 'alpha'; its options: none"):
-        Recipe(pruning=Pruning(compensation="rcpu", options={"alpha": 0.5}))
+        Recipe(compensation="rcpu", options={"alpha": 0.5})
     with pytest.raises(OptionError, match=r"slices = \d+ does not go with alignment"):
         Recipe(preset="paper", slices=2)
     assert Recipe(preset="paper", slices=2, lambda_a=0.0).pruning.options == {
@@ -255,13 +256,6 @@ def test_functions_are_tried_before_any_work(settings, match):
     with pytest.raises(OptionError, match=match) as error:
         Recipe(**settings)
     assert "\n" not in str(error.value)
-
-
-def test_a_part_of_a_recipe_is_a_part():
-    match = "the pruning of a Recipe is a Pruning, got 0.5: or give its settings by name"
-    with pytest.raises(OptionError, match=match):
-        Recipe(pruning=0.5)
-    assert Recipe(calibration="text.txt").calibration.source == "text.txt"
 
 
 BESIDE = {
@@ -362,14 +356,12 @@ def test_one_window_is_not_held_out_by_default():
     assert Recipe(samples=2).calibration.holdout == 0.125
 
 
-def test_parts_leave_nothing_unheard():
-    for flat in ({"sparsity": 0.5}, {"preset": "best"}, {"alpha": 0.5}, {"options": {}}):
-        with pytest.raises(OptionError, match="give settings by name or whole parts, not both"):
-            Recipe(runtime=Runtime(device="cpu"), **flat)
-    with pytest.raises(OptionError, match=r'give it by name, Recipe\(preset="best"\)'):
-        Recipe(reconstruction=Reconstruction(preset="best"))
-    with pytest.raises(OptionError, match="the calibration of a Recipe is a Calibration, got Runt"):
-        Recipe(calibration=Runtime())
+@pytest.mark.parametrize("beside", [{}, {"sparsity": 0.5}, {"preset": "best"}, {"options": {}}])
+def test_a_recipe_takes_settings_by_name_or_all_its_parts(beside):
+    with pytest.raises(OptionError, match="by name .*, or all of its parts and nothing besides"):
+        Recipe(runtime=Runtime(device="cpu"), **beside)
+    with pytest.raises(OptionError, match="unknown setting 'pruning'"):
+        Recipe(pruning=0.5)
     recipe = Recipe(preset="best", alpha=0.5, compensation="coec")
     assert dataclasses.replace(recipe, runtime=Runtime(device="cpu")).pruning == recipe.pruning
 

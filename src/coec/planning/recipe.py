@@ -4,12 +4,11 @@ import difflib
 import json
 import stat
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +23,6 @@ from coec.settings import (
     NAMES,
     OPTIONS,
     PARTS,
-    PRESETS,
     Calibration,
     Pruning,
     Reconstruction,
@@ -45,6 +43,8 @@ _ARGUMENTS = (
     "progress", "dry_run", "json",
 )  # fmt: skip
 """Arguments of commands and functions besides settings."""
+_PARTS = {part.__name__.lower(): part for part in PARTS}
+"""The parts of a recipe, by the names of its attributes."""
 _RECONSTRUCTION = Reconstruction().record()
 """Defaults of the reconstruction."""
 _TOML_BYTES = 10_000_000
@@ -60,8 +60,7 @@ class Recipe:
     dimensions; token ids a tensor or an array.
 
     Args:
-        settings: by name, options of the compensation among them; or whole parts by theirs, which
-            take no preset: what they leave out is as in `paper`.
+        settings: by name, options of the compensation among them; or all the parts, as they are.
 
     Attributes:
         calibration: all that statistics depend on.
@@ -84,26 +83,20 @@ class Recipe:
     def __init__(
         self, *, given: frozenset[str] | None = None, **settings: Unpack[PruningSettings]
     ) -> None:
-        names = {part_class.__name__.lower(): part_class for part_class in PARTS}
-        given_parts = {n: v for n, v in settings.items() if n in names and isinstance(v, names[n])}
-        flat = {name: plain(value) for name, value in settings.items() if name not in given_parts}
-        for name, part_class in names.items():
-            if name in flat and (name not in NAMES or isinstance(flat[name], PARTS)):
-                raise OptionError(
-                    f"the {name} of a Recipe is a {part_class.__name__}, got {flat[name]!r:.80}: "
-                    "or give its settings by name"
-                )
-        if given_parts:
-            _check_parts(given_parts, flat)
-            given = _unusual(given_parts) if given is None else given
-        else:
+        parts = {n: settings[n] for n, part in _PARTS.items() if isinstance(settings.get(n), part)}
+        if parts and (len(parts) < len(_PARTS) or len(settings) > len(parts)):
+            raise OptionError(
+                'give the settings of a Recipe by name (preset="best", sparsity=0.5), or all of '
+                "its parts and nothing besides"
+            )
+        if not parts:
+            flat = {name: plain(value) for name, value in settings.items()}
             given = frozenset(flat) if given is None else given
-            flat = with_preset(flat)
-        flat = _with_options(flat)
-        for name, part_class in names.items():
-            value = given_parts.get(name) or part_class.of(flat)
+            flat = _with_options(with_preset(flat))
+            parts = {name: part.of(flat) for name, part in _PARTS.items()}
+        for name, value in parts.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "given", given)
+        object.__setattr__(self, "given", given or frozenset())
         self._check()
 
     def _check(self) -> None:
@@ -276,37 +269,6 @@ def read_toml(path: Path, name: str, missing: str) -> dict[str, Any]:
     # Besides its own errors: numbers of too many digits, NUL in a path, brackets without end.
     except (ValueError, RecursionError) as error:
         raise OptionError(f"{name} is not valid TOML: {error}") from error
-
-
-def _check_parts(parts: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
-    """Raise OptionError where a recipe of whole parts would leave something unheard."""
-    if flat:
-        raise OptionError(
-            f"give settings by name or whole parts, not both; got '{next(iter(flat))}' beside "
-            f"{next(iter(parts))}"
-        )
-    reconstruction = parts.get("reconstruction", Reconstruction())
-    if len(parts) < len(PARTS) and reconstruction.preset != Reconstruction().preset:
-        raise OptionError(
-            f"preset = {reconstruction.preset} sets what other parts hold too: give it by name, "
-            f'Recipe(preset="{reconstruction.preset}")'
-        )
-
-
-def _unusual(parts: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of settings of whole parts that differ from their preset's."""
-    preset = parts.get("reconstruction", Reconstruction()).preset
-    usual: dict[str, Any] = {}
-    for part in PARTS:
-        usual |= part().record()
-    usual |= PRESETS[preset].settings
-    values = {name: value for part in parts.values() for name, value in part.record().items()}
-    return frozenset(name for name, value in values.items() if not _equal(value, usual[name]))
-
-
-def _equal(value: Any, default: Any) -> bool:
-    """Return whether a value is the default; token ids never are."""
-    return not isinstance(value, Tensor | np.ndarray) and bool(value == default)
 
 
 def _with_options(settings: dict[str, Any]) -> dict[str, Any]:
