@@ -33,10 +33,9 @@ class Gram:
             where a mean is large beside the deviation; None takes it from there all the same.
         precision: how far `xx_ij` may be off, relative to `√(xx_ii xx_jj)`, beyond the rounding of
             its dtype: it decides which eigenvalues are noise. 0 for sums as exact as their dtype.
-        output_norms: `Σ ‖W₀ x‖₂`, where the consumer is an expert's; None in statistics of earlier
-            versions, which did not measure it.
+        output_norms: `Σ ‖W₀ x‖₂`, where the consumer is an expert's; else None.
         largest: the largest energies `w ‖x‖²` of single tokens, descending, `LARGEST` at most; None
-            in statistics of earlier versions.
+            where they are not known.
     """
 
     xx: Float[Tensor, "d d"]

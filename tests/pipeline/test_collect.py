@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from coec.models.files import sha256
 from coec.pipeline import collect as collecting
 from coec.pipeline import prune as pruning
 from coec.streaming import windows as windows_module
-from coec.streaming.statistics import Statistics, block_file, write_grams
+from coec.streaming.statistics import Statistics
 from coec.types import Gram
 
 IDS = torch.randint(2, tm.VOCABULARY, (12, 24), generator=torch.Generator().manual_seed(5))
@@ -64,24 +63,6 @@ def test_saved_statistics_keep_their_precision_and_their_deviations(model, saved
             assert gram.precision == torch.finfo(torch.float32).eps
             loose = Gram(gram.xx, gram.x, gram.tokens)
             torch.testing.assert_close(gram.variance, loose.variance, rtol=1e-3, atol=1e-9)
-
-
-def test_statistics_of_a_version_that_kept_no_tokens_energies_have_none(saved, tmp_path):
-    """They are the same file without them."""
-    name, cpu = block_file(0), torch.device("cpu")
-    grams = saved.grams(0, cpu)
-    without = {
-        windows: {site: replace(gram, largest=None) for site, gram in by_site.items()}
-        for windows, by_site in grams.items()
-    }
-    write_grams(tmp_path / name, without)
-    record = {name: ((tmp_path / name).stat().st_size, sha256(tmp_path / name))}
-    earlier = replace(saved, folder=tmp_path, files=record).grams(0, cpu)
-    for windows, by_site in grams.items():
-        for site, gram in by_site.items():
-            assert gram.top_token_energy is not None
-            assert earlier[windows][site].top_token_energy is None
-            assert torch.equal(earlier[windows][site].xx, gram.xx)
 
 
 @pytest.mark.parametrize("name", ["self", "c4", "wikitext2", "hub:a/b"])
@@ -290,25 +271,16 @@ def edit(folder):
     path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
 
 
-def of_earlier_version(folder):
-    path = folder / "statistics.json"
-    record = json.loads(path.read_text())
-    for name in ("files", "made_of", "record_sha256"):
-        del record[name]
-    path.write_text(json.dumps(record))
-
-
 @pytest.mark.parametrize(
     ("spoil", "match"),
     [
         (lambda f: swap(*(f / f"block-0000{n}.safetensors" for n in (0, 1))), "what was collected"),
         (negate, "what was collected"),
         (edit, "no complete statistics"),
-        (of_earlier_version, "was collected by an earlier version, without digests"),
         (lambda folder: (folder / "windows.safetensors").unlink(), "windows"),
     ],
 )
-def test_exchanged_negated_edited_and_old_statistics_are_refused(
+def test_exchanged_negated_and_edited_statistics_are_refused(
     spoil, match, saved, damaged, tmp_path
 ):
     if match == "windows":

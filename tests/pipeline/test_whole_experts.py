@@ -6,13 +6,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import coec
 import tiny_models as tm
-from coec.errors import CalibrationError, ModelError, OptionError, UnfinishedError
+from coec.errors import ModelError, OptionError, UnfinishedError
 from coec.evaluation.pair import ModelPair
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
@@ -317,26 +316,6 @@ def test_statistics_serve_as_the_text_does(mixtral, folders, tmp_path):
     assert first == second
     scores = [[row.get("score") for row in report.sites] for report in (text, saved)]
     assert scores[0] == scores[1]
-
-
-def test_statistics_without_scores_are_refused_before_any_work(folders, tmp_path):
-    models, tokens = folders
-    statistics = tmp_path / "s"
-    coec.collect(models["mixtral"], statistics, samples=4, seq_len=32, calibration=tokens)
-    settings = {"statistics": statistics, "expert_sparsity": 0.25}
-    assert coec.plan(models["mixtral"], **settings).pruned.experts == 3
-    path = statistics / "block-00000.safetensors"
-    with safe_open(path, framework="pt") as file:
-        counts = json.loads(file.metadata()["counts"])
-    without = {name: numbers[:2] for name, numbers in counts.items()}
-    save_file(load_file(path), path, {"counts": json.dumps(without)})
-    for call in (coec.plan, functools.partial(coec.prune, out=tmp_path / "out")):
-        with pytest.raises(OptionError, match="by a version that did not score experts: collect"):
-            call(models["mixtral"], **settings)
-    assert not list(tmp_path.glob("out*"))
-    path.write_bytes(b"damaged")
-    with pytest.raises(CalibrationError, match="cannot be read .*collect again"):
-        coec.plan(models["mixtral"], **settings)
 
 
 def test_an_interrupted_run_goes_on_with_the_same_share_only(mixtral, tmp_path, monkeypatch):

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coec.cli import common
-from coec.cli.common import CommandFlag, Switch, Values, argument, flag_of, given, results
+from coec.cli.common import CommandFlag, Values, argument, flag_of, given, results
 from coec.cli.progress import showing_progress
-from coec.errors import CoecError, OptionError
+from coec.errors import CoecError
 from coec.settings.parts import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -75,11 +75,6 @@ _OF_BOTH = (
         "on a GPU, float32 on the CPU.",
     ),
 )  # fmt: skip
-_ADD_TO_CARD = Switch(
-    "add_to_card",
-    "Write the perplexity into the model card (README.md) of MODEL, a folder that coec wrote; no "
-    "other file changes.",
-)
 
 
 @common.with_flags(
@@ -88,7 +83,6 @@ _ADD_TO_CARD = Switch(
     _TASKS,
     *_OF_TASKS,
     *_OF_BOTH,
-    _ADD_TO_CARD,
     common.TRUST_REMOTE_CODE,
     common.QUIET,
     common.JSON,
@@ -100,8 +94,6 @@ def eval_command(
     text, tasks = flags["text"], flags["tasks"]
     for_tasks, for_text = given(flags, _OF_TASKS), given(flags, _OF_TEXT)
     _refuse_unheard(text, tasks, for_text, for_tasks)
-    if flags["add_to_card"]:
-        _check_card(model, text, tasks)
     for_both = given(flags, (*_OF_BOTH, common.TRUST_REMOTE_CODE))
     if tasks is None or text is not None:
         for_text["text"] = text or "wikitext2"
@@ -117,10 +109,6 @@ def eval_command(
         _show_perplexity(result)
     if scores is not None and not flags["json"]:
         _show_tasks(scores)
-    if flags["add_to_card"] and result is not None:  # behind what is shown: the disk may refuse
-        from coec.pipeline import card
-
-        card.add_to_card(Path(model), result)
     if failure is not None:
         raise failure
 
@@ -141,19 +129,6 @@ def _refuse_unheard(
     for name in refused:
         if name in {**for_tasks, **for_text}:
             raise typer.BadParameter(f"{flag_of(name)} belongs to {refused[name]}")
-
-
-def _check_card(model: str, text: str | None, tasks: str | None) -> None:
-    """Refuse a model without a card of ours, before anything is measured."""
-    from coec.pipeline.report import REPORT
-
-    if tasks is not None and text is None:
-        raise typer.BadParameter("--add-to-card adds a perplexity: with --tasks, give --text too")
-    if not (Path(model) / REPORT).is_file():
-        raise OptionError(
-            f"--add-to-card writes into the card of a folder that coec made, and '{model}' has no "
-            f"{REPORT}: leave it out"
-        )
 
 
 def _measure(

@@ -83,14 +83,15 @@ class Recipe:
     def __init__(
         self, *, given: frozenset[str] | None = None, **settings: Unpack[PruningSettings]
     ) -> None:
-        parts = {n: settings[n] for n, part in _PARTS.items() if isinstance(settings.get(n), part)}
-        if parts and (len(parts) < len(_PARTS) or len(settings) > len(parts)):
+        values: dict[str, Any] = dict(settings)
+        parts = {n: values[n] for n, part in _PARTS.items() if isinstance(values.get(n), part)}
+        if parts and (len(parts) < len(_PARTS) or len(values) > len(parts)):
             raise OptionError(
                 'give the settings of a Recipe by name (preset="best", sparsity=0.5), or all of '
                 "its parts and nothing besides"
             )
         if not parts:
-            flat = {name: plain(value) for name, value in settings.items()}
+            flat = {name: plain(value) for name, value in values.items()}
             given = frozenset(flat) if given is None else given
             flat = _with_options(with_preset(flat))
             parts = {name: part.of(flat) for name, part in _PARTS.items()}

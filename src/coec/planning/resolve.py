@@ -73,8 +73,6 @@ def with_statistics(recipe: Recipe, model: Description, statistics: Statistics) 
         pruning = replace(recipe.pruning, allocation="uniform")
         recipe = replace(recipe, pruning=pruning, reconstruction=replace(settings, left_out=why))
     _check_needs_no_text(recipe)
-    if recipe.pruning.expert_sparsity and model.layout.experts:
-        statistics.check_experts(model.layout)
     calibration, given = recipe.calibration, recipe.given
     agreed = {n: v for n, v in calibration.record().items() if n in given and v is not None}
     if "calibration" in agreed:

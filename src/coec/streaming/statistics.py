@@ -17,7 +17,6 @@ from coec.errors import CalibrationError, CoecError, OptionError
 from coec.execution.journal import Journal, seal
 from coec.models.dense import Dense
 from coec.models.files import JsonDict, parse_json, sha256, write_json, write_tensors
-from coec.models.layout import Layout
 from coec.streaming.dense_stream import Measured
 from coec.types import Gram
 
@@ -30,7 +29,7 @@ _SEAL = "record_sha256"
 COUNTS = "counts"
 """The entry in a file's metadata that holds the numbers of its Grams that are no tensors."""
 _Counts = dict[str, list[Any]]
-"""Tokens, precision and, since experts are scored, the sum of norms, by windows and site."""
+"""Tokens, precision and the sum of an expert's output norms, by windows and site."""
 Grams = dict[str, dict[str, Gram]]
 """Of one block, by kind of windows and site."""
 
@@ -67,12 +66,6 @@ class Statistics:
         folder = Path(folder)
         try:
             record = parse_json(folder / RECORD, distinct=True)
-            made_with = record.get("made_with") if isinstance(record, dict) else None
-            if made_with and _SEAL not in record:
-                raise CalibrationError(
-                    f"'{folder}' was collected by an earlier version, without digests that would "
-                    "tell damage: collect them again"
-                )
             if record.pop(_SEAL) != seal(record):
                 raise ValueError("it was changed")
             content = {piece: record[piece] for piece in _PARTS}
@@ -114,21 +107,6 @@ class Statistics:
                     f"the statistics in '{self.folder}' were collected with {name} = {actual!r}, "
                     f"not {value!r}: collect them again, or change the recipe"
                 )
-
-    def check_experts(self, layout: Layout) -> None:
-        """Raises OptionError where they were collected before experts were scored."""
-        site = next(site for site in layout.sites if site.routed)
-        path = self.folder / block_file(site.block)
-        try:
-            with safe_open(path, framework="pt") as file:
-                _, _, *norms = json.loads(file.metadata()[COUNTS])[f"{FIT}.{site.name}"]
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise CalibrationError(f"'{path}' cannot be read ({error}): collect again") from error
-        if norms in ([], [None]):
-            raise OptionError(
-                f"the statistics in '{self.folder}' were collected by a version that did not score "
-                "experts: collect them again, or leave out expert_sparsity"
-            )
 
     def blocks(
         self, dense: Dense, device: torch.device, skip: Container[int] = ()
@@ -195,10 +173,9 @@ def write_grams(path: Path, grams: Grams) -> None:
     counts: _Counts = {}
     for subset, by_site in grams.items():
         for site, gram in by_site.items():
-            assert gram.centred is not None  # a GramSum has it
-            sums = {"xx": gram.xx, "x": gram.x, "centred": gram.centred}
-            if gram.largest is not None:
-                sums["largest"] = gram.largest
+            assert gram.centred is not None  # a GramSum has both
+            assert gram.largest is not None
+            sums = {"xx": gram.xx, "x": gram.x, "centred": gram.centred, "largest": gram.largest}
             tensors |= {f"{subset}.{site}.{n}": value.cpu() for n, value in sums.items()}
             counts[f"{subset}.{site}"] = [gram.tokens, gram.precision, gram.output_norms]
     # In one entry: safetensors writes several in any order, and equal sums make equal files.
@@ -212,10 +189,9 @@ def block_file(index: int) -> str:
 
 def _read_gram(file: Any, counts: _Counts, name: str) -> Gram:
     """Return a Gram of an open file; raises ValueError, KeyError or a CoecError if damaged."""
-    # Statistics of versions that did not score experts have no third number.
-    tokens, precision, norms = [*counts[name], None][:3]
+    tokens, precision, norms = counts[name]
     if not isinstance(tokens, int) or not 0 <= precision < 1:
         raise ValueError(f"{tokens} tokens, and a precision of {precision}")
-    xx, x, centred = (file.get_tensor(f"{name}.{piece}") for piece in ("xx", "x", "centred"))
-    largest = file.get_tensor(f"{name}.largest") if f"{name}.largest" in file.keys() else None
+    pieces = ("xx", "x", "centred", "largest")
+    xx, x, centred, largest = (file.get_tensor(f"{name}.{piece}") for piece in pieces)
     return Gram(xx, x, tokens, centred, precision, norms, largest)
