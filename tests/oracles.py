@@ -59,10 +59,11 @@ def right_objective(R, s, Gxx, C, yy, penalty=None):
     return value if penalty is None else value + penalty(R)
 
 
-def greedy_elimination(W0, G, units, keep, ridge=1e-3):
+def greedy_elimination(W0, G, units, keep, ridge=1e-3, shrinkage=0.1):
     """METHODS §3 word for word, on W itself: the units that go, first to last."""
     width = W0.shape[1] // units
-    A = torch.linalg.inv(G + ridge * G.diagonal().mean() * torch.eye(len(G), dtype=G.dtype))
+    own, mean = G.diagonal(), G.diagonal().mean()
+    A = torch.linalg.inv(G + (shrinkage * own + ridge * mean * torch.ones_like(own)).diag())
     W, rest, order = W0.clone(), list(range(units)), []
 
     def columns(g):

@@ -125,15 +125,15 @@ def noise(
 
 
 def regularized_inverse(
-    G: Float[Tensor, "d d"], ridge: float
+    G: Float[Tensor, "d d"], ridge: float, shrinkage: float = 0.0
 ) -> tuple[Float[Tensor, "d d"], float]:
-    """`(G/u + λ I)⁻¹` and `λ = ridge · mean(diag G/u)`, in float64.
+    """`((G + δ diag G)/u + λ I)⁻¹` and `λ = ridge · mean(diag G/u)`, in float64.
 
     The unit u, a power of two about the largest channel energy, keeps every number moderate.
-    Eigenvalues of the inverse lie between `1/(d λ/ridge + λ)` and `1/λ`, since none of G exceeds
-    its trace. Their ratio may be d/ridge, 1.4e7 at d = 14336 and ridge = 1e-3: float32, of seven
-    digits, would return noise, and is not used whatever the dtype of G. Negative eigenvalues of G
-    are clamped at 0 where they are large enough to break that bound; an event says so unless
+    Eigenvalues of the inverse lie between `1/((1 + δ) d λ/ridge + λ)` and `1/λ`, since none of G
+    exceeds its trace. Their ratio may be d/ridge, 1.4e7 at d = 14336 and ridge = 1e-3: float32, of
+    seven digits, would return noise, and is not used whatever the dtype of G. Negative eigenvalues
+    of G are clamped at 0 where they are large enough to break that bound; an event says so unless
     rounding explains them. λ is 1 where G = 0.
 
     Three d×d matrices at the peak, G included; four where eigenvalues are clamped.
@@ -141,8 +141,9 @@ def regularized_inverse(
     Args:
         G: symmetric, of any floating-point dtype.
         ridge: relative to the mean diagonal, above 0.
+        shrinkage: δ, by which correlations of channels shrink: to `1/(1 + δ)` of what G has.
     """
-    shifted, shift = _shifted(G, ridge)
+    shifted, shift = _shifted(G, ridge, shrinkage)
     L, info = torch.linalg.cholesky_ex(shifted)
     del shifted
     if int(info) == 0:
@@ -155,21 +156,23 @@ def regularized_inverse(
         del inverse
     del L
     # Built again, so that only G, L and the inverse are in memory until here.
-    mu, E = eigh(_shifted(G, ridge)[0])
+    mu, E = eigh(_shifted(G, ridge, shrinkage)[0])
     _is_indefinite(mu - shift)
     # E diag(max(μ, 0) + λ)^(−½), whose product with its transpose is the inverse
     E *= (mu - shift).clamp_min_(0).add_(shift).rsqrt_()
     return E @ E.T, shift
 
 
-def _shifted(G: Float[Tensor, "d d"], ridge: float) -> tuple[Float[Tensor, "d d"], float]:
-    """`G/u + λ I` and λ, of `regularized_inverse`."""
+def _shifted(
+    G: Float[Tensor, "d d"], ridge: float, shrinkage: float
+) -> tuple[Float[Tensor, "d d"], float]:
+    """`(G + δ diag G)/u + λ I` and λ, of `regularized_inverse`."""
     shifted = G.to(torch.float64, copy=True)
     shifted /= power_of_two(shifted.diagonal())
     shift = ridge * float(shifted.diagonal().mean())
     if not shift > 0:
         shift = 1.0
-    shifted.diagonal().add_(shift)
+    shifted.diagonal().mul_(1 + shrinkage).add_(shift)
     return shifted, shift
 
 
