@@ -10,7 +10,7 @@ from coec.errors import ModelError, OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.models.surgery import routed_inputs, stacked, stored_shapes, without_experts
+from coec.models.surgery import routed_inputs, stacked, unstacked, without_experts
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
 from coec.types import KeptSet
@@ -32,9 +32,9 @@ def test_stacked_tensors_are_those_that_transformers_makes_of_the_same_files(var
 def test_a_release_that_stacks_no_experts_is_refused():
     """As 4.57 names them: the inputs of such a module say nothing of the router's weights."""
     names = ARCHITECTURES["qwen3_moe"].blocks.experts
-    shapes = {"model.layers.0.mlp.experts.0.gate_proj.weight": torch.Size((4, 3))}
+    state = {"model.layers.0.mlp.experts.0.gate_proj.weight": torch.ones(4, 3)}
     with pytest.raises(ModelError, match="models of experts need transformers 5"):
-        stored_shapes(shapes, names)
+        unstacked(state, names)
 
 
 def test_an_expert_reads_its_own_tokens_times_their_weights():

@@ -8,7 +8,7 @@ import torch
 
 import tiny_models as tm
 from coec.errors import ModelError, NumericalError
-from coec.models.architectures import ARCHITECTURES, BlockPattern
+from coec.models.architectures import ARCHITECTURES
 from coec.models.description import Description
 from coec.models.layout import Rows, Shape
 from coec.models.surgery import Cut, cut_block, value_rows
@@ -37,7 +37,8 @@ def block():
     return {PREFIX + name: tensor for name, tensor in tensors.items()}
 
 
-LAYOUT = BlockPattern().layout(SHAPE, {name: tensor.shape for name, tensor in block().items()})
+PATTERN = ARCHITECTURES["llama"].blocks
+LAYOUT = PATTERN.layout(SHAPE, {name: tensor.shape for name, tensor in block().items()})
 ATTENTION_SITE, MLP_SITE = LAYOUT.sites
 
 
@@ -135,7 +136,7 @@ def test_tensors_that_do_not_divide_among_the_units_are_refused():
     shapes = {name: tensor.shape for name, tensor in block().items()}
     shapes[f"{PREFIX}self_attn.k_proj.weight"] = torch.Size([7, 6])
     with pytest.raises(ModelError, match="k_proj.weight does not divide into 3 KV groups: it is 7"):
-        BlockPattern().layout(SHAPE, shapes)
+        PATTERN.layout(SHAPE, shapes)
 
 
 def test_a_weight_beyond_the_dtype_is_an_error():

@@ -20,7 +20,7 @@ from coec.models.files import FLOAT_DTYPES, Header, JsonDict, read_tensor
 from coec.models.folder import CONFIG, find_model, read_config
 from coec.models.layout import BLOCK_WIDTHS, LIMITS, Layout, Shape, read_size
 from coec.models.non_uniform import class_of
-from coec.models.surgery import stored_shapes
+from coec.models.surgery import unstacked
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 HEAD, _EMBEDDING = Layout.head, Layout.embedding
@@ -75,10 +75,9 @@ class Description:
                 config = {**config, key: getattr(resolved, key)}
                 shape = Shape.of(config)
         tied = bool(getattr(resolved, "tie_word_embeddings", False))
-        state = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        if tied:
-            state.pop(HEAD, None)
-        shapes = stored_shapes(state, experts)
+        # Tensors on the meta device, which take no memory, are taken apart for their shapes.
+        stored = unstacked(model.state_dict(), experts)
+        shapes = {n: t.shape for n, t in stored.items() if not (tied and n == HEAD)}
         read = {key: getattr(resolved, key, None) for key in (_POSITIONS, "vocab_size")}
         return Description(
             config=config,
