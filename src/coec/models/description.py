@@ -209,33 +209,34 @@ def _scaling(rope: JsonDict, keys: tuple[str, ...]) -> JsonDict | None:
     return {"rope_type": rope_type, **{k: v for k, v in rope.items() if k not in separate}}
 
 
+def numbered_layers(headers: Mapping[str, Header]) -> dict[str, int]:
+    """Number of the layer that every tensor of a layer belongs to, by the tensor's name."""
+    return {name: int(match[1]) for name in headers if (match := LAYER.match(name))}
+
+
 def drafts_of(headers: Mapping[str, Header], config: JsonDict) -> set[str]:
     """Names of the tensors of the layers that `DRAFTS` counts."""
     layers, drafts = (config.get(key) for key in ("num_hidden_layers", DRAFTS))
     if not isinstance(layers, int) or not isinstance(drafts, int):
         return set()
-    numbers = {name: int(match[1]) for name in headers if (match := LAYER.match(name))}
+    numbers = numbered_layers(headers)
     return {name for name, number in numbers.items() if layers <= number < layers + drafts}
 
 
 def check_layers(folder: Path, headers: Mapping[str, Header], config: JsonDict) -> None:
     """Raise ModelError unless the files hold as many layers as the configuration; builds none."""
     architecture_of(config)
-    layers = Shape.of(config).layers
-    first: dict[int, str] = {}
-    for name in headers:
-        if match := LAYER.match(name):
-            first.setdefault(int(match[1]), name)
-    beyond = next((name for number, name in sorted(first.items()) if number >= layers), None)
-    if beyond:
+    layers, numbers = Shape.of(config).layers, numbered_layers(headers)
+    if beyond := [name for name, number in numbers.items() if number >= layers]:
         raise ModelError(
             f"'{folder}' holds more layers than the {layers} in config.json "
-            f"(first: {beyond}); mend num_hidden_layers"
+            f"(first: {min(beyond, key=numbers.__getitem__)}); mend num_hidden_layers"
         )
-    if first and (missing := next((n for n in range(layers) if n not in first), None)) is not None:
+    missing = set(range(layers)).difference(numbers.values())
+    if numbers and missing:
         raise ModelError(
-            f"'{folder}' lacks layer {missing} of the {layers} in config.json; download it again, "
-            "or mend num_hidden_layers"
+            f"'{folder}' lacks layer {min(missing)} of the {layers} in config.json; download it "
+            "again, or mend num_hidden_layers"
         )
 
 

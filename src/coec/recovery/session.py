@@ -10,11 +10,13 @@ import time
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from coec.allocation.kept import KEPT
+from coec.calibration.tokens import load_tokenizer
 from coec.devices import environment
 from coec.errors import NumericalError
 from coec.events import RESUMING, Progress, record
@@ -26,8 +28,10 @@ from coec.recovery import text as texts
 from coec.recovery import training
 from coec.recovery.job import Job
 from coec.recovery.processes import Processes
-from coec.recovery.text import Examples, Text
+from coec.recovery.text import Examples, WindowFile
 from coec.recovery.training import Schedule
+from coec.settings.fields import nth_seed
+from coec.streaming.self_text import sample_from_model, windows_that_fit
 
 
 def train(
@@ -38,7 +42,7 @@ def train(
     stored = job.recovery.teacher == "stored"
     dense = job.teacher()
     # Budget → text → the teacher's predictions, where those are stored: pieces of the first process
-    text, tokens = Text(job.partial / WORK / "text.npy", job.recovery.seed), 0
+    text, tokens = WindowFile(job.partial / WORK / "text.npy", job.recovery.seed), 0
     if pieces is not None:
         tokens = _budget(job, pieces, dense, processes)
         _put_text(job, pieces, text, tokens, dense, progress)
@@ -61,23 +65,19 @@ def train(
         pieces.note("start", kl=start)
     before = float(processes.agree(0.0 if pieces is None else pieces.facts("start")["kl"]))
     rate = job.rate(before, schedule.batch)
-
-    def saved(step: int, digests: JsonDict) -> None:
-        if pieces is not None:
-            pieces.note(f"state {step}", saved=(step, digests))
-
-    followed = training.Followed(schedule.batch * job.seq_len, before, saved, progress)
-    trainer = _trainer(job, schedule, rate, teacher, trained, judges, followed)
-    states = job.partial / STATES
+    step_tokens = schedule.batch * job.seq_len
+    monitor = training.TrainingMonitor(pieces, step_tokens, before, progress)
+    trainer = training.trainer_of(job, schedule, rate, teacher, (trained, judges), monitor)
     # Train from the last sound state → best state on the validation windows
-    last = None if pieces is None else training.last_state(states, dict(pieces.every("saved")))
+    saved = {} if pieces is None else dict(pieces.every("saved"))
+    last = None if pieces is None else training.last_state(job.partial / STATES, saved)
     last = processes.agree(last)
     if progress and (last is not None or resumed):
         steps_done = 0 if last is None else int(last.rpartition("-")[2])
         progress(f"{RESUMING} steps", steps_done, schedule.steps)
     trainer.train(resume_from_checkpoint=last)
     state = trainer.accelerator.get_state_dict(trainer.model)
-    curve = training.curve(trainer, schedule.batch * job.seq_len)
+    curve = training.curve(trainer, step_tokens)
     steps = min(trainer.state.global_step, schedule.steps)
     del trainer
     gc.collect()
@@ -96,7 +96,7 @@ def train(
     return {
         **job.recovery.record(),
         "text": pieces.facts("text")["record"],
-        "tokens": steps * schedule.batch * job.seq_len,
+        "tokens": steps * step_tokens,
         "asked": tokens,
         "passes": steps * schedule.batch / len(trained),
         "steps": steps,
@@ -133,7 +133,7 @@ def _budget(job: Job, pieces: Journal, teacher: PreTrainedModel, processes: Proc
 def _put_text(
     job: Job,
     pieces: Journal,
-    text: Text,
+    text: WindowFile,
     tokens: int,
     teacher: PreTrainedModel,
     progress: Progress | None,
@@ -148,64 +148,47 @@ def _put_text(
             progress=progress,
         )  # fmt: skip
     else:
-        written = []
-        for number, size in enumerate(texts.group_sizes(count)):
-            name, path = f"text {number}", pieces.work / f"text-{number:05}.npy"
-            if name not in pieces:
-                group = texts.write_group(
-                    job.dense, teacher, number, size, job.seq_len, job.recovery.seed,
-                    trust_remote_code=job.trust,
-                )  # fmt: skip
-                pieces.put(name, path, partial(texts.save_windows, group))
-            written.append(texts.load_windows(path))
+        files = []
+        for number, first in enumerate(range(0, count, texts.GROUP)):
+            size = min(texts.GROUP, count - first)
+            files.append(pieces.work / f"text-{number:05}.npy")
+            if f"text {number}" not in pieces:
+                write = partial(WindowFile.write, _written_group(job, teacher, number, size))
+                pieces.put(f"text {number}", files[-1], write)
             if progress:
-                progress("writing text", sum(map(len, written)), count)
-        ids = torch.cat(written)
+                progress("writing text", first + size, count)
+        ids = torch.from_numpy(np.concatenate([np.load(path) for path in files])).long()
         record = {"source": "self", "windows": len(ids), "text_sha256": ""}
-    pieces.put("text", text.path, partial(texts.save_windows, ids), record=record)
+    pieces.put("text", text.path, partial(WindowFile.write, ids), record=record)
 
 
-def _prediction_files(folder: Path, text: Text) -> list[Path]:
+def _written_group(job: Job, teacher: PreTrainedModel, number: int, size: int) -> Tensor:
+    """Let the dense model write a group of windows; every group has a seed of its own."""
+    return sample_from_model(
+        teacher, load_tokenizer(job.dense.folder, trust_remote_code=job.trust), samples=size,
+        seq_len=job.seq_len, seed=nth_seed(job.recovery.seed, number + 1),
+        at_once=windows_that_fit(job.dense, teacher, job.seq_len),
+    ).ids  # fmt: skip
+
+
+def _prediction_files(folder: Path, text: WindowFile) -> list[Path]:
     """Return the files that keep the teacher's predictions, one for each group of windows."""
-    count = len(texts.group_sizes(len(text.windows)))
+    count = math.ceil(len(text.windows) / texts.GROUP)
     return [folder / WORK / f"teacher-{number:05}.safetensors" for number in range(count)]
 
 
 def _put_predictions(
-    pieces: Journal, text: Text, teacher: PreTrainedModel, progress: Progress | None
+    pieces: Journal, text: WindowFile, teacher: PreTrainedModel, progress: Progress | None
 ) -> None:
     """Put what is kept of the teacher's predictions into the journal."""
-    windows = torch.from_numpy(text.windows.astype("int64"))
-    stored = 0
-    files = _prediction_files(pieces.partial, text)
-    for number, (path, ids) in enumerate(zip(files, windows.split(texts.GROUP), strict=True)):
+    stored, files = 0, _prediction_files(pieces.partial, text)
+    for number, (path, ids) in enumerate(zip(files, text.groups, strict=True)):
         if f"teacher {number}" not in pieces:
             write = partial(texts.save_predictions, teacher, ids)
             pieces.put(f"teacher {number}", path, write)
         stored += len(ids)
         if progress:
-            progress("storing predictions", stored, len(windows))
-
-
-def _trainer(
-    job: Job,
-    schedule: Schedule,
-    rate: float,
-    teacher: PreTrainedModel | None,
-    trained: Examples,
-    judges: Examples,
-    followed: training.Followed,
-) -> training.Distillation:
-    """Return the Trainer of a student."""
-    arguments = training.arguments(
-        job.partial / STATES, schedule, rate=rate, seed=job.recovery.seed, device=job.device,
-        narrow=job.narrow, checkpointing=job.checkpointing,
-    )  # fmt: skip
-    return training.Distillation(
-        teacher=teacher, cross_entropy=job.recovery.cross_entropy, out=job.out,
-        model=job.student(), args=arguments, train_dataset=trained, eval_dataset=judges,
-        callbacks=[followed],
-    )  # fmt: skip
+            progress("storing predictions", stored, len(text.windows))
 
 
 def _write(pieces: Journal, job: Job, tensors: dict[str, Tensor] | None) -> None:
