@@ -4,13 +4,14 @@ import json
 
 import pytest
 import torch
+from promises import (
+    check_that_a_written_checkpoint_is_the_masked_model,
+    check_that_streamed_statistics_are_those_of_the_whole_model,
+)
 from safetensors.torch import load_file, save_file
 
 import coec
 import tiny_models as tm
-from coec.models.dense import Dense
-from coec.streaming.dense_stream import DenseStream
-from coec.types import GramSum
 from prunings import CONTRACT
 
 pytestmark = pytest.mark.unchecked  # whole models
@@ -66,46 +67,26 @@ def test_a_written_checkpoint_computes_the_masked_dense_model(
             coec.prune(models[name], tmp_path / "out", **settings)
         return
     coec.prune(models[name], tmp_path / "out", **settings)
-    expected = tm.logits(tm.masked(tm.load(models[name]), tmp_path / "out"))
-    torch.testing.assert_close(tm.logits(tm.load(tmp_path / "out")), expected, rtol=0, atol=1e-10)
+    check_that_a_written_checkpoint_is_the_masked_model(models[name], tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_streamed_statistics_are_those_of_the_whole_model(name, folders):
-    ids = torch.randint(2, tm.VOCABULARY, (5, 32))
-    stream = DenseStream(
-        Dense.open(folders[0][name]), ids, device=torch.device("cpu"), dtype=torch.float64
-    )
-    blocks = list(stream.blocks())
-    dense, sums = tm.load(folders[0][name]), {}
-    for index, layer in enumerate(dense.model.layers):
-        for site, module in (("attention", layer.self_attn.o_proj), ("mlp", layer.mlp.down_proj)):
-            total = sums[index, site] = GramSum(module.in_features)
-            module.register_forward_pre_hook(lambda _, args, total=total: total.update(args[0]))
-    tm.logits(dense, ids)
-    for block in blocks:
-        for site, gram in block.grams.items():
-            expected = sums[block.index, site].gram()
-            torch.testing.assert_close(gram.xx, expected.xx, rtol=1e-9, atol=1e-9)
-            torch.testing.assert_close(gram.x, expected.x, rtol=1e-9, atol=1e-9)
-
-
-def edited(folder, drop=(), **changes):
-    path = folder / "config.json"
-    config = {k: v for k, v in json.loads(path.read_text()).items() if k not in drop}
-    path.write_text(json.dumps(config | changes))
+    check_that_streamed_statistics_are_those_of_the_whole_model(folders[0][name])
 
 
 def test_sizes_that_old_configurations_leave_out_are_inferred(folders, tmp_path):
     """As Llama 1: no head size, and a group for every head."""
     model = tm.tiny("llama", num_key_value_heads=8)
     dense = tm.save(model, tmp_path / "dense", tokenizer=False)
-    edited(dense, drop=("head_dim", "num_key_value_heads"))
+    path = dense / "config.json"
+    config = json.loads(path.read_text())
+    del config["head_dim"], config["num_key_value_heads"]
+    path.write_text(json.dumps(config))
     report = coec.prune(dense, tmp_path / "out", **CONTRACT, calibration=folders[1],
                         compensation="rcpu")  # fmt: skip
     assert report.plan["widths"]["kv_groups"] == {"before": 8, "after": 6}
-    expected = tm.logits(tm.masked(tm.load(dense), tmp_path / "out"))
-    torch.testing.assert_close(tm.logits(tm.load(tmp_path / "out")), expected, rtol=0, atol=1e-10)
+    check_that_a_written_checkpoint_is_the_masked_model(dense, tmp_path / "out")
 
 
 def test_tensors_that_nobody_loads_change_nothing(folders, tmp_path):
@@ -132,8 +113,7 @@ def test_every_sparsity_gives_a_model(sparsity, compensation, folders, tmp_path)
                         compensation=compensation, **settings, **options)  # fmt: skip
     assert report.plan["widths"]["mlp"]["after"] == max(1, 40 - int(sparsity * 40))
     assert report.plan["widths"]["kv_groups"]["after"] == max(1, 4 - int(sparsity * 4))
-    expected = tm.logits(tm.masked(tm.load(dense), tmp_path / "out"))
-    torch.testing.assert_close(tm.logits(tm.load(tmp_path / "out")), expected, rtol=0, atol=1e-10)
+    check_that_a_written_checkpoint_is_the_masked_model(dense, tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -145,6 +125,5 @@ def test_a_trained_model_computes_its_masked_self(shared, tmp_path):
     for compensation, options in {"coec": {"rounds": 2}, "bias": {}, "rcpu": {}}.items():
         out = tmp_path / compensation
         coec.prune(dense, out, compensation=compensation, **settings, **options)
-        expected = tm.logits(tm.masked(tm.load(dense), out), ids)
-        torch.testing.assert_close(tm.logits(tm.load(out), ids), expected, rtol=1e-4, atol=1e-4)
+        check_that_a_written_checkpoint_is_the_masked_model(dense, out, ids, rtol=1e-4, atol=1e-4)
     assert tm.load(tmp_path / "bias").config.model_type == "granite"
