@@ -34,7 +34,7 @@ def end(*given, **more):
 
 @pytest.fixture
 def both(dense, tokens, tmp_path, monkeypatch):
-    """Prunes with recovery into `out`, until a function of the module is called where one is named."""
+    """Prunes with recovery into `out`, until a function of the module is called, if any."""
 
     def call(until=None, budget=1000, **changes):
         settings = {**PRUNING, "calibration": tokens, **changes}
