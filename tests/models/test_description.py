@@ -13,7 +13,7 @@ import coec
 import tiny_models as tm
 from coec.errors import ModelError, OptionError
 from coec.models.dense import Dense
-from coec.models.description import Description, skeleton
+from coec.models.description import Description
 from coec.models.folder import find_model, read_config
 from coec.models.layout import Shape
 from coec.planning import Plan
@@ -26,7 +26,7 @@ def test_a_tied_head_is_no_tensor_of_its_own():
 
 
 def test_a_skeleton_takes_no_memory():
-    model = skeleton(tm.raw_config("llama", vocab_size=10**9))
+    model = Description.of(tm.raw_config("llama", vocab_size=2**26)).skeleton()
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert not model.training
 
@@ -237,7 +237,7 @@ def test_rotary_settings_are_completed_from_wherever_they_are():
     three = Description.of({**new_form(**LLAMA3), "rope_scaling": LLAMA3}).config
     for config in (one, two, three):
         assert (config["rope_theta"], config["rope_scaling"]) == (5e5, LLAMA3)
-        theirs = skeleton(config).config.rope_parameters
+        theirs = Description.of(config).skeleton().config.rope_parameters
         assert (theirs["rope_theta"], theirs["rope_type"]) == (5e5, "llama3")
 
 

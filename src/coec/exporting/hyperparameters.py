@@ -153,20 +153,19 @@ def rotary_of(model: Description) -> Rotary:
         )
     scaling, stored = _SCALINGS[rope_type]
     _check_stored(settings, stored, rope_type)
-    # llama.cpp computes linear and yarn scaling from a factor; others need divisors in the file.
-    if scaling in (LINEAR, YARN):
-        if settings.get("factor") is None:
-            raise ModelError(
-                f"rope_type '{rope_type}' in config.json has no factor: write it there"
-            )
-        factor = float(settings["factor"])
-        if scaling == YARN:
-            _check_yarn(float(network.base_model.rotary_emb.attention_scaling), factor)
-        original = settings.get("original_max_position_embeddings") or model.positions
-        return Rotary(base, scaling, factor, original)
     if scaling == PLAIN:
         return Rotary(base)
-    return Rotary(base, scaling, factors=_factors(network.base_model.rotary_emb.inv_freq, base))
+    embedding = network.base_model.rotary_emb
+    # llama.cpp computes linear and yarn scaling from a factor; others need divisors in the file.
+    if scaling == FACTORS:
+        return Rotary(base, scaling, factors=_factors(embedding.inv_freq, base))
+    if settings.get("factor") is None:
+        raise ModelError(f"rope_type '{rope_type}' in config.json has no factor: write it there")
+    factor = float(settings["factor"])
+    if scaling == YARN:
+        _check_yarn(float(embedding.attention_scaling), factor)
+    original = settings.get("original_max_position_embeddings") or model.positions
+    return Rotary(base, scaling, factor, original)
 
 
 def _check_stored(settings: dict[str, Any], stored: set[str], rope_type: str) -> None:

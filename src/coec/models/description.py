@@ -104,15 +104,10 @@ class Description:
 
     def skeleton(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """Build the transformers model on the meta device: shapes, no memory."""
-        return skeleton(self.config, dtype)
-
-
-def skeleton(config: JsonDict, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Build the transformers model of a raw configuration on the meta device."""
-    model: Any = copy.deepcopy(_skeleton(_stock(config)))
-    model.config.dtype = dtype
-    retyped: PreTrainedModel = model.to(dtype)
-    return retyped
+        model: Any = copy.deepcopy(_skeleton(_stock(self.config)))
+        model.config.dtype = dtype
+        retyped: PreTrainedModel = model.to(dtype)
+        return retyped
 
 
 def _stock(config: JsonDict) -> str:

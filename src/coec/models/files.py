@@ -225,13 +225,12 @@ def _index(folder: Path) -> dict[str, str]:
     if not path.exists():
         if single:
             return {}
-        pickle = next(iter(sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth"))), None)
-        hint = (
-            f"; '{pickle.name}' is a pickle: convert it with "
-            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
-            if pickle
-            else ""
-        )
+        hint = ""
+        if pickles := sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth")):
+            hint = (
+                f"; '{pickles[0].name}' is a pickle: convert it with "
+                "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+            )
         raise ModelError(f"no safetensors weights in '{folder}'{hint}")
     try:
         weight_map: dict[str, str] = parse_json(path)["weight_map"]

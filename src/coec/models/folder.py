@@ -41,15 +41,7 @@ in a folder."""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 _LITTER = (".gitattributes", ".DS_Store", ".README.md.partial")
 """Files that the hub and file managers put in any folder."""
-_OWN = (
-    *_CARRIED,
-    *_WEIGHTS,
-    *_LITTER,
-    CONFIG,
-    "README.md",
-    "coec.json",
-    non_uniform.FILE,
-)
+_OWN = (*_CARRIED, *_WEIGHTS, *_LITTER, CONFIG, "README.md", "coec.json", non_uniform.FILE)
 _IMPORT = re.compile(r"^\s*(?:from|import)\s+\.(\w+)", re.MULTILINE)
 _TEMPLATES = "additional_chat_templates"
 _FOLDERS = {"coec": ("kept.safetensors",), _TEMPLATES: ("*.jinja",)}
@@ -145,12 +137,11 @@ def tokenizer_classes(folder: Path) -> list[str]:
         config = parse_json(folder / TOKENIZER_CONFIG)
     except (OSError, ValueError):
         return []
+    # One name, a list of them, or either under the name of the class that loads tokenizers
     names = config.get("auto_map") if isinstance(config, dict) else None
-    if isinstance(names, dict):
-        names = names.get("AutoTokenizer")
-    if isinstance(names, str):
-        names = [names]
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    names = names.get("AutoTokenizer") if isinstance(names, dict) else names
+    names = names if isinstance(names, list) else [names]
+    return [name for name in names if isinstance(name, str)]
 
 
 def _tokenizer_code(folder: Path) -> set[str]:

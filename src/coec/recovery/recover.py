@@ -77,7 +77,7 @@ def recover(
     processes = Processes.here(job.device)
     with contextlib.ExitStack() as stack:
         pieces = None
-        if processes.first:
+        if processes.rank == 0:
             identity = {**job.identity, "processes": processes.count}
             pieces = stack.enter_context(journal(target, identity, force=force, restart=restart))
         return _recovered(job, pieces, processes, progress)

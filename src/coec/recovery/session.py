@@ -39,21 +39,10 @@ def train(
 ) -> JsonDict:
     """Train, put everything but the report into the journal, and return the account of it."""
     began = time.perf_counter()
-    stored = job.recovery.teacher == "stored"
-    dense = job.teacher()
-    # Budget → text → the teacher's predictions, where those are stored: pieces of the first process
-    text, tokens = WindowFile(job.partial / WORK / "text.npy", job.recovery.seed), 0
-    if pieces is not None:
-        tokens = _budget(job, pieces, dense, processes)
-        _put_text(job, pieces, text, tokens, dense, progress)
-        if stored:
-            _put_predictions(pieces, text, dense, progress)
-    # The others wait here: the files that they read next are there when the first has answered.
-    tokens = processes.agree(tokens)
-    teacher = None if stored else dense
-    del dense
-    gc.collect()
-    files = _prediction_files(job.partial, text) if stored else []
+    text = WindowFile(job.partial / WORK / "text.npy", job.recovery.seed)
+    tokens, teacher = _prepared(job, pieces, text, processes, progress)
+    gc.collect()  # a teacher whose predictions were stored
+    files = [] if teacher is not None else _prediction_files(job.partial, text)
     trained, judges = (Examples(text, rows, files) for rows in text.split())
     # Tokens and windows → steps → divergence of the start, which the rate depends on
     read = min(tokens, texts.PASSES * len(trained) * job.seq_len)
@@ -61,8 +50,7 @@ def train(
     schedule = Schedule.of(read, job.seq_len, batch, job.at_once, processes.count)
     resumed = pieces is not None and "start" in pieces
     if pieces is not None and not resumed:
-        start = training.divergence(job.network(), teacher, judges)
-        pieces.note("start", kl=start)
+        pieces.note("start", kl=training.divergence(job.network(), teacher, judges))
     before = float(processes.agree(0.0 if pieces is None else pieces.facts("start")["kl"]))
     rate = job.rate(before, schedule.batch)
     step_tokens = schedule.batch * job.seq_len
@@ -84,15 +72,11 @@ def train(
     if pieces is None:
         return {}
     # The best state, merged and rounded as it would be written, must beat the start.
-    tensors, after = None, math.inf
-    try:
-        tensors = job.tensors({name: tensor.cpu() for name, tensor in state.items()})
-        after = training.divergence(job.network(tensors), teacher, judges)
-    except NumericalError as error:
-        record(f"the trained weights cannot be written: {error}")
+    tensors, after = _judged(job, state, teacher, judges)
     del state
     improved = after < before
     _write(pieces, job, tensors if improved else None)
+    held_out = {"windows": len(judges), "before": before, "after": after if improved else before}
     return {
         **job.recovery.record(),
         "text": pieces.facts("text")["record"],
@@ -104,17 +88,47 @@ def train(
         "seq_len": job.seq_len,
         "learning_rate": rate,
         "processes": processes.count,
-        "held_out": {
-            "windows": len(judges),
-            "before": before,
-            "after": after if improved else before,
-        },
+        "held_out": held_out,
         "improved": improved,
         "curve": curve,
         "start_sha256": job.pruned.digest,
         "seconds": time.perf_counter() - began,
         "environment": environment(str(job.device)),
     }
+
+
+def _prepared(
+    job: Job,
+    pieces: Journal | None,
+    text: WindowFile,
+    processes: Processes,
+    progress: Progress | None,
+) -> tuple[int, PreTrainedModel | None]:
+    """Return the tokens to train on, and the teacher, unless its predictions were stored.
+
+    The first process writes the text and the predictions. The others wait for its answer here: the
+    files that they read next are there by then.
+    """
+    teacher, stored, tokens = job.teacher(), job.recovery.teacher == "stored", 0
+    if pieces is not None:
+        tokens = _budget(job, pieces, teacher, processes)
+        _put_text(job, pieces, text, tokens, teacher, progress)
+        if stored:
+            _put_predictions(pieces, text, teacher, progress)
+    tokens = processes.agree(tokens)
+    return tokens, None if stored else teacher
+
+
+def _judged(
+    job: Job, state: dict[str, Tensor], teacher: PreTrainedModel | None, judges: Examples
+) -> tuple[dict[str, Tensor] | None, float]:
+    """Return a state as it would be written, and its divergence; None if it cannot be written."""
+    try:
+        tensors = job.tensors({name: tensor.cpu() for name, tensor in state.items()})
+        return tensors, training.divergence(job.network(tensors), teacher, judges)
+    except NumericalError as error:
+        record(f"the trained weights cannot be written: {error}")
+        return None, math.inf
 
 
 def _budget(job: Job, pieces: Journal, teacher: PreTrainedModel, processes: Processes) -> int:
