@@ -66,6 +66,7 @@ def _draw_errors(axes: Any, reports: Mapping[str, Report]) -> None:
         method: [row["error_after"] for row in report.sites if row["site"] == SITE]
         for method, report in reports.items()
     }
+    # Bars of one block stand side by side around its tick, with a gap to the next block's.
     width = 0.84 / len(errors)
     for index, method in enumerate(errors):
         offset = (index - (len(errors) - 1) / 2) * width

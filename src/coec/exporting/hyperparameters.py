@@ -110,6 +110,7 @@ def _check_context(model: Dense, config: Any, context: int | None) -> None:
             f"context must be at most the model's max_position_embeddings, {model.positions}; "
             f"got {context}"
         )
+    # A window counts where some layer has one, as its class reads the configuration.
     window = None
     if model.architecture.model_type in _WINDOWED:
         layer_types = getattr(config, "layer_types", None)
@@ -128,6 +129,7 @@ def _multipliers(config: Any, head_dim: int) -> dict[str, float]:
     if config.model_type != "granite":
         return {}
     ones = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+    # Multipliers under which the model is a Llama need no place in the file.
     neutral = {"attention_multiplier": head_dim**-0.5} | dict.fromkeys(ones, 1.0)
     values = {key: float(getattr(config, key)) for key in neutral}
     idle = all(math.isclose(values[key], neutral[key], rel_tol=1e-6) for key in neutral)

@@ -93,6 +93,7 @@ class SitePattern:
         """Split a producer's rows into projections, in order."""
         if self.projections == 1:
             return [Rows(tensor, 0, rows)]
+        # Queries first, with as many rows as the consumer has columns; the others are alike.
         first = columns if self.value else rows // self.projections
         size = (rows - first) // (self.projections - 1)
         starts = [0, *(first + size * number for number in range(self.projections - 1))]
@@ -231,6 +232,7 @@ def _frozen(value: Any) -> Any:
 def _blocks() -> dict[str, BlockPattern]:
     tables = packaged("blocks.toml")
     sites = {name: SitePattern(**table) for name, table in tables["sites"].items()}
+    # Sites by their names → patterns of blocks, in which experts come last
     blocks = {}
     for name, table in tables["blocks"].items():
         experts = ExpertNames(**table["experts"]) if "experts" in table else None
@@ -273,6 +275,7 @@ def _check_text_alone(config: JsonDict) -> None:
 
 def architecture_of(config: JsonDict) -> Architecture:
     """Look up the architecture of a raw configuration; raises ModelError for any other model."""
+    # Float weights, of a language model alone, that has its head, and whose type is listed
     model_type = config.get("model_type")
     quantisation = config.get("quantization_config")
     if quantisation:

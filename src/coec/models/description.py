@@ -69,6 +69,7 @@ class Description:
         config |= {DRAFTS: 0} if DRAFTS in config else {}
         model = _skeleton(_stock(config))  # is read, and not changed
         resolved = model.config
+        # What the configuration leaves to its class → shapes of all tensors → blocks and sites
         experts = architecture.blocks.experts
         for key in (experts.count, "num_experts_per_tok") if experts else ():
             if config.get(key) is None:  # transformers 5 saves the first under another name
@@ -179,6 +180,7 @@ def _with_both_ropes(config: JsonDict, keys: tuple[str, ...]) -> JsonDict:
             f"rope_theta in {CONFIG} is {theta}, in its rope_parameters "
             f"{new['rope_theta']}: releases of transformers read one or the other; mend it"
         )
+    # The new form, said in the old one; an old form beside it must say the same.
     scaling = _scaling(new, keys)
     if old:
         if _scaling(old, keys) != scaling or old.get("rope_theta", theta) != theta:
@@ -244,6 +246,7 @@ def has_separate_head(folder: Path, headers: Mapping[str, Header]) -> bool:
     )
     if head.shape != embedding.shape:
         return True
+    # A copy in a narrower dtype is the embedding, rounded: compared in that.
     narrow = min(head.dtype, embedding.dtype, key=lambda dtype: dtype.itemsize)
     return not torch.equal(head.to(narrow), embedding.to(narrow))
 
@@ -258,6 +261,7 @@ def check_headers(
             f"'{folder}' lacks {len(missing)} of {len(expected)} tensors "
             f"(first: {missing[0]}); download it again"
         )
+    # A tensor beyond those expected may be let pass, unless the function would miss it.
     for name, header in headers.items():
         place = f"{name} in '{header.file}'"
         if name not in expected:

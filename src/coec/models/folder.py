@@ -64,6 +64,7 @@ def find_model(model: str | Path, *, weights: bool = True) -> Path:
             f"the model is a {type(model).__name__}: give its folder or hub name, from which "
             "weights are read a block at a time (or save it first: model.save_pretrained(FOLDER))"
         )
+    # A folder that is there → a file, refused with what it is → a hub name
     path, name = Path(model), _short(str(model))
     try:
         if path.is_dir() or (path.is_file() and path.suffix == ".json" and not weights):
@@ -146,6 +147,7 @@ def tokenizer_classes(folder: Path) -> list[str]:
 
 def _tokenizer_code(folder: Path) -> set[str]:
     """Names of a tokenizer's Python files, and of the files that they import."""
+    # Each file's own imports are followed; a name with "--" is code of another hub repository.
     modules = [name.split(".")[0] for name in tokenizer_classes(folder) if "--" not in name]
     names: set[str] = set()
     while modules:
@@ -220,6 +222,7 @@ def foreign_entry(folder: Path) -> str | None:
     Says instead what the files lack to be a model, if they do; None if they are one, and nothing
     else is there.
     """
+    # What is beside a model's files, then whether these are a model
     names = sorted(_entries(folder))
     patterns = (*_OWN, *_tokenizer_code(folder))
     for name in names:

@@ -11,7 +11,6 @@ import copy
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from transformers import AutoConfig
 
@@ -37,11 +36,6 @@ class Traits:
     config: JsonDict
     sizes: Shape
     biased: frozenset[str]
-
-    @cached_property
-    def conditions(self) -> frozenset[str]:
-        """Names of the conditions that hold, as exceptions name them."""
-        return frozenset(name for name, holds in _CONDITIONS.items() if holds(self))
 
 
 def slides(config: JsonDict) -> bool:
@@ -115,7 +109,7 @@ class Loader:
         """`yes`, or what to know before loading the checkpoint."""
         for case in self.exceptions:
             of_type = case.types is None or traits.model_type in case.types
-            if of_type and (case.when is None or case.when in traits.conditions):
+            if of_type and (case.when is None or _CONDITIONS[case.when](traits)):
                 return case.verdict
         return YES if self.types is None or traits.model_type in self.types else UNKNOWN
 

@@ -100,6 +100,7 @@ class Shape:
         """Read a raw configuration; raises ModelError naming a missing or inconsistent key."""
         if config.get(BLOCK_WIDTHS) is None:
             return cls._uniform(config)
+        # The common sizes, then every block as if the model had its widths alone
         common = {key: value for key, value in config.items() if key != BLOCK_WIDTHS}
         dense = cls._uniform(common)
         tables = _block_widths(config[BLOCK_WIDTHS], dense.layers)
@@ -116,6 +117,7 @@ class Shape:
     def _uniform(cls, config: JsonDict) -> "Shape":
         heads, hidden = read_size(config, "num_attention_heads"), read_size(config, "hidden_size")
         kv_heads = read_size(config, "num_key_value_heads", heads)
+        # Old configurations imply the size of heads, and a KV head for each of them.
         head_dim = read_size(config, "head_dim", hidden // heads)
         layers, ffn = read_size(config, "num_hidden_layers"), read_size(config, "intermediate_size")
         if head_dim < 1:

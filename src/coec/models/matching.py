@@ -278,6 +278,7 @@ _REMOVED_ALONE = (
 
 def _check_masks(dense: SiteTensors, pruned: SiteTensors, units: Mapping[int, int]) -> None:
     """Raise ModelError if single query heads of a kept group are masked."""
+    # A head is masked where no column of the consumer reads it any more, and one did before.
     group = dense.group
     if group == 1:
         return

@@ -117,6 +117,7 @@ class Job:
 
     def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a student's state as the tensors of a checkpoint, in the dtypes of the start."""
+        # State → network without additions → names of a checkpoint → dtypes of the start
         student = self.student(torch.device("cpu"))
         student.load_state_dict(state, assign=True)
         if self.recovery.lora is not None:

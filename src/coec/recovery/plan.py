@@ -151,6 +151,7 @@ def _gigabytes(size: float) -> str:
 def _estimate(
     dense: Description, pruned: Description, recovery: Recovery, seq_len: int, device: torch.device
 ) -> Footprint:
+    # Numbers that are trained → weights and activations of a step → what the disk holds meanwhile
     on_host = device.type == "cpu"
     narrow = not on_host and stored_dtype(pruned.config).itemsize == 2
     compute = 2 if narrow else 4

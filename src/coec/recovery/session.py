@@ -43,19 +43,19 @@ def train(
     tokens, teacher = _prepared(job, pieces, text, processes, progress)
     gc.collect()  # a teacher whose predictions were stored
     files = [] if teacher is not None else _prediction_files(job.partial, text)
-    trained, judges = (Examples(text, rows, files) for rows in text.split())
+    trained, validation = (Examples(text, rows, files) for rows in text.split())
     # Tokens and windows → steps → divergence of the start, which the rate depends on
     read = min(tokens, texts.PASSES * len(trained) * job.seq_len)
     batch = job.recovery.windows_per_step(job.seq_len, read)
     schedule = Schedule.of(read, job.seq_len, batch, job.at_once, processes.count)
     resumed = pieces is not None and "start" in pieces
     if pieces is not None and not resumed:
-        pieces.note("start", kl=training.divergence(job.network(), teacher, judges))
+        pieces.note("start", kl=training.divergence(job.network(), teacher, validation))
     before = float(processes.agree(0.0 if pieces is None else pieces.facts("start")["kl"]))
     rate = job.rate(before, schedule.batch)
     step_tokens = schedule.batch * job.seq_len
     monitor = training.TrainingMonitor(pieces, step_tokens, before, progress)
-    trainer = training.trainer_of(job, schedule, rate, teacher, (trained, judges), monitor)
+    trainer = training.trainer_of(job, schedule, rate, teacher, (trained, validation), monitor)
     # Train from the last sound state → best state on the validation windows
     saved = {} if pieces is None else dict(pieces.every("saved"))
     last = None if pieces is None else training.last_state(job.partial / STATES, saved)
@@ -72,11 +72,15 @@ def train(
     if pieces is None:
         return {}
     # The best state, merged and rounded as it would be written, must beat the start.
-    tensors, after = _judged(job, state, teacher, judges)
+    tensors, after = _judged(job, state, teacher, validation)
     del state
     improved = after < before
     _write(pieces, job, tensors if improved else None)
-    held_out = {"windows": len(judges), "before": before, "after": after if improved else before}
+    held_out = {
+        "windows": len(validation),
+        "before": before,
+        "after": after if improved else before,
+    }
     return {
         **job.recovery.record(),
         "text": pieces.facts("text")["record"],
@@ -120,12 +124,12 @@ def _prepared(
 
 
 def _judged(
-    job: Job, state: dict[str, Tensor], teacher: PreTrainedModel | None, judges: Examples
+    job: Job, state: dict[str, Tensor], teacher: PreTrainedModel | None, validation: Examples
 ) -> tuple[dict[str, Tensor] | None, float]:
     """Return a state as it would be written, and its divergence; None if it cannot be written."""
     try:
         tensors = job.tensors({name: tensor.cpu() for name, tensor in state.items()})
-        return tensors, training.divergence(job.network(tensors), teacher, judges)
+        return tensors, training.divergence(job.network(tensors), teacher, validation)
     except NumericalError as error:
         record(f"the trained weights cannot be written: {error}")
         return None, math.inf

@@ -81,8 +81,8 @@ class WindowFile:
         count = len(self.windows)
         # Drawn by the seed alone: a resumed run has the same validation windows.
         order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed))
-        judges = held_out(count)
-        return sorted(order[judges:].tolist()), sorted(order[:judges].tolist())
+        validation = held_out(count)
+        return sorted(order[validation:].tolist()), sorted(order[:validation].tolist())
 
 
 def read_windows(

@@ -312,7 +312,7 @@ def divergence(
     total, device = 0.0, student.device
     student.eval()
     for number in range(len(examples)):
-        example = {name: part[None].to(device) for name, part in examples[number].items()}
+        example = {name: tensor[None].to(device) for name, tensor in examples[number].items()}
         ids = example["input_ids"]
         logits = student(input_ids=ids, use_cache=False).logits
         total += float(distillation_loss(logits, _target(teacher, example), ids))
