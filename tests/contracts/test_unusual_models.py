@@ -8,7 +8,6 @@ from promises import (
     check_that_a_written_checkpoint_is_the_masked_model,
     check_that_streamed_statistics_are_those_of_the_whole_model,
 )
-from safetensors.torch import load_file, save_file
 
 import coec
 import tiny_models as tm
@@ -87,20 +86,6 @@ def test_sizes_that_old_configurations_leave_out_are_inferred(folders, tmp_path)
                         compensation="rcpu")  # fmt: skip
     assert report.plan["widths"]["kv_groups"] == {"before": 8, "after": 6}
     check_that_a_written_checkpoint_is_the_masked_model(dense, tmp_path / "out")
-
-
-def test_tensors_that_nobody_loads_change_nothing(folders, tmp_path):
-    """Rotary frequencies of old Llamas, and a copy of the embedding for a tied head."""
-    dense = tm.save(tm.tiny("llama tied"), tmp_path / "dense", tokenizer=False)
-    coec.prune(dense, tmp_path / "a", **CONTRACT, calibration=folders[1], compensation="rcpu")
-    weights = load_file(dense / "model.safetensors")
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    for index in range(2):
-        weights[f"model.layers.{index}.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
-    save_file(weights, dense / "model.safetensors", metadata={"format": "pt"})
-    coec.prune(dense, tmp_path / "b", **CONTRACT, calibration=folders[1], compensation="rcpu")
-    first, second = ((tmp_path / out / "model.safetensors").read_bytes() for out in "ab")
-    assert first == second
 
 
 @pytest.mark.parametrize("sparsity", [0.025, 0.25, 0.5, 0.75, 0.99])

@@ -5,7 +5,6 @@ import json
 import math
 import sys
 import weakref
-from collections import namedtuple
 
 import gguf
 import numpy as np
@@ -18,7 +17,6 @@ import coec
 import tiny_models as tm
 from coec.errors import ModelError, OptionError, OutputError
 from coec.exporting import targets
-from coec.exporting.plan import interleaved
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 
@@ -146,12 +144,6 @@ def test_a_pruned_checkpoint_is_written_like_any_other(tmp_path):
     assert says(reader, "llama.feed_forward_length") == 28
     bias = Dense.open(tmp_path / "pruned").tensor("model.layers.1.mlp.down_proj.bias")
     assert np.array_equal(tensors(reader)["blk.1.ffn_down.bias"].data, bias.numpy())
-
-
-def test_rows_change_places_within_their_heads():
-    rows = torch.arange(12.0)[:, None].expand(-1, 2)
-    assert interleaved(rows, 2)[:, 0].tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
-    assert interleaved(torch.arange(4.0), 1).tolist() == [0, 2, 1, 3]
 
 
 def test_llama_3_divides_its_frequencies_by_factors(tmp_path):
@@ -369,13 +361,6 @@ def test_a_missing_package_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(OptionError, match=r"pip install 'coec\[gguf\]'"):
         coec.export(tmp_path, tmp_path / "out.gguf")
-
-
-def test_a_full_disk_is_seen_before(tmp_path, monkeypatch):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr("shutil.disk_usage", lambda path: usage(1, 1, 2**20))
-    with pytest.raises(OutputError, match="not enough disk space"):
-        written(tmp_path)
 
 
 def test_the_file_is_planned_and_told(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import coec
 import tiny_models as tm
 from coec.errors import ModelError, OptionError
 from coec.models import formats
-from coec.models.architectures import ARCHITECTURES, architecture_of
+from coec.models.architectures import ARCHITECTURES
 from coec.models.description import Description
 from coec.models.folder import read_config
 from coec.models.formats import CONDITIONS, LOADERS, TARGETS, YES, Traits, choose_format, slides
@@ -171,11 +171,6 @@ def test_sizes_that_do_not_fit_are_named():
     config = tm.raw_config("llama")
     del config["num_key_value_heads"], config["head_dim"]
     assert (Shape.of(config).kv_heads, Shape.of(config).head_dim) == (8, 4)  # old Llamas
-
-
-def test_supported_models_are_listed_when_one_is_not():
-    with pytest.raises(ModelError, match="'mamba' is not supported; supported: llama"):
-        architecture_of({"model_type": "mamba"})
 
 
 def test_a_plan_from_a_folder_reads_no_weights(tmp_path):
