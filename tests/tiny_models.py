@@ -18,6 +18,7 @@ from coec.types import KeptSet
 _TABLES = tomllib.loads(Path(__file__).with_name("tiny_models.toml").read_text(encoding="utf-8"))
 BASE, VARIANTS = _TABLES["base"], _TABLES["variants"]
 VARIANTS["mistral"]["sliding_window"] = None  # which TOML cannot say
+UNUSUAL = {name: (changes.pop("variant"), changes) for name, changes in _TABLES["unusual"].items()}
 HIDDEN, FFN = BASE["hidden_size"], BASE["intermediate_size"]
 VOCABULARY, POSITIONS = BASE["vocab_size"], BASE["max_position_embeddings"]
 

@@ -15,33 +15,6 @@ from prunings import CONTRACT
 
 pytestmark = pytest.mark.unchecked  # whole models
 
-WINDOWED = {
-    "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1,
-    "layer_types": ["full_attention", "sliding_attention"],
-}  # fmt: skip
-ROPE = {"factor": 4.0, "original_max_position_embeddings": 16}
-UNUSUAL = {
-    "one query per group": ("llama", {"num_key_value_heads": 8}),
-    "one group": ("llama", {"num_key_value_heads": 1}),
-    "one group, qwen2": ("qwen2", {"num_key_value_heads": 1}),
-    "one channel more than a power": ("llama", {"intermediate_size": 65}),
-    "a bias on the MLP alone": ("llama", {"mlp_bias": True}),
-    "a bias on attention alone": ("llama", {"attention_bias": True}),
-    "a bias on attention alone, qwen3": ("qwen3", {"attention_bias": True}),
-    "every bias, seed_oss": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
-    "every bias, granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
-    "tied, qwen2": ("qwen2", {"tie_word_embeddings": True}),
-    "wide heads, mistral": ("mistral", {"head_dim": 6}),
-    "wide heads, qwen2": ("qwen2", {"head_dim": 6}),
-    "windows in some layers": ("qwen2", WINDOWED),
-    "linear rope": ("llama", {"rope_scaling": {"rope_type": "linear", **ROPE}}),
-    "dynamic rope": ("llama", {"rope_scaling": {"rope_type": "dynamic", **ROPE}}),
-    "yarn rope": ("llama", {"rope_scaling": {"rope_type": "yarn", **ROPE}}),
-    "yarn rope, qwen2": ("qwen2", {"rope_scaling": {"rope_type": "yarn", **ROPE}}),
-    "another activation": ("llama", {"hidden_act": "gelu"}),
-    "a large epsilon and base": ("llama", {"rms_norm_eps": 0.1, "rope_theta": 100.0}),
-}
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
@@ -49,19 +22,20 @@ def folders(tmp_path_factory):
     tokens = tm.token_file(root / "tokens.npy")
     models = {
         name: tm.save(tm.tiny(variant, **changes), root / name, tokenizer=False)
-        for name, (variant, changes) in UNUSUAL.items()
+        for name, (variant, changes) in tm.UNUSUAL.items()
     }
     return models, tokens
 
 
-@pytest.mark.parametrize("name", UNUSUAL)
+@pytest.mark.parametrize("name", tm.UNUSUAL)
 @pytest.mark.parametrize("compensation", ["rcpu", "bias"])
 def test_a_written_checkpoint_computes_the_masked_dense_model(
     name, compensation, folders, tmp_path
 ):
     models, tokens = folders
     settings = {**CONTRACT, "calibration": tokens, "compensation": compensation}
-    if compensation == "bias" and (UNUSUAL[name][0] == "qwen3" or UNUSUAL[name][1] == WINDOWED):
+    variant, changes = tm.UNUSUAL[name]
+    if compensation == "bias" and (variant == "qwen3" or "sliding_window" in changes):
         with pytest.raises(coec.CoecError, match="no stock format"):
             coec.prune(models[name], tmp_path / "out", **settings)
         return
@@ -69,7 +43,7 @@ def test_a_written_checkpoint_computes_the_masked_dense_model(
     check_that_a_written_checkpoint_is_the_masked_model(models[name], tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", UNUSUAL)
+@pytest.mark.parametrize("name", tm.UNUSUAL)
 def test_streamed_statistics_are_those_of_the_whole_model(name, folders):
     check_that_streamed_statistics_are_those_of_the_whole_model(folders[0][name])
 
