@@ -11,14 +11,9 @@ import tiny_models as tm
 from coec.demo import __main__ as demo
 from coec.demo.plot import picture
 
-PERPLEXITIES = {
-    "none": 33.3,
-    "bias": 33.2,
-    "least-squares": 29.2,
-    "rcpu": 31.8,
-    "coec": 29.21,
-    "best": 27.5,
-}
+PERPLEXITIES = dict(
+    zip((*demo.METHODS, "best"), (33.3, 33.2, 29.2, 31.8, 29.21, 27.5), strict=True)
+)
 
 
 def test_the_picture_has_every_repair_twice_sorted_and_none_behind_another():
@@ -47,10 +42,8 @@ def test_the_picture_has_every_repair_twice_sorted_and_none_behind_another():
     spans = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in right.patches)
     assert len(spans) == 5 * 3
     assert all(end < start for (_, end), (start, _) in pairwise(spans))
-    assert [text.get_text() for text in last.get_legend().get_texts()] == [
-        "repaired",
-        "and trained",
-    ]
+    legend = [text.get_text() for text in last.get_legend().get_texts()]
+    assert legend == ["repaired", "and trained"]
     assert [bar.get_height() for bar in last.patches] == [0.5] * 3 + [0.45] * 3
     assert [text.get_text() for text in last.texts] == ["−10%"] * 3
     assert "held-out" in last.get_ylabel()

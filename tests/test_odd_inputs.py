@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -64,67 +66,12 @@ def run(monkeypatch, capsys, place, dense):
     return call
 
 
-PRUNE = "prune DENSE out --samples 24 --seq-len 32 --calibration"
+TABLES = tomllib.loads(Path(__file__).with_name("odd_commands.toml").read_text(encoding="utf-8"))
+LINES = [(f"{start} {end}", said) for start, table in TABLES.items() for end, said in table.items()]
 
 
 @pytest.mark.usefixtures("few_tasks")
-@pytest.mark.parametrize(
-    ("line", "match"),
-    [
-        (f"{PRUNE} LONG", "no text at"),
-        (f"{PRUNE} loop", "no text at"),
-        (f"{PRUNE} folder", "no text at"),
-        (f"{PRUNE} folder.npy", "no token file"),
-        (f"{PRUNE} BYTES", "no text at"),
-        (f"{PRUNE} surrogate.jsonl", "half of a surrogate pair"),
-        (f"{PRUNE} truth.npy", "whole numbers, got bool"),
-        (f"{PRUNE} tokens.npy --seed 18446744073709551616", "seed must be below 2**64"),
-        (f"{PRUNE} tokens.npy --seed -1", "seed must be a whole number of at least 0"),
-        (f"{PRUNE} tokens.npy --device meta", "device 'meta' cannot be used"),
-        (f"{PRUNE} tokens.npy --device xpu", "device 'xpu' cannot be used"),
-        (f"{PRUNE} tokens.npy --device cuda:99", "device 'cuda:99' cannot be used"),
-        (f"{PRUNE} tokens.npy --samples 9999999999999999999", "--samples 24"),
-        (f"{PRUNE} tokens.npy --samples 99999999999999999999999", "below 2**64"),
-        (f"{PRUNE} tokens.npy --sparsity nan", "strictly between 0 and 1"),
-        (f"{PRUNE} tokens.npy --compensation coec --alpha nan", "alpha must be in"),
-        (f"{PRUNE} tokens.npy --compensation coec --lambda-a inf", "lambda_a must be"),
-        (f"{PRUNE} tokens.npy --holdout nan", "holdout is a fraction"),
-        ("prune LONG out", "no model at|cannot be used|File name too long"),
-        ("prune loop out", "no model at|cannot be used"),
-        ("prune file out", "no model at"),
-        ("prune DENSE LONG --calibration tokens.npy --samples 24 --seq-len 32", "name too long"),
-        ("prune DENSE out --config deep.toml", "not valid TOML"),
-        ("prune DENSE out --config digits.toml", "not valid TOML"),
-        ("prune DENSE out --config seed.toml", "seed must be below 2**64"),
-        ("prune DENSE out --config latin.toml", "not valid TOML"),
-        ("prune DENSE out --config huge.toml", "larger than"),
-        ("prune DENSE out --config pipe.toml", "is a pipe or a device: give a regular file"),
-        ("prune DENSE out --config /dev/zero", "is a pipe or a device: give a regular file"),
-        ("sweep pipe.toml out --model DENSE", "is a pipe or a device: give a regular file"),
-        ("prune DENSE out --config folder", "cannot be read"),
-        ("prune DENSE out --config loop", "cannot be read"),
-        ("prune DENSE out --config LONG", "cannot be read"),
-        ("prune DENSE out --config file/x.toml", "no configuration file"),
-        ("prune DENSE out --config trust.toml", "'trust_remote_code', which no file"),
-        ("prune DENSE out --config options.toml", "'options', which no file can set"),
-        ("sweep LONG out --model DENSE", "cannot be read"),
-        ("sweep deep.toml out --model DENSE", "not valid TOML"),
-        ("sweep digits.toml out --model DENSE", "not valid TOML"),
-        ("sweep many.toml out --model DENSE --dry-run", "9.97e+05 cells"),
-        ("sweep trust.toml out --model DENSE", "unknown key 'trust-remote-code'"),
-        ("sweep trusting.toml out --model DENSE", "no grid can set trust_remote_code"),
-        ("eval DENSE --text LONG", "no text at"),
-        ("eval DENSE --text tokens.npy --seq-len 32 --max-windows 0", "max_windows must"),
-        ("eval DENSE --text tokens.npy --seq-len 1", "seq_len must be"),
-        ("eval DENSE --text tokens.npy --seq-len 65", "--seq-len 65 is beyond the model's 64"),
-        ("eval DENSE --text self --baseline DENSE --seed 18446744073709551616", "below 2**64"),
-        ("eval DENSE --text self", "give --baseline DENSE"),
-        ("eval DENSE --tasks boolq --limit 0", "limit must be a whole number of at least 1"),
-        ("eval DENSE --tasks boolq --tasks-data LONG", "boolq"),
-        ("report LONG", "LONG|nnn"),
-        ("report file", "file"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "match"), LINES)
 def test_one_line_and_status_1(line, match, run, place):
     before = sorted(os.listdir(place))
     status, out, err = run(line)

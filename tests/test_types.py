@@ -58,20 +58,18 @@ def test_narrow_inputs_are_multiplied_as_they_are_where_a_device_widens(monkeypa
     assert torch.equal(other.gram().xx, weighted.gram().xx)
 
 
-def test_no_processor_widens_products(monkeypatch):
+def test_no_processor_widens_products():
     assert not types._widening_products(torch.device("cpu"), torch.bfloat16)
     assert not types._widening_products(torch.device("cuda"), torch.float32)
 
 
 @pytest.mark.parametrize("block", [1, 3, 7, 100])
-def test_blocks_of_any_size_are_made_symmetric(block):
+def test_a_gram_is_symmetric_to_the_bit(block):
+    """Made so in blocks of any size."""
     A = torch.randn(7, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = (A + A.T) / 2
     _symmetrize(A, block)
     assert torch.equal(A, expected)
-
-
-def test_a_gram_is_symmetric_to_the_bit():
     sums = GramSum(7)
     sums.update(torch.randn(100, 7))
     G = sums.gram().xx
@@ -180,11 +178,9 @@ def test_the_energy_of_top_tokens_is_that_of_a_thousandth_of_them(n, weighted):
     whole, merged, grams = GramSum(5), GramSum(5), []
     whole.update(rows, weights)
     for batch, w in zip(rows.split(n // 3), weights.split(n // 3), strict=True):
-        part, again = GramSum(5), GramSum(5)
-        for sums in (part, again):
-            sums.update(batch, w / w.mean())  # of mean 1 in every Gram
-        grams.append(again.gram())
-        part = GramSum(5)
+        alone, part = GramSum(5), GramSum(5)
+        alone.update(batch, w / w.mean())  # of mean 1 in every Gram
+        grams.append(alone.gram())
         part.update(batch, w)
         merged.merge(part.to("cpu"))
     energies = weights.double() * rows.double().square().sum(dim=1)

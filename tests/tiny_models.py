@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -14,138 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from coec.models.dense import Dense
 from coec.types import KeptSet
 
-HIDDEN, FFN, VOCABULARY, POSITIONS = 32, 40, 300, 64
-BASE = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": FFN,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 4,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": POSITIONS,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "tie_word_embeddings": False,
-}
-DEEP = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 20,
-    "first_k_dense_replace": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "routed_scaling_factor": 2.5,
-    "pad_token_id": 0,
-}
-VARIANTS = {
-    "llama": {"model_type": "llama"},
-    "llama tied": {"model_type": "llama", "tie_word_embeddings": True},
-    "llama biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
-    "llama wide heads": {"model_type": "llama", "head_dim": 6},
-    "llama rope": {
-        "model_type": "llama",
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
-    },
-    "mistral": {"model_type": "mistral", "sliding_window": None},
-    "mistral sliding": {"model_type": "mistral", "sliding_window": 8},
-    "qwen2": {"model_type": "qwen2"},
-    "qwen2 mixed": {
-        "model_type": "qwen2",
-        "use_sliding_window": True,
-        "sliding_window": 8,
-        "max_window_layers": 1,
-    },
-    "qwen3": {"model_type": "qwen3"},
-    "granite": {
-        "model_type": "granite",
-        "attention_multiplier": 0.3,
-        "embedding_multiplier": 2.0,
-        "residual_multiplier": 0.7,
-        "logits_scaling": 1.5,
-    },
-    "seed_oss": {"model_type": "seed_oss", "attention_bias": True, "attention_out_bias": False},
-    "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2, "pad_token_id": 0},
-    # Their configurations, like Llama's, want the hidden size to be a multiple of the heads.
-    "gemma2": {
-        "model_type": "gemma2",
-        "hidden_size": 48,
-        "sliding_window": 8,
-        "query_pre_attn_scalar": 4,
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
-    },
-    "gemma3": {
-        "model_type": "gemma3_text",
-        "hidden_size": 48,
-        "sliding_window": 8,
-        "query_pre_attn_scalar": 4,
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
-    },
-    "cohere2": {
-        "model_type": "cohere2",
-        "sliding_window": 8,
-        "sliding_window_pattern": 2,
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
-    },
-    "olmo2": {"model_type": "olmo2", "pad_token_id": 0},
-    "olmo3": {"model_type": "olmo3", "sliding_window": 8, "pad_token_id": 0},
-    "ernie4_5": {"model_type": "ernie4_5", "pad_token_id": 0},
-    "exaone4": {
-        "model_type": "exaone4",
-        "sliding_window": 8,
-        "sliding_window_pattern": 2,
-        "pad_token_id": 0,
-    },
-    "glm4": {"model_type": "glm4", "attention_bias": True, "pad_token_id": 0},
-    "starcoder2": {"model_type": "starcoder2", "use_bias": True, "tie_word_embeddings": True},
-    "phi3": {"model_type": "phi3", "pad_token_id": 0},
-    "phi3 partial": {
-        "model_type": "phi3",
-        "pad_token_id": 0,
-        "partial_rotary_factor": 0.5,
-        "sliding_window": 8,
-    },
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {
-        "model_type": "qwen3_moe",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 20,
-    },
-    # Its first block has no experts.
-    "qwen3_moe mixed": {
-        "model_type": "qwen3_moe",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "moe_intermediate_size": 20,
-        "mlp_only_layers": [0],
-    },
-    "olmoe": {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
-    # Their first block has no experts.
-    "glm4_moe": {"model_type": "glm4_moe", **DEEP, "use_qk_norm": True, "n_shared_experts": 1},
-    "deepseek_v3": {
-        "model_type": "deepseek_v3",
-        **DEEP,
-        "n_shared_experts": 2,
-        "num_key_value_heads": 8,
-        "kv_lora_rank": 8,
-        "q_lora_rank": 12,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 8,
-    },
-}
+_TABLES = tomllib.loads(Path(__file__).with_name("tiny_models.toml").read_text(encoding="utf-8"))
+BASE, VARIANTS = _TABLES["base"], _TABLES["variants"]
+VARIANTS["mistral"]["sliding_window"] = None  # which TOML cannot say
+UNUSUAL = {name: (changes.pop("variant"), changes) for name, changes in _TABLES["unusual"].items()}
+HIDDEN, FFN = BASE["hidden_size"], BASE["intermediate_size"]
+VOCABULARY, POSITIONS = BASE["vocab_size"], BASE["max_position_embeddings"]
 
 USUAL = ("llama", "qwen2", "qwen3", "gemma2", "starcoder2", "phi3", "mixtral", "deepseek_v3")
 """Those that every run of the tests takes; the others take `make slow`."""

@@ -59,23 +59,18 @@ class Gram:
             raise OptionError(f"Gram needs at least one token, got {self.tokens}")
 
     def __add__(self, addend: "Gram") -> "Gram":
-        centred = None
+        # What one of the two did not measure is unknown of both.
+        centred = norms = largest = None
         if self.centred is not None and addend.centred is not None:
-            centred = _pooled(self.centred, self.mean, self.tokens, addend.centred, addend.mean,
-                              addend.tokens)  # fmt: skip
-        norms = (self.output_norms, addend.output_norms)
-        largest = None
+            means, counts = (self.mean, addend.mean), (self.tokens, addend.tokens)
+            centred = _pooled((self.centred, addend.centred), means, counts)
+        if self.output_norms is not None and addend.output_norms is not None:
+            norms = self.output_norms + addend.output_norms
         if self.largest is not None and addend.largest is not None:
             largest = _largest(self.largest, addend.largest)
-        return Gram(
-            self.xx + addend.xx,
-            self.x + addend.x,
-            self.tokens + addend.tokens,
-            centred,
-            max(self.precision, addend.precision),
-            None if norms[0] is None or norms[1] is None else norms[0] + norms[1],
-            largest,
-        )
+        xx, x, tokens = self.xx + addend.xx, self.x + addend.x, self.tokens + addend.tokens
+        precision = max(self.precision, addend.precision)
+        return Gram(xx, x, tokens, centred, precision, norms, largest)
 
     def to(self, dtype: torch.dtype) -> "Gram":
         """Return the same sums in another floating-point dtype.
@@ -158,26 +153,24 @@ class GramSum:
         rows = rows.to(torch.float64 if exact else torch.float32)
         w = None if weights is None else weights.reshape(-1, 1).to(rows)
         weighted = rows if w is None else rows * w
+        # The sums of this batch alone, then added to the others
+        batch = GramSum(0, rows.device)
         if w is None and _widening_products(stored.device, stored.dtype):
-            self.xx += torch.mm(stored.T, stored, out_dtype=torch.float32)
+            batch.xx = torch.mm(stored.T, stored, out_dtype=torch.float32)
         else:
-            self.xx += weighted.T @ rows
+            batch.xx = weighted.T @ rows
         energies = torch.linalg.vector_norm(rows, dim=1).double().square()
-        self.largest = _largest(self.largest, energies if w is None else energies * w[:, 0])
-        x = weighted.sum(dim=0, dtype=torch.float64)
-        n = len(rows) if w is None else float(w.sum(dtype=torch.float64))
+        batch.largest = energies if w is None else energies * w[:, 0]
+        batch.x = weighted.sum(dim=0, dtype=torch.float64)
+        batch.tokens = len(rows)
+        batch.weight = n = len(rows) if w is None else float(w.sum(dtype=torch.float64))
         # Squares around the batch's own mean: those of the raw values would drown the deviations.
-        deviations = rows - (x / n).to(rows.dtype)
+        deviations = rows - (batch.x / n).to(rows.dtype)
         off = (deviations if w is None else deviations * w).sum(dim=0, dtype=torch.float64)
         squares = deviations.square_() if w is None else deviations.square_() * w
-        centred = squares.sum(dim=0, dtype=torch.float64) - off.square() / n
-        if self.tokens:
-            centred = _pooled(self.centred, self.x / self.weight, self.weight, centred, x / n, n)
-        self.centred = centred
-        self.x += x
-        self.tokens += len(rows)
-        self.weight += n
-        self.precision = max(self.precision, 0.0 if exact else torch.finfo(rows.dtype).eps)
+        batch.centred = squares.sum(dim=0, dtype=torch.float64) - off.square() / n
+        batch.precision = 0.0 if exact else torch.finfo(rows.dtype).eps
+        self.merge(batch)
 
     def add_outputs(self, norms: Float[Tensor, "..."]) -> None:
         """Adds the norms of what the consumer makes of rows."""
@@ -190,10 +183,9 @@ class GramSum:
         addend = addend.to(self.xx.device)
         self.xx += addend.xx
         if self.tokens:
-            mean, other_mean = self.x / self.weight, addend.x / addend.weight
-            self.centred = _pooled(
-                self.centred, mean, self.weight, addend.centred, other_mean, addend.weight
-            )
+            means = self.x / self.weight, addend.x / addend.weight
+            weights = self.weight, addend.weight
+            self.centred = _pooled((self.centred, addend.centred), means, weights)
         else:
             self.centred = addend.centred
         self.x += addend.x
@@ -236,16 +228,13 @@ def _widening_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _pooled(
-    centred: Float[Tensor, " d"],
-    mean: Float[Tensor, " d"],
-    tokens: float,
-    other: Float[Tensor, " d"],
-    other_mean: Float[Tensor, " d"],
-    other_tokens: float,
+    centred: tuple[Float[Tensor, " d"], Float[Tensor, " d"]],
+    means: tuple[Float[Tensor, " d"], Float[Tensor, " d"]],
+    tokens: tuple[float, float],
 ) -> Float[Tensor, " d"]:
     """`Σ (x − μ)²` of two samples together, μ the mean of both."""
-    weight = tokens * other_tokens / ((tokens + other_tokens) or 1)
-    return centred + other + weight * (other_mean - mean).square()
+    weight = tokens[0] * tokens[1] / ((tokens[0] + tokens[1]) or 1)
+    return centred[0] + centred[1] + weight * (means[1] - means[0]).square()
 
 
 def _largest(a: Float[Tensor, " s"], b: Float[Tensor, " t"]) -> Float[Tensor, " u"]:

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from promises import (
+    check_that_a_written_checkpoint_is_the_masked_model,
+    check_that_removing_is_masking,
+    check_that_streamed_statistics_are_those_of_the_whole_model,
+)
 
 import coec
 import tiny_models as tm
@@ -20,26 +24,23 @@ from coec.models.dense import Dense
 from coec.models.formats import LOADERS, TARGETS
 from coec.streaming.dense_stream import DenseStream
 from coec.streaming.layers import Layers
-from coec.types import GramSum, KeptSet
 from prunings import CONTRACT
 
 pytestmark = pytest.mark.unchecked  # whole models
 
 ADDING = [name for name, v in tm.VARIANTS.items() if not ARCHITECTURES[v["model_type"]].adds]
 """Variants whose blocks add what their parts return, so that errors can propagate."""
-BIASED = {
-    "mistral sliding": "sliding window",
-    "qwen2 mixed": "sliding window",
-    **dict.fromkeys(
-        ("qwen3", "gemma2", "gemma3", "cohere2", "olmo2", "olmo3", "olmoe"), "bias on down_proj"
-    ),
-    **dict.fromkeys(("ernie4_5", "exaone4", "glm4"), "bias on o_proj"),
-    **dict.fromkeys(("phi3", "phi3 partial", "mixtral"), "bias on o_proj"),
-    "qwen3_moe": "bias on down_proj",
-    "qwen3_moe mixed": "bias on down_proj",
-    "glm4_moe": "bias on o_proj",
-    "deepseek_v3": "bias on down_proj",
-}
+NO_FORMAT = {
+    "sliding window": {"mistral sliding", "qwen2 mixed"},
+    "bias on down_proj": {
+        "qwen3", "gemma2", "gemma3", "cohere2", "olmo2", "olmo3", "olmoe", "qwen3_moe",
+        "qwen3_moe mixed", "deepseek_v3",
+    },
+    "bias on o_proj": {
+        "ernie4_5", "exaone4", "glm4", "phi3", "phi3 partial", "mixtral", "glm4_moe"
+    },
+}  # fmt: skip
+BIASED = {variant: said for said, variants in NO_FORMAT.items() for variant in variants}
 """Variants whose result no stock format can hold with biases, and what the error says."""
 
 WHOLE = [name for name, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].attention_kept]
@@ -79,7 +80,7 @@ def test_a_written_checkpoint_computes_the_masked_dense_model(
             coec.prune(models[variant], tmp_path / "out", **settings)
         return
     report = coec.prune(models[variant], tmp_path / "out", **settings)
-    expected = tm.logits(tm.masked(tm.load(models[variant]), tmp_path / "out"))
+    check_that_a_written_checkpoint_is_the_masked_model(models[variant], tmp_path / "out")
     loaded = tm.load(tmp_path / "out")
     by_name = getattr(transformers, loaded.config.architectures[0])
     assert loaded.config.intermediate_size == CHANNELS.get(variant, 28)
@@ -90,7 +91,6 @@ def test_a_written_checkpoint_computes_the_masked_dense_model(
     assert loaded.config.head_dim == tm.raw_config(variant)["head_dim"]
     stored = {**dict(loaded.named_parameters()), **corrections(loaded)}
     assert sum(p.numel() for p in stored.values()) == report.plan["parameters"]["after"]
-    torch.testing.assert_close(tm.logits(loaded), expected, rtol=0, atol=1e-10)
     again = by_name.from_pretrained(tmp_path / "out", dtype="auto").eval()
     assert torch.equal(tm.logits(again), tm.logits(loaded))
 
@@ -100,28 +100,15 @@ def corrections(model):
     return {n: b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
 
 
-TARGETED = {
-    ("qwen2", "vllm"): "seed_oss",
-    ("qwen2", "llama.cpp"): "seed_oss",
-    **{("qwen2 mixed", target): None for target in ("vllm", "llama.cpp")},
-    ("mistral sliding", "llama.cpp"): None,
-    ("granite", "llama.cpp"): None,
-    ("llama biases", "llama.cpp"): None,
-    **{
-        (variant, target): None
-        for variant, values in tm.VARIANTS.items()
-        for target in ("vllm", "llama.cpp")
-        if values["model_type"] not in LOADERS[TARGETS[target]].types
+UNLOADED = {
+    "vllm": {"qwen2 mixed", "cohere2", "deepseek_v3"},
+    "llama.cpp": {
+        "qwen2 mixed", "cohere2", "mistral sliding", "granite", "llama biases", "exaone4",
+        "starcoder2", "phi3", "phi3 partial",
     },
-    **{("cohere2", target): None for target in ("vllm", "llama.cpp")},
-    **{
-        (variant, "llama.cpp"): None
-        for variant in ("exaone4", "starcoder2", "phi3", "phi3 partial")
-    },
-    ("deepseek_v3", "vllm"): None,
-}
-"""The model type written for a loader where it is not the one written for transformers; None where
-no type will do."""
+}  # fmt: skip
+"""Variants for which no model type will do, by the loader that they are written for; besides those
+of types that nobody tried there."""
 LOADED = {**CONTRACT, "compensation": "ridge-to-slice"}
 
 
@@ -146,55 +133,17 @@ def test_the_type_written_for_a_loader_computes_the_same(
 ):
     models, tokens = folders
     settings = {**LOADED, "calibration": tokens}
-    expected = TARGETED.get((variant, target), "as before")
-    if expected is None:
+    tried = tm.VARIANTS[variant]["model_type"] in LOADERS[TARGETS[target]].types
+    if variant in UNLOADED[target] or not tried:
         with pytest.raises(OptionError, match=f"so that {TARGETS[target]} loads it .*leave out"):
             coec.prune(models[variant], tmp_path / "out", target=target, **settings)
         return
     report = coec.prune(models[variant], tmp_path / "out", target=target, **settings)
     assert report.plan["loads_in"][TARGETS[target]] == "yes"
     mine, other = tm.load(tmp_path / "out"), tm.load(for_transformers(variant))
-    assert mine.config.model_type == (
-        other.config.model_type if expected == "as before" else expected
-    )
+    relabelled = "seed_oss" if variant == "qwen2" else other.config.model_type
+    assert mine.config.model_type == relabelled
     assert torch.equal(tm.logits(mine), tm.logits(other))
-
-
-def check_that_removing_is_masking(model, tokens, out):
-    """With no repair: the dense model with the removed units' outputs set to zero."""
-    coec.prune(model, out, **CONTRACT, calibration=tokens, compensation="none",
-               selection="magnitude")  # fmt: skip
-    kept = load_file(out / "coec/kept.safetensors")
-    dense = tm.load(model)
-    with torch.no_grad():
-        for site in Dense.open(model).layout.sites:
-            columns = site.kept_columns(KeptSet(kept[site.key], site.units))
-            tm.consumer(dense, site)[:, columns.dropped()] = 0
-    difference = tm.logits(dense) - tm.logits(tm.load(out))
-    assert float(difference.abs().max()) < 1e-10
-
-
-def check_that_streamed_statistics_are_those_of_the_whole_model(model):
-    ids = torch.randint(2, tm.VOCABULARY, (5, 32))
-    checkpoint = Dense.open(model)
-    stream = DenseStream(checkpoint, ids, device=torch.device("cpu"), dtype=torch.float64)
-    measured = list(stream.blocks())
-    dense, sums = tm.load(model), {}
-    for site in checkpoint.layout.sites:
-        if site.routed:
-            continue  # its inputs are those of no module: see below
-        total = sums[site.key] = GramSum(site.columns)
-        dense.get_submodule(site.consumer).register_forward_pre_hook(
-            lambda _, args, total=total: total.update(args[0])
-        )
-    tm.logits(dense, ids)
-    assert len(measured) == 2
-    for block in measured:
-        for site in (one for one in block.block.sites if not one.routed):
-            gram, expected = block.grams[site.name], sums[site.key].gram()
-            assert gram.tokens == expected.tokens == 160
-            torch.testing.assert_close(gram.xx, expected.xx, rtol=1e-9, atol=1e-9)
-            torch.testing.assert_close(gram.x, expected.x, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("variant", tm.VARIANTS)
@@ -394,16 +343,12 @@ def test_a_fused_projection_is_only_another_slice(folders, tmp_path):
     state = tm.load(models["phi3"]).state_dict()
     for layer in range(2):
         prefix = f"model.layers.{layer}."
-        for fused, rows in {
-            "self_attn.qkv_proj": {
-                "self_attn.q_proj": 32,
-                "self_attn.k_proj": 16,
-                "self_attn.v_proj": 16,
-            },
-            "mlp.gate_up_proj": {"mlp.gate_proj": 40, "mlp.up_proj": 40},
-        }.items():
-            parts = state.pop(f"{prefix}{fused}.weight").split(list(rows.values()))
-            state |= {f"{prefix}{n}.weight": p for n, p in zip(rows, parts, strict=True)}
+        for part, fused, rows in (
+            ("self_attn", "qkv_proj", {"q_proj": 32, "k_proj": 16, "v_proj": 16}),
+            ("mlp", "gate_up_proj", {"gate_proj": 40, "up_proj": 40}),
+        ):
+            stack = state.pop(f"{prefix}{part}.{fused}.weight").split(list(rows.values()))
+            state |= {f"{prefix}{part}.{n}.weight": p for n, p in zip(rows, stack, strict=True)}
     apart.config.rms_norm_eps = 1e-5
     apart.load_state_dict(state)
     split = tm.save(apart, tmp_path / "split")

@@ -4,43 +4,16 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from promises import (
+    check_that_a_written_checkpoint_is_the_masked_model,
+    check_that_streamed_statistics_are_those_of_the_whole_model,
+)
 
 import coec
 import tiny_models as tm
-from coec.models.dense import Dense
-from coec.streaming.dense_stream import DenseStream
-from coec.types import GramSum
 from prunings import CONTRACT
 
 pytestmark = pytest.mark.unchecked  # whole models
-
-WINDOWED = {
-    "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1,
-    "layer_types": ["full_attention", "sliding_attention"],
-}  # fmt: skip
-ROPE = {"factor": 4.0, "original_max_position_embeddings": 16}
-UNUSUAL = {
-    "one query per group": ("llama", {"num_key_value_heads": 8}),
-    "one group": ("llama", {"num_key_value_heads": 1}),
-    "one group, qwen2": ("qwen2", {"num_key_value_heads": 1}),
-    "one channel more than a power": ("llama", {"intermediate_size": 65}),
-    "a bias on the MLP alone": ("llama", {"mlp_bias": True}),
-    "a bias on attention alone": ("llama", {"attention_bias": True}),
-    "a bias on attention alone, qwen3": ("qwen3", {"attention_bias": True}),
-    "every bias, seed_oss": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
-    "every bias, granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
-    "tied, qwen2": ("qwen2", {"tie_word_embeddings": True}),
-    "wide heads, mistral": ("mistral", {"head_dim": 6}),
-    "wide heads, qwen2": ("qwen2", {"head_dim": 6}),
-    "windows in some layers": ("qwen2", WINDOWED),
-    "linear rope": ("llama", {"rope_scaling": {"rope_type": "linear", **ROPE}}),
-    "dynamic rope": ("llama", {"rope_scaling": {"rope_type": "dynamic", **ROPE}}),
-    "yarn rope": ("llama", {"rope_scaling": {"rope_type": "yarn", **ROPE}}),
-    "yarn rope, qwen2": ("qwen2", {"rope_scaling": {"rope_type": "yarn", **ROPE}}),
-    "another activation": ("llama", {"hidden_act": "gelu"}),
-    "a large epsilon and base": ("llama", {"rms_norm_eps": 0.1, "rope_theta": 100.0}),
-}
 
 
 @pytest.fixture(scope="module")
@@ -49,77 +22,44 @@ def folders(tmp_path_factory):
     tokens = tm.token_file(root / "tokens.npy")
     models = {
         name: tm.save(tm.tiny(variant, **changes), root / name, tokenizer=False)
-        for name, (variant, changes) in UNUSUAL.items()
+        for name, (variant, changes) in tm.UNUSUAL.items()
     }
     return models, tokens
 
 
-@pytest.mark.parametrize("name", UNUSUAL)
+@pytest.mark.parametrize("name", tm.UNUSUAL)
 @pytest.mark.parametrize("compensation", ["rcpu", "bias"])
 def test_a_written_checkpoint_computes_the_masked_dense_model(
     name, compensation, folders, tmp_path
 ):
     models, tokens = folders
     settings = {**CONTRACT, "calibration": tokens, "compensation": compensation}
-    if compensation == "bias" and (UNUSUAL[name][0] == "qwen3" or UNUSUAL[name][1] == WINDOWED):
+    variant, changes = tm.UNUSUAL[name]
+    if compensation == "bias" and (variant == "qwen3" or "sliding_window" in changes):
         with pytest.raises(coec.CoecError, match="no stock format"):
             coec.prune(models[name], tmp_path / "out", **settings)
         return
     coec.prune(models[name], tmp_path / "out", **settings)
-    expected = tm.logits(tm.masked(tm.load(models[name]), tmp_path / "out"))
-    torch.testing.assert_close(tm.logits(tm.load(tmp_path / "out")), expected, rtol=0, atol=1e-10)
+    check_that_a_written_checkpoint_is_the_masked_model(models[name], tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", UNUSUAL)
+@pytest.mark.parametrize("name", tm.UNUSUAL)
 def test_streamed_statistics_are_those_of_the_whole_model(name, folders):
-    ids = torch.randint(2, tm.VOCABULARY, (5, 32))
-    stream = DenseStream(
-        Dense.open(folders[0][name]), ids, device=torch.device("cpu"), dtype=torch.float64
-    )
-    blocks = list(stream.blocks())
-    dense, sums = tm.load(folders[0][name]), {}
-    for index, layer in enumerate(dense.model.layers):
-        for site, module in (("attention", layer.self_attn.o_proj), ("mlp", layer.mlp.down_proj)):
-            total = sums[index, site] = GramSum(module.in_features)
-            module.register_forward_pre_hook(lambda _, args, total=total: total.update(args[0]))
-    tm.logits(dense, ids)
-    for block in blocks:
-        for site, gram in block.grams.items():
-            expected = sums[block.index, site].gram()
-            torch.testing.assert_close(gram.xx, expected.xx, rtol=1e-9, atol=1e-9)
-            torch.testing.assert_close(gram.x, expected.x, rtol=1e-9, atol=1e-9)
-
-
-def edited(folder, drop=(), **changes):
-    path = folder / "config.json"
-    config = {k: v for k, v in json.loads(path.read_text()).items() if k not in drop}
-    path.write_text(json.dumps(config | changes))
+    check_that_streamed_statistics_are_those_of_the_whole_model(folders[0][name])
 
 
 def test_sizes_that_old_configurations_leave_out_are_inferred(folders, tmp_path):
     """As Llama 1: no head size, and a group for every head."""
     model = tm.tiny("llama", num_key_value_heads=8)
     dense = tm.save(model, tmp_path / "dense", tokenizer=False)
-    edited(dense, drop=("head_dim", "num_key_value_heads"))
+    path = dense / "config.json"
+    config = json.loads(path.read_text())
+    del config["head_dim"], config["num_key_value_heads"]
+    path.write_text(json.dumps(config))
     report = coec.prune(dense, tmp_path / "out", **CONTRACT, calibration=folders[1],
                         compensation="rcpu")  # fmt: skip
     assert report.plan["widths"]["kv_groups"] == {"before": 8, "after": 6}
-    expected = tm.logits(tm.masked(tm.load(dense), tmp_path / "out"))
-    torch.testing.assert_close(tm.logits(tm.load(tmp_path / "out")), expected, rtol=0, atol=1e-10)
-
-
-def test_tensors_that_nobody_loads_change_nothing(folders, tmp_path):
-    """Rotary frequencies of old Llamas, and a copy of the embedding for a tied head."""
-    dense = tm.save(tm.tiny("llama tied"), tmp_path / "dense", tokenizer=False)
-    coec.prune(dense, tmp_path / "a", **CONTRACT, calibration=folders[1], compensation="rcpu")
-    weights = load_file(dense / "model.safetensors")
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    for index in range(2):
-        weights[f"model.layers.{index}.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
-    save_file(weights, dense / "model.safetensors", metadata={"format": "pt"})
-    coec.prune(dense, tmp_path / "b", **CONTRACT, calibration=folders[1], compensation="rcpu")
-    first, second = ((tmp_path / out / "model.safetensors").read_bytes() for out in "ab")
-    assert first == second
+    check_that_a_written_checkpoint_is_the_masked_model(dense, tmp_path / "out")
 
 
 @pytest.mark.parametrize("sparsity", [0.025, 0.25, 0.5, 0.75, 0.99])
@@ -132,8 +72,7 @@ def test_every_sparsity_gives_a_model(sparsity, compensation, folders, tmp_path)
                         compensation=compensation, **settings, **options)  # fmt: skip
     assert report.plan["widths"]["mlp"]["after"] == max(1, 40 - int(sparsity * 40))
     assert report.plan["widths"]["kv_groups"]["after"] == max(1, 4 - int(sparsity * 4))
-    expected = tm.logits(tm.masked(tm.load(dense), tmp_path / "out"))
-    torch.testing.assert_close(tm.logits(tm.load(tmp_path / "out")), expected, rtol=0, atol=1e-10)
+    check_that_a_written_checkpoint_is_the_masked_model(dense, tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -145,6 +84,5 @@ def test_a_trained_model_computes_its_masked_self(shared, tmp_path):
     for compensation, options in {"coec": {"rounds": 2}, "bias": {}, "rcpu": {}}.items():
         out = tmp_path / compensation
         coec.prune(dense, out, compensation=compensation, **settings, **options)
-        expected = tm.logits(tm.masked(tm.load(dense), out), ids)
-        torch.testing.assert_close(tm.logits(tm.load(out), ids), expected, rtol=1e-4, atol=1e-4)
+        check_that_a_written_checkpoint_is_the_masked_model(dense, out, ids, rtol=1e-4, atol=1e-4)
     assert tm.load(tmp_path / "bias").config.model_type == "granite"

@@ -5,7 +5,6 @@ import json
 import math
 import sys
 import weakref
-from collections import namedtuple
 
 import gguf
 import numpy as np
@@ -18,7 +17,6 @@ import coec
 import tiny_models as tm
 from coec.errors import ModelError, OptionError, OutputError
 from coec.exporting import targets
-from coec.exporting.plan import interleaved
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 
@@ -40,6 +38,7 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+HALVES = {"f16": torch.float16, "bf16": torch.bfloat16}
 UNIT = {
     "attention_multiplier": 0.5,  # head_dim 4
     "embedding_multiplier": 1.0,
@@ -147,12 +146,6 @@ def test_a_pruned_checkpoint_is_written_like_any_other(tmp_path):
     assert np.array_equal(tensors(reader)["blk.1.ffn_down.bias"].data, bias.numpy())
 
 
-def test_rows_change_places_within_their_heads():
-    rows = torch.arange(12.0)[:, None].expand(-1, 2)
-    assert interleaved(rows, 2)[:, 0].tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
-    assert interleaved(torch.arange(4.0), 1).tolist() == [0, 2, 1, 3]
-
-
 def test_llama_3_divides_its_frequencies_by_factors(tmp_path):
     model, _, reader = written(tmp_path, "llama rope")
     factors = tensors(reader)["rope_freqs.weight"].data
@@ -180,37 +173,8 @@ def test_linear_and_yarn_are_keys(scaling, expected, variant, tmp_path):
     assert tuple(says(reader, f"{prefix}.{key}") for key in keys) == expected
 
 
-@pytest.mark.parametrize(
-    ("scaling", "message"),
-    [
-        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type 'dynamic'"),
-        ({**YARN, "beta_fast": 16}, "beta_fast=16"),
-        ({**YARN, "truncate": False}, "truncate=False"),
-        ({**YARN, "attention_factor": 1.0}, "attention factor is 1"),
-        ({**YARN, "factor": None}, "rope_type 'yarn' in config.json has no factor"),
-        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    ],
-)
-def test_rotary_positions_that_llama_cpp_does_not_know_are_refused(scaling, message, tmp_path):
-    model = tm.tiny("llama", torch.float32, rope_scaling=scaling, head_dim=16)
-    with pytest.raises(ModelError, match=message):
-        written(tmp_path, model=model)
-
-
-def test_granite_is_llama_where_its_multipliers_change_nothing(tmp_path):
-    _, result, reader = written(tmp_path, model=tm.tiny("granite", torch.float32, **UNIT))
-    assert result.arch == "llama"
-    assert not [key for key in reader.fields if "scale" in key]
-
-
-def test_granite_has_its_multipliers(tmp_path):
-    _, result, reader = written(tmp_path, "granite")
-    assert result.arch == "granite"
-    found = {key: says(reader, f"granite.{key}") for key in
-             ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")}  # fmt: skip
-    assert found == pytest.approx(
-        {"attention.scale": 0.3, "embedding_scale": 2.0, "residual_scale": 0.7, "logit_scale": 1.5}
-    )
+def rotary(**scaling):
+    return {"rope_scaling": scaling, "head_dim": 16}
 
 
 @pytest.mark.parametrize(
@@ -219,12 +183,32 @@ def test_granite_has_its_multipliers(tmp_path):
         ("qwen3", {"attention_bias": True}, "qwen3: it has no model.layers.0.self_attn.[qkvo]_pro"),
         ("qwen3", {"rope_scaling": tm.VARIANTS["llama rope"]["rope_scaling"]}, "no factors"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("llama", rotary(rope_type="dynamic", factor=2.0), "rope_type 'dynamic'"),
+        ("llama", rotary(**YARN, beta_fast=16), "beta_fast=16"),
+        ("llama", rotary(**YARN, truncate=False), "truncate=False"),
+        ("llama", rotary(**YARN, attention_factor=1.0), "attention factor is 1"),
+        ("llama", rotary(**YARN | {"factor": None}), "'yarn' in config.json has no factor"),
+        ("llama", rotary(rope_type="default", partial_rotary_factor=0.5), "partial_rotary_factor="),
     ],
 )
 def test_what_would_be_another_model_is_refused(variant, changes, message, tmp_path):
     with pytest.raises(ModelError, match=message):
         written(tmp_path, model=tm.tiny(variant, torch.float32, **changes))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+SCALES = {
+    "attention.scale": 0.3, "embedding_scale": 2.0, "residual_scale": 0.7, "logit_scale": 1.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "arch"), [({}, "granite"), (UNIT, "llama")])
+def test_granite_is_llama_where_its_multipliers_change_nothing(changes, arch, tmp_path):
+    _, result, reader = written(tmp_path, model=tm.tiny("granite", torch.float32, **changes))
+    assert result.arch == arch
+    assert len([key for key in reader.fields if "scale" in key]) == 4 * (arch == "granite")
+    if arch == "granite":
+        assert {key: says(reader, f"granite.{key}") for key in SCALES} == pytest.approx(SCALES)
 
 
 def test_a_target_without_multipliers_refuses_granite(tmp_path, monkeypatch):
@@ -283,39 +267,33 @@ def test_a_context_that_the_model_does_not_have_is_refused(context, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stored", "kind", "file_type"),
+    ("stored", "asked", "kind", "file_type"),
     [
-        (torch.float64, "f32", 0),
-        (torch.float32, "f32", 0),
-        (torch.float16, "f16", 1),
-        (torch.bfloat16, "bf16", 32),
+        (torch.float64, None, "f32", 0),
+        (torch.float32, None, "f32", 0),
+        (torch.float16, None, "f16", 1),
+        (torch.bfloat16, None, "bf16", 32),
+        (torch.float32, "f16", "f16", 1),
+        (torch.float32, "bf16", "bf16", 32),
     ],
 )
-def test_the_dtype_is_that_of_the_weights_unless_asked(stored, kind, file_type, tmp_path):
-    model, result, reader = written(tmp_path, model=tm.tiny("qwen2", stored))
+def test_the_dtype_is_that_of_the_weights_unless_asked(stored, asked, kind, file_type, tmp_path):
+    """Half precision rounds as torch does."""
+    model, result, reader = written(tmp_path, model=tm.tiny("qwen2", stored), dtype=asked)
     assert result.dtype == kind
     assert says(reader, "general.file_type") == file_type
     found = tensors(reader)
-    matrix, source = found["blk.0.ffn_up.weight"], model.tensor("model.layers.0.mlp.up_proj.weight")
-    assert matrix.tensor_type.name == kind.upper()
-    exact = torch.from_numpy(gguf.dequantize(matrix.data, matrix.tensor_type).copy())
-    assert torch.equal(exact, source.float())
+    for name, source in (
+        ("blk.0.ffn_up", "model.layers.0.mlp.up_proj"),
+        ("blk.1.attn_v", "model.layers.1.self_attn.v_proj"),
+        ("output", "lm_head"),
+    ):
+        matrix, own = found[f"{name}.weight"], model.tensor(f"{source}.weight")
+        assert matrix.tensor_type.name == kind.upper()
+        exact = torch.from_numpy(gguf.dequantize(matrix.data, matrix.tensor_type).copy())
+        assert torch.equal(exact, own.to(HALVES.get(kind, torch.float32)).float())
     kinds = {t.tensor_type.name for t in found.values() if len(t.shape) == 1}
     assert kinds == {"F32"}  # norms and biases
-
-
-@pytest.mark.parametrize(
-    ("dtype", "torch_dtype"), [("f16", torch.float16), ("bf16", torch.bfloat16)]
-)
-def test_half_precision_rounds_as_torch_does(dtype, torch_dtype, tmp_path):
-    model, _, reader = written(tmp_path, dtype=dtype)
-    for name, source in [
-        ("output", "lm_head"),
-        ("blk.1.attn_v", "model.layers.1.self_attn.v_proj"),
-    ]:
-        stored = tensors(reader)[f"{name}.weight"]
-        found = torch.from_numpy(gguf.dequantize(stored.data, stored.tensor_type).copy())
-        assert torch.equal(found, model.tensor(f"{source}.weight").to(torch_dtype).float())
 
 
 def test_q8_0_is_exact_to_half_a_step_and_says_what_is_not_in_it(tmp_path):
@@ -369,13 +347,6 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path, monkeypatch):
     assert len(alive) == len(Dense.open(tmp_path / "model").shapes)
 
 
-def test_progress_counts_tensors(tmp_path):
-    seen = []
-    model, _, _ = written(tmp_path, progress=lambda *step: seen.append(step))
-    count = len(model.shapes)
-    assert seen == [("writing", done, count) for done in range(1, count + 1)]
-
-
 def test_bad_options_are_refused_before_the_model_is_looked_at(tmp_path):
     nowhere = tmp_path / "nowhere"
     with pytest.raises(OptionError, match="dtype must be one of f32, f16, bf16, q8_0, got 'q4'"):
@@ -392,22 +363,14 @@ def test_a_missing_package_is_one_line(tmp_path, monkeypatch):
         coec.export(tmp_path, tmp_path / "out.gguf")
 
 
-def test_a_full_disk_is_seen_before(tmp_path, monkeypatch):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr("shutil.disk_usage", lambda path: usage(1, 1, 2**20))
-    with pytest.raises(OutputError, match="not enough disk space"):
-        written(tmp_path)
-
-
-def test_the_file_is_no_larger_than_was_planned(tmp_path, monkeypatch):
-    planned = []
+def test_the_file_is_planned_and_told(tmp_path, monkeypatch):
+    """No larger than was planned; progress counts tensors; the result is one JSON object."""
+    planned, seen = [], []
     monkeypatch.setattr("coec.exporting.export.check_space", lambda out, size: planned.append(size))
-    _, result, _ = written(tmp_path)
+    model, result, _ = written(tmp_path, progress=lambda *step: seen.append(step))
     assert result.file_bytes <= planned[0] < result.file_bytes + 2**20
-
-
-def test_the_result_is_one_json_object(tmp_path):
-    _, result, _ = written(tmp_path)
+    count = len(model.shapes)
+    assert seen == [("writing", done, count) for done in range(1, count + 1)]
     names = {field.name for field in dataclasses.fields(result)}
     assert json.loads(json.dumps(result.as_dict())).keys() == names
 

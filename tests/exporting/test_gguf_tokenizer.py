@@ -70,25 +70,24 @@ def test_pieces_have_scores_in_the_order_of_merges(folder):
     assert says(reader, "ggml.merges") is None
 
 
+REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+
+
 @pytest.mark.parametrize(
-    ("scheme", "prefix", "note"),
-    [("always", True, "a text that begins with one"), ("first", True, "special"),
-     ("never", False, "")],
-)  # fmt: skip
-def test_the_space_before_a_text(scheme, prefix, note, folder):
-    bt.save_pieces(folder, bt.pieces(**bt.metaspace(scheme)))
+    ("changes", "prefix", "note"),
+    [
+        (bt.metaspace("always"), True, "a text that begins with one"),
+        (bt.metaspace("first"), True, "special"),
+        (bt.metaspace("never"), False, ""),
+        ({"normalizer": REPLACE}, False, ""),
+    ],
+)
+def test_the_space_before_a_text(changes, prefix, note, folder):
+    bt.save_pieces(folder, bt.pieces(**changes))
     result, reader = exported(folder)
     assert says(reader, "ggml.add_space_prefix") is prefix
     assert note in "".join(result.notes)
     assert bool(result.notes) == bool(note)
-
-
-def test_no_space_is_put_before_a_text_where_none_was(folder):
-    step = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-    bt.save_pieces(folder, bt.pieces(normalizer=step))
-    result, reader = exported(folder)
-    assert says(reader, "ggml.add_space_prefix") is False
-    assert not result.notes
 
 
 def test_chat_templates_go_with_it(folder):
@@ -140,50 +139,42 @@ def refused(folder, message):
     assert "pass no_tokenizer=True" in str(caught.value)
 
 
-WORDS = {"type": "WhitespaceSplit"}
-BYTE_LEVEL = {
-    "type": "ByteLevel",
-    "add_prefix_space": True,
-    "trim_offsets": True,
-    "use_regex": True,
-}
+BYTE_LEVEL = {"type": "ByteLevel", "trim_offsets": True}
 SPLIT = {"type": "Split", "pattern": {"Regex": r"\d"}, "behavior": "Isolated", "invert": False}
 REST = {**BYTE_LEVEL, "add_prefix_space": False, "use_regex": False}
+STRIP = {"type": "Strip", "strip_left": True, "strip_right": True}
+WORDS = {"type": "WordLevel", "vocab": {"<unk>": 0, "</s>": 1, "<s>": 2}, "unk_token": "<unk>"}
+OTHER_BYTES = {
+    "cuts text by ByteLevel": {
+        "pre_tokenizer": {**BYTE_LEVEL, "add_prefix_space": True, "use_regex": True}
+    },
+    "neither byte-level BPE nor": {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+    "in a way that coec does not know": {
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [SPLIT, REST]}
+    },
+    "it cuts text into words in a way": {"model": {"ignore_merges": True}},
+    "changes text before it is cut .Lowercase": {"normalizer": {"type": "Lowercase"}},
+    "has no merges": {"model": {"merges": []}},
+}
+OTHER_PIECES = {
+    "another way than SentencePiece .Strip": {"normalizer": STRIP},
+    "another way than SentencePiece .nothing": {"normalizer": None},
+    "neither byte-level BPE nor": {"model": {**bt.pieces()["model"], "byte_fallback": False}},
+    "it drops or ignores merges": {"model": {**bt.pieces()["model"], "ignore_merges": True}},
+    "drops or ignores merges": {"model": {**bt.pieces()["model"], "dropout": 0.1}},
+    "its model is WordLevel": {"model": WORDS},
+}
 
 
-@pytest.mark.parametrize(
-    ("message", "changes"),
-    [
-        ("cuts text by ByteLevel", {"pre_tokenizer": BYTE_LEVEL}),
-        ("neither byte-level BPE nor", {"pre_tokenizer": WORDS}),
-        ("in a way that coec does not know", {"pre_tokenizer": {
-            "type": "Sequence", "pretokenizers": [SPLIT, REST]}}),
-        ("changes text before it is cut .Lowercase", {"normalizer": {"type": "Lowercase"}}),
-        ("in a way that coec does not know", {"model": {"ignore_merges": True}}),
-        ("has no merges", {"model": {"merges": []}}),
-    ],
-)  # fmt: skip
-def test_byte_level_bpe_that_llama_cpp_does_not_have_is_refused(message, changes, folder):
-    change(bt.save_bytes(folder), **changes)
+@pytest.mark.parametrize("message", OTHER_BYTES)
+def test_byte_level_bpe_that_llama_cpp_does_not_have_is_refused(message, folder):
+    change(bt.save_bytes(folder), **OTHER_BYTES[message])
     refused(folder, message)
 
 
-@pytest.mark.parametrize(
-    ("message", "changes"),
-    [
-        ("another way than SentencePiece .Strip", {"normalizer": {
-            "type": "Strip", "strip_left": True, "strip_right": True}}),
-        ("another way than SentencePiece .nothing", {"normalizer": None}),
-        ("neither byte-level BPE nor", {"model": {**bt.pieces()["model"], "byte_fallback": False}}),
-        ("drops or ignores merges", {"model": {**bt.pieces()["model"], "ignore_merges": True}}),
-        ("drops or ignores merges", {"model": {**bt.pieces()["model"], "dropout": 0.1}}),
-        ("its model is WordLevel", {"model": {
-            "type": "WordLevel", "vocab": {"<unk>": 0, "</s>": 1, "<s>": 2},
-            "unk_token": "<unk>"}}),
-    ],
-)  # fmt: skip
-def test_pieces_that_llama_cpp_does_not_have_are_refused(message, changes, folder):
-    bt.save_pieces(folder, bt.pieces(**changes))
+@pytest.mark.parametrize("message", OTHER_PIECES)
+def test_pieces_that_llama_cpp_does_not_have_are_refused(message, folder):
+    bt.save_pieces(folder, bt.pieces(**OTHER_PIECES[message]))
     refused(folder, message)
 
 

@@ -61,23 +61,42 @@ def tokens(tmp_path_factory):
     return tm.token_file(tmp_path_factory.mktemp("tokens") / "tokens.npy")
 
 
-def compare(folder, out, context=None):
-    """Writes the file; logits and greedy ids by both programs, equal."""
-    coec.export(folder, out, no_tokenizer=True, context=context)
-    network = Dense.open(folder).network(torch.device("cpu"), torch.float64)
+def random_ids(vocabulary, length):
     generator = torch.Generator().manual_seed(3)
-    length = context or LENGTH
-    ids = torch.randint(2, tm.VOCABULARY, (1, length), generator=generator)
-    llama = Llama(out, context=tm.POSITIONS)
-    with torch.no_grad():
-        expected = network(input_ids=ids, use_cache=False).logits[0]
+    return torch.randint(2, vocabulary, (1, length), generator=generator)
+
+
+def network_of(folder):
+    return Dense.open(folder).network(torch.device("cpu"), torch.float64)
+
+
+@torch.no_grad()
+def difference(file, folder):
+    """Of the logits on some ids, relative."""
+    ids = list(range(2, 50))
+    found = Llama(file).logits(ids).double()
+    expected = network_of(folder)(input_ids=torch.tensor([ids])).logits[0]
+    return (found - expected).norm() / expected.norm()
+
+
+@torch.no_grad()
+def compare(folder, out, ids, start, context=None, room=512):
+    """Writes the file; logits and greedy ids behind `start` ids by both programs, equal."""
+    coec.export(folder, out, no_tokenizer=True, context=context)
+    network, llama = network_of(folder), Llama(out, context=room)
+    expected = network(input_ids=ids, use_cache=False).logits[0]
     torch.testing.assert_close(
         llama.logits(ids[0].tolist()).double(), expected, rtol=0, atol=TOLERANCE
     )
-    start, steps = ids[:, :4], min(STEPS, length - 4)
-    greedy = network.generate(start, max_new_tokens=steps, do_sample=False, eos_token_id=None)
-    assert llama.greedy(start[0].tolist(), steps) == greedy[0, 4:].tolist()
+    steps, begin = min(STEPS, ids.shape[1] - start), ids[:, :start]
+    greedy = network.generate(begin, max_new_tokens=steps, do_sample=False, eos_token_id=None)
+    assert llama.greedy(begin[0].tolist(), steps) == greedy[0, start:].tolist()
     llama.close()
+
+
+def compare_tiny(folder, out, context=None):
+    ids = random_ids(tm.VOCABULARY, context or LENGTH)
+    compare(folder, out, ids, 4, context, room=tm.POSITIONS)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -85,7 +104,7 @@ def test_dense_and_pruned_models_compute_the_same(name, tokens, tmp_path):
     variant, changes = MODELS[name]
     dense = tm.save(tm.tiny(variant, torch.float32, **changes), tmp_path / "dense")
     window = WINDOW if variant in ("mistral sliding", "qwen2 mixed") else None
-    compare(dense, tmp_path / "dense.gguf", window)
+    compare_tiny(dense, tmp_path / "dense.gguf", window)
     for compensation in ("none", "bias"):
         out = tmp_path / compensation
         try:
@@ -93,7 +112,7 @@ def test_dense_and_pruned_models_compute_the_same(name, tokens, tmp_path):
         except coec.CoecError:
             assert compensation == "bias"  # no stock format has one: the contract tests say which
             continue
-        compare(out, tmp_path / f"{compensation}.gguf", window)
+        compare_tiny(out, tmp_path / f"{compensation}.gguf", window)
 
 
 OWN_WIDTHS = {
@@ -113,7 +132,7 @@ def test_widths_by_block_compute_the_same(variant, compensation, tokens, tmp_pat
         dense, tmp_path / "out", calibration=tokens, compensation=compensation,
         kept=OWN_WIDTHS, non_uniform=True, **SETTINGS,
     )  # fmt: skip
-    compare(tmp_path / "out", tmp_path / "out.gguf")
+    compare_tiny(tmp_path / "out", tmp_path / "out.gguf")
     assert b"deci.attention.head_count" in (tmp_path / "out.gguf").read_bytes()
 
 
@@ -121,14 +140,8 @@ def test_widths_by_block_compute_the_same(variant, compensation, tokens, tmp_pat
 def test_files_of_fewer_bits_are_near(dtype, tmp_path):
     folder = tm.save(tm.tiny("llama", torch.float32), tmp_path / "model")
     coec.export(folder, tmp_path / "out.gguf", dtype=dtype, no_tokenizer=True)
-    network = Dense.open(folder).network(torch.device("cpu"), torch.float64)
-    ids = list(range(2, 50))
-    found = Llama(tmp_path / "out.gguf").logits(ids).double()
-    with torch.no_grad():
-        expected = network(input_ids=torch.tensor([ids])).logits[0]
-    error = (found - expected).norm() / expected.norm()
-    assert error < {"f16": 1e-2, "bf16": 5e-2, "q8_0": 0.15}[dtype]
-    assert error > 1e-5  # it is not the f32 file
+    bound = {"f16": 1e-2, "bf16": 5e-2, "q8_0": 0.15}[dtype]
+    assert 1e-5 < difference(tmp_path / "out.gguf", folder) < bound  # it is not the f32 file
 
 
 @pytest.mark.parametrize(
@@ -149,12 +162,7 @@ def test_its_own_program_quantises_what_was_pruned(kept, tokens, tmp_path):
     whole = tmp_path / "out.gguf"
     coec.export(tmp_path / "out", whole, dtype="f16", no_tokenizer=True)
     assert quantised.stat().st_size < 0.45 * whole.stat().st_size
-    ids = list(range(2, 50))
-    found = Llama(quantised).logits(ids).double()
-    network = Dense.open(tmp_path / "out").network(torch.device("cpu"), torch.float64)
-    with torch.no_grad():
-        expected = network(input_ids=torch.tensor([ids])).logits[0]
-    assert 1e-3 < (found - expected).norm() / expected.norm() < 0.3
+    assert 1e-3 < difference(quantised, tmp_path / "out") < 0.3
 
 
 @pytest.mark.parametrize("name", [*bt.CUTS, "pieces", "always", "first", "never"])
@@ -183,21 +191,9 @@ def check_texts(folder, file, texts, *, exact=True):
 def test_the_shared_models(name, shared, tmp_path):
     folder, out = shared / "models" / name, tmp_path / "out.gguf"
     has_kind = name != "babyllama-1M"  # its tokenizer squeezes spaces and has no bytes
-    coec.export(folder, out, no_tokenizer=not has_kind)
-    model = Dense.open(folder)
-    network = model.network(torch.device("cpu"), torch.float64)
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, model.vocabulary, (1, 200), generator=generator)
-    llama = Llama(out)
-    with torch.no_grad():
-        expected = network(input_ids=ids).logits[0]
-    torch.testing.assert_close(
-        llama.logits(ids[0].tolist()).double(), expected, rtol=0, atol=TOLERANCE
-    )
-    greedy = network.generate(ids[:, :8], max_new_tokens=STEPS, do_sample=False, eos_token_id=None)
-    assert llama.greedy(ids[0, :8].tolist(), STEPS) == greedy[0, 8:].tolist()
-    llama.close()
+    compare(folder, out, random_ids(Dense.open(folder).vocabulary, 200), 8)
     if has_kind:
+        coec.export(folder, out, force=True)
         text = (shared / "data/wikitext-2/valid.raw.txt").read_text(encoding="utf-8")[:50_000]
         check_texts(folder, out, [*TEXTS, text])
 

@@ -159,8 +159,6 @@ def _misplaced(path: Path, draw: Random) -> str:
     kind = draw.choice(("gone", "folder", "loop", "dangling"))
     if kind == "folder":
         path.mkdir()
-    elif kind == "loop":
-        path.symlink_to(path)
-    elif kind == "dangling":
-        path.symlink_to(path.with_name("nowhere"))
+    elif kind != "gone":
+        path.symlink_to(path if kind == "loop" else path.with_name("nowhere"))
     return kind

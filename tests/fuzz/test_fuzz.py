@@ -8,10 +8,9 @@ A case is a number. What is wrong with one names it, and how to run it again by 
 
 import json
 import os
-import queue
+import select
 import subprocess
 import sys
-import threading
 from collections import Counter
 from pathlib import Path
 
@@ -34,23 +33,19 @@ def cases(first: int, last: int):
     while first < last:
         command = [sys.executable, str(WORKER), str(first), str(last)]
         worker = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
         )
-        heard: queue.Queue[str] = queue.Queue()
-        reader = threading.Thread(target=_listen, args=(worker, heard), daemon=True)
-        reader.start()
         begun = False
         while first < last:
-            try:
-                line = heard.get(timeout=PATIENCE if begun else 10 * PATIENCE)
-            except queue.Empty:
+            patience = PATIENCE if begun else 10 * PATIENCE
+            if not select.select([worker.stdout], [], [], patience)[0]:
                 yield {"case": first, "end": "hang", "wrong": f"no end after {PATIENCE:g} s"}
                 break
+            line = worker.stdout.readline()
             if not line:
                 if not begun:
-                    raise RuntimeError(
-                        f"the worker ends before its first case: {' '.join(command)}"
-                    )
+                    command = " ".join(command)
+                    raise RuntimeError(f"the worker ends before its first case: {command}")
                 yield {"case": first, "end": "death", "wrong": f"exit status {worker.wait()}"}
                 break
             told = json.loads(line)
@@ -61,12 +56,6 @@ def cases(first: int, last: int):
         worker.kill()
         worker.wait()
         first += 1  # past the one that hung or died
-
-
-def _listen(worker: subprocess.Popen, heard: queue.Queue) -> None:
-    for line in worker.stdout:
-        heard.put(line)
-    heard.put("")
 
 
 @pytest.mark.fuzz

@@ -24,6 +24,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 import numpy as np
 import pyarrow
 import pyarrow.parquet
+import pytest
 import torch
 from mutations import spoil
 from safetensors.torch import load_file, save_file
@@ -38,6 +39,7 @@ from coec.experiments.files import Store
 from coec.experiments.grid import expand
 from coec.experiments.reporting.report import write_report
 from coec.planning.recipe import Recipe, read_settings
+from prunings import interrupt
 
 MEMORY = 12 * 2**30
 """Address space of the worker: what asks for absurd sizes fails, and does not drown the machine."""
@@ -104,20 +106,7 @@ def pruned(here: Path, model: Path, **changes: Any) -> None:
 def unfinished(root: Path, dense: Path, tokens: str) -> None:
     """A run that was ended before its second block; and what it would have given."""
     coec.prune(dense, root / "whole", calibration=tokens, **SMALL)
-    solve = coec.pipeline.prune.solve_block
-
-    def interrupted(measured: Any, **options: Any) -> Any:
-        if measured.block.index:
-            raise KeyboardInterrupt
-        return solve(measured, **options)
-
-    coec.pipeline.prune.solve_block = interrupted
-    try:
-        coec.prune(dense, root / "out", calibration=tokens, **SMALL)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        coec.pipeline.prune.solve_block = solve
+    interrupt(pytest.MonkeyPatch(), coec.prune, dense, root / "out", calibration=tokens, **SMALL)
 
 
 def journal_files(here: Path) -> list[Path]:

@@ -1,5 +1,7 @@
 """Experts as checkpoints have them and as a model has them."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from coec.errors import ModelError, OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.models.surgery import routed_inputs, stacked, stored_shapes, without_experts
+from coec.models.surgery import routed_inputs, stacked, unstacked, without_experts
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
 from coec.types import KeptSet
@@ -32,9 +34,9 @@ def test_stacked_tensors_are_those_that_transformers_makes_of_the_same_files(var
 def test_a_release_that_stacks_no_experts_is_refused():
     """As 4.57 names them: the inputs of such a module say nothing of the router's weights."""
     names = ARCHITECTURES["qwen3_moe"].blocks.experts
-    shapes = {"model.layers.0.mlp.experts.0.gate_proj.weight": torch.Size((4, 3))}
+    state = {"model.layers.0.mlp.experts.0.gate_proj.weight": torch.ones(4, 3)}
     with pytest.raises(ModelError, match="models of experts need transformers 5"):
-        stored_shapes(shapes, names)
+        unstacked(state, names)
 
 
 def test_an_expert_reads_its_own_tokens_times_their_weights():
@@ -69,13 +71,9 @@ def test_experts_that_stay_are_numbered_anew_with_their_rows_of_the_router(varia
     router = block.router.tensor
     assert router.endswith("gate.weight")
     assert torch.equal(smaller.pop(router), tensors[router][[1, 3]])
-    names = {0: "experts.1.", 1: "experts.3."}
     for name, tensor in smaller.items():
-        for new, old in names.items():
-            if f"experts.{new}." in name:
-                name = name.replace(f"experts.{new}.", old)
-                break
-        assert torch.equal(tensor, tensors[name])
+        old = re.sub(r"experts\.(\d)\.", lambda m: f"experts.{[1, 3][int(m[1])]}.", name)
+        assert torch.equal(tensor, tensors[old])
     assert len(smaller) == len(tensors) - 1 - 2 * 3
     assert [site.expert for site in block.remaining(kept) if site.routed] == [1, 3]
     assert block.remaining(None) == block.sites
@@ -113,11 +111,8 @@ def test_experts_keep_a_multiple_of_8_as_their_product_of_matrices_wants():
 
 
 def test_experts_whose_units_are_named_keep_these_and_a_note_says_what_that_means():
-    kept = {
-        f"layers.{block}.expert.{expert}": list(range(expert, expert + 11))
-        for block in range(2)
-        for expert in range(4)
-    }
+    sites = [(block, expert) for block in range(2) for expert in range(4)]
+    kept = {f"layers.{b}.expert.{e}": list(range(e, e + 11)) for b, e in sites}
     named = plan(64, sparsity=0.3, kept=kept)
     assert named.record()["widths"]["experts"]["after"] == 11
     assert 'experts_implementation="eager"' in named.notes[0]
@@ -125,9 +120,8 @@ def test_experts_whose_units_are_named_keep_these_and_a_note_says_what_that_mean
 
 def test_one_share_is_of_mlps_and_experts():
     config = tm.raw_config("qwen3_moe mixed", moe_intermediate_size=64)
-    made = Plan.of(
-        Description.of(config), Recipe(sparsity=0.5, mlp_sparsity=0.25, attention_sparsity=0)
-    )
+    recipe = Recipe(sparsity=0.5, mlp_sparsity=0.25, attention_sparsity=0)
+    made = Plan.of(Description.of(config), recipe)
     assert made.record()["widths"] == {
         "mlp": {"before": 40, "after": 30},
         "experts": {"before": 64, "after": 48},

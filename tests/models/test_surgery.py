@@ -8,7 +8,7 @@ import torch
 
 import tiny_models as tm
 from coec.errors import ModelError, NumericalError
-from coec.models.architectures import ARCHITECTURES, BlockPattern
+from coec.models.architectures import ARCHITECTURES
 from coec.models.description import Description
 from coec.models.layout import Rows, Shape
 from coec.models.surgery import Cut, cut_block, value_rows
@@ -22,22 +22,18 @@ def block():
     def numbered(rows, columns):
         return torch.arange(rows * columns, dtype=torch.float64).reshape(rows, columns)
 
-    tensors = {
-        "self_attn.q_proj.weight": numbered(12, 6),
-        "self_attn.q_proj.bias": torch.arange(12.0),
-        "self_attn.k_proj.weight": numbered(6, 6),
-        "self_attn.v_proj.weight": numbered(6, 6),
-        "self_attn.o_proj.weight": numbered(6, 12),
-        "mlp.gate_proj.weight": numbered(5, 6),
-        "mlp.up_proj.weight": numbered(5, 6),
-        "mlp.down_proj.weight": numbered(6, 5),
-        "mlp.down_proj.bias": torch.arange(6.0),
-        "input_layernorm.weight": torch.ones(6),
-    }
+    attention = {"q": (12, 6), "k": (6, 6), "v": (6, 6), "o": (6, 12)}
+    mlp = {"gate": (5, 6), "up": (5, 6), "down": (6, 5)}
+    tensors = {f"self_attn.{name}_proj.weight": numbered(*s) for name, s in attention.items()}
+    tensors |= {f"mlp.{name}_proj.weight": numbered(*size) for name, size in mlp.items()}
+    tensors["self_attn.q_proj.bias"] = torch.arange(12.0)
+    tensors["mlp.down_proj.bias"] = torch.arange(6.0)
+    tensors["input_layernorm.weight"] = torch.ones(6)
     return {PREFIX + name: tensor for name, tensor in tensors.items()}
 
 
-LAYOUT = BlockPattern().layout(SHAPE, {name: tensor.shape for name, tensor in block().items()})
+PATTERN = ARCHITECTURES["llama"].blocks
+LAYOUT = PATTERN.layout(SHAPE, {name: tensor.shape for name, tensor in block().items()})
 ATTENTION_SITE, MLP_SITE = LAYOUT.sites
 
 
@@ -64,21 +60,15 @@ def test_a_compensating_bias_is_added_to_the_one_that_is_there():
     assert out[f"{PREFIX}mlp.gate_proj.weight"].shape == (2, 6)
 
 
-def test_a_site_that_keeps_everything_keeps_its_bits():
-    tensors = block()
-    cut = Cut(MLP_SITE, KeptSet(torch.arange(5), 5), None)
-    out = cut_block(tensors, [cut], torch.float64)
-    assert all(torch.equal(out[name], tensors[name].double()) for name in tensors)
-
-
-def test_a_site_that_keeps_everything_may_have_a_new_weight():
+@pytest.mark.parametrize("weight", [None, torch.ones(6, 5)])
+def test_a_site_that_keeps_everything_keeps_its_bits_unless_it_has_a_new_weight(weight):
     """That of the inputs which a pruned model has: there is something to repair all the same."""
-    tensors = block()
-    cut = Cut(MLP_SITE, KeptSet(torch.arange(5), 5), SiteResult(torch.ones(6, 5)))
-    out = cut_block(tensors, [cut], torch.float64)
+    tensors, result = block(), None if weight is None else SiteResult(weight)
+    out = cut_block(tensors, [Cut(MLP_SITE, KeptSet(torch.arange(5), 5), result)], torch.float64)
     changed = [name for name in tensors if not torch.equal(out[name], tensors[name].double())]
-    assert changed == [MLP_SITE.weight]
-    assert torch.equal(out[MLP_SITE.weight], torch.ones(6, 5, dtype=torch.float64))
+    assert changed == ([] if weight is None else [MLP_SITE.weight])
+    if weight is not None:
+        assert torch.equal(out[MLP_SITE.weight], weight.double())
 
 
 def test_value_rows_repeat_each_head_for_its_queries():
@@ -135,7 +125,7 @@ def test_tensors_that_do_not_divide_among_the_units_are_refused():
     shapes = {name: tensor.shape for name, tensor in block().items()}
     shapes[f"{PREFIX}self_attn.k_proj.weight"] = torch.Size([7, 6])
     with pytest.raises(ModelError, match="k_proj.weight does not divide into 3 KV groups: it is 7"):
-        BlockPattern().layout(SHAPE, shapes)
+        PATTERN.layout(SHAPE, shapes)
 
 
 def test_a_weight_beyond_the_dtype_is_an_error():

@@ -32,12 +32,18 @@ def end(*given, **more):
     raise KeyboardInterrupt
 
 
-def interrupted(name, monkeypatch, dense, out, settings):
-    """Prune with recovery until a function of the module is called."""
-    with monkeypatch.context() as patch:
-        patch.setattr(module, name, end)
-        with pytest.raises(KeyboardInterrupt):
-            module.prune_and_recover(dense, out, 1000, **settings)
+@pytest.fixture
+def both(dense, tokens, tmp_path, monkeypatch):
+    """Prunes with recovery into `out`, until a function of the module is called, if any."""
+
+    def call(until=None, budget=1000, **changes):
+        settings = {**PRUNING, "calibration": tokens, **changes}
+        with monkeypatch.context() as patch:
+            if until:
+                patch.setattr(module, until, end)
+            return module.prune_and_recover(dense, tmp_path / "out", budget, **settings)
+
+    return call
 
 
 def test_the_command_says_what_was_gained(run, dense, pruned, tokens, tmp_path):
@@ -107,47 +113,42 @@ def test_pruning_with_recovery_is_both_commands(
 
 
 @pytest.mark.parametrize("broken", ["checked", "train"])
-def test_pruning_with_recovery_goes_on(
-    broken, pruned_and_recovered, dense, tokens, tmp_path, monkeypatch
-):
-    settings = {**PRUNING, "calibration": tokens}
-    interrupted(broken, monkeypatch, dense, tmp_path / "out", settings)
+def test_pruning_with_recovery_goes_on(broken, both, pruned_and_recovered, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        both(until=broken)
     with pytest.raises(UnfinishedError):
-        module.prune_and_recover(dense, tmp_path / "out", 2000, **settings)
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "prune", end)  # is not done again
-        module.prune_and_recover(dense, tmp_path / "out", 1000, **settings)
+        both(budget=2000)
+    both(until="prune")  # which is not called again
     assert same_weights(tmp_path / "out", pruned_and_recovered[0])
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "coec.json"])
 def test_a_pruned_model_that_was_damaged_meanwhile_is_made_again(
-    file, pruned_and_recovered, dense, tokens, tmp_path, monkeypatch
+    file, both, pruned_and_recovered, tmp_path
 ):
-    settings = {**PRUNING, "calibration": tokens}
-    interrupted("train", monkeypatch, dense, tmp_path / "out", settings)
+    with pytest.raises(KeyboardInterrupt):
+        both(until="train")
     path = tmp_path / "out.partial/states/pruned" / file
     content = bytearray(path.read_bytes())
     content[-200:-100] = bytes(100)
     path.write_bytes(content)
     with recording() as events:
-        module.prune_and_recover(dense, tmp_path / "out", 1000, **settings)
+        both()
     assert any("is made again" in event for event in events)
     assert same_weights(tmp_path / "out", pruned_and_recovered[0])
 
 
-def test_units_that_changed_meanwhile_are_another_run(dense, tokens, tmp_path, monkeypatch):
+def test_units_that_changed_meanwhile_are_another_run(both, tmp_path):
     """The file is there under the same name, with other units; the order does not matter."""
-
     kept = tmp_path / "kept.json"
     kept.write_text(json.dumps({"layers.0.mlp": [0, 1, 2], "layers.1.mlp": [1, 2, 3]}))
-    settings = {**PRUNING, "calibration": tokens, "kept": kept}
-    interrupted("train", monkeypatch, dense, tmp_path / "out", settings)
+    with pytest.raises(KeyboardInterrupt):
+        both(until="train", kept=kept)
     kept.write_text(json.dumps({"layers.0.mlp": [0, 1, 3], "layers.1.mlp": [1, 2, 3]}))
     with pytest.raises(UnfinishedError):
-        module.prune_and_recover(dense, tmp_path / "out", 1000, **settings)
+        both(kept=kept)
     kept.write_text(json.dumps({"layers.1.mlp": [1, 2, 3], "layers.0.mlp": [2, 1, 0]}))
-    module.prune_and_recover(dense, tmp_path / "out", 1000, **settings)
+    both(kept=kept)
 
 
 def test_the_command_prunes_and_recovers(run, pruned_and_recovered, dense, tokens, tmp_path):

@@ -12,6 +12,7 @@ import coec
 import tiny_models as tm
 from coec.errors import CalibrationError, ModelError, OptionError, OutputError, UnfinishedError
 from coec.events import recording
+from coec.execution.journal import Journal
 from coec.models.dense import Dense
 from coec.models.files import sha256
 from coec.pipeline.report import Report
@@ -32,14 +33,24 @@ def recovered(dense, pruned, tokens, tmp_path_factory):
     return out, report
 
 
+@pytest.fixture
+def recover(dense, pruned, tokens, tmp_path):
+    """Recovers the pruned model into `out`, with a few of the settings changed."""
+
+    def call(out="out", **changes):
+        return coec.recover(dense, pruned, tmp_path / out, **SETTINGS | {"text": tokens} | changes)
+
+    return call
+
+
 def weights(folder):
-    return {name: Dense.open(folder).tensor(name) for name in Dense.open(folder).files}
+    opened = Dense.open(folder)
+    return {name: opened.tensor(name) for name in opened.files}
 
 
 def differing(a, b):
-    return [
-        name for name, tensor in weights(a).items() if not torch.equal(tensor, weights(b)[name])
-    ]
+    theirs = weights(b)
+    return [name for name, tensor in weights(a).items() if not torch.equal(tensor, theirs[name])]
 
 
 def test_the_result_is_nearer_to_the_dense_model_on_other_windows(recovered, dense, pruned):
@@ -52,14 +63,12 @@ def test_the_result_is_nearer_to_the_dense_model_on_other_windows(recovered, den
 
 def test_the_result_is_the_same_format_with_other_weights(recovered, pruned):
     out, report = recovered
-    assert {p.relative_to(out) for p in out.rglob("*")} == {
-        p.relative_to(pruned) for p in pruned.rglob("*")
-    }
+    files, expected = ({p.relative_to(f) for p in f.rglob("*")} for f in (out, pruned))
+    assert files == expected
     for name in ("config.json", "coec/kept.safetensors", "tokenizer.json"):
         assert (out / name).read_bytes() == (pruned / name).read_bytes()
-    assert {n: t.dtype for n, t in weights(out).items()} == {
-        n: t.dtype for n, t in weights(pruned).items()
-    }
+    dtypes, expected = ({n: t.dtype for n, t in weights(f).items()} for f in (out, pruned))
+    assert dtypes == expected
     assert len(differing(out, pruned)) == len(weights(out))  # all weights are trained
     assert Report.read(out).recoveries == json.loads((out / "coec.json").read_text())["recoveries"]
     assert report.plan == Report.read(pruned).plan
@@ -96,75 +105,53 @@ def test_a_report_is_one_line_and_in_a_notebook_one_table(recovered):
 
 
 @pytest.mark.slow
-def test_a_harmful_training_leaves_the_start(dense, pruned, tokens, tmp_path):
-    settings = {**SETTINGS, "learning_rate": 1.0}
-    report = coec.recover(dense, pruned, tmp_path / "out", text=tokens, **settings)
-    record = report.recoveries[-1]
+def test_a_harmful_training_leaves_the_start(recover, pruned, tmp_path):
+    record = recover(learning_rate=1.0).recoveries[-1]
     assert not record["improved"]
     assert record["held_out"]["after"] == record["held_out"]["before"]
     assert not differing(tmp_path / "out", pruned)
 
 
 @pytest.mark.parametrize("rate", [100, 1e30])
-def test_a_training_that_diverges_ends_at_its_first_state(rate, dense, pruned, tokens, tmp_path):
-    settings = {**SETTINGS, "learning_rate": rate}
+def test_a_training_that_diverges_ends_at_its_first_state(rate, recover, pruned, tmp_path):
     with recording() as events:
-        report = coec.recover(dense, pruned, tmp_path / "out", text=tokens, **settings)
-    record = report.recoveries[-1]
+        record = recover(learning_rate=rate).recoveries[-1]
     assert (record["steps"], record["tokens"], record["improved"]) == (2, 512, False)
     assert sum("diverged (at step 2" in event for event in events) == 1
     assert not differing(tmp_path / "out", pruned)
     json.loads((tmp_path / "out/coec.json").read_text(), parse_constant=pytest.fail)
 
 
-def test_few_windows_are_read_a_few_times_and_no_more(dense, pruned, tokens, tmp_path):
-    report = coec.recover(
-        dense, pruned, tmp_path / "out", text=tokens, **{**SETTINGS, "tokens": "1B"}
-    )
-    record = report.recoveries[-1]
+def test_few_windows_are_read_a_few_times_and_no_more(recover):
+    record = recover(tokens="1B").recoveries[-1]
     assert record["passes"] <= text.PASSES + 0.5
     assert record["asked"] == 10**9
 
 
-def test_low_rank_additions_become_part_of_the_weights(dense, pruned, tokens, tmp_path):
-    report = coec.recover(dense, pruned, tmp_path / "out", text=tokens, lora=4, **SETTINGS)
-    assert report.recoveries[-1]["improved"]
-    changed = differing(tmp_path / "out", pruned)
-    assert all(".self_attn." in name or ".mlp." in name for name in changed)
-    assert len(changed) == 14
-
-
-def test_predictions_that_were_stored_stand_for_the_teacher(
-    dense, pruned, tokens, tmp_path, monkeypatch
-):
+def test_predictions_that_were_stored_stand_for_the_teacher(recover, monkeypatch):
     monkeypatch.setattr(text, "TOP", tm.VOCABULARY)
-    beside, stored = (
-        coec.recover(dense, pruned, tmp_path / place, text=tokens, teacher=place, **SETTINGS)
-        for place in ("beside", "stored")
+    one, other = (
+        recover(place, teacher=place).recoveries[-1]["held_out"] for place in ("beside", "stored")
     )
-    one, other = (report.recoveries[-1]["held_out"] for report in (beside, stored))
     assert other["before"] == pytest.approx(one["before"], rel=1e-3)
     assert other["after"] == pytest.approx(one["after"], rel=5e-3)
 
 
 @pytest.mark.slow
-def test_text_that_the_dense_model_writes(dense, pruned, tmp_path):
-    settings = {**SETTINGS, "text": "self", "tokens": 2048}
-    one, other = (coec.recover(dense, pruned, tmp_path / n, **settings) for n in "ab")
-    assert one.recoveries[-1]["text"]["windows"] > 64
+def test_text_that_the_dense_model_writes(recover, tmp_path):
+    one, other = (recover(name, text="self").recoveries[-1] for name in "ab")
+    assert one["text"]["windows"] > 64
     assert not differing(tmp_path / "a", tmp_path / "b")
-    assert other.recoveries[-1]["curve"] == one.recoveries[-1]["curve"]
+    assert other["curve"] == one["curve"]
 
 
 def test_minutes_become_tokens_by_the_speed_of_the_first_steps(
     dense, pruned, tokens, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(training, "tokens_per_second", lambda *given, **more: 200.0)
-    report = coec.recover(
-        dense, pruned, tmp_path / "out", text=tokens, minutes=0.1, seq_len=32, batch_size=4
-    )
-    assert report.recoveries[-1]["asked"] == 1200
-    assert report.recoveries[-1]["steps"] == 9
+    settings = {"text": tokens, "minutes": 0.1, "seq_len": 32, "batch_size": 4}
+    record = coec.recover(dense, pruned, tmp_path / "out", **settings).recoveries[-1]
+    assert (record["asked"], record["steps"]) == (1200, 9)
 
 
 def test_a_speed_is_measured(dense, pruned):
@@ -173,37 +160,36 @@ def test_a_speed_is_measured(dense, pruned):
     assert all(parameter.grad is None for parameter in student.parameters())
 
 
+def ended_at(name, monkeypatch, call):
+    """Recover until a piece of a name is in the journal."""
+
+    def ended(method):
+        def wrapped(self, piece, *given, **facts):
+            method(self, piece, *given, **facts)
+            if piece.startswith(name):
+                raise KeyboardInterrupt
+
+        return wrapped
+
+    with monkeypatch.context() as patch:
+        for method in ("note", "put"):
+            patch.setattr(Journal, method, ended(getattr(Journal, method)))
+        with pytest.raises(KeyboardInterrupt):
+            call()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["state", "text", "start"])
 def test_a_run_that_was_ended_goes_on_to_the_same_bits(
-    ending, recovered, dense, pruned, tokens, tmp_path, monkeypatch
+    ending, recovered, recover, tmp_path, monkeypatch
 ):
-    from coec.execution.journal import Journal
-
-    note, put = Journal.note, Journal.put
-
-    def ended(method):
-        def call(self, name, *given, **facts):
-            method(self, name, *given, **facts)
-            if name.startswith(ending):
-                raise KeyboardInterrupt
-
-        return call
-
     out = tmp_path / "out"
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "note", ended(note))
-        patch.setattr(Journal, "put", ended(put))
-        with pytest.raises(KeyboardInterrupt):
-            coec.recover(dense, pruned, out, text=tokens, **SETTINGS)
+    ended_at(ending, monkeypatch, recover)
     assert not out.exists()
     with pytest.raises(UnfinishedError, match="lora was null, now 4"):
-        coec.recover(dense, pruned, out, text=tokens, lora=4, **SETTINGS)
+        recover(lora=4)
     seen = []
-    coec.recover(
-        dense, pruned, out, text=tokens, **SETTINGS,
-        progress=lambda phase, done, total: seen.append((phase, done)),
-    )  # fmt: skip
+    recover(progress=lambda phase, done, total: seen.append((phase, done)))
     assert not differing(out, recovered[0])
     assert (("resuming steps", 2) in seen) == (ending == "state")
     assert (("resuming steps", 0) in seen) == (ending == "start")
@@ -231,8 +217,7 @@ def test_a_state_that_was_not_finished_is_not_taken_up(tmp_path):
 
 def flip(path, count=1):
     content = bytearray(path.read_bytes())
-    middle = len(content) // 2
-    for place in range(middle, min(middle + count, len(content))):
+    for place in range(len(content) // 2, len(content))[:count]:
         content[place] ^= 1
     path.write_bytes(content)
 
@@ -269,25 +254,11 @@ def test_a_state_whose_best_was_changed_is_not_taken_up(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["model", "optimizer", "trainer_state"])
-def test_a_damaged_state_ends_in_the_same_bits(
-    file, recovered, dense, pruned, tokens, tmp_path, monkeypatch
-):
-    from coec.execution.journal import Journal
-
-    note, out = Journal.note, tmp_path / "out"
-
-    def ended(self, name, **facts):
-        note(self, name, **facts)
-        if name == "state 4":
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "note", ended)
-        with pytest.raises(KeyboardInterrupt):
-            coec.recover(dense, pruned, out, text=tokens, **SETTINGS)
+def test_a_damaged_state_ends_in_the_same_bits(file, recovered, recover, tmp_path, monkeypatch):
+    ended_at("state 4", monkeypatch, recover)
     flip(next((tmp_path / "out.partial/states/checkpoint-4").glob(f"{file}.*")), 2048)
-    coec.recover(dense, pruned, out, text=tokens, **SETTINGS)
-    assert not differing(out, recovered[0])
+    recover()
+    assert not differing(tmp_path / "out", recovered[0])
 
 
 def test_what_was_recovered_can_be_recovered_again(recovered, dense, tokens, tmp_path):
@@ -334,26 +305,25 @@ def test_bad_input_is_refused_before_work(case, dense, pruned, tokens, tmp_path)
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_a_text_of_one_window_is_refused(dense, pruned, tmp_path):
-    path = tm.text_file(tmp_path / "short.txt", 40)
-    with pytest.raises(CalibrationError, match="one more must judge the training"):
-        coec.recover(dense, pruned, tmp_path / "out", text=path, **SETTINGS)
-
-
-def test_a_batch_larger_than_the_text_is_refused(dense, pruned, tmp_path):
-    path = tm.text_file(tmp_path / "short.txt", 400)
-    changed = {**SETTINGS, "tokens": 10**6, "batch_size": 1000}
-    with pytest.raises(OptionError, match="more than the [0-9,]+ tokens to train on"):
-        coec.recover(dense, pruned, tmp_path / "out", text=path, **changed)
+@pytest.mark.parametrize(
+    ("characters", "changes", "error", "words"),
+    [
+        (40, {}, CalibrationError, "one more must judge the training"),
+        (400, {"tokens": 10**6, "batch_size": 1000}, OptionError, "more than the [0-9,]+ tokens"),
+    ],
+)
+def test_a_text_that_is_too_short_is_refused(characters, changes, error, words, recover, tmp_path):
+    with pytest.raises(error, match=words):
+        recover(text=tm.text_file(tmp_path / "short.txt", characters), **changes)
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_an_output_that_is_there_is_not_replaced(dense, pruned, tokens, recovered, tmp_path):
+def test_an_output_that_is_there_is_not_replaced(recovered, recover, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(recovered[0], out)
     with pytest.raises(OutputError, match="is not empty"):
-        coec.recover(dense, pruned, out, text=tokens, **SETTINGS)
-    coec.recover(dense, pruned, out, text=tokens, force=True, **{**SETTINGS, "tokens": 512})
+        recover()
+    recover(force=True, tokens=512)
     assert Report.read(out).recoveries[-1]["tokens"] == 512
 
 
@@ -387,9 +357,8 @@ def test_windows_for_a_budget_have_those_that_judge_beside_them():
         assert windows - text.held_out(windows) >= tokens / 100
 
 
-def test_a_large_seed_trains(dense, pruned, tokens, tmp_path):
-    changed = {**SETTINGS, "tokens": 256, "seed": 2**64 - 1}
-    assert coec.recover(dense, pruned, tmp_path / "out", text=tokens, **changed).recoveries
+def test_a_large_seed_trains(recover):
+    assert recover(tokens=256, seed=2**64 - 1).recoveries
 
 
 def test_a_schedule_divides_its_batch_among_processes():
@@ -401,16 +370,16 @@ def test_a_schedule_divides_its_batch_among_processes():
     assert replace(odd, steps=1).steps == 1
 
 
-def test_a_mixture_of_texts_trains_by_its_shares(dense, pruned, tokens, tmp_path):
+def test_a_mixture_of_texts_trains_by_its_shares(recover, dense, tokens, tmp_path):
     np.save(tmp_path / "other.npy", IDS.numpy())
     text = f"{tokens}=2,{tmp_path}/other.npy"
-    models, runtime = (Dense.open(dense), Dense.open(pruned)), {"trust_remote_code": False}
-    ids, record = read_windows(models[0], Recovery(text=text), 32, 6, **runtime)
+    settings = Recovery(text=text)
+    ids, record = read_windows(Dense.open(dense), settings, 32, 6, trust_remote_code=False)
     own, other = (torch.from_numpy(np.load(path)) for path in (tokens, tmp_path / "other.npy"))
     assert torch.equal(ids, torch.stack([own[0], other[0], own[1], own[2], other[1], own[3]]))
     assert (record["source"], record["windows"]) == (text, 6)
-    report = coec.recover(*models, tmp_path / "out", text=text, **{**SETTINGS, "tokens": 256})
+    report = recover(text=text, tokens=256)
     assert report.as_dict()["recoveries"][-1]["text"]["source"] == "tokens.npy=2,other.npy"
     with pytest.raises(CalibrationError, match="leave self out"):
-        coec.recover(*models, tmp_path / "bad", text=f"{tokens},self", **SETTINGS)
+        recover("bad", text=f"{tokens},self")
     assert not (tmp_path / "bad.partial").exists()

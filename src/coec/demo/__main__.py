@@ -11,15 +11,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from coec import CoecError
 from coec.allocation.kept import KEPT
 from coec.calibration.tokens import load_tokenizer
+from coec.cli.common import quieten, results, show_table
+from coec.cli.progress import showing_progress
 from coec.demo.plot import draw
 from coec.evaluation.perplexity import Perplexity, perplexity
 from coec.pipeline.collect import collect
@@ -37,7 +35,6 @@ SPARSITY = 0.3
 WINDOWS, SEQ_LEN = 32, 256
 CALIBRATION_SEED, EVALUATION_SEED = 0, 1
 PROMPT = "The film was released in"
-console = Console(highlight=False, soft_wrap=True)
 
 
 def run(
@@ -46,38 +43,33 @@ def run(
     ),
 ) -> None:
     """Run the whole demo: five repairs, `best`, a table, checkpoints, a continuation, a plot."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    console.print(
+    quieten()
+    results.print(
         f"A trained Llama of 3 M parameters; {SPARSITY:.0%} of its MLP channels and KV groups go.\n"
         "Calibration and evaluation text: sampled from the dense model itself (two seeds).\n"
     )
-    reports, scores = {}, {}
     text = _evaluation_text()
     settings: dict[str, Any] = {
         "preset": "paper", "sparsity": SPARSITY, "calibration": "self", "samples": WINDOWS,
         "seq_len": SEQ_LEN, "seed": CALIBRATION_SEED,
     }  # fmt: skip
-    with _bars() as bars, tempfile.TemporaryDirectory() as scratch:
-        overall = bars.add_task("models", total=len(METHODS) + 1)
-        statistics = collect(MODEL, Path(scratch) / "statistics", **settings)
-        for method in METHODS:
-            reports[method] = prune(
-                MODEL, out / method, force=True, statistics=statistics.folder, compensation=method,
-                **settings,
-            )  # fmt: skip
+    reports: dict[str, Report] = {}
+    scores: dict[str, Perplexity] = {}
+    with showing_progress() as advance, tempfile.TemporaryDirectory() as scratch:
+        statistics = collect(MODEL, Path(scratch) / "statistics", **settings).folder
+        repairs = {name: {"compensation": name, "statistics": statistics} for name in METHODS}
+        for method, changes in (repairs | {"best": BEST}).items():
+            advance("models", len(scores), len(METHODS) + 1)
+            reports[method] = prune(MODEL, out / method, force=True, **settings | changes)
             scores[method] = perplexity(out / method, text, baseline=MODEL, seq_len=SEQ_LEN)
-            bars.advance(overall)
-        reports["best"] = prune(MODEL, out / "best", force=True, **settings | BEST)
-        scores["best"] = perplexity(out / "best", text, baseline=MODEL, seq_len=SEQ_LEN)
-        bars.advance(overall)
+        advance("models", len(scores), len(METHODS) + 1)
     _check_same_kept(out)
-    console.print(_table(reports, scores))
+    _show(reports, scores)
     _continue_text(out / "best")
     picture = draw(reports, scores, out / "demo.png")
-    console.print(f"\ncheckpoints {out}/*  (stock transformers loads them; see their README.md)")
-    console.print(f"plot        {picture}")
-    console.print(
+    results.print(f"\ncheckpoints {out}/*  (stock transformers loads them; see their README.md)")
+    results.print(f"plot        {picture}")
+    results.print(
         "\nbest is here in brief: blocks are trained in one pass, and the number of KV groups is\n"
         "not chosen; all of it: coec prune MODEL OUT --preset best"
     )
@@ -91,34 +83,25 @@ def _evaluation_text() -> torch.Tensor:
     ).ids
 
 
-def _bars() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console,
-    )  # fmt: skip
-
-
 def _check_same_kept(out: Path) -> None:
     """Raises AssertionError unless all repairs kept the same units, as their comparison needs."""
     if len({(out / method / KEPT).read_bytes() for method in METHODS}) > 1:
         raise AssertionError(f"not all of {', '.join(METHODS)} kept the same units")
 
 
-def _table(reports: dict[str, Report], scores: dict[str, Perplexity]) -> Table:
-    table = Table(title="five repairs of the same kept units, and best", title_justify="left")
-    for name in ("repair", "perplexity", "KL to dense", "same token", "parameters", "seconds"):
-        table.add_column(name, justify="left" if name == "repair" else "right")
+def _show(reports: dict[str, Report], scores: dict[str, Perplexity]) -> None:
+    """Print what is left of the dense model's predictions after every repair."""
     before = next(iter(reports.values())).plan["parameters"]["before"]
     dense = next(iter(scores.values())).baseline_perplexity or float("nan")
-    table.add_row("(dense)", f"{dense:.2f}", "0", "100 %", f"{before:,}", "")
+    rows = [("(dense)", f"{dense:.2f}", "0", "100 %", f"{before:,}", "")]
     for method, score in scores.items():
-        style = "bold" if method in ("coec", "best") else ""
-        agreement = f"{100 * (score.agreement or 0):.1f} %"
-        table.add_row(
-            method, f"{score.perplexity:.2f}", f"{score.kl:.4f}", agreement,
-            f"{score.parameters:,}", f"{sum(reports[method].seconds.values()):.1f}", style=style,
-        )  # fmt: skip
-    return table
+        rows.append((
+            method, f"{score.perplexity:.2f}", f"{score.kl:.4f}",
+            f"{100 * (score.agreement or 0):.1f} %", f"{score.parameters:,}",
+            f"{sum(reports[method].seconds.values()):.1f}",
+        ))  # fmt: skip
+    results.print("\nfive repairs of the same kept units, and best")
+    show_table(("repair", "perplexity", "KL to dense", "same token", "parameters", "seconds"), rows)
 
 
 def _continue_text(folder: Path) -> None:
@@ -128,9 +111,9 @@ def _continue_text(folder: Path) -> None:
     prompt = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
     torch.manual_seed(0)
     ids = model.generate(**prompt, max_new_tokens=40, do_sample=True, top_k=20, pad_token_id=0)
-    console.print("\nthe checkpoint of best, reloaded with AutoModelForCausalLM, continues:")
+    results.print("\nthe checkpoint of best, reloaded with AutoModelForCausalLM, continues:")
     text = str(tokenizer.decode(ids[0], skip_special_tokens=True))
-    console.print(f"  {' '.join(text.split())}", markup=False)
+    results.print(f"  {' '.join(text.split())}")
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ BEST = "best"
 """The reconstructed model, which has a panel of its own."""
 SIZE = (16.5, 5.2)
 """Width and height in inches of 150 dots."""
-_BELOW: dict[str, Any] = {"frameon": False, "loc": "upper center", "bbox_to_anchor": (0.5, -0.12)}
-"""Place of a legend."""
 
 
 def draw(reports: Mapping[str, Report], scores: Mapping[str, Perplexity], path: Path) -> Path:
@@ -68,19 +66,28 @@ def _draw_errors(axes: Any, reports: Mapping[str, Report]) -> None:
         method: [row["error_after"] for row in report.sites if row["site"] == SITE]
         for method, report in reports.items()
     }
+    # Bars of one block stand side by side around its tick, with a gap to the next block's.
     width = 0.84 / len(errors)
     for index, method in enumerate(errors):
         offset = (index - (len(errors) - 1) / 2) * width
         places = [block + offset for block in range(len(errors[method]))]
         axes.bar(places, errors[method], width * 0.92, label=method, color=COLOURS[method])
     blocks = len(next(iter(errors.values())))
-    axes.set(title="What is left to repair in the MLPs", xlabel="block")
-    axes.set(ylabel="relative output error", xticks=range(blocks))
+    axes.set(title="What is left to repair in the MLPs", ylabel="relative output error")
+    axes.margins(x=0.02, y=0.05)
+    _finish(axes, blocks, columns=len(errors))
+
+
+def _finish(axes: Any, blocks: int, columns: int) -> None:
+    """Put a tick at every block, a grid behind the bars, and a legend below them."""
+    axes.set(xlabel="block", xticks=range(blocks))
     axes.tick_params(axis="x", length=0)
     axes.yaxis.grid(True, color="#e4e6e9", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.margins(x=0.02, y=0.05)
-    axes.legend(ncols=len(errors), handlelength=1.0, columnspacing=1.2, **_BELOW)
+    axes.legend(
+        ncols=columns, handlelength=1.0, columnspacing=1.2, frameon=False, loc="upper center",
+        bbox_to_anchor=(0.5, -0.12),
+    )  # fmt: skip
 
 
 def _draw_reconstruction(axes: Any, report: Report) -> None:
@@ -95,11 +102,7 @@ def _draw_reconstruction(axes: Any, report: Report) -> None:
     for at, (before, after) in enumerate(zip(repaired, trained, strict=True)):
         axes.annotate(f"−{1 - after / before:.0%}", (at, max(before, after)), ha="center",
                       xytext=(0, 4), textcoords="offset points", fontsize=10)  # fmt: skip
-    axes.set(title="What the training of best wins in every block", xlabel="block")
-    axes.set(xticks=range(len(rows)))
     windows = report.reconstruction["windows"].replace(" ", "-")
-    axes.set_ylabel(f"error of the hidden states, {windows} windows")
-    axes.tick_params(axis="x", length=0)
-    axes.yaxis.grid(True, color="#e4e6e9", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.legend(ncols=2, handlelength=1.0, columnspacing=1.2, **_BELOW)
+    axes.set(title="What the training of best wins in every block")
+    axes.set(ylabel=f"error of the hidden states, {windows} windows")
+    _finish(axes, len(rows), columns=2)

@@ -110,6 +110,7 @@ def _check_context(model: Dense, config: Any, context: int | None) -> None:
             f"context must be at most the model's max_position_embeddings, {model.positions}; "
             f"got {context}"
         )
+    # A window counts where some layer has one, as its class reads the configuration.
     window = None
     if model.architecture.model_type in _WINDOWED:
         layer_types = getattr(config, "layer_types", None)
@@ -128,6 +129,7 @@ def _multipliers(config: Any, head_dim: int) -> dict[str, float]:
     if config.model_type != "granite":
         return {}
     ones = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+    # Multipliers under which the model is a Llama need no place in the file.
     neutral = {"attention_multiplier": head_dim**-0.5} | dict.fromkeys(ones, 1.0)
     values = {key: float(getattr(config, key)) for key in neutral}
     idle = all(math.isclose(values[key], neutral[key], rel_tol=1e-6) for key in neutral)
@@ -153,20 +155,19 @@ def rotary_of(model: Description) -> Rotary:
         )
     scaling, stored = _SCALINGS[rope_type]
     _check_stored(settings, stored, rope_type)
-    # llama.cpp computes linear and yarn scaling from a factor; others need divisors in the file.
-    if scaling in (LINEAR, YARN):
-        if settings.get("factor") is None:
-            raise ModelError(
-                f"rope_type '{rope_type}' in config.json has no factor: write it there"
-            )
-        factor = float(settings["factor"])
-        if scaling == YARN:
-            _check_yarn(float(network.base_model.rotary_emb.attention_scaling), factor)
-        original = settings.get("original_max_position_embeddings") or model.positions
-        return Rotary(base, scaling, factor, original)
     if scaling == PLAIN:
         return Rotary(base)
-    return Rotary(base, scaling, factors=_factors(network.base_model.rotary_emb.inv_freq, base))
+    embedding = network.base_model.rotary_emb
+    # llama.cpp computes linear and yarn scaling from a factor; others need divisors in the file.
+    if scaling == FACTORS:
+        return Rotary(base, scaling, factors=_factors(embedding.inv_freq, base))
+    if settings.get("factor") is None:
+        raise ModelError(f"rope_type '{rope_type}' in config.json has no factor: write it there")
+    factor = float(settings["factor"])
+    if scaling == YARN:
+        _check_yarn(float(embedding.attention_scaling), factor)
+    original = settings.get("original_max_position_embeddings") or model.positions
+    return Rotary(base, scaling, factor, original)
 
 
 def _check_stored(settings: dict[str, Any], stored: set[str], rope_type: str) -> None:

@@ -156,6 +156,7 @@ def read_pieces(content: JsonObject) -> Vocabulary | None:
         return None
     if model.get("dropout") or model.get("ignore_merges"):
         raise UnknownTokenizerError("it drops or ignores merges")
+    # How a space is put before a text → types of tokens → scores that stand for the merges
     prefix, notes = _prefix(content)
     types: dict[str, int] = dict.fromkeys(BYTES, TokenType.BYTE)
     types |= {model["unk_token"]: TokenType.UNKNOWN} if model.get("unk_token") else {}

@@ -1,22 +1,27 @@
-"""Supported architectures: layout, formats, quirks (METHODS §1); data in `architectures.toml`.
+"""Supported architectures: layout, formats, quirks (METHODS §1), as values.
 
 All have grouped-query attention with q/k/v/o projections, and a gated MLP or experts. They differ
 in the names of modules, in whether attention can lose units, in the biases that a configuration can
 express (and so the formats that a pruned model can be written in), and in how a block adds up
-attention and MLP. A new architecture is one table there; the contract tests then run over it.
+attention and MLP. All this is data in `architectures.toml` and `blocks.toml`: a new architecture is
+one table there, and the contract tests then run over it.
 """
 
 import itertools
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib.resources import files
+from typing import Any
 
 import torch
 
 from coec.errors import ModelError
 from coec.models.files import JsonDict
 from coec.models.layout import BlockLayout, Layout, Rows, Shape, Site
+
+_KINDS = ("weight", "bias")
+"""Tensors that a module may have."""
 
 
 @dataclass(frozen=True)
@@ -49,71 +54,50 @@ class SitePattern:
         self, block: int, prefix: str, units: int, shapes: Mapping[str, torch.Size]
     ) -> Iterator[Site]:
         """Yield the sites of a block; raises ModelError if tensors do not divide into units."""
-        for number in itertools.count():
-            consumer = self.consumer.format(number)
-            if f"{prefix}{consumer}.weight" not in shapes:
+        numbered = "{}" in self.consumer
+        for number in itertools.count() if numbered else (0,):
+            module = self.consumer.format(number)
+            consumer = f"{prefix}{module}"
+            if f"{consumer}.weight" not in shapes:
                 return
             if not units:
-                raise ModelError(f"config.json does not say how many {self.unit}s {consumer} has")
-            producers = tuple(module.format(number) for module in self.producers)
-            numbered = consumer != self.consumer
-            name = f"{self.name}.{number}" if numbered else self.name
-            pattern = replace(self, name=name, producers=producers, consumer=consumer)
-            yield pattern._site(block, prefix, units, shapes)
-            if not numbered:
-                return
-
-    def _site(self, block: int, prefix: str, units: int, shapes: Mapping[str, torch.Size]) -> Site:
-        names = [
-            name
-            for module in self.producers
-            for name in (f"{prefix}{module}.weight", f"{prefix}{module}.bias")
-            if name in shapes
-        ]
-        consumer = f"{prefix}{self.consumer}"
-        columns = shapes[f"{consumer}.weight"][1]
-        producers = [r for name in names for r in self._split(name, shapes[name][0], columns)]
-        counted = [(rows.tensor, rows.stop - rows.start) for rows in producers]
-        for name, rows in [*counted, (consumer, columns)]:
-            if rows % units or not rows:
-                raise ModelError(f"{name} does not divide into {units} {self.unit}s: it is {rows}")
-        value = f"{prefix}{self.value}.weight"
-        return Site(
-            block=block,
-            name=self.name,
-            unit=self.unit,
-            units=units,
-            columns_per_unit=columns // units,
-            producers=tuple(producers),
-            consumer=consumer,
-            value=None if self.value is None else [r for r in producers if r.tensor == value][-1],
-        )
+                raise ModelError(f"config.json does not say how many {self.unit}s {module} has")
+            # Every tensor of the producers → the rows of its projections, which units divide
+            columns = shapes[f"{consumer}.weight"][1]
+            producers = [
+                rows
+                for module in self.producers
+                for name in (f"{prefix}{module.format(number)}.{kind}" for kind in _KINDS)
+                if name in shapes
+                for rows in self._split(name, shapes[name][0], columns)
+            ]
+            sizes = [(rows.tensor, rows.stop - rows.start) for rows in producers]
+            for name, size in [*sizes, (consumer, columns)]:
+                if size % units or not size:
+                    raise ModelError(
+                        f"{name} does not divide into {units} {self.unit}s: it is {size}"
+                    )
+            value = [r for r in producers if r.tensor == f"{prefix}{self.value}.weight"]
+            yield Site(
+                block=block,
+                name=f"{self.name}.{number}" if numbered else self.name,
+                unit=self.unit,
+                units=units,
+                columns_per_unit=columns // units,
+                producers=tuple(producers),
+                consumer=consumer,
+                value=value[-1] if value else None,
+            )
 
     def _split(self, tensor: str, rows: int, columns: int) -> list[Rows]:
         """Split a producer's rows into projections, in order."""
         if self.projections == 1:
             return [Rows(tensor, 0, rows)]
+        # Queries first, with as many rows as the consumer has columns; the others are alike.
         first = columns if self.value else rows // self.projections
         size = (rows - first) // (self.projections - 1)
         starts = [0, *(first + size * number for number in range(self.projections - 1))]
         return [Rows(tensor, *ends) for ends in zip(starts, [*starts[1:], rows], strict=True)]
-
-
-ATTENTION = SitePattern(
-    name="attention",
-    unit="KV group",
-    counted_by="kv_heads",
-    producers=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    consumer="self_attn.o_proj",
-    value="self_attn.v_proj",
-)
-MLP = SitePattern(
-    name="mlp",
-    unit="intermediate channel",
-    counted_by="ffn",
-    producers=("mlp.gate_proj", "mlp.up_proj"),
-    consumer="mlp.down_proj",
-)
 
 
 @dataclass(frozen=True)
@@ -121,6 +105,7 @@ class ExpertNames:
     """The names of experts in an architecture.
 
     Attributes:
+        channels: the field of `Shape` with the number of an expert's channels.
         stored: the module that holds them in a checkpoint, relative to the block.
         module: the same module in the model that runs.
         router: the module in it with a row for each of them.
@@ -128,6 +113,7 @@ class ExpertNames:
         count: the configuration key with their number that transformers 4.57 reads.
     """
 
+    channels: str = "expert_ffn"
     stored: str = "mlp"
     module: str = "mlp"
     router: str = "gate"
@@ -136,13 +122,14 @@ class ExpertNames:
     down: str = "down_proj"
     count: str = "num_experts"
 
-    def site(self, counted_by: str) -> SitePattern:
-        """The site of every expert's channels; a field of `Shape` has their number."""
+    @property
+    def site(self) -> SitePattern:
+        """The site of every expert's channels."""
         expert = f"{self.stored}.experts.{{}}"
         return SitePattern(
             name="expert",
-            unit=MLP.unit,
-            counted_by=counted_by,
+            unit="intermediate channel",
+            counted_by=self.channels,
             producers=(f"{expert}.{self.gate}", f"{expert}.{self.up}"),
             consumer=f"{expert}.{self.down}",
         )
@@ -152,7 +139,7 @@ class ExpertNames:
 class BlockPattern:
     """The names in an architecture's blocks: of sites, and of experts if there are any."""
 
-    sites: tuple[SitePattern, ...] = (ATTENTION, MLP)
+    sites: tuple[SitePattern, ...]
     experts: ExpertNames | None = None
 
     def layout(self, shape: Shape, shapes: Mapping[str, torch.Size]) -> Layout:
@@ -176,54 +163,6 @@ class BlockPattern:
         return Rows(name, 0, shapes[name][0]) if name in shapes else None
 
 
-_QKV = "self_attn.qkv_proj"
-_MIXTRAL = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2", count="num_local_experts")
-_DEEPSEEK = ExpertNames(count="n_routed_experts")
-# Of n shared experts, a unit is the same channel of each: all keep as many as a routed one.
-_SHARED = replace(
-    MLP,
-    name="shared",
-    counted_by="expert_ffn",
-    producers=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-    consumer="mlp.shared_experts.down_proj",
-)
-_BLOCKS = {
-    # The names of Llama, which most families share.
-    "llama": BlockPattern(),
-    # The same for attention that cannot lose units without becoming another function.
-    "mlp_only": BlockPattern(sites=(MLP,)),
-    # An MLP of two matrices, whose units no gate multiplies.
-    "ungated": BlockPattern(
-        sites=(ATTENTION, replace(MLP, producers=("mlp.c_fc",), consumer="mlp.c_proj"))
-    ),
-    # Query, key and value in one matrix; gate and up in another.
-    "fused": BlockPattern(
-        sites=(
-            replace(ATTENTION, producers=(_QKV,), value=_QKV, projections=3),
-            replace(MLP, producers=("mlp.gate_up_proj",), projections=2),
-        )
-    ),
-    # Gate and up alone in one matrix.
-    "gate_up": BlockPattern(
-        sites=(ATTENTION, replace(MLP, producers=("mlp.gate_up_proj",), projections=2))
-    ),
-    # Experts with `intermediate_size` channels.
-    "mixtral": BlockPattern(sites=(ATTENTION, _MIXTRAL.site("ffn")), experts=_MIXTRAL),
-    # The same under other names, and attention that cannot lose units.
-    "olmoe": BlockPattern(sites=(ExpertNames().site("ffn"),), experts=ExpertNames()),
-    # Experts with a size of their own in some blocks, an MLP in the others.
-    "qwen_moe": BlockPattern(
-        sites=(ATTENTION, MLP, ExpertNames().site("expert_ffn")), experts=ExpertNames()
-    ),
-    # And experts that every token passes, side by side in one module.
-    "glm_moe": BlockPattern(
-        sites=(ATTENTION, MLP, _SHARED, _DEEPSEEK.site("expert_ffn")), experts=_DEEPSEEK
-    ),
-    # The same, and attention whose keys and values are of low rank.
-    "deepseek": BlockPattern(sites=(MLP, _SHARED, _DEEPSEEK.site("expert_ffn")), experts=_DEEPSEEK),
-}
-
-
 @dataclass(frozen=True)
 class Architecture:
     """A supported model type.
@@ -235,12 +174,14 @@ class Architecture:
         written_as: model types that a pruned model may be written as; the first that fits is used.
         bias_flags: by site, the configuration key that gives its consumer a bias, if there is one.
         foreign: keys of other types that a configuration relabelled as this type must not carry.
+        blocks: the sites of its blocks; by its name in `blocks.toml` in the data.
         adds: what its blocks add to the hidden states, unless attention and MLP each add their
             output in turn; errors cannot propagate through such a block site by site.
         rope_keys: keys that its `rope_scaling` must have in transformers 4.57, if that accepts no
             others.
         attention_kept: why attention keeps all its units; empty if it may lose some.
         experts_kept: why no expert may go whole, likewise.
+        added_constants: keys that a configuration relabelled as this type gets in any case.
     """
 
     model_type: str
@@ -248,18 +189,23 @@ class Architecture:
     families: str
     source: str
     written_as: tuple[str, ...]
+    blocks: BlockPattern
     bias_flags: Mapping[str, str] = field(default_factory=dict)
     foreign: tuple[str, ...] = ()
     adds: str = ""
     rope_keys: tuple[str, ...] = ()
     attention_kept: str = ""
     experts_kept: str = ""
-    blocks: BlockPattern = _BLOCKS["llama"]
+    added_constants: Mapping[str, bool | float] = field(default_factory=dict)
 
     def added(self, shape: Shape) -> JsonDict:
         """Keys that a configuration relabelled as this type gets, by the pruned sizes."""
-        add = _ADDED.get(self.model_type)
-        return add(shape) if add else {}
+        keys: JsonDict = {}
+        if self.model_type == "mistral":
+            keys = {"sliding_window": None}
+        elif self.model_type == "granite":
+            keys = {"attention_multiplier": shape.head_dim**-0.5}
+        return {**keys, **self.added_constants}
 
     def refuses(self, config: JsonDict, pruned: Shape) -> str | None:
         """Say why this type cannot hold a model at pruned sizes; None if it can."""
@@ -270,35 +216,42 @@ class Architecture:
         return None
 
 
-_ADDED: Mapping[str, Callable[[Shape], JsonDict]] = {
-    "mistral": lambda shape: {"sliding_window": None},
-    "granite": lambda shape: {
-        "attention_multiplier": shape.head_dim**-0.5,
-        "embedding_multiplier": 1.0,
-        "logits_scaling": 1.0,
-        "residual_multiplier": 1.0,
-    },
-    # Only Qwen2 is relabelled as Seed-OSS, and it always has q, k and v biases.
-    "seed_oss": lambda shape: {
-        "attention_bias": True,
-        "attention_dropout": 0.0,
-        "residual_dropout": 0.0,
-    },
-}
+def packaged(name: str) -> JsonDict:
+    """Tables of a TOML file of this package; its lists become tuples, so that all are values."""
+    tables = tomllib.loads(files("coec.models").joinpath(name).read_text(encoding="utf-8"))
+    frozen: JsonDict = _frozen(tables)
+    return frozen
 
 
-def _read() -> dict[str, Architecture]:
-    text = files("coec.models").joinpath("architectures.toml").read_text(encoding="utf-8")
-    architectures: dict[str, Architecture] = {}
-    for name, table in tomllib.loads(text).items():
-        fields: JsonDict = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
-        blocks = _BLOCKS[fields.pop("blocks", "llama")]
-        architectures[name] = Architecture(model_type=name, blocks=blocks, **fields)
-    return architectures
+def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _frozen(entry) for key, entry in value.items()}
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-ARCHITECTURES = _read()
+def _blocks() -> dict[str, BlockPattern]:
+    tables = packaged("blocks.toml")
+    sites = {name: SitePattern(**table) for name, table in tables["sites"].items()}
+    # Sites by their names → patterns of blocks, in which experts come last
+    blocks = {}
+    for name, table in tables["blocks"].items():
+        experts = ExpertNames(**table["experts"]) if "experts" in table else None
+        routed = [] if experts is None else [experts.site]
+        blocks[name] = BlockPattern((*(sites[site] for site in table["sites"]), *routed), experts)
+    return blocks
+
+
+def _architectures() -> dict[str, Architecture]:
+    blocks = _blocks()
+    return {
+        name: Architecture(name, **table | {"blocks": blocks[table.get("blocks", "llama")]})
+        for name, table in packaged("architectures.toml").items()
+    }
+
+
+ARCHITECTURES = _architectures()
 """The supported architectures, by model type."""
+ATTENTION, MLP = ARCHITECTURES["llama"].blocks.sites
 
 
 def _check_text_alone(config: JsonDict) -> None:
@@ -322,6 +275,7 @@ def _check_text_alone(config: JsonDict) -> None:
 
 def architecture_of(config: JsonDict) -> Architecture:
     """Look up the architecture of a raw configuration; raises ModelError for any other model."""
+    # Float weights, of a language model alone, that has its head, and whose type is listed
     model_type = config.get("model_type")
     quantisation = config.get("quantization_config")
     if quantisation:

@@ -20,6 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from coec.errors import ModelError, first_line
 from coec.models.description import (
     HEAD,
+    LAYER,
     Description,
     check_headers,
     check_layers,
@@ -193,12 +194,10 @@ class Dense(Description):
     @cached_property
     def _names_by_prefix(self) -> dict[str, list[str]]:
         """Names of tensors, by the prefix of their block, or OUTSIDE."""
-        names: dict[str, list[str]] = {block.prefix: [] for block in self.layout.blocks}
-        prefixes = tuple(names)
+        names: dict[str, list[str]] = {}
         for name in sorted(self.files):
-            inside = name.startswith(prefixes)  # at once, since most checkpoints have many blocks
-            prefix = next(p for p in prefixes if name.startswith(p)) if inside else OUTSIDE
-            names.setdefault(prefix, []).append(name)
+            in_block = LAYER.match(name)
+            names.setdefault(in_block[0] if in_block else OUTSIDE, []).append(name)
         return names
 
     def _with_config(self, hashes: Mapping[str, str]) -> str:

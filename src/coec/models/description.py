@@ -20,7 +20,7 @@ from coec.models.files import FLOAT_DTYPES, Header, JsonDict, read_tensor
 from coec.models.folder import CONFIG, find_model, read_config
 from coec.models.layout import BLOCK_WIDTHS, LIMITS, Layout, Shape, read_size
 from coec.models.non_uniform import class_of
-from coec.models.surgery import stored_shapes
+from coec.models.surgery import unstacked
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 HEAD, _EMBEDDING = Layout.head, Layout.embedding
@@ -69,16 +69,16 @@ class Description:
         config |= {DRAFTS: 0} if DRAFTS in config else {}
         model = _skeleton(_stock(config))  # is read, and not changed
         resolved = model.config
+        # What the configuration leaves to its class → shapes of all tensors → blocks and sites
         experts = architecture.blocks.experts
         for key in (experts.count, "num_experts_per_tok") if experts else ():
             if config.get(key) is None:  # transformers 5 saves the first under another name
                 config = {**config, key: getattr(resolved, key)}
                 shape = Shape.of(config)
         tied = bool(getattr(resolved, "tie_word_embeddings", False))
-        state = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        if tied:
-            state.pop(HEAD, None)
-        shapes = stored_shapes(state, experts)
+        # Tensors on the meta device, which take no memory, are taken apart for their shapes.
+        stored = unstacked(model.state_dict(), experts)
+        shapes = {n: t.shape for n, t in stored.items() if not (tied and n == HEAD)}
         read = {key: getattr(resolved, key, None) for key in (_POSITIONS, "vocab_size")}
         return Description(
             config=config,
@@ -105,15 +105,10 @@ class Description:
 
     def skeleton(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """Build the transformers model on the meta device: shapes, no memory."""
-        return skeleton(self.config, dtype)
-
-
-def skeleton(config: JsonDict, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Build the transformers model of a raw configuration on the meta device."""
-    model: Any = copy.deepcopy(_skeleton(_stock(config)))
-    model.config.dtype = dtype
-    retyped: PreTrainedModel = model.to(dtype)
-    return retyped
+        model: Any = copy.deepcopy(_skeleton(_stock(self.config)))
+        model.config.dtype = dtype
+        retyped: PreTrainedModel = model.to(dtype)
+        return retyped
 
 
 def _stock(config: JsonDict) -> str:
@@ -185,6 +180,7 @@ def _with_both_ropes(config: JsonDict, keys: tuple[str, ...]) -> JsonDict:
             f"rope_theta in {CONFIG} is {theta}, in its rope_parameters "
             f"{new['rope_theta']}: releases of transformers read one or the other; mend it"
         )
+    # The new form, said in the old one; an old form beside it must say the same.
     scaling = _scaling(new, keys)
     if old:
         if _scaling(old, keys) != scaling or old.get("rope_theta", theta) != theta:
@@ -210,33 +206,34 @@ def _scaling(rope: JsonDict, keys: tuple[str, ...]) -> JsonDict | None:
     return {"rope_type": rope_type, **{k: v for k, v in rope.items() if k not in separate}}
 
 
+def numbered_layers(headers: Mapping[str, Header]) -> dict[str, int]:
+    """Number of the layer that every tensor of a layer belongs to, by the tensor's name."""
+    return {name: int(match[1]) for name in headers if (match := LAYER.match(name))}
+
+
 def drafts_of(headers: Mapping[str, Header], config: JsonDict) -> set[str]:
     """Names of the tensors of the layers that `DRAFTS` counts."""
     layers, drafts = (config.get(key) for key in ("num_hidden_layers", DRAFTS))
     if not isinstance(layers, int) or not isinstance(drafts, int):
         return set()
-    numbers = {name: int(match[1]) for name in headers if (match := LAYER.match(name))}
+    numbers = numbered_layers(headers)
     return {name for name, number in numbers.items() if layers <= number < layers + drafts}
 
 
 def check_layers(folder: Path, headers: Mapping[str, Header], config: JsonDict) -> None:
     """Raise ModelError unless the files hold as many layers as the configuration; builds none."""
     architecture_of(config)
-    layers = Shape.of(config).layers
-    first: dict[int, str] = {}
-    for name in headers:
-        if match := LAYER.match(name):
-            first.setdefault(int(match[1]), name)
-    beyond = next((name for number, name in sorted(first.items()) if number >= layers), None)
-    if beyond:
+    layers, numbers = Shape.of(config).layers, numbered_layers(headers)
+    if beyond := [name for name, number in numbers.items() if number >= layers]:
         raise ModelError(
             f"'{folder}' holds more layers than the {layers} in config.json "
-            f"(first: {beyond}); mend num_hidden_layers"
+            f"(first: {min(beyond, key=numbers.__getitem__)}); mend num_hidden_layers"
         )
-    if first and (missing := next((n for n in range(layers) if n not in first), None)) is not None:
+    missing = set(range(layers)).difference(numbers.values())
+    if numbers and missing:
         raise ModelError(
-            f"'{folder}' lacks layer {missing} of the {layers} in config.json; download it again, "
-            "or mend num_hidden_layers"
+            f"'{folder}' lacks layer {min(missing)} of the {layers} in config.json; download it "
+            "again, or mend num_hidden_layers"
         )
 
 
@@ -249,6 +246,7 @@ def has_separate_head(folder: Path, headers: Mapping[str, Header]) -> bool:
     )
     if head.shape != embedding.shape:
         return True
+    # A copy in a narrower dtype is the embedding, rounded: compared in that.
     narrow = min(head.dtype, embedding.dtype, key=lambda dtype: dtype.itemsize)
     return not torch.equal(head.to(narrow), embedding.to(narrow))
 
@@ -263,6 +261,7 @@ def check_headers(
             f"'{folder}' lacks {len(missing)} of {len(expected)} tensors "
             f"(first: {missing[0]}); download it again"
         )
+    # A tensor beyond those expected may be let pass, unless the function would miss it.
     for name, header in headers.items():
         place = f"{name} in '{header.file}'"
         if name not in expected:

@@ -129,6 +129,7 @@ def write_tensors(
     tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
     """Write a safetensors file with the mode of any new file (safetensors' default is 0600)."""
+    # The mode that the process gives any new file, before safetensors takes another.
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     try:
@@ -192,6 +193,7 @@ class Header:
 
 def read_headers(folder: Path) -> dict[str, Header]:
     """Read the header of every tensor, by name; raises ModelError where loaders would differ."""
+    # Every file of the index is opened once, and agrees with it.
     index = _index(folder)
     headers: dict[str, Header] = {}
     for file_name in sorted(set(index.values())) or [_WEIGHTS]:
@@ -225,13 +227,12 @@ def _index(folder: Path) -> dict[str, str]:
     if not path.exists():
         if single:
             return {}
-        pickle = next(iter(sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth"))), None)
-        hint = (
-            f"; '{pickle.name}' is a pickle: convert it with "
-            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
-            if pickle
-            else ""
-        )
+        hint = ""
+        if pickles := sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth")):
+            hint = (
+                f"; '{pickles[0].name}' is a pickle: convert it with "
+                "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+            )
         raise ModelError(f"no safetensors weights in '{folder}'{hint}")
     try:
         weight_map: dict[str, str] = parse_json(path)["weight_map"]

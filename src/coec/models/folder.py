@@ -41,15 +41,7 @@ in a folder."""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 _LITTER = (".gitattributes", ".DS_Store", ".README.md.partial")
 """Files that the hub and file managers put in any folder."""
-_OWN = (
-    *_CARRIED,
-    *_WEIGHTS,
-    *_LITTER,
-    CONFIG,
-    "README.md",
-    "coec.json",
-    non_uniform.FILE,
-)
+_OWN = (*_CARRIED, *_WEIGHTS, *_LITTER, CONFIG, "README.md", "coec.json", non_uniform.FILE)
 _IMPORT = re.compile(r"^\s*(?:from|import)\s+\.(\w+)", re.MULTILINE)
 _TEMPLATES = "additional_chat_templates"
 _FOLDERS = {"coec": ("kept.safetensors",), _TEMPLATES: ("*.jinja",)}
@@ -72,6 +64,7 @@ def find_model(model: str | Path, *, weights: bool = True) -> Path:
             f"the model is a {type(model).__name__}: give its folder or hub name, from which "
             "weights are read a block at a time (or save it first: model.save_pretrained(FOLDER))"
         )
+    # A folder that is there → a file, refused with what it is → a hub name
     path, name = Path(model), _short(str(model))
     try:
         if path.is_dir() or (path.is_file() and path.suffix == ".json" and not weights):
@@ -145,16 +138,16 @@ def tokenizer_classes(folder: Path) -> list[str]:
         config = parse_json(folder / TOKENIZER_CONFIG)
     except (OSError, ValueError):
         return []
+    # One name, a list of them, or either under the name of the class that loads tokenizers
     names = config.get("auto_map") if isinstance(config, dict) else None
-    if isinstance(names, dict):
-        names = names.get("AutoTokenizer")
-    if isinstance(names, str):
-        names = [names]
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    names = names.get("AutoTokenizer") if isinstance(names, dict) else names
+    names = names if isinstance(names, list) else [names]
+    return [name for name in names if isinstance(name, str)]
 
 
 def _tokenizer_code(folder: Path) -> set[str]:
     """Names of a tokenizer's Python files, and of the files that they import."""
+    # Each file's own imports are followed; a name with "--" is code of another hub repository.
     modules = [name.split(".")[0] for name in tokenizer_classes(folder) if "--" not in name]
     names: set[str] = set()
     while modules:
@@ -229,6 +222,7 @@ def foreign_entry(folder: Path) -> str | None:
     Says instead what the files lack to be a model, if they do; None if they are one, and nothing
     else is there.
     """
+    # What is beside a model's files, then whether these are a model
     names = sorted(_entries(folder))
     patterns = (*_OWN, *_tokenizer_code(folder))
     for name in names:

@@ -9,17 +9,14 @@ that load a checkpoint as it is, and what they cannot do, are data in `loaders.t
 
 import copy
 import itertools
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from importlib.resources import files
 
 from transformers import AutoConfig
 
 from coec.errors import OptionError
 from coec.models import non_uniform
-from coec.models.architectures import ARCHITECTURES, ATTENTION, MLP, Architecture
+from coec.models.architectures import ARCHITECTURES, ATTENTION, MLP, Architecture, packaged
 from coec.models.files import JsonDict
 from coec.models.layout import BLOCK_WIDTHS, EXPERT_COUNTS, Shape, Site
 
@@ -39,11 +36,6 @@ class Traits:
     config: JsonDict
     sizes: Shape
     biased: frozenset[str]
-
-    @cached_property
-    def conditions(self) -> frozenset[str]:
-        """Names of the conditions that hold, as exceptions name them."""
-        return frozenset(name for name, holds in _CONDITIONS.items() if holds(self))
 
 
 def slides(config: JsonDict) -> bool:
@@ -107,28 +99,25 @@ class Loader:
     types: tuple[str, ...] | None = None
     exceptions: tuple[Incompatibility, ...] = ()
 
+    @classmethod
+    def of(cls, table: JsonDict) -> "Loader":
+        """Read a table of `loaders.toml`."""
+        cases = tuple(Incompatibility(**case) for case in table.get("exceptions", ()))
+        return cls(**table | {"exceptions": cases})
+
     def verdict(self, traits: Traits) -> str:
         """`yes`, or what to know before loading the checkpoint."""
         for case in self.exceptions:
             of_type = case.types is None or traits.model_type in case.types
-            if of_type and (case.when is None or case.when in traits.conditions):
+            if of_type and (case.when is None or _CONDITIONS[case.when](traits)):
                 return case.verdict
         return YES if self.types is None or traits.model_type in self.types else UNKNOWN
 
 
-def _loader(table: JsonDict) -> Loader:
-    cases = [Incompatibility(**_with_types(case)) for case in table.get("exceptions", ())]
-    return Loader(**_with_types(table) | {"exceptions": tuple(cases)})
-
-
-def _with_types(table: JsonDict) -> JsonDict:
-    return table | ({"types": tuple(table["types"])} if "types" in table else {})
-
-
-_DATA = tomllib.loads(files("coec.models").joinpath("loaders.toml").read_text(encoding="utf-8"))
+_DATA = packaged("loaders.toml")
 CONDITIONS: dict[str, str] = _DATA["conditions"]
 """The conditions in words, by name."""
-LOADERS: dict[str, Loader] = {table["name"]: _loader(table) for table in _DATA["loaders"]}
+LOADERS = {table["name"]: Loader.of(table) for table in _DATA["loaders"]}
 
 
 def table() -> str:

@@ -11,17 +11,14 @@ from coec.errors import ModelError
 from coec.models.files import JsonDict
 from coec.types import KeptSet
 
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Configuration keys with the number of experts in a block; a configuration may have both."""
 LIMITS = {
     "num_hidden_layers": 512,
     "hidden_size": 2**20,
-    "intermediate_size": 2**22,
-    "moe_intermediate_size": 2**22,
-    "num_experts": 2**14,
-    "num_local_experts": 2**14,
-    "n_routed_experts": 2**14,
-    "num_attention_heads": 2**14,
-    "num_key_value_heads": 2**14,
-    "head_dim": 2**14,
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 2**22),
+    **dict.fromkeys(EXPERT_COUNTS, 2**14),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**14),
     "vocab_size": 2**26,
     "max_position_embeddings": 2**40,
 }
@@ -67,8 +64,6 @@ _FIELDS = {
 """Configuration keys that pruning changes, and the fields of `Shape` with their values."""
 BLOCK_WIDTHS = "block_widths"
 """Configuration key of the widths that differ by block: one table of keys for each block."""
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Configuration keys with the number of experts in a block; a configuration may have both."""
 _MOST_GPUS = 16
 """GPUs of a server, at most, for tensor parallelism."""
 QUANTISED_COLUMNS = 128
@@ -105,6 +100,7 @@ class Shape:
         """Read a raw configuration; raises ModelError naming a missing or inconsistent key."""
         if config.get(BLOCK_WIDTHS) is None:
             return cls._uniform(config)
+        # The common sizes, then every block as if the model had its widths alone
         common = {key: value for key, value in config.items() if key != BLOCK_WIDTHS}
         dense = cls._uniform(common)
         tables = _block_widths(config[BLOCK_WIDTHS], dense.layers)
@@ -121,6 +117,7 @@ class Shape:
     def _uniform(cls, config: JsonDict) -> "Shape":
         heads, hidden = read_size(config, "num_attention_heads"), read_size(config, "hidden_size")
         kv_heads = read_size(config, "num_key_value_heads", heads)
+        # Old configurations imply the size of heads, and a KV head for each of them.
         head_dim = read_size(config, "head_dim", hidden // heads)
         layers, ffn = read_size(config, "num_hidden_layers"), read_size(config, "intermediate_size")
         if head_dim < 1:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coec.errors import ModelError
 from coec.models.architectures import architecture_of
-from coec.models.description import LAYER
+from coec.models.description import numbered_layers
 from coec.models.files import FLOAT_DTYPES, Header, read_headers, read_tensor
 from coec.models.folder import find_model, read_config
 from coec.models.layout import Rows, Site
@@ -61,10 +61,7 @@ class RawCheckpoint:
     @property
     def layers(self) -> int:
         """Number of blocks with tensors."""
-        return len({match[1] for name in self.headers if (match := LAYER.match(name))})
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.headers
+        return len(set(numbered_layers(self.headers).values()))
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor, on the CPU in its stored dtype."""
@@ -102,25 +99,32 @@ class SiteTensors:
         Raises ModelError if a tensor has no whole number of rows of every projection.
         """
         # A tensor of several projections (q, k, v in one): each gets a name and rows of its own.
-        fused = [r for r in site.producers if r.stop - r.start < dense[r.tensor][0]]
-        names = {rows: f"{_module(rows.tensor)}[{rows.start}:{rows.stop}].weight" for rows in fused}
-        apart = dict(tensors)
-        for rows in fused:
+        apart, renamed = dict(tensors), {}
+        for rows in site.producers:
+            size = dense[rows.tensor][0]
+            if rows.stop - rows.start == size:
+                continue
             if rows.tensor not in tensors:
                 raise ModelError(f"'{name}' lacks {rows.tensor}: it is not pruned from this model")
             # The same share of every projection must have stayed: it says where each begins.
             ends = [end * len(tensors[rows.tensor]) for end in (rows.start, rows.stop)]
-            if any(end % dense[rows.tensor][0] for end in ends):
+            if any(end % size for end in ends):
                 raise ModelError(
                     f"the projections in {rows.tensor} of '{name}' hold different shares of "
                     f"{site.unit}s: whole ones are removed from all of them"
                 )
-            first, last = (end // dense[rows.tensor][0] for end in ends)
-            apart[names[rows]] = tensors[rows.tensor][first:last]
-        renamed = {r: Rows(names[r], 0, r.stop - r.start) for r in fused}
+            projection = f"{_module(rows.tensor)}[{rows.start}:{rows.stop}].weight"
+            apart[projection] = tensors[rows.tensor][ends[0] // size : ends[1] // size]
+            renamed[rows] = Rows(projection, 0, rows.stop - rows.start)
         producers = tuple(renamed.get(r, r) for r in site.producers)
         value = None if site.value is None else renamed.get(site.value, site.value)
         return cls(name, replace(site, producers=producers, value=value), apart)
+
+    @property
+    def group(self) -> int:
+        """Number of query heads that share a KV head; 1 outside of attention."""
+        value = self.site.value
+        return 1 if value is None else self.site.columns // (value.stop - value.start)
 
     def rows(self, tensor: str, count: int) -> Tensor:
         """Reshape a tensor into rows, one for each owner."""
@@ -179,9 +183,15 @@ def kept_units(dense: SiteTensors, pruned: SiteTensors) -> Int[Tensor, " k"]:
     """
     _check_shapes(dense, pruned)
     _check_heads(dense, pruned)
-    nothing = ModelError(f"'{pruned.name}' keeps no {dense.site.unit} in {dense.site.key}")
-    if not pruned.count:
-        raise nothing
+    units = _matched(dense, pruned) if pruned.count else {}
+    if not units:
+        raise ModelError(f"'{pruned.name}' keeps no {dense.site.unit} in {dense.site.key}")
+    _check_masks(dense, pruned, units)
+    return torch.tensor(sorted(units))
+
+
+def _matched(dense: SiteTensors, pruned: SiteTensors) -> dict[int, int]:
+    """Find the dense unit of every pruned one; returns dense unit → pruned unit."""
     names = [r.tensor for r in dense.site.producers if r.tensor in pruned.tensors]
     # Rows of all producers → for every pruned unit the dense units with the same rows
     matches = match_rows(
@@ -191,11 +201,7 @@ def kept_units(dense: SiteTensors, pruned: SiteTensors) -> Int[Tensor, " k"]:
     unmatched = [n for n, units in enumerate(matches) if not units and not pruned.silent[n]]
     if unmatched:
         raise _changed_units(dense, pruned, names, unmatched)
-    units = _assigned(dense, pruned, matches)
-    _check_masks(dense, pruned, units)
-    if not units:
-        raise nothing
-    return torch.tensor(sorted(units))
+    return _assigned(dense, pruned, matches)
 
 
 def _assigned(
@@ -246,35 +252,18 @@ def _check_shapes(dense: SiteTensors, pruned: SiteTensors) -> None:
             )
 
 
-def _heads(dense: SiteTensors) -> tuple[str, int] | None:
-    """The weight with rows for every query head, and the number of heads that share a KV head.
-
-    None if the site is not attention, or every query head has its own KV head.
-    """
-    site = dense.site
-    if site.value is None:
-        return None
-    head_dim = (site.value.stop - site.value.start) // site.units
-    group = site.columns_per_unit // head_dim
-    queries = next(r for r in site.producers if r.stop - r.start == site.columns)
-    return (queries.tensor, group) if group > 1 else None
-
-
 def _check_heads(dense: SiteTensors, pruned: SiteTensors) -> None:
     """Raise ModelError if query heads were removed without their KV heads."""
-    heads = _heads(dense)
-    if heads is None or dense.site.value is None:
+    site, group = dense.site, dense.group
+    if site.value is None or group == 1:
         return
-    queries, group = heads
-    head_dim = dense.site.columns_per_unit // group
-    count, groups = (
-        len(pruned.tensors[name]) / head_dim for name in (queries, dense.site.value.tensor)
-    )
+    queries = next(r.tensor for r in site.producers if r.stop - r.start == site.columns)
+    head_dim = site.columns_per_unit // group
+    count, groups = (len(pruned.tensors[n]) / head_dim for n in (queries, site.value.tensor))
     if count % 1 or groups % 1 or count == groups * group:
         return
-    before, after = dense.rows(queries, dense.site.units * group), pruned.rows(queries, int(count))
-    matches = match_rows([before], [after])
-    remaining = sorted({head for heads in matches for head in heads})
+    before, after = dense.rows(queries, site.units * group), pruned.rows(queries, int(count))
+    remaining = sorted({head for heads in match_rows([before], [after]) for head in heads})
     raise ModelError(
         f"{_module(queries)} in '{pruned.name}' has {count:g} query heads for {groups:g} KV heads"
         + (f" (of the dense model's {remaining})" if remaining else "")
@@ -289,10 +278,10 @@ _REMOVED_ALONE = (
 
 def _check_masks(dense: SiteTensors, pruned: SiteTensors, units: Mapping[int, int]) -> None:
     """Raise ModelError if single query heads of a kept group are masked."""
-    heads = _heads(dense)
-    if heads is None:
+    # A head is masked where no column of the consumer reads it any more, and one did before.
+    group = dense.group
+    if group == 1:
         return
-    _, group = heads
     before = dense.unread.reshape(dense.count, group, -1).all(dim=2)
     after = pruned.unread.reshape(pruned.count, group, -1).all(dim=2)
     for unit, number in sorted(units.items()):

@@ -60,6 +60,7 @@ def config_keys(shape: Shape, model_type: str, stock: str, *, nas: bool = False)
     Args:
         nas: writes those that servers of Nemotron-NAS read besides.
     """
+    # Names of the stock classes → those of the classes derived from them in the folder's code
     module, names = Path(FILE).stem, _stock_names(model_type, stock)
     config, decoder, causal = (_own_name(name, nas=nas) for name in names)
     return {
@@ -81,14 +82,14 @@ def whole_multiples(shape: Shape) -> bool:
 
 def _block_configs(shape: Shape) -> list[JsonDict]:
     """Say what every block has; a factor in place of channels wherever that can be said."""
-    whole = whole_multiples(shape)
+    in_multiples = whole_multiples(shape)
     present = {"no_op": False, "replace_with_linear": False}
     tables = []
     for index in range(shape.layers):
         channels = shape.at(index).ffn
         # Servers round 2/3 of this up to the next multiple: the middle is far from both ends.
         factor = 3 / 2 * (channels - _NAS_MULTIPLE / 2) / shape.hidden
-        size = {"ffn_mult": factor} if whole else {"intermediate_size": channels}
+        size = {"ffn_mult": factor} if in_multiples else {"intermediate_size": channels}
         tables.append({
             "attention": {**present, "n_heads_in_group": shape.group}, "ffn": {**present, **size}
         })  # fmt: skip

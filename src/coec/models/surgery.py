@@ -122,39 +122,8 @@ def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     return written
 
 
-def stored_shapes(
-    shapes: Mapping[str, torch.Size], names: ExpertNames | None
-) -> dict[str, torch.Size]:
-    """Return the shapes of the tensors that checkpoints store, by those of a running model."""
-    if names is None:
-        return dict(shapes)
-    stored: dict[str, torch.Size] = {}
-    for name, shape in shapes.items():
-        prefix, suffix = _split(name, names.module)
-        parameter = suffix.removeprefix("experts.")
-        if not suffix:
-            stored[name] = shape
-        elif parameter.startswith("0."):
-            raise ModelError(
-                "models of experts need transformers 5: the installed release has a module for "
-                "each, whose inputs come without the router's weights"
-            )
-        elif parameter in _STACKED:
-            matrices = {names.down: shape[1:]}
-            if parameter == _STACKED[0]:
-                # Gate and up projection are stacked by rows: each has half of them.
-                half = torch.Size((shape[1] // 2, *shape[2:]))
-                matrices = {names.gate: half, names.up: half}
-            for expert in range(shape[0]):
-                for module, matrix in matrices.items():
-                    stored[f"{prefix}{names.stored}.experts.{expert}.{module}.weight"] = matrix
-        else:
-            stored[f"{prefix}{names.stored}.{suffix}"] = shape
-    return stored
-
-
 def stacked(tensors: Mapping[str, Tensor], names: ExpertNames | None) -> dict[str, Tensor]:
-    """Stack a checkpoint's tensors as the model that runs has them: inverse of `stored_shapes`."""
+    """Stack a checkpoint's tensors as the model that runs has them: inverse of `unstacked`."""
     if names is None:
         return dict(tensors)
     state: dict[str, Tensor] = {}
@@ -178,22 +147,30 @@ def stacked(tensors: Mapping[str, Tensor], names: ExpertNames | None) -> dict[st
 
 
 def unstacked(state: Mapping[str, Tensor], names: ExpertNames | None) -> dict[str, Tensor]:
-    """Take a running model's tensors apart as checkpoints have them: inverse of `stacked`."""
+    """Take a running model's tensors apart as checkpoints have them: inverse of `stacked`.
+
+    Raises ModelError for a model that has a module for each expert, as transformers 4.57 builds it.
+    """
     if names is None:
         return dict(state)
     tensors: dict[str, Tensor] = {}
     for name, tensor in state.items():
         prefix, suffix = _split(name, names.module)
         parameter = suffix.removeprefix("experts.")
+        if parameter.startswith("0."):
+            raise ModelError(
+                "models of experts need transformers 5: the installed release has a module for "
+                "each, whose inputs come without the router's weights"
+            )
         if not suffix:
             tensors[name] = tensor
         elif parameter in _STACKED:
-            halves = parameter == _STACKED[0]
+            # Gate and up projection are stacked by rows: each has half of them.
+            modules = (names.gate, names.up) if parameter == _STACKED[0] else (names.down,)
             for expert, matrix in enumerate(tensor):
-                parts = matrix.chunk(2) if halves else (matrix,)
-                for module, part in zip((names.gate, names.up) if halves else (names.down,), parts):
+                for module, weight in zip(modules, matrix.chunk(len(modules)), strict=True):
                     stored = f"{prefix}{names.stored}.experts.{expert}.{module}.weight"
-                    tensors[stored] = part.contiguous()
+                    tensors[stored] = weight.contiguous()
         else:
             tensors[f"{prefix}{names.stored}.{suffix}"] = tensor
     return tensors

@@ -53,7 +53,7 @@ def distillation_loss(
     following = F.pad(ids[:, 1:], (0, 1), value=-1)
     flat = logits.flatten(0, 1)
     if isinstance(target, TopTokens):
-        target = TopTokens(*(part.flatten(0, 1) for part in target))
+        target = TopTokens(*(tensor.flatten(0, 1) for tensor in target))
     else:
         target = target.flatten(0, 1)
     loss: Tensor = _Loss.apply(flat, target, following.flatten(), cross_entropy)

@@ -100,20 +100,24 @@ class Job:
 
     def teacher(self) -> PreTrainedModel:
         """Build the dense model, which is not trained."""
-        dtype = choose_forward_dtype(None, self.dense.dtype, self.device, summed=True)
-        return self.dense.network(self.device, dtype).requires_grad_(requires_grad=False)
+        return self._loaded(self.dense, self.device).requires_grad_(requires_grad=False)
 
     def network(self, tensors: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
         """Build the pruned model for use, with its own weights or others by their stored names."""
-        dtype = choose_forward_dtype(None, self.pruned.dtype, self.device, summed=True)
-        network = self.pruned.network(self.device, dtype)
+        network = self._loaded(self.pruned, self.device)
         if tensors is not None:
             state = stacked(tensors, self.pruned.architecture.blocks.experts)
             network.load_state_dict(state, strict=not self.pruned.tied)
         return network
 
+    def _loaded(self, model: Dense, device: torch.device) -> PreTrainedModel:
+        """Build a model in the dtype of forward passes."""
+        dtype = choose_forward_dtype(None, model.dtype, self.device, summed=True)
+        return model.network(device, dtype)
+
     def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a student's state as the tensors of a checkpoint, in the dtypes of the start."""
+        # State → network without additions → names of a checkpoint → dtypes of the start
         student = self.student(torch.device("cpu"))
         student.load_state_dict(state, assign=True)
         if self.recovery.lora is not None:
@@ -131,8 +135,7 @@ class Job:
             return self.pruned.network(device, torch.float32)
         import peft
 
-        dtype = choose_forward_dtype(None, self.pruned.dtype, self.device, summed=True)
-        network: Any = self.pruned.network(device, dtype)
+        network: Any = self._loaded(self.pruned, device)
         added = peft.LoraConfig(
             r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
         )

@@ -28,7 +28,7 @@ USUAL_RANK = 16
 _TRAINED, _STATE = 16, 12
 """Bytes of a trained number in memory (itself, its derivative and two moments, in float32), and in
 a saved state."""
-_STATES = 2
+KEPT_STATES = 2
 """Saved states that stay on the disk, the best and the last; beside them one is being written, and
 later the result."""
 _REFUSED = 0.8
@@ -79,27 +79,6 @@ def windows_per_pass(model: Description, seq_len: int) -> int:
     return max(1, LOGITS_PER_PASS // (seq_len * model.vocabulary))
 
 
-def footprint(
-    dense: Description,
-    pruned: Description,
-    recovery: Recovery,
-    seq_len: int,
-    device: torch.device,
-    free: int | None,
-) -> Footprint:
-    """Estimate one way to train; activations are computed again where they would not fit.
-
-    Args:
-        free: bytes of the device; None where nobody knows.
-    """
-    keeping = replace(recovery, checkpointing=bool(recovery.checkpointing))
-    estimate = _estimate(dense, pruned, keeping, seq_len, device)
-    if recovery.checkpointing is None and free is not None and estimate.bytes > _ROOM * free:
-        again = replace(recovery, checkpointing=True)
-        return _estimate(dense, pruned, again, seq_len, device)
-    return estimate
-
-
 def window_length(dense: Description, pruned: Description, recovery: Recovery) -> int:
     """Return the tokens of a window; raises OptionError if a model has fewer positions."""
     positions = min(dense.positions, pruned.positions)
@@ -113,14 +92,28 @@ def footprints(
     device: torch.device,
     free: int | None,
 ) -> list[Footprint]:
-    """Estimate the way that the settings ask for, and behind it those that take less memory."""
+    """Estimate the way that the settings ask for, and behind it those that take less memory.
+
+    Activations are computed again where they would not fit and no setting decides it.
+
+    Args:
+        free: bytes of the device; None where nobody knows.
+    """
     before, after = Description.read(dense), Description.read(pruned)
     seq_len = window_length(before, after, recovery)
     rank = recovery.lora or USUAL_RANK
     settings = [recovery, replace(recovery, lora=rank)]
     if recovery.minutes is None:
         settings.append(replace(recovery, lora=rank, teacher="stored"))
-    return [footprint(before, after, way, seq_len, device, free) for way in dict.fromkeys(settings)]
+    ways = []
+    for way in dict.fromkeys(settings):
+        keeping = replace(way, checkpointing=bool(way.checkpointing))
+        estimate = _estimate(before, after, keeping, seq_len, device)
+        if way.checkpointing is None and free is not None and estimate.bytes > _ROOM * free:
+            again = replace(way, checkpointing=True)
+            estimate = _estimate(before, after, again, seq_len, device)
+        ways.append(estimate)
+    return ways
 
 
 def check_plan(dense: Description, pruned: Description, recovery: Recovery) -> Footprint:
@@ -136,16 +129,10 @@ def check_plan(dense: Description, pruned: Description, recovery: Recovery) -> F
         )
     device = choose_device(recovery.device)
     free = FreeMemory.of(device).computing
-    ways = footprints(dense, pruned, recovery, device, free)
-    check_room(ways, free)
-    return ways[0]
-
-
-def check_room(ways: list[Footprint], free: int | None) -> None:
-    """Raise OptionError where the first way to train does not fit, and say which other would."""
-    chosen, *smaller = ways
+    chosen, *smaller = footprints(dense, pruned, recovery, device, free)
     if free is None or _REFUSED * chosen.bytes <= free:
-        return
+        return chosen
+    # A refusal names the other ways that fit.
     fitting = [way for way in smaller if way.bytes <= free and way.bytes < chosen.bytes]
     advice = "shorter windows (seq_len=N), or a GPU with more memory"
     if fitting:
@@ -164,6 +151,7 @@ def _gigabytes(size: float) -> str:
 def _estimate(
     dense: Description, pruned: Description, recovery: Recovery, seq_len: int, device: torch.device
 ) -> Footprint:
+    # Numbers that are trained → weights and activations of a step → what the disk holds meanwhile
     on_host = device.type == "cpu"
     narrow = not on_host and stored_dtype(pruned.config).itemsize == 2
     compute = 2 if narrow else 4
@@ -189,7 +177,7 @@ def _estimate(
     state, result = _STATE * trained, pruned.parameters * stored_dtype(pruned.config).itemsize
     return Footprint(
         recovery, memory, 0 if on_host else resident_bytes() + 8 * pruned.parameters,
-        4 * count * seq_len + predictions + _STATES * state + max(state, result),
+        4 * count * seq_len + predictions + KEPT_STATES * state + max(state, result),
         (recovery.tokens or 0) * _token_operations(dense, pruned, recovery),
         torch.bfloat16 if narrow else torch.float32,
     )  # fmt: skip
@@ -197,44 +185,39 @@ def _estimate(
 
 def _added(model: Description, rank: int) -> int:
     """Number of parameters of low-rank additions to every linear layer of the blocks."""
-    return sum(
-        rank * sum(shape) for name, shape in _matrices(model).items() if ".experts." not in name
-    )
+    return sum(rank * sum(shape) for shape in _linear_layers(model).values())
 
 
 def _largest_rank(model: Description) -> int:
     """Return the rank of additions that have as many parameters as what they are added to."""
-    sizes = [s.numel() for name, s in _matrices(model).items() if ".experts." not in name]
-    return max(1, sum(sizes) // _added(model, 1))
+    sizes = sum(shape.numel() for shape in _linear_layers(model).values())
+    return max(1, sizes // _added(model, 1))
 
 
-def _matrices(model: Description) -> Mapping[str, torch.Size]:
+def _linear_layers(model: Description) -> Mapping[str, torch.Size]:
+    """Shapes of the matrices in the blocks, but for those of experts, by name."""
     blocks = tuple(block.prefix for block in model.layout.blocks)
     return {
         name: shape for name, shape in model.shapes.items()
-        if len(shape) == 2 and name.startswith(blocks)
+        if len(shape) == 2 and name.startswith(blocks) and ".experts." not in name
     }  # fmt: skip
 
 
 def _active(model: Description, compute: int, recovery: Recovery) -> int:
     """Sum the activations of one token, in bytes: of all blocks, or of one if computed again."""
-    shape, hidden = model.shape, model.shape.hidden
-    sizes: dict[int, int] = dict.fromkeys((block.index for block in model.layout.blocks), 0)
-    for site in model.layout.sites:
-        times = _QUERIES if site.value is not None else _CHANNELS
-        sizes[site.block] += times * site.columns
-    if recovery.lora is not None:  # what is added to a matrix adds to a copy of its outputs
-        for block in model.layout.blocks:
-            sizes[block.index] += sum(
-                shape[0]
-                for name, shape in _matrices(model).items()
-                if name.startswith(block.prefix) and ".experts." not in name
-            )
-    norms = 2 * 4 * hidden if compute < 4 else 0
-    every = [compute * (_HIDDEN * hidden + size) + norms for size in sizes.values()]
+    hidden, norms = model.shape.hidden, 2 * 4 * model.shape.hidden if compute < 4 else 0
+    added = {} if recovery.lora is None else _linear_layers(model)
+    blocks = []
+    for block in model.layout.blocks:
+        size = sum(
+            site.columns * (_CHANNELS if site.value is None else _QUERIES) for site in block.sites
+        )
+        # What is added to a matrix adds to a copy of its outputs.
+        size += sum(rows for name, (rows, _) in added.items() if name.startswith(block.prefix))
+        blocks.append(compute * (_HIDDEN * hidden + size) + norms)
     if recovery.checkpointing:
-        return max(every) + shape.layers * compute * hidden
-    return sum(every)
+        return max(blocks) + len(blocks) * compute * hidden
+    return sum(blocks)
 
 
 def _token_operations(dense: Description, pruned: Description, recovery: Recovery) -> float:

@@ -29,11 +29,6 @@ class Processes:
         state = PartialState(cpu=device.type == "cpu")
         return cls(state.num_processes, state.process_index)
 
-    @property
-    def first(self) -> bool:
-        """True for the process that writes."""
-        return self.rank == 0
-
     def agree(self, value: _T) -> _T:
         """Return the value of the first process, in all of them."""
         if self.count == 1:

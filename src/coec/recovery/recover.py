@@ -30,6 +30,12 @@ from coec.recovery.session import train
 from coec.settings.typed import PruningSettings, RecoverySettings
 
 
+class TrustedSettings(RecoverySettings, total=False):
+    """Settings of a training, and whether its tokenizer may run its own Python code."""
+
+    trust_remote_code: bool
+
+
 def recover(
     dense: str | Path | Dense,
     pruned: str | Path | Dense,
@@ -37,9 +43,8 @@ def recover(
     *,
     force: bool = False,
     restart: bool = False,
-    trust_remote_code: bool = False,
     progress: Progress | None = None,
-    **settings: Unpack[RecoverySettings],
+    **settings: Unpack[TrustedSettings],
 ) -> Report:
     """Train a pruned model to predict as its dense model does, and write what is best.
 
@@ -54,9 +59,9 @@ def recover(
         out: the folder to make, of the same format as `pruned`.
         force: replace an existing model in `out`.
         restart: begin anew where an unfinished run into `out` was asked for something else.
-        trust_remote_code: let the tokenizer run its own Python code.
         progress: called with (phase, done, total).
-        settings: of `Recovery`: `text`, `tokens` or `minutes`, `lora`, …
+        settings: of `Recovery`: `text`, `tokens` or `minutes`, `lora`, …; and `trust_remote_code`,
+            which lets the tokenizer run its own Python code.
 
     Returns:
         Report: that of the pruning, with this training at the end of `recoveries`; also written to
@@ -69,15 +74,16 @@ def recover(
         >>> coec.recover("llama", "llama-70", "llama-70-recovered", text="wiki.txt", tokens="20M")
     """
     # Settings → models → job, checked → processes → the journal, which the first process alone has
+    trust = settings.pop("trust_remote_code", False)
     recovery = settings_of(settings)
     dense, pruned, target = Dense.open(dense), Dense.open(pruned), resolved(path_of(out))
     for model in (dense, pruned):
         check_output(target, model.folder, force=force or unfinished(target))
-    job = checked(dense, pruned, target, recovery, trust=trust_remote_code)
+    job = checked(dense, pruned, target, recovery, trust=trust)
     processes = Processes.here(job.device)
     with contextlib.ExitStack() as stack:
         pieces = None
-        if processes.first:
+        if processes.rank == 0:
             identity = {**job.identity, "processes": processes.count}
             pieces = stack.enter_context(journal(target, identity, force=force, restart=restart))
         return _recovered(job, pieces, processes, progress)

@@ -10,11 +10,13 @@ import time
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from coec.allocation.kept import KEPT
+from coec.calibration.tokens import load_tokenizer
 from coec.devices import environment
 from coec.errors import NumericalError
 from coec.events import RESUMING, Progress, record
@@ -26,8 +28,10 @@ from coec.recovery import text as texts
 from coec.recovery import training
 from coec.recovery.job import Job
 from coec.recovery.processes import Processes
-from coec.recovery.text import Examples, Text
+from coec.recovery.text import Examples, WindowFile
 from coec.recovery.training import Schedule
+from coec.settings.fields import nth_seed
+from coec.streaming.self_text import sample_from_model, windows_that_fit
 
 
 def train(
@@ -35,68 +39,52 @@ def train(
 ) -> JsonDict:
     """Train, put everything but the report into the journal, and return the account of it."""
     began = time.perf_counter()
-    stored = job.recovery.teacher == "stored"
-    dense = job.teacher()
-    # Budget → text → the teacher's predictions, where those are stored: pieces of the first process
-    text, tokens = Text(job.partial / WORK / "text.npy", job.recovery.seed), 0
-    if pieces is not None:
-        tokens = _budget(job, pieces, dense, processes)
-        _put_text(job, pieces, text, tokens, dense, progress)
-        if stored:
-            _put_predictions(pieces, text, dense, progress)
-    # The others wait here: the files that they read next are there when the first has answered.
-    tokens = processes.agree(tokens)
-    teacher = None if stored else dense
-    del dense
-    gc.collect()
-    files = _prediction_files(job.partial, text) if stored else []
-    trained, judges = (Examples(text, rows, files) for rows in text.split())
+    text = WindowFile(job.partial / WORK / "text.npy", job.recovery.seed)
+    tokens, teacher = _prepared(job, pieces, text, processes, progress)
+    gc.collect()  # a teacher whose predictions were stored
+    files = [] if teacher is not None else _prediction_files(job.partial, text)
+    trained, validation = (Examples(text, rows, files) for rows in text.split())
     # Tokens and windows → steps → divergence of the start, which the rate depends on
     read = min(tokens, texts.PASSES * len(trained) * job.seq_len)
     batch = job.recovery.windows_per_step(job.seq_len, read)
     schedule = Schedule.of(read, job.seq_len, batch, job.at_once, processes.count)
     resumed = pieces is not None and "start" in pieces
     if pieces is not None and not resumed:
-        start = training.divergence(job.network(), teacher, judges)
-        pieces.note("start", kl=start)
+        pieces.note("start", kl=training.divergence(job.network(), teacher, validation))
     before = float(processes.agree(0.0 if pieces is None else pieces.facts("start")["kl"]))
     rate = job.rate(before, schedule.batch)
-
-    def saved(step: int, digests: JsonDict) -> None:
-        if pieces is not None:
-            pieces.note(f"state {step}", saved=(step, digests))
-
-    followed = training.Followed(schedule.batch * job.seq_len, before, saved, progress)
-    trainer = _trainer(job, schedule, rate, teacher, trained, judges, followed)
-    states = job.partial / STATES
+    step_tokens = schedule.batch * job.seq_len
+    monitor = training.TrainingMonitor(pieces, step_tokens, before, progress)
+    trainer = training.trainer_of(job, schedule, rate, teacher, (trained, validation), monitor)
     # Train from the last sound state → best state on the validation windows
-    last = None if pieces is None else training.last_state(states, dict(pieces.every("saved")))
+    saved = {} if pieces is None else dict(pieces.every("saved"))
+    last = None if pieces is None else training.last_state(job.partial / STATES, saved)
     last = processes.agree(last)
     if progress and (last is not None or resumed):
         steps_done = 0 if last is None else int(last.rpartition("-")[2])
         progress(f"{RESUMING} steps", steps_done, schedule.steps)
     trainer.train(resume_from_checkpoint=last)
     state = trainer.accelerator.get_state_dict(trainer.model)
-    curve = training.curve(trainer, schedule.batch * job.seq_len)
+    curve = training.curve(trainer, step_tokens)
     steps = min(trainer.state.global_step, schedule.steps)
     del trainer
     gc.collect()
     if pieces is None:
         return {}
     # The best state, merged and rounded as it would be written, must beat the start.
-    tensors, after = None, math.inf
-    try:
-        tensors = job.tensors({name: tensor.cpu() for name, tensor in state.items()})
-        after = training.divergence(job.network(tensors), teacher, judges)
-    except NumericalError as error:
-        record(f"the trained weights cannot be written: {error}")
+    tensors, after = _judged(job, state, teacher, validation)
     del state
     improved = after < before
     _write(pieces, job, tensors if improved else None)
+    held_out = {
+        "windows": len(validation),
+        "before": before,
+        "after": after if improved else before,
+    }
     return {
         **job.recovery.record(),
         "text": pieces.facts("text")["record"],
-        "tokens": steps * schedule.batch * job.seq_len,
+        "tokens": steps * step_tokens,
         "asked": tokens,
         "passes": steps * schedule.batch / len(trained),
         "steps": steps,
@@ -104,17 +92,47 @@ def train(
         "seq_len": job.seq_len,
         "learning_rate": rate,
         "processes": processes.count,
-        "held_out": {
-            "windows": len(judges),
-            "before": before,
-            "after": after if improved else before,
-        },
+        "held_out": held_out,
         "improved": improved,
         "curve": curve,
         "start_sha256": job.pruned.digest,
         "seconds": time.perf_counter() - began,
         "environment": environment(str(job.device)),
     }
+
+
+def _prepared(
+    job: Job,
+    pieces: Journal | None,
+    text: WindowFile,
+    processes: Processes,
+    progress: Progress | None,
+) -> tuple[int, PreTrainedModel | None]:
+    """Return the tokens to train on, and the teacher, unless its predictions were stored.
+
+    The first process writes the text and the predictions. The others wait for its answer here: the
+    files that they read next are there by then.
+    """
+    teacher, stored, tokens = job.teacher(), job.recovery.teacher == "stored", 0
+    if pieces is not None:
+        tokens = _budget(job, pieces, teacher, processes)
+        _put_text(job, pieces, text, tokens, teacher, progress)
+        if stored:
+            _put_predictions(pieces, text, teacher, progress)
+    tokens = processes.agree(tokens)
+    return tokens, None if stored else teacher
+
+
+def _judged(
+    job: Job, state: dict[str, Tensor], teacher: PreTrainedModel | None, validation: Examples
+) -> tuple[dict[str, Tensor] | None, float]:
+    """Return a state as it would be written, and its divergence; None if it cannot be written."""
+    try:
+        tensors = job.tensors({name: tensor.cpu() for name, tensor in state.items()})
+        return tensors, training.divergence(job.network(tensors), teacher, validation)
+    except NumericalError as error:
+        record(f"the trained weights cannot be written: {error}")
+        return None, math.inf
 
 
 def _budget(job: Job, pieces: Journal, teacher: PreTrainedModel, processes: Processes) -> int:
@@ -133,7 +151,7 @@ def _budget(job: Job, pieces: Journal, teacher: PreTrainedModel, processes: Proc
 def _put_text(
     job: Job,
     pieces: Journal,
-    text: Text,
+    text: WindowFile,
     tokens: int,
     teacher: PreTrainedModel,
     progress: Progress | None,
@@ -148,64 +166,47 @@ def _put_text(
             progress=progress,
         )  # fmt: skip
     else:
-        written = []
-        for number, size in enumerate(texts.group_sizes(count)):
-            name, path = f"text {number}", pieces.work / f"text-{number:05}.npy"
-            if name not in pieces:
-                group = texts.write_group(
-                    job.dense, teacher, number, size, job.seq_len, job.recovery.seed,
-                    trust_remote_code=job.trust,
-                )  # fmt: skip
-                pieces.put(name, path, partial(texts.save_windows, group))
-            written.append(texts.load_windows(path))
+        files = []
+        for number, first in enumerate(range(0, count, texts.GROUP)):
+            size = min(texts.GROUP, count - first)
+            files.append(pieces.work / f"text-{number:05}.npy")
+            if f"text {number}" not in pieces:
+                write = partial(WindowFile.write, _written_group(job, teacher, number, size))
+                pieces.put(f"text {number}", files[-1], write)
             if progress:
-                progress("writing text", sum(map(len, written)), count)
-        ids = torch.cat(written)
+                progress("writing text", first + size, count)
+        ids = torch.from_numpy(np.concatenate([np.load(path) for path in files])).long()
         record = {"source": "self", "windows": len(ids), "text_sha256": ""}
-    pieces.put("text", text.path, partial(texts.save_windows, ids), record=record)
+    pieces.put("text", text.path, partial(WindowFile.write, ids), record=record)
 
 
-def _prediction_files(folder: Path, text: Text) -> list[Path]:
+def _written_group(job: Job, teacher: PreTrainedModel, number: int, size: int) -> Tensor:
+    """Let the dense model write a group of windows; every group has a seed of its own."""
+    return sample_from_model(
+        teacher, load_tokenizer(job.dense.folder, trust_remote_code=job.trust), samples=size,
+        seq_len=job.seq_len, seed=nth_seed(job.recovery.seed, number + 1),
+        at_once=windows_that_fit(job.dense, teacher, job.seq_len),
+    ).ids  # fmt: skip
+
+
+def _prediction_files(folder: Path, text: WindowFile) -> list[Path]:
     """Return the files that keep the teacher's predictions, one for each group of windows."""
-    count = len(texts.group_sizes(len(text.windows)))
+    count = math.ceil(len(text.windows) / texts.GROUP)
     return [folder / WORK / f"teacher-{number:05}.safetensors" for number in range(count)]
 
 
 def _put_predictions(
-    pieces: Journal, text: Text, teacher: PreTrainedModel, progress: Progress | None
+    pieces: Journal, text: WindowFile, teacher: PreTrainedModel, progress: Progress | None
 ) -> None:
     """Put what is kept of the teacher's predictions into the journal."""
-    windows = torch.from_numpy(text.windows.astype("int64"))
-    stored = 0
-    files = _prediction_files(pieces.partial, text)
-    for number, (path, ids) in enumerate(zip(files, windows.split(texts.GROUP), strict=True)):
+    stored, files = 0, _prediction_files(pieces.partial, text)
+    for number, (path, ids) in enumerate(zip(files, text.groups, strict=True)):
         if f"teacher {number}" not in pieces:
             write = partial(texts.save_predictions, teacher, ids)
             pieces.put(f"teacher {number}", path, write)
         stored += len(ids)
         if progress:
-            progress("storing predictions", stored, len(windows))
-
-
-def _trainer(
-    job: Job,
-    schedule: Schedule,
-    rate: float,
-    teacher: PreTrainedModel | None,
-    trained: Examples,
-    judges: Examples,
-    followed: training.Followed,
-) -> training.Distillation:
-    """Return the Trainer of a student."""
-    arguments = training.arguments(
-        job.partial / STATES, schedule, rate=rate, seed=job.recovery.seed, device=job.device,
-        narrow=job.narrow, checkpointing=job.checkpointing,
-    )  # fmt: skip
-    return training.Distillation(
-        teacher=teacher, cross_entropy=job.recovery.cross_entropy, out=job.out,
-        model=job.student(), args=arguments, train_dataset=trained, eval_dataset=judges,
-        callbacks=[followed],
-    )  # fmt: skip
+            progress("storing predictions", stored, len(text.windows))
 
 
 def _write(pieces: Journal, job: Job, tensors: dict[str, Tensor] | None) -> None:

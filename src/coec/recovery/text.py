@@ -12,10 +12,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel
 
 from coec.calibration.sources import mixture
-from coec.calibration.tokens import PIECE, load_tokenizer
+from coec.calibration.tokens import PIECE
 from coec.calibration.windows import Windows, all_windows, by_source, mixed, text_stream
 from coec.errors import CalibrationError
 from coec.events import Progress
@@ -23,9 +22,7 @@ from coec.models.dense import Dense
 from coec.models.files import JsonDict, opened, write_tensors
 from coec.recovery.distillation import TopTokens
 from coec.settings import Calibration, Runtime
-from coec.settings.fields import nth_seed
 from coec.settings.recovery import Recovery
-from coec.streaming.self_text import sample_from_model, windows_that_fit
 
 PASSES = 4
 """How often a text is read at most; what more passes over few windows give is lost on others."""
@@ -52,7 +49,7 @@ def windows_needed(tokens: int, seq_len: int) -> int:
 
 
 @dataclass(frozen=True)
-class Text:
+class WindowFile:
     """Windows in a file, and those among them that judge.
 
     Attributes:
@@ -68,13 +65,24 @@ class Text:
         """Array of all windows, read from the disk as they are used."""
         return np.load(self.path, mmap_mode="r")
 
+    @staticmethod
+    def write(ids: Int[Tensor, "windows length"], path: Path) -> None:
+        """Write windows as they are read here."""
+        with path.open("wb") as file:
+            np.save(file, ids.to(torch.int32).numpy())
+
+    @property
+    def groups(self) -> list[Int[Tensor, "group length"]]:
+        """The windows in groups, for each of which the teacher's predictions are one file."""
+        return list(torch.from_numpy(self.windows.astype(np.int64)).split(GROUP))
+
     def split(self) -> tuple[list[int], list[int]]:
         """Indices of the windows to train on, and of those that judge, both ascending."""
         count = len(self.windows)
         # Drawn by the seed alone: a resumed run has the same validation windows.
         order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed))
-        judges = held_out(count)
-        return sorted(order[judges:].tolist()), sorted(order[:judges].tolist())
+        validation = held_out(count)
+        return sorted(order[validation:].tolist()), sorted(order[:validation].tolist())
 
 
 def read_windows(
@@ -120,40 +128,6 @@ def read_windows(
     return ids, {name: record[name] for name in ("source", "windows", "text_sha256")}
 
 
-def group_sizes(windows: int) -> list[int]:
-    """Sizes of the groups that a number of windows is written, or predicted, in."""
-    return [min(GROUP, windows - first) for first in range(0, windows, GROUP)]
-
-
-def write_group(
-    dense: Dense,
-    network: PreTrainedModel,
-    number: int,
-    size: int,
-    seq_len: int,
-    seed: int,
-    *,
-    trust_remote_code: bool,
-) -> Int[Tensor, "windows length"]:
-    """Let the dense model write a group of windows; every group has a seed of its own."""
-    return sample_from_model(
-        network, load_tokenizer(dense.folder, trust_remote_code=trust_remote_code), samples=size,
-        seq_len=seq_len, seed=nth_seed(seed, number + 1),
-        at_once=windows_that_fit(dense, network, seq_len),
-    ).ids  # fmt: skip
-
-
-def save_windows(ids: Int[Tensor, "windows length"], path: Path) -> None:
-    """Write windows as `Text` reads them."""
-    with path.open("wb") as file:
-        np.save(file, ids.to(torch.int32).numpy())
-
-
-def load_windows(path: Path) -> Int[Tensor, "windows length"]:
-    """Read windows that `save_windows` wrote."""
-    return torch.from_numpy(np.load(path)).long()
-
-
 class Examples(Dataset[dict[str, Tensor]]):
     """Windows of a text as a Trainer takes them, with the teacher's predictions if those are kept.
 
@@ -163,7 +137,7 @@ class Examples(Dataset[dict[str, Tensor]]):
             teacher predicts as it goes.
     """
 
-    def __init__(self, text: Text, rows: list[int], stored: list[Path]) -> None:
+    def __init__(self, text: WindowFile, rows: list[int], stored: list[Path]) -> None:
         self._windows, self._rows, self._stored = text.windows, rows, stored
 
     def __len__(self) -> int:
@@ -172,7 +146,7 @@ class Examples(Dataset[dict[str, Tensor]]):
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         row = self._rows[number]
         example = {"input_ids": torch.from_numpy(self._windows[row].astype(np.int64))}
-        if self._stored:
+        if self._stored:  # the file of the row's group
             with opened(self._stored[row // GROUP]) as file:
                 for name in TopTokens._fields:
                     example[name] = file.get_slice(name)[row % GROUP]
@@ -182,12 +156,7 @@ class Examples(Dataset[dict[str, Tensor]]):
 @torch.no_grad()
 def save_predictions(network: Any, ids: Int[Tensor, "windows length"], path: Path) -> None:
     """Write a teacher's most probable next tokens of some windows, logarithms in float16."""
-    tops = [TopTokens.of(network(input_ids=row[None].to(network.device), use_cache=False).logits,
-                         TOP) for row in ids]  # fmt: skip
-    write_tensors(
-        {
-            "log_p": torch.cat([top.log_p for top in tops]).half().cpu(),
-            "token": torch.cat([top.token for top in tops]).int().cpu(),
-        },
-        path,
-    )
+    windows = ids.to(network.device).split(1)
+    tops = [TopTokens.of(network(input_ids=w, use_cache=False).logits, TOP) for w in windows]
+    log_p, token = (torch.cat(rows) for rows in zip(*tops, strict=True))
+    write_tensors({"log_p": log_p.half().cpu(), "token": token.int().cpu()}, path)

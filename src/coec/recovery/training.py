@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,9 +23,12 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 
 from coec.events import Progress, record
-from coec.execution.output import free_space, sync, writing
+from coec.execution.journal import Journal
+from coec.execution.output import STATES, free_space, sync, writing
 from coec.models.files import JsonDict, digests_in, write_tensors
 from coec.recovery.distillation import Target, TopTokens, distillation_loss
+from coec.recovery.job import Job
+from coec.recovery.plan import KEPT_STATES
 from coec.recovery.text import Examples
 
 EVALUATIONS = 4
@@ -39,8 +42,6 @@ CHECKPOINTING = (
     else "gradient_checkpointing"
 )
 """What the installed Trainer calls the setting."""
-STATES = 2
-"""Saved states that stay on the disk: the best and the last."""
 _SAVED = "model.safetensors"
 _WRITER = "inline_container.cc"
 """Where torch says that it cannot write a file; it does not say why."""
@@ -168,23 +169,19 @@ def _distinct(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-class Followed(TrainerCallback):
-    """Shows progress, says when a saved state is on the disk, and ends a training that diverges.
+class TrainingMonitor(TrainerCallback):
+    """Shows progress, notes saved states that are on the disk, and ends a training that diverges.
 
     Args:
+        pieces: the journal, which the first process alone has.
         tokens_per_step: over all processes.
         start: divergence of the start on the held-out windows, in nats.
-        saved: called with the step of a state that is durable, and the digests of its files.
     """
 
     def __init__(
-        self,
-        tokens_per_step: int,
-        start: float,
-        saved: Callable[[int, JsonDict], None],
-        progress: Progress | None,
+        self, pieces: Journal | None, tokens_per_step: int, start: float, progress: Progress | None
     ) -> None:
-        self._tokens, self._saved, self._progress = tokens_per_step, saved, progress
+        self._pieces, self._tokens, self._progress = pieces, tokens_per_step, progress
         self._most = max(2 * start, start + 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **unused: Any) -> Any:
@@ -211,40 +208,50 @@ class Followed(TrainerCallback):
         """Return when the state of this step is on the disk."""
         # Files → folder → its parent, synced before the journal says that the state is there
         args.distributed_state.wait_for_everyone()  # every process writes a file of its own
-        if args.should_save:
+        if self._pieces is not None:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             for path in (*folder.rglob("*"), folder, folder.parent):
                 sync(path)
-            self._saved(state.global_step, digests_in(folder))
+            step = state.global_step
+            self._pieces.note(f"state {step}", saved=(step, digests_in(folder)))
 
 
-def arguments(
-    folder: Path, schedule: Schedule, *, rate: float, seed: int, device: torch.device,
-    narrow: bool, checkpointing: bool,
-) -> TrainingArguments:  # fmt: skip
-    """The Trainer's own settings: AdamW, warm-up, linear decay to zero, states saved and compared.
+def trainer_of(
+    job: Job,
+    schedule: Schedule,
+    rate: float,
+    teacher: PreTrainedModel | None,
+    examples: tuple[Examples, Examples],
+    monitor: TrainingMonitor,
+) -> Distillation:
+    """Return the Trainer of a student: AdamW, warm-up, linear decay to zero, states compared.
 
     Args:
-        narrow: compute in bfloat16, where weights are float32.
+        teacher: as in `Distillation`.
+        examples: windows to train on, and those that judge.
     """
     settings = TrainingArguments(
-        output_dir=str(folder), max_steps=schedule.steps, learning_rate=rate,
-        seed=seed % 2**32,  # numpy's generator takes no other
+        output_dir=str(job.partial / STATES), max_steps=schedule.steps, learning_rate=rate,
+        seed=job.recovery.seed % 2**32,  # numpy's generator takes no other
         per_device_train_batch_size=schedule.at_once,
         per_device_eval_batch_size=1,
         gradient_accumulation_steps=schedule.accumulated,
         adam_beta1=_BETAS[0], adam_beta2=_BETAS[1], max_grad_norm=1.0, weight_decay=0.0,
         lr_scheduler_type="linear", warmup_steps=min(10, round(_WARM_UP * schedule.steps)),
-        bf16=narrow, use_cpu=device.type == "cpu",
+        bf16=job.narrow, use_cpu=job.device.type == "cpu",
         eval_strategy="steps", eval_steps=schedule.every, save_strategy="steps",
-        save_steps=schedule.every, save_total_limit=STATES, load_best_model_at_end=True,
+        save_steps=schedule.every, save_total_limit=KEPT_STATES, load_best_model_at_end=True,
         metric_for_best_model="eval_loss", greater_is_better=False, prediction_loss_only=True,
         logging_steps=schedule.every, report_to="none", disable_tqdm=True,
-        remove_unused_columns=False, label_names=[], dataloader_pin_memory=device.type == "cuda",
-        ddp_find_unused_parameters=False,
+        remove_unused_columns=False, label_names=[],
+        dataloader_pin_memory=job.device.type == "cuda", ddp_find_unused_parameters=False,
     )  # fmt: skip
-    setattr(settings, CHECKPOINTING, checkpointing)
-    return settings
+    setattr(settings, CHECKPOINTING, job.checkpointing)
+    return Distillation(
+        teacher=teacher, cross_entropy=job.recovery.cross_entropy, out=job.out,
+        model=job.student(), args=settings, train_dataset=examples[0], eval_dataset=examples[1],
+        callbacks=[monitor],
+    )  # fmt: skip
 
 
 def last_state(folder: Path, saved: Mapping[int, JsonDict]) -> str | None:
@@ -305,7 +312,7 @@ def divergence(
     total, device = 0.0, student.device
     student.eval()
     for number in range(len(examples)):
-        example = {name: part[None].to(device) for name, part in examples[number].items()}
+        example = {name: tensor[None].to(device) for name, tensor in examples[number].items()}
         ids = example["input_ids"]
         logits = student(input_ids=ids, use_cache=False).logits
         total += float(distillation_loss(logits, _target(teacher, example), ids))
