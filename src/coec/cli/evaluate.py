@@ -1,20 +1,28 @@
 """`coec eval`."""
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from coec.cli import common
-from coec.cli.common import CommandFlag, Switch, Values, argument, flag_of, given, results
+from coec.cli.common import CommandFlag, Values, argument, flag_of, given, results
 from coec.cli.progress import showing_progress
-from coec.errors import CoecError, OptionError
-from coec.settings.parts import DTYPE_NAMES
+from coec.errors import CoecError
+from coec.evaluation.settings import Evaluation, TaskEvaluation, TextEvaluation
+from coec.settings import Setting
 
 if TYPE_CHECKING:
     from coec.evaluation.perplexity import Perplexity
     from coec.evaluation.zero_shot import ZeroShot
+
+
+def _own(settings: type[Evaluation]) -> tuple[Setting, ...]:
+    """Settings that are flags of one of the two measurements; nobody needs another split."""
+    return tuple(
+        row for row in settings.table() if row not in Evaluation.table() and row.name != "split"
+    )
+
 
 _TEXT = CommandFlag(
     "text", str,
@@ -22,30 +30,10 @@ _TEXT = CommandFlag(
     "as in `coec prune`; or self (text sampled from the baseline). Default: wikitext2; with "
     "--tasks none, and perplexity is measured only if a text is named.",
 )  # fmt: skip
-_OF_TEXT = (
-    CommandFlag("max_windows", int, "Evaluate the first so many windows. Default: all."),
-    CommandFlag(
-        "baseline", str,
-        "The dense model: adds the perplexity ratio, KL divergence and agreement (the share of "
-        "tokens with the same most probable next one).", metavar="MODEL",
-    ),
-    CommandFlag("samples", int, "Windows to sample, for --text self. Default: 64."),
-    CommandFlag("seed", int, "Seed of the sampled text, for --text self. Default: 1."),
-    CommandFlag(
-        "text_column", str,
-        "Column of a jsonl or parquet file, or of a hub: data set. Default: text.",
-    ),
-    CommandFlag(
-        "bos", ("auto", "on", "off"),
-        "Begin every window with the tokens that the tokenizer puts before a text: on, off, or "
-        "auto, where the baseline, or else MODEL, predicts a few windows better behind them by a "
-        "tenth of a nat per token, as Gemma does. Default: auto.",
-    ),
-    CommandFlag(
-        "via", ("coec", "transformers"),
-        "Who builds MODEL: coec, for the architectures that it prunes, or transformers, for any "
-        "causal model, quantised or with an adapter too. Default: coec.",
-    ),
+_BASELINE = CommandFlag(
+    "baseline", str,
+    "The dense model: adds the perplexity ratio, KL divergence and agreement (the share of "
+    "tokens with the same most probable next one).", metavar="MODEL",
 )  # fmt: skip
 _PANEL = "Zero-shot tasks"
 _TASKS = CommandFlag(
@@ -53,46 +41,15 @@ _TASKS = CommandFlag(
     "seven (boolq, rte, winogrande, hellaswag, arc_easy, arc_challenge, openbookqa), or names of "
     "lm-evaluation-harness tasks, separated by commas.", _PANEL, "NAMES",
 )  # fmt: skip
-_OF_TASKS = (
-    CommandFlag(
-        "tasks_data", Path,
-        "Folder of <task>.jsonl files in the schema of the tasks' hub data sets. Default: the "
-        "hub.", _PANEL,
-    ),
-    CommandFlag("limit", int, "The first N items of each task. Default: all.", _PANEL),
-    CommandFlag("batch_size", int, "Requests per forward pass. Default: 8.", _PANEL),
-)  # fmt: skip
-_OF_BOTH = (
-    CommandFlag(
-        "seq_len", int,
-        "Tokens per window; with --tasks, the most tokens of a request. Default: 4096, or the "
-        "model's maximum if less; of tasks, the model's maximum.",
-    ),
-    common.DEVICE,
-    CommandFlag(
-        "dtype", DTYPE_NAMES,
-        "Dtype of the forward pass: float64, float32, bfloat16 or float16. Default: the model's "
-        "on a GPU, float32 on the CPU.",
-    ),
-)  # fmt: skip
-_ADD_TO_CARD = Switch(
-    "add_to_card",
-    "Write the perplexity into the model card (README.md) of MODEL, a folder that coec wrote; no "
-    "other file changes.",
-)
+_OF_BOTH = Evaluation.table()
+_OF_TEXT = (_BASELINE, *_own(TextEvaluation))
+_OF_TASKS = [CommandFlag.of(row)._replace(panel=_PANEL) for row in _own(TaskEvaluation)]
 
 
 @common.with_flags(
-    _TEXT,
-    *_OF_TEXT,
-    _TASKS,
-    *_OF_TASKS,
-    *_OF_BOTH,
-    _ADD_TO_CARD,
-    common.TRUST_REMOTE_CODE,
-    common.QUIET,
-    common.JSON,
-)
+    _TEXT, *_OF_TEXT, _TASKS, *_OF_TASKS, *_OF_BOTH,
+    common.TRUST_REMOTE_CODE, common.QUIET, common.JSON,
+)  # fmt: skip
 def eval_command(
     model: Annotated[str, argument("Model folder or hub name.", "MODEL")], **flags: Any
 ) -> None:
@@ -100,8 +57,6 @@ def eval_command(
     text, tasks = flags["text"], flags["tasks"]
     for_tasks, for_text = given(flags, _OF_TASKS), given(flags, _OF_TEXT)
     _refuse_unheard(text, tasks, for_text, for_tasks)
-    if flags["add_to_card"]:
-        _check_card(model, text, tasks)
     for_both = given(flags, (*_OF_BOTH, common.TRUST_REMOTE_CODE))
     if tasks is None or text is not None:
         for_text["text"] = text or "wikitext2"
@@ -117,10 +72,6 @@ def eval_command(
         _show_perplexity(result)
     if scores is not None and not flags["json"]:
         _show_tasks(scores)
-    if flags["add_to_card"] and result is not None:  # behind what is shown: the disk may refuse
-        from coec.pipeline import card
-
-        card.add_to_card(Path(model), result)
     if failure is not None:
         raise failure
 
@@ -141,19 +92,6 @@ def _refuse_unheard(
     for name in refused:
         if name in {**for_tasks, **for_text}:
             raise typer.BadParameter(f"{flag_of(name)} belongs to {refused[name]}")
-
-
-def _check_card(model: str, text: str | None, tasks: str | None) -> None:
-    """Refuse a model without a card of ours, before anything is measured."""
-    from coec.pipeline.report import REPORT
-
-    if tasks is not None and text is None:
-        raise typer.BadParameter("--add-to-card adds a perplexity: with --tasks, give --text too")
-    if not (Path(model) / REPORT).is_file():
-        raise OptionError(
-            f"--add-to-card writes into the card of a folder that coec made, and '{model}' has no "
-            f"{REPORT}: leave it out"
-        )
 
 
 def _measure(

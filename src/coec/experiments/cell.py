@@ -12,18 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from coec.calibration.tokens import load_tokenizer
-from coec.calibration.windows import Windows, resolve_seq_len, source_digest
+from coec.calibration.windows import Windows, source_digest
 from coec.devices import choose_device, environment, peak, reset_peak
 from coec.errors import CoecError, NumericalError, OptionError, UnfinishedError
 from coec.evaluation.efficiency import efficiency
 from coec.evaluation.geometry import geometry
 from coec.evaluation.pair import load_network
-from coec.evaluation.perplexity import (
-    EVALUATION_SEQ_LEN,
-    evaluation_windows,
-    perplexity,
-    sampled_windows,
-)
+from coec.evaluation.perplexity import evaluation_windows, perplexity, sampled_windows
+from coec.evaluation.settings import TextEvaluation
 from coec.evaluation.zero_shot import check_tasks, zero_shot
 from coec.experiments.grid import Cell, Subject
 from coec.experiments.rows import CONTROL, RECOVER, Row, read
@@ -146,18 +142,16 @@ def _evaluation_windows(subject: Subject, dense: Dense, device: str) -> Windows:
 
     Windows begin with the tokenizer's start where the dense model needs it.
     """
-    evaluation = subject.evaluation
-    seq_len, trust = evaluation.seq_len, evaluation.trust_remote_code
+    evaluation, trust = subject.evaluation, subject.evaluation.trust_remote_code
     load = partial(load_network, dense, choose_device(device), None)
-    if evaluation.text != "self":
-        return evaluation_windows(
-            dense, evaluation.text, seq_len=seq_len, trust_remote_code=trust, decides=load,
-            max_windows=evaluation.max_windows, text_column=evaluation.text_column,
-        )  # fmt: skip
-    seq_len = resolve_seq_len(seq_len, dense.positions, EVALUATION_SEQ_LEN)
-    return sampled_windows(
-        dense, load(), seq_len=seq_len, samples=evaluation.max_windows, trust_remote_code=trust
-    )
+    if evaluation.text == "self":
+        samples = evaluation.max_windows or TextEvaluation.samples
+        rules = TextEvaluation(seq_len=evaluation.seq_len, samples=samples)
+        return sampled_windows(dense, load(), rules, trust)
+    return evaluation_windows(
+        dense, evaluation.text, decides=load, trust_remote_code=trust, seq_len=evaluation.seq_len,
+        max_windows=evaluation.max_windows, text_column=evaluation.text_column,
+    )  # fmt: skip
 
 
 def identities(cells: list[Cell], subjects: dict[Subject, OpenSubject]) -> dict[str, CellIdentity]:

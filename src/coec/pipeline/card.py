@@ -1,26 +1,21 @@
 """The model card: what was done, the command that does it again, and what was measured."""
 
 import json
-import os
 import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import metadata_load
 
 from coec.allocation.kept import KEPT
 from coec.compensation import COMPENSATIONS
-from coec.errors import ModelError
 from coec.models.files import JsonDict
 from coec.models.layout import split_over
 from coec.pipeline.report import Report
 from coec.selection import SELECTIONS
 from coec.settings import PARTS, PRESETS
 from coec.version import __version__
-
-if TYPE_CHECKING:
-    from coec.evaluation.perplexity import Perplexity
 
 CARD = "README.md"
 LARGEST_CARD = 2**20
@@ -110,7 +105,7 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder"{trust})
 {_errors(report)}
 
 Errors are on the calibration data; they say nothing about other text. Evaluate before use:
-`coec eval THIS_FOLDER --baseline DENSE`; with `--add-to-card` the result is added here.
+`coec eval THIS_FOLDER --baseline DENSE`.
 {_held_out(report)}
 ## Recipe
 
@@ -122,54 +117,6 @@ Errors are on the calibration data; they say nothing about other text. Evaluate 
 
 The licence of the dense model applies.
 """
-
-
-def add_to_card(folder: Path, result: "Perplexity") -> None:
-    """Write a measured perplexity into the card, in place of one of the same text and windows.
-
-    Raises:
-        ModelError: the card cannot be read or written.
-    """
-
-    def shown(value: float | None, form: str = "{:.4g}") -> str:
-        return "" if value is None else form.format(value)
-
-    source = Path(result.text).name if result.text.startswith("/") else result.text
-    begun = ", each behind the start" if result.bos else ""
-    key = f"| `{source}` | {result.windows:,} × {result.seq_len:,}{begun} |"
-    cells = [
-        shown(result.perplexity), shown(result.baseline_perplexity), shown(result.ratio, "×{:.3f}"),
-        shown(result.kl), shown(result.agreement, "{:.1%}"),
-    ]  # fmt: skip
-    line = f"{key} {' | '.join(cells)} |"
-    path = folder / CARD
-    # Written beside and renamed: a reader never meets half a card.
-    partial = path.with_name(f".{CARD}.partial")
-    try:
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        new_text = _with_line(text, key, line)
-        partial.write_text(new_text, encoding="utf-8")
-        os.replace(partial, path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"'{path}' cannot be read or written: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _with_line(text: str, key: str, line: str) -> str:
-    """Return a card with a line in its table of measurements, made where there is none."""
-    if COLUMNS not in text:
-        head, mark, tail = text.partition("## Recipe\n")
-        return f"{head}{_measured([line])}\n{mark}{tail}"
-    # A measurement of the same text and windows gives way; the new one stands first in the table.
-    lines = [entry for entry in text.split("\n") if not entry.startswith(key)]
-    lines.insert(lines.index(COLUMNS) + 2, line)
-    return "\n".join(lines)
-
-
-def _measured(lines: list[str]) -> str:
-    rule = "|---" * (COLUMNS.count("|") - 1) + "|"
-    return "\n".join([MEASURED, "", COLUMNS, rule, *lines, ""])
 
 
 def _errors(report: Report) -> str:
@@ -190,7 +137,7 @@ def _held_out(report: Report) -> str:
     pruned, dense = facts["perplexity"], facts["dense"]
     seq_len = report.calibration["seq_len"]
     line = f"| {windows} | × {seq_len:,} | {pruned:.4g} | {dense:.4g} | ×{pruned / dense:.3f} | | |"
-    return f"\n{_measured([line])}"
+    return "\n".join(["", MEASURED, "", COLUMNS, "|---" * (COLUMNS.count("|") - 1) + "|", line, ""])
 
 
 def _recovered(report: Report) -> str:
