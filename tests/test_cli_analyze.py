@@ -11,7 +11,7 @@ import coec
 import tiny_models as tm
 from paper_models import QWEN_7B
 
-FAST = ("--new-tokens", 2, "--repeats", 2, "--warmup", 0, "--device", "cpu")
+FAST = ("--new-tokens", 2, "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_json_is_one_object_on_stdout(folders, run):
     assert found.keys() == {"efficiency", "speed", "geometry", "notes"}
     assert found["efficiency"]["dense"]["dtype"] == "float64"
     assert found["speed"]["load"] == {"prompt_tokens": 7, "new_tokens": 2, "batch_size": 2,
-                                      "repeats": 2, "warmup": 0}  # fmt: skip
+                                      "repeats": 5, "warmup": 1}  # fmt: skip
     assert [row["r"] for row in found["geometry"]["modules"]] == [4, 8, 4, 8]
     assert found["geometry"]["summary"]["mlp"]["discrepancy"]["worst"] > 0
     assert found["speed"]["memory_note"] in found["notes"]
@@ -98,7 +98,7 @@ def test_a_row_of_the_paper_from_a_configuration(run, tmp_path):
             "is no folder here or beside it: name the dense model, coec analyze DENSE PRUNED",
         ),
         (["{dense}", "{pruned}", "--new-tokens", "64"], "leaves no room for a prompt"),
-        (["{dense}", "{pruned}", "--repeats", "0"], "repeats must be a whole number"),
+        (["{dense}", "{pruned}", "--batch-size", "0"], "batch_size must be a whole number"),
         (["{dense}", "{pruned}", "--rank-mlp", "0"], "the rank of mlp must be"),
         (["{dense}", "{pruned}", "--device", "warp"], "device 'warp' cannot be used"),
     ],

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, processors
 import tiny_models as tm
 from coec.calibration import sources
 from coec.calibration import tokens as module
-from coec.calibration.tokens import Stream, load_tokenizer, read_stream
+from coec.calibration.tokens import Extent, Stream, load_tokenizer, read_stream
 from coec.calibration.windows import all_windows, sample_windows
 from coec.errors import CalibrationError, ModelError
 from coec.models.folder import carry_files
@@ -33,8 +33,9 @@ def stream_of(ids):
     return Stream(torch.as_tensor(ids), "source", "digest")
 
 
-def read(path, tokenizer, **options):
-    return read_stream(str(path), lambda: tokenizer, split="train", **options)
+def read(path, tokenizer, needed=None, **options):
+    extent = Extent(needed)
+    return read_stream(str(path), lambda: tokenizer, split="train", extent=extent, **options)
 
 
 def test_documents_are_joined_by_blank_lines_whatever_the_file(tokenizer, tmp_path):
@@ -75,7 +76,7 @@ def test_token_files_are_read_as_they_are(shape, tokenizer, tmp_path):
 
 
 def test_sampled_windows_are_disjoint_pieces_of_the_text():
-    windows = sample_windows(stream_of(range(103)), samples=7, seq_len=10, seed=0, vocabulary=200)
+    windows = sample_windows(stream_of(range(103)), samples=7, seq_len=10, seed=0)
     assert windows.ids.shape == (7, 10)
     assert torch.equal(windows.ids - windows.ids[:, :1], torch.arange(10).expand(7, 10))
     assert len(set(windows.ids.flatten().tolist())) == 70
@@ -84,9 +85,7 @@ def test_sampled_windows_are_disjoint_pieces_of_the_text():
 
 def test_the_seed_decides_which_windows():
     draws = [
-        sample_windows(
-            stream_of(range(1000)), samples=5, seq_len=10, seed=seed, vocabulary=1000
-        ).ids
+        sample_windows(stream_of(range(1000)), samples=5, seq_len=10, seed=seed).ids
         for seed in (0, 0, 1)
     ]
     assert torch.equal(draws[0], draws[1])
@@ -95,14 +94,14 @@ def test_the_seed_decides_which_windows():
 
 def test_rows_of_a_token_file_are_windows():
     rows = torch.arange(40).reshape(10, 4)
-    windows = sample_windows(stream_of(rows), samples=3, seq_len=4, seed=0, vocabulary=50)
+    windows = sample_windows(stream_of(rows), samples=3, seq_len=4, seed=0)
     assert all(row.tolist() in rows.tolist() for row in windows.ids)
     with pytest.raises(CalibrationError, match="rows of 4 tokens; pass seq_len=4"):
-        sample_windows(stream_of(rows), samples=3, seq_len=5, seed=0, vocabulary=50)
+        sample_windows(stream_of(rows), samples=3, seq_len=5, seed=0)
 
 
 def test_evaluation_takes_every_window_and_drops_the_tail():
-    windows = all_windows(stream_of(range(23)), seq_len=5, vocabulary=30)
+    windows = all_windows(stream_of(range(23)), seq_len=5)
     assert torch.equal(windows.ids, torch.arange(20).reshape(4, 5))
 
 
@@ -110,15 +109,15 @@ def test_too_little_text_says_how_much_there_is_and_how_much_is_needed():
     with pytest.raises(
         CalibrationError, match="has 45 tokens, 5 windows of 10 need 50; .* at most samples=4$"
     ):
-        sample_windows(stream_of(range(45)), samples=5, seq_len=10, seed=0, vocabulary=50)
+        sample_windows(stream_of(range(45)), samples=5, seq_len=10, seed=0)
     with pytest.raises(CalibrationError, match="windows of at most seq_len=7"):
-        sample_windows(stream_of(range(7)), samples=5, seq_len=10, seed=0, vocabulary=50)
+        sample_windows(stream_of(range(7)), samples=5, seq_len=10, seed=0)
 
 
 def test_ids_outside_the_vocabulary_are_refused():
     for ids in ([1, 2, 30], [-1, 2, 3]):
         with pytest.raises(CalibrationError, match="vocabulary has 30.*another tokenizer"):
-            all_windows(stream_of(ids), seq_len=2, vocabulary=30)
+            stream_of(ids).within(30)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +203,7 @@ def test_fractions_in_a_safetensors_file_are_no_token_ids(tmp_path):
 
 
 def test_windows_keep_the_order_of_the_text():
-    windows = sample_windows(stream_of(range(500)), samples=20, seq_len=10, seed=0, vocabulary=500)
+    windows = sample_windows(stream_of(range(500)), samples=20, seq_len=10, seed=0)
     assert windows.ids[:, 0].tolist() == sorted(windows.ids[:, 0].tolist())
     assert windows.ids[:, 0].tolist() != list(range(0, 200, 10))
 
@@ -330,7 +329,7 @@ def test_a_long_text_is_read_no_further_than_needed(name, tokenizer, tmp_path, m
     assert stream.characters == stream.ids.numel()
     assert heard[0][0] == "tokenising"
     assert heard[-1] == ("tokenising", 250, 250)
-    record = sample_windows(stream, samples=2, seq_len=10, seed=0, vocabulary=300).record()
+    record = sample_windows(stream, samples=2, seq_len=10, seed=0).record()
     assert (record["in_pieces"], record["characters"]) == (True, stream.characters)
 
 

@@ -1,12 +1,14 @@
 """`coec analyze`."""
 
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 from coec.cli import common
-from coec.cli.common import CommandFlag, Switch, argument, given, results, show_table, with_flags
+from coec.cli.common import CommandFlag, Switch, argument, given, results, show_table
 from coec.cli.progress import showing_progress
 from coec.errors import OptionError
+from coec.evaluation.settings import Workload
 from coec.settings.parts import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -22,16 +24,11 @@ _GENERAL = (
         "models', float32 to run on the CPU.",
     ),
 )  # fmt: skip
-_PANEL = "Measured speed"
-_WORKLOAD = (
-    CommandFlag(
-        "prompt_tokens", int, "Prompt of a run, capped by the model. Default: 512.", _PANEL
-    ),
-    CommandFlag("new_tokens", int, "Tokens decoded after it. Default: 64.", _PANEL),
-    CommandFlag("batch_size", int, "Sequences at once. Default: 1.", _PANEL),
-    CommandFlag("repeats", int, "Timed runs of each model, in turns. Default: 5.", _PANEL),
-    CommandFlag("warmup", int, "Untimed runs of each before. Default: 1.", _PANEL),
-)
+_WORKLOAD = [
+    CommandFlag.of(row)._replace(panel="Measured speed")
+    for row in Workload.table()
+    if row.name not in ("repeats", "warmup")
+]
 _RANKS = (
     CommandFlag("rank_attention", int, "Size of the frames of o_proj. Default: 16.", "Geometry"),
     CommandFlag("rank_mlp", int, "Size of the frames of down_proj. Default: 64.", "Geometry"),
@@ -47,7 +44,7 @@ _SWITCHES = (
 )
 
 
-@with_flags(*_GENERAL, *_WORKLOAD, *_RANKS, *_SWITCHES, common.QUIET, common.JSON)
+@common.with_flags(*_GENERAL, *_WORKLOAD, *_RANKS, *_SWITCHES, common.QUIET, common.JSON)
 def analyze_command(
     model: Annotated[
         str,
@@ -66,20 +63,46 @@ def analyze_command(
     if sparsity is not None and not config_only:
         raise OptionError("--sparsity goes with --config-only: PRUNED has the one it was made with")
     common.quieten()
-    if config_only:
-        from coec.evaluation.efficiency import efficiency
+    from coec.evaluation import efficiency, geometry
 
-        cost = efficiency(model, sparsity=sparsity, dtype=flags["dtype"])
-        _show(cost, None, None, [], flags["json"])
+    rates = rows = None
+    if config_only:
+        cost = efficiency.efficiency(model, sparsity=sparsity, dtype=flags["dtype"])
+    else:
+        with showing_progress(flags["quiet"]) as advance:
+            cost, rates, rows = _measure(model, pruned, flags, advance)
+    summary = None if rows is None else geometry.summarize(rows)
+    workload = Workload(**given(flags, _WORKLOAD))
+    odd = efficiency.oddities(rates, workload) if rates else []
+    odd += geometry.oddities(rows or [])
+    if flags["json"]:
+        record = {
+            "efficiency": cost.as_dict(),
+            "speed": None if rates is None else rates.as_dict(),
+            "geometry": None if rows is None else {"summary": summary, "modules": rows},
+            "notes": odd,
+        }
+        print(json.dumps(record))
         return
-    with showing_progress(flags["quiet"]) as advance:
-        measured = _measure(model, pruned, flags, advance)
-    _show(*measured, flags["json"])
+    show_table(("", "dense", "pruned", "ratio"), _costs(cost, rates))
+    if rates is None:
+        results.print("memory is that of the weights; peak memory and speed have to be measured")
+    else:
+        load = rates.load
+        results.print(
+            f"tokens/s: median (range) of {load.repeats} runs each, in turns, batch of "
+            f"{load.batch_size}, {load.prompt_tokens} + {load.new_tokens} tokens,\n"
+            f"{rates.dtype} on {rates.device}; ratio of medians (range of the paired ratios)"
+        )
+    if summary:
+        _show_geometry(summary)
+    for note in odd:
+        common.notes.print(f"note: {common.spelled(note)}")
 
 
 def _measure(
     model: str, pruned: str | None, flags: common.Values, advance: "Progress"
-) -> tuple["Efficiency", "Speed | None", list[dict[str, Any]] | None, list[str]]:
+) -> tuple["Efficiency", "Speed | None", list[dict[str, Any]] | None]:
     import torch
 
     from coec.devices import choose_device
@@ -87,7 +110,7 @@ def _measure(
     from coec.evaluation.pair import ModelPair
 
     device, dtype = flags["device"] or "auto", flags["dtype"]
-    workload = efficiency.Workload(**given(flags, _WORKLOAD))
+    workload = Workload(**given(flags, _WORKLOAD))
     sizes = given(flags, _RANKS).items()
     ranks = geometry.RANKS | {name.removeprefix("rank_"): size for name, size in sizes}
     geometry.check_ranks(ranks)
@@ -107,68 +130,31 @@ def _measure(
             "out of memory: lower --prompt-tokens or --batch-size, leave out a part with "
             "--no-speed or --no-geometry, or use --device cpu"
         ) from error
-    odd = efficiency.oddities(rates, workload) if rates else []
-    return cost, rates, rows, odd + geometry.oddities(rows or [])
+    return cost, rates, rows
 
 
-def _show(
-    cost: "Efficiency",
-    rates: "Speed | None",
-    rows: list[dict[str, Any]] | None,
-    odd: list[str],
-    as_json: bool,
-) -> None:
-    from coec.evaluation import geometry
-
-    summary = None if rows is None else geometry.summarize(rows)
-    if as_json:
-        record = {
-            "efficiency": cost.as_dict(),
-            "speed": None if rates is None else rates.as_dict(),
-            "geometry": None if rows is None else {"summary": summary, "modules": rows},
-            "notes": odd,
-        }
-        print(json.dumps(record))
-        return
-    _show_efficiency(cost, rates)
-    if rates is None:
-        results.print("memory is that of the weights; peak memory and speed have to be measured")
-    else:
-        load = rates.load
-        results.print(
-            f"tokens/s: median (range) of {load.repeats} runs each, in turns, batch of "
-            f"{load.batch_size}, {load.prompt_tokens} + {load.new_tokens} tokens,\n"
-            f"{rates.dtype} on {rates.device}; ratio of medians (range of the paired ratios)"
-        )
-    if summary:
-        _show_geometry(summary)
-    for note in odd:
-        common.notes.print(f"note: {common.spelled(note)}")
-
-
-def _show_efficiency(cost: "Efficiency", rates: "Speed | None") -> None:
-    models = cost.dense, cost.pruned
-    lines: dict[str, list[float]] = {
-        "parameters": [model.parameters for model in models],
-        "weights, GB": [model.weight_bytes / 1e9 for model in models],
-        "weights, GiB": [model.weight_bytes / 2**30 for model in models],
-        "GFLOPs per token": [model.gflops_per_token for model in models],
-        "KV cache/token, kB": [model.kv_cache_bytes_per_token / 1e3 for model in models],
-    }
+def _costs(cost: "Efficiency", rates: "Speed | None") -> Iterator[tuple[str, ...]]:
+    """Yield the lines of a table: label, dense, pruned and their ratio."""
+    yield "dtype", cost.dense.dtype, cost.pruned.dtype, ""
+    for label, of in {
+        "parameters": lambda model: model.parameters,
+        "weights, GB": lambda model: model.weight_bytes / 1e9,
+        "weights, GiB": lambda model: model.weight_bytes / 2**30,
+        "GFLOPs per token": lambda model: model.gflops_per_token,
+        "KV cache/token, kB": lambda model: model.kv_cache_bytes_per_token / 1e3,
+    }.items():
+        yield _compared(label, of(cost.dense), of(cost.pruned))
     if rates and rates.peak_memory_dense and rates.peak_memory_pruned:
-        peaks = rates.peak_memory_dense, rates.peak_memory_pruned
-        lines["peak memory, GB"] = [peak / 1e9 for peak in peaks]
-    rows = [("dtype", cost.dense.dtype, cost.pruned.dtype, "")]
-    for label, (before, after) in lines.items():
-        rows.append((label, _number(before), _number(after), f"{after / before:.3f}"))
+        peaks = rates.peak_memory_dense / 1e9, rates.peak_memory_pruned / 1e9
+        yield _compared("peak memory, GB", *peaks)
     for label, rate in {"prefill": rates.prefill, "decode": rates.decode}.items() if rates else ():
         ratio = f"{rate.ratio:.2f} ({rate.paired.least:.2f}–{rate.paired.greatest:.2f})"
-        rows.append((f"{label}, tokens/s", _spread(rate.dense), _spread(rate.pruned), ratio))
-    show_table(("", "dense", "pruned", "ratio"), rows)
+        yield f"{label}, tokens/s", _spread(rate.dense), _spread(rate.pruned), ratio
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+def _compared(label: str, *values: float) -> tuple[str, ...]:
+    texts = (f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for value in values)
+    return label, *texts, f"{values[1] / values[0]:.3f}"
 
 
 def _spread(spread: "Spread") -> str:

@@ -42,7 +42,7 @@ _TASKS = CommandFlag(
     "lm-evaluation-harness tasks, separated by commas.", _PANEL, "NAMES",
 )  # fmt: skip
 _OF_BOTH = Evaluation.table()
-_OF_TEXT = (_BASELINE, *_own(TextEvaluation))
+_OF_TEXT: tuple[common.Option, ...] = (_BASELINE, *_own(TextEvaluation))
 _OF_TASKS = [CommandFlag.of(row)._replace(panel=_PANEL) for row in _own(TaskEvaluation)]
 
 

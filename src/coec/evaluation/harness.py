@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
+from os.path import isdir, isfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,7 +17,6 @@ from unittest.mock import patch
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from coec.calibration.sources import is_file, is_folder
 from coec.errors import CalibrationError, CoecError, OptionError, first_line
 from coec.events import Progress
 
@@ -63,8 +63,8 @@ def local_files(names: Sequence[str], folder: Path) -> dict[str, Path]:
     """Find the file of every task, `<task>.jsonl`; raises CalibrationError if one is missing."""
     files = {name: folder.absolute() / f"{name}.jsonl" for name in names}
     for name, file in files.items():
-        if not is_file(file):
-            paths = folder.glob("*.jsonl") if is_folder(folder) else ()
+        if not isfile(file):
+            paths = folder.glob("*.jsonl") if isdir(folder) else ()
             available = ", ".join(sorted(path.stem for path in paths)) or "none"
             raise CalibrationError(
                 f"no '{folder / file.name}' for task '{name}'; tasks with a file there: {available}"

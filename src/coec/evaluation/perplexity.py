@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from coec.calibration.sources import Documents
 from coec.calibration.tokens import (
+    Extent,
     Stream,
     check_same_tokenizer,
     has_tokenizer,
@@ -217,7 +218,6 @@ class _Cut:
 
     stream: Stream
     length: int
-    vocabulary: int
     limit: int | None
 
     @classmethod
@@ -239,9 +239,9 @@ class _Cut:
                 source if isinstance(source, Documents) else str(source),
                 partial(load_tokenizer, model.folder, trust_remote_code=trust_remote_code),
                 split=rules.split, text_column=rules.text_column,
-                needed=None if limit is None else limit * length, progress=progress,
+                extent=Extent(None if limit is None else limit * length), progress=progress,
             )  # fmt: skip
-        return cls(stream, length, model.vocabulary, limit)
+        return cls(stream.within(model.vocabulary), length, limit)
 
     def __call__(self, *, bos: bool) -> Windows:
         if bos and not len(self.stream.start):
@@ -249,7 +249,7 @@ class _Cut:
                 "bos=on has no effect here: token ids are taken as they are, and this tokenizer "
                 "may put nothing before a text; leave bos out"
             )
-        windows = all_windows(self.stream, seq_len=self.length, vocabulary=self.vocabulary, bos=bos)
+        windows = all_windows(self.stream, seq_len=self.length, bos=bos)
         return replace(windows, ids=windows.ids[: self.limit])
 
 

@@ -1,10 +1,14 @@
-"""Settings of `coec eval`: a field is a flag, its help and its check, and an argument of Python."""
+"""Settings of `coec eval`, and of the runs that `coec analyze` times.
 
-from dataclasses import dataclass
+A field is a flag, its help and its check, and an argument of Python.
+"""
+
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias, TypedDict
 
 from coec.calibration.sources import Split
+from coec.errors import OptionError
 from coec.settings.fields import Settings, check_seed, setting
 from coec.settings.parts import DtypeName, StartRule
 
@@ -62,6 +66,32 @@ class TaskEvaluation(Evaluation):
     )  # fmt: skip
     limit: int | None = setting(None, "The first N items of each task.", otherwise="all", least=1)
     batch_size: int = setting(8, "Requests per forward pass.", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload(Settings):
+    """The work of a run: prefill a prompt, then decode greedily, token by token with a cache.
+
+    Each model has `repeats` timed runs, after `warmup` untimed ones.
+    """
+
+    prompt_tokens: int = setting(512, "Prompt of a run, capped by the model.", least=1)
+    new_tokens: int = setting(64, "Tokens decoded after it.", least=1)
+    batch_size: int = setting(1, "Sequences at once.", least=1)
+    repeats: int = setting(5, "Timed runs of each model, in turns.", least=1)
+    warmup: int = setting(1, "Untimed runs of each before.", least=0)
+
+    def within(self, positions: int) -> "Workload":
+        """Shorten the prompt to leave room for the new tokens; raises OptionError if none is."""
+        room = positions - self.new_tokens
+        if positions < 2:
+            raise OptionError(f"the model has {positions} positions: speed needs two")
+        if room < 1:
+            raise OptionError(
+                f"new_tokens={self.new_tokens} leaves no room for a prompt in the model's "
+                f"{positions} positions; use {positions - 1} or less"
+            )
+        return replace(self, prompt_tokens=min(self.prompt_tokens, room))
 
 
 class TextSettings(TypedDict, total=False):
