@@ -1,6 +1,5 @@
 """The command as users type it."""
 
-import dataclasses
 import inspect
 import json
 import re
@@ -555,19 +554,9 @@ def test_completion_can_be_had(run):
 def defaults() -> dict[tuple[str, str], object]:
     """Defaults of the functions that the flags of `eval` and `analyze` are handed to."""
     from coec.evaluation import geometry
-    from coec.evaluation.efficiency import Workload
-    from coec.evaluation.perplexity import EVALUATION_SEQ_LEN, perplexity
-    from coec.evaluation.zero_shot import zero_shot
+    from coec.evaluation.perplexity import EVALUATION_SEQ_LEN
 
     found: dict[tuple[str, str], object] = {("eval", "seq_len"): EVALUATION_SEQ_LEN}
-    for function, names in (
-        (perplexity, ("samples", "seed", "text_column", "device")),
-        (zero_shot, ("batch_size",)),
-    ):
-        for name in names:
-            found["eval", name] = inspect.signature(function).parameters[name].default
-    for field in dataclasses.fields(Workload):
-        found["analyze", field.name] = field.default
     for site, rank in geometry.RANKS.items():
         found["analyze", f"rank_{site}"] = rank
     return found

@@ -85,10 +85,7 @@ def _fail(message: str, error: BaseException) -> None:
 
 def _say_ended(error: BaseException) -> None:
     """Say what a signal leaves: nothing, or finished work and the line that goes on with it."""
-    if not _kept(error):
-        _say(signals.STOPPED)
-        return
-    _say("interrupted")
+    _say("interrupted" if _kept(error) else signals.STOPPED)
     _say_what_is_kept(error)
 
 

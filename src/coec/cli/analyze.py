@@ -1,17 +1,19 @@
 """`coec analyze`."""
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 from coec.cli import common
-from coec.cli.common import CommandFlag, Switch, argument, given, results, show_table
+from coec.cli.common import CommandFlag, argument, given, switch
 from coec.cli.progress import showing_progress
 from coec.errors import OptionError
 from coec.evaluation.settings import Workload
 from coec.settings.parts import DTYPE_NAMES
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
     from coec.evaluation.efficiency import Efficiency, Speed, Spread
     from coec.events import Progress
 
@@ -34,13 +36,13 @@ _RANKS = (
     CommandFlag("rank_mlp", int, "Size of the frames of down_proj. Default: 64.", "Geometry"),
 )
 _SWITCHES = (
-    Switch(
+    switch(
         "config_only",
         "Cost of MODEL (also a config.json) and of what pruning would leave of it; no weights are "
         "read.",
     ),
-    Switch("no_speed", "Leave out what takes running both models."),
-    Switch("no_geometry", "Leave out the decompositions."),
+    switch("no_speed", "Leave out what takes running both models."),
+    switch("no_geometry", "Leave out the decompositions."),
 )
 
 
@@ -72,31 +74,16 @@ def analyze_command(
         with showing_progress(flags["quiet"]) as advance:
             cost, rates, rows = _measure(model, pruned, flags, advance)
     summary = None if rows is None else geometry.summarize(rows)
-    workload = Workload(**given(flags, _WORKLOAD))
-    odd = efficiency.oddities(rates, workload) if rates else []
+    odd = efficiency.oddities(rates, Workload(**given(flags, _WORKLOAD))) if rates else []
     odd += geometry.oddities(rows or [])
-    if flags["json"]:
-        record = {
-            "efficiency": cost.as_dict(),
-            "speed": None if rates is None else rates.as_dict(),
-            "geometry": None if rows is None else {"summary": summary, "modules": rows},
-            "notes": odd,
-        }
-        print(json.dumps(record))
-        return
-    show_table(("", "dense", "pruned", "ratio"), _costs(cost, rates))
-    if rates is None:
-        results.print("memory is that of the weights; peak memory and speed have to be measured")
-    else:
-        load = rates.load
-        results.print(
-            f"tokens/s: median (range) of {load.repeats} runs each, in turns, batch of "
-            f"{load.batch_size}, {load.prompt_tokens} + {load.new_tokens} tokens,\n"
-            f"{rates.dtype} on {rates.device}; ratio of medians (range of the paired ratios)"
-        )
-    if summary:
-        _show_geometry(summary)
-    for note in odd:
+    record = {
+        "efficiency": cost.as_dict(),
+        "speed": None if rates is None else rates.as_dict(),
+        "geometry": None if rows is None else {"summary": summary, "modules": rows},
+        "notes": odd,
+    }
+    common.show(record, _lines(cost, rates, summary), flags["json"])
+    for note in odd if not flags["json"] else ():
         common.notes.print(f"note: {common.spelled(note)}")
 
 
@@ -133,28 +120,42 @@ def _measure(
     return cost, rates, rows
 
 
-def _costs(cost: "Efficiency", rates: "Speed | None") -> Iterator[tuple[str, ...]]:
-    """Yield the lines of a table: label, dense, pruned and their ratio."""
-    yield "dtype", cost.dense.dtype, cost.pruned.dtype, ""
-    for label, of in {
-        "parameters": lambda model: model.parameters,
-        "weights, GB": lambda model: model.weight_bytes / 1e9,
-        "weights, GiB": lambda model: model.weight_bytes / 2**30,
-        "GFLOPs per token": lambda model: model.gflops_per_token,
-        "KV cache/token, kB": lambda model: model.kv_cache_bytes_per_token / 1e3,
-    }.items():
-        yield _compared(label, of(cost.dense), of(cost.pruned))
+def _lines(
+    cost: "Efficiency", rates: "Speed | None", summary: dict[str, dict[str, Any]] | None
+) -> Iterator["RenderableType"]:
+    models = cost.dense, cost.pruned
+    lines: dict[str, list[float]] = {
+        "parameters": [model.parameters for model in models],
+        "weights, GB": [model.weight_bytes / 1e9 for model in models],
+        "weights, GiB": [model.weight_bytes / 2**30 for model in models],
+        "GFLOPs per token": [model.gflops_per_token for model in models],
+        "KV cache/token, kB": [model.kv_cache_bytes_per_token / 1e3 for model in models],
+    }
     if rates and rates.peak_memory_dense and rates.peak_memory_pruned:
-        peaks = rates.peak_memory_dense / 1e9, rates.peak_memory_pruned / 1e9
-        yield _compared("peak memory, GB", *peaks)
+        peaks = rates.peak_memory_dense, rates.peak_memory_pruned
+        lines["peak memory, GB"] = [peak / 1e9 for peak in peaks]
+    rows = [("dtype", cost.dense.dtype, cost.pruned.dtype, "")]
+    for label, (before, after) in lines.items():
+        rows.append((label, _number(before), _number(after), f"{after / before:.3f}"))
     for label, rate in {"prefill": rates.prefill, "decode": rates.decode}.items() if rates else ():
         ratio = f"{rate.ratio:.2f} ({rate.paired.least:.2f}–{rate.paired.greatest:.2f})"
-        yield f"{label}, tokens/s", _spread(rate.dense), _spread(rate.pruned), ratio
+        rows.append((f"{label}, tokens/s", _spread(rate.dense), _spread(rate.pruned), ratio))
+    yield common.table(("", "dense", "pruned", "ratio"), rows)
+    if rates is None:
+        yield "memory is that of the weights; peak memory and speed have to be measured"
+    else:
+        load = rates.load
+        yield (
+            f"tokens/s: median (range) of {load.repeats} runs each, in turns, batch of "
+            f"{load.batch_size}, {load.prompt_tokens} + {load.new_tokens} tokens,\n"
+            f"{rates.dtype} on {rates.device}; ratio of medians (range of the paired ratios)"
+        )
+    if summary:
+        yield _geometry(summary)
 
 
-def _compared(label: str, *values: float) -> tuple[str, ...]:
-    texts = (f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for value in values)
-    return label, *texts, f"{values[1] / values[0]:.3f}"
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _spread(spread: "Spread") -> str:
@@ -163,8 +164,8 @@ def _spread(spread: "Spread") -> str:
     return f"{median} ({low}–{high})"
 
 
-def _show_geometry(summary: dict[str, dict[str, Any]]) -> None:
-    """Print averages over modules, and the worst module, per site."""
+def _geometry(summary: dict[str, dict[str, Any]]) -> "Table":
+    """Return averages over modules, and the worst module, per site."""
     from coec.evaluation.geometry import MEASURES
 
     heads = [
@@ -176,13 +177,11 @@ def _show_geometry(summary: dict[str, dict[str, Any]]) -> None:
     for name, measure in MEASURES.items():
         cells = []
         for measures in summary.values():
+            average = worst = ""
             if values := measures.get(name):
+                average = measure.form.format(values[measure.average])
                 block = values["worst_module"].split(".")[2]
-                average, worst = (
-                    measure.form.format(values[n]) for n in (measure.average, "worst")
-                )
-                cells += [average, f"{worst} ({block})"]
-            else:
-                cells += ["", ""]
+                worst = f"{measure.form.format(values['worst'])} ({block})"
+            cells += [average, worst]
         rows.append((f"{measure.label}, {measure.average}", *cells))
-    show_table(("geometry", *heads), rows)
+    return common.table(("geometry", *heads), rows)

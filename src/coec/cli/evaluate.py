@@ -1,18 +1,21 @@
 """`coec eval`."""
 
-import json
+import itertools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from coec.cli import common
-from coec.cli.common import CommandFlag, Values, argument, flag_of, given, results
+from coec.cli.common import CommandFlag, Values, argument, flag_of, given
 from coec.cli.progress import showing_progress
 from coec.errors import CoecError
 from coec.evaluation.settings import Evaluation, TaskEvaluation, TextEvaluation
 from coec.settings import Setting
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from coec.evaluation.perplexity import Perplexity
     from coec.evaluation.zero_shot import ZeroShot
 
@@ -66,12 +69,11 @@ def eval_command(
         result, scores, failure = _measure(model, for_text, tasks, for_tasks, for_both)
     if result is not None and result.same_text_as_calibration:
         common.notes.print("note: evaluated on the text it was calibrated on")
-    if flags["json"] and (result or scores):
-        print(json.dumps(_record(result, scores, with_tasks=tasks is not None)))
-    elif result is not None:
-        _show_perplexity(result)
-    if scores is not None and not flags["json"]:
-        _show_tasks(scores)
+    measures = {"perplexity": result, "zero_shot": scores}
+    record = {name: measure.as_dict() for name, measure in measures.items() if measure}
+    if record:
+        lines = itertools.chain(_of_perplexity(result), _of_tasks(scores))
+        common.show(record if tasks else record["perplexity"], lines, flags["json"])
     if failure is not None:
         raise failure
 
@@ -123,27 +125,24 @@ def _measure(
     return result, scores, None
 
 
-def _record(result: "Perplexity | None", scores: "ZeroShot | None", *, with_tasks: bool) -> Values:
-    if not with_tasks and result is not None:
-        return result.as_dict()
-    measures = {"perplexity": result, "zero_shot": scores}
-    return {name: measure.as_dict() for name, measure in measures.items() if measure is not None}
-
-
-def _show_perplexity(result: "Perplexity") -> None:
+def _of_perplexity(result: "Perplexity | None") -> Iterator[str]:
+    if result is None:
+        return
     for name, value in result.as_dict().items():
         if value is not None and not isinstance(value, bool):
             text = f"{value:,}" if isinstance(value, int) else value
             text = f"{value:.4f}" if isinstance(value, float) else text
-            results.print(f"{name.replace('_', ' '):<20} {text}")
+            yield f"{name.replace('_', ' '):<20} {text}"
     if result.bos:
-        results.print("every window begins with the tokenizer's start (bos)")
+        yield "every window begins with the tokenizer's start (bos)"
 
 
-def _show_tasks(scores: "ZeroShot") -> None:
-    """Print a row per task, the paper's metric in bold, then what the numbers do not say."""
+def _of_tasks(scores: "ZeroShot | None") -> Iterator["RenderableType"]:
+    """Yield a row per task, the paper's metric in bold, then what the numbers do not say."""
     from rich.text import Text
 
+    if scores is None:
+        return
     rows = []
     for score in scores.tasks:
         cells: dict[str, str | Text] = {
@@ -153,23 +152,20 @@ def _show_tasks(scores: "ZeroShot") -> None:
         if score.metric in cells:
             cells[score.metric] = Text(str(cells[score.metric]), style="bold")
         rows.append((score.task, f"{score.items:,}", *cells.values(), _number(score.guessing)))
-    common.show_table(("task", "items", "acc", "acc_norm", "guessing"), rows)
-    lines = [
-        f"{s.task}: {name} {value:.4f}" for s in scores.tasks for name, value in s.other.items()
-    ]
+    yield common.table(("task", "items", "acc", "acc_norm", "guessing"), rows)
+    for score in scores.tasks:
+        yield from (f"{score.task}: {name} {value:.4f}" for name, value in score.other.items())
     if scores.mean is not None:
-        lines.append(f"\nmean of the metrics in bold: {_number(scores.mean, scores.mean_stderr)}")
+        yield f"\nmean of the metrics in bold: {_number(scores.mean, scores.mean_stderr)}"
     if scores.mean_at_chance:
-        lines.append("these scores are at chance: they say nothing about this model")
+        yield "these scores are at chance: they say nothing about this model"
     elif scores.at_chance:
-        lines.append(f"at chance: {', '.join(scores.at_chance)}")
+        yield f"at chance: {', '.join(scores.at_chance)}"
     if scores.truncated:
-        lines.append(
+        yield (
             f"{scores.truncated:,} requests were longer than {scores.seq_len} tokens and lost "
             "their beginning"
         )
-    for line in lines:
-        results.print(line)
 
 
 def _number(value: float | None, stderr: float | None = None) -> str:
