@@ -95,11 +95,11 @@ def sweep_command(
     cells = expand(
         grid, models=flags["model"], settings=given(flags, _RECIPE) | trust, evaluate=evaluation
     )
-    from coec.experiments.sweep import check_plan, sweep
+    from coec.experiments.sweep import Running, sweep
 
     running = given(flags, _RUNNING)
     if out is None or flags["dry_run"]:
-        check_plan(cells, **{k: v for k, v in running.items() if k != "statistics"})
+        Running(**running).check(cells)
         _show_cells(cells, flags["json"])
         return
     try:

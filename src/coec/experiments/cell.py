@@ -52,7 +52,7 @@ class OpenSubject:
 
     dense: Dense
     windows: Windows
-    statistics: Statistics | None = None
+    statistics: Statistics | None
 
 
 def open_models(cells: list[Cell]) -> dict[str, Dense]:
@@ -95,12 +95,16 @@ def resolved(
     changed = []
     for cell in cells:
         recipe, dense = cell.recipe, models[cell.subject.path]
-        if recipe is not None and saved and dense.digest in saved:
-            recipe = with_statistics(recipe, dense, saved[dense.digest])
         if recipe is not None:
+            if collected := _saved(dense, saved):
+                recipe = with_statistics(recipe, dense, collected)
             recipe = replace(recipe, runtime=replace(recipe.runtime, device=device)).opened()
         changed.append(replace(cell, recipe=recipe))
     return changed
+
+
+def _saved(dense: Dense, saved: Mapping[str, Statistics]) -> Statistics | None:
+    return saved.get(dense.digest) if saved else None  # a digest reads every weight
 
 
 def open_subjects(
@@ -112,26 +116,21 @@ def open_subjects(
         CoecError: a text or a setting cannot be used.
     """
     subjects: dict[Subject, OpenSubject] = {}
-    sources: dict[tuple[str, str, str | None], list[Recipe]] = {}
+    by_source: dict[tuple[str, str, str | None], list[Recipe]] = {}
     for cell in cells:
         subject, recipe = cell.subject, cell.recipe
         dense = models[subject.path]
         if subject not in subjects:
-            if subject.evaluation.tasks:
-                trust = subject.evaluation.trust_remote_code
-                load_tokenizer(dense.folder, trust_remote_code=trust)
             windows = _evaluation_windows(subject, dense, device)
-            subjects[subject] = OpenSubject(
-                dense, windows, saved.get(dense.digest) if saved else None
-            )
+            subjects[subject] = OpenSubject(dense, windows, _saved(dense, saved))
         if recipe is None:
             continue
         Plan.of(dense, recipe)
         if subjects[subject].statistics is None:
             calibration = recipe.calibration
             source = (subject.path, str(calibration.source), calibration.text_column)
-            sources.setdefault(source, []).append(recipe)
-    for (path, *_), recipes in sources.items():
+            by_source.setdefault(source, []).append(recipe)
+    for (path, *_), recipes in by_source.items():
         calibrations = [recipe.calibration for recipe in recipes]
         check_calibrations(models[path], calibrations, recipes[0].runtime)
     return subjects
@@ -143,6 +142,8 @@ def _evaluation_windows(subject: Subject, dense: Dense, device: str) -> Windows:
     Windows begin with the tokenizer's start where the dense model needs it.
     """
     evaluation, trust = subject.evaluation, subject.evaluation.trust_remote_code
+    if evaluation.tasks:
+        load_tokenizer(dense.folder, trust_remote_code=trust)
     load = partial(load_network, dense, choose_device(device), None)
     if evaluation.text == "self":
         samples = evaluation.max_windows or TextEvaluation.samples
@@ -186,7 +187,7 @@ def _tasks_digest(subject: Subject) -> str | None:
 
 
 @dataclass(frozen=True)
-class DensePassOfGroup:
+class DensePass:
     """Results that the cells of one calibration share, or the error by which they fail.
 
     There is no folder of statistics where every cell runs the models itself.
@@ -205,12 +206,16 @@ class CellJob:
     """
 
     cell: Cell
-    dense: Dense
-    windows: Windows
+    subject: OpenSubject
     folder: Path
     keep: bool
     device: str
-    shared: DensePassOfGroup
+    shared: DensePass
+
+    @property
+    def dense(self) -> Dense:
+        """The dense model."""
+        return self.subject.dense
 
 
 def run(job: CellJob) -> Row:
@@ -290,7 +295,7 @@ def _measured(job: CellJob) -> RowFields:
     row["peak_memory_bytes"] = peak(device)
     reset_peak(device)  # the memory of running the model is measured by itself
     baseline = job.dense if evaluation.distance and report else None
-    result = perplexity(model, job.windows, baseline=baseline, device=job.device)
+    result = perplexity(model, job.subject.windows, baseline=baseline, device=job.device)
     row["perplexity"] = result.as_dict()
     cost = asdict(efficiency(job.dense, model).pruned)
     row["cost"] = cost | {"peak_memory_bytes": peak(device)}
@@ -300,7 +305,10 @@ def _measured(job: CellJob) -> RowFields:
             device=job.device, trust_remote_code=evaluation.trust_remote_code,
         ).as_dict()  # fmt: skip
     if evaluation.geometry and report:
-        _add_geometry(row["sites"], geometry(job.dense, model, device=job.device))
+        angles = {row["module"]: row for row in geometry(job.dense, model, device=job.device)}
+        for site in row["sites"]:
+            if module := angles.get(site["module"]):
+                site["geometry"] = _angles(module)
     row.setdefault("parameters", {"before": result.parameters, "after": result.parameters})
     row["seconds"] = {
         "collecting": 0.0 if job.cell.runs_model else job.shared.seconds,
@@ -340,14 +348,11 @@ def _recovered(job: CellJob, recipe: Recipe, tokens: int) -> Dense:
     return Dense.open(job.folder)
 
 
-def _add_geometry(sites: list[RowFields], measured: list[RowFields]) -> None:
-    """Add mean principal angles in degrees, the frames' discrepancy and the alignment penalty."""
-    by_module = {module["module"]: module for module in measured}
-    for site in sites:
-        if module := by_module.get(site["module"]):
-            site["geometry"] = {
-                "angle_op": module["original_pruned"]["mean"],
-                "angle_oc": module["original_compensated"]["mean"],
-                "angle_pc": module["pruned_compensated"]["mean"],
-                **{name: module[name] for name in ("discrepancy", "r", "penalty")},
-            }
+def _angles(module: RowFields) -> RowFields:
+    """Return mean principal angles in degrees, the frames' discrepancy and alignment penalty."""
+    return {
+        "angle_op": module["original_pruned"]["mean"],
+        "angle_oc": module["original_compensated"]["mean"],
+        "angle_pc": module["pruned_compensated"]["mean"],
+        **{name: module[name] for name in ("discrepancy", "r", "penalty")},
+    }
