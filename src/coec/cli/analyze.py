@@ -96,6 +96,7 @@ def _measure(
     from coec.evaluation import efficiency, geometry
     from coec.evaluation.pair import ModelPair
 
+    # Settings first: a wrong one is told before models are opened.
     device, dtype = flags["device"] or "auto", flags["dtype"]
     workload = Workload(**given(flags, _WORKLOAD))
     sizes = given(flags, _RANKS).items()
@@ -134,6 +135,7 @@ def _lines(
     if rates and rates.peak_memory_dense and rates.peak_memory_pruned:
         peaks = rates.peak_memory_dense, rates.peak_memory_pruned
         lines["peak memory, GB"] = [peak / 1e9 for peak in peaks]
+    # Cost → peak memory, where it was measured → rates, each as dense, pruned and their ratio
     rows = [("dtype", cost.dense.dtype, cost.pruned.dtype, "")]
     for label, (before, after) in lines.items():
         rows.append((label, _number(before), _number(after), f"{after / before:.3f}"))
@@ -168,6 +170,7 @@ def _geometry(summary: dict[str, dict[str, Any]]) -> "Table":
     """Return averages over modules, and the worst module, per site."""
     from coec.evaluation.geometry import MEASURES
 
+    # Two columns per site: the average over its modules, and the worst of them.
     heads = [
         head
         for site, measures in summary.items()

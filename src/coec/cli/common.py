@@ -134,6 +134,7 @@ def under_headings(
     Args:
         headings: of help, and names of flags as in Python.
     """
+    # Flags that a heading lists, in its order; then all others as they come.
     flags = {row.name: CommandFlag.of(row) for row in rows}
     placed = [
         flags.pop(name)._replace(panel=heading)
@@ -147,6 +148,7 @@ def with_flags(*rows: Option) -> Callable[[Callable[..., None]], Callable[..., N
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         flags = [CommandFlag.of(row).parameter() for row in rows]
+        # Places of the command as they are → **flags replaced by the flags → typer reads both
         signature = inspect.signature(command)
         places = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         command.__signature__ = signature.replace(  # type: ignore[attr-defined]
@@ -169,6 +171,7 @@ def settings_of(flags: Mapping[str, Any]) -> Values:
     """Combine the settings of a file and the flags, which win."""
     from coec.planning.recipe import read_settings
 
+    # File → flags, which win
     settings = read_settings(flags["config"]) if flags["config"] else {}
     settings |= given(flags, (name for name in flags if name in NAMES))
     return settings | {"trust_remote_code": flags["trust_remote_code"]}

@@ -10,7 +10,7 @@ from coec.cli import common
 from coec.cli.common import CommandFlag, Values, argument, flag_of, given
 from coec.cli.progress import showing_progress
 from coec.errors import CoecError
-from coec.evaluation.settings import Evaluation, TaskEvaluation, TextEvaluation
+from coec.evaluation.settings import Measurement, TaskEvaluation, TextEvaluation
 from coec.settings import Setting
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from coec.evaluation.zero_shot import ZeroShot
 
 
-def _own(settings: type[Evaluation]) -> tuple[Setting, ...]:
+def _own(settings: type[Measurement]) -> tuple[Setting, ...]:
     """Settings that are flags of one of the two measurements; nobody needs another split."""
     return tuple(
-        row for row in settings.table() if row not in Evaluation.table() and row.name != "split"
+        row for row in settings.table() if row not in Measurement.table() and row.name != "split"
     )
 
 
@@ -44,7 +44,7 @@ _TASKS = CommandFlag(
     "seven (boolq, rte, winogrande, hellaswag, arc_easy, arc_challenge, openbookqa), or names of "
     "lm-evaluation-harness tasks, separated by commas.", _PANEL, "NAMES",
 )  # fmt: skip
-_OF_BOTH = Evaluation.table()
+_OF_BOTH = Measurement.table()
 _OF_TEXT: tuple[common.Option, ...] = (_BASELINE, *_own(TextEvaluation))
 _OF_TASKS = [CommandFlag.of(row)._replace(panel=_PANEL) for row in _own(TaskEvaluation)]
 
@@ -60,6 +60,7 @@ def eval_command(
     text, tasks = flags["text"], flags["tasks"]
     for_tasks, for_text = given(flags, _OF_TASKS), given(flags, _OF_TEXT)
     _refuse_unheard(text, tasks, for_text, for_tasks)
+    # Flags → arguments of perplexity, of the tasks, and of both
     for_both = given(flags, (*_OF_BOTH, common.TRUST_REMOTE_CODE))
     if tasks is None or text is not None:
         for_text["text"] = text or "wikitext2"
@@ -82,6 +83,7 @@ def _refuse_unheard(
     text: str | None, tasks: str | None, for_text: Values, for_tasks: Values
 ) -> None:
     """Raise BadParameter for a flag of something that is not measured."""
+    # What is measured decides which flags have nobody to hear them.
     if tasks is not None and text is None:
         refused = dict.fromkeys(for_text, "perplexity: with --tasks, give --text too")
     elif text == "self":
@@ -112,6 +114,7 @@ def _measure(
         if for_text:
             result = perplexity.perplexity(model, **for_text, **for_both)
 
+    # Perplexity is measured when the tasks are known to be usable, and before they run.
     if tasks is None:
         measure_perplexity()
         return result, None, None

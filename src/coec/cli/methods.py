@@ -54,5 +54,6 @@ def _preset(preset: Preset) -> str:
 
 def _described(function: Callable[..., object]) -> str:
     doc = inspect.getdoc(function) or ""
+    # The first line of a docstring says what, its "Source:" from where.
     source = doc.partition("Source: ")[2].partition("\n")[0].rstrip(".")
     return f"{doc.splitlines()[0].rstrip('.')} [{source}]"

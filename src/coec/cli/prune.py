@@ -100,6 +100,7 @@ def prune_command(
 
     Interrupted or killed, the same command goes on with the first unfinished block.
     """
+    # Wrong usage is told before anything is imported that takes seconds.
     common.check_out(out, flags)
     tokens = flags["recover"]
     if tokens is not None:
@@ -154,6 +155,7 @@ def compensate_command(
     from coec.planning.recipe import Recipe
 
     chosen = common.settings_of(flags)
+    # A run reads the kept units itself; a plan reads the weights of both models for them.
     if out is not None and not flags["dry_run"]:
         with showing_progress(flags["quiet"]) as advance:
             report = compensating.compensate_pruned(
@@ -193,6 +195,7 @@ def _show_plan(plan: "Plan", model: str, out: str | Path | None, flags: Mapping[
     from coec import planning
     from coec.devices import FreeMemory, choose_device, product_rate
 
+    # Free memory → batch sizes that fit, or a refusal → phases, and one rough total of time
     device = choose_device(plan.recipe.runtime.device)
     room = FreeMemory.of(device)
     compute = planning.ComputeConfig.of(plan, device, measured=flags["statistics"] is not None)
@@ -230,6 +233,7 @@ def _sizes(
     from coec.models.layout import split_over
     from coec.pipeline.card import counted
 
+    # Sizes → what held-out windows may choose instead → format → who loads it
     rows = [
         (f"{name.replace('_', ' ')} × {plan.dense.layers} blocks",
          counted(width["before"]), counted(width["after"]))
@@ -258,6 +262,7 @@ def _sizes(
 
 def _memory(forecast: "Forecast", device: str) -> "Table":
     """Return a line for every phase: memory at its fullest moment, and what takes most of it."""
+    # On a CPU the memory of the device is that of the host.
     alone = device == "cpu"
     rows = []
     for phase in forecast.phases:
@@ -323,6 +328,7 @@ def _lines(report: "Report") -> Iterator[str]:
     from coec.models.layout import split_over
     from coec.pipeline.card import counted
 
+    # Sizes → errors by kind of site → training → format and who loads it → time
     plan, widths = report.plan, report.plan["widths"]
     before, after = plan["parameters"]["before"], plan["parameters"]["after"]
     yield f"wrote {named(report.out)}"
@@ -361,6 +367,7 @@ def _lines(report: "Report") -> Iterator[str]:
 def _reconstruction(report: "Report") -> Iterator[str]:
     """Yield errors before and after training, and how well candidates predict held-out windows."""
     facts = report.reconstruction
+    # A training of blocks, and one on predictions, are told apart by their fields.
     windows = facts.get("windows", "").replace(" ", "-")
     for training, label, of_what in (
         ("reconstruction", "trained", "error of the hidden states behind a block, mean over"),

@@ -48,6 +48,7 @@ def recover_command(
     from coec.recovery.processes import is_first
 
     handling = common.given(flags, ("force", "restart", "trust_remote_code"))
+    # Under torchrun several processes train: the first one speaks.
     quiet = flags["quiet"] or not is_first()
     with showing_progress(quiet) as advance:
         report = recover(dense, pruned, out, progress=advance, **handling, **chosen)
@@ -96,6 +97,7 @@ def _show_ways(dense: str, pruned: str, settings: Values, flags: Mapping[str, An
     free = FreeMemory.of(device).computing
     ways = plan.footprints(dense, pruned, recovery, device, free)
     rate = product_rate(device, ways[0].dtype)
+    # A line and a record for every way to train, the one that would be taken first
     rows, records = [], []
     for way in ways:
         seconds = way.operations / rate if recovery.minutes is None else 60 * recovery.minutes

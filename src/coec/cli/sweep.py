@@ -83,6 +83,7 @@ def sweep_command(
     Interrupted, the same command goes on with the first missing cell.
     """
     common.check_out(out, flags)
+    # Flags → settings of the cells, and of their evaluation, which a grid loses to
     trust = {"trust_remote_code": True} if flags["trust_remote_code"] else {}
     evaluation = given(flags, (*_EVALUATION, "text_column")) | trust
     if "eval_seq_len" in evaluation:
@@ -140,6 +141,7 @@ def _show_cells(cells: list["Cell"], as_json: bool) -> None:
 
 def _listing(cells: list["Cell"]) -> Iterator[str]:
     """Yield a line per cell in columns; rich's table takes seconds for thousands of rows."""
+    # All columns but the last are as wide as their widest entry.
     lines = [("cell", "model", "grids", "what")]
     for cell in cells:
         lines.append((cell.id, cell.subject.label, ", ".join(cell.grids), _described(cell.recipe)))
@@ -184,6 +186,7 @@ def report_command(
     written = write_report(out, compare=flags["compare"])
     figures = [str(path) for path in written.figures]
     paths = {path.suffix[1:]: str(path) for path in written.files}
+    # By pandas and back: a NaN becomes null.
     cells = json.loads(written.cells.to_json(orient="records"))
     folders = dict.fromkeys(str(path.parent) for path in written.figures)
     lines = [f"{'written':<20} {path}" for path in (*paths.values(), *folders)]

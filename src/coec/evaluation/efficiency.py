@@ -240,13 +240,12 @@ def _allocated(device: torch.device) -> int:
 def _in_turns(
     models: list[Any], prompt: Int[Tensor, "n length"], load: Workload, progress: Progress | None
 ) -> tuple[list[list[float]], list[list[float]]]:
-    prefill: list[list[float]] = [[] for _ in models]
-    decode: list[list[float]] = [[] for _ in models]
+    prefill: list[list[float]] = [[], []]
+    decode: list[list[float]] = [[], []]
     total = load.warmup + load.repeats
     for repeat in range(total):
         # Dense first, pruned first, and so on: a clock that drifts favours neither.
-        order = range(len(models)) if repeat % 2 == 0 else reversed(range(len(models)))
-        for index in order:
+        for index in (0, 1) if repeat % 2 == 0 else (1, 0):
             filling, decoding, _ = run_once(models[index], prompt, load.new_tokens)
             if repeat >= load.warmup:
                 prefill[index].append(prompt.numel() / filling)

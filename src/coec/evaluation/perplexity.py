@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, TypeAlias, Unpack
 
 import torch
 from jaxtyping import Float, Int
@@ -37,6 +37,7 @@ from coec.pipeline.report import calibration_digest
 from coec.streaming.head import Prediction
 from coec.streaming.self_text import sample_from_model, windows_that_fit
 
+_Model: TypeAlias = str | Path | Dense | PreTrainedModel
 EVALUATION_SEQ_LEN = 4096
 """Tokens of an evaluation window, if the model has so many positions."""
 _MEASURED_WINDOWS, _MEASURED_LENGTH = 4, 512
@@ -86,7 +87,7 @@ class Perplexity:
 
 
 def perplexity(
-    model: str | Path | Dense | PreTrainedModel,
+    model: _Model,
     text: str | Path | Iterable[Any] | Windows = "wikitext2",
     *,
     baseline: str | Path | Dense | None = None,
@@ -154,10 +155,7 @@ def perplexity(
 
 
 def _opened(
-    model: str | Path | Dense | PreTrainedModel,
-    rules: TextEvaluation,
-    device: torch.device,
-    trust: bool,
+    model: _Model, rules: TextEvaluation, device: torch.device, trust: bool
 ) -> Dense | Loaded:
     """Open the model that is measured, as `via` says; one that is loaded stays as it is."""
     if isinstance(model, PreTrainedModel):

@@ -17,7 +17,7 @@ Via: TypeAlias = Literal["coec", "transformers"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation(Settings):
+class Measurement(Settings):
     """Settings of everything that runs the model."""
 
     seq_len: int | None = setting(
@@ -31,7 +31,7 @@ class Evaluation(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextEvaluation(Evaluation):
+class TextEvaluation(Measurement):
     """Settings of a perplexity."""
 
     split: Split = setting("test", "Split of a data set.")
@@ -57,7 +57,7 @@ class TextEvaluation(Evaluation):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskEvaluation(Evaluation):
+class TaskEvaluation(Measurement):
     """Settings of zero-shot tasks."""
 
     tasks_data: str | Path | None = setting(

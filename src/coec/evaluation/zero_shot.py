@@ -138,6 +138,8 @@ def zero_shot(
     tokenizer = load_tokenizer(dense.folder, trust_remote_code=trust_remote_code)
     length = resolve_seq_len(rules.seq_len, dense.positions, dense.positions)
     names, files = check_tasks(tasks, rules.tasks_data)
+    from lm_eval import simple_evaluate
+
     with harness.quiet(), harness.loaded_tasks(names, files, rules.limit) as loaded:
         if first:
             first()
@@ -146,7 +148,12 @@ def zero_shot(
         lm = harness.language_model(
             network, tokenizer, batch_size=rules.batch_size, max_length=length, progress=progress
         )
-        results = _run(lm, loaded, rules.limit)
+        # Standard errors are those of lm-eval's own command: bootstrap_iters = 0 would leave out
+        # those of means too, which need no resampling.
+        results = simple_evaluate(
+            lm, tasks=loaded, num_fewshot=0, limit=rules.limit, log_samples=False,
+            task_manager=harness.official_tasks(),  # or it reads its thousands of files again
+        )  # fmt: skip
         scores = tuple(_score(task, results, rules.limit, files) for task in loaded)
         mean, mean_stderr = _mean(scores)
         return ZeroShot(
@@ -170,28 +177,15 @@ def check_tasks(
 ) -> tuple[tuple[str, ...], dict[str, Path] | None]:
     """Resolve names of tasks, each once, and their local files; None for data of the hub."""
     requested = tasks.split(",") if isinstance(tasks, str) else tasks
-    names: list[str] = []
-    for name in (name.strip() for name in requested):
-        names += PAPER_METRICS if name == SEVEN else [name] * bool(name)
+    names: dict[str, None] = {}
+    for name in filter(None, (name.strip() for name in requested)):
+        names |= dict.fromkeys(PAPER_METRICS if name == SEVEN else [name])
     if not names:
         raise OptionError("no task is named: give 'seven', or names of lm-eval's tasks")
-    names = list(dict.fromkeys(names))
     harness.lm_eval_version()
-    files = None if tasks_data is None else harness.local_files(names, Path(tasks_data))
-    harness.check_names(names)
+    files = None if tasks_data is None else harness.local_files(tuple(names), Path(tasks_data))
+    harness.check_names(tuple(names))
     return tuple(names), files
-
-
-def _run(lm: Any, tasks: list[Any], limit: int | None) -> JsonDict:
-    from lm_eval import simple_evaluate
-
-    # Standard errors are those of lm-eval's own command: bootstrap_iters = 0 would leave out those
-    # of means too, which need no resampling.
-    results: JsonDict = simple_evaluate(
-        lm, tasks=tasks, num_fewshot=0, limit=limit, log_samples=False,
-        task_manager=harness.official_tasks(),  # or it reads its thousands of files again
-    )  # fmt: skip
-    return results
 
 
 def _score(

@@ -57,6 +57,7 @@ class OpenSubject:
 
 def open_models(cells: list[Cell]) -> dict[str, Dense]:
     """Open every model, by path, and read each weight once: damage is found before any work."""
+    # Damage is found here, and not when the first cells are done.
     models: dict[str, Dense] = {}
     for path in dict.fromkeys(cell.subject.path for cell in cells):
         models[path] = Dense.open(path)
@@ -85,6 +86,7 @@ def resolved(
     Raises:
         OptionError: a cell asks for another calibration, or statistics are of no model here.
     """
+    # Statistics go to the model with their digest, whatever its path.
     digests = {dense.digest for dense in models.values()} if saved else set()
     for digest, statistics in saved.items():
         if digest not in digests:
@@ -116,6 +118,7 @@ def open_subjects(
         CoecError: a text or a setting cannot be used.
     """
     subjects: dict[Subject, OpenSubject] = {}
+    # Models and windows once per subject; a calibration text once for all that read it
     by_source: dict[tuple[str, str, str | None], list[Recipe]] = {}
     for cell in cells:
         subject, recipe = cell.subject, cell.recipe
@@ -187,7 +190,7 @@ def _tasks_digest(subject: Subject) -> str | None:
 
 
 @dataclass(frozen=True)
-class DensePass:
+class SharedPass:
     """Results that the cells of one calibration share, or the error by which they fail.
 
     There is no folder of statistics where every cell runs the models itself.
@@ -210,7 +213,7 @@ class CellJob:
     folder: Path
     keep: bool
     device: str
-    shared: DensePass
+    shared: SharedPass
 
     @property
     def dense(self) -> Dense:
@@ -220,6 +223,7 @@ class CellJob:
 
 def run(job: CellJob) -> Row:
     """Return the cell's row; a failure is a row too, with its reason in one line."""
+    # Head of the row → measurements, or the reason why there are none → memory and versions
     device = choose_device(job.device)
     reset_peak(device)
     row = head(job.cell)
@@ -275,6 +279,7 @@ def head(cell: Cell) -> Row:
 
 def _measured(job: CellJob) -> RowFields:
     """Prune, where the cell has a recipe, and evaluate the model."""
+    # Dense model → pruned, and trained where the cell says so → evaluated
     began = time.perf_counter()
     evaluation, device = job.cell.subject.evaluation, choose_device(job.device)
     model, report = job.dense, None
@@ -337,6 +342,7 @@ def _recovered(job: CellJob, recipe: Recipe, tokens: int) -> Dense:
     """Train a cell's pruned model on its calibration text; `job.folder` becomes the result."""
     from coec.recovery.recover import recover, settings_like
 
+    # Beside the pruned model, whose place the trained one takes in the end.
     trained = job.folder.with_name(f"{job.folder.name}.recovered")
     shutil.rmtree(trained, ignore_errors=True)
     recover(

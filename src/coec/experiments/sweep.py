@@ -22,8 +22,8 @@ from coec.execution.workers import Workers
 from coec.experiments.cell import (
     CellIdentity,
     CellJob,
-    DensePass,
     OpenSubject,
+    SharedPass,
     head,
     identities,
     open_models,
@@ -157,6 +157,7 @@ def sweep(
     identity_of = identities(cells, subjects)
     with running.workers(out, device) as workers, Store(out).writing() as store:
         _check_identities(cells, identity_of, store)
+        # Cells without a row, by the dense pass that they share
         groups = _groups(cells, out)
         unfinished = {folder: running.remaining(group, store) for folder, group in groups.items()}
         _widen(cells, store)
@@ -197,6 +198,7 @@ def _check_identities(
     Raises:
         OutputError: naming what changed since; rows of both would stand in one table.
     """
+    # A cell of this grid must agree in all; another row of the model in the model.
     models = {cell.subject.label: identity_of[cell.id]["model"] for cell in cells}
     for row in store.rows.values():
         expected = identity_of.get(row.cell, {"model": models.get(row.model)})
@@ -225,6 +227,7 @@ def _groups(cells: list[Cell], out: Path) -> dict[Path, list[Cell]]:
     """
     groups: dict[Path, list[Cell]] = {}
     for cell in cells:
+        # All that the statistics depend on: the model, and the calibration of the cell.
         content: list[Any] = [cell.subject.label]
         if cell.recipe is not None:
             calibration = cell.recipe.calibration
@@ -240,7 +243,7 @@ def _prepare(
     subject: OpenSubject,
     folder: Path,
     progress: Progress | None,
-) -> DensePass:
+) -> SharedPass:
     """Get statistics for the group: saved ones, those of an interrupted sweep, or a dense pass.
 
     They must be of the text with the digest `text`: the rows say so. A group of cells that all run
@@ -248,9 +251,10 @@ def _prepare(
     """
     recipe = group[0].recipe
     if recipe is None:
-        return DensePass()
+        return SharedPass()
     began = time.perf_counter()
     try:
+        # Saved statistics → those of an interrupted sweep → a dense pass
         statistics = subject.statistics
         if all(cell.runs_model for cell in group):
             digest = source_digest(recipe.calibration.source)
@@ -263,9 +267,9 @@ def _prepare(
                 "another folder"
             )
     except Exception as error:  # as in `cell.run`: out of memory, a full disk, a library's own
-        return DensePass(error=reason(error))
+        return SharedPass(error=reason(error))
     used = statistics.folder.absolute() if statistics else None
-    return DensePass(used, time.perf_counter() - began)
+    return SharedPass(used, time.perf_counter() - began)
 
 
 def _collected(folder: Path, recipe: Recipe, dense: Dense, progress: Progress | None) -> Statistics:
