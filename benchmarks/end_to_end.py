@@ -140,10 +140,7 @@ def forward_passes(folder: Path, windows: Tensor) -> list[tuple[float, float]]:
 def _windows(folder: Path, calibration: Path) -> Tensor:
     """The windows that pruning will draw."""
     stream = read_stream(str(calibration), lambda: load_tokenizer(folder), split="train")
-    vocabulary = transformers.AutoConfig.from_pretrained(folder).vocab_size
-    return sample_windows(
-        stream, samples=SAMPLES, seq_len=SEQ_LEN, seed=0, vocabulary=vocabulary
-    ).ids
+    return sample_windows(stream, samples=SAMPLES, seq_len=SEQ_LEN, seed=0).ids
 
 
 def _extrapolate(result: dict[str, Any]) -> dict[str, float]:

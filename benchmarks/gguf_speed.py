@@ -29,7 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 import coec
 from benchmarks import record
 from benchmarks.gguf_tables import ANALYZE, FFN, KV_HEADS, NEW, PROMPT, described
-from coec.evaluation.efficiency import Rates, Workload
+from coec.evaluation.efficiency import Rates
+from coec.evaluation.settings import Workload
 from coec.models.description import Description
 from coec.planning import Plan
 from coec.planning.recipe import Recipe

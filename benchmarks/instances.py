@@ -112,9 +112,7 @@ def sites(shared: Path, model: str = TRAINED, *, sparsity: float = 0.3) -> Itera
     plan = Plan.of(checkpoint, Recipe(preset="paper", sparsity=sparsity))
     text = str(shared / "data" / TEXTS[model])
     stream = read_stream(text, lambda: load_tokenizer(folder), split="train")
-    windows = sample_windows(
-        stream, samples=64, seq_len=256, seed=0, vocabulary=checkpoint.vocabulary
-    )
+    windows = sample_windows(stream, samples=64, seq_len=256, seed=0)
     dense = DenseStream(checkpoint, windows.ids, device=torch.device("cpu"), dtype=torch.float32)
     for block in dense.blocks():
         for site in block.block.sites:

@@ -156,6 +156,7 @@ def _same_windows(case: Case, dense: Path, calibration: Path, folder: Path) -> s
     """The windows that the pruning was calibrated on, as token ids."""
     import numpy as np
 
+    from coec.calibration.tokens import Extent
     from coec.calibration.windows import sample_windows, text_stream
     from coec.models.dense import Dense
     from coec.settings import Calibration, Runtime
@@ -164,10 +165,8 @@ def _same_windows(case: Case, dense: Path, calibration: Path, folder: Path) -> s
     settings = Calibration(
         source=str(calibration), samples=SAMPLES, seq_len=SEQ_LEN, seed=case.seed
     )
-    stream = text_stream(model, settings, Runtime(), 9 * SAMPLES * SEQ_LEN, None)
-    windows = sample_windows(
-        stream, samples=SAMPLES, seq_len=SEQ_LEN, seed=case.seed, vocabulary=model.vocabulary
-    )
+    stream = text_stream(model, settings, Runtime(), Extent(9 * SAMPLES * SEQ_LEN), None)
+    windows = sample_windows(stream, samples=SAMPLES, seq_len=SEQ_LEN, seed=case.seed)
     np.save(folder / "windows.npy", windows.ids.numpy())
     return str(folder / "windows.npy")
 

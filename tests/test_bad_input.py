@@ -4,6 +4,7 @@ import errno
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,7 +13,6 @@ import coec
 import tiny_models as tm
 import typechecker
 from coec import Gram
-from coec.cli import main
 from coec.errors import CalibrationError, CoecError, ModelError, OptionError, OutputError
 from coec.execution import output as output_module
 from coec.models.matching import RawCheckpoint
@@ -33,10 +33,16 @@ def model(original, tmp_path):
     return shutil.copytree(original, tmp_path / "model")
 
 
+def small(folder):
+    """Settings of a pruning on a few tokens."""
+    tokens = tm.token_file(folder / "tokens.npy")
+    return {"calibration": tokens, "preset": "paper", "samples": 24, "seq_len": 32}
+
+
 @pytest.fixture
 def refused(model, tmp_path, monkeypatch):
     """Runs `coec.prune` and expects a one-line refusal before the first block is streamed."""
-    tokens = tm.token_file(tmp_path / "tokens.npy")
+    settings = small(tmp_path)
 
     def run(error: type[CoecError], match: str, **changes) -> None:
         def streamed(*args, **kwargs):
@@ -44,14 +50,19 @@ def refused(model, tmp_path, monkeypatch):
 
         monkeypatch.setattr(measure, "DenseStream", streamed)
         before = sorted(tmp_path.rglob("*"))
-        settings = {"model": model, "out": tmp_path / "out", "calibration": tokens,
-                    "preset": "paper", "samples": 24, "seq_len": 32, **changes}  # fmt: skip
+        places = {"model": model, "out": tmp_path / "out"}
         with pytest.raises(error, match=match) as caught:
-            coec.prune(settings.pop("model"), settings.pop("out"), **settings)
+            coec.prune(**{**places, **settings, **changes})
         assert "\n" not in str(caught.value)
         assert sorted(tmp_path.rglob("*")) == before
 
     return run
+
+
+def rewrite(model, change):
+    """Put other tensors into the file of weights."""
+    path = model / "model.safetensors"
+    save_file(change(load_file(path)), path)
 
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
@@ -84,20 +95,20 @@ def test_an_adapter_is_to_be_merged_first(model, refused):
     refused(ModelError, match)
 
 
-def test_a_model_that_peft_still_wraps_is_to_be_merged_first(model, refused):
-    path = model / "model.safetensors"
-    save_file({f"base_model.model.{k}": v for k, v in load_file(path).items()}, path)
-    match = r"named base_model\.model\.….*merge it first.*merge_and_unload\(\)"
-    refused(ModelError, match)
-    with pytest.raises(ModelError, match=match):
-        RawCheckpoint.open(model)
-
-
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
-def test_a_model_that_was_compiled_or_parallel_is_to_be_saved_without(prefix, model, refused):
-    path = model / "model.safetensors"
-    save_file({prefix + k: v for k, v in load_file(path).items()}, path)
-    refused(ModelError, rf"named {prefix}….*model\.{prefix}save_pretrained\(FOLDER\)")
+@pytest.mark.parametrize(
+    ("prefix", "match"),
+    [
+        ("base_model.model.", r"….*merge it first.*merge_and_unload\(\)"),
+        ("_orig_mod.", r"….*model\._orig_mod.save_pretrained\(FOLDER\)"),
+        ("module.", r"….*model\.module.save_pretrained\(FOLDER\)"),
+    ],
+)
+def test_a_model_that_something_wraps_is_to_be_saved_without(prefix, match, model, refused):
+    rewrite(model, lambda weights: {prefix + name: w for name, w in weights.items()})
+    refused(ModelError, f"named {prefix}{match}")
+    if prefix == "base_model.model.":
+        with pytest.raises(ModelError, match=f"named {prefix}{match}"):
+            RawCheckpoint.open(model)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
@@ -107,15 +118,57 @@ def test_a_pointer_of_git_lfs_is_not_the_file(name, model, refused, tmp_path):
     refused(ModelError, f"{name}.* is a pointer of git-LFS.*git lfs pull", calibration=text)
 
 
+MULTIMODAL = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"],
+              "vision_config": {}}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [("gemma3_text", "save its gemma3_text as"), ("llama4_text", "'llama4_text' is not supported")],
-)
-def test_a_multimodal_model_is_said_to_be_one(text, said, model, refused):
-    name = "Gemma3ForConditionalGeneration"
-    edit_config(model, model_type="gemma3", architectures=[name],
-                text_config={"model_type": text}, vision_config={})  # fmt: skip
-    refused(ModelError, f"multimodal model \\({name}, with vision_config\\).*{said}")
+    ("changes", "match"),
+    [
+        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
+         "'gpt2' is not supported; supported: llama, mistral, qwen2"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+         "not a decoder-only language model"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "not a decoder-only language model"),
+        ({"architectures": ["LlamaForSequenceClassification"]},
+         "not a decoder-only language model, but LlamaForSequenceClassification"),
+        ({"architectures": ["LlamaModel"]},
+         "this is a LlamaModel, which has no head to predict tokens with"),
+        ({"num_hidden_layers": 1},
+         r"more layers than the 1 in config\.json \(first: model\.layers\.1\."),
+        ({"intermediate_size": 44}, "has shape .* config.json says"),
+        ({"intermediate_size": None}, "intermediate_size"),
+        ({"quantization_config": "int4"}, r"quantised \(int4\)"),
+        ({"quantization_config": {"quant_method": "gptq"}},
+         r"quantised \(gptq\).*prune it, then quantise"),
+        (MULTIMODAL | {"text_config": {"model_type": "gemma3_text"}},
+         r"multimodal model \(Gemma3.*, with vision_config\).*save its gemma3_text as"),
+        (MULTIMODAL | {"text_config": {"model_type": "llama4_text"}},
+         r"multimodal model \(Gemma3.*, with vision_config\).*'llama4_text' is not supported"),
+    ],
+)  # fmt: skip
+def test_a_model_of_another_kind_or_size(changes, match, model, refused):
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    refused(ModelError, match)
+
+
+UP, DOWN = "model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda w: {name: w[name] for name in w if name != UP},
+         r"lacks 1 of 21 tensors \(first: model\.layers\.1\.mlp\.up_proj\.weight\)"),
+        (lambda w: w | {DOWN: w[DOWN] * float("nan")}, r"layers\.0\.mlp\.down_proj.*NaN or Inf"),
+        (lambda w: w | {DOWN: w[DOWN] + float("inf")}, r"layers\.0\.mlp\.down_proj.*NaN or Inf"),
+        (lambda w: w | {"model.norm.weight": w["model.norm.weight"].to(torch.int8)}, "float"),
+    ],
+)  # fmt: skip
+def test_weights_that_no_model_has(change, match, model, refused):
+    rewrite(model, change)
+    refused(ModelError, match)
 
 
 @pytest.mark.parametrize(
@@ -127,117 +180,20 @@ def test_a_file_that_is_no_plain_text(name, said, refused, tmp_path):
     refused(CalibrationError, said, calibration=str(tmp_path / name))
 
 
-def edit_config(model, **changes):
-    path = model / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def test_an_unsupported_model_type(model, refused):
-    edit_config(model, model_type="gpt2", architectures=["GPT2LMHeadModel"])
-    refused(ModelError, "'gpt2' is not supported; supported: llama, mistral, qwen2")
-
-
-def test_an_encoder(model, refused):
-    edit_config(model, model_type="bert", architectures=["BertForMaskedLM"])
-    refused(ModelError, "not a decoder-only language model")
-
-
-def test_a_classifier(model, refused):
-    edit_config(model, architectures=["LlamaForSequenceClassification"])
-    refused(ModelError, "not a decoder-only language model, but LlamaForSequenceClassification")
-
-
-def test_a_model_without_its_head(model, refused):
-    edit_config(model, architectures=["LlamaModel"])
-    refused(ModelError, "this is a LlamaModel, which has no head to predict tokens with")
-
-
-def test_fewer_layers_in_the_configuration_than_on_disk(model, refused):
-    edit_config(model, num_hidden_layers=1)
-    refused(ModelError, r"more layers than the 1 in config\.json \(first: model\.layers\.1\.")
-
-
-def test_a_quantisation_in_words(model, refused):
-    edit_config(model, quantization_config="int4")
-    refused(ModelError, r"quantised \(int4\)")
-
-
-def test_an_encoder_with_a_decoder(model, refused):
-    edit_config(model, model_type="t5", is_encoder_decoder=True)
-    refused(ModelError, "not a decoder-only language model")
-
-
-@pytest.mark.parametrize("sparsity", [0, 1, -0.1, 1.5])
-def test_a_sparsity_outside_its_range(sparsity, refused):
-    refused(OptionError, "strictly between 0 and 1", sparsity=sparsity)
-
-
-def test_a_sparsity_in_per_cent(refused):
-    refused(OptionError, r"did you mean 0\.3", sparsity=30)
-
-
-@pytest.mark.parametrize("name", ["attention_sparsity", "mlp_sparsity", "expert_sparsity"])
-def test_a_refused_fraction_is_named(name, refused):
-    refused(OptionError, f"^{name} is the fraction of units removed, strictly", **{name: 1})
-
-
-def test_missing_shards(original, model, refused):
-    weights = load_file(model / "model.safetensors")
-    (model / "model.safetensors").unlink()
-    index = {
-        "metadata": {},
-        "weight_map": dict.fromkeys(weights, "model-00001-of-00001.safetensors"),
-    }
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(ModelError, r"model-00001-of-00001\.safetensors' is missing")
-
-
-def test_a_missing_tensor(model, refused):
-    weights = load_file(model / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, model / "model.safetensors")
-    refused(ModelError, r"lacks 1 of 21 tensors \(first: model\.layers\.1\.mlp\.up_proj\.weight\)")
-
-
-def test_a_truncated_shard(model, refused):
-    path = model / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    refused(ModelError, r"model\.safetensors' is truncated or damaged")
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_hold_nan(value, model, refused):
-    weights = load_file(model / "model.safetensors")
-    weights["model.layers.0.mlp.down_proj.weight"][3, 4] = value
-    save_file(weights, model / "model.safetensors")
-    refused(ModelError, r"layers\.0\.mlp\.down_proj\.weight.*NaN or Inf")
-
-
-def test_a_tensor_of_another_shape(model, refused):
-    edit_config(model, intermediate_size=44)
-    refused(ModelError, r"has shape .* config.json says")
-
-
-def test_integer_weights(model, refused):
-    weights = load_file(model / "model.safetensors")
-    weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.int8)
-    save_file(weights, model / "model.safetensors")
-    refused(ModelError, "float")
-
-
-def test_pickled_weights(model, refused):
-    (model / "model.safetensors").rename(model / "pytorch_model.bin")
-    refused(ModelError, "pytorch_model.bin' is a pickle: convert it")
-
-
-def test_a_damaged_index(model, refused):
-    (model / "model.safetensors.index.json").write_text("{}")
+def test_files_that_are_missing_or_damaged(model, refused):
+    path, index = model / "model.safetensors", model / "model.safetensors.index.json"
+    shards = dict.fromkeys(load_file(path), "model-00001-of-00001.safetensors")
+    index.write_text("{}")
     refused(ModelError, "index.json' is damaged")
-
-
-def test_quantised_weights(model, refused):
-    edit_config(model, quantization_config={"quant_method": "gptq"})
-    refused(ModelError, r"quantised \(gptq\).*prune it, then quantise")
+    whole = path.read_bytes()
+    path.unlink()
+    index.write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    refused(ModelError, r"model-00001-of-00001\.safetensors' is missing")
+    index.unlink()
+    path.write_bytes(whole[:-100])
+    refused(ModelError, r"model\.safetensors' is truncated or damaged")
+    path.rename(model / "pytorch_model.bin")
+    refused(ModelError, "pytorch_model.bin' is a pickle: convert it")
 
 
 def test_a_folder_without_a_tokenizer(model, refused, tmp_path):
@@ -246,27 +202,15 @@ def test_a_folder_without_a_tokenizer(model, refused, tmp_path):
     refused(ModelError, "has no tokenizer", calibration="self")
 
 
-def test_too_little_text(refused, tmp_path):
+def test_text_that_is_too_little_or_of_another_tokenizer(refused, tmp_path):
     text = tm.text_file(tmp_path / "text.txt", 100)
     refused(CalibrationError, "has 100 tokens, 24 windows of 32 need 768", calibration=text)
-
-
-def test_no_text_at_all(refused, tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
     refused(CalibrationError, "holds no text", calibration=str(tmp_path / "empty.txt"))
     refused(CalibrationError, "no text at .*nowhere.txt", calibration=str(tmp_path / "nowhere.txt"))
-
-
-def test_token_ids_of_another_tokenizer(refused, tmp_path):
-    import numpy as np
-
     np.save(tmp_path / "far.npy", np.full((24, 32), 5000))
     refused(CalibrationError, r"token ids 5000\.\.5000.*vocabulary has 300",
             calibration=str(tmp_path / "far.npy"))  # fmt: skip
-
-
-def test_windows_longer_than_the_model(refused):
-    refused(OptionError, "seq_len=65 is beyond the model's 64 positions", seq_len=65)
 
 
 def test_an_output_inside_the_model(model, refused):
@@ -291,25 +235,19 @@ def test_a_disk_known_to_be_full(refused, monkeypatch):
 
 
 def test_a_disk_that_fills_up_on_the_way(model, tmp_path, monkeypatch):
-    tokens = tm.token_file(tmp_path / "tokens.npy")
-
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(writing, "write_tensors", full)
+    settings = small(tmp_path) | {"compensation": "none"}
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(OutputError, match="No space left on device; make room"):
-        coec.prune(model, tmp_path / "new" / "out", calibration=tokens, samples=24, seq_len=32,
-                   compensation="none", preset="paper")  # fmt: skip
+        coec.prune(model, tmp_path / "new" / "out", **settings)
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_failure_leaves_the_replaced_model_as_it_was(model, tmp_path, monkeypatch):
-    tokens = tm.token_file(tmp_path / "tokens.npy")
-    settings = {
-        "preset": "paper", "calibration": tokens, "samples": 24, "seq_len": 32,
-        "compensation": "none",
-    }  # fmt: skip
+    settings = small(tmp_path) | {"compensation": "none"}
     coec.prune(model, tmp_path / "out", **settings)
     before = {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
 
@@ -328,15 +266,21 @@ def test_a_failure_leaves_the_replaced_model_as_it_was(model, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("setting", "match"),
     [
+        ({"sparsity": 0}, "strictly between 0 and 1"),
+        ({"sparsity": 1}, "strictly between 0 and 1"),
+        ({"sparsity": -0.1}, "strictly between 0 and 1"),
+        ({"sparsity": 1.5}, "strictly between 0 and 1"),
+        ({"sparsity": 30}, r"did you mean 0\.3"),
+        *(({name: 1}, f"^{name} is the fraction of units removed, strictly")
+          for name in ("attention_sparsity", "mlp_sparsity", "expert_sparsity")),
+        ({"seq_len": 65}, "seq_len=65 is beyond the model's 64 positions"),
         ({"alhpa": 0.5}, "unknown setting 'alhpa'; did you mean 'alpha'"),
         ({"alpha": 1.5}, r"alpha must be in \[0, 1\]"),
         ({"alpha": "high"}, "alpha must be a number, got 'high'"),
         ({"rounds": 2.5}, "rounds must be a whole number"),
         ({"ridge": 0.1}, "ridge is an option of .* preset paper takes coec: add compensation="),
-        (
-            {"compensation": "coec", "ridge": 0.1},
-            "'coec' has no option 'ridge'; its options: alpha",
-        ),
+        ({"compensation": "coec", "ridge": 0.1},
+         "'coec' has no option 'ridge'; its options: alpha"),
         ({"compensation": "rcpu", "alpha": 0.9}, "'rcpu' has no option 'alpha'.*none"),
         ({"rotation": "bleft"}, "rotation must be one of two-sided, left, right, better"),
         ({"solver": "newton"}, "solver must be one of"),
@@ -350,7 +294,7 @@ def test_a_failure_leaves_the_replaced_model_as_it_was(model, tmp_path, monkeypa
         ({"device": "tpu9"}, "device 'tpu9' cannot be used"),
         ({"calibration": torch.rand(4, 32)}, "token ids are whole numbers"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_cannot_be(setting, match, refused):
     refused(CoecError, match, **setting)
 
@@ -389,9 +333,6 @@ def test_wrong_types_and_shapes_without_the_type_checker_of_the_tests():
 def test_a_model_that_is_not_there(refused, tmp_path):
     refused(ModelError, "no model at .*nowhere", model=tmp_path / "nowhere")
     refused(ModelError, "could not be downloaded", model="someone/something")
-
-
-def test_a_folder_that_is_no_model(refused, tmp_path):
     (tmp_path / "empty").mkdir()
     refused(ModelError, "no config.json in", model=tmp_path / "empty")
 
@@ -419,48 +360,20 @@ def test_biases_that_no_format_holds(variant, match, refused, tmp_path):
 
 
 def test_a_model_that_overflows_names_the_module_and_the_cure(original, model, tmp_path):
-    weights = load_file(model / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"] *= 1e38
-    save_file(weights, model / "model.safetensors")
-    tokens = tm.token_file(tmp_path / "tokens.npy")
+    rewrite(model, lambda weights: weights | {UP: weights[UP] * 1e38})
+    settings = small(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(CoecError, match=r"layers\.1\.mlp\.down_proj.*NaN or Inf"):
-        coec.prune(
-            model, tmp_path / "out", calibration=tokens, samples=24, seq_len=32, preset="paper"
-        )
+        coec.prune(model, tmp_path / "out", **settings)
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_result_that_does_not_fit_its_dtype_says_which_does(original, tmp_path):
-    tokens = tm.token_file(tmp_path / "tokens.npy")
-
     def huge(problem):
         return coec.SiteResult(problem.weight[:, problem.kept.indices] * 1e6)
 
     with pytest.raises(CoecError, match=r"does not fit torch\.float16.*dtype=float32"):
-        coec.prune(original, tmp_path / "out", calibration=tokens, samples=24, seq_len=32,
-                   compensation=huge, dtype="float16", preset="paper")  # fmt: skip
+        coec.prune(
+            original, tmp_path / "out", **small(tmp_path), compensation=huge, dtype="float16"
+        )
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("toml", "match"),
-    [
-        ("alhpa = 1", "holds 'alhpa', which is no setting; did you mean 'alpha'?"),
-        ("alpha = ", "is not valid TOML"),
-        ("[coec]\nalpha = 1", "has a table [coec]; write its keys at the top level"),
-    ],
-)
-def test_a_bad_recipe_file_is_one_line_and_status_1(
-    toml, match, model, tmp_path, capsys, monkeypatch
-):
-    (tmp_path / "recipe.toml").write_text(toml)
-    arguments = ["coec", "prune", str(model), "out", "--config", str(tmp_path / "recipe.toml")]
-    monkeypatch.setattr("sys.argv", arguments)
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    shown = capsys.readouterr()
-    assert exit_.value.code == 1
-    assert shown.out == ""
-    assert shown.err.count("\n") == 1
-    assert match in shown.err

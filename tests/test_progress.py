@@ -6,18 +6,8 @@ import torch
 import tiny_models as tm
 from coec.cli.progress import ProgressLines
 
-FEW = (
-    "--preset",
-    "paper",
-    "--samples",
-    4,
-    "--seq-len",
-    32,
-    "--compensation",
-    "none",
-    "--device",
-    "cpu",
-)
+FEW = ("--preset", "paper", "--samples", 4, "--seq-len", 32, "--compensation", "none",
+       "--device", "cpu")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -140,9 +140,8 @@ def test_a_run_records_it_without_places(dense, texts):
     assert record["calibration"]["source"] == "a.txt=2,b.jsonl,c.npy"
     assert record["recipe"]["calibration"] == "a.txt=2,b.jsonl,c.npy"
     assert str(texts) not in (texts / "out/coec.json").read_text()
-    assert (texts / "out/model.safetensors").read_bytes() == (
-        texts / "same/model.safetensors"
-    ).read_bytes()
+    weights, others = ((texts / out / "model.safetensors").read_bytes() for out in ("out", "same"))
+    assert weights == others
     assert record["calibration"]["windows_sha256"] == same.calibration["windows_sha256"]
     measured = [coec.perplexity(texts / "out", name, seq_len=32) for name in ("b.jsonl", "c.npy")]
     assert all(result.same_text_as_calibration for result in measured)
@@ -158,26 +157,15 @@ def test_an_evaluation_takes_one_text(dense, texts):
 
 @pytest.mark.unchecked
 def test_the_command_plans_and_prunes_it(dense, texts, run):
-    flags = (
-        "--preset",
-        "paper",
-        "--samples",
-        6,
-        "--seq-len",
-        32,
-        "--device",
-        "cpu",
-        "--calibration",
-    )
+    flags = ("--preset", "paper", "--samples", 6, "--seq-len", 32, "--device", "cpu",
+             "--calibration")  # fmt: skip
     assert run("prune", dense.folder, *flags, "a.txt=2,b.jsonl", "--dry-run")[0] == 0
     for source in ("a.txt,self", "a.txt,b.jsonl=0"):
         for more in (("--dry-run",), (texts / "out",)):
             status, _, err = run("prune", dense.folder, *more, *flags, source)
             assert (status, err.count("\n")) == (1, 1)
     config = texts / "recipe.toml"
-    config.write_text(
-        'calibration = "a.txt=2,b.jsonl"\nsamples = 6\nseq-len = 32\npreset = "paper"\n'
-    )
+    config.write_text('calibration = "a.txt=2,b.jsonl"\nsamples = 6\npreset = "paper"\n')
     status, out, _ = run("prune", dense.folder, texts / "out", "--config", config)
     assert status == 0
     assert "--text a.txt=2,b.jsonl" in out

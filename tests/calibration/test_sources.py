@@ -53,6 +53,13 @@ def test_c4_is_its_first_shard_streamed(split, asked, shard, hub):
     ]
 
 
+def test_wikitext_is_joined_by_blank_lines(hub):
+    hub.answer = {"text": ["", " = Title = ", "a line"]}
+    assert read_text("wikitext2", split="train") == "\n\n = Title = \n\na line"
+    wikitext = ("Salesforce/wikitext", "wikitext-2-raw-v1")
+    assert hub.asked == [(wikitext, {"split": "train"})]
+
+
 def test_reading_ends_with_the_document_that_reaches_the_bound(hub, monkeypatch):
     monkeypatch.setattr(sources, "HUB_CHARACTERS", 12)
 
@@ -102,7 +109,10 @@ def test_a_name_that_is_none_is_refused_before_the_hub_is_asked(source, hub):
     assert hub.asked == []
 
 
-@pytest.mark.parametrize(("source", "name"), [("c4", "C4"), ("hub:owner/name", "'hub:owner/name'")])
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [("wikitext2", "WikiText-2"), ("c4", "C4"), ("hub:owner/name", "'hub:owner/name'")],
+)
 @pytest.mark.parametrize("message", ["Couldn't reach the hub\nand more", ""])
 def test_a_hub_out_of_reach_is_one_line(source, name, message, hub):
     hub.answer = ConnectionError(message)

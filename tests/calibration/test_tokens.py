@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, processors
 import tiny_models as tm
 from coec.calibration import sources
 from coec.calibration import tokens as module
-from coec.calibration.tokens import Stream, load_tokenizer, read_stream
+from coec.calibration.tokens import Extent, Stream, load_tokenizer, read_stream, token_ids
 from coec.calibration.windows import all_windows, sample_windows
 from coec.errors import CalibrationError, ModelError
 from coec.models.folder import carry_files
@@ -33,8 +33,9 @@ def stream_of(ids):
     return Stream(torch.as_tensor(ids), "source", "digest")
 
 
-def read(path, tokenizer, **options):
-    return read_stream(str(path), lambda: tokenizer, split="train", **options)
+def read(path, tokenizer, needed=None, **options):
+    extent = Extent(needed)
+    return read_stream(str(path), lambda: tokenizer, split="train", extent=extent, **options)
 
 
 def test_documents_are_joined_by_blank_lines_whatever_the_file(tokenizer, tmp_path):
@@ -74,51 +75,50 @@ def test_token_files_are_read_as_they_are(shape, tokenizer, tmp_path):
         assert torch.equal(read(tmp_path / name, None).ids, torch.from_numpy(ids).long())
 
 
-def test_sampled_windows_are_disjoint_pieces_of_the_text():
-    windows = sample_windows(stream_of(range(103)), samples=7, seq_len=10, seed=0, vocabulary=200)
+def drawn(ids, samples, seq_len=10, seed=0):
+    return sample_windows(stream_of(ids), samples=samples, seq_len=seq_len, seed=seed)
+
+
+def test_sampled_windows_are_disjoint_pieces_of_the_text_in_its_order():
+    windows = drawn(range(103), 7)
     assert windows.ids.shape == (7, 10)
     assert torch.equal(windows.ids - windows.ids[:, :1], torch.arange(10).expand(7, 10))
     assert len(set(windows.ids.flatten().tolist())) == 70
     assert windows.available == 103
+    starts = drawn(range(500), 20).ids[:, 0].tolist()
+    assert starts == sorted(starts)
+    assert starts != list(range(0, 200, 10))
 
 
 def test_the_seed_decides_which_windows():
-    draws = [
-        sample_windows(
-            stream_of(range(1000)), samples=5, seq_len=10, seed=seed, vocabulary=1000
-        ).ids
-        for seed in (0, 0, 1)
-    ]
-    assert torch.equal(draws[0], draws[1])
-    assert not torch.equal(draws[0], draws[2])
+    first, again, other = (drawn(range(1000), 5, seed=seed).ids for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 def test_rows_of_a_token_file_are_windows():
     rows = torch.arange(40).reshape(10, 4)
-    windows = sample_windows(stream_of(rows), samples=3, seq_len=4, seed=0, vocabulary=50)
-    assert all(row.tolist() in rows.tolist() for row in windows.ids)
+    assert all(row.tolist() in rows.tolist() for row in drawn(rows, 3, seq_len=4).ids)
     with pytest.raises(CalibrationError, match="rows of 4 tokens; pass seq_len=4"):
-        sample_windows(stream_of(rows), samples=3, seq_len=5, seed=0, vocabulary=50)
+        drawn(rows, 3, seq_len=5)
 
 
 def test_evaluation_takes_every_window_and_drops_the_tail():
-    windows = all_windows(stream_of(range(23)), seq_len=5, vocabulary=30)
+    windows = all_windows(stream_of(range(23)), seq_len=5)
     assert torch.equal(windows.ids, torch.arange(20).reshape(4, 5))
 
 
 def test_too_little_text_says_how_much_there_is_and_how_much_is_needed():
-    with pytest.raises(
-        CalibrationError, match="has 45 tokens, 5 windows of 10 need 50; .* at most samples=4$"
-    ):
-        sample_windows(stream_of(range(45)), samples=5, seq_len=10, seed=0, vocabulary=50)
-    with pytest.raises(CalibrationError, match="windows of at most seq_len=7"):
-        sample_windows(stream_of(range(7)), samples=5, seq_len=10, seed=0, vocabulary=50)
+    short = "has 45 tokens, 5 windows of 10 need 50; .* at most samples=4$"
+    for count, match in ((45, short), (7, "windows of at most seq_len=7")):
+        with pytest.raises(CalibrationError, match=match):
+            drawn(range(count), 5)
 
 
 def test_ids_outside_the_vocabulary_are_refused():
     for ids in ([1, 2, 30], [-1, 2, 3]):
         with pytest.raises(CalibrationError, match="vocabulary has 30.*another tokenizer"):
-            all_windows(stream_of(ids), seq_len=2, vocabulary=30)
+            stream_of(ids).within(30)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,10 @@ def test_ids_outside_the_vocabulary_are_refused():
     [
         ("a.jsonl", '{"text": "a"}\n{"text"', "line 2"),
         ("a.jsonl", '{"story": "a"}', "no .*'text'.*text_column=NAME"),
+        ("s.jsonl", '{"text": "a\\ud800b"}', r"line 1, is no text: character 2 .*'\\ud800'"),
+        ("d.jsonl", '{"text": ' + "[" * 100_000, "line 1, is not JSON: maximum recursion"),
+        ("n.jsonl", '{"text": "a", "id": ' + "9" * 5000 + "}", "line 1, is not JSON: Exceeds"),
+        ("n.jsonl", '{"text": "a"}\n{"text": NaN}', "line 2, has no text in column 'text'"),
         ("a.parquet", "PAR", "not a parquet file"),
         ("a.npy", "text", "holds no token ids"),
         ("a.safetensors", "text", "holds no token ids"),
@@ -133,8 +137,9 @@ def test_ids_outside_the_vocabulary_are_refused():
 )
 def test_a_file_of_the_wrong_form_is_named(name, content, match, tokenizer, tmp_path):
     (tmp_path / name).write_text(content)
-    with pytest.raises(CalibrationError, match=match):
+    with pytest.raises(CalibrationError, match=match) as caught:
         read(tmp_path / name, tokenizer)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_parquet_column_that_is_not_there_lists_those_that_are(tokenizer, tmp_path):
@@ -144,44 +149,10 @@ def test_a_parquet_column_that_is_not_there_lists_those_that_are(tokenizer, tmp_
     assert tokenizer.decode(read(tmp_path / "t.parquet", tokenizer, text_column="b").ids) == "y"
 
 
-def test_a_token_file_holds_whole_numbers_in_rows(tmp_path):
-    np.save(tmp_path / "f.npy", np.ones(4, dtype=np.float32))
-    np.save(tmp_path / "c.npy", np.ones((2, 2, 2), dtype=np.int64))
-    with pytest.raises(CalibrationError, match="holds no token ids"):
-        read(tmp_path / "f.npy", None)
-    with pytest.raises(CalibrationError, match=r"shape \(n,\) or \(rows, length\)"):
-        read(tmp_path / "c.npy", None)
-
-
 def test_wikitext_without_datasets_says_what_to_install_or_give(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(CalibrationError, match=r"pip install 'coec\[data\]'.*calibration=self"):
         read("wikitext2", tokenizer)
-
-
-def test_wikitext_offline_says_what_to_give_instead(tokenizer, monkeypatch):
-    import datasets
-
-    def unreachable(*args, **kwargs):
-        raise ConnectionError("Couldn't reach the hub\nand more")
-
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(CalibrationError, match=r"Couldn't reach the hub\). Offline, give a local"):
-        read("wikitext2", tokenizer)
-
-
-def test_wikitext_comes_through_datasets_joined_by_blank_lines(tokenizer, monkeypatch):
-    import datasets
-
-    asked = []
-
-    def load(*args, split):
-        asked.append((*args, split))
-        return {"text": ["", " = Title = ", "a line"]}
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    assert tokenizer.decode(read("wikitext2", tokenizer).ids) == "\n\n = Title = \n\na line"
-    assert asked == [("Salesforce/wikitext", "wikitext-2-raw-v1", "train")]
 
 
 def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path):
@@ -195,34 +166,6 @@ def test_a_parquet_row_without_text_is_not_turned_into_words(rows, tokenizer, tm
     pyarrow.parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "t.parquet")
     with pytest.raises(CalibrationError, match=r"row [12], has no text .*text_column=NAME"):
         read(tmp_path / "t.parquet", tokenizer)
-
-
-def test_fractions_in_a_safetensors_file_are_no_token_ids(tmp_path):
-    save_file({"input_ids": torch.rand(3, 4)}, tmp_path / "f.safetensors")
-    with pytest.raises(CalibrationError, match="holds no token ids.*float32"):
-        read(tmp_path / "f.safetensors", None)
-
-
-def test_windows_keep_the_order_of_the_text():
-    windows = sample_windows(stream_of(range(500)), samples=20, seq_len=10, seed=0, vocabulary=500)
-    assert windows.ids[:, 0].tolist() == sorted(windows.ids[:, 0].tolist())
-    assert windows.ids[:, 0].tolist() != list(range(0, 200, 10))
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "match"),
-    [
-        ("s.jsonl", '{"text": "a\\ud800b"}', r"line 1, is no text: character 2 .*'\\ud800'"),
-        ("d.jsonl", '{"text": ' + "[" * 100_000, "line 1, is not JSON: maximum recursion"),
-        ("n.jsonl", '{"text": "a", "id": ' + "9" * 5000 + "}", "line 1, is not JSON: Exceeds"),
-        ("n.jsonl", '{"text": "a"}\n{"text": NaN}', "line 2, has no text in column 'text'"),
-    ],
-)
-def test_lines_that_no_text_can_come_from(name, content, match, tokenizer, tmp_path):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(CalibrationError, match=match) as caught:
-        read(tmp_path / name, tokenizer)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("place", [0.0, 0.02, 0.5, 0.97])
@@ -246,11 +189,11 @@ def test_a_name_that_no_file_can_have_is_no_file(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "ids", [np.ones((2, 32), dtype=bool), np.array(["a"]), np.array([1.0]), np.array([], int)]
-)
+    "ids",
+    [np.ones((2, 32), dtype=bool), np.array(["a"]), np.array([1.0]), np.array([], int),
+     np.ones((2, 2, 2), dtype=np.int64)],
+)  # fmt: skip
 def test_what_no_token_ids_are(ids, tmp_path):
-    from coec.calibration.tokens import token_ids
-
     with pytest.raises(CalibrationError, match="token ids are"):
         token_ids(ids)
     np.save(tmp_path / "ids.npy", ids)
@@ -258,9 +201,12 @@ def test_what_no_token_ids_are(ids, tmp_path):
         read(tmp_path / "ids.npy", None)
 
 
-def test_truth_values_are_no_token_ids_in_safetensors_either(tmp_path):
-    save_file({"input_ids": torch.ones(40, dtype=torch.bool)}, tmp_path / "ids.safetensors")
-    with pytest.raises(CalibrationError, match="token ids are whole numbers, got torch.bool"):
+@pytest.mark.parametrize("ids", [torch.rand(3, 4), torch.ones(40, dtype=torch.bool)])
+def test_what_no_token_ids_are_in_safetensors(ids, tmp_path):
+    save_file({"input_ids": ids}, tmp_path / "ids.safetensors")
+    with pytest.raises(
+        CalibrationError, match=f"holds no token ids.*token ids are whole numbers, got {ids.dtype}"
+    ):
         read(tmp_path / "ids.safetensors", None)
 
 
@@ -330,7 +276,7 @@ def test_a_long_text_is_read_no_further_than_needed(name, tokenizer, tmp_path, m
     assert stream.characters == stream.ids.numel()
     assert heard[0][0] == "tokenising"
     assert heard[-1] == ("tokenising", 250, 250)
-    record = sample_windows(stream, samples=2, seq_len=10, seed=0, vocabulary=300).record()
+    record = sample_windows(stream, samples=2, seq_len=10, seed=0).record()
     assert (record["in_pieces"], record["characters"]) == (True, stream.characters)
 
 

@@ -16,16 +16,8 @@ def dense_folder(tmp_path_factory):
 def pruned_folder(dense_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair") / "pruned"
     tokens = tm.token_file(tmp_path_factory.mktemp("tokens") / "tokens.npy")
-    coec.prune(
-        dense_folder,
-        folder,
-        calibration=tokens,
-        samples=24,
-        seq_len=32,
-        rounds=2,
-        r_p=4,
-        preset="paper",
-    )
+    coec.prune(dense_folder, folder, calibration=tokens, samples=24, seq_len=32, rounds=2, r_p=4,
+               preset="paper")  # fmt: skip
     return folder
 
 

@@ -6,10 +6,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from pandas import json_normalize
 
 import problems
 from coec.compensation.anchor import Anchor
-from coec.errors import NumericalError, OptionError
+from coec.errors import NumericalError
 from coec.evaluation.frames import compare_frames
 from coec.linalg.right import Alignment
 from coec.types import KeptSet
@@ -55,15 +56,14 @@ def test_angles_are_those_of_the_definition(seed):
         np.linalg.svd(W.numpy())[2][:R].T for W in (W0, W0[:, KEPT.indices], C)
     )  # fmt: skip
     O = V_full[KEPT.indices.numpy()]  # noqa: E741  # the paper's name
-    for measured, (A, B) in {
+    for measured, pair in {
         found.original_pruned: (O, V_P),
         found.original_compensated: (O, V_C),
         found.pruned_compensated: (V_P, V_C),
     }.items():
-        expected = numpy_angles(A, B)
-        assert three_numbers(measured) == pytest.approx(
-            (expected.mean(), expected.min(), expected.max()), rel=CLOSED_FORM
-        )
+        angles = numpy_angles(*pair)
+        expected = angles.mean(), angles.min(), angles.max()
+        assert three_numbers(measured) == pytest.approx(expected, rel=CLOSED_FORM)
 
 
 def test_without_compensation_nothing_turns():
@@ -128,17 +128,9 @@ def test_signs_and_equal_singular_values_change_nothing(monkeypatch):
 
     monkeypatch.setattr(frames, "svd", other_svd)
     second = compare_frames(W0, KEPT, C, R, value_weight=value)
-    flat, again = (list(walk(dataclasses.asdict(f))) for f in (first, second))
+    flat, again = (json_normalize(dataclasses.asdict(f)).iloc[0].tolist() for f in (first, second))
     assert flat == pytest.approx(again, rel=CLOSED_FORM)
     assert (other_svd(C)[0][:, 0] - svd(C)[0][:, 0]).norm() > 0.1
-
-
-def walk(value):
-    if isinstance(value, dict):
-        for inner in value.values():
-            yield from walk(inner)
-    else:
-        yield value
 
 
 def test_the_discrepancy_is_that_of_the_definition():
@@ -215,13 +207,3 @@ def test_what_has_no_frames_is_an_error():
         compare_frames(W0, KEPT, torch.zeros(M, K, dtype=torch.float64), R)
     with pytest.raises(NumericalError, match="NaN or Inf"):
         compare_frames(W0, KEPT, torch.full((M, K), math.nan, dtype=torch.float64), R)
-
-
-def test_shapes_that_do_not_fit_are_an_error():
-    W0, W_K = problems.weight(M, D), problems.weight(M, K)
-    with pytest.raises(OptionError, match=r"a kept set of 11 out of 16 .*\(20, 10\) do not fit"):
-        compare_frames(W0, KEPT, W_K[:, :-1], R)
-    with pytest.raises(OptionError, match="one row per kept column \\(11\\), got 10"):
-        compare_frames(W0, KEPT, W_K, R, value_weight=problems.weight(K - 1, 4))
-    with pytest.raises(OptionError, match="r must be at least 1, got 0"):
-        compare_frames(W0, KEPT, W_K, 0)

@@ -76,20 +76,11 @@ def test_nothing_compensated_nothing_turned(dense_folder, tmp_path):
 
 
 def test_a_site_that_keeps_everything_is_left_out(tmp_path):
-    dense = tm.save(
-        tm.tiny("llama", torch.float32, num_attention_heads=2, num_key_value_heads=1),
-        tmp_path / "dense",
-    )
+    network = tm.tiny("llama", torch.float32, num_attention_heads=2, num_key_value_heads=1)
+    dense = tm.save(network, tmp_path / "dense")
     tokens = tm.token_file(tmp_path / "tokens.npy")
-    coec.prune(
-        dense,
-        tmp_path / "out",
-        calibration=tokens,
-        samples=24,
-        seq_len=32,
-        rounds=1,
-        preset="paper",
-    )
+    coec.prune(dense, tmp_path / "out", calibration=tokens, samples=24, seq_len=32, rounds=1,
+               preset="paper")  # fmt: skip
     rows = coec.geometry(dense, tmp_path / "out", ranks={"mlp": 4})
     assert [row["site"] for row in rows] == ["mlp", "mlp"]
     assert summarize(rows).keys() == {"mlp"}
@@ -125,22 +116,13 @@ def row(site="attention", block=0, **changes):
     penalty = {"pruned": 1e-3, "compensated": 1e-4, "weighted_pruned": 1e-3,
                "weighted_compensated": 1e-3}  # fmt: skip
     return {
-        "module": f"model.layers.{block}.x",
-        "site": site,
-        "r": 4,
-        "original_pruned": angles,
-        "original_compensated": angles,
-        "pruned_compensated": angles,
-        "discrepancy": 0.01 * (block + 1),
-        "scale_change": 0.1,
-        "gap_dense": 1.5,
-        "gap_pruned": 1.4,
-        "gap_compensated": 1.3,
-        "penalty": penalty if site == "attention" else None,
-        "reads_fitted": False,
-        "events": [],
+        "module": f"model.layers.{block}.x", "site": site, "r": 4, "original_pruned": angles,
+        "original_compensated": angles, "pruned_compensated": angles,
+        "discrepancy": 0.01 * (block + 1), "scale_change": 0.1, "gap_dense": 1.5,
+        "gap_pruned": 1.4, "gap_compensated": 1.3,
+        "penalty": penalty if site == "attention" else None, "reads_fitted": False, "events": [],
         **changes,
-    }
+    }  # fmt: skip
 
 
 def test_the_summary_averages_and_names_the_worst():
@@ -166,20 +148,15 @@ def test_the_summary_averages_and_names_the_worst():
 def test_odd_modules_are_named():
     worse = {"pruned": 1e-4, "compensated": 1e-3, "weighted_pruned": 1.0,
              "weighted_compensated": 1.0}  # fmt: skip
-    notes = oddities(
-        [
-            row(),
-            row(block=1, gap_compensated=1.001),
-            row(block=2, gap_pruned=None),
-            row(block=3, penalty=worse, events=["gesdd failed"]),
-        ]
-    )
-    assert len(notes) == 4
-    assert "below 1.01" in notes[0]
-    assert "(1 of 4 modules, first: model.layers.1.x)" in notes[0]
-    assert "O and P nearly coincide" in notes[1]
-    assert "raised the alignment penalty" in notes[2]
-    assert notes[3] == "model.layers.3.x: gesdd failed"
+    narrow, whole, raised, event = oddities([
+        row(), row(block=1, gap_compensated=1.001), row(block=2, gap_pruned=None),
+        row(block=3, penalty=worse, events=["gesdd failed"]),
+    ])  # fmt: skip
+    assert "below 1.01" in narrow
+    assert "(1 of 4 modules, first: model.layers.1.x)" in narrow
+    assert "O and P nearly coincide" in whole
+    assert "raised the alignment penalty" in raised
+    assert event == "model.layers.3.x: gesdd failed"
     assert oddities([row()]) == []
 
 

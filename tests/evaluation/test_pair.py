@@ -19,18 +19,6 @@ def pruned(pruned_folder, tmp_path):
     return shutil.copytree(pruned_folder, tmp_path / "pruned")
 
 
-@pytest.fixture
-def kept(pruned):
-    """Rewrites the kept units."""
-
-    def rewrite(**changes):
-        path = pruned / "coec/kept.safetensors"
-        stored = load_file(path) | {k.replace("_", "."): v for k, v in changes.items()}
-        save_file({k: v for k, v in stored.items() if v is not None}, path)
-
-    return rewrite
-
-
 def test_a_pair_knows_sizes_and_units(dense_folder, pruned_folder):
     pair = ModelPair.open(dense_folder, pruned_folder)
     assert (pair.dense.shape.ffn, pair.pruned.shape.ffn) == (40, 28)
@@ -83,14 +71,19 @@ def test_models_of_other_sizes_do_not_belong_together(changes, match, pruned, tm
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["up_proj", "v_proj"])
-def test_another_model_of_the_same_sizes_is_refused(name, pruned, tmp_path):
+def moved(folder, name):
+    """A model with other weights at one place."""
     model = tm.tiny("llama", torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if f"layers.0.{'mlp' if name == 'up_proj' else 'self_attn'}.{name}" in parameter_name:
+            if name in parameter_name:
                 parameter.add_(0.1)
-    other = tm.save(model, tmp_path / "other")
+    return tm.save(model, folder)
+
+
+@pytest.mark.parametrize("name", ["mlp.up_proj", "self_attn.v_proj"])
+def test_another_model_of_the_same_sizes_is_refused(name, pruned, tmp_path):
+    other = moved(tmp_path / "other", f"layers.0.{name}")
     with pytest.raises(ModelError, match=f"was not pruned from .*{name}.* keeps are others"):
         ModelPair.open(other, pruned)
 
@@ -103,25 +96,24 @@ def test_a_trained_model_is_kin_by_the_record_of_the_dense_one(dense_folder, tra
 
 @pytest.mark.parametrize("name", ["q_proj", "embed_tokens"])
 def test_another_model_is_no_kin_of_a_trained_one(name, trained_folder, tmp_path):
-    model = tm.tiny("llama", torch.float32)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if name in parameter_name:
-                parameter.add_(0.1)
-    other = tm.save(model, tmp_path / "other")
+    other = moved(tmp_path / "other", name)
     with pytest.raises(ModelError, match="was not pruned from .*its weights are others"):
         ModelPair.open(other, trained_folder)
 
 
-def test_kept_units_of_another_run_are_refused(dense_folder, pruned, kept):
-    kept(layers_1_mlp=torch.arange(27))
-    with pytest.raises(ModelError, match=r"layers.1.mlp .* keeps 27 units, the pruned model has 2"):
-        ModelPair.open(dense_folder, pruned)
-    kept(layers_1_mlp=torch.zeros(28, dtype=torch.int64))
-    with pytest.raises(ModelError, match="does not fit the dense model: .*sorted and distinct"):
-        ModelPair.open(dense_folder, pruned)
-    kept(layers_1_mlp=None)
-    with pytest.raises(ModelError, match=r"lacks layers.1.mlp: it is of another model"):
+@pytest.mark.parametrize(
+    ("units", "match"),
+    [
+        (torch.arange(27), r"layers.1.mlp .* keeps 27 units, the pruned model has 2"),
+        (torch.zeros(28, dtype=torch.int64), "does not fit the dense .*sorted and distinct"),
+        (None, r"lacks layers.1.mlp: it is of another model"),
+    ],
+)
+def test_kept_units_of_another_run_are_refused(units, match, dense_folder, pruned):
+    path = pruned / "coec/kept.safetensors"
+    stored = load_file(path) | {"layers.1.mlp": units}
+    save_file({key: value for key, value in stored.items() if value is not None}, path)
+    with pytest.raises(ModelError, match=match):
         ModelPair.open(dense_folder, pruned)
 
 

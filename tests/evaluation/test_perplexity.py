@@ -1,5 +1,6 @@
 """Perplexity and divergence against the obvious loop."""
 
+import hashlib
 import json
 import math
 import shutil
@@ -69,24 +70,38 @@ def test_a_model_is_as_good_as_itself(folders):
 
 def test_windows_are_as_long_as_the_model_allows_unless_told(folders):
     assert coec.perplexity(folders[0], IDS).seq_len == tm.POSITIONS
-    with pytest.raises(OptionError, match="seq_len=65 is beyond the model's 64 positions"):
-        coec.perplexity(folders[0], IDS, seq_len=65)
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "error", "match"),
+    [
+        (IDS, {"seq_len": 65}, OptionError, "seq_len=65 is beyond the model's 64 positions"),
+        *((IDS, {"seq_len": length}, OptionError,
+           f"seq_len must be a whole number of at least 2, got {length}") for length in (1, 0, -3)),
+        (IDS, {"max_windows": 0}, OptionError, "max_windows must be a whole number of at least 1"),
+        (IDS, {"dtype": "int8"}, OptionError, "dtype must be one of"),
+        (IDS, {"bos": "yes"}, OptionError, "bos must be one of auto, on, off"),
+        (IDS, {"via": "vllm"}, OptionError,
+         "via must be one of coec, transformers, got 'vllm'"),
+        ("self", {}, OptionError, "give baseline=DENSE"),
+        ("self", {"samples": 0}, OptionError, "samples must be a whole number of at least 1"),
+        *(("self", {"seed": seed}, OptionError, "seed must be") for seed in (-1, 2**64)),
+        ("self", {"seed": np.int64(-1)}, OptionError, "seed must be"),
+        (IDS[:20], {"seq_len": 32}, CalibrationError, "has 20 tokens, less than one window of 32"),
+        (torch.rand(40), {}, CalibrationError, "token ids are whole numbers"),
+        (IDS.numpy() > 9, {"seq_len": 16}, CalibrationError, "whole numbers, got bool"),
+    ],
+)  # fmt: skip
+def test_settings_and_texts_that_cannot_be(text, settings, error, match, folders):
+    with pytest.raises(error, match=match):
+        coec.perplexity(folders[0], text, **settings)
 
 
 def test_text_is_tokenised_and_its_digest_kept(folders, tmp_path):
-    import hashlib
-
     path = tm.text_file(tmp_path / "text.txt", 200)
     result = coec.perplexity(folders[0], path, seq_len=32)
     assert result.windows == 6
     assert result.text_sha256 == hashlib.sha256((tmp_path / "text.txt").read_bytes()).hexdigest()
-
-
-def test_too_little_text_is_an_error(folders):
-    with pytest.raises(CalibrationError, match="has 20 tokens, less than one window of 32"):
-        coec.perplexity(folders[0], IDS[:20], seq_len=32)
-    with pytest.raises(CalibrationError, match="token ids are whole numbers"):
-        coec.perplexity(folders[0], torch.rand(40))
 
 
 def test_a_baseline_of_another_vocabulary_is_an_error(folders, tmp_path):
@@ -116,13 +131,6 @@ def test_a_perplexity_that_overflows_is_an_error_in_model_and_baseline(folders, 
         coec.perplexity(folders[0], IDS, seq_len=16, baseline=wild)
 
 
-def test_text_of_the_model_needs_the_model(folders):
-    with pytest.raises(OptionError, match="give baseline=DENSE"):
-        coec.perplexity(folders[0], "self")
-    with pytest.raises(OptionError, match="dtype must be one of"):
-        coec.perplexity(folders[0], IDS, dtype="int8")
-
-
 def test_a_trained_model_reads_stories_better_than_noise(shared, tmp_path):
     folder = tm.readable(shared / "models/stories260K", tmp_path / "model")
     text = (shared / "data/tinystories/test.txt").read_text(encoding="utf-8")[:20000]
@@ -130,19 +138,6 @@ def test_a_trained_model_reads_stories_better_than_noise(shared, tmp_path):
     result = coec.perplexity(folder, str(tmp_path / "text.txt"), seq_len=256)
     assert 3 < result.perplexity < 7
     assert result.special_tokens == 1
-
-
-@pytest.mark.parametrize("length", [1, 0, -3])
-def test_a_window_that_predicts_nothing_is_an_error(length, folders):
-    with pytest.raises(
-        OptionError, match=f"seq_len must be a whole number of at least 2, got {length}"
-    ):
-        coec.perplexity(folders[0], IDS, seq_len=length)
-
-
-def test_text_of_the_model_is_at_least_one_window(folders):
-    with pytest.raises(OptionError, match="samples must be a whole number of at least 1, got 0"):
-        coec.perplexity(folders[0], "self", baseline=folders[0], seq_len=16, samples=0)
 
 
 def test_text_may_be_named_by_a_path(folders, tmp_path):
@@ -157,15 +152,11 @@ def test_windows_cut_beforehand_and_a_limit_on_them(folders):
     dense = folders[0]
     windows = module.evaluation_windows(dense, IDS, seq_len=16, max_windows=2)
     assert torch.equal(windows.ids, IDS[:32].reshape(2, 16))
-    cut, limited = (
-        coec.perplexity(dense, windows),
-        coec.perplexity(dense, IDS, seq_len=16, max_windows=2),
-    )
+    limited = coec.perplexity(dense, IDS, seq_len=16, max_windows=2)
+    cut = coec.perplexity(dense, windows)
     assert cut.perplexity == limited.perplexity
     assert (limited.windows, limited.tokens) == (2, 30)
     assert limited.perplexity != coec.perplexity(dense, IDS, seq_len=16).perplexity
-    with pytest.raises(OptionError, match="max_windows must be a whole number of at least 1"):
-        coec.perplexity(dense, IDS, seq_len=16, max_windows=0)
 
 
 def test_two_tensors_are_not_the_same_text(folders, tmp_path):
@@ -194,17 +185,7 @@ def test_a_baseline_with_another_tokenizer_is_refused(folders, tmp_path):
 
 
 def test_numbers_and_ids_may_be_of_numpy(folders):
-    asked = {"seq_len": np.int64(16), "max_windows": np.array(2)}
-    result = coec.perplexity(folders[0], IDS.numpy(), **asked)
-    assert result.windows == 2
-    assert (
-        result.perplexity == coec.perplexity(folders[0], IDS, seq_len=16, max_windows=2).perplexity
-    )
-    with pytest.raises(CalibrationError, match="whole numbers, got bool"):
-        coec.perplexity(folders[0], IDS.numpy() > 9, seq_len=16)
-
-
-@pytest.mark.parametrize("seed", [-1, 2**64, np.int64(-1)])
-def test_a_seed_that_no_generator_takes(seed, folders):
-    with pytest.raises(OptionError, match="seed must be"):
-        coec.perplexity(folders[0], "self", baseline=folders[0], seed=seed)
+    settings = {"seq_len": np.int64(16), "max_windows": np.array(2)}
+    result = coec.perplexity(folders[0], IDS.numpy(), **settings)
+    plain = coec.perplexity(folders[0], IDS, seq_len=16, max_windows=2)
+    assert (result.windows, result.perplexity) == (2, plain.perplexity)

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import coec
 import sweep_rows as sr
 import tiny_models as tm
 from coec.calibration import windows
-from coec.cli import main
 from coec.errors import CoecError, ModelError, OptionError, OutputError, ResultsError
 from coec.experiments import cell as cell_module
 from coec.experiments import sweep as module
@@ -57,24 +57,15 @@ calibration = {str(root / "train.npy")!r}
 evaluate = {{ text = {str(root / "test.npy")!r}, seq_len = 16 }}
 """
     (root / "grid.toml").write_text(GRID + models)
-    (root / "bad.toml").write_text(
-        GRID.replace('["none", "least-squares"]', '["none", "least-squares"]\nridge = 0.01')
-        + models
-    )
     return root
 
 
 @pytest.fixture(scope="module")
 def finished(place):
     """An uninterrupted run: its folder, and the seeds of its dense passes."""
-    passes, original = [], module.collect
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            module,
-            "collect",
-            lambda *a, **k: passes.append(a[2].calibration.seed) or original(*a, **k),
-        )
-        summary = sweep(expand(str(place / "grid.toml")), place / "whole")
+        passes = counted(patch, lambda recipe: recipe.calibration.seed)
+        summary = sweep(cells_of(place), place / "whole")
     assert (summary.done, summary.failed, summary.ran) == (9, 0, 9)
     return place / "whole", passes
 
@@ -90,6 +81,33 @@ def copied(finished, tmp_path):
     """A folder of one's own with the results of the uninterrupted run."""
     shutil.copytree(finished[0], tmp_path / "out")
     return tmp_path / "out"
+
+
+def cells_of(place, **more):
+    return expand(str(place / "grid.toml"), **more)
+
+
+def moved_to(folder, cells):
+    """The cells with their model in another folder."""
+    return [replace(cell, subject=replace(cell.subject, path=str(folder))) for cell in cells]
+
+
+def rewrite(model, change):
+    """Change the weights of a model folder."""
+    weights = load_file(model / "model.safetensors")
+    save_file({name: change(name, weight) for name, weight in weights.items()},
+              model / "model.safetensors")  # fmt: skip
+
+
+def scaled(name, weight):
+    return weight * 1.001
+
+
+def counted(patch, note=lambda recipe: 1):
+    """Notes of every dense pass from now on."""
+    passes, original = [], module.collect
+    patch.setattr(module, "collect", lambda *a, **k: passes.append(note(a[2])) or original(*a, **k))
+    return passes
 
 
 def records(folder):
@@ -181,7 +199,7 @@ def test_one_dense_pass_per_calibration_and_nothing_left_behind(finished):
 
 @pytest.mark.slow
 def test_worker_processes_give_the_same_rows_in_the_same_order(place, whole, tmp_path):
-    sweep(expand(str(place / "grid.toml")), tmp_path / "out", jobs=2)
+    sweep(cells_of(place), tmp_path / "out", jobs=2)
     rows = records(tmp_path / "out")
     assert list(rows) == list(whole)
     for name, row in rows.items():
@@ -202,7 +220,7 @@ def test_interrupted_and_run_again_the_rows_are_the_same(place, whole, monkeypat
         count.append(job)
         return original(job)
 
-    cells = expand(str(place / "grid.toml"))
+    cells = cells_of(place)
     monkeypatch.setattr(module, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sweep(cells, tmp_path / "out")
@@ -221,19 +239,12 @@ def test_interrupted_and_run_again_the_rows_are_the_same(place, whole, monkeypat
 def test_killed_with_a_torn_last_line(place, whole, tmp_path):
     """A real process, really killed; then half a line, as a full disk would leave."""
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "coec", "sweep", str(place / "grid.toml"), str(out)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    child = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and child.poll() is None:
-        if (out / RESULTS).is_file() and (out / RESULTS).read_bytes().count(b"\n") >= 2:
-            break
-        time.sleep(0.01)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
+    child = started(place, out, lambda child: rows_in(out) >= 2)
+    child.kill()
+    child.communicate()
     with (out / RESULTS).open("ab") as file:
         file.write(b'{"cell": "half a li')
-    summary = sweep(expand(str(place / "grid.toml")), out)
+    summary = sweep(cells_of(place), out)
     assert summary.torn
     assert summary.done == 9
     lines = (out / RESULTS).read_text(encoding="utf-8").splitlines()
@@ -259,7 +270,7 @@ def test_a_failed_cell_is_a_row_and_the_rest_goes_on(place, monkeypatch, tmp_pat
         return original(model, *args, **options)
 
     monkeypatch.setattr(cell_module, "perplexity", sometimes)
-    cells = expand(str(place / "grid.toml"))
+    cells = cells_of(place)
     summary = sweep(cells, tmp_path / "out")
     assert (summary.done, summary.failed) == (5, 4)
     assert set(summary.reasons.values()) == {
@@ -284,76 +295,49 @@ def test_a_dense_pass_that_fails_costs_only_its_cells(place, monkeypatch, tmp_pa
         return original(model, out, recipe, **options)
 
     monkeypatch.setattr(module, "collect", sometimes)
-    summary = sweep(expand(str(place / "grid.toml")), tmp_path / "out")
+    summary = sweep(cells_of(place), tmp_path / "out")
     assert (summary.done, summary.failed) == (5, 4)
     (reason,) = set(summary.reasons.values())
     assert reason == f"{type(error).__name__}: {error}"
 
 
-def test_a_library_that_raises_what_it_likes_costs_only_its_cell(place, monkeypatch, tmp_path):
-    def broken(*arguments, **options):
-        raise KeyError("rope_scaling")
-
-    monkeypatch.setattr(cell_module, "perplexity", broken)
-    summary = sweep(expand(str(place / "grid.toml"))[:2], tmp_path / "out")
-    assert (summary.done, summary.failed) == (0, 2)
-    assert set(summary.reasons.values()) == {"KeyError: 'rope_scaling'"}
-
-
-def test_a_number_that_is_not_finite_is_a_failure_that_names_it(place, monkeypatch, tmp_path):
-    original = cell_module.perplexity
-
-    def wild(*arguments, **options):
-        return replace(original(*arguments, **options), kl=float("nan"))
-
-    monkeypatch.setattr(cell_module, "perplexity", wild)
-    summary = sweep(expand(str(place / "grid.toml"))[:2], tmp_path / "out")
-    assert (summary.done, summary.failed) == (0, 2)
-    assert set(summary.reasons.values()) == {"perplexity.kl is not finite: nan"}
-
-
 @pytest.mark.parametrize(
-    ("value", "words"),
-    [(1e305, "a finite number"), ("x", "a valid number"), (-1.0, "greater than 0.999")],
+    ("change", "reason"),
+    [
+        (KeyError("rope_scaling"), "KeyError: 'rope_scaling'"),
+        ({"kl": float("nan")}, "perplexity.kl is not finite: nan"),
+        ({"perplexity": 1e305}, "perplexity.perplexity must be a finite number, got 1e+305"),
+        ({"perplexity": "x"}, "perplexity.perplexity must be a valid number, got 'x'"),
+        ({"perplexity": -1.0}, "perplexity.perplexity must be greater than 0.999, got -1.0"),
+    ],
 )
-def test_a_row_that_nobody_could_read_is_a_failure_that_names_the_field(
-    value, words, place, monkeypatch, tmp_path
+def test_what_a_library_raises_and_a_number_that_nobody_could_read_cost_only_the_cell(
+    change, reason, place, monkeypatch, tmp_path
 ):
     original = cell_module.perplexity
 
     def wild(*arguments, **options):
-        return replace(original(*arguments, **options), perplexity=value)
+        if isinstance(change, Exception):
+            raise change
+        return replace(original(*arguments, **options), **change)
 
     monkeypatch.setattr(cell_module, "perplexity", wild)
-    summary = sweep(expand(str(place / "grid.toml"))[:1], tmp_path / "out")
-    (reason,) = summary.reasons.values()
-    assert reason == f"perplexity.perplexity must be {words}, got {value!r}"
+    summary = sweep(cells_of(place)[:2], tmp_path / "out")
+    assert (summary.done, summary.failed) == (0, 2)
+    assert set(summary.reasons.values()) == {reason}
 
 
 def test_a_reason_is_text_that_a_row_can_hold():
-    assert (
-        cell_module.reason(ValueError("\x1b[31mred\x1b[0m\n \udcff"))
-        == "ValueError: ?[31mred?[0m ?"
-    )
-
-
-def test_a_label_that_no_row_can_hold_is_refused_before_any_work(place, tmp_path):
-    grid = (
-        (place / "grid.toml")
-        .read_text()
-        .replace("[[variants]]", '[[variants]]\nlabel = "a\\u0001"')
-    )
-    (tmp_path / "odd.toml").write_text(grid)
-    with pytest.raises(OptionError, match=r"label must be text without control .*'a\\x01'"):
-        expand(str(tmp_path / "odd.toml"))
+    spoiled = ValueError("\x1b[31mred\x1b[0m\n \udcff")
+    assert cell_module.reason(spoiled) == "ValueError: ?[31mred?[0m ?"
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(place, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be written"):
-        sweep(expand(str(place / "grid.toml"))[:1], tmp_path / "file" / "out")
+        sweep(cells_of(place)[:1], tmp_path / "file" / "out")
     with pytest.raises(OutputError, match="nobody replaced ~"):
-        sweep(expand(str(place / "grid.toml"))[:1], "~/out")
+        sweep(cells_of(place)[:1], "~/out")
 
 
 def test_an_interrupted_cell_leaves_no_model(place, monkeypatch, tmp_path):
@@ -362,26 +346,8 @@ def test_an_interrupted_cell_leaves_no_model(place, monkeypatch, tmp_path):
 
     monkeypatch.setattr(cell_module, "perplexity", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        sweep(expand(str(place / "grid.toml"))[1:2], tmp_path / "out")
+        sweep(cells_of(place)[1:2], tmp_path / "out")
     assert not list((tmp_path / "out" / "models").iterdir())
-
-
-@pytest.mark.slow
-def test_workers_are_quiet_when_they_are_interrupted(place, tmp_path):
-    """Ctrl-C reaches every process of the terminal's group."""
-    out = tmp_path / "out"
-    said = interrupted_with_workers(
-        place,
-        out,
-        lambda child: (out / RESULTS).is_file() and b"\n" in (out / RESULTS).read_bytes(),
-    )
-    assert "the same command goes on with the rest" in said
-
-
-@pytest.mark.slow
-def test_and_when_they_have_not_begun(place, tmp_path):
-    """A worker takes seconds to import what it needs, and cannot answer a signal before."""
-    interrupted_with_workers(place, tmp_path / "out", lambda child: len(children(child.pid)) > 2)
 
 
 def children(pid):
@@ -389,38 +355,41 @@ def children(pid):
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
-def interrupted_with_workers(place, out, begun):
-    """What a sweep in two processes says when it is interrupted as soon as it has begun."""
-    command = [sys.executable, "-m", "coec", "sweep", str(place / "grid.toml"), str(out)]
+def started(place, out, begun, *more):
+    """A sweep in processes of its own, as soon as it has begun."""
+    command = [sys.executable, "-m", "coec", "sweep", str(place / "grid.toml"), str(out), *more]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     child = subprocess.Popen(
-        [*command, "--jobs", "2"], env=environment, stderr=subprocess.PIPE, start_new_session=True
+        command, env=environment, stderr=subprocess.PIPE, start_new_session=True
     )
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and child.poll() is None and not begun(child):
         time.sleep(0.01)
+    return child
+
+
+def rows_in(out):
+    """Number of whole lines."""
+    return (out / RESULTS).read_bytes().count(b"\n") if (out / RESULTS).is_file() else 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at_work", [True, False])
+def test_workers_are_quiet_when_they_are_interrupted(at_work, place, tmp_path):
+    """Ctrl-C reaches every process of the terminal's group.
+
+    A worker takes seconds to import what it needs, and cannot answer a signal before.
+    """
+    out = tmp_path / "out"
+    child = started(
+        place, out, lambda child: rows_in(out) if at_work else len(children(child.pid)) > 2,
+        "--jobs", "2",
+    )  # fmt: skip
     os.killpg(child.pid, signal.SIGINT)
     said = child.communicate(timeout=60)[1].decode()
     assert child.returncode == 130
     assert "Traceback" not in said
-    return said
-
-
-def test_a_model_with_nan_logits_fails_with_the_reason(place, tmp_path):
-    """A dense model whose final norm overflows: perplexity is NaN, and no row says otherwise."""
-    model = tm.tiny("llama", torch.float32)
-    with torch.no_grad():
-        model.model.norm.weight.fill_(1e38)
-        model.lm_head.weight.fill_(1e38)
-    tm.save(model, tmp_path / "inf")
-    cells = expand(
-        "seeds", models=[str(tmp_path / "inf")],
-        settings={"samples": 6, "seq_len": 16, "calibration": str(place / "train.npy")},
-        evaluate={"text": str(place / "test.npy"), "seq_len": 16},
-    )  # fmt: skip
-    summary = sweep(cells[:2], tmp_path / "out")
-    assert (summary.done, summary.failed) == (0, 2)
-    assert all("is not finite" in reason for reason in summary.reasons.values())
+    assert not at_work or "the same command goes on with the rest" in said
 
 
 @pytest.mark.parametrize(
@@ -446,15 +415,9 @@ def test_a_text_is_checked_for_every_cell_before_any_work(
 def test_a_text_that_changes_during_the_sweep_fails_its_cells(place, tmp_path, monkeypatch):
     """A row would name the text that was there at the start."""
     text = shutil.copyfile(place / "train.npy", tmp_path / "train.npy")
-    cells = [
-        replace(
-            cell,
-            recipe=replace(
-                cell.recipe, calibration=replace(cell.recipe.calibration, source=str(text))
-            ),
-        )
-        for cell in cells_of(place)[1:2]
-    ]
+    (cell,) = cells_of(place)[1:2]
+    calibration = replace(cell.recipe.calibration, source=str(text))
+    cells = [replace(cell, recipe=replace(cell.recipe, calibration=calibration))]
     original = module.collect
 
     def late(*arguments, **options):
@@ -481,13 +444,13 @@ def test_two_sweeps_into_one_folder(place, tmp_path):
         Store(tmp_path / "out").writing(),
         pytest.raises(OutputError, match="another sweep is writing"),
     ):
-        sweep(expand(str(place / "grid.toml")), tmp_path / "out")
+        sweep(cells_of(place), tmp_path / "out")
 
 
 def test_a_damaged_line_is_not_thrown_away(place, tmp_path):
     sr.write(tmp_path, [sr.row()], f"nonsense\n{json.dumps(sr.row(samples=8))}\n")
     with pytest.raises(ResultsError, match="line 2 is not JSON"):
-        sweep(expand(str(place / "grid.toml")), tmp_path)
+        sweep(cells_of(place), tmp_path)
     assert "nonsense" in (tmp_path / RESULTS).read_text()
 
 
@@ -503,30 +466,21 @@ def test_a_model_without_tokenizer_is_refused_before_any_work(place, tmp_path):
 
 
 def test_kept_models_and_statistics(place, tmp_path):
-    cells = expand(str(place / "grid.toml"))[:3]
+    cells = cells_of(place)[:3]
     sweep(cells, tmp_path / "out", keep_models=True, keep_statistics=True)
     assert (tmp_path / "out" / "models" / cells[1].id / "model.safetensors").is_file()
     assert len(list((tmp_path / "out" / "statistics").iterdir())) == 1
 
 
-def test_the_command(place, copied, capsys, monkeypatch):
-    arguments = ["coec", "sweep", str(place / "grid.toml")]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--dry-run"])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 0
-    assert "9 cells" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", [*arguments, str(copied), "--json"])
-    with pytest.raises(SystemExit):
-        main()
-    printed = json.loads(capsys.readouterr().out)
+def test_the_command(place, copied, run):
+    status, out, _ = run("sweep", place / "grid.toml", "--dry-run")
+    assert status == 0
+    assert "9 cells" in out
+    printed = json.loads(run("sweep", place / "grid.toml", copied, "--json")[1])
     assert (printed["done"], printed["failed"], printed["ran"]) == (9, 0, 0)
-    monkeypatch.setattr(sys, "argv", [*arguments, str(copied)])
-    with pytest.raises(SystemExit):
-        main()
-    text = capsys.readouterr().out
-    assert "9 cells done, 0 failed (9 were there already)" in text
-    assert "coec report" in text
+    _, out, _ = run("sweep", place / "grid.toml", copied)
+    assert "9 cells done, 0 failed (9 were there already)" in out
+    assert "coec report" in out
 
 
 @pytest.mark.parametrize(
@@ -546,16 +500,9 @@ def test_a_dry_run_refuses_what_the_sweep_would(more, said, place, run, few_task
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("where", ["", "[[variants]]\n"])
-def test_a_setting_that_a_grid_names_twice_is_refused(where, place, tmp_path):
-    (tmp_path / "g.toml").write_text(f'{where}seq-len = 8\nseq_len = 16\n[[models]]\npath = "m"')
-    with pytest.raises(OptionError, match="sets seq_len twice, as 'seq-len' and 'seq_len'"):
-        expand(str(tmp_path / "g.toml"))
-
-
 def test_evaluation_text_sampled_from_the_dense_model(place, tmp_path):
     """The windows are those of `coec eval --text self`."""
-    cells = expand(str(place / "grid.toml"), evaluate={"text": "self", "max_windows": 3})[:1]
+    cells = cells_of(place, evaluate={"text": "self", "max_windows": 3})[:1]
     sweep(cells, tmp_path / "out")
     (row,) = records(tmp_path / "out").values()
     expected = coec.perplexity(
@@ -566,7 +513,7 @@ def test_evaluation_text_sampled_from_the_dense_model(place, tmp_path):
 
 
 def test_a_second_model_that_is_not_there_stops_the_first(place, tmp_path):
-    cells = expand(str(place / "grid.toml"), models=["/no/such/model"])
+    cells = cells_of(place, models=["/no/such/model"])
     with pytest.raises(ModelError, match="no model at '/no/such/model'"):
         sweep(cells, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -582,31 +529,19 @@ def moved(place, finished, tmp_path):
     return tmp_path
 
 
-def cells_of(place):
-    return expand(str(place / "grid.toml"))
-
-
 def test_a_model_is_known_by_its_content_not_by_its_place(place, moved):
-    cells = [
-        replace(cell, subject=replace(cell.subject, path=str(moved / "tiny")))
-        for cell in cells_of(place)
-    ]
-    assert sweep(cells, moved / "whole").ran == 0
+    assert sweep(moved_to(moved / "tiny", cells_of(place)), moved / "whole").ran == 0
 
 
 @pytest.mark.parametrize("what", ["model", "calibration text", "evaluation text"])
 def test_rows_of_other_weights_or_texts_are_not_taken_for_these(what, place, moved):
     """A table of both would say what nobody measured."""
-    import numpy as np
-    from safetensors.torch import load_file, save_file
-
     changed = {"model": "tiny", "calibration text": "train.npy", "evaluation text": "test.npy"}
     path = place / changed[what]
     kept = moved / changed[what]
     try:
         if what == "model":
-            file = path / "model.safetensors"
-            save_file({name: w * 1.001 for name, w in load_file(file).items()}, file)
+            rewrite(path, scaled)
         else:
             np.save(path, np.load(path)[::-1].copy())
         with pytest.raises(OutputError, match=f"the {what} of 'tiny' is another one"):
@@ -620,50 +555,36 @@ def test_rows_of_other_weights_or_texts_are_not_taken_for_these(what, place, mov
 
 
 def test_statistics_of_other_weights_are_collected_again(place, tmp_path, monkeypatch):
-    from safetensors.torch import load_file, save_file
-
     model = shutil.copytree(place / "tiny", tmp_path / "tiny")
-    cells = [replace(c, subject=replace(c.subject, path=str(model))) for c in cells_of(place)[1:2]]
+    cells = moved_to(model, cells_of(place)[1:2])
     sweep(cells, tmp_path / "out", keep_statistics=True)
     (tmp_path / "out" / RESULTS).unlink()
-    passes, original = [], module.collect
-    monkeypatch.setattr(module, "collect", lambda *a, **k: passes.append(1) or original(*a, **k))
+    passes = counted(monkeypatch)
     sweep(cells, tmp_path / "out", keep_statistics=True)
     assert not passes
     (tmp_path / "out" / RESULTS).unlink()
-    file = model / "model.safetensors"
-    save_file({name: w * 1.001 for name, w in load_file(file).items()}, file)
+    rewrite(model, scaled)
     assert sweep(cells, tmp_path / "out").done == 1
     assert passes == [1]
 
 
-def test_a_damaged_model_is_found_before_any_work(place, tmp_path, monkeypatch):
-    from safetensors.torch import load_file, save_file
-
+def test_a_damaged_model_is_found_before_any_work(place, tmp_path):
     model = shutil.copytree(place / "tiny", tmp_path / "tiny")
-    weights = load_file(model / "model.safetensors")
-    weights["model.norm.weight"][0] = float("nan")
-    save_file(weights, model / "model.safetensors")
-    cells = [
-        replace(cell, subject=replace(cell.subject, path=str(model))) for cell in cells_of(place)
-    ]
+    rewrite(model, lambda name, w: w * float("nan") if name == "model.norm.weight" else w)
     with pytest.raises(ModelError, match="model.norm.weight .* holds NaN or Inf"):
-        sweep(cells, tmp_path / "out")
+        sweep(moved_to(model, cells_of(place)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_sweep_with_failed_cells_exits_1(place, monkeypatch, tmp_path, capsys):
+def test_a_sweep_with_failed_cells_exits_1(place, monkeypatch, tmp_path, run):
     def broken(*arguments, **options):
         raise CoecError("no good")
 
     monkeypatch.setattr(cell_module, "perplexity", broken)
-    monkeypatch.setattr(
-        sys, "argv", ["coec", "sweep", str(place / "grid.toml"), str(tmp_path / "out")]
-    )
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 1
-    assert "0 cells done, 9 failed" in capsys.readouterr().out
+    status, out, err = run("sweep", place / "grid.toml", tmp_path / "out")
+    assert status == 1
+    assert "0 cells done, 9 failed" in out
+    assert "failed, 9 cells: no good" in err
 
 
 def test_statistics_that_were_collected_before_serve_the_cells(place, whole, tmp_path, monkeypatch):
@@ -672,8 +593,7 @@ def test_statistics_that_were_collected_before_serve_the_cells(place, whole, tmp
     cells = [cell for cell in everything if not (cell.recipe and cell.recipe.calibration.seed)]
     how = cells[1].recipe
     given = coec.collect(place / "tiny", tmp_path / "given", how)
-    passes = []
-    monkeypatch.setattr(module, "collect", lambda *a, **k: passes.append(1))
+    passes = counted(monkeypatch)
     summary = sweep(cells, tmp_path / "out", statistics=[given.folder])
     assert (summary.done, summary.failed, passes) == (5, 0, [])
     for cell, record in records(tmp_path / "out").items():
@@ -732,33 +652,36 @@ def test_two_statistics_of_one_model_are_refused(place, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_takes_statistics(place, tmp_path, monkeypatch, capsys):
+def test_the_command_takes_statistics(place, tmp_path, run):
     given = coec.collect(place / "tiny", tmp_path / "given", cells_of(place)[1].recipe)
     (tmp_path / "small.toml").write_text('sparsity = 0.3\ncompensation = ["none", "rcpu"]\n')
-    monkeypatch.setattr(sys, "argv", [
-        "coec", "sweep", str(tmp_path / "small.toml"), str(tmp_path / "out"),
-        "--model", str(place / "tiny"), "--text", str(place / "test.npy"), "--eval-seq-len", "16",
-        "--statistics", str(given.folder),
-    ])  # fmt: skip
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 0
-    assert "3 cells done, 0 failed" in capsys.readouterr().out
+    status, out, _ = run(
+        "sweep", tmp_path / "small.toml", tmp_path / "out", "--model", place / "tiny",
+        "--text", place / "test.npy", "--eval-seq-len", 16, "--statistics", given.folder,
+    )  # fmt: skip
+    assert status == 0
+    assert "3 cells done, 0 failed" in out
     rows = records(tmp_path / "out").values()
     assert {row["settings"].get("samples") for row in rows} == {None, 6}
 
 
+def with_variants(place, folder, variants, head=""):
+    """A grid like that of the place, of one seed and with other variants."""
+    settings, _, rest = (place / "grid.toml").read_text().partition("[[variants]]")
+    models = "[[models]]" + rest.partition("[[models]]")[2]
+    text = head + settings.replace("seed = [0, 1]", "") + variants + models
+    (folder / "g.toml").write_text(text)
+    return str(folder / "g.toml")
+
+
 def test_cells_that_run_both_models_take_the_text_itself(place, tmp_path):
     """Beside cells that are solved from the group's statistics, with the same windows."""
-    text = (place / "grid.toml").read_text().partition("[[variants]]")
-    models = "[[models]]" + text[2].partition("[[models]]")[2]
-    head = "holdout = 0.2\n" + text[0].replace("seed = [0, 1]", "")
     variants = (
         '[[variants]]\nselection = "obs"\n'
         '[[variants]]\npreset = "best"\nkv_groups = "uniform"\nreconstruct = 1\n'
     )
-    (tmp_path / "g.toml").write_text(head + variants + models)
-    assert sweep(expand(str(tmp_path / "g.toml")), tmp_path / "out").failed == 0
+    grid = with_variants(place, tmp_path, variants, "holdout = 0.2\n")
+    assert sweep(expand(grid), tmp_path / "out").failed == 0
     rows = [row for row in Store(tmp_path / "out").rows.values() if not row.dense]
     paper, best = sorted(rows, key=lambda row: row.values["preset"] == "best")
     assert best.values["propagate"] is True
@@ -788,12 +711,9 @@ def test_a_mixture_of_texts_is_one_calibration(place, tmp_path):
 @pytest.mark.slow
 def test_a_group_of_such_cells_alone_collects_nothing(place, tmp_path, monkeypatch):
     """Its rows have the distance from the dense model too, and frames, if asked for."""
-    text = (place / "grid.toml").read_text().partition("[[variants]]")
-    models = "[[models]]" + text[2].partition("[[models]]")[2]
-    variants = '[[variants]]\npreset = "best"\nreconstruct = 1\n'
-    (tmp_path / "g.toml").write_text(text[0].replace("seed = [0, 1]", "") + variants + models)
+    grid = with_variants(place, tmp_path, '[[variants]]\npreset = "best"\nreconstruct = 1\n')
     monkeypatch.setattr("coec.experiments.sweep.collect", lambda *given, **more: 1 / 0)
-    cells = expand(str(tmp_path / "g.toml"), evaluate={"distance": True, "geometry": True})
+    cells = expand(grid, evaluate={"distance": True, "geometry": True})
     assert sweep(cells, tmp_path / "out").failed == 0
     dense, best = sorted(Store(tmp_path / "out").rows.values(), key=lambda row: not row.dense)
     assert best.calibration.windows == best.values["samples"]

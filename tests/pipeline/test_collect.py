@@ -77,9 +77,7 @@ def test_a_file_named_like_a_data_set_is_not_what_is_read(name, tmp_path, monkey
 
 
 def test_held_out_windows_are_a_fraction_drawn_under_the_seed():
-    windows = sample_windows(
-        Stream(torch.arange(200), "x", ""), samples=10, seq_len=20, seed=0, vocabulary=200
-    )
+    windows = sample_windows(Stream(torch.arange(200), "x", ""), samples=10, seq_len=20, seed=0)
     fit, held = hold_out(windows, 0.2, seed=0)
     assert len(fit) == 8
     assert len(held) == 2
@@ -100,9 +98,7 @@ def test_a_fraction_holds_out_at_least_one_window(windows, fraction, held):
 
 @pytest.mark.parametrize(("count", "fraction"), [(10, 0.99), (1, 0.01), (1, 0.5), (2, 0.8)])
 def test_a_fraction_that_leaves_nothing_to_fit_on_is_refused(count, fraction):
-    windows = sample_windows(
-        Stream(torch.arange(200), "x", ""), samples=count, seq_len=20, seed=0, vocabulary=200
-    )
+    windows = sample_windows(Stream(torch.arange(200), "x", ""), samples=count, seq_len=20, seed=0)
     with pytest.raises(
         CalibrationError, match=r"both need at least one; take more windows \(samples=N\)"
     ):
@@ -131,9 +127,7 @@ def test_the_held_out_error_is_that_of_the_held_out_activations(model, saved, tm
         compensation="bias", **SETTINGS,
     )  # fmt: skip
     kept = load_file(tmp_path / "out" / "coec/kept.safetensors")["layers.1.mlp"]
-    windows = sample_windows(
-        Stream(IDS, "tensor", ""), samples=10, seq_len=24, seed=0, vocabulary=tm.VOCABULARY
-    )
+    windows = sample_windows(Stream(IDS, "tensor", ""), samples=10, seq_len=24, seed=0)
     dense = tm.load(model)
     seen = []
     layer = dense.model.layers[1].mlp.down_proj

@@ -46,13 +46,13 @@ def decided(monkeypatch, behind, without):
 
 def test_every_window_begins_with_the_start_and_goes_on_with_text():
     stream = Stream(torch.cat([START, torch.arange(1, 41)]), "s", "d", start=START)
-    windows = all_windows(stream, seq_len=9, vocabulary=50, bos=True)
+    windows = all_windows(stream, seq_len=9, bos=True)
     assert torch.equal(windows.ids[:, :1], START.expand(5, 1))
     assert torch.equal(windows.ids[:, 1:], torch.arange(1, 41).reshape(5, 8))
     assert windows.bos
-    drawn = sample_windows(stream, samples=3, seq_len=9, seed=0, vocabulary=50, bos=True)
+    drawn = sample_windows(stream, samples=3, seq_len=9, seed=0, bos=True)
     assert all(row in windows.ids.tolist() for row in drawn.ids.tolist())
-    plain = all_windows(stream, seq_len=9, vocabulary=50)
+    plain = all_windows(stream, seq_len=9)
     assert torch.equal(plain.ids, stream.ids[:36].reshape(4, 9))
     assert not plain.bos
 
@@ -60,11 +60,9 @@ def test_every_window_begins_with_the_start_and_goes_on_with_text():
 def test_a_window_has_room_for_text_behind_a_start():
     start = torch.tensor([0, 1, 2])
     stream = Stream(torch.arange(40), "s", "d", start=start)
-    assert torch.equal(
-        all_windows(stream, seq_len=4, vocabulary=50, bos=True).ids[1], torch.tensor([0, 1, 2, 4])
-    )
+    assert torch.equal(all_windows(stream, seq_len=4, bos=True).ids[1], torch.tensor([0, 1, 2, 4]))
     with pytest.raises(CalibrationError, match=r"hold nothing but the 3 .* take longer ones"):
-        all_windows(stream, seq_len=3, vocabulary=50, bos=True)
+        all_windows(stream, seq_len=3, bos=True)
 
 
 def test_off_is_the_text_alone(dense, text, tmp_path):

@@ -4,6 +4,7 @@ import difflib
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from os.path import isdir
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from coec.calibration.sources import is_folder
 from coec.errors import OptionError
 from coec.models.files import parse_json
 from coec.models.layout import Layout, Site
@@ -130,7 +130,7 @@ def named(kept: Any) -> str | None:
 
 def _content(path: Path) -> Mapping[str, Any]:
     """Return the content of a file, or of the one in a folder that coec wrote."""
-    folder = is_folder(path)
+    folder = isdir(path)
     file = path / KEPT if folder else path
     try:
         if file.suffix == ".safetensors":

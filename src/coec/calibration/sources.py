@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from os.path import isfile  # False, unlike Path.is_file, for names that no file can have
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,11 +79,11 @@ def mixture(source: Any) -> list[tuple[Any, float]]:
 
     Whatever is no text with a comma, or is the path of a file, is one source.
     """
-    if not isinstance(source, str) or "," not in source or is_file(Path(source)):
+    if not isinstance(source, str) or "," not in source or isfile(source):
         return [(source, 1.0)]
     sources = []
     for text in map(str.strip, source.split(",")):
-        match = None if is_file(Path(text)) else _SHARE.fullmatch(text)
+        match = None if isfile(text) else _SHARE.fullmatch(text)
         sources.append((match[1], float(match[2])) if match else (text, 1.0))
     return sources
 
@@ -108,13 +109,13 @@ def read_parts(
             read; None for `HUB_CHARACTERS`.
         chat: makes the text of a chat, a list in the column; None where there is no way.
     """
-    most = HUB_CHARACTERS if characters is None else characters
+    limit = HUB_CHARACTERS if characters is None else characters
     # Source → pieces of text; whether there is any shows only when they have been read.
-    texts: Iterator[str]
+    texts: Iterable[str]
     if isinstance(source, Documents):
-        texts = iter([_beginning(source.rows, source.column, most, chat)])
+        texts = [_beginning(source.rows, source.column, limit, chat)]
     elif is_named(source):
-        texts = iter([_read_named(source, split, text_column, most, chat)])
+        texts = [_read_named(source, split, text_column, limit, chat)]
     else:
         texts = _read_file(Path(source), text_column, chat)
     empty = True
@@ -151,7 +152,7 @@ def _text_in(row: Any, column: str, chat: Rendered | None) -> str | None:
 
 
 def _read_file(path: Path, column: str, chat: Rendered | None) -> Iterator[str]:
-    if not is_file(path):
+    if not isfile(path):
         raise CalibrationError(
             f"no text at '{path}': give 'wikitext2', 'c4', 'hub:OWNER/NAME', 'self', or a file "
             "(.txt, .jsonl, .parquet, or token ids as .npy or .safetensors)"
@@ -174,23 +175,6 @@ def _read_file(path: Path, column: str, chat: Rendered | None) -> Iterator[str]:
         raise CalibrationError(f"'{path}' cannot be read: {error.strerror or error}") from error
 
 
-def is_file(path: Path) -> bool:
-    """True if there is such a file; False for impossible names and circles of links."""
-    return _holds(path.is_file)
-
-
-def is_folder(path: Path) -> bool:
-    """True if there is such a folder; False as in `is_file`."""
-    return _holds(path.is_dir)
-
-
-def _holds(test: Callable[[], bool]) -> bool:
-    try:
-        return test()
-    except (OSError, ValueError):
-        return False
-
-
 def _joined(documents: Iterable[str]) -> Iterator[str]:
     """Put the separator before each document but the first."""
     for number, document in enumerate(documents):
@@ -207,8 +191,7 @@ def _jsonl_column(path: Path, column: str, chat: Rendered | None) -> Iterator[st
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise CalibrationError(f"'{path}', line {number}, is not JSON: {error}") from error
-            text = _text_in(row, column, chat)
-            if text is None:
+            if (text := _text_in(row, column, chat)) is None:
                 columns = ", ".join(row) if isinstance(row, dict) else type(row).__name__
                 raise CalibrationError(
                     f"'{path}', line {number}, has no text in column '{column}' (it has: "
@@ -238,12 +221,11 @@ def _parquet_column(path: Path, column: str, chat: Rendered | None) -> Iterator[
                 f"'{path}' has no column '{column}' (it has: {', '.join(names)}); "
                 "name it with text_column=NAME"
             )
-        batches = file.iter_batches(_ROWS, columns=columns)
         # Batches of rows: a file may be larger than memory.
+        batches = file.iter_batches(_ROWS, columns=columns)
         rows = (row for batch in batches for row in batch.to_pylist())
         for number, row in enumerate(rows, 1):
-            text = _text_in(row, column, chat)
-            if text is None:
+            if (text := _text_in(row, column, chat)) is None:
                 raise CalibrationError(
                     f"'{path}', row {number}, has no text in column '{column}' (it has: "
                     f"{row.get(column)!r:.40}); leave such rows out, or name another column with "
@@ -256,37 +238,49 @@ def _parquet_column(path: Path, column: str, chat: Rendered | None) -> Iterator[
         raise CalibrationError(f"'{path}' is not a parquet file: {first_line(error)}") from error
 
 
-def _read_named(source: str, split: Split, column: str, most: int, chat: Rendered | None) -> str:
-    if source == "wikitext2":
-        rows = _load("WikiText-2", lambda load: load(*_WIKITEXT2, split=split))
-        return _SEPARATOR.join(rows["text"])
-    if source == "c4":
-        c4_split = "train" if split == "train" else "validation"
-        options = {"data_files": {c4_split: _C4_SHARDS[c4_split]}, "split": c4_split}
-        return _load(
-            "C4", lambda load: _beginning(load(_C4, **options, streaming=True), "text", most, None)
-        )
+def _read_named(source: str, split: Split, column: str, limit: int, chat: Rendered | None) -> str:
+    """Read a data set of the hub; any error of its client becomes one line."""
     name, _, config = source.removeprefix("hub:").partition(":")
-    if name.count("/") != 1 or not all(name.split("/")) or ":" in config:
+    of_hub = source.startswith("hub:")
+    if of_hub and (name.count("/") != 1 or not all(name.split("/")) or ":" in config):
         raise CalibrationError(
             f"'{source}' names no data set: write hub:OWNER/NAME or hub:OWNER/NAME:CONFIG"
         )
-
-    def read(load: Callable[..., Any]) -> str:
+    title = {"wikitext2": "WikiText-2", "c4": "C4"}.get(source, f"'{source}'")
+    offline = (
+        f"{title} could not be loaded ({{}}). Offline, give a local file instead: "
+        "calibration=PATH to prune, text=PATH to evaluate; or calibration=self"
+    )
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise CalibrationError(
+            offline.format("the 'datasets' package is missing: pip install 'coec[data]'")
+        ) from error
+    try:
+        if source == "wikitext2":
+            return _SEPARATOR.join(load_dataset(*_WIKITEXT2, split=split)["text"])
+        if source == "c4":
+            part = "train" if split == "train" else "validation"
+            files = {part: _C4_SHARDS[part]}
+            rows = load_dataset(_C4, data_files=files, split=part, streaming=True)
+            return _beginning(rows, "text", limit, None)
         # No split is asked for, so that an error can name all; streaming reads none of them yet.
-        splits = load(name, config or None, streaming=True)
+        splits = load_dataset(name, config or None, streaming=True)
         if split not in splits:
             raise CalibrationError(
                 f"'{source}' has no split '{split}' (it has: {', '.join(splits)}); calibration "
                 "reads train and evaluation test: save the split you mean to a file"
             )
-        return _beginning(splits[split], column, most, chat)
+        return _beginning(splits[split], column, limit, chat)
+    except CalibrationError:
+        raise
+    except Exception as error:  # the hub's client may raise anything
+        raise CalibrationError(offline.format(first_line(error))) from error
 
-    return _load(f"'{source}'", read)
 
-
-def _beginning(rows: Iterable[Any], column: str, most: int, chat: Rendered | None) -> str:
-    """Join the first documents, up to the one that reaches `most` characters."""
+def _beginning(rows: Iterable[Any], column: str, limit: int, chat: Rendered | None) -> str:
+    """Join the first documents, up to the one that reaches `limit` characters."""
     texts, characters = [], 0
     for number, row in enumerate(rows, 1):
         text = row if isinstance(row, str) else _text_in(row, column, chat)
@@ -299,29 +293,6 @@ def _beginning(rows: Iterable[Any], column: str, most: int, chat: Rendered | Non
             )
         texts.append(text)
         characters += len(text) + len(_SEPARATOR)
-        if characters >= most:
+        if characters >= limit:
             break
     return _SEPARATOR.join(texts)
-
-
-def _load(name: str, read: Callable[[Callable[..., Any]], Any]) -> Any:
-    """Call `read` with `datasets.load_dataset`, and turn any error into one line.
-
-    It must consume the rows, since streaming reads the network meanwhile.
-    """
-    offline = (
-        f"{name} could not be loaded ({{}}). Offline, give a local file instead: "
-        "calibration=PATH to prune, text=PATH to evaluate; or calibration=self"
-    )
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise CalibrationError(
-            offline.format("the 'datasets' package is missing: pip install 'coec[data]'")
-        ) from error
-    try:
-        return read(load_dataset)
-    except CalibrationError:
-        raise
-    except Exception as error:  # the hub's client may raise anything
-        raise CalibrationError(offline.format(first_line(error))) from error

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from io import StringIO
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from coec.calibration.sources import Documents, Split, is_file, mixture, read_parts
+from coec.calibration.sources import Documents, Split, mixture, read_parts
 from coec.errors import CalibrationError, CoecError, ModelError, first_line
 from coec.events import Progress
 from coec.models.files import JsonDict, check_fetched
@@ -71,6 +71,30 @@ class Stream:
     chats: int = 0
     start: Int[Tensor, " k"] = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
+    def within(self, vocabulary: int) -> "Stream":
+        """Return the stream; raises CalibrationError for ids that the model does not have."""
+        if self.ids.numel() and not 0 <= int(self.ids.min()) <= int(self.ids.max()) < vocabulary:
+            raise CalibrationError(
+                f"'{self.source}' has token ids {int(self.ids.min())}..{int(self.ids.max())}, the "
+                f"model's vocabulary has {vocabulary}: it was made with another tokenizer"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The part of a text that is read.
+
+    Attributes:
+        tokens: number after which a long text is read no further; None reads all of it.
+        characters: as in `read_parts`.
+        at_once: characters up to which a text is tokenised at once; None for `LONG_TEXT`.
+    """
+
+    tokens: int | None = None
+    characters: int | None = None
+    at_once: int | None = None
+
 
 def source_of(text: Any, column: str) -> str | Path | Tensor | Documents:
     """Return what a caller gave as text, in the form that is read: arrays are tensors of token ids.
@@ -96,22 +120,16 @@ def read_stream(
     *,
     split: Split,
     text_column: str = "text",
-    needed: int | None = None,
-    characters: int | None = None,
-    at_once: int | None = None,
+    extent: Extent = Extent(),
     progress: Progress | None = None,
 ) -> Stream:
     """Read the tokens of a token file, or of any text that `read_parts` accepts.
 
-    A text of up to `at_once` characters is tokenised at once, with special tokens. A longer one
-    is tokenised in pieces of about a million characters until there are `needed` tokens, so that
-    memory does not grow with the text.
+    A text is tokenised at once, with special tokens, or if it is long in pieces of about a million
+    characters until there are tokens enough, so that memory does not grow with the text.
 
     Args:
         tokenizer: called only when there is text.
-        needed: tokens after which a long text is read no further; None reads all of it.
-        characters: as in `read_parts`.
-        at_once: None for `LONG_TEXT`.
         progress: called with ("tokenising", done, total) for texts that take time.
     """
     name = str(source)
@@ -124,28 +142,29 @@ def read_stream(
         return Stream(ids, name, digest(ids))
     chat = _ChatTemplate(tokenizer)
     texts = read_parts(
-        source, split=split, text_column=text_column, characters=characters, chat=chat
+        source, split=split, text_column=text_column, characters=extent.characters, chat=chat
     )
-    at_once = LONG_TEXT if at_once is None else at_once
+    at_once = extent.at_once or LONG_TEXT
     # Beginning of the text → digest, special tokens around it → ids, at once or in pieces
-    beginning = _beginning(texts, at_once)
+    beginning = ""
+    for text in texts:
+        beginning += text
+        if len(beginning) > at_once:
+            break
     loaded = chat.tokenizer
     sha256 = hashlib.sha256(beginning[:at_once].encode()).hexdigest()
     ends = _special_ends(loaded, beginning[:_PROBED].strip() or _PROBE)
-    if len(beginning) > at_once:
-        text = itertools.chain([beginning], texts)
-        ids, special, characters = _encode_pieces(loaded, ends, text, needed, progress)
-        return Stream(
-            ids, name, sha256, special, characters, in_pieces=True, chats=chat.count, start=ends[0]
-        )
-    size = len(beginning)
-    if progress and size > PIECE:
-        progress("tokenising", 0, size)
-    ids = encode(loaded, beginning)
-    if progress and size > PIECE:
-        progress("tokenising", size, size)
-    special = loaded.num_special_tokens_to_add()
-    return Stream(ids, name, sha256, special, len(beginning), chats=chat.count, start=ends[0])
+    special, characters = loaded.num_special_tokens_to_add(), len(beginning)
+    in_pieces = characters > at_once
+    if in_pieces:
+        whole = itertools.chain([beginning], texts)
+        ids, special, characters = _encode_pieces(loaded, ends, whole, extent.tokens, progress)
+    else:
+        tell = progress if progress and characters > PIECE else (lambda *step: None)
+        tell("tokenising", 0, characters)
+        ids = encode(loaded, beginning)
+        tell("tokenising", characters, characters)
+    return Stream(ids, name, sha256, special, characters, in_pieces, chat.count, ends[0])
 
 
 class _ChatTemplate:
@@ -177,15 +196,12 @@ class _ChatTemplate:
             ) from error
 
 
-_ROLES = {"human": "user", "gpt": "assistant"}
-"""Speakers of the ShareGPT format, and what templates call them."""
-
-
 def _turn(message: Any) -> Any:
     """Return a message as templates take it, one of the ShareGPT format translated."""
     if isinstance(message, Mapping) and "from" in message:
         speaker = message["from"]
-        return {"role": _ROLES.get(speaker, speaker), "content": message["value"]}
+        roles = {"human": "user", "gpt": "assistant"}
+        return {"role": roles.get(speaker, speaker), "content": message["value"]}
     return message
 
 
@@ -202,29 +218,21 @@ def _encode_pieces(
     """
     start, end = ends
     special = tokenizer.num_special_tokens_to_add()
-    pieces, ending = [start], [end]
-    characters, tokens = 0, len(start)
+    pieces, characters, tokens = [start], 0, len(start)
     # Start → plain tokens of every piece → end, unless the text goes on behind what is needed
     for piece in _pieces(text):
-        ids = _encode_later_piece(tokenizer, piece) if characters else _plain(tokenizer, piece)
-        pieces.append(ids)
+        later = characters > 0
+        pieces.append(
+            _encode_later_piece(tokenizer, piece)
+            if later
+            else encode(tokenizer, piece, special=False)
+        )
         characters, tokens = characters + len(piece), tokens + len(pieces[-1])
         if progress:
             progress("tokenising", min(tokens, needed or tokens), needed or tokens)
         if needed is not None and tokens >= needed:
-            special, ending = len(start), []  # the text goes on
-            break
-    return torch.cat(pieces + ending), special, characters
-
-
-def _beginning(texts: Iterator[str], at_once: int) -> str:
-    """Read the text, or its beginning of more than `at_once` characters."""
-    read = StringIO()
-    for chunk in texts:
-        read.write(chunk)
-        if read.tell() > at_once:
-            break
-    return read.getvalue()
+            return torch.cat(pieces), len(start), characters  # the text goes on
+    return torch.cat([*pieces, end]), special, characters
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[str]:
@@ -244,7 +252,7 @@ def _pieces(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _read_token_file(path: Path) -> Tensor:
-    if not is_file(path):
+    if not isfile(path):
         raise CalibrationError(f"no token file at '{path}'")
     try:
         if path.suffix == ".npy":
@@ -281,7 +289,7 @@ def token_ids(ids: Tensor | np.ndarray) -> Tensor:
 
 def has_tokenizer(folder: Path) -> bool:
     """True where a folder has a tokenizer's files under their usual names."""
-    return any(is_file(folder / name) for name in TOKENIZER_FILES)
+    return any(isfile(folder / name) for name in TOKENIZER_FILES)
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -290,9 +298,8 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
     Python code that it may bring runs only with `trust_remote_code`; nobody is asked. Raises
     ModelError if the folder has none, it cannot be read, or it needs its own code.
     """
-    if not has_tokenizer(folder) and not tokenizer_classes(
-        folder
-    ):  # only own code reads files of other names
+    # Only own code reads files of other names.
+    if not has_tokenizer(folder) and not tokenizer_classes(folder):
         raise ModelError(
             f"'{folder}' has no tokenizer ({', '.join(TOKENIZER_FILES)}): copy the tokenizer "
             "files there, or give token ids (.npy, .safetensors) instead of text"
@@ -327,7 +334,7 @@ def _non_uniform_config(folder: Path) -> JsonDict:
 
     If transformers read it from the folder, it would ask for the code beside the weights.
     """
-    if not is_file(folder / CONFIG) or BLOCK_WIDTHS not in (config := read_config(folder)):
+    if not isfile(folder / CONFIG) or BLOCK_WIDTHS not in (config := read_config(folder)):
         return {}
     return {"config": AutoConfig.for_model(**{k: v for k, v in config.items() if k != "auto_map"})}
 
@@ -339,7 +346,7 @@ def check_same_tokenizer(folder: Path, baseline: Path, *, trust_remote_code: boo
     """
     folders = (folder, baseline)
     before, after = (
-        [path / name for name in TOKENIZER_FILES if is_file(path / name)] for path in folders
+        [path / name for name in TOKENIZER_FILES if isfile(path / name)] for path in folders
     )
     if not before or not after:
         return
@@ -374,26 +381,22 @@ def encode(
         ) from error
 
 
-def _plain(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[Tensor, " n"]:
-    return encode(tokenizer, text, special=False)
-
-
 def _encode_later_piece(tokenizer: PreTrainedTokenizerBase, piece: str) -> Int[Tensor, " n"]:
     """Tokenise a piece from the middle of a text.
 
     Some tokenizers put a space before any text. Here a line end comes first, and its tokens are
     removed again.
     """
-    anchor, ids = (_plain(tokenizer, text) for text in (_ANCHOR, _ANCHOR + piece))
+    anchor, ids = (encode(tokenizer, text, special=False) for text in (_ANCHOR, _ANCHOR + piece))
     if torch.equal(ids[: len(anchor)], anchor):
         return ids[len(anchor) :]
-    return _plain(tokenizer, piece)
+    return encode(tokenizer, piece, special=False)
 
 
 def _special_ends(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[Tensor, Tensor]:
     """The special tokens before a text, and those after it."""
     # Find the plain tokens among those with special ones: what stands around is special.
-    marked, plain = encode(tokenizer, text), _plain(tokenizer, text)
+    marked, plain = (encode(tokenizer, text, special=special) for special in (True, False))
     for start in range(len(marked) - len(plain) + 1):
         if torch.equal(marked[start : start + len(plain)], plain):
             return marked[:start], marked[start + len(plain) :]

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from coec.calibration.sources import Documents, is_named, mixture, read_parts
 from coec.calibration.tokens import (
+    Extent,
     Stream,
     digest,
     is_token_file,
@@ -74,12 +75,8 @@ class Windows:
     @classmethod
     def of_record(cls, ids: Int[Tensor, "n length"], record: JsonDict) -> "Windows":
         """Rebuild the windows of a record."""
-        names = (
-            "source", "text_sha256", "special_tokens", "characters", "in_pieces", "chats",
-            "sampled", "bos", "bos_cross_entropy",
-        )  # fmt: skip
-        fields = {name: record[name] for name in names if name in record}
-        return cls(ids, available=record["tokens_available"], **fields)
+        kept = {field.name: record[field.name] for field in fields(cls) if field.name in record}
+        return cls(ids, available=record["tokens_available"], **kept)
 
     def and_sampled(self, ids: Int[Tensor, "m length"]) -> "Windows":
         """Append windows that were sampled from the model."""
@@ -87,18 +84,13 @@ class Windows:
 
     def record(self) -> JsonDict:
         """Describe the windows for the report."""
+        named = {"ids", "source", "available", "text_sha256"}
         return {
             "source": self.source,
             "windows": self.ids.shape[0],
             "seq_len": self.ids.shape[1],
             "tokens_available": self.available,
-            "special_tokens": self.special_tokens,
-            "characters": self.characters,
-            "in_pieces": self.in_pieces,
-            "chats": self.chats,
-            "sampled": self.sampled,
-            "bos": self.bos,
-            "bos_cross_entropy": self.bos_cross_entropy,
+            **{name: value for name, value in vars(self).items() if name not in named},
             "text_sha256": self.text_sha256,
             "windows_sha256": self.sha256,
         }
@@ -108,17 +100,16 @@ def text_notes(calibration: JsonDict) -> list[str]:
     """Return sentences on chats, and on what was measured with the start and without, by a record
     of windows.
     """
-    chats = calibration.get("chats", 0)
-    notes = [f"{chats:,} chats were rendered by the tokenizer's chat template"] if chats else []
-    entropies = calibration.get("bos_cross_entropy")
-    if entropies is None:
-        return notes
-    windows = "every window begins with" if calibration["bos"] else "no window is given"
-    return [
-        *notes,
-        f"{windows} the tokenizer's start: the dense model's cross-entropy on a few of them is "
-        f"{entropies['on']:.3f} nats behind it, and {entropies['off']:.3f} without",
-    ]
+    notes = []
+    if chats := calibration.get("chats", 0):
+        notes.append(f"{chats:,} chats were rendered by the tokenizer's chat template")
+    if entropies := calibration.get("bos_cross_entropy"):
+        windows = "every window begins with" if calibration["bos"] else "no window is given"
+        notes.append(
+            f"{windows} the tokenizer's start: the dense model's cross-entropy on a few of them is "
+            f"{entropies['on']:.3f} nats behind it, and {entropies['off']:.3f} without"
+        )
+    return notes
 
 
 def by_source(calibration: Calibration) -> list[Calibration]:
@@ -170,16 +161,14 @@ def mixed(drawn: Sequence[Windows], source: str) -> Windows:
     # Window i of n stands at (i + ½)/n: sorted by place, the sources alternate by their shares.
     places = [(torch.arange(len(windows.ids)) + 0.5) / len(windows.ids) for windows in drawn]
     order = torch.cat(places).argsort(stable=True)
+    counts = ("available", "special_tokens", "characters", "chats")
     return replace(
         drawn[0],
         ids=torch.cat([windows.ids for windows in drawn])[order],
         source=source,
-        available=sum(windows.available for windows in drawn),
         text_sha256=",".join(windows.text_sha256 for windows in drawn),
-        special_tokens=sum(windows.special_tokens for windows in drawn),
-        characters=sum(windows.characters for windows in drawn),
         in_pieces=any(windows.in_pieces for windows in drawn),
-        chats=sum(windows.chats for windows in drawn),
+        **{name: sum(getattr(windows, name) for windows in drawn) for name in counts},
     )
 
 
@@ -189,7 +178,6 @@ def sample_windows(
     samples: int,
     seq_len: int,
     seed: int,
-    vocabulary: int,
     bos: bool = False,
     in_mixture: bool = False,
 ) -> Windows:
@@ -199,14 +187,17 @@ def sample_windows(
         bos: begin each with the start of the stream, after which it has so much less text.
         in_mixture: the text is one of several, and an error says so.
     """
-    rows = _cut(stream, seq_len, vocabulary, bos)
+    rows = _cut(stream, seq_len, bos)
     if len(rows) < samples:
         available = stream.ids.numel()
-        fewer = f"at most samples={len(rows)}" if len(rows) else "shorter windows"
-        if not len(rows) and available > 1:
-            fewer = f"windows of at most seq_len={available}"
         if in_mixture:
             fewer = f"a smaller share of the mixture: it has {len(rows)} windows"
+        elif len(rows):
+            fewer = f"at most samples={len(rows)}"
+        else:
+            fewer = (
+                f"windows of at most seq_len={available}" if available > 1 else "shorter windows"
+            )
         width = seq_len - bos * len(stream.start)
         raise CalibrationError(
             f"too little calibration text: '{stream.source}' has {available} tokens, {samples} "
@@ -217,12 +208,12 @@ def sample_windows(
     return _windows(stream, rows[order[:samples].sort().values], bos)
 
 
-def all_windows(stream: Stream, *, seq_len: int, vocabulary: int, bos: bool = False) -> Windows:
+def all_windows(stream: Stream, *, seq_len: int, bos: bool = False) -> Windows:
     """Cut a text into full windows in order, without the tail: the evaluation of METHODS §7.
 
     `bos` is as in `sample_windows`.
     """
-    rows = _cut(stream, seq_len, vocabulary, bos)
+    rows = _cut(stream, seq_len, bos)
     if len(rows) == 0:
         raise CalibrationError(
             f"'{stream.source}' has {stream.ids.numel()} tokens, less than one window of "
@@ -264,13 +255,8 @@ def _windows(stream: Stream, rows: Int[Tensor, "n length"], bos: bool) -> Window
     return Windows(**origin | {"ids": rows, "available": stream.ids.numel(), "bos": bos})
 
 
-def _cut(stream: Stream, seq_len: int, vocabulary: int, bos: bool) -> Int[Tensor, "n length"]:
+def _cut(stream: Stream, seq_len: int, bos: bool) -> Int[Tensor, "n length"]:
     ids, start = stream.ids, stream.start[: None if bos else 0]
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-        raise CalibrationError(
-            f"'{stream.source}' has token ids {int(ids.min())}..{int(ids.max())}, the model's "
-            f"vocabulary has {vocabulary}: it was made with another tokenizer"
-        )
     if ids.ndim == 2:
         if ids.shape[1] != seq_len:
             raise CalibrationError(
@@ -318,9 +304,8 @@ def source_digest(source: str | Path | Tensor | np.ndarray | Documents) -> str:
     if len(sources := mixture(source)) > 1:
         return ",".join(f"{source_digest(name)}={share}" for name, share in sources)
     if isinstance(source, Documents):
-        return hashlib.sha256(
-            "".join(read_parts(source, split="train", chat=json.dumps)).encode()
-        ).hexdigest()
+        text = "".join(read_parts(source, split="train", chat=json.dumps))
+        return hashlib.sha256(text.encode()).hexdigest()
     if not isinstance(source, str | Path):
         return digest(token_ids(source))
     name = str(source)
@@ -360,24 +345,19 @@ def text_stream(
     dense: Dense,
     calibration: Calibration,
     runtime: Runtime,
-    needed: int,
+    extent: Extent,
     progress: Progress | None,
-    *,
-    characters: int | None = None,
-    at_once: int | None = None,
 ) -> Stream:
-    """Read the tokens of the calibration text, or `needed` tokens of a long one.
-
-    `characters` and `at_once` are as in `read_stream`.
-    """
-    if isinstance(calibration.source, Tensor):
-        return Stream(calibration.source, "tensor", "")
+    """Read the tokens of the calibration text, or of a long one as many as the extent says."""
+    source = calibration.source
+    if isinstance(source, Tensor):
+        return Stream(source, "tensor", "").within(dense.vocabulary)
     tokenizer = partial(load_tokenizer, dense.folder, trust_remote_code=runtime.trust_remote_code)
-    given = calibration.source
-    source = given if isinstance(given, Documents) else str(given)
+    source = source if isinstance(source, Documents) else str(source)
     if not is_token_file(source):
         tokenizer()  # a folder without one is refused before the text is read
-    return read_stream(
-        source, tokenizer, split="train", text_column=calibration.text_column, needed=needed,
-        characters=characters, at_once=at_once, progress=progress,
+    stream = read_stream(
+        source, tokenizer, split="train", text_column=calibration.text_column, extent=extent,
+        progress=progress,
     )  # fmt: skip
+    return stream.within(dense.vocabulary)

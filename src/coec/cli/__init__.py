@@ -20,6 +20,7 @@ _LOWER = "--samples or --seq-len (of --tasks, --batch-size)"
 
 def main() -> None:
     """Run the command line; errors a user can mend become one line and exit status 1."""
+    # SIGTERM and SIGHUP unwind the program; Ctrl-C ends it until work has begun.
     signals.end_tidily()
     signals.end_at_once()
     try:
@@ -55,6 +56,7 @@ def _run() -> None:
     except (MemoryError, RuntimeError) as error:
         _fail_without_memory(error)
     except SystemExit as error:
+        # Ray may have put an exit of its own in the place of ours.
         error.code = signals.status_of_signal() or error.code
         if error.code == signals.INTERRUPTED:
             raise KeyboardInterrupt from error
@@ -85,10 +87,7 @@ def _fail(message: str, error: BaseException) -> None:
 
 def _say_ended(error: BaseException) -> None:
     """Say what a signal leaves: nothing, or finished work and the line that goes on with it."""
-    if not _kept(error):
-        _say(signals.STOPPED)
-        return
-    _say("interrupted")
+    _say("interrupted" if _kept(error) else signals.STOPPED)
     _say_what_is_kept(error)
 
 
@@ -114,6 +113,7 @@ def _kept(error: BaseException | None) -> list[str]:
 
 def _say(message: str) -> None:
     """Print one line on stderr; control characters of a file's name do not reach the terminal."""
+    # One line, whatever the message holds.
     line = " ".join(message.split())
     safe = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
     print(f"coec: {safe}", file=sys.stderr)

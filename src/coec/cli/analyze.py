@@ -1,15 +1,19 @@
 """`coec analyze`."""
 
-import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 from coec.cli import common
-from coec.cli.common import CommandFlag, Switch, argument, given, results, show_table, with_flags
+from coec.cli.common import CommandFlag, argument, given, switch
 from coec.cli.progress import showing_progress
 from coec.errors import OptionError
+from coec.evaluation.settings import Workload
 from coec.settings.parts import DTYPE_NAMES
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
     from coec.evaluation.efficiency import Efficiency, Speed, Spread
     from coec.events import Progress
 
@@ -22,32 +26,27 @@ _GENERAL = (
         "models', float32 to run on the CPU.",
     ),
 )  # fmt: skip
-_PANEL = "Measured speed"
-_WORKLOAD = (
-    CommandFlag(
-        "prompt_tokens", int, "Prompt of a run, capped by the model. Default: 512.", _PANEL
-    ),
-    CommandFlag("new_tokens", int, "Tokens decoded after it. Default: 64.", _PANEL),
-    CommandFlag("batch_size", int, "Sequences at once. Default: 1.", _PANEL),
-    CommandFlag("repeats", int, "Timed runs of each model, in turns. Default: 5.", _PANEL),
-    CommandFlag("warmup", int, "Untimed runs of each before. Default: 1.", _PANEL),
-)
+_WORKLOAD = [
+    CommandFlag.of(row)._replace(panel="Measured speed")
+    for row in Workload.table()
+    if row.name not in ("repeats", "warmup")
+]
 _RANKS = (
     CommandFlag("rank_attention", int, "Size of the frames of o_proj. Default: 16.", "Geometry"),
     CommandFlag("rank_mlp", int, "Size of the frames of down_proj. Default: 64.", "Geometry"),
 )
 _SWITCHES = (
-    Switch(
+    switch(
         "config_only",
         "Cost of MODEL (also a config.json) and of what pruning would leave of it; no weights are "
         "read.",
     ),
-    Switch("no_speed", "Leave out what takes running both models."),
-    Switch("no_geometry", "Leave out the decompositions."),
+    switch("no_speed", "Leave out what takes running both models."),
+    switch("no_geometry", "Leave out the decompositions."),
 )
 
 
-@with_flags(*_GENERAL, *_WORKLOAD, *_RANKS, *_SWITCHES, common.QUIET, common.JSON)
+@common.with_flags(*_GENERAL, *_WORKLOAD, *_RANKS, *_SWITCHES, common.QUIET, common.JSON)
 def analyze_command(
     model: Annotated[
         str,
@@ -66,28 +65,40 @@ def analyze_command(
     if sparsity is not None and not config_only:
         raise OptionError("--sparsity goes with --config-only: PRUNED has the one it was made with")
     common.quieten()
-    if config_only:
-        from coec.evaluation.efficiency import efficiency
+    from coec.evaluation import efficiency, geometry
 
-        cost = efficiency(model, sparsity=sparsity, dtype=flags["dtype"])
-        _show(cost, None, None, [], flags["json"])
-        return
-    with showing_progress(flags["quiet"]) as advance:
-        measured = _measure(model, pruned, flags, advance)
-    _show(*measured, flags["json"])
+    rates = rows = None
+    if config_only:
+        cost = efficiency.efficiency(model, sparsity=sparsity, dtype=flags["dtype"])
+    else:
+        with showing_progress(flags["quiet"]) as advance:
+            cost, rates, rows = _measure(model, pruned, flags, advance)
+    summary = None if rows is None else geometry.summarize(rows)
+    odd = efficiency.oddities(rates, Workload(**given(flags, _WORKLOAD))) if rates else []
+    odd += geometry.oddities(rows or [])
+    record = {
+        "efficiency": cost.as_dict(),
+        "speed": None if rates is None else rates.as_dict(),
+        "geometry": None if rows is None else {"summary": summary, "modules": rows},
+        "notes": odd,
+    }
+    common.show(record, _lines(cost, rates, summary), flags["json"])
+    for note in odd if not flags["json"] else ():
+        common.notes.print(f"note: {common.spelled(note)}")
 
 
 def _measure(
     model: str, pruned: str | None, flags: common.Values, advance: "Progress"
-) -> tuple["Efficiency", "Speed | None", list[dict[str, Any]] | None, list[str]]:
+) -> tuple["Efficiency", "Speed | None", list[dict[str, Any]] | None]:
     import torch
 
     from coec.devices import choose_device
     from coec.evaluation import efficiency, geometry
     from coec.evaluation.pair import ModelPair
 
+    # Settings first: a wrong one is told before models are opened.
     device, dtype = flags["device"] or "auto", flags["dtype"]
-    workload = efficiency.Workload(**given(flags, _WORKLOAD))
+    workload = Workload(**given(flags, _WORKLOAD))
     sizes = given(flags, _RANKS).items()
     ranks = geometry.RANKS | {name.removeprefix("rank_"): size for name, size in sizes}
     geometry.check_ranks(ranks)
@@ -107,46 +118,12 @@ def _measure(
             "out of memory: lower --prompt-tokens or --batch-size, leave out a part with "
             "--no-speed or --no-geometry, or use --device cpu"
         ) from error
-    odd = efficiency.oddities(rates, workload) if rates else []
-    return cost, rates, rows, odd + geometry.oddities(rows or [])
+    return cost, rates, rows
 
 
-def _show(
-    cost: "Efficiency",
-    rates: "Speed | None",
-    rows: list[dict[str, Any]] | None,
-    odd: list[str],
-    as_json: bool,
-) -> None:
-    from coec.evaluation import geometry
-
-    summary = None if rows is None else geometry.summarize(rows)
-    if as_json:
-        record = {
-            "efficiency": cost.as_dict(),
-            "speed": None if rates is None else rates.as_dict(),
-            "geometry": None if rows is None else {"summary": summary, "modules": rows},
-            "notes": odd,
-        }
-        print(json.dumps(record))
-        return
-    _show_efficiency(cost, rates)
-    if rates is None:
-        results.print("memory is that of the weights; peak memory and speed have to be measured")
-    else:
-        load = rates.load
-        results.print(
-            f"tokens/s: median (range) of {load.repeats} runs each, in turns, batch of "
-            f"{load.batch_size}, {load.prompt_tokens} + {load.new_tokens} tokens,\n"
-            f"{rates.dtype} on {rates.device}; ratio of medians (range of the paired ratios)"
-        )
-    if summary:
-        _show_geometry(summary)
-    for note in odd:
-        common.notes.print(f"note: {common.spelled(note)}")
-
-
-def _show_efficiency(cost: "Efficiency", rates: "Speed | None") -> None:
+def _lines(
+    cost: "Efficiency", rates: "Speed | None", summary: dict[str, dict[str, Any]] | None
+) -> Iterator["RenderableType"]:
     models = cost.dense, cost.pruned
     lines: dict[str, list[float]] = {
         "parameters": [model.parameters for model in models],
@@ -158,13 +135,25 @@ def _show_efficiency(cost: "Efficiency", rates: "Speed | None") -> None:
     if rates and rates.peak_memory_dense and rates.peak_memory_pruned:
         peaks = rates.peak_memory_dense, rates.peak_memory_pruned
         lines["peak memory, GB"] = [peak / 1e9 for peak in peaks]
+    # Cost → peak memory, where it was measured → rates, each as dense, pruned and their ratio
     rows = [("dtype", cost.dense.dtype, cost.pruned.dtype, "")]
     for label, (before, after) in lines.items():
         rows.append((label, _number(before), _number(after), f"{after / before:.3f}"))
     for label, rate in {"prefill": rates.prefill, "decode": rates.decode}.items() if rates else ():
         ratio = f"{rate.ratio:.2f} ({rate.paired.least:.2f}–{rate.paired.greatest:.2f})"
         rows.append((f"{label}, tokens/s", _spread(rate.dense), _spread(rate.pruned), ratio))
-    show_table(("", "dense", "pruned", "ratio"), rows)
+    yield common.table(("", "dense", "pruned", "ratio"), rows)
+    if rates is None:
+        yield "memory is that of the weights; peak memory and speed have to be measured"
+    else:
+        load = rates.load
+        yield (
+            f"tokens/s: median (range) of {load.repeats} runs each, in turns, batch of "
+            f"{load.batch_size}, {load.prompt_tokens} + {load.new_tokens} tokens,\n"
+            f"{rates.dtype} on {rates.device}; ratio of medians (range of the paired ratios)"
+        )
+    if summary:
+        yield _geometry(summary)
 
 
 def _number(value: float) -> str:
@@ -177,10 +166,11 @@ def _spread(spread: "Spread") -> str:
     return f"{median} ({low}–{high})"
 
 
-def _show_geometry(summary: dict[str, dict[str, Any]]) -> None:
-    """Print averages over modules, and the worst module, per site."""
+def _geometry(summary: dict[str, dict[str, Any]]) -> "Table":
+    """Return averages over modules, and the worst module, per site."""
     from coec.evaluation.geometry import MEASURES
 
+    # Two columns per site: the average over its modules, and the worst of them.
     heads = [
         head
         for site, measures in summary.items()
@@ -190,13 +180,11 @@ def _show_geometry(summary: dict[str, dict[str, Any]]) -> None:
     for name, measure in MEASURES.items():
         cells = []
         for measures in summary.values():
+            average = worst = ""
             if values := measures.get(name):
+                average = measure.form.format(values[measure.average])
                 block = values["worst_module"].split(".")[2]
-                average, worst = (
-                    measure.form.format(values[n]) for n in (measure.average, "worst")
-                )
-                cells += [average, f"{worst} ({block})"]
-            else:
-                cells += ["", ""]
+                worst = f"{measure.form.format(values['worst'])} ({block})"
+            cells += [average, worst]
         rows.append((f"{measure.label}, {measure.average}", *cells))
-    show_table(("geometry", *heads), rows)
+    return common.table(("geometry", *heads), rows)

@@ -1,6 +1,6 @@
 """`coec collect`."""
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,12 +12,10 @@ if TYPE_CHECKING:
     from coec.streaming.statistics import Statistics
 
 
-_SWITCHES = (
-    common.CONFIG_FILE, common.RESTART, common.TRUST_REMOTE_CODE, common.QUIET, common.JSON,
+@common.with_flags(
+    *Calibration.table(), *Runtime.table(), common.CONFIG_FILE, common.RESTART,
+    common.TRUST_REMOTE_CODE, common.QUIET, common.JSON,
 )  # fmt: skip
-
-
-@common.with_flags(*Calibration.table(), *Runtime.table(), *_SWITCHES)
 def collect_command(
     model: Annotated[str, common.argument("Model folder, or a hub name.", "MODEL")],
     out: Annotated[Path, common.argument("Folder to make.", "STATS")],
@@ -30,27 +28,24 @@ def collect_command(
     common.quieten()
     from coec.pipeline import collect as collecting
 
-    restart = flags["restart"]
+    settings = common.settings_of(flags)
     with showing_progress(flags["quiet"]) as advance:
         statistics = collecting.collect(
-            model, out, restart=restart, progress=advance, **common.settings_of(flags)
+            model, out, restart=flags["restart"], progress=advance, **settings
         )
-    if flags["json"]:
-        print(json.dumps({"folder": str(statistics.folder), **statistics.record()}))
-    else:
-        _show(statistics, model)
+    record = {"folder": str(statistics.folder), **statistics.record()}
+    common.show(record, _lines(statistics, model), flags["json"])
 
 
-def _show(statistics: "Statistics", model: str) -> None:
+def _lines(statistics: "Statistics", model: str) -> Iterator[str]:
     from coec.calibration.windows import text_notes
 
     calibration = statistics.calibration
     size = sum(path.stat().st_size for path in statistics.folder.iterdir())
-    for line in (
-        f"wrote {statistics.folder} ({size / 1e9:.2f} GB)",
+    yield f"wrote {statistics.folder} ({size / 1e9:.2f} GB)"
+    yield (
         f"{calibration['windows']} windows of {calibration['seq_len']} tokens from "
-        f"{calibration['source']}",
-        *text_notes(calibration),
-        f"use it: coec prune {model} OUT --statistics {statistics.folder}",
-    ):
-        common.results.print(line)
+        f"{calibration['source']}"
+    )
+    yield from text_notes(calibration)
+    yield f"use it: coec prune {model} OUT --statistics {statistics.folder}"

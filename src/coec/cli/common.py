@@ -5,17 +5,22 @@ change writes a keyword argument, `seq_len=64`, of which `spelled` makes `--seq-
 """
 
 import inspect
+import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import typer
 from rich.console import Console
 
 from coec.events import duration
 from coec.settings import NAMES, TABLE, Setting
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
 
 Values: TypeAlias = dict[str, Any]
 """Arguments by their names."""
@@ -35,9 +40,16 @@ def argument(text: str, metavar: str) -> Any:
 
 
 class CommandFlag(NamedTuple):
-    """Option of a command: its name as in Python, the type of its value or the names that are
-    allowed, its help, the heading under which help lists it, what stands for a value, and the names
-    that are allowed beside numbers.
+    """Option of a command.
+
+    Attributes:
+        name: as in Python.
+        type: of its value, or the names that are allowed; None for a switch, which has no value.
+        text: its help.
+        panel: the heading under which help lists it.
+        metavar: what stands for a value in help.
+        words: names that are allowed beside numbers.
+        ends: ends the command where a switch is given, before anything else is read.
     """
 
     name: str
@@ -46,27 +58,31 @@ class CommandFlag(NamedTuple):
     panel: str | None = None
     metavar: str | None = None
     words: tuple[str, ...] = ()
+    ends: Callable[[typer.Context, bool], None] | None = None
 
     @classmethod
-    def of(cls, row: Setting) -> "CommandFlag":
-        """CommandFlag of a setting; options of a compensation stand under its name."""
+    def of(cls, row: "Option") -> "CommandFlag":
+        """Return the flag of a setting; options of a compensation stand under its name."""
+        if isinstance(row, CommandFlag):
+            return row
         panel = f"Options of --compensation {', '.join(row.methods)}" if row.methods else None
         metavar = "|".join((_METAVARS[row.kind], *row.words)) if row.words else None
         return cls(row.name, row.kind, row.text, panel, metavar, row.words)
 
     def parameter(self) -> inspect.Parameter:
-        """Parameter of the command's function."""
-        value_type: Any = Literal[self.type] if isinstance(self.type, tuple) else self.type
-        is_name = isinstance(self.type, tuple) or self.type is None
-        metavar = self.metavar or ("NAME" if is_name else _METAVARS.get(self.type))
-        flag = flag_of(self.name)
-        names = [f"{flag}/--no-{flag[2:]}"] if self.type is bool else []
+        """Return the parameter of the command's function."""
+        flag, switch, named = flag_of(self.name), self.type is None, isinstance(self.type, tuple)
+        forms = [flag] if switch else [f"{flag}/--no-{flag[2:]}"] if self.type is bool else []
+        metavar = self.metavar or ("NAME" if named else _METAVARS.get(self.type))
         option = typer.Option(
-            *names, help=self.text, show_default=False, metavar="" if names else metavar,
-            rich_help_panel=self.panel,
-            parser=self._number_or_word if self.words else None,
+            *forms, help=self.text, show_default=False, metavar="" if forms else metavar,
+            rich_help_panel=self.panel, parser=self._number_or_word if self.words else None,
+            is_eager=self.ends is not None, callback=self.ends,
         )  # fmt: skip
-        return _keyword(self.name, None, Annotated[value_type | None, option])
+        value_type: Any = Literal[self.type] if named else self.type
+        annotation: Any = Annotated[bool if switch else value_type | None, option]
+        keyword, default = inspect.Parameter.KEYWORD_ONLY, False if switch else None
+        return inspect.Parameter(self.name, keyword, default=default, annotation=annotation)
 
     def _number_or_word(self, value: str) -> float | str:
         try:
@@ -76,28 +92,12 @@ class CommandFlag(NamedTuple):
             raise typer.BadParameter(f"'{value}' is not {names}") from error
 
 
-class Switch(NamedTuple):
-    """Option without a value: its name as in Python, its help, its heading there, and what ends the
-    command where it is given, before anything else is read.
-    """
-
-    name: str
-    text: str
-    panel: str | None = None
-    ends: Callable[[typer.Context, bool], None] | None = None
-
-    def parameter(self) -> inspect.Parameter:
-        """Parameter of the command's function."""
-        option = typer.Option(
-            flag_of(self.name), help=self.text, metavar="", rich_help_panel=self.panel,
-            is_eager=self.ends is not None, callback=self.ends,
-        )  # fmt: skip
-        return _keyword(self.name, False, Annotated[bool, option])
+Option: TypeAlias = CommandFlag | Setting
 
 
-def _keyword(name: str, default: object, annotation: Any) -> inspect.Parameter:
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, keyword, default=default, annotation=annotation)
+def switch(name: str, text: str) -> CommandFlag:
+    """Return an option without a value."""
+    return CommandFlag(name, None, text)
 
 
 def _show_all(ctx: typer.Context, asked: bool) -> None:
@@ -107,36 +107,36 @@ def _show_all(ctx: typer.Context, asked: bool) -> None:
         raise typer.Exit
 
 
-HELP_ALL = Switch("help_all", "Show every flag, and those of each compensation.", ends=_show_all)
+HELP_ALL = switch("help_all", "Show every flag, and those of each compensation.")._replace(
+    ends=_show_all
+)
 """The flag of commands with many flags; its name in a context says that it was given."""
-DEVICE = CommandFlag("device", str, next(row.text for row in TABLE if row.name == "device"))
+DEVICE = CommandFlag.of(next(row for row in TABLE if row.name == "device"))
 CONFIG_FILE = CommandFlag("config", Path, "TOML file with any of the settings here; flags win.")
-FORCE = Switch("force", "Replace the model that OUT holds.")
-RESTART = Switch("restart", "Throw away what an unfinished run into the same folder left.")
-TRUST_REMOTE_CODE = Switch(
+FORCE = switch("force", "Replace the model that OUT holds.")
+RESTART = switch("restart", "Throw away what an unfinished run into the same folder left.")
+TRUST_REMOTE_CODE = switch(
     "trust_remote_code",
     "Run the Python code that a tokenizer's files name, of MODEL and of every model whose "
     "tokenizer is read (a baseline, those of a grid): all that it imports, a configuration's "
     "class, and code of other hub repositories that it refers to. Code that builds models is "
     "never run. Only for models you trust.",
 )
-QUIET = Switch("quiet", "No progress on stderr, neither bars nor lines.")
-JSON = Switch("json", "One JSON object on stdout, nothing else.")
-
-
-Option: TypeAlias = CommandFlag | Switch | Setting
+QUIET = switch("quiet", "No progress on stderr, neither bars nor lines.")
+JSON = switch("json", "One JSON object on stdout, nothing else.")
 
 
 def under_headings(
     rows: Iterable[Option], headings: Mapping[str, Iterable[str]]
-) -> list[CommandFlag | Switch]:
+) -> list[CommandFlag]:
     """Put flags under the headings that list their names, in that order; others stay behind them.
 
     Args:
         headings: of help, and names of flags as in Python.
     """
-    flags = {row.name: CommandFlag.of(row) if isinstance(row, Setting) else row for row in rows}
-    placed: list[CommandFlag | Switch] = [
+    # Flags that a heading lists, in its order; then all others as they come.
+    flags = {row.name: CommandFlag.of(row) for row in rows}
+    placed = [
         flags.pop(name)._replace(panel=heading)
         for heading, names in headings.items() for name in names if name in flags
     ]  # fmt: skip
@@ -147,15 +147,15 @@ def with_flags(*rows: Option) -> Callable[[Callable[..., None]], Callable[..., N
     """Replace `**flags` in a command's signature by a parameter for every flag."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        flags = [
-            (CommandFlag.of(row) if isinstance(row, Setting) else row).parameter() for row in rows
-        ]
+        flags = [CommandFlag.of(row).parameter() for row in rows]
+        # Places of the command as they are → **flags replaced by the flags → typer reads both
         signature = inspect.signature(command)
         places = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         command.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[*places, *flags]
         )
         command.__annotations__ |= {flag.name: flag.annotation for flag in flags}
+        FLAGS.update(flag.name for flag in flags)
         return command
 
     return decorate
@@ -171,19 +171,35 @@ def settings_of(flags: Mapping[str, Any]) -> Values:
     """Combine the settings of a file and the flags, which win."""
     from coec.planning.recipe import read_settings
 
+    # File → flags, which win
     settings = read_settings(flags["config"]) if flags["config"] else {}
     settings |= given(flags, (name for name in flags if name in NAMES))
     return settings | {"trust_remote_code": flags["trust_remote_code"]}
 
 
-def show_table(heads: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    """Print a table without lines."""
+def check_out(out: object, flags: Mapping[str, Any]) -> None:
+    """Raise BadParameter for a missing OUT."""
+    if out is None and not flags["dry_run"]:
+        raise typer.BadParameter("OUT is missing (only --dry-run works without)")
+
+
+def show(record: object, lines: Iterable["RenderableType"], as_json: bool) -> None:
+    """Print what a command found: as one JSON object, or in lines and tables."""
+    if as_json:
+        print(json.dumps(record))
+        return
+    for line in lines:
+        (print if isinstance(line, str) else results.print)(line)
+
+
+def table(heads: Iterable[str], rows: Iterable[Iterable[Any]]) -> "Table":
+    """Return a table without lines."""
     from rich.table import Table
 
-    table = Table(*heads, box=None, header_style="bold")
+    made = Table(*heads, box=None, header_style="bold")
     for row in rows:
-        table.add_row(*row)
-    results.print(table)
+        made.add_row(*row)
+    return made
 
 
 def rough(seconds: float) -> str:
@@ -205,13 +221,8 @@ def quieten() -> None:
     hub_logging.set_verbosity_error()
 
 
-FLAGS = NAMES | {
-    "baseline", "batch_size", "checkpointing", "context", "cross_entropy", "dtype", "force", "jobs",
-    "learning_rate", "limit", "lora", "max_windows", "minutes", "model", "new_tokens",
-    "no_tokenizer", "prompt_tokens", "repeats", "restart", "statistics", "tasks", "tasks_data",
-    "teacher", "text", "tokens", "trust_remote_code", "warmup",
-}  # fmt: skip
-"""Arguments that are a flag of some command."""
+FLAGS: set[str] = set()
+"""Arguments that are a flag of some command; `with_flags` adds them."""
 _ARGUMENT = re.compile(
     r"(?P<quoted>(?<!\w)'[^']*')"  # a path, or what the user wrote: left as it is
     r"|(?<![\w.])(?P<name>[a-z][a-z_]*)=(?P<value>\"[^\"]*\"|[\w.:/+-]*[\w/+-])"

@@ -1,20 +1,31 @@
 """`coec eval`."""
 
-import json
-from pathlib import Path
+import itertools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from coec.cli import common
-from coec.cli.common import CommandFlag, Values, argument, flag_of, given, results
+from coec.cli.common import CommandFlag, Values, argument, flag_of, given
 from coec.cli.progress import showing_progress
 from coec.errors import CoecError
-from coec.settings.parts import DTYPE_NAMES
+from coec.evaluation.settings import Measurement, TaskEvaluation, TextEvaluation
+from coec.settings import Setting
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from coec.evaluation.perplexity import Perplexity
     from coec.evaluation.zero_shot import ZeroShot
+
+
+def _own(settings: type[Measurement]) -> tuple[Setting, ...]:
+    """Settings that are flags of one of the two measurements; nobody needs another split."""
+    return tuple(
+        row for row in settings.table() if row not in Measurement.table() and row.name != "split"
+    )
+
 
 _TEXT = CommandFlag(
     "text", str,
@@ -22,30 +33,10 @@ _TEXT = CommandFlag(
     "as in `coec prune`; or self (text sampled from the baseline). Default: wikitext2; with "
     "--tasks none, and perplexity is measured only if a text is named.",
 )  # fmt: skip
-_OF_TEXT = (
-    CommandFlag("max_windows", int, "Evaluate the first so many windows. Default: all."),
-    CommandFlag(
-        "baseline", str,
-        "The dense model: adds the perplexity ratio, KL divergence and agreement (the share of "
-        "tokens with the same most probable next one).", metavar="MODEL",
-    ),
-    CommandFlag("samples", int, "Windows to sample, for --text self. Default: 64."),
-    CommandFlag("seed", int, "Seed of the sampled text, for --text self. Default: 1."),
-    CommandFlag(
-        "text_column", str,
-        "Column of a jsonl or parquet file, or of a hub: data set. Default: text.",
-    ),
-    CommandFlag(
-        "bos", ("auto", "on", "off"),
-        "Begin every window with the tokens that the tokenizer puts before a text: on, off, or "
-        "auto, where the baseline, or else MODEL, predicts a few windows better behind them by a "
-        "tenth of a nat per token, as Gemma does. Default: auto.",
-    ),
-    CommandFlag(
-        "via", ("coec", "transformers"),
-        "Who builds MODEL: coec, for the architectures that it prunes, or transformers, for any "
-        "causal model, quantised or with an adapter too. Default: coec.",
-    ),
+_BASELINE = CommandFlag(
+    "baseline", str,
+    "The dense model: adds the perplexity ratio, KL divergence and agreement (the share of "
+    "tokens with the same most probable next one).", metavar="MODEL",
 )  # fmt: skip
 _PANEL = "Zero-shot tasks"
 _TASKS = CommandFlag(
@@ -53,40 +44,15 @@ _TASKS = CommandFlag(
     "seven (boolq, rte, winogrande, hellaswag, arc_easy, arc_challenge, openbookqa), or names of "
     "lm-evaluation-harness tasks, separated by commas.", _PANEL, "NAMES",
 )  # fmt: skip
-_OF_TASKS = (
-    CommandFlag(
-        "tasks_data", Path,
-        "Folder of <task>.jsonl files in the schema of the tasks' hub data sets. Default: the "
-        "hub.", _PANEL,
-    ),
-    CommandFlag("limit", int, "The first N items of each task. Default: all.", _PANEL),
-    CommandFlag("batch_size", int, "Requests per forward pass. Default: 8.", _PANEL),
-)  # fmt: skip
-_OF_BOTH = (
-    CommandFlag(
-        "seq_len", int,
-        "Tokens per window; with --tasks, the most tokens of a request. Default: 4096, or the "
-        "model's maximum if less; of tasks, the model's maximum.",
-    ),
-    common.DEVICE,
-    CommandFlag(
-        "dtype", DTYPE_NAMES,
-        "Dtype of the forward pass: float64, float32, bfloat16 or float16. Default: the model's "
-        "on a GPU, float32 on the CPU.",
-    ),
-)  # fmt: skip
+_OF_BOTH = Measurement.table()
+_OF_TEXT: tuple[common.Option, ...] = (_BASELINE, *_own(TextEvaluation))
+_OF_TASKS = [CommandFlag.of(row)._replace(panel=_PANEL) for row in _own(TaskEvaluation)]
 
 
 @common.with_flags(
-    _TEXT,
-    *_OF_TEXT,
-    _TASKS,
-    *_OF_TASKS,
-    *_OF_BOTH,
-    common.TRUST_REMOTE_CODE,
-    common.QUIET,
-    common.JSON,
-)
+    _TEXT, *_OF_TEXT, _TASKS, *_OF_TASKS, *_OF_BOTH,
+    common.TRUST_REMOTE_CODE, common.QUIET, common.JSON,
+)  # fmt: skip
 def eval_command(
     model: Annotated[str, argument("Model folder or hub name.", "MODEL")], **flags: Any
 ) -> None:
@@ -94,6 +60,7 @@ def eval_command(
     text, tasks = flags["text"], flags["tasks"]
     for_tasks, for_text = given(flags, _OF_TASKS), given(flags, _OF_TEXT)
     _refuse_unheard(text, tasks, for_text, for_tasks)
+    # Flags → arguments of perplexity, of the tasks, and of both
     for_both = given(flags, (*_OF_BOTH, common.TRUST_REMOTE_CODE))
     if tasks is None or text is not None:
         for_text["text"] = text or "wikitext2"
@@ -103,12 +70,11 @@ def eval_command(
         result, scores, failure = _measure(model, for_text, tasks, for_tasks, for_both)
     if result is not None and result.same_text_as_calibration:
         common.notes.print("note: evaluated on the text it was calibrated on")
-    if flags["json"] and (result or scores):
-        print(json.dumps(_record(result, scores, with_tasks=tasks is not None)))
-    elif result is not None:
-        _show_perplexity(result)
-    if scores is not None and not flags["json"]:
-        _show_tasks(scores)
+    measures = {"perplexity": result, "zero_shot": scores}
+    record = {name: measure.as_dict() for name, measure in measures.items() if measure}
+    if record:
+        lines = itertools.chain(_of_perplexity(result), _of_tasks(scores))
+        common.show(record if tasks else record["perplexity"], lines, flags["json"])
     if failure is not None:
         raise failure
 
@@ -117,6 +83,7 @@ def _refuse_unheard(
     text: str | None, tasks: str | None, for_text: Values, for_tasks: Values
 ) -> None:
     """Raise BadParameter for a flag of something that is not measured."""
+    # What is measured decides which flags have nobody to hear them.
     if tasks is not None and text is None:
         refused = dict.fromkeys(for_text, "perplexity: with --tasks, give --text too")
     elif text == "self":
@@ -147,6 +114,7 @@ def _measure(
         if for_text:
             result = perplexity.perplexity(model, **for_text, **for_both)
 
+    # Perplexity is measured when the tasks are known to be usable, and before they run.
     if tasks is None:
         measure_perplexity()
         return result, None, None
@@ -160,27 +128,24 @@ def _measure(
     return result, scores, None
 
 
-def _record(result: "Perplexity | None", scores: "ZeroShot | None", *, with_tasks: bool) -> Values:
-    if not with_tasks and result is not None:
-        return result.as_dict()
-    measures = {"perplexity": result, "zero_shot": scores}
-    return {name: measure.as_dict() for name, measure in measures.items() if measure is not None}
-
-
-def _show_perplexity(result: "Perplexity") -> None:
+def _of_perplexity(result: "Perplexity | None") -> Iterator[str]:
+    if result is None:
+        return
     for name, value in result.as_dict().items():
         if value is not None and not isinstance(value, bool):
             text = f"{value:,}" if isinstance(value, int) else value
             text = f"{value:.4f}" if isinstance(value, float) else text
-            results.print(f"{name.replace('_', ' '):<20} {text}")
+            yield f"{name.replace('_', ' '):<20} {text}"
     if result.bos:
-        results.print("every window begins with the tokenizer's start (bos)")
+        yield "every window begins with the tokenizer's start (bos)"
 
 
-def _show_tasks(scores: "ZeroShot") -> None:
-    """Print a row per task, the paper's metric in bold, then what the numbers do not say."""
+def _of_tasks(scores: "ZeroShot | None") -> Iterator["RenderableType"]:
+    """Yield a row per task, the paper's metric in bold, then what the numbers do not say."""
     from rich.text import Text
 
+    if scores is None:
+        return
     rows = []
     for score in scores.tasks:
         cells: dict[str, str | Text] = {
@@ -190,23 +155,20 @@ def _show_tasks(scores: "ZeroShot") -> None:
         if score.metric in cells:
             cells[score.metric] = Text(str(cells[score.metric]), style="bold")
         rows.append((score.task, f"{score.items:,}", *cells.values(), _number(score.guessing)))
-    common.show_table(("task", "items", "acc", "acc_norm", "guessing"), rows)
-    lines = [
-        f"{s.task}: {name} {value:.4f}" for s in scores.tasks for name, value in s.other.items()
-    ]
+    yield common.table(("task", "items", "acc", "acc_norm", "guessing"), rows)
+    for score in scores.tasks:
+        yield from (f"{score.task}: {name} {value:.4f}" for name, value in score.other.items())
     if scores.mean is not None:
-        lines.append(f"\nmean of the metrics in bold: {_number(scores.mean, scores.mean_stderr)}")
+        yield f"\nmean of the metrics in bold: {_number(scores.mean, scores.mean_stderr)}"
     if scores.mean_at_chance:
-        lines.append("these scores are at chance: they say nothing about this model")
+        yield "these scores are at chance: they say nothing about this model"
     elif scores.at_chance:
-        lines.append(f"at chance: {', '.join(scores.at_chance)}")
+        yield f"at chance: {', '.join(scores.at_chance)}"
     if scores.truncated:
-        lines.append(
+        yield (
             f"{scores.truncated:,} requests were longer than {scores.seq_len} tokens and lost "
             "their beginning"
         )
-    for line in lines:
-        results.print(line)
 
 
 def _number(value: float | None, stderr: float | None = None) -> str:

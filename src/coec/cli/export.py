@@ -1,11 +1,11 @@
 """`coec export`."""
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from coec.cli import common
-from coec.cli.common import CommandFlag, Switch, argument, given, results, with_flags
+from coec.cli.common import CommandFlag, argument, given, switch, with_flags
 from coec.cli.progress import showing_progress
 from coec.exporting import GGUF_DTYPES
 
@@ -22,10 +22,10 @@ _FLAGS = (
         "context", int,
         "Tokens that the file says the model takes. Default: max_position_embeddings.",
     ),
-    Switch(
+    switch(
         "no_tokenizer", "Leave the tokenizer out: the file then takes and gives token ids alone."
     ),
-    Switch("force", "Replace the GGUF file at OUT.gguf."),
+    switch("force", "Replace the GGUF file at OUT.gguf."),
 )  # fmt: skip
 
 
@@ -39,16 +39,12 @@ def export_command(
     common.quieten()
     from coec.exporting.export import export
 
-    chosen = given(flags, _FLAGS)
     with showing_progress(flags["quiet"]) as advance:
-        written = export(model, out, progress=advance, **chosen)
-    if flags["json"]:
-        print(json.dumps(written.as_dict()))
-    else:
-        _show(written)
+        written = export(model, out, progress=advance, **given(flags, _FLAGS))
+    common.show(written.as_dict(), _lines(written), flags["json"])
 
 
-def _show(written: "Export") -> None:
+def _lines(written: "Export") -> Iterator[str]:
     rows = {
         "written": written.path,
         "architecture": written.arch,
@@ -63,7 +59,5 @@ def _show(written: "Export") -> None:
             f"divide into blocks of {written.dtype}; the file is "
             f"{written.fallback_bytes / 1e6:,.2f} MB larger for it"
         )
-    for name, value in rows.items():
-        results.print(f"{name:<16} {value}")
-    for note in written.notes:
-        results.print(note)
+    yield from (f"{name:<16} {value}" for name, value in rows.items())
+    yield from written.notes

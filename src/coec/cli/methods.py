@@ -1,11 +1,12 @@
 """`coec methods`."""
 
 import inspect
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from coec.cli.common import JSON, results, with_flags
+from rich.text import Text
+
+from coec.cli.common import JSON, show, with_flags
 from coec.settings import Preset
 
 
@@ -29,15 +30,18 @@ def methods_command(**flags: Any) -> None:
             a.model_type: f"{a.families} [{a.source}]" for a in ARCHITECTURES.values()
         },
     }
-    if flags["json"]:
-        print(json.dumps({**listing, "options": options}))
-        return
+    show({**listing, "options": options}, _lines(listing, options), flags["json"])
+
+
+def _lines(
+    listing: Mapping[str, Mapping[str, str]], options: Mapping[str, Mapping[str, str]]
+) -> Iterator[str | Text]:
     for heading, entries in listing.items():
-        results.print(heading, style="bold")
+        yield Text(heading, "bold")
         for name, line in entries.items():
-            results.print(f"  {name:<16} {line}")
+            yield f"  {name:<16} {line}"
             if heading == "compensations" and options[name]:
-                results.print(f"    options: {', '.join(options[name])}")
+                yield f"    options: {', '.join(options[name])}"
 
 
 def _preset(preset: Preset) -> str:
@@ -50,5 +54,6 @@ def _preset(preset: Preset) -> str:
 
 def _described(function: Callable[..., object]) -> str:
     doc = inspect.getdoc(function) or ""
+    # The first line of a docstring says what, its "Source:" from where.
     source = doc.partition("Source: ")[2].partition("\n")[0].rstrip(".")
     return f"{doc.splitlines()[0].rstrip('.')} [{source}]"

@@ -22,6 +22,7 @@ def showing_progress(quiet: bool = False) -> Iterator[Progress]:
     A line says from where a run goes on, in any case, apart from the progress of this run.
     """
     interruptible()
+    # Bars on a terminal, lines in a log, nothing if quiet
     display: AbstractContextManager[Progress] = _bars()
     if quiet:
         display = nullcontext(lambda phase, count, total: None)
@@ -84,6 +85,7 @@ class ProgressLines:
 
     def advance(self, phase: str, count: int, total: int) -> None:
         """Print how far a phase is, if it is time for that."""
+        # Clock of the phase → whether it is time for a line → what is left, by the rate so far
         time_now = self.clock()
         self._last = time_now if self._last is None else self._last
         if count <= self._counts.get(phase, -1):  # the phase begins once more

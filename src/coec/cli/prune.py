@@ -1,6 +1,5 @@
 """`coec prune` and `coec compensate`: what a pruning would do, for `--dry-run`, and what it did."""
 
-import json
 import math
 import shlex
 from collections.abc import Iterator, Mapping
@@ -11,12 +10,15 @@ import typer
 
 from coec import settings
 from coec.cli import common
-from coec.cli.common import CommandFlag, Switch
+from coec.cli.common import CommandFlag, switch
 from coec.cli.progress import showing_progress
 from coec.settings.fields import Settings
 from coec.settings.parts import CHOOSING, PresetName
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
     from coec.pipeline.report import Report
     from coec.planning import Forecast, Plan
 
@@ -35,7 +37,7 @@ _WIDTHS = (
 """Names of widths in a report, and the words for them."""
 
 
-def _running(dry_run: str) -> tuple[CommandFlag | Switch, ...]:
+def _running(dry_run: str) -> tuple[CommandFlag, ...]:
     """Options of both commands besides settings; `dry_run` is the help of that flag."""
     return (
         common.CONFIG_FILE,
@@ -43,7 +45,7 @@ def _running(dry_run: str) -> tuple[CommandFlag | Switch, ...]:
             "statistics", Path,
             "What `coec collect` wrote, instead of a dense pass; brings its settings.",
         ),
-        Switch("dry_run", dry_run),
+        switch("dry_run", dry_run),
         common.FORCE, common.RESTART, common.TRUST_REMOTE_CODE,
         common.QUIET, common.JSON, common.HELP_ALL,
     )  # fmt: skip
@@ -69,7 +71,7 @@ _MORE: dict[str, type[Settings]] = {
 """Headings that only `--help-all` has, and the settings under each."""
 
 
-def _arranged(*rows: common.Option) -> list[CommandFlag | Switch]:
+def _arranged(*rows: common.Option) -> list[CommandFlag]:
     """Flags under their headings, those of the first screen first."""
     details = {heading: [item.name for item in part.table()] for heading, part in _MORE.items()}
     details["More: where to run"] += ["statistics", "restart"]
@@ -98,23 +100,30 @@ def prune_command(
 
     Interrupted or killed, the same command goes on with the first unfinished block.
     """
-    _check_use(out, flags)
-    if flags["recover"] is not None:
+    # Wrong usage is told before anything is imported that takes seconds.
+    common.check_out(out, flags)
+    tokens = flags["recover"]
+    if tokens is not None:
         _check_recover(flags)
     common.quieten()
     from coec.pipeline import prune as pruning
 
     chosen = common.settings_of(flags)
-    if flags["recover"] is not None:
-        _prune_and_recover(model, str(out), chosen, flags)
-        return
     if out is None or flags["dry_run"]:
         plan = pruning.plan(model, statistics=flags["statistics"], **chosen)
         _show_plan(plan, model, out, flags)
         return
     with showing_progress(flags["quiet"]) as advance:
-        report = pruning.prune(model, out, progress=advance, **chosen, **_handling(flags))
-    _show_report(report, flags["json"])
+        running = {"progress": advance, **_handling(flags), **chosen}
+        if tokens is None:
+            _show_report(pruning.prune(model, out, **running), flags["json"])
+            return
+        from coec.cli.recover import recovery_lines
+        from coec.recovery.recover import prune_and_recover
+
+        report = prune_and_recover(model, out, tokens, **running)
+    lines = (*_lines(report), *recovery_lines(report))
+    common.show({"out": report.out, **report.as_dict()}, lines, flags["json"])
 
 
 @common.with_flags(
@@ -139,13 +148,14 @@ def compensate_command(
     Which units these are is told from the rows of PRUNED; nothing else of it is used. All else is
     as in coec prune.
     """
-    _check_use(out, flags)
+    common.check_out(out, flags)
     common.quieten()
     from coec.pipeline import compensate as compensating
     from coec.pipeline import prune as pruning
     from coec.planning.recipe import Recipe
 
     chosen = common.settings_of(flags)
+    # A run reads the kept units itself; a plan reads the weights of both models for them.
     if out is not None and not flags["dry_run"]:
         with showing_progress(flags["quiet"]) as advance:
             report = compensating.compensate_pruned(
@@ -173,31 +183,8 @@ def _check_recover(flags: Mapping[str, Any]) -> None:
             )
 
 
-def _prune_and_recover(
-    model: str, out: str, settings: common.Values, flags: Mapping[str, Any]
-) -> None:
-    from coec.cli.recover import show_recovery
-    from coec.recovery.recover import prune_and_recover
-
-    handling = common.given(flags, ("force", "restart"))
-    with showing_progress(flags["quiet"]) as advance:
-        report = prune_and_recover(
-            model, out, flags["recover"], progress=advance, **settings, **handling
-        )
-    if not flags["json"]:
-        for line in _lines(report):
-            common.results.print(line)
-    show_recovery(report, flags["json"])
-
-
 def _handling(flags: Mapping[str, Any]) -> common.Values:
     return common.given(flags, ("statistics", "force", "restart"))
-
-
-def _check_use(out: object, flags: Mapping[str, Any]) -> None:
-    """Raise BadParameter for a missing OUT."""
-    if out is None and not flags["dry_run"]:
-        raise typer.BadParameter("OUT is missing (only --dry-run works without)")
 
 
 def _show_plan(plan: "Plan", model: str, out: str | Path | None, flags: Mapping[str, Any]) -> None:
@@ -208,6 +195,7 @@ def _show_plan(plan: "Plan", model: str, out: str | Path | None, flags: Mapping[
     from coec import planning
     from coec.devices import FreeMemory, choose_device, product_rate
 
+    # Free memory → batch sizes that fit, or a refusal → phases, and one rough total of time
     device = choose_device(plan.recipe.runtime.device)
     room = FreeMemory.of(device)
     compute = planning.ComputeConfig.of(plan, device, measured=flags["statistics"] is not None)
@@ -218,23 +206,34 @@ def _show_plan(plan: "Plan", model: str, out: str | Path | None, flags: Mapping[
     seconds = forecast.operations / product_rate(device, compute.forward)
     record = {"model": model, **plan.record(), **forecast.record(), "seconds": seconds}
     record |= {"device": str(device), "close": list(close)}
-    if flags["json"]:
-        print(json.dumps(record))
-        return
-    _show_sizes(plan, forecast.alternatives, record)
-    _show_memory(forecast, str(device))
-    common.results.print(
-        f"\ntime: {common.rough(seconds)}, a rough total: {forecast.operations:.1e} operations at "
-        "the rate of one matrix product here"
+    common.show(record, _planned(plan, forecast, record, out), flags["json"])
+
+
+def _planned(
+    plan: "Plan", forecast: "Forecast", record: dict[str, Any], out: str | Path | None
+) -> Iterator["RenderableType"]:
+    from coec.execution.output import free_space
+
+    yield from _sizes(plan, forecast.alternatives, record)
+    yield _memory(forecast, record["device"])
+    yield (
+        f"\ntime: {common.rough(record['seconds'])}, a rough total: {forecast.operations:.1e} "
+        "operations at the rate of one matrix product here"
     )
-    for line in (*close, *_disk(forecast, out)):
-        common.results.print(line)
+    yield from record["close"]
+    output, partial = forecast.output, forecast.partial
+    yield f"disk: {_gigabytes(output)}, and {_gigabytes(partial)} of unfinished work meanwhile"
+    if out is not None and (free := free_space(Path(out))) < output + partial:
+        yield f"'{out}' has {_gigabytes(free)} free: choose a folder on another disk"
 
 
-def _show_sizes(plan: "Plan", alternatives: dict[str, "Plan"], record: dict[str, Any]) -> None:
+def _sizes(
+    plan: "Plan", alternatives: dict[str, "Plan"], record: dict[str, Any]
+) -> Iterator["RenderableType"]:
     from coec.models.layout import split_over
     from coec.pipeline.card import counted
 
+    # Sizes → what held-out windows may choose instead → format → who loads it
     rows = [
         (f"{name.replace('_', ' ')} × {plan.dense.layers} blocks",
          counted(width["before"]), counted(width["after"]))
@@ -242,28 +241,28 @@ def _show_sizes(plan: "Plan", alternatives: dict[str, "Plan"], record: dict[str,
     ]  # fmt: skip
     before, after = plan.parameters_before, plan.parameters_after
     rows.append(("parameters", f"{before:,}", f"{after:,} ({after / before:.1%})"))
-    common.show_table(("", "dense", "pruned"), rows)
+    yield common.table(("", "dense", "pruned"), rows)
     for rule, candidate in alternatives.items():
-        common.results.print(
+        yield (
             f"or, if held-out windows say so (kv_groups = {rule}): {candidate.pruned.kv_heads} KV "
             f"groups, {candidate.pruned.ffn:,} MLP channels, stored as "
             f"{candidate.output.model_type}"
         )
-    for note in plan.notes:
-        common.results.print(note)
+    yield from plan.notes
     code = f", built by {record['code']} beside the weights" if record["code"] else ""
-    common.results.print(f"\nstored as {plan.output.model_type}{code}")
+    yield f"\nstored as {plan.output.model_type}{code}"
     if plan.output.relabelled:
-        common.results.print(f"  ({plan.output.relabelled})")
+        yield f"  ({plan.output.relabelled})"
     for loader, finding in plan.output.loads_in.items():
-        common.results.print(f"  {loader:<14} {finding}")
+        yield f"  {loader:<14} {finding}"
     if plan.decided:
-        common.results.print(f"  {'split':<14} {split_over(record['tensor_parallel'])}")
-    common.results.print()
+        yield f"  {'split':<14} {split_over(record['tensor_parallel'])}"
+    yield ""
 
 
-def _show_memory(forecast: "Forecast", device: str) -> None:
-    """Print a line for every phase: memory at its fullest moment, and what takes most of it."""
+def _memory(forecast: "Forecast", device: str) -> "Table":
+    """Return a line for every phase: memory at its fullest moment, and what takes most of it."""
+    # On a CPU the memory of the device is that of the host.
     alone = device == "cpu"
     rows = []
     for phase in forecast.phases:
@@ -273,53 +272,32 @@ def _show_memory(forecast: "Forecast", device: str) -> None:
     peak = [sum(forecast.peak)] if alone else forecast.peak
     rows.append(("largest", *map(_gigabytes, peak), ""))
     memory = ["memory"] if alone else [device, "host"]
-    common.show_table(("phase", *memory, "most of it"), rows)
+    return common.table(("phase", *memory, "most of it"), rows)
 
 
 def _gigabytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB"
 
 
-def _disk(forecast: "Forecast", out: str | Path | None) -> list[str]:
-    from coec.execution.output import free_space
-
-    output, partial = forecast.output, forecast.partial
-    lines = [
-        f"disk: {output / 1e9:.2f} GB, and {partial / 1e9:.2f} GB of unfinished work meanwhile"
-    ]
-    if out is None:
-        return lines
-    if (free := free_space(Path(out))) < output + partial:
-        lines.append(f"'{out}' has {free / 1e9:.2f} GB free: choose a folder on another disk")
-    return lines
-
-
 def _show_report(report: "Report", as_json: bool) -> None:
-    """Print what a pruning did, in lines or as one JSON object."""
-    from coec.models.architectures import ARCHITECTURES
-
-    if as_json:
-        print(json.dumps({"out": report.out, **report.as_dict()}))
-        return
-    for line in _lines(report):
-        common.results.print(line)
-    for event, modules in report.events.items():
+    """Print what a pruning did, and safeguards that fired on stderr."""
+    lines = (*_lines(report), *_next(report))
+    common.show({"out": report.out, **report.as_dict()}, lines, as_json)
+    for event, modules in report.events.items() if not as_json else ():
         place = modules[0] if len(modules) == 1 else f"{modules[0]} and {len(modules) - 1} more"
         common.notes.print(f"note: {place}: {event}")
+
+
+def _next(report: "Report") -> Iterator[str]:
+    """Yield a better preset, and the commands that measure the result, and train it on its text."""
+    from coec.models.architectures import ARCHITECTURES
+
     preset = report.recipe.get("preset", "")
     untold = preset == "balanced" and ARCHITECTURES[report.plan["model_type"]].adds
     if preset in _BETTER and not untold:
         better = _BETTER[preset]
         times = settings.PRESETS[better].time / settings.PRESETS[preset].time
-        common.results.print(
-            f"nearer to the dense model: --preset {better}, in about {times:.2g} times the time"
-        )
-    for line in _next(report):
-        common.results.print(line)
-
-
-def _next(report: "Report") -> Iterator[str]:
-    """Yield the commands that measure a pruned model, and train it on its calibration text."""
+        yield f"nearer to the dense model: --preset {better}, in about {times:.2g} times the time"
     text = str(report.recipe["calibration"])
     model, out, trained = map(named, (report.model, report.out, f"{report.out}-trained"))
     yield measuring(report.model, report.out, text)
@@ -350,6 +328,7 @@ def _lines(report: "Report") -> Iterator[str]:
     from coec.models.layout import split_over
     from coec.pipeline.card import counted
 
+    # Sizes → errors by kind of site → training → format and who loads it → time
     plan, widths = report.plan, report.plan["widths"]
     before, after = plan["parameters"]["before"], plan["parameters"]["after"]
     yield f"wrote {named(report.out)}"
@@ -388,6 +367,7 @@ def _lines(report: "Report") -> Iterator[str]:
 def _reconstruction(report: "Report") -> Iterator[str]:
     """Yield errors before and after training, and how well candidates predict held-out windows."""
     facts = report.reconstruction
+    # A training of blocks, and one on predictions, are told apart by their fields.
     windows = facts.get("windows", "").replace(" ", "-")
     for training, label, of_what in (
         ("reconstruction", "trained", "error of the hidden states behind a block, mean over"),

@@ -1,14 +1,11 @@
 """`coec recover`: what training would take, for `--dry-run`, and what it gave."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from coec.cli import common
-from coec.cli.common import CommandFlag, Switch, Values
+from coec.cli.common import CommandFlag, Values, switch
 from coec.cli.progress import showing_progress
 from coec.cli.prune import measuring, named
 from coec.settings.recovery import Recovery
@@ -25,7 +22,7 @@ _FLAGS = [
 
 @common.with_flags(
     *_FLAGS,
-    Switch("dry_run", "Print memory, time and disk of every way to train; no weights are read."),
+    switch("dry_run", "Print memory, time and disk of every way to train; no weights are read."),
     common.FORCE, common.RESTART, common.TRUST_REMOTE_CODE, common.QUIET, common.JSON,
 )  # fmt: skip
 def recover_command(
@@ -41,8 +38,7 @@ def recover_command(
     Windows that are not trained on decide; OUT is never worse than PRUNED on them. Interrupted or
     killed, the same command goes on. On several GPUs: torchrun -m coec recover …
     """
-    if out is None and not flags["dry_run"]:
-        raise typer.BadParameter("OUT is missing (only --dry-run works without)")
+    common.check_out(out, flags)
     common.quieten()
     chosen = common.given(flags, _TABLE)
     if out is None or flags["dry_run"]:
@@ -52,46 +48,43 @@ def recover_command(
     from coec.recovery.processes import is_first
 
     handling = common.given(flags, ("force", "restart", "trust_remote_code"))
+    # Under torchrun several processes train: the first one speaks.
     quiet = flags["quiet"] or not is_first()
     with showing_progress(quiet) as advance:
         report = recover(dense, pruned, out, progress=advance, **handling, **chosen)
     if is_first():
-        show_recovery(report, flags["json"])
+        record = {"out": report.out, **report.as_dict()}
+        common.show(record, recovery_lines(report), flags["json"])
 
 
-def show_recovery(report: "Report", as_json: bool) -> None:
-    """Print what a training gave, in lines or as one JSON object."""
-    if as_json:
-        print(json.dumps({"out": report.out, **report.as_dict()}))
-        return
+def recovery_lines(report: "Report") -> Iterator[str]:
+    """Yield lines on what a training gave."""
     record = report.recoveries[-1]
     text, judged = record["text"], record["held_out"]
     weights = "all weights" if record["lora"] is None else f"additions of rank {record['lora']}"
-    common.results.print(f"wrote {named(report.out)}")
-    common.results.print(
+    yield f"wrote {named(report.out)}"
+    yield (
         f"trained          {weights} on {record['tokens']:,} tokens of {text['source']} "
         f"({record['passes']:.2g} passes), learning rate {record['learning_rate']:.2g}"
     )
     windows = f"{judged['windows']} windows that were not trained on"
+    divergence = f"KL to dense      {judged['before']:.4f}"
     if record["improved"]:
         gain = 1 - judged["after"] / judged["before"]
-        common.results.print(
-            f"KL to dense      {judged['before']:.4f} → {judged['after']:.4f} (−{gain:.0%}) on "
-            f"{windows}"
-        )
+        yield f"{divergence} → {judged['after']:.4f} (−{gain:.0%}) on {windows}"
     else:
-        common.results.print(
-            f"KL to dense      {judged['before']:.4f}: no state was better on {windows}, and the "
-            "weights are those of the start; give more text, or a lower --learning-rate"
+        yield (
+            f"{divergence}: no state was better on {windows}, and the weights are those of the "
+            "start; give more text, or a lower --learning-rate"
         )
     if record["tokens"] < 0.9 * record["asked"]:
-        common.results.print(
+        yield (
             f"the text has {text['windows'] * record['seq_len']:,} tokens, which were read "
             f"{record['passes']:.2g} times, and {record['asked']:,} were asked for: more text "
             "gives more"
         )
-    common.results.print(f"seconds          {record['seconds']:.1f}")
-    common.results.print(measuring(report.model, report.out, text["source"]))
+    yield f"seconds          {record['seconds']:.1f}"
+    yield measuring(report.model, report.out, text["source"])
 
 
 def _show_ways(dense: str, pruned: str, settings: Values, flags: Mapping[str, Any]) -> None:
@@ -104,6 +97,7 @@ def _show_ways(dense: str, pruned: str, settings: Values, flags: Mapping[str, An
     free = FreeMemory.of(device).computing
     ways = plan.footprints(dense, pruned, recovery, device, free)
     rate = product_rate(device, ways[0].dtype)
+    # A line and a record for every way to train, the one that would be taken first
     rows, records = [], []
     for way in ways:
         seconds = way.operations / rate if recovery.minutes is None else 60 * recovery.minutes
@@ -116,11 +110,9 @@ def _show_ways(dense: str, pruned: str, settings: Values, flags: Mapping[str, An
             ("→ " if way is ways[0] else "  ") + way.flags, f"{way.bytes / 1e9:.2f} GB",
             "yes" if fits else "no", common.rough(seconds), f"{way.disk / 1e9:.2f} GB",
         ))  # fmt: skip
-    if flags["json"]:
-        print(json.dumps({"device": str(device), "free": free, "ways": records}))
-        return
-    common.show_table(("", "memory", "fits", "time", "disk meanwhile"), rows)
     room = "" if free is None else f"; {free / 1e9:.1f} GB of memory are free"
-    common.results.print(
-        f"\non {device}{room}; times are rough: operations at the rate of one matrix product here"
+    lines = (
+        common.table(("", "memory", "fits", "time", "disk meanwhile"), rows),
+        f"\non {device}{room}; times are rough: operations at the rate of one matrix product here",
     )
+    common.show({"device": str(device), "free": free, "ways": records}, lines, flags["json"])

@@ -1,6 +1,8 @@
 """`coec sweep` and `coec report`."""
 
 import json
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coec.cli import common
-from coec.cli.common import CommandFlag, Switch, argument, given, results, with_flags
+from coec.cli.common import CommandFlag, argument, given, switch, with_flags
 from coec.cli.progress import showing_progress
 from coec.cli.signals import interruptible
 
 if TYPE_CHECKING:
     from coec.experiments.grid import Cell
     from coec.experiments.sweep import Summary
+    from coec.planning.recipe import Recipe
 
 _GRIDS = Path(__file__).parents[1] / "experiments" / "grids"
 READY = tuple(sorted(path.stem for path in _GRIDS.glob("*.toml")))
@@ -55,13 +58,13 @@ _RUNNING = (
 )  # fmt: skip
 
 
-_GEOMETRY = Switch("geometry", "Compare frames with the dense model's, as in `coec analyze`.")
+_GEOMETRY = switch("geometry", "Compare frames with the dense model's, as in `coec analyze`.")
 _KEEPING = (
-    Switch("keep_models", "Keep every pruned model in OUT/models."),
-    Switch("keep_statistics", "Keep the dense statistics in OUT/statistics."),
-    Switch("retry_failed", "Run failed cells again."),
+    switch("keep_models", "Keep every pruned model in OUT/models."),
+    switch("keep_statistics", "Keep the dense statistics in OUT/statistics."),
+    switch("retry_failed", "Run failed cells again."),
 )
-_DRY_RUN = Switch("dry_run", "List the cells and stop.")
+_DRY_RUN = switch("dry_run", "List the cells and stop.")
 
 
 @with_flags(
@@ -79,8 +82,8 @@ def sweep_command(
 
     Interrupted, the same command goes on with the first missing cell.
     """
-    if out is None and not flags["dry_run"]:
-        raise typer.BadParameter("OUT is missing (only --dry-run works without)")
+    common.check_out(out, flags)
+    # Flags → settings of the cells, and of their evaluation, which a grid loses to
     trust = {"trust_remote_code": True} if flags["trust_remote_code"] else {}
     evaluation = given(flags, (*_EVALUATION, "text_column")) | trust
     if "eval_seq_len" in evaluation:
@@ -93,11 +96,11 @@ def sweep_command(
     cells = expand(
         grid, models=flags["model"], settings=given(flags, _RECIPE) | trust, evaluate=evaluation
     )
-    from coec.experiments.sweep import check_plan, sweep
+    from coec.experiments.sweep import Running, sweep
 
     running = given(flags, _RUNNING)
     if out is None or flags["dry_run"]:
-        check_plan(cells, **{k: v for k, v in running.items() if k != "statistics"})
+        Running(**running).check(cells)
         _show_cells(cells, flags["json"])
         return
     try:
@@ -106,62 +109,61 @@ def sweep_command(
     except KeyboardInterrupt:
         common.notes.print(f"finished cells are in {out}; the same command goes on with the rest")
         raise
-    if flags["json"]:
-        print(json.dumps({**asdict(summary), "folder": str(summary.folder)}))
-    else:
-        _show_summary(summary, out, kept=len(cells) - summary.ran)
+    record = {**asdict(summary), "folder": str(summary.folder)}
+    common.show(record, _summary(summary, out, kept=len(cells) - summary.ran), flags["json"])
     if summary.failed:
         raise typer.Exit(1)
 
 
-def _show_summary(summary: "Summary", out: Path, kept: int) -> None:
+def _summary(summary: "Summary", out: Path, kept: int) -> Iterator[str]:
     if summary.torn:
         common.notes.print("note: an unfinished last line of results.jsonl was dropped")
-    results.print(
-        f"{summary.done} cells done, {summary.failed} failed"
-        + (f" ({kept} were there already)" if kept else "")
-    )
-    for reason in dict.fromkeys(summary.reasons.values()):
-        count = list(summary.reasons.values()).count(reason)
+    there = f" ({kept} were there already)" if kept else ""
+    yield f"{summary.done} cells done, {summary.failed} failed{there}"
+    for reason, count in Counter(summary.reasons.values()).items():
         common.notes.print(f"failed, {count} cells: {common.spelled(reason)}")
-    results.print(f"tables and figures: coec report {out}")
+    yield f"tables and figures: coec report {out}"
 
 
 def _show_cells(cells: list["Cell"], as_json: bool) -> None:
-    if as_json:
-        listing = [
-            {
-                "cell": cell.id,
-                "model": cell.subject.label,
-                "grids": cell.grids,
-                "labels": cell.labels,
-                "settings": cell.recipe.record() if cell.recipe else None,
-            }
-            for cell in cells
-        ]
-        print(json.dumps(listing))
-        return
-    from coec.experiments.grid import NEWER
+    record = [
+        {
+            "cell": cell.id,
+            "model": cell.subject.label,
+            "grids": cell.grids,
+            "labels": cell.labels,
+            "settings": cell.recipe.record() if cell.recipe else None,
+        }
+        for cell in cells
+    ]
+    common.show(record, _listing(cells), as_json)
 
+
+def _listing(cells: list["Cell"]) -> Iterator[str]:
+    """Yield a line per cell in columns; rich's table takes seconds for thousands of rows."""
+    # All columns but the last are as wide as their widest entry.
     lines = [("cell", "model", "grids", "what")]
     for cell in cells:
-        recipe = cell.recipe
-        settings = "dense" if recipe is None else (
-            f"{recipe.pruning.sparsity:.0%} {recipe.pruning.selection} → "
-            f"{recipe.pruning.compensation}, {recipe.calibration.samples} windows, "
-            f"seed {recipe.calibration.seed}"
-            + "".join(
-                f", {name} = {value}"
-                for name, value in recipe.record().items()
-                if name in NEWER and value != NEWER[name]
-            )
-            + "".join(f", {k} = {v}" for k, v in recipe.pruning.options.items())
-        )  # fmt: skip
-        lines.append((cell.id, cell.subject.label, ", ".join(cell.grids), settings))
+        lines.append((cell.id, cell.subject.label, ", ".join(cell.grids), _described(cell.recipe)))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
-    for *short, last in lines:  # rich's table takes seconds for thousands of rows
-        print("  ".join([*(text.ljust(n) for text, n in zip(short, widths, strict=True)), last]))
-    print(f"\n{len(cells)} cells")
+    for *short, last in lines:
+        yield "  ".join([*(text.ljust(n) for text, n in zip(short, widths, strict=True)), last])
+    yield f"\n{len(cells)} cells"
+
+
+def _described(recipe: "Recipe | None") -> str:
+    """Return the settings of a cell in words; of newer ones those that change something."""
+    from coec.experiments.grid import NEWER
+
+    if recipe is None:
+        return "dense"
+    pruning, calibration, record = recipe.pruning, recipe.calibration, recipe.record()
+    newer = {name: record[name] for name in record if name in NEWER and record[name] != NEWER[name]}
+    return (
+        f"{pruning.sparsity:.0%} {pruning.selection} → {pruning.compensation}, "
+        f"{calibration.samples} windows, seed {calibration.seed}"
+        + "".join(f", {name} = {value}" for name, value in (newer | pruning.options).items())
+    )
 
 
 _COMPARE = CommandFlag(
@@ -182,12 +184,11 @@ def report_command(
 
     interruptible()
     written = write_report(out, compare=flags["compare"])
+    figures = [str(path) for path in written.figures]
     paths = {path.suffix[1:]: str(path) for path in written.files}
-    if flags["json"]:
-        figures = [str(path) for path in written.figures]
-        cells = json.loads(written.cells.to_json(orient="records"))
-        print(json.dumps({"files": paths, "figures": figures, "cells": cells}))
-        return
-    results.print(written.summary)
-    for path in (*paths.values(), *dict.fromkeys(path.parent for path in written.figures)):
-        results.print(f"{'written':<20} {path}")
+    # By pandas and back: a NaN becomes null.
+    cells = json.loads(written.cells.to_json(orient="records"))
+    folders = dict.fromkeys(str(path.parent) for path in written.figures)
+    lines = [f"{'written':<20} {path}" for path in (*paths.values(), *folders)]
+    record = {"files": paths, "figures": figures, "cells": cells}
+    common.show(record, [written.summary, *lines], flags["json"])

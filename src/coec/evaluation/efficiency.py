@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from coec.devices import DTYPES, choose_device, choose_forward_dtype, stored_dtype
 from coec.errors import OptionError
 from coec.evaluation.pair import ModelPair, check_dtype
+from coec.evaluation.settings import Workload
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.files import JsonDict
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
-from coec.settings.fields import check_whole
 
 
 @dataclass(frozen=True)
@@ -101,38 +101,6 @@ def _cost(model: Description, dtype: str | None) -> Cost:
         gflops_per_token=2 * parameters / 1e9,
         kv_cache_bytes_per_token=2 * groups * shape.head_dim * chosen.itemsize,
     )
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The work of a run: prefill a prompt, then decode greedily, token by token with a cache.
-
-    The prompt is capped so that new tokens fit the model's positions. Each model has `repeats`
-    timed runs, after `warmup` untimed ones.
-    """
-
-    prompt_tokens: int = 512
-    new_tokens: int = 64
-    batch_size: int = 1
-    repeats: int = 5
-    warmup: int = 1
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            least = 0 if name == "warmup" else 1
-            object.__setattr__(self, name, check_whole(name, value, least))
-
-    def within(self, positions: int) -> "Workload":
-        """Shorten the prompt to leave room for the new tokens; raises OptionError if none is."""
-        room = positions - self.new_tokens
-        if positions < 2:
-            raise OptionError(f"the model has {positions} positions: speed needs two")
-        if room < 1:
-            raise OptionError(
-                f"new_tokens={self.new_tokens} leaves no room for a prompt in the model's "
-                f"{positions} positions; use {positions - 1} or less"
-            )
-        return replace(self, prompt_tokens=min(self.prompt_tokens, room))
 
 
 @dataclass(frozen=True)
@@ -272,13 +240,12 @@ def _allocated(device: torch.device) -> int:
 def _in_turns(
     models: list[Any], prompt: Int[Tensor, "n length"], load: Workload, progress: Progress | None
 ) -> tuple[list[list[float]], list[list[float]]]:
-    prefill: list[list[float]] = [[] for _ in models]
-    decode: list[list[float]] = [[] for _ in models]
+    prefill: list[list[float]] = [[], []]
+    decode: list[list[float]] = [[], []]
     total = load.warmup + load.repeats
     for repeat in range(total):
         # Dense first, pruned first, and so on: a clock that drifts favours neither.
-        order = range(len(models)) if repeat % 2 == 0 else reversed(range(len(models)))
-        for index in order:
+        for index in (0, 1) if repeat % 2 == 0 else (1, 0):
             filling, decoding, _ = run_once(models[index], prompt, load.new_tokens)
             if repeat >= load.warmup:
                 prefill[index].append(prompt.numel() / filling)
@@ -330,8 +297,8 @@ def oddities(speed: Speed, load: Workload) -> list[str]:
         if rates.paired.least < 1 < rates.paired.greatest:
             notes.append(
                 f"{name}: which model is faster differs between repeats "
-                f"({rates.paired.least:.2f} to {rates.paired.greatest:.2f}); raise repeats=N, or "
-                "measure on a quiet machine"
+                f"({rates.paired.least:.2f} to {rates.paired.greatest:.2f}): measure on a quiet "
+                "machine"
             )
         elif rates.ratio < 1:
             notes.append(f"{name}: the pruned model is slower ({rates.ratio:.2f} of the rate)")

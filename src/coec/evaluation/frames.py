@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coec.errors import NumericalError, OptionError
+from coec.errors import NumericalError
 from coec.linalg.alignment import Alignment
 from coec.linalg.decompose import svd
 from coec.linalg.spd import rounding_level
@@ -106,10 +106,8 @@ def compare_frames(
         value_weight: the pruned value projection as the consumer sees it, for the penalties.
 
     Raises:
-        OptionError: shapes that do not fit.
         NumericalError: a weight is not finite, or has no frame.
     """
-    _check_shapes(W0, kept, W_tilde, r, value_weight)
     # W₀, W₀[:, K], W̃ → their modes → frames O, P, C of r directions each
     dense, pruned, compensated = (_Modes.of(W) for W in (W0, W0[:, kept.indices], W_tilde))
     r = min(r, len(dense.s), len(pruned.s), len(compensated.s))
@@ -137,23 +135,6 @@ def compare_frames(
         gap_compensated=compensated.gap(r),
         penalty=None if value_weight is None else _penalties(value_weight, V0, dense.top(r), P, C),
     )
-
-
-def _check_shapes(
-    W0: Tensor, kept: KeptSet, W_tilde: Tensor, r: int, value_weight: Tensor | None
-) -> None:
-    k = len(kept.indices)
-    if W0.shape[1] != kept.size or W_tilde.shape != (W0.shape[0], k):
-        raise OptionError(
-            f"a dense weight {tuple(W0.shape)}, a kept set of {k} out of {kept.size} and a "
-            f"compensated weight {tuple(W_tilde.shape)} do not fit"
-        )
-    if value_weight is not None and value_weight.shape[0] != k:
-        raise OptionError(
-            f"value_weight needs one row per kept column ({k}), got {value_weight.shape[0]}"
-        )
-    if r < 1:
-        raise OptionError(f"r must be at least 1, got {r}")
 
 
 def _restricted(V_K: Float[Tensor, "k r"]) -> tuple[Float[Tensor, "k q"], Float[Tensor, "k r"]]:

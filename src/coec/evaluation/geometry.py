@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from coec.devices import choose_device
 from coec.errors import NumericalError, OptionError
@@ -61,17 +60,13 @@ def geometry(
     check_ranks(ranks)
     chosen = choose_device(device)
     pair = ModelPair.open(dense, pruned)
-    modules = [
-        (site, units)
-        for site in pair.layout.sites
-        if not (units := pair.units[site.key]).everything
-    ]
+    pruned_sites = [site for site in pair.layout.sites if not pair.units[site.key].everything]
     rows = []
-    for number, (site, units) in enumerate(modules, start=1):
+    for number, site in enumerate(pruned_sites, start=1):
         rank = ranks["mlp" if site.value is None else "attention"]
-        rows.append(_row(pair, site, units, rank, chosen))
+        rows.append(_row(pair, site, rank, chosen))
         if progress:
-            progress("geometry", number, len(modules))
+            progress("geometry", number, len(pruned_sites))
     return rows
 
 
@@ -83,13 +78,19 @@ def check_ranks(ranks: dict[str, int]) -> None:
         check_whole(f"the rank of {site}", rank)
 
 
-def _row(pair: ModelPair, site: Site, units: KeptSet, rank: int, device: torch.device) -> JsonDict:
+def _row(pair: ModelPair, site: Site, rank: int, device: torch.device) -> JsonDict:
+    units = pair.units[site.key]
     W0, W_tilde = (
         model.tensor(name).to(device, torch.float64)
         for model, name in ((pair.dense, site.weight), (pair.pruned, pair.smaller[site.key].weight))
     )
+    # Trained inputs have no penalty: it is defined by the values of the dense model.
     copied = pair.reads_the_same(site)
-    value = _value(pair, site, units, device) if copied else None
+    value = None
+    if copied and site.value is not None:
+        name = site.value.tensor
+        stored = value_rows({name: pair.dense.tensor(name)}, site, units)
+        value = None if stored is None else stored.to(W0)
     columns = site.kept_columns(units)
     kept = KeptSet(columns.indices.to(device), columns.size)
     try:
@@ -106,14 +107,6 @@ def _row(pair: ModelPair, site: Site, units: KeptSet, rank: int, device: torch.d
         "reads_fitted": not copied,
         "events": events,
     }
-
-
-def _value(pair: ModelPair, site: Site, units: KeptSet, device: torch.device) -> Tensor | None:
-    if site.value is None:
-        return None
-    name = site.value.tensor
-    rows = value_rows({name: pair.dense.tensor(name)}, site, units)
-    return None if rows is None else rows.to(device, torch.float64)
 
 
 class Measure(NamedTuple):
@@ -134,7 +127,7 @@ class Measure(NamedTuple):
 
     def read(self, row: JsonDict) -> float | None:
         """Read the measure from a module's row; None where it has none, or a factor of 0."""
-        values = []
+        values: list[Any] = []
         for path in self.path.split(" / "):
             value: Any = row
             for name in path.split("."):

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
+from os.path import isdir, isfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,7 +17,6 @@ from unittest.mock import patch
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from coec.calibration.sources import is_file, is_folder
 from coec.errors import CalibrationError, CoecError, OptionError, first_line
 from coec.events import Progress
 
@@ -63,8 +63,8 @@ def local_files(names: Sequence[str], folder: Path) -> dict[str, Path]:
     """Find the file of every task, `<task>.jsonl`; raises CalibrationError if one is missing."""
     files = {name: folder.absolute() / f"{name}.jsonl" for name in names}
     for name, file in files.items():
-        if not is_file(file):
-            paths = folder.glob("*.jsonl") if is_folder(folder) else ()
+        if not isfile(file):
+            paths = folder.glob("*.jsonl") if isdir(folder) else ()
             available = ", ".join(sorted(path.stem for path in paths)) or "none"
             raise CalibrationError(
                 f"no '{folder / file.name}' for task '{name}'; tasks with a file there: {available}"
@@ -151,17 +151,16 @@ def _check_item(task: Any, item: Any, number: int) -> None:
     choices = task.doc_to_choice(item) if task.OUTPUT_TYPE == "multiple_choice" else None
     question = task.doc_to_text(item)
     try:
-        several = getattr(task, "multiple_input", 0)
-        answer = question if several else task.doc_to_target(item)
-        valid = _valid(answer, choices)
+        answer = question if getattr(task, "multiple_input", 0) else task.doc_to_target(item)
+        if _valid(answer, choices):
+            return
     except IndexError:  # a number beyond the choices, if the definition itself picks the text
-        answer, valid = item, False
-    if not valid:
-        raise CalibrationError(
-            f"task '{task.task_name}', row {number}, has no right answer in "
-            f"{_answer_column(task)} (found: {answer!r:.60}): scores need rows whose answers "
-            "are known; public test sets hide theirs"
-        )
+        answer = item
+    raise CalibrationError(
+        f"task '{task.task_name}', row {number}, has no right answer in "
+        f"{_answer_column(task)} (found: {answer!r:.60}): scores need rows whose answers "
+        "are known; public test sets hide theirs"
+    )
 
 
 def _valid(answer: Any, choices: Sequence[Any] | None) -> bool:
@@ -177,12 +176,11 @@ def _valid(answer: Any, choices: Sequence[Any] | None) -> bool:
 
 def _answer_column(task: Any) -> str:
     """Describe the place where a task's definition looks for the answer."""
-    column = getattr(task.config, "doc_to_target", None)
+    available, column = task.eval_docs.column_names, getattr(task.config, "doc_to_target", None)
     if isinstance(column, str):
-        names = re.findall(r"[A-Za-z_]\w*", column)
-        columns = [name for name in names if name in task.eval_docs.column_names]
-        return f"column '{(columns or names or [column])[-1]}'"
-    columns = [c for c in task.eval_docs.column_names if c in ("answer", "answerKey", "label")]
+        names = re.findall(r"[A-Za-z_]\w*", column) or [column]
+        return f"column '{([name for name in names if name in available] or names)[-1]}'"
+    columns = [name for name in available if name in ("answer", "answerKey", "label")]
     return f"column '{columns[0]}'" if columns else "its data"
 
 

@@ -65,11 +65,11 @@ class ModelPair:
         if isinstance(pruned, ModelPair):
             return pruned
         folder = pruned.folder if isinstance(pruned, Dense) else find_model(pruned)
-        missing = [name for name in (KEPT, REPORT) if not (folder / name).is_file()]
-        if missing:
-            raise ModelError(
-                f"no {missing[0]} in '{folder}': PRUNED must be a folder that `coec prune` wrote"
-            )
+        for name in (KEPT, REPORT):
+            if not (folder / name).is_file():
+                raise ModelError(
+                    f"no {name} in '{folder}': PRUNED must be a folder that `coec prune` wrote"
+                )
         report = read_config(folder / REPORT)
         before = Dense.open(_dense_model(folder, report) if dense is None else dense)
         after = Dense.open(pruned if isinstance(pruned, Dense) else folder)

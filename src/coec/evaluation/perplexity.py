@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
+from typing import Any, TypeAlias, Unpack
 
 import torch
 from jaxtyping import Float, Int
@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from coec.calibration.sources import Documents, Split
+from coec.calibration.sources import Documents
 from coec.calibration.tokens import (
+    Extent,
     Stream,
     check_same_tokenizer,
     has_tokenizer,
@@ -27,21 +28,18 @@ from coec.calibration.windows import Windows, all_windows, resolve_seq_len
 from coec.devices import choose_device
 from coec.errors import ModelError, NumericalError, OptionError
 from coec.evaluation.loaded import Loaded
-from coec.evaluation.pair import check_dtype, load_network
+from coec.evaluation.pair import load_network
+from coec.evaluation.settings import TextEvaluation, TextSettings
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.pipeline.report import calibration_digest
-from coec.settings.fields import check_seed, check_whole
-from coec.settings.parts import StartRule
 from coec.streaming.head import Prediction
 from coec.streaming.self_text import sample_from_model, windows_that_fit
 
-Via: TypeAlias = Literal["coec", "transformers"]
-"""Who builds the model that is measured."""
+_Model: TypeAlias = str | Path | Dense | PreTrainedModel
 EVALUATION_SEQ_LEN = 4096
 """Tokens of an evaluation window, if the model has so many positions."""
-_SELF_WINDOWS = 64
 _MEASURED_WINDOWS, _MEASURED_LENGTH = 4, 512
 """Windows on which the need of a start is measured, and their tokens, at most."""
 _NEEDED = 0.1
@@ -89,22 +87,13 @@ class Perplexity:
 
 
 def perplexity(
-    model: str | Path | Dense | PreTrainedModel,
+    model: _Model,
     text: str | Path | Iterable[Any] | Windows = "wikitext2",
     *,
-    seq_len: SupportsIndex | None = None,
-    max_windows: SupportsIndex | None = None,
     baseline: str | Path | Dense | None = None,
-    split: Split = "test",
-    text_column: str = "text",
-    samples: SupportsIndex = _SELF_WINDOWS,
-    seed: SupportsIndex = 1,
-    bos: StartRule = "auto",
-    device: str = "auto",
-    dtype: str | None = None,
-    via: Via = "coec",
     trust_remote_code: bool = False,
     progress: Progress | None = None,
+    **settings: Unpack[TextSettings],
 ) -> Perplexity:
     """Measure the token perplexity on non-overlapping windows of one text, without the tail.
 
@@ -118,30 +107,19 @@ def perplexity(
         text: `wikitext2`, `c4`, `hub:OWNER/NAME[:CONFIG]`, a file as in `coec prune`, a list of
             strings, a data set of `datasets`, a tensor or array of token ids, or `self`: text
             sampled from the baseline (`samples` windows under `seed`); or windows already cut.
-        seq_len: None for 4096, or the model's maximum if that is less.
-        max_windows: evaluate the first so many windows; None for all.
-        baseline: the dense model, for the ratio, the KL divergence and the agreement.
-        split: split of a data set; C4's validation split takes the place of test.
-        text_column: column of a jsonl or parquet file, or of a data set named by `hub:`.
-        bos: begin every window with the tokens that the tokenizer puts before a text: `on`, `off`,
-            or `auto`, where the baseline, or else the model, predicts a few windows better behind
-            them by a tenth of a nat per token.
-        dtype: dtype of the forward pass; None as in the setting `forward_dtype`.
-        via: `coec` reads what it prunes; `transformers` loads any causal model, quantised or with
-            an adapter too, as it is stored. The baseline is read by `coec`.
+        baseline: the dense model, for the ratio, the KL divergence and the agreement; `coec` reads
+            it, whatever `via` says of the model.
         trust_remote_code: let the model's tokenizer run its own Python code.
+        settings: fields of `TextEvaluation`; C4's validation split takes the place of test, and
+            `via="transformers"` leaves a model in the dtype in which it is stored.
 
     Raises:
         CoecError: with one line that says what to change.
     """
     began = time.perf_counter()
-    samples, seed = check_whole("samples", samples), check_seed(seed)
-    if bos not in get_args(StartRule):
-        raise OptionError(f"bos must be one of {', '.join(get_args(StartRule))}, got {bos!r:.80}")
-    seq_len = None if seq_len is None else check_whole("seq_len", seq_len, least=2)
-    chosen = model.device if isinstance(model, PreTrainedModel) else choose_device(device)
-    check_dtype(dtype)
-    opened = _opened(model, via, chosen, dtype, trust_remote_code)
+    rules = TextEvaluation(**settings)
+    chosen = model.device if isinstance(model, PreTrainedModel) else choose_device(rules.device)
+    opened = _opened(model, rules, chosen, trust_remote_code)
     dense = None if baseline is None else Dense.open(baseline)
     calibrated = calibration_digest(opened.folder)
     if dense is not None:
@@ -156,46 +134,36 @@ def perplexity(
     elif not from_model:
         # A model in memory may have no folder: the baseline's tokenizer stands in for its own.
         foreign = isinstance(opened, Loaded) and not has_tokenizer(opened.folder)
-        cut = _Cut.of(
-            dense if foreign and dense is not None else opened, text, seq_len=seq_len,
-            max_windows=max_windows, split=split, text_column=text_column,
-            trust_remote_code=trust_remote_code, progress=progress,
-        )  # fmt: skip
-        windows = cut(bos=bos == "on")
+        reader = dense if foreign and dense is not None else opened
+        cut = _Cut.of(reader, text, rules, trust_remote_code, progress)
+        windows = cut(bos=rules.bos == "on")
     # Networks → start or none → sampled windows → sums over all tokens
-    network = opened.network if isinstance(opened, Loaded) else load_network(opened, chosen, dtype)
-    base = None if dense is None else load_network(dense, chosen, dtype)
-    if cut is not None and bos == "auto" and _needs_start(network if base is None else base, cut):
+    network = (
+        opened.network if isinstance(opened, Loaded) else load_network(opened, chosen, rules.dtype)
+    )
+    base = None if dense is None else load_network(dense, chosen, rules.dtype)
+    if cut is not None and rules.bos == "auto" and _needs_start(base or network, cut):
         windows = cut(bos=True)
     if windows is None:
         assert base is not None
         assert dense is not None
-        length = resolve_seq_len(seq_len, opened.positions, EVALUATION_SEQ_LEN)
-        windows = sampled_windows(
-            dense, base, seq_len=length, samples=samples, seed=seed, progress=progress,
-            trust_remote_code=trust_remote_code,
-        )  # fmt: skip
+        rules = replace(rules, seq_len=_window_length(rules, opened))
+        windows = sampled_windows(dense, base, rules, trust_remote_code, progress)
     prediction = _predict(network, base, windows.ids, progress)
     result = _result(prediction, windows, network.num_parameters(), calibrated, base is not None)
     return replace(result, seconds=time.perf_counter() - began)
 
 
 def _opened(
-    model: str | Path | Dense | PreTrainedModel,
-    via: str,
-    device: torch.device,
-    dtype: str | None,
-    trust: bool,
+    model: _Model, rules: TextEvaluation, device: torch.device, trust: bool
 ) -> Dense | Loaded:
     """Open the model that is measured, as `via` says; one that is loaded stays as it is."""
     if isinstance(model, PreTrainedModel):
         return Loaded(Path(model.name_or_path or type(model).__name__), model.eval())
-    if via not in get_args(Via):
-        raise OptionError(f"via must be one of {', '.join(get_args(Via))}, got {via!r:.80}")
-    if via == "coec":
+    if rules.via == "coec":
         return Dense.open(model)
     folder = model.folder if isinstance(model, Dense) else model
-    return Loaded.open(folder, device, dtype, trust_remote_code=trust)
+    return Loaded.open(folder, device, rules.dtype, trust_remote_code=trust)
 
 
 def _check_baseline(model: Dense | Loaded, dense: Dense, trust_remote_code: bool) -> None:
@@ -248,7 +216,6 @@ class _Cut:
 
     stream: Stream
     length: int
-    vocabulary: int
     limit: int | None
 
     @classmethod
@@ -256,29 +223,23 @@ class _Cut:
         cls,
         model: Dense | Loaded,
         text: str | Path | Iterable[Any],
-        *,
-        seq_len: SupportsIndex | None,
-        max_windows: SupportsIndex | None,
-        split: Split,
-        text_column: str,
+        rules: TextEvaluation,
         trust_remote_code: bool,
         progress: Progress | None,
     ) -> "_Cut":
-        """Read the text, as `perplexity` with these arguments does."""
-        seq_len = None if seq_len is None else check_whole("seq_len", seq_len, least=2)
-        max_windows = None if max_windows is None else check_whole("max_windows", max_windows)
-        length = resolve_seq_len(seq_len, model.positions, EVALUATION_SEQ_LEN)
-        source = source_of(text, text_column)
+        """Read the text with the model's tokenizer."""
+        length, limit = _window_length(rules, model), rules.max_windows
+        source = source_of(text, rules.text_column)
         if isinstance(source, Tensor):
             stream = Stream(source, "tensor", "")
         else:
             stream = read_stream(
                 source if isinstance(source, Documents) else str(source),
                 partial(load_tokenizer, model.folder, trust_remote_code=trust_remote_code),
-                split=split, text_column=text_column,
-                needed=None if max_windows is None else max_windows * length, progress=progress,
+                split=rules.split, text_column=rules.text_column,
+                extent=Extent(None if limit is None else limit * length), progress=progress,
             )  # fmt: skip
-        return cls(stream, length, model.vocabulary, max_windows)
+        return cls(stream.within(model.vocabulary), length, limit)
 
     def __call__(self, *, bos: bool) -> Windows:
         if bos and not len(self.stream.start):
@@ -286,21 +247,21 @@ class _Cut:
                 "bos=on has no effect here: token ids are taken as they are, and this tokenizer "
                 "may put nothing before a text; leave bos out"
             )
-        windows = all_windows(self.stream, seq_len=self.length, vocabulary=self.vocabulary, bos=bos)
+        windows = all_windows(self.stream, seq_len=self.length, bos=bos)
         return replace(windows, ids=windows.ids[: self.limit])
 
 
+def _window_length(rules: TextEvaluation, model: Dense | Loaded) -> int:
+    return resolve_seq_len(rules.seq_len, model.positions, EVALUATION_SEQ_LEN)
+
+
 def evaluation_windows(
-    model: str | Path | Dense | Loaded,
+    model: str | Path | Dense,
     text: str | Path | Iterable[Any],
     *,
-    seq_len: SupportsIndex | None = None,
-    max_windows: SupportsIndex | None = None,
-    split: Split = "test",
-    text_column: str = "text",
     decides: Callable[[], PreTrainedModel] | None = None,
     trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    **settings: Unpack[TextSettings],
 ) -> Windows:
     """Cut the windows on which `perplexity` with these arguments is measured.
 
@@ -309,11 +270,7 @@ def evaluation_windows(
     Args:
         decides: returns the model; called only where the tokenizer puts something before a text.
     """
-    cut = _Cut.of(
-        model if isinstance(model, Loaded) else Dense.open(model), text, seq_len=seq_len,
-        max_windows=max_windows, split=split, text_column=text_column,
-        trust_remote_code=trust_remote_code, progress=progress,
-    )  # fmt: skip
+    cut = _Cut.of(Dense.open(model), text, TextEvaluation(**settings), trust_remote_code, None)
     if decides is None or not len(cut.stream.start):
         return cut(bos=False)
     return cut(bos=_needs_start(decides(), cut))
@@ -341,18 +298,16 @@ def _needs_start(network: PreTrainedModel, cut: _Cut) -> bool:
 def sampled_windows(
     dense: Dense,
     network: PreTrainedModel,
-    *,
-    seq_len: int,
-    samples: int | None = None,
-    seed: int = 1,
-    trust_remote_code: bool = False,
+    rules: TextEvaluation,
+    trust_remote_code: bool,
     progress: Progress | None = None,
 ) -> Windows:
-    """Sample the windows of `text = "self"` from the dense model; 64 where nothing else is set."""
-    tokenizer = load_tokenizer(dense.folder, trust_remote_code=trust_remote_code)
+    """Sample the windows of `text = "self"` from the dense model."""
+    length = _window_length(rules, dense)
     return sample_from_model(
-        network, tokenizer, samples=samples or _SELF_WINDOWS, seq_len=seq_len, seed=seed,
-        at_once=windows_that_fit(dense, network, seq_len), progress=progress,
+        network, load_tokenizer(dense.folder, trust_remote_code=trust_remote_code),
+        samples=rules.samples, seq_len=length, seed=rules.seed,
+        at_once=windows_that_fit(dense, network, length), progress=progress,
     )  # fmt: skip
 
 

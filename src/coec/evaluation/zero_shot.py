@@ -6,18 +6,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any, Unpack
 
 from coec.calibration.tokens import load_tokenizer
 from coec.calibration.windows import resolve_seq_len
 from coec.devices import choose_device
 from coec.errors import OptionError
 from coec.evaluation import harness
-from coec.evaluation.pair import check_dtype, load_network
+from coec.evaluation.pair import load_network
+from coec.evaluation.settings import TaskEvaluation, TaskSettings
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict, sha256
-from coec.settings.fields import check_whole
 
 PAPER_METRICS = {
     "boolq": "acc",
@@ -112,15 +112,10 @@ def zero_shot(
     model: str | Path | Dense,
     tasks: str | Sequence[str] = SEVEN,
     *,
-    tasks_data: str | Path | None = None,
-    limit: SupportsIndex | None = None,
-    batch_size: SupportsIndex = 8,
-    seq_len: SupportsIndex | None = None,
-    device: str = "auto",
-    dtype: str | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
     first: Callable[[], object] | None = None,
+    **settings: Unpack[TaskSettings],
 ) -> ZeroShot:
     """Measure zero-shot accuracy with the task definitions of the installed lm-evaluation-harness.
 
@@ -128,39 +123,38 @@ def zero_shot(
         model: a model folder or hub name, with a tokenizer.
         tasks: `seven` (the keys of `PAPER_METRICS`), or names of lm-eval's tasks, as a list or
             separated by commas.
-        tasks_data: a folder of `<task>.jsonl` files, rows as in the task's data set on the hub;
-            nothing is downloaded then.
-        limit: the first so many items of each task; None for all.
-        batch_size: requests per forward pass.
-        seq_len: the largest number of tokens to give the model; None for its maximum.
-        dtype: dtype of the forward pass; None as in the setting `forward_dtype`.
         trust_remote_code: let the model's tokenizer run its own Python code.
         progress: called with ("zero-shot", done, total) requests.
         first: called when everything is read and checked but the weights: so a caller that measures
             something else first learns at once of a task that cannot be used.
+        settings: fields of `TaskEvaluation`; with `tasks_data` nothing is downloaded.
 
     Raises:
         CoecError: with one line that says what to change, before the model is loaded.
     """
-    items = None if limit is None else check_whole("limit", limit)
-    requests = check_whole("batch_size", batch_size)
-    seq_len = None if seq_len is None else check_whole("seq_len", seq_len, least=2)
-    chosen = choose_device(device)
-    check_dtype(dtype)
+    rules = TaskEvaluation(**settings)
+    chosen = choose_device(rules.device)
     dense = Dense.open(model)
     tokenizer = load_tokenizer(dense.folder, trust_remote_code=trust_remote_code)
-    length = resolve_seq_len(seq_len, dense.positions, dense.positions)
-    names, files = check_tasks(tasks, tasks_data)
-    with harness.quiet(), harness.loaded_tasks(names, files, items) as loaded:
+    length = resolve_seq_len(rules.seq_len, dense.positions, dense.positions)
+    names, files = check_tasks(tasks, rules.tasks_data)
+    from lm_eval import simple_evaluate
+
+    with harness.quiet(), harness.loaded_tasks(names, files, rules.limit) as loaded:
         if first:
             first()
         began = time.perf_counter()
-        network = load_network(dense, chosen, dtype)
+        network = load_network(dense, chosen, rules.dtype)
         lm = harness.language_model(
-            network, tokenizer, batch_size=requests, max_length=length, progress=progress
+            network, tokenizer, batch_size=rules.batch_size, max_length=length, progress=progress
         )
-        results = _run(lm, loaded, items)
-        scores = tuple(_score(task, results, items, files) for task in loaded)
+        # Standard errors are those of lm-eval's own command: bootstrap_iters = 0 would leave out
+        # those of means too, which need no resampling.
+        results = simple_evaluate(
+            lm, tasks=loaded, num_fewshot=0, limit=rules.limit, log_samples=False,
+            task_manager=harness.official_tasks(),  # or it reads its thousands of files again
+        )  # fmt: skip
+        scores = tuple(_score(task, results, rules.limit, files) for task in loaded)
         mean, mean_stderr = _mean(scores)
         return ZeroShot(
             tasks=scores,
@@ -169,9 +163,9 @@ def zero_shot(
             mean_at_chance=_at_chance(scores),
             at_chance=tuple(score.task for score in scores if score.at_chance),
             truncated=lm.truncated,
-            limit=items,
+            limit=rules.limit,
             seq_len=length,
-            batch_size=requests,
+            batch_size=rules.batch_size,
             parameters=network.num_parameters(),
             lm_eval=harness.lm_eval_version(),
             seconds=time.perf_counter() - began,
@@ -183,28 +177,15 @@ def check_tasks(
 ) -> tuple[tuple[str, ...], dict[str, Path] | None]:
     """Resolve names of tasks, each once, and their local files; None for data of the hub."""
     requested = tasks.split(",") if isinstance(tasks, str) else tasks
-    names: list[str] = []
-    for name in (name.strip() for name in requested):
-        names += PAPER_METRICS if name == SEVEN else [name] * bool(name)
+    names: dict[str, None] = {}
+    for name in filter(None, (name.strip() for name in requested)):
+        names |= dict.fromkeys(PAPER_METRICS if name == SEVEN else [name])
     if not names:
         raise OptionError("no task is named: give 'seven', or names of lm-eval's tasks")
-    names = list(dict.fromkeys(names))
     harness.lm_eval_version()
-    files = None if tasks_data is None else harness.local_files(names, Path(tasks_data))
-    harness.check_names(names)
+    files = None if tasks_data is None else harness.local_files(tuple(names), Path(tasks_data))
+    harness.check_names(tuple(names))
     return tuple(names), files
-
-
-def _run(lm: Any, tasks: list[Any], limit: int | None) -> JsonDict:
-    from lm_eval import simple_evaluate
-
-    # Standard errors are those of lm-eval's own command: bootstrap_iters = 0 would leave out those
-    # of means too, which need no resampling.
-    results: JsonDict = simple_evaluate(
-        lm, tasks=tasks, num_fewshot=0, limit=limit, log_samples=False,
-        task_manager=harness.official_tasks(),  # or it reads its thousands of files again
-    )  # fmt: skip
-    return results
 
 
 def _score(

@@ -12,18 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from coec.calibration.tokens import load_tokenizer
-from coec.calibration.windows import Windows, resolve_seq_len, source_digest
+from coec.calibration.windows import Windows, source_digest
 from coec.devices import choose_device, environment, peak, reset_peak
 from coec.errors import CoecError, NumericalError, OptionError, UnfinishedError
 from coec.evaluation.efficiency import efficiency
 from coec.evaluation.geometry import geometry
 from coec.evaluation.pair import load_network
-from coec.evaluation.perplexity import (
-    EVALUATION_SEQ_LEN,
-    evaluation_windows,
-    perplexity,
-    sampled_windows,
-)
+from coec.evaluation.perplexity import evaluation_windows, perplexity, sampled_windows
+from coec.evaluation.settings import TextEvaluation
 from coec.evaluation.zero_shot import check_tasks, zero_shot
 from coec.experiments.grid import Cell, Subject
 from coec.experiments.rows import CONTROL, RECOVER, Row, read
@@ -56,11 +52,12 @@ class OpenSubject:
 
     dense: Dense
     windows: Windows
-    statistics: Statistics | None = None
+    statistics: Statistics | None
 
 
 def open_models(cells: list[Cell]) -> dict[str, Dense]:
     """Open every model, by path, and read each weight once: damage is found before any work."""
+    # Damage is found here, and not when the first cells are done.
     models: dict[str, Dense] = {}
     for path in dict.fromkeys(cell.subject.path for cell in cells):
         models[path] = Dense.open(path)
@@ -89,6 +86,7 @@ def resolved(
     Raises:
         OptionError: a cell asks for another calibration, or statistics are of no model here.
     """
+    # Statistics go to the model with their digest, whatever its path.
     digests = {dense.digest for dense in models.values()} if saved else set()
     for digest, statistics in saved.items():
         if digest not in digests:
@@ -99,12 +97,16 @@ def resolved(
     changed = []
     for cell in cells:
         recipe, dense = cell.recipe, models[cell.subject.path]
-        if recipe is not None and saved and dense.digest in saved:
-            recipe = with_statistics(recipe, dense, saved[dense.digest])
         if recipe is not None:
+            if collected := _saved(dense, saved):
+                recipe = with_statistics(recipe, dense, collected)
             recipe = replace(recipe, runtime=replace(recipe.runtime, device=device)).opened()
         changed.append(replace(cell, recipe=recipe))
     return changed
+
+
+def _saved(dense: Dense, saved: Mapping[str, Statistics]) -> Statistics | None:
+    return saved.get(dense.digest) if saved else None  # a digest reads every weight
 
 
 def open_subjects(
@@ -116,26 +118,22 @@ def open_subjects(
         CoecError: a text or a setting cannot be used.
     """
     subjects: dict[Subject, OpenSubject] = {}
-    sources: dict[tuple[str, str, str | None], list[Recipe]] = {}
+    # Models and windows once per subject; a calibration text once for all that read it
+    by_source: dict[tuple[str, str, str | None], list[Recipe]] = {}
     for cell in cells:
         subject, recipe = cell.subject, cell.recipe
         dense = models[subject.path]
         if subject not in subjects:
-            if subject.evaluation.tasks:
-                trust = subject.evaluation.trust_remote_code
-                load_tokenizer(dense.folder, trust_remote_code=trust)
             windows = _evaluation_windows(subject, dense, device)
-            subjects[subject] = OpenSubject(
-                dense, windows, saved.get(dense.digest) if saved else None
-            )
+            subjects[subject] = OpenSubject(dense, windows, _saved(dense, saved))
         if recipe is None:
             continue
         Plan.of(dense, recipe)
         if subjects[subject].statistics is None:
             calibration = recipe.calibration
             source = (subject.path, str(calibration.source), calibration.text_column)
-            sources.setdefault(source, []).append(recipe)
-    for (path, *_), recipes in sources.items():
+            by_source.setdefault(source, []).append(recipe)
+    for (path, *_), recipes in by_source.items():
         calibrations = [recipe.calibration for recipe in recipes]
         check_calibrations(models[path], calibrations, recipes[0].runtime)
     return subjects
@@ -146,18 +144,18 @@ def _evaluation_windows(subject: Subject, dense: Dense, device: str) -> Windows:
 
     Windows begin with the tokenizer's start where the dense model needs it.
     """
-    evaluation = subject.evaluation
-    seq_len, trust = evaluation.seq_len, evaluation.trust_remote_code
+    evaluation, trust = subject.evaluation, subject.evaluation.trust_remote_code
+    if evaluation.tasks:
+        load_tokenizer(dense.folder, trust_remote_code=trust)
     load = partial(load_network, dense, choose_device(device), None)
-    if evaluation.text != "self":
-        return evaluation_windows(
-            dense, evaluation.text, seq_len=seq_len, trust_remote_code=trust, decides=load,
-            max_windows=evaluation.max_windows, text_column=evaluation.text_column,
-        )  # fmt: skip
-    seq_len = resolve_seq_len(seq_len, dense.positions, EVALUATION_SEQ_LEN)
-    return sampled_windows(
-        dense, load(), seq_len=seq_len, samples=evaluation.max_windows, trust_remote_code=trust
-    )
+    if evaluation.text == "self":
+        samples = evaluation.max_windows or TextEvaluation.samples
+        rules = TextEvaluation(seq_len=evaluation.seq_len, samples=samples)
+        return sampled_windows(dense, load(), rules, trust)
+    return evaluation_windows(
+        dense, evaluation.text, decides=load, trust_remote_code=trust, seq_len=evaluation.seq_len,
+        max_windows=evaluation.max_windows, text_column=evaluation.text_column,
+    )  # fmt: skip
 
 
 def identities(cells: list[Cell], subjects: dict[Subject, OpenSubject]) -> dict[str, CellIdentity]:
@@ -192,7 +190,7 @@ def _tasks_digest(subject: Subject) -> str | None:
 
 
 @dataclass(frozen=True)
-class DensePassOfGroup:
+class SharedPass:
     """Results that the cells of one calibration share, or the error by which they fail.
 
     There is no folder of statistics where every cell runs the models itself.
@@ -211,16 +209,21 @@ class CellJob:
     """
 
     cell: Cell
-    dense: Dense
-    windows: Windows
+    subject: OpenSubject
     folder: Path
     keep: bool
     device: str
-    shared: DensePassOfGroup
+    shared: SharedPass
+
+    @property
+    def dense(self) -> Dense:
+        """The dense model."""
+        return self.subject.dense
 
 
 def run(job: CellJob) -> Row:
     """Return the cell's row; a failure is a row too, with its reason in one line."""
+    # Head of the row → measurements, or the reason why there are none → memory and versions
     device = choose_device(job.device)
     reset_peak(device)
     row = head(job.cell)
@@ -276,6 +279,7 @@ def head(cell: Cell) -> Row:
 
 def _measured(job: CellJob) -> RowFields:
     """Prune, where the cell has a recipe, and evaluate the model."""
+    # Dense model → pruned, and trained where the cell says so → evaluated
     began = time.perf_counter()
     evaluation, device = job.cell.subject.evaluation, choose_device(job.device)
     model, report = job.dense, None
@@ -296,7 +300,7 @@ def _measured(job: CellJob) -> RowFields:
     row["peak_memory_bytes"] = peak(device)
     reset_peak(device)  # the memory of running the model is measured by itself
     baseline = job.dense if evaluation.distance and report else None
-    result = perplexity(model, job.windows, baseline=baseline, device=job.device)
+    result = perplexity(model, job.subject.windows, baseline=baseline, device=job.device)
     row["perplexity"] = result.as_dict()
     cost = asdict(efficiency(job.dense, model).pruned)
     row["cost"] = cost | {"peak_memory_bytes": peak(device)}
@@ -306,7 +310,10 @@ def _measured(job: CellJob) -> RowFields:
             device=job.device, trust_remote_code=evaluation.trust_remote_code,
         ).as_dict()  # fmt: skip
     if evaluation.geometry and report:
-        _add_geometry(row["sites"], geometry(job.dense, model, device=job.device))
+        angles = {row["module"]: row for row in geometry(job.dense, model, device=job.device)}
+        for site in row["sites"]:
+            if module := angles.get(site["module"]):
+                site["geometry"] = _angles(module)
     row.setdefault("parameters", {"before": result.parameters, "after": result.parameters})
     row["seconds"] = {
         "collecting": 0.0 if job.cell.runs_model else job.shared.seconds,
@@ -335,6 +342,7 @@ def _recovered(job: CellJob, recipe: Recipe, tokens: int) -> Dense:
     """Train a cell's pruned model on its calibration text; `job.folder` becomes the result."""
     from coec.recovery.recover import recover, settings_like
 
+    # Beside the pruned model, whose place the trained one takes in the end.
     trained = job.folder.with_name(f"{job.folder.name}.recovered")
     shutil.rmtree(trained, ignore_errors=True)
     recover(
@@ -346,14 +354,11 @@ def _recovered(job: CellJob, recipe: Recipe, tokens: int) -> Dense:
     return Dense.open(job.folder)
 
 
-def _add_geometry(sites: list[RowFields], measured: list[RowFields]) -> None:
-    """Add mean principal angles in degrees, the frames' discrepancy and the alignment penalty."""
-    by_module = {module["module"]: module for module in measured}
-    for site in sites:
-        if module := by_module.get(site["module"]):
-            site["geometry"] = {
-                "angle_op": module["original_pruned"]["mean"],
-                "angle_oc": module["original_compensated"]["mean"],
-                "angle_pc": module["pruned_compensated"]["mean"],
-                **{name: module[name] for name in ("discrepancy", "r", "penalty")},
-            }
+def _angles(module: RowFields) -> RowFields:
+    """Return mean principal angles in degrees, the frames' discrepancy and alignment penalty."""
+    return {
+        "angle_op": module["original_pruned"]["mean"],
+        "angle_oc": module["original_compensated"]["mean"],
+        "angle_pc": module["pruned_compensated"]["mean"],
+        **{name: module[name] for name in ("discrepancy", "r", "penalty")},
+    }

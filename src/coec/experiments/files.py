@@ -50,6 +50,7 @@ def read_lines(path: Path) -> RowFile:
         raise ResultsError(
             f"'{path}' cannot be read ({error.strerror or error}): make it readable"
         ) from None
+    # Whole lines, and what follows the last newline: a row without it, or a part of one.
     *lines, last = content.split(b"\n")
     torn = last != b"" and not _is_json(last)
     lines += [] if torn else [last]
@@ -117,6 +118,7 @@ class Store:
         except OSError as error:
             raise self._unwritable(error) from error
         try:
+            # Under the lock once more: another sweep may have written since.
             content = self._read()
             if content.torn or content.unended:
                 with self.path.open("r+b") as file:

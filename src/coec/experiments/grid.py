@@ -108,6 +108,7 @@ class Cell:
         """
         recipe: dict[str, Any] | None = None
         if self.recipe is not None:
+            # Settings that change nothing are left out, so that rows which lack them still stand.
             recipe = self.recipe.record()
             idle = {name for name, value in NEWER.items() if recipe.get(name) == value}
             idle |= set(self.recipe.reconstruction.idle())
@@ -205,6 +206,7 @@ class Grid:
         place = f"grid '{source}'"
         if source in within:
             raise OptionError(f"{place} includes itself")
+        # File → table → settings for all cells; axes stay in the table
         path = READY_GRIDS.get(source, Path(source))
         missing = f"no {place}: give a TOML file, or one of {', '.join(READY_GRIDS)}"
         content = read_toml(path, place, missing)
@@ -238,6 +240,7 @@ class Grid:
         if not self.axes and not self.table.variants and self.table.grids:
             return
         for variant in self.table.variants or [VariantTable()]:
+            # What a variant links beats axes; its own lists are further axes.
             labels = {} if variant.label is None else {self.name: variant.label}
             linked = {k: v for k, v in variant.settings.items() if not isinstance(v, list)}
             lists = {k: v for k, v in variant.settings.items() if isinstance(v, list)}
@@ -297,6 +300,7 @@ def expand(
     tables = [*grid.table.models, *(ModelTable(path=path) for path in models or [])]
     if not tables:
         raise OptionError(f"grid '{source}' names no model: add [[models]], or pass model=PATH")
+    # Models → the dense cell of each, and its cells of every grid, each once
     dense: dict[str, Cell] = {}
     pruned: dict[str, Cell] = {}
     for table in tables:

@@ -78,6 +78,7 @@ def read_as(cls: type[_Value], value: Any) -> _Value:
         return model.__pydantic_validator__.validate_python(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
+    # Place as `sites[1].rounds`; pydantic says `sites.1.rounds` and words of its own.
     names = (str(p).encode("unicode_escape").decode() for p in first["loc"])
     path = re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", ".".join(names))
     if first["type"] == "extra_forbidden":

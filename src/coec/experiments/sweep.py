@@ -5,13 +5,11 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from coec.calibration.windows import source_digest
 from coec.devices import choose_device
@@ -24,8 +22,8 @@ from coec.execution.workers import Workers
 from coec.experiments.cell import (
     CellIdentity,
     CellJob,
-    DensePassOfGroup,
     OpenSubject,
+    SharedPass,
     head,
     identities,
     open_models,
@@ -45,8 +43,6 @@ from coec.settings.fields import without_effect
 from coec.streaming.passes import depends_on
 from coec.streaming.statistics import Statistics
 
-_EXECUTORS = ("processes", "ray")
-
 
 @dataclass(frozen=True)
 class Summary:
@@ -64,19 +60,71 @@ class Summary:
     torn: bool
 
 
+@dataclass(frozen=True)
+class Running:
+    """Settings of a run of cells.
+
+    Attributes:
+        jobs: worker processes, 1 by default; rows are in the grid's order all the same.
+        executor: `processes` of this machine, or `ray`, where every cell is a task.
+        address: of a Ray cluster, as in `prune`.
+        statistics: results of `collect` on some of the models, whose cells then take their
+            calibration from there; settings of the cells must agree.
+        keep_models: keep every pruned model under `out/models/<cell>`.
+        keep_statistics: keep `out/statistics`.
+        retry_failed: run cells again whose row says that they failed.
+    """
+
+    jobs: int | None = None
+    executor: str = "processes"
+    address: str | None = None
+    device: str = "auto"
+    statistics: Sequence[str | Path | Statistics] = ()
+    keep_models: bool = False
+    keep_statistics: bool = False
+    retry_failed: bool = False
+
+    def check(self, cells: list[Cell]) -> str:
+        """Check everything that needs no model and no text, and return the device.
+
+        Raises:
+            CoecError: a task is unknown, there is no such device or executor, or settings of it do
+                not go together.
+        """
+        if self.executor not in ("processes", "ray"):
+            raise OptionError(f"executor must be one of processes, ray, got {self.executor!r}")
+        if self.jobs is not None and self.jobs < 1:
+            raise OptionError(f"jobs must be a whole number of at least 1, got {self.jobs}")
+        idle = "jobs" if self.executor == "ray" else "address"
+        if getattr(self, idle) is not None:
+            raise without_effect(idle, f"executor = {self.executor}")
+        evaluations = (cell.subject.evaluation for cell in cells)
+        for tasks, data in dict.fromkeys((e.tasks, e.tasks_data) for e in evaluations):
+            if tasks:
+                check_tasks(tasks, data)
+        return str(choose_device(self.device))
+
+    def remaining(self, group: list[Cell], store: Store) -> list[Cell]:
+        """Return the cells without a row, and those whose failure is to be tried again."""
+        rows = {cell.id: store.rows.get(cell.id) for cell in group}
+        again = ("failed",) if self.retry_failed else ()
+        return [c for c in group if (row := rows[c.id]) is None or row.status in again]
+
+    @contextmanager
+    def workers(self, out: Path, device: str) -> Iterator[Workers | ClusterJobs]:
+        """Start the executor of the cells; OptionError where a cluster cannot carry them out."""
+        if self.executor == "processes":
+            with Workers(self.jobs or 1) as workers:
+                yield workers
+            return
+        with joined(self.address) as cluster:
+            with shared_folder(out) as look:
+                cluster.check_nodes(look, look(), f"the folder '{out}'")
+            yield ClusterJobs(cluster, cluster.device(device))
+
+
 def sweep(
-    cells: list[Cell],
-    out: str | Path,
-    *,
-    jobs: int | None = None,
-    executor: str = "processes",
-    address: str | None = None,
-    device: str = "auto",
-    statistics: Sequence[str | Path | Statistics] = (),
-    keep_models: bool = False,
-    keep_statistics: bool = False,
-    retry_failed: bool = False,
-    progress: Progress | None = None,
+    cells: list[Cell], out: str | Path, *, progress: Progress | None = None, **settings: Any
 ) -> Summary:
     """Run every cell that has no row yet, and append its row to `out/results.jsonl`.
 
@@ -88,107 +136,58 @@ def sweep(
     Args:
         cells: of `experiments.grid.expand`.
         out: the folder; created where it does not exist.
-        jobs: worker processes, 1 by default; rows are in the grid's order all the same.
-        executor: `processes` of this machine, or `ray`, where every cell is a task.
-        address: of a Ray cluster, as in `prune`.
-        statistics: results of `collect` on some of the models, whose cells then take their
-            calibration from there; settings of the cells must agree.
-        keep_models: keep every pruned model under `out/models/<cell>`.
-        keep_statistics: keep `out/statistics`.
-        retry_failed: run cells again whose row says that they failed.
         progress: called with (phase, done, total).
+        settings: fields of `Running`.
 
     Raises:
         CoecError: a model, a text or the folder cannot be used; nothing has run.
     """
-    chosen = str(check_plan(cells, jobs, executor, address, device))
+    running = Running(**settings)
+    device = running.check(cells)
     out = output.path_of(out)
     output.resolved(out)  # refuses what is no place
     if out.exists() and not out.is_dir():
         raise OutputError(f"'{out}' is a file: give a folder")
     for cell in cells:
         head(cell)
-    saved = open_statistics(statistics)
-    models = open_models(cells)
-    cells = resolved(cells, models, saved, chosen)
-    subjects = open_subjects(cells, models, saved, chosen)
+    # Models and texts are opened, and every plan is checked, before anything runs
+    saved, models = open_statistics(running.statistics), open_models(cells)
+    cells = resolved(cells, models, saved, device)
+    subjects = open_subjects(cells, models, saved, device)
     identity_of = identities(cells, subjects)
-    with _executor(executor, jobs, address, out, chosen) as workers, Store(out).writing() as store:
+    with running.workers(out, device) as workers, Store(out).writing() as store:
         _check_identities(cells, identity_of, store)
+        # Cells without a row, by the dense pass that they share
         groups = _groups(cells, out)
-        unfinished = _unfinished(groups, store, retry_failed)
+        unfinished = {folder: running.remaining(group, store) for folder, group in groups.items()}
         _widen(cells, store)
         ran = sum(map(len, unfinished.values()))
         finished = len(cells) - ran
         if progress and ran and finished:
             progress(f"{RESUMING} cells", finished, len(cells))
         for folder, group in unfinished.items():
+            if not group:
+                continue
             subject = subjects[group[0].subject]
             text = identity_of[group[0].id]["calibration text"]
             shared = _prepare(group, text, subject, folder, progress)
-            jobs_of_group = [
-                CellJob(cell, subject.dense, subject.windows,
-                        out.absolute() / "models" / cell.id, keep_models, chosen, shared)
+            models_folder = out.absolute() / "models"
+            jobs = [
+                CellJob(cell, subject, models_folder / cell.id, running.keep_models, device, shared)
                 for cell in group
-            ]  # fmt: skip
-            for row in workers.map(run, jobs_of_group):
+            ]
+            for row in workers.map(run, jobs):
                 store.append(row.changed(identity=identity_of[row.cell]))
                 finished += 1
                 if progress:
                     progress("cells", finished, len(cells))
-            if not keep_statistics:
+            if not running.keep_statistics:
                 shutil.rmtree(folder, ignore_errors=True)
-        _clear_leftovers(out, () if keep_statistics else groups)
-        return _summary(cells, store, ran)
-
-
-def _summary(cells: list[Cell], store: Store, ran: int) -> Summary:
-    rows = [store.rows[cell.id] for cell in cells]
-    reasons = {row.cell: row.error or NO_REASON for row in rows if row.status == "failed"}
-    return Summary(store.path.parent, len(rows) - len(reasons), len(reasons), ran, reasons,
-                   store.torn)  # fmt: skip
-
-
-def check_plan(
-    cells: list[Cell],
-    jobs: int | None = None,
-    executor: str = "processes",
-    address: str | None = None,
-    device: str = "auto",
-) -> torch.device:
-    """Check everything that needs no model and no text, and return the device.
-
-    Raises:
-        CoecError: a task is unknown, there is no such device or executor, or settings of it do not
-            go together.
-    """
-    if executor not in _EXECUTORS:
-        raise OptionError(f"executor must be one of {', '.join(_EXECUTORS)}, got {executor!r}")
-    if jobs is not None and jobs < 1:
-        raise OptionError(f"jobs must be a whole number of at least 1, got {jobs}")
-    name, value = ("jobs", jobs) if executor == "ray" else ("address", address)
-    if value is not None:
-        raise without_effect(name, f"executor = {executor}")
-    evaluations = (cell.subject.evaluation for cell in cells)
-    for tasks, data in dict.fromkeys((e.tasks, e.tasks_data) for e in evaluations):
-        if tasks:
-            check_tasks(tasks, data)
-    return choose_device(device)
-
-
-@contextmanager
-def _executor(
-    name: str, jobs: int | None, address: str | None, out: Path, device: str
-) -> Iterator[Workers | ClusterJobs]:
-    """Start the executor of the cells; OptionError where a cluster cannot carry them out."""
-    if name == "processes":
-        with Workers(jobs or 1) as workers:
-            yield workers
-        return
-    with joined(address) as cluster:
-        with shared_folder(out) as look:
-            cluster.check_nodes(look, look(), f"the folder '{out}'")
-        yield ClusterJobs(cluster, cluster.device(device))
+        _clear_leftovers(out, () if running.keep_statistics else groups)
+        rows = [store.rows[cell.id] for cell in cells]
+        reasons = {row.cell: row.error or NO_REASON for row in rows if row.status == "failed"}
+        done = len(rows) - len(reasons)
+        return Summary(store.path.parent, done, len(reasons), ran, reasons, store.torn)
 
 
 def _check_identities(
@@ -199,6 +198,7 @@ def _check_identities(
     Raises:
         OutputError: naming what changed since; rows of both would stand in one table.
     """
+    # A cell of this grid must agree in all; another row of the model in the model.
     models = {cell.subject.label: identity_of[cell.id]["model"] for cell in cells}
     for row in store.rows.values():
         expected = identity_of.get(row.cell, {"model": models.get(row.model)})
@@ -213,26 +213,11 @@ def _check_identities(
 def _widen(cells: list[Cell], store: Store) -> None:
     """Add grids to the rows of finished cells that did not belong to them when they ran."""
     for cell in cells:
-        row = store.rows.get(cell.id)
-        if row is not None:
+        if row := store.rows.get(cell.id):
             grids = list(dict.fromkeys((*row.grids, *cell.grids)))
             wider = row.changed(grids=grids, labels={**row.labels, **cell.labels})
             if wider != row:
                 store.append(wider)
-
-
-def _unfinished(
-    groups: Mapping[Path, list[Cell]], store: Store, retry_failed: bool
-) -> dict[Path, list[Cell]]:
-    """Return the cells to run; the order of rows does not depend on existing ones."""
-    finished = {
-        cell for cell, row in store.rows.items() if row.status == "done" or not retry_failed
-    }
-    remaining = {
-        folder: [cell for cell in group if cell.id not in finished]
-        for folder, group in groups.items()
-    }
-    return {folder: group for folder, group in remaining.items() if group}
 
 
 def _groups(cells: list[Cell], out: Path) -> dict[Path, list[Cell]]:
@@ -242,6 +227,7 @@ def _groups(cells: list[Cell], out: Path) -> dict[Path, list[Cell]]:
     """
     groups: dict[Path, list[Cell]] = {}
     for cell in cells:
+        # All that the statistics depend on: the model, and the calibration of the cell.
         content: list[Any] = [cell.subject.label]
         if cell.recipe is not None:
             calibration = cell.recipe.calibration
@@ -257,7 +243,7 @@ def _prepare(
     subject: OpenSubject,
     folder: Path,
     progress: Progress | None,
-) -> DensePassOfGroup:
+) -> SharedPass:
     """Get statistics for the group: saved ones, those of an interrupted sweep, or a dense pass.
 
     They must be of the text with the digest `text`: the rows say so. A group of cells that all run
@@ -265,9 +251,10 @@ def _prepare(
     """
     recipe = group[0].recipe
     if recipe is None:
-        return DensePassOfGroup()
+        return SharedPass()
     began = time.perf_counter()
     try:
+        # Saved statistics → those of an interrupted sweep → a dense pass
         statistics = subject.statistics
         if all(cell.runs_model for cell in group):
             digest = source_digest(recipe.calibration.source)
@@ -280,9 +267,9 @@ def _prepare(
                 "another folder"
             )
     except Exception as error:  # as in `cell.run`: out of memory, a full disk, a library's own
-        return DensePassOfGroup(error=reason(error))
+        return SharedPass(error=reason(error))
     used = statistics.folder.absolute() if statistics else None
-    return DensePassOfGroup(used, time.perf_counter() - began)
+    return SharedPass(used, time.perf_counter() - began)
 
 
 def _collected(folder: Path, recipe: Recipe, dense: Dense, progress: Progress | None) -> Statistics:

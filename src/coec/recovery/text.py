@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from coec.calibration.sources import mixture
-from coec.calibration.tokens import PIECE
+from coec.calibration.tokens import PIECE, Extent
 from coec.calibration.windows import Windows, all_windows, by_source, mixed, text_stream
 from coec.errors import CalibrationError
 from coec.events import Progress
@@ -110,11 +110,11 @@ def read_windows(
 
     def beginning(portion: Calibration) -> Windows:
         needed = portion.samples * seq_len
-        stream = text_stream(
-            dense, portion, runtime, needed, progress,
-            characters=_CHARACTERS * needed, at_once=PIECE,  # and no more of a longer text
-        )  # fmt: skip
-        windows = all_windows(stream, seq_len=seq_len, vocabulary=dense.vocabulary)
+        # No more of a long text is read than is needed.
+        extent = Extent(needed, characters=_CHARACTERS * needed, at_once=PIECE)
+        windows = all_windows(
+            text_stream(dense, portion, runtime, extent, progress), seq_len=seq_len
+        )
         return replace(windows, ids=windows.ids[: portion.samples])
 
     windows = mixed(list(map(beginning, by_source(calibration))), str(recovery.text))

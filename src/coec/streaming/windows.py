@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from coec.calibration.sources import mixture
-from coec.calibration.tokens import Stream, is_token_file, load_tokenizer
+from coec.calibration.tokens import Extent, Stream, is_token_file, load_tokenizer
 from coec.calibration.windows import (
     CHOICE,
     Windows,
@@ -142,7 +142,8 @@ def _streams(
     for alike in zip(*map(by_source, calibrations), strict=True):
         # One reading serves all calibrations of a sweep: as long as the longest needs.
         most_tokens = max(portion.samples * window_length(portion, dense) for portion in alike)
-        streams.append(text_stream(dense, alike[0], runtime, CHOICE * most_tokens, progress))
+        extent = Extent(CHOICE * most_tokens)
+        streams.append(text_stream(dense, alike[0], runtime, extent, progress))
     return streams
 
 
@@ -167,7 +168,7 @@ def _drawn(streams: Sequence[Stream], dense: Dense, calibration: Calibration) ->
         drawn = [
             sample_windows(
                 stream, samples=portion.samples, seq_len=seq_len, seed=portion.seed,
-                vocabulary=dense.vocabulary, bos=bos, in_mixture=len(streams) > 1,
+                bos=bos, in_mixture=len(streams) > 1,
             )
             for stream, portion in pairs
         ]  # fmt: skip

@@ -1,7 +1,5 @@
 """From rows to the frame of cells, and from it to averages and tables."""
 
-import json
-
 import pytest
 
 import sweep_rows as sr
@@ -30,11 +28,6 @@ def test_a_last_line_cut_short_is_dropped_and_said(tail, tmp_path):
     assert (len(rows), torn) == (1, True)
 
 
-def test_a_whole_last_line_without_its_newline_counts(tmp_path):
-    rows, torn = read_rows(sr.write(tmp_path, [sr.row()], json.dumps(sr.row(samples=8))))
-    assert (len(rows), torn) == (2, False)
-
-
 def test_a_cell_run_again_counts_once_in_the_grids_of_both_runs(tmp_path):
     first = sr.row(status="failed", error="no", grids=["main"], labels={"main": "x"})
     again = sr.row(perplexity=sr.perplexity(5.0), grids=["seeds"])
@@ -54,15 +47,12 @@ def test_a_cell_run_again_counts_once_in_the_grids_of_both_runs(tmp_path):
 )
 def test_what_is_no_row_is_an_error_of_one_line(lines, message, tmp_path):
     """What is wrong with a field is in tests/experiments/test_rows.py."""
+    with pytest.raises(ResultsError, match="no results.jsonl in .*: OUT must be the folder"):
+        read_rows(tmp_path)
     (tmp_path / RESULTS).write_text(lines)
     with pytest.raises(ResultsError, match=message) as caught:
         read_rows(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-def test_a_folder_of_no_sweep_is_an_error(tmp_path):
-    with pytest.raises(ResultsError, match="no results.jsonl in .*: OUT must be the folder"):
-        read_rows(tmp_path)
 
 
 def test_a_line_of_the_frame_holds_settings_metrics_and_conditions(tmp_path):

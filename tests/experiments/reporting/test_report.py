@@ -2,26 +2,14 @@
 
 import builtins
 import json
-import sys
 
 import pandas
 import pytest
 
 import sweep_rows as sr
-from coec import cli
 from coec.errors import OptionError, OutputError
 from coec.experiments import files
 from coec.experiments.reporting.report import write_report
-
-
-def run(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["coec", "report", *map(str, arguments)])
-    try:
-        cli.main()
-    except SystemExit as error:
-        return error.code
-    return 0
-
 
 SMALL = [
     sr.row(grids=["main"], compensation=c, perplexity=sr.perplexity(p))
@@ -29,9 +17,9 @@ SMALL = [
 ]
 
 
-def test_four_files_are_written_and_named(tmp_path, monkeypatch, capsys):
-    assert run(monkeypatch, sr.write(tmp_path, SMALL)) == 0
-    shown = capsys.readouterr().out
+def test_four_files_are_written_and_named(tmp_path, run):
+    status, shown, _ = run("report", sr.write(tmp_path, SMALL))
+    assert status == 0
     assert "2 cells done, 0 failed." in shown
     for name in ("report.csv", "report.md", "report.tex", "report.html"):
         assert str(tmp_path / name) in shown
@@ -41,9 +29,8 @@ def test_four_files_are_written_and_named(tmp_path, monkeypatch, capsys):
     ]  # fmt: skip
 
 
-def test_json_holds_files_and_cells(tmp_path, monkeypatch, capsys):
-    run(monkeypatch, sr.write(tmp_path, SMALL), "--json")
-    printed = json.loads(capsys.readouterr().out)
+def test_json_holds_files_and_cells(tmp_path, run):
+    printed = json.loads(run("report", sr.write(tmp_path, SMALL), "--json")[1])
     assert printed["files"]["md"] == str(tmp_path / "report.md")
     assert [cell["perplexity"] for cell in printed["cells"]] == [12.0, 11.0]
     assert printed["figures"] == []
@@ -74,11 +61,9 @@ def test_a_last_line_that_was_cut_short_is_spoken_of(tmp_path):
     assert said in (folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_what_cannot_be_read_is_one_line(tmp_path, monkeypatch, capsys):
-    assert run(monkeypatch, tmp_path) == 1
-    assert capsys.readouterr().err == (
-        f"coec: no results.jsonl in {tmp_path}: OUT must be the folder that a sweep wrote to\n"
-    )
+def test_what_cannot_be_read_is_one_line(tmp_path, run):
+    said = f"coec: no results.jsonl in {tmp_path}: OUT must be the folder that a sweep wrote to\n"
+    assert run("report", tmp_path) == (1, "", said)
 
 
 def test_the_same_results_give_the_same_bytes(tmp_path):

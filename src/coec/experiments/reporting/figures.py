@@ -43,6 +43,7 @@ def draw(lines: DataFrame, axes: list[str], metric: str) -> dict[str, bytes]:
     lines = lines.dropna(subset=[metric])
     if x is None or lines.empty:
         return {}
+    # Panels by model and sparsity → lines by method and its settings → colours by line
     apart = ["model"] if x == "sparsity" else ["model", "sparsity"]
     lines = lines.assign(x=to_numeric(lines[x], errors="coerce"))
     lines.loc[lines["method"] == DENSE, "x"] = None

@@ -95,6 +95,7 @@ def _metrics(row: Row) -> dict[str, float | None]:
         numbers = [value for value in values if value is not None]
         return float(mean(numbers)) if numbers else None
 
+    # Modules that lack a number are left out of its mean.
     cap, share = row.values.get("rounds"), row.zero_shot.mean
     phases = [row.seconds.get(name) or 0.0 for name in ("collecting", "pruning")]
     before, after = row.parameters.before, row.parameters.after
@@ -133,6 +134,7 @@ def of_grid(cells: DataFrame, grid: str) -> DataFrame:
     cells = cells[[grid in names for names in cells["grids"]]]
     settings = [name for name in SETTING_NAMES if name != "sparsity"]
     labels = [names.get(grid) for names in cells["labels"]]
+    # Labels and presets → methods; every dense model → a line per sparsity
     is_dense = cells["compensation"] == DENSE
     methods = cells["method"]
     if cells["preset"].nunique() > 1:
@@ -149,6 +151,7 @@ def axes_of(cells: DataFrame) -> list[str]:
 
     A setting that follows from those before it, as options do from a preset, is none of them.
     """
+    # A setting is an axis if it tells more places apart than those before it.
     axes = ["model", "method", "sparsity"]
     for name in ("preset", *SETTING_NAMES):
         if name not in (*axes, "seed"):
@@ -164,6 +167,7 @@ def averages(cells: DataFrame, axes: list[str]) -> DataFrame:
     cells failed. Lines of a model, and then of a method, stand together, in the order of their
     first cells.
     """
+    # Places along the axes → means and spreads over the seeds → order of the lines
     metrics = [name for name in METRICS if name in cells]
     places = cells.assign(failed=cells["status"] == "failed").groupby(axes, sort=False)
     spreads = places[metrics].max() - places[metrics].min()
@@ -205,6 +209,7 @@ def table_of(lines: DataFrame, axes: list[str]) -> Table:
 
     The best of a model's entries in a column are bold, as they are printed.
     """
+    # Sparsities become columns: METRIC × sparsity → texts, and what of them is bold
     names = [name for name in axes if name != "sparsity"]
     lines = lines.set_index([*names, "sparsity"])
     order = lines.index.droplevel("sparsity").unique()

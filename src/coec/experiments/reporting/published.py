@@ -28,6 +28,7 @@ def read_published(name: str) -> dict[str, Any]:
 
 def with_published(cells: DataFrame, published: Mapping[str, Any]) -> DataFrame:
     """Add the numbers of the same model, sparsity, selection and compensation, where there are."""
+    # Tables of the publication → numbers by place → a column beside ours
     numbers: dict[str, dict[tuple[Any, ...], float]] = {"perplexity": {}, "zero_shot": {}}
     for table in published["comparison"]:
         for selection, repairs in table["values"].items():

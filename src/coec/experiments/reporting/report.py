@@ -52,6 +52,7 @@ def write_report(folder: str | Path, *, compare: str | None = None) -> WrittenRe
     from coec.experiments.reporting.published import read_published
     from coec.experiments.reporting.sections import of_all_cells, of_grids
 
+    # Rows → frame → sections → texts and figures, all made before a file is written
     folder = Path(folder)
     published = None if compare is None else read_published(compare)
     rows, torn = read_rows(folder)

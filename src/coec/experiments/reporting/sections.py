@@ -34,6 +34,7 @@ def of_grids(cells: DataFrame, published: Mapping[str, Any] | None) -> Iterator[
     Args:
         published: numbers to set beside ours in the section of their grid.
     """
+    # Grids in the order of their first rows
     grids = dict.fromkeys(name for names in cells["grids"] for name in names)
     for number, grid in enumerate(grids, 1):
         members, sentence = of_grid(cells, grid), ""
