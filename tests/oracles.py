@@ -2,6 +2,14 @@
 
 import torch
 
+from coec.linalg.spd import root
+
+
+def power(G, alpha):
+    """`G^α`, as the factor of the tempered Gram has it; G itself where there is none."""
+    factor = root(G, alpha)
+    return G if factor is None else factor @ factor.T
+
 
 def relative_error(W0, X, kept, W, bias=0.0):
     """`‖Y − W X_K − b‖² / ‖Y‖²` on the inputs themselves."""

@@ -11,6 +11,7 @@ from coec.compensation.anchor import Anchor
 from coec.compensation.frame import Frame, RotationTarget
 from coec.compensation.objective import OutputProblem
 from coec.errors import OptionError
+from coec.settings import CoecOptions
 from coec.types import KeptSet
 from tolerances import CLOSED_FORM
 
@@ -48,7 +49,7 @@ def test_the_penalty_is_on_the_leading_directions_of_what_is_returned(seed):
     result = coec.compensate(W, gram, kept, value_weight=value, lambda_a=1.0, r_p=3, tol=1e-9)
     units = KeptSet(kept, 12)
     target = RotationTarget.of(OutputProblem.tempered(W, gram.xx, units, 0.9))
-    anchor = Anchor.of(W, value, units, lambda_a=1.0, r_p=3)
+    anchor = Anchor.of(W, value, units, CoecOptions(lambda_a=1.0, r_p=3))
 
     def objective(weight):
         frame = Frame.of(weight, target)
@@ -74,7 +75,7 @@ def test_the_penalty_is_the_one_of_the_paper():
     units, r = KeptSet(kept, 12), 3
     target = RotationTarget.of(OutputProblem.of(W, gram.xx, units))
     frame = Frame.of(W[:, kept], target)
-    anchor = Anchor.of(W, value, units, lambda_a=1.0, r_p=r)
+    anchor = Anchor.of(W, value, units, CoecOptions(lambda_a=1.0, r_p=r))
     got = anchor.alignment(frame, target).penalty(frame.R)
     R = frame.R @ target.basis.T
     top = R[frame.s.argsort(descending=True)[:r]]
@@ -87,7 +88,7 @@ def test_the_penalty_is_the_one_of_the_paper():
 def test_value_rows_must_match_the_kept_columns():
     W, _, kept, value = attention()
     with pytest.raises(OptionError, match="one row per kept column"):
-        Anchor.of(W, value[:-1], KeptSet(kept, 12), lambda_a=1.0, r_p=3)
+        Anchor.of(W, value[:-1], KeptSet(kept, 12), CoecOptions(lambda_a=1.0, r_p=3))
 
 
 @pytest.mark.parametrize("solver", ["joint", "conjugate"])

@@ -16,7 +16,6 @@ from coec.compensation.frame import Frame
 from coec.compensation.objective import OutputProblem
 from coec.errors import NumericalError, OptionError
 from coec.events import recording
-from coec.linalg.spd import power
 from coec.settings import CoecOptions
 from coec.types import Convergence, Gram, KeptSet, SiteProblem
 from tolerances import CLOSED_FORM, EXACT
@@ -43,7 +42,7 @@ def case(m=6, d=10, k=7, kind="power law", seed=0):
 def tempered_error(W0, gram, kept, W, alpha=0.9):
     """The objective it minimises."""
     with recording():
-        G = power(gram.xx / gram.xx.diagonal().max().clamp_min(1e-300), alpha)
+        G = oracles.power(gram.xx / gram.xx.diagonal().max().clamp_min(1e-300), alpha)
     return OutputProblem.of(W0, G, KeptSet(kept, W0.shape[1])).error(W)
 
 

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import coec
+import oracles
 import problems
 from coec.compensation import COMPENSATIONS
 from coec.compensation.objective import OutputProblem
 from coec.events import recording
-from coec.linalg.spd import power
 from coec.types import Gram, KeptSet
 
 pytestmark = pytest.mark.unchecked  # thousands of solves
@@ -62,7 +62,7 @@ class Case:
         self.kept = problems.kept(d, k, seed)
         self.value = problems.weight(k, 1 + seed % 4, seed + 5) if aligned else None
         with recording():
-            G = power(self.gram.xx / self.gram.energy.max().clamp_min(1e-300), ALPHA)
+            G = oracles.power(self.gram.xx / self.gram.energy.max().clamp_min(1e-300), ALPHA)
         self.tempered = Gram(G, self.gram.x, self.gram.tokens)
 
     def compensate(self, **options):

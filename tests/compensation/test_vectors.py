@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 import coec
-from coec.compensation.frame import Frame, RotationTarget, Shrinkage
+import oracles
+from coec.compensation.frame import Frame, RotationTarget
 from coec.compensation.objective import OutputProblem, kept_columns
 from coec.linalg.conjugate import conjugate
-from coec.linalg.gcv import global_scale
-from coec.linalg.spd import power
+from coec.linalg.gcv import Shrinkage, global_scale
 from coec.selection import SELECTIONS
 from coec.types import Gram, KeptSet
 from places import SHARED
@@ -38,7 +38,7 @@ class Vector:
         self.problem = OutputProblem.of(self.W0, self.gram.xx, self.kept)
 
     def tempered(self) -> OutputProblem:
-        return OutputProblem.of(self.W0, power(self.gram.xx, 0.9), self.kept)
+        return OutputProblem.of(self.W0, oracles.power(self.gram.xx, 0.9), self.kept)
 
     def first_frame(self) -> tuple[Frame, RotationTarget]:
         target = RotationTarget.of(self.tempered())
@@ -95,12 +95,14 @@ def test_untempered_losses(vector):
 
 
 def test_tempering(vector):
-    close(power(vector.gram.xx, 0.9), vector.data["temper_0.9.G"])
+    close(oracles.power(vector.gram.xx, 0.9), vector.data["temper_0.9.G"])
 
 
 def test_first_left_rotation(vector):
     frame, target = vector.first_frame()
-    scale = global_scale(frame.s, frame.response(target), frame.energy(target))
+    s, energy = frame.s, frame.energy(target)
+    linear = float((s * frame.response(target)).sum())
+    scale = global_scale(linear, float((s.square() * energy).sum()))
     weight = frame.weight(target)
     U, R = vector.data["left.U"], torch.linalg.svd(kept_columns(vector.W0, vector.kept))[2]
     expected_norm = float((vector.tempered().Gyx * weight).sum())
@@ -113,7 +115,7 @@ def test_first_left_rotation(vector):
 
 def test_first_rescale(vector):
     frame, target = vector.first_frame()
-    after, out, loss = frame.rescaled(target, Shrinkage("gcv", 1.0, 10.0))
+    after, out, loss = frame.rescaled(target, Shrinkage())
     close(after.s.sort().values, vector.data["gcv.s"].sort().values)
     assert out.ridge == pytest.approx(vector.scalars["gcv.lambda_over_median"], rel=CLOSED_FORM)
     assert loss == pytest.approx(vector.scalars["gcv.loss"], rel=CLOSED_FORM)
@@ -121,7 +123,7 @@ def test_first_rescale(vector):
 
 def test_the_right_solve_reaches_the_best_known(vector):
     frame, target = vector.first_frame()
-    frame, _, _ = frame.rescaled(target, Shrinkage("gcv", 1.0, 10.0))
+    frame, _, _ = frame.rescaled(target, Shrinkage())
     problem = frame.right_problem(target, None)
     R, _ = conjugate(problem, frame.R, tolerance=1e-6)
     assert problem.objective(R) <= vector.scalars["right.best_known_loss"] * (1 + SOLVER)

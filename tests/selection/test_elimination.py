@@ -13,7 +13,7 @@ import problems
 from coec.errors import NumericalError, OptionError
 from coec.events import recording
 from coec.selection import SELECTIONS, elimination, keep_highest, unit_scores
-from coec.selection.elimination import obs, removal_order
+from coec.selection.elimination import obs, removal_path
 from coec.types import Gram
 
 FEW, EXAMPLES = 30, int(os.environ.get("COEC_EXAMPLES", "300"))
@@ -25,6 +25,10 @@ DEFINED = [kind for kind in problems.KINDS if kind not in ("indefinite", "zero")
 def _small_strips(monkeypatch):
     """So that a matrix of a few columns is updated in several strips, as a large one is."""
     monkeypatch.setattr(elimination, "_STRIP", 7)
+
+
+def removal_order(W, G, units, keep, *panel):
+    return [unit for unit, _ in removal_path(W, G, units, keep, *panel)]
 
 
 def kept(W, gram, units, keep):

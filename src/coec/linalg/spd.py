@@ -30,20 +30,12 @@ def semidefinite(G: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
     return (E * mu.clamp_min(0)) @ E.T
 
 
-def power(G: Float[Tensor, "d d"], alpha: float) -> Float[Tensor, "d d"]:
-    """Gram tempering: `G^α = E diag(max(μ, 0)^α) Eᵀ` over the full spectrum (METHODS §5.1).
-
-    `α = 1` returns G itself, unless it is indefinite: no error is bounded below under such a
-    matrix. See `root`.
-    """
-    factor = root(G, alpha)
-    return G if factor is None else factor @ factor.T
-
-
 def root(
     G: Float[Tensor, "d d"], alpha: float, unit: float = 1.0, precision: float = 0.0
 ) -> Float[Tensor, "d d"] | None:
     """A factor F of `(G/u)^α = F Fᵀ`, `F = E diag(max(μ/u, 0)^(α/2))`; None where it is G/u itself.
+
+    The tempered Gram (METHODS §5.1), over the full spectrum.
 
     Negative eigenvalues are clamped at 0; beyond what float32 products explain, an event says that
     the Gram is indefinite. Eigenvalues that are noise are 0 too: a power below 1 would magnify it.
