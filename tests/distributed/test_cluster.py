@@ -94,7 +94,7 @@ def test_where_a_node_is_lost_fewer_workers_leave_room_for_a_block(monkeypatch):
 
     def after(seconds):
         now[0] += seconds
-        return pool.shrunk()
+        return pool.end_if_crowded()
 
     with recording() as events:
         assert [after(10) for _ in range(9)] == [None] * 9
@@ -129,7 +129,7 @@ def test_jobs_of_a_sweep_say_what_they_wait_for(monkeypatch):
         nodes=cluster((1, 0, 1)).ray.nodes, remote=lambda **options: lambda function: task,
         wait=lambda references, timeout: (next(waits), []), cancel=lambda reference: None,
     )  # fmt: skip
-    monkeypatch.setattr(Cluster, "get", lambda self, reference: 3)
+    monkeypatch.setattr(Cluster, "get", lambda self, reference: (3, "host"))
     with recording() as events:
         assert list(jobs.map(abs, [-3])) == [3]
     assert "waiting for a node, since one was lost: no node of the cluster has 2 CPUs" in events[0]

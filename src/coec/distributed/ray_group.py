@@ -1,13 +1,12 @@
 """The hidden states of the dense and the pruned model, held by the workers of a Ray cluster."""
 
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate
 
 from torch import Tensor
 
-from coec.distributed.cluster import LOOK_S, PATIENCE_S, Cluster, LostError, begin_process
+from coec.distributed.cluster import HALF, LOOK_S, PATIENCE_S, Cluster, LostError
 from coec.distributed.workers import WorkerPool, to_cpu
 from coec.models.dense import Dense
 from coec.planning.run import Run
@@ -55,7 +54,7 @@ class RayGroup(WorkerGroup):
 
     def _check_room(self) -> None:
         """Begin fewer workers where a lost node leaves no room; raises LostError then."""
-        if fewer := self._pool.shrunk():
+        if fewer := self._pool.end_if_crowded():
             self._begin(fewer)
             raise LostError("workers were begun anew")
 
@@ -89,8 +88,7 @@ class RayGroup(WorkerGroup):
 
     def solve(self, work: Callable[[], Value]) -> tuple[Value, str | None]:
         # Not done again by Ray: the workers have to stand before the block first.
-        task = self._cluster.ray.remote(max_retries=0, **self._cluster.half(self._device))(_solve)
-        reference = task.remote(work, self._cluster.threads)
+        reference = self._cluster.submit(self._device, HALF, work, max_retries=0)
         while not self._cluster.ray.wait([reference], timeout=LOOK_S)[0]:
             try:
                 self._check_room()
@@ -147,9 +145,3 @@ class RayGroup(WorkerGroup):
     def end(self) -> None:
         """End all workers."""
         self._pool.end()
-
-
-def _solve(work: Callable[[], Any], threads: int) -> tuple[Any, str]:
-    """Do some work in a process of the cluster."""
-    begin_process(threads)
-    return work(), socket.gethostname()

@@ -15,16 +15,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from coec.distributed.cluster import (
-    LOOK_S,
-    PATIENCE_S,
-    SHORT_S,
-    Cluster,
-    LostError,
-    begin_process,
-)
+from coec.distributed.cluster import HALF, LOOK_S, PATIENCE_S, SHORT_S, Cluster, LostError
 from coec.errors import CoecError
 from coec.events import record
+from coec.execution.workers import begin_process
 from coec.models.dense import Dense, Prefetcher
 from coec.planning.run import Run
 from coec.streaming.dense_stream import DenseStream, Sums
@@ -104,8 +98,7 @@ class SummingStream:
         fit, held_out = windows
         self._stream = DenseStream(dense, fit, holdout=held_out, device=device, dtype=dtype)
         self._prefetcher = Prefetcher(dense, last=len(dense.layout.blocks) - 1)
-        self._stream.begin()
-        self._before: dict[int, list[State]] = {0: list(self._stream.states)}
+        self._before: dict[int, list[State]] = {}
 
     def add(self, index: int, oldest: int, sums: Sums) -> Sums:
         """Return the sums of a block with these windows' batches added, on the CPU."""
@@ -118,7 +111,7 @@ class SummingStream:
 
     def _go_to(self, index: int) -> None:
         """Set the stream's states to those before a block."""
-        # The nearest states before the block; a new process has none and starts at the embedding.
+        # The nearest states before the block; where there are none, those behind the embedding.
         indices = [n for n in self._before if n <= index]
         if not indices:
             self._stream.begin()
@@ -152,7 +145,7 @@ class WorkerPool:
         """Begin so many workers."""
         worker = self.cluster.ray.remote(
             max_restarts=-1, max_task_retries=self._retries, scheduling_strategy="SPREAD",
-            **self.cluster.half(self.device),
+            **self.cluster.resources(self.device, HALF),
         )(WindowWorker)  # fmt: skip
         self.workers = [worker.remote() for _ in range(count)]
 
@@ -163,26 +156,25 @@ class WorkerPool:
         self.workers = []
 
     def hosts(self) -> list[str]:
-        """Return the machine of every worker."""
-        return self.cluster.hosts(self.workers)
+        """Return the machine of every worker; "lost" where one is being begun anew."""
+        hosts = []
+        for answer in [worker.host.remote() for worker in self.workers]:
+            try:
+                hosts.append(self.cluster.get(answer))
+            except LostError:
+                hosts.append("lost")
+        return hosts
 
-    def shrunk(self) -> int | None:
+    def end_if_crowded(self) -> int | None:
         """End all workers where a lost node leaves no room for as many; return how many there is.
 
         None where there is room, or may be again soon. Raises CoecError where there was no room for
         a single one for too long.
         """
-        count = self._room_for_fewer() if self.workers else None
-        if count is not None:
-            self.end()
-        return count
-
-    def _room_for_fewer(self) -> int | None:
-        clock = time.monotonic()
-        if clock - self._looked < LOOK_S:
+        clock, count = time.monotonic(), len(self.workers)
+        if not count or clock - self._looked < LOOK_S:
             return None
         self._looked = clock
-        count = len(self.workers)
         # One slot is left for a block that is solved.
         room = self.cluster.slots(self.cluster.alive(), self.device) - 1
         if room >= count:
@@ -191,15 +183,16 @@ class WorkerPool:
         # Since when there is too little room: a node that restarts soon is worth waiting for.
         self._since = min(self._since, clock)
         short = clock - self._since
-        if room >= 1 and short >= SHORT_S:
+        if room < 1:
+            self._wait(short)
+        elif short >= SHORT_S:
             self._since = math.inf
             record(
                 f"the cluster lost a node: {count} workers leave no room for a block being "
                 f"solved, so {room} go on with their windows"
             )
+            self.end()
             return room
-        if room < 1:
-            self._wait(short)
         return None
 
     def _wait(self, short: float) -> None:
