@@ -34,16 +34,10 @@ ROOT = Path(package.__file__).resolve().parents[1]
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs/SETTINGS.md"
 
 ADDED = {
-    "options.py": (
-        "    r_p: int = setting(",
-        '    extra_turns: int = setting(3, "Turns more.", least=1)\n    r_p: int = setting(',
-    ),
-    "parts.py": (
-        "    samples: int = setting(",
-        '    extra_text: str = setting("no", "More text.")\n    samples: int = setting(',
-    ),
+    "options.py": ("r_p", "extra_turns", "Turns more.", "int = setting(3, least=1)"),
+    "parts.py": ("samples", "extra_text", "More text.", 'str = setting("no")'),
 }
-"""A field that is added to an options dataclass, and one to a part of the recipe."""
+"""A field that is added before another to an options dataclass, and one to a part of the recipe."""
 
 ASK = """
 import inspect, json, sys
@@ -72,11 +66,15 @@ def grown(tmp_path_factory) -> dict:
     """What a copy of the package, in which two fields were added, says of them."""
     root = tmp_path_factory.mktemp("grown")
     shutil.copytree(ROOT / "coec", root / "coec", ignore=shutil.ignore_patterns("model", "__pyc*"))
-    for name, (line, lines) in ADDED.items():
-        path = root / "coec/settings" / name
+    for file, (before, name, said, declared) in ADDED.items():
+        path = root / "coec/settings" / file
         text = path.read_text(encoding="utf-8")
-        assert text.count(line) == 1
-        path.write_text(text.replace(line, lines), encoding="utf-8")
+        for line, added in ((f"        {before}: ", said), (f"    {before}: int = ", declared)):
+            assert text.count(f"\n{line}") == 1
+            text = text.replace(
+                f"\n{line}", f"\n{line.partition(before)[0]}{name}: {added}\n{line}"
+            )
+        path.write_text(text, encoding="utf-8")
     grid = root / "grid.toml"
     grid.write_text('extra-turns = [1, 2]\nextra-text = "maybe"\n')
     ran = subprocess.run(
