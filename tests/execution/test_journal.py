@@ -34,7 +34,7 @@ def interrupted(out, pieces, identity=ASKED, error=KeyboardInterrupt, **options)
 def killed_while_it_tidied_up(folder, monkeypatch):
     """A run that had put its one piece in place."""
     with monkeypatch.context() as patch:
-        patch.setattr(module, "empty", lambda partial: None)
+        patch.setattr(module.output, "empty", lambda partial: None)
         with journal(folder / "out", ASKED) as done:
             done.put("one", done.new / "one", text("one"))
             done.complete()

@@ -58,10 +58,8 @@ class Alignment:
         """
         # S = diag(inverse). Seen through the writer, row i is S_i = U_vᵀ diag(inverse_i) U_v.
         rows, writer, aligned = self.rows, self.writer.to(R), inverse[self.rows]
-        D, blocks = (
-            R[rows].to(self.writer) @ self.writer,
-            aligned.to(self.writer) @ self._pair_products,
-        )
+        D = R[rows].to(self.writer) @ self.writer
+        blocks = aligned.to(self.writer) @ self._pair_products
         # The penalty is c ‖J X‖² to second order, whose Hessian is 2c JᵀJ.
         absorbed = _absorbed(D, blocks, 2 * self._stiffness, R.dtype)
 
