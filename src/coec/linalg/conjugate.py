@@ -129,21 +129,17 @@ def _precondition(
     with rounded_products(R.device):
         inverse = _curvature(point.problem, t, WORKING)
         inverse.add_(SHIFT * float(inverse.mean())).reciprocal_()
-        divide = _divided(point.problem, R, inverse)
+        # X → (H + ε)⁻¹ X, in place, H with the curvature of the alignment penalty
+        alignment = point.problem.alignment
+        divide = (
+            alignment.divided(R, inverse)
+            if alignment and alignment.stiff
+            else lambda X: X.mul_(inverse)
+        )
         z = _tangent(divide, inverse, R, divide(z))
         if turn is not None:
             z.addmm_((turn / size).to(WORKING), R)
     return z.mul_(size)
-
-
-def _divided(
-    problem: Problem, R: Float[Tensor, "b k"], inverse: Float[Tensor, "b k"]
-) -> Callable[[Tensor], Tensor]:
-    """`X → (H + ε)⁻¹ X`, in place, H with the curvature of the alignment penalty."""
-    alignment = problem.alignment
-    if alignment is None or not alignment.stiff:
-        return lambda X: X.mul_(inverse)
-    return alignment.divided(R, inverse)
 
 
 def _tangent(
