@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 import coec
@@ -20,10 +19,12 @@ from tolerances import CLOSED_FORM, SOLVER
 
 FILES = sorted((SHARED / "vectors").glob("*.safetensors"))
 METHODS = {
-    "rcpu": ("rcpu.W", {}),
-    "least-squares": ("ridge_1e-2.W", {"ridge": 1e-2}),
-    "ridge-to-slice": ("ridge_to_slice_1e-2.W", {"ridge": 1e-2}),
+    "none": ("none", {}),
+    "rcpu": ("rcpu", {}),
+    "ridge_1e-2": ("least-squares", {"ridge": 1e-2}),
+    "ridge_to_slice_1e-2": ("ridge-to-slice", {"ridge": 1e-2}),
 }
+"""The compensations by the names that their answers have."""
 
 
 class Vector:
@@ -73,25 +74,15 @@ def test_bias(vector):
     close(result.bias, vector.data["bias.bias"])
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_closed_forms(vector, method):
-    key, options = METHODS[method]
+@pytest.mark.parametrize("name", METHODS)
+def test_closed_forms(vector, name):
+    method, options = METHODS[name]
     result = coec.compensate(vector.W0, vector.gram, vector.kept, method=method, **options)
-    close(result.weight, vector.data[key])
-
-
-def test_untempered_losses(vector):
-    known = {k.removeprefix("loss."): v for k, v in vector.scalars.items() if k.startswith("loss.")}
-    assert "none" in known
-    for name, (method, options) in {
-        "none": ("none", {}),
-        "rcpu": ("rcpu", {}),
-        "ridge_1e-2": ("least-squares", {"ridge": 1e-2}),
-        "ridge_to_slice_1e-2": ("ridge-to-slice", {"ridge": 1e-2}),
-    }.items():
-        if name in known:
-            result = coec.compensate(vector.W0, vector.gram, vector.kept, method=method, **options)
-            assert result.diagnostics["error_after"] == pytest.approx(known[name], rel=CLOSED_FORM)
+    if name != "none":
+        close(result.weight, vector.data[f"{name}.W"])
+    if name in ("none", "rcpu") or f"loss.{name}" in vector.scalars:
+        loss = vector.scalars[f"loss.{name}"]
+        assert result.diagnostics["error_after"] == pytest.approx(loss, rel=CLOSED_FORM)
 
 
 def test_tempering(vector):
@@ -100,17 +91,11 @@ def test_tempering(vector):
 
 def test_first_left_rotation(vector):
     frame, target = vector.first_frame()
-    s, energy = frame.s, frame.energy(target)
-    linear = float((s * frame.response(target)).sum())
-    scale = global_scale(linear, float((s.square() * energy).sum()))
-    weight = frame.weight(target)
-    U, R = vector.data["left.U"], torch.linalg.svd(kept_columns(vector.W0, vector.kept))[2]
-    expected_norm = float((vector.tempered().Gyx * weight).sum())
+    linear = float((frame.s * frame.response(target)).sum())
+    scale = global_scale(linear, float((frame.s.square() * frame.energy(target)).sum()))
     assert scale == pytest.approx(vector.scalars["left.scale"], rel=CLOSED_FORM)
-    loss = vector.tempered().error(scale * weight)
+    loss = vector.tempered().error(scale * frame.weight(target))
     assert loss == pytest.approx(vector.scalars["left.loss"], rel=CLOSED_FORM)
-    assert expected_norm > 0
-    assert U.shape[1] == min(frame.U.shape[0], R.shape[0])
 
 
 def test_first_rescale(vector):
@@ -129,17 +114,13 @@ def test_the_right_solve_reaches_the_best_known(vector):
     assert problem.objective(R) <= vector.scalars["right.best_known_loss"] * (1 + SOLVER)
 
 
-def test_the_default_is_at_or_below_the_best_known(vector):
-    result = coec.compensate(vector.W0, vector.gram, vector.kept)
+@pytest.mark.parametrize("solver", ["joint", "conjugate"])
+def test_a_descent_ends_at_or_near_the_best_known(vector, solver):
+    result = coec.compensate(vector.W0, vector.gram, vector.kept, solver=solver)
     loss = vector.tempered().error(result.weight)
-    assert loss <= vector.scalars["coec.best_known_tempered_loss"]
+    margin = 0.0 if solver == "joint" else SOLVER
+    assert loss <= vector.scalars["coec.best_known_tempered_loss"] * (1 + margin)
     assert result.diagnostics["errors_per_round"][-1] == pytest.approx(loss, rel=1e-3)
-
-
-def test_the_alternation_comes_near_the_best_known(vector):
-    result = coec.compensate(vector.W0, vector.gram, vector.kept, solver="conjugate")
-    loss = vector.tempered().error(result.weight)
-    assert loss <= vector.scalars["coec.best_known_tempered_loss"] * (1 + SOLVER)
 
 
 def test_float32_is_as_good(vector):
