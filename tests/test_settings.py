@@ -11,9 +11,7 @@ import sys
 from pathlib import Path
 from typing import Unpack
 
-import numpy as np
 import pytest
-import torch
 
 import coec as package
 import tiny_models as tm
@@ -85,25 +83,14 @@ def grown(tmp_path_factory) -> dict:
     return json.loads(ran.stdout)
 
 
-def test_one_field_is_a_flag_with_help(grown):
+def test_one_field_is_a_flag_a_row_of_the_document_and_a_key_of_recipes_and_grids(grown):
     assert grown["help"] == ["Turns more. Default: 3.", "More text. Default: no."]
-
-
-def test_one_field_is_a_row_of_the_document(grown):
     assert "| `extra_turns` | whole number | `3` | Turns more. |" in grown["document"]
     assert "| `extra_text` | text | `no` | More text. |" in grown["document"]
-
-
-def test_one_field_is_a_key_of_recipes_and_grids(grown):
-    assert grown["record"]["options"]["extra_turns"] == 5
-    assert grown["record"]["extra_text"] == "yes"
-    assert grown["default"]["options"]["extra_turns"] == 3
-    assert grown["default"]["extra_text"] == "no"
+    for record, values in ((grown["record"], (5, "yes")), (grown["default"], (3, "no"))):
+        assert (record["options"]["extra_turns"], record["extra_text"]) == values
     assert grown["grid"] == [{"extra_turns": [1, 2]}, {"extra_text": "maybe"}]
-
-
-def test_settings_are_known_without_torch(grown):
-    assert grown["torch"] is False
+    assert grown["torch"] is False  # settings are known without it
 
 
 def test_names_are_those_of_the_tables():
@@ -111,9 +98,8 @@ def test_names_are_those_of_the_tables():
     assert tuple(SELECTIONS) == kinds["selection"]
     assert tuple(COMPENSATIONS) == kinds["compensation"]
     assert tuple(DTYPES) == kinds["dtype"] == kinds["forward_dtype"]
-    assert {
-        name: method.options for name, method in COMPENSATIONS.items() if method.options
-    } == COMPENSATION_OPTIONS
+    options = {name: method.options for name, method in COMPENSATIONS.items() if method.options}
+    assert options == COMPENSATION_OPTIONS
 
 
 def test_an_option_of_two_methods_is_one_flag():
@@ -136,9 +122,8 @@ def test_functions_take_the_settings_by_their_types():
 
 
 def test_the_document_lists_every_setting():
-    assert document() == DOCUMENT.read_text(encoding="utf-8"), (
-        "write it anew: python -m coec.settings > docs/SETTINGS.md"
-    )
+    written = DOCUMENT.read_text(encoding="utf-8")
+    assert document() == written, "write it anew: python -m coec.settings > docs/SETTINGS.md"
 
 
 @pytest.mark.parametrize(
@@ -183,26 +168,14 @@ def test_a_bad_value_is_refused_when_the_dataclass_is_made(kind, values, match):
         kind(**values)
 
 
-def test_numbers_of_numpy_and_torch_become_pythons():
-    made = CoecOptions(alpha=np.float32(0.5), rounds=torch.tensor(3))
-    assert (made.alpha, made.rounds) == (0.5, 3)
-    assert [type(made.alpha), type(made.rounds)] == [float, int]
-
-
-def test_settings_cannot_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        CoecOptions().alpha = 0.5
-
-
 def test_a_recipe_of_parts_is_the_recipe_of_flat_settings():
     parts = Recipe(
         calibration=Calibration(source="text.txt", seed=3),
         pruning=Pruning(sparsity=0.5, options={"alpha": 0.8}),
         runtime=Runtime(device="cpu"),
     )
-    flat = Recipe(
-        preset="paper", calibration="text.txt", seed=3, sparsity=0.5, alpha=0.8, device="cpu"
-    )
+    flat = {"calibration": "text.txt", "seed": 3, "sparsity": 0.5, "alpha": 0.8, "device": "cpu"}
+    flat = Recipe(preset="paper", **flat)
     assert parts == flat
     assert parts.record() == flat.record()
 
@@ -210,14 +183,11 @@ def test_a_recipe_of_parts_is_the_recipe_of_flat_settings():
 def test_a_record_lists_what_determines_the_result():
     assert Recipe(device="cpu", trust_remote_code=True).record().keys() == {
         "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters",
-        "expert_sparsity", "multiple_of",
-        "allocation", "non_uniform", "selection", "kept", "compensation", "options",
-        "propagate",
-        "reconstruct", "reconstruct_rate", "prediction_passes", "token_weights", "final_norm",
-        "kv_groups", "calibration",
+        "expert_sparsity", "multiple_of", "allocation", "non_uniform", "selection", "kept",
+        "compensation", "options", "propagate", "reconstruct", "reconstruct_rate",
+        "prediction_passes", "token_weights", "final_norm", "kv_groups", "calibration",
         "text_column", "samples", "self_samples", "seq_len", "seed", "holdout", "guard", "bos",
-        "dtype", "target", "forward_dtype",
-        "solve_dtype",
+        "dtype", "target", "forward_dtype", "solve_dtype",
     }  # fmt: skip
 
 
@@ -228,10 +198,8 @@ def test_a_recipe_checks_the_options_of_its_compensation():
         Recipe(pruning=Pruning(compensation="rcpu", options={"alpha": 0.5}))
     with pytest.raises(OptionError, match=r"slices = \d+ does not go with alignment"):
         Recipe(preset="paper", slices=2)
-    assert Recipe(preset="paper", slices=2, lambda_a=0.0).pruning.options == {
-        "slices": 2,
-        "lambda_a": 0.0,
-    }
+    alone = {"slices": 2, "lambda_a": 0.0}
+    assert Recipe(preset="paper", **alone).pruning.options == alone
 
 
 def told(problem, *, what=None):
@@ -255,10 +223,7 @@ def no_sum(problem):
         ({"selection": lambda weight, gram: [1.0] * 8}, r"'<lambda>' must .* \(8,\), got a list"),
         ({"compensation": no_sum}, "compensation 'no_sum' fails on a small problem .*operand"),
         ({"compensation": told, "what": {1, 2}}, "'told' has .* that no report holds: .* type set"),
-        (
-            {"compensation": told, "what": math.nan},
-            "'told' has .* that no report holds: Out of range",
-        ),
+        ({"compensation": told, "what": math.nan}, "'told' has .* that no report holds: Out of r"),
     ],
 )
 def test_functions_are_tried_before_any_work(settings, match):
@@ -336,9 +301,8 @@ def test_the_default_preset_is_one_line(monkeypatch):
 
 def test_the_default_is_balanced_and_help_says_both_defaults(run):
     assert Recipe() == Recipe(preset="balanced")
-    assert (
-        Recipe().reconstruction.reconstruct == settings.PRESETS["balanced"].settings["reconstruct"]
-    )
+    passes = settings.PRESETS["balanced"].settings["reconstruct"]
+    assert Recipe().reconstruction.reconstruct == passes
     _, out, _ = run("prune", "--help-all")
     shown = " ".join(out.replace("│", " ").split())
     assert "given beside it wins. Default: balanced." in shown
@@ -367,9 +331,10 @@ def test_an_option_of_another_compensation_is_answered_with_what_to_add(given, s
         assert "add --preset paper or --compensation coec" in err
 
 
-def test_one_window_is_not_held_out_by_default():
+def test_what_has_nothing_to_hold_out_or_to_choose_by_is_left_out():
     assert Recipe(samples=1).calibration.holdout == 0
     assert Recipe(samples=2).calibration.holdout == 0.125
+    assert Recipe(preset="best", holdout=0).reconstruction.kv_groups == "uniform"
 
 
 def test_parts_leave_nothing_unheard():
@@ -382,7 +347,3 @@ def test_parts_leave_nothing_unheard():
         Recipe(calibration=Runtime())
     recipe = Recipe(preset="best", alpha=0.5, compensation="coec")
     assert dataclasses.replace(recipe, runtime=Runtime(device="cpu")).pruning == recipe.pruning
-
-
-def test_best_without_held_out_windows_chooses_no_kv_groups():
-    assert Recipe(preset="best", holdout=0).reconstruction.kv_groups == "uniform"
